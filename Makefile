@@ -1,0 +1,49 @@
+# Everything runs in a virtual environment that these targets make on first use.
+#   make demo    install, then speculative decoding on the bundled pair against plain decoding
+#   make test    install with the tools, then lint, types, tests
+# Override with e.g. `make test VENV=/tmp/venv PYTHON=python3.12 PYTEST_ARGS="-k cli"`.
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+BIN := $(VENV)/bin
+
+# The first install compiles llama.cpp: use every core for it.
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
+
+.PHONY: demo test install install-dev lint types check clean
+
+demo: install
+	$(BIN)/llamabranch speculate --compare
+
+test: lint types
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: install-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install-dev
+	$(BIN)/mypy
+
+check: lint types
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "Installing llamabranch into $(VENV). The first time compiles llama.cpp: about five minutes on two cores."
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	@echo "Installing llamabranch[dev] into $(VENV). The first time compiles llama.cpp: about five minutes on two cores."
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,529 @@
+"""A branch: one line of thought, forked from another at almost no cost."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from .context import Context
+from .distribution import Distribution, derive_seed, log_base
+from .errors import BranchStateError, ConfigError
+from .line import Line, Produced
+from .sampling import Grammar, Sampler, SamplingParams
+from .stopping import StopStrings
+
+__all__ = ["Branch", "Produced"]
+
+_serial = itertools.count()  # tells older children from younger ones
+
+
+class Branch(Line):
+    """One line of thought: a leased sequence, its tokens, and the sampler that goes with it.
+
+    Made by :meth:`start` or :meth:`create`, multiplied by :meth:`fork`, ended by :meth:`prune` (or by
+    leaving its ``with`` block; a forgotten branch gives its sequence back when it is collected).
+    """
+
+    def __init__(self, ctx: Context, sampler: Sampler, seed: int, parent: Branch | None) -> None:
+        """Lease a sequence. For ``create`` and ``fork``, not for users."""
+        super().__init__(ctx, sampler, seed, parent)
+        self._parent: Branch | None = parent
+        self._children: weakref.WeakSet[Branch] = weakref.WeakSet()
+        self._fork_position = len(self._tokens)
+        self._serial = next(_serial)
+        if parent is not None:
+            parent._children.add(self)
+
+    # -- beginnings --------------------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls,
+        ctx: Context,
+        sampling: SamplingParams | None = None,
+        grammar: Grammar | str | None = None,
+    ) -> Branch:
+        """Return an empty branch; ``prefill`` it next.
+
+        Raises:
+            SequencesExhaustedError, GrammarError, ConfigError.
+        """
+        params = sampling or SamplingParams()
+        if isinstance(grammar, str):
+            grammar = Grammar(grammar)
+        with ctx.lock:
+            seed = random_seed() if params.seed is None else params.seed
+            return cls(ctx, Sampler(ctx.model, params, grammar), seed, parent=None)
+
+    @classmethod
+    def start(
+        cls,
+        ctx: Context,
+        prompt: str | Sequence[int],
+        *,
+        grammar: Grammar | str | None = None,
+        sampling: SamplingParams | None = None,
+        **settings: object,
+    ) -> Branch:
+        """Return a branch that has read ``prompt`` (text or token ids).
+
+        Args:
+            ctx: where it lives.
+            prompt: text, tokenized with the model's beginning token if it has one; or ids.
+            grammar: what the generated text must follow.
+            sampling: settings; single ones may be given by name instead: ``temperature=0.8, seed=1``.
+        """
+        params = (sampling or SamplingParams()).but(**settings)
+        branch = cls.create(ctx, params, grammar)
+        try:
+            tokens = ctx.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+            branch.prefill(tokens or _beginning(ctx))
+        except BaseException:
+            branch.prune()
+            raise
+        return branch
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"<Branch seq {self._seq_id}, {len(self._tokens)} tokens, {self.state}>"
+
+    def __enter__(self) -> Branch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._pruned and not self._ctx.closed:
+            self.prune_subtree()
+
+    @property
+    def ctx(self) -> Context:
+        """The context it lives in."""
+        return self._ctx
+
+    @property
+    def seq_id(self) -> int:
+        """The leased sequence."""
+        return self._seq_id
+
+    @property
+    def state(self) -> str:
+        """ "empty", "ready", "finished" or "pruned"."""
+        if self._pruned:
+            return "pruned"
+        if not self._tokens:
+            return "empty"
+        return "ready" if self._finish_reason is None else "finished"
+
+    @property
+    def tokens(self) -> list[int]:
+        """All token ids, prompt and inherited ones included; a copy."""
+        return list(self._tokens)
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens but control tokens."""
+        return b"".join(map(self._ctx.model.piece, self._tokens)).decode("utf-8", "replace")
+
+    @property
+    def generated(self) -> list[int]:
+        """The token ids after the prompt; a copy."""
+        return self._tokens[self._n_prompt :]
+
+    @property
+    def parent(self) -> Branch | None:
+        """The branch this one was forked from, None for a root."""
+        return self._parent
+
+    @property
+    def children(self) -> list[Branch]:
+        """The living forks of this branch, oldest first."""
+        return sorted((c for c in self._children if not c._pruned), key=lambda c: c._serial)
+
+    @property
+    def fork_position(self) -> int:
+        """Number of tokens shared with the parent when it was forked; 0 for a root."""
+        return 0 if self._parent is None else self._fork_position
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The settings in force."""
+        return self._sampler.params
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What its text follows, if anything."""
+        return self._sampler.grammar
+
+    @property
+    def n_prompt(self) -> int:
+        """How many of its tokens were read, not generated."""
+        return self._n_prompt
+
+    @property
+    def seed(self) -> int:
+        """What its draws are made of."""
+        return self._seed
+
+    @property
+    def is_stop(self) -> bool:
+        """True if a generation ended here with an end token or a stop string."""
+        return self._finish_reason == "stop"
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the last ``generate`` ended: "stop" or "length"; None before that."""
+        return self._finish_reason
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    @property
+    def logits(self) -> npt.NDArray[np.float32]:
+        """The model's logits after the last token, float32 (V,), a copy."""
+        with self._lock:
+            return self._need_row().array.copy()
+
+    def distribution(self) -> Distribution:
+        """Return what the next token is drawn from: after all sampling settings and the grammar."""
+        with self._lock:
+            row = self._need_row()
+            return self._sampler.distribution(row.array, len(self._tokens), self._seed)
+
+    def entropy(self, base: str = "nats") -> float:
+        """Return the entropy of the model's own next-token distribution."""
+        with self._lock:
+            return self._need_row().entropy() / log_base(base)
+
+    def surprisal(self, token: int, base: str = "nats") -> float:
+        """Return -log p(token) under the model's own next-token distribution."""
+        with self._lock:
+            self._ctx.model.check_tokens((token,))
+            return -self._need_row().logprob(token) / log_base(base)
+
+    def perplexity(self, since: str = "fork") -> float:
+        """Return exp(mean surprisal) of the committed tokens.
+
+        Args:
+            since: "fork" = those after the fork point, "prompt" = all that were generated on this
+                line. Prompt tokens have no surprisal here: they were read, not predicted.
+
+        Returns:
+            nan if there are no such tokens.
+        """
+        if since not in ("fork", "prompt"):
+            raise ConfigError(f"since must be 'fork' or 'prompt', not {since!r}")
+        skip = max(0, self.fork_position - self._n_prompt) if since == "fork" else 0
+        counted = self._surprisals[skip:]
+        return math.exp(math.fsum(counted) / len(counted)) if counted else math.nan
+
+    # -- moving ------------------------------------------------------------------------------------
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Read ``tokens`` in chunks. They count for penalties, not for the grammar.
+
+        Raises:
+            TokenizeError, CacheFullError, DecodeError: the branch is as before.
+        """
+        with self._lock:
+            self._check()
+            tokens = list(tokens)
+            if not tokens:
+                raise ConfigError("nothing to prefill: no tokens")
+            if len(self._tokens) > self._n_prompt:
+                raise BranchStateError(
+                    "prefill comes before anything is generated", hint="use extend or commit"
+                )
+            self._ctx.model.check_tokens(tokens)
+            rows = self._decoder.decode_run(tokens, self._seq_id, "last", self._given_up())
+            self._sampler.accept_prompt(tokens)
+            self._tokens += tokens
+            self._n_prompt = len(self._tokens)
+            self._pending = b""
+            self._set_row(rows[-1])
+
+    def produce(self) -> Produced:
+        """Return the token this branch says next; changes nothing.
+
+        The same answer until the state changes: the draw is a pure function of the logits, the
+        settings, the seed and the position.
+
+        Raises:
+            BranchStateError: pruned or empty. GrammarError: nothing may follow.
+        """
+        with self._lock:
+            if self._produced is None:
+                row = self._need_row()
+                position = len(self._tokens)
+                choice = self._sampler.distribution(row.array, position, self._seed)
+                self._produced = self.describe(choice.draw(self._seed, position), row)
+            else:
+                self._check()
+            return self._produced
+
+    def commit(self, token: int) -> None:
+        """Take ``token`` as the next one: decode it and let the sampler remember it.
+
+        Raises:
+            TokenizeError, GrammarError, CacheFullError, DecodeError: the branch is as before.
+        """
+        with self._lock:
+            row = self._need_row()
+            self._ctx.model.check_tokens((token,))
+            sampler = self._sampler
+            if not sampler.allows(token):
+                sampler.accept(token)  # raises GrammarError, with the reason
+            surprisal = -row.logprob(token)
+            new = self._decoder.advance(self._seq_id, token, row)
+            if not sampler.is_stateless:
+                sampler.accept(token)
+            self._append(token, surprisal)
+            self._set_row(new)
+
+    def step(self) -> Produced:
+        """Produce and commit one token; an end token is returned but not committed."""
+        with self._lock:
+            produced = self.produce()
+            if produced.is_stop:
+                self._finish_reason = "stop"
+            else:
+                self.commit(produced.token)
+            return produced
+
+    def generate(
+        self, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Iterator[Produced]:
+        """Yield tokens, committed one by one, until the end.
+
+        It ends at an end token (not yielded, not committed), after ``max_tokens``, or when the text
+        contains a stop string: text from the stop string on is not yielded. ``finish_reason`` says
+        which. Without ``max_tokens`` it goes on until the model stops or the cache is full.
+
+        Raises:
+            CacheFullError: no cell is left; the branch holds all tokens that were yielded.
+        """
+        if max_tokens is not None and max_tokens < 0:
+            raise ConfigError(f"max_tokens must not be negative, is {max_tokens}")
+        stops = StopStrings(stop)
+        return self._generate(max_tokens, stops)
+
+    def _generate(self, max_tokens: int | None, stops: StopStrings) -> Iterator[Produced]:
+        self._finish_reason = None
+        n = 0
+        while max_tokens is None or n < max_tokens:
+            produced = self.step()
+            if produced.is_stop:
+                break
+            n += 1
+            text = stops.feed(produced.text)
+            if stops.found or n == max_tokens:
+                text += stops.flush()
+            if text != produced.text:
+                produced = replace(produced, text=text)
+            if stops.found:
+                self._finish_reason = "stop"
+            yield produced
+            if stops.found:
+                return
+        if self._finish_reason is None:
+            self._finish_reason = "length"
+
+    def extend(self, tokens: Sequence[int], logits: str = "all") -> list[npt.NDArray[np.float32]]:
+        """Decode several tokens at once and take them as the next ones.
+
+        Args:
+            tokens: ids, at least one; a grammar must allow them.
+            logits: "all" or "last": whose rows to return.
+
+        Returns:
+            the logits after each token (or after the last one), float32 (V,), copies.
+
+        Raises:
+            TokenizeError, GrammarError, CacheFullError, DecodeError: the branch is as before.
+        """
+        with self._lock:
+            if logits not in ("all", "last"):
+                raise ConfigError(f"logits must be 'all' or 'last', not {logits!r}")
+            tokens = list(tokens)
+            if not tokens:
+                raise ConfigError("nothing to extend by: no tokens")
+            self._ctx.model.check_tokens(tokens)
+            sampler = self._sampler
+            if not sampler.is_stateless:
+                sampler = sampler.clone()
+                for token in tokens:
+                    sampler.accept(token)
+            if self._tokens:
+                self._need_row()
+            rows = self.verify(tokens)
+            kept = [row.array.copy() for row in (rows if logits == "all" else rows[-1:])]
+            self.settle(tokens, rows, sampler)
+            return kept
+
+    # -- branching ---------------------------------------------------------------------------------
+
+    def fork(self) -> Branch:
+        """Return a child that goes on from here.
+
+        It shares the prefix's cells and has its own copy of the sampler's and the grammar's state, the
+        tokens and the metrics; it draws like its parent until reseeded. No K/V is copied.
+
+        Raises:
+            SequencesExhaustedError: no sequence is free. BranchStateError: pruned.
+        """
+        with self._lock:
+            self._check()
+            return Branch(self._ctx, self._sampler.clone(), self._seed, parent=self)
+
+    def fork_many(self, n: int) -> list[Branch]:
+        """Return ``n`` children, each reseeded: the i-th draws from a seed derived from ours and i.
+
+        Raises:
+            SequencesExhaustedError: not enough sequences; none is forked.
+        """
+        if n < 0:
+            raise ConfigError(f"cannot fork {n} times")
+        children: list[Branch] = []
+        try:
+            for i in range(n):
+                children.append(self.fork())
+                children[-1].reseed(derive_seed(self._seed, i + 1))
+        except BaseException:
+            for child in children:
+                child.prune()
+            raise
+        return children
+
+    def reseed(self, seed: int | None = None) -> None:
+        """Draw differently from here on; without a ``seed`` a new one is picked."""
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise ConfigError(f"seed must be an integer, not {seed!r}")
+        with self._lock:
+            self._check()
+            self._seed = random_seed() if seed is None else seed
+            self._produced = None
+
+    def steer(self, bias: Mapping[int, float]) -> None:
+        """Add ``bias`` to logits from here on; forks inherit it, an empty mapping ends it."""
+        self.resample(self.sampling.but(logit_bias=bias))
+
+    def resample(self, sampling: SamplingParams) -> None:
+        """Use other sampling settings from here on; the seed stays unless they have one."""
+        with self._lock:
+            self._check()
+            old = self._sampler
+            grammar_free = old.grammar is None
+            sampler = Sampler(self._ctx.model, sampling, old.grammar)
+            sampler.accept_prompt(self._tokens if grammar_free else self._tokens[: self._n_prompt])
+            if not grammar_free:
+                for token in self._tokens[self._n_prompt :]:
+                    sampler.accept(token)
+            self._sampler = sampler
+            if sampling.seed is not None:
+                self._seed = sampling.seed
+            self._produced = None
+
+    def rewind(self, position: int) -> None:
+        """Forget everything from ``position`` on, as if it had never been.
+
+        The K/V is truncated; where this memory cannot truncate, the kept tokens are decoded again,
+        from the parent's state if that still stands at or before ``position``.
+
+        Raises:
+            ConfigError: not between 0 and the branch's position.
+        """
+        with self._lock:
+            self._check()
+            if isinstance(position, bool) or not isinstance(position, int):
+                raise ConfigError(f"a position is an integer, not {position!r}")
+            if not 0 <= position <= len(self._tokens):
+                raise ConfigError(f"position {position} is not in 0 to {len(self._tokens)}")
+            if position == len(self._tokens):
+                return
+            kept = self._tokens[:position]
+            sampler = self._sampler
+            if not sampler.is_stateless:
+                sampler = sampler.replay(kept[: self._n_prompt], kept[self._n_prompt :])
+            self._truncate(position)
+            self._tokens = kept
+            self._n_prompt = min(self._n_prompt, position)
+            del self._surprisals[position - self._n_prompt :]
+            self._fork_position = min(self._fork_position, position)
+            self._sampler = sampler
+            self._pending = self._pending_bytes()
+            self._finish_reason = None
+            self._set_row(None)
+
+    # -- endings -----------------------------------------------------------------------------------
+
+    def prune(self) -> None:
+        """Free the sequence; the second time does nothing.
+
+        Raises:
+            BranchStateError: it has children; see ``prune_subtree``.
+        """
+        with self._lock:
+            if self._pruned:
+                return
+            if self.children:
+                raise BranchStateError(
+                    f"the branch has {len(self.children)} children",
+                    hint="prune them first, or call prune_subtree()",
+                )
+            self._pruned = True
+            self._set_row(None)
+            self._ctx.return_lease(self._seq_id)
+            if self._parent is not None:
+                self._parent._children.discard(self)
+
+    def prune_subtree(self) -> None:
+        """Free the sequences of this branch and all its descendants."""
+        with self._lock:
+            for child in self.children:
+                child.prune_subtree()
+            self.prune()
+
+    def promote(self) -> None:
+        """Take the parent's place: the parent and this branch's siblings are pruned.
+
+        Raises:
+            BranchStateError: it has no parent.
+        """
+        with self._lock:
+            self._check()
+            parent = self._parent
+            if parent is None:
+                raise BranchStateError("a root has no parent to replace")
+            for sibling in parent.children:
+                if sibling is not self:
+                    sibling.prune_subtree()
+            grandparent = parent._parent
+            parent._children.discard(self)
+            self._parent = grandparent
+            self._fork_position = parent._fork_position
+            if grandparent is not None:
+                grandparent._children.add(self)
+            parent.prune()
+
+
+def random_seed() -> int:
+    """Return a seed from the operating system's entropy."""
+    return int.from_bytes(os.urandom(8), "little") >> 1
+
+
+def _beginning(ctx: Context) -> list[int]:
+    token = ctx.model.bos if ctx.model.bos is not None else ctx.model.eos
+    if token is None:
+        raise ConfigError("the prompt is empty and the model has no beginning token")
+    return [token]

@@ -1,0 +1,140 @@
+"""What a context's memory can do, found out by trying when it opens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .decoder import Decoder
+from .errors import UnsupportedError
+from .model import Model
+from .options import INVARIANT_KV_TYPES
+
+__all__ = ["Capabilities", "probe"]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What this context's memory can do; found out when it opens.
+
+    Args:
+        can_truncate: the tail of a sequence can be dropped.
+        can_share: sequences can share cells.
+        sliding_window: size of the attention window in tokens, 0 if there is none.
+        recurrent: some of the memory is a state instead of cells.
+        batch_invariant: a token's logits do not depend, to the bit, on what else is in the batch.
+        batch_invariant_reason: why, or why not.
+    """
+
+    can_truncate: bool
+    can_share: bool
+    sliding_window: int
+    recurrent: bool
+    batch_invariant: bool
+    batch_invariant_reason: str
+
+
+def probe(
+    decoder: Decoder,
+    model: Model,
+    *,
+    kv_type: str,
+    flash_attention: bool | str,
+    swa_full: bool,
+    batch_invariant: bool | str,
+) -> Capabilities:
+    """Try the empty context out and leave it empty.
+
+    Raises:
+        UnsupportedError: ``batch_invariant`` is True and cannot hold.
+    """
+    recurrent = model.memory_type in ("recurrent", "hybrid")
+    # A window that is not kept in full answers "removed" and then computes from what is lost.
+    window = model.n_swa if model.memory_type == "sliding-window" else 0
+    can_truncate = not (window and not swa_full) and _truncates(decoder, model)
+    invariant, reason = False, "not asked for"
+    if batch_invariant is not False:
+        reason = _why_not_invariant(model, kv_type, flash_attention)
+        if not reason or batch_invariant is True:
+            difference = _batch_difference(decoder, model)
+            if difference == 0.0:
+                invariant, reason = True, "checked: the self-check's logits are equal to the bit"
+            else:
+                reason = f"self-check: logits differ by up to {difference:.2g} between batches"
+        if batch_invariant is True and not invariant:
+            raise UnsupportedError(
+                f"this context cannot be batch-invariant: {reason}",
+                hint="use Q8_0 weights on the CPU, kv_type bf16 or q8_0, and flash attention",
+            )
+    return Capabilities(
+        can_truncate=can_truncate,
+        can_share=True,
+        sliding_window=window,
+        recurrent=recurrent,
+        batch_invariant=invariant,
+        batch_invariant_reason=reason,
+    )
+
+
+def _tokens(model: Model, n: int) -> list[int]:
+    return [(7 * i + 3) % model.n_vocab for i in range(n)]
+
+
+def _empty(decoder: Decoder) -> None:
+    decoder.handle.clear()
+    decoder.cells.clear()
+
+
+def _truncates(decoder: Decoder, model: Model) -> bool:
+    decoder.decode_run(_tokens(model, 2), 0, "none")
+    can = decoder.drop(0, 1)
+    _empty(decoder)
+    return can
+
+
+def _why_not_invariant(model: Model, kv_type: str, flash_attention: bool | str) -> str:
+    """Return the rule that excludes exact batches, "" if none does."""
+    if model.file_type != "Q8_0":
+        return f"the weights are {model.file_type}, not Q8_0"
+    if kv_type not in INVARIANT_KV_TYPES:
+        return f"the K/V type is {kv_type}, not bf16 or q8_0"
+    if flash_attention is False:
+        return "flash attention is off"
+    if model.on_gpu:
+        return "layers may run on a GPU"
+    if model.memory_type != "attention":
+        return f"not established for {model.memory_type} memory"
+    return ""
+
+
+def _batch_difference(decoder: Decoder, model: Model) -> float:
+    """Return the largest difference between a line decoded alone and in company."""
+    line = _tokens(model, 8)
+    other = list(reversed(line))
+    alone = []
+    for token in line:
+        row = decoder.decode([token], [0], [True])[0]
+        alone.append(row.array.copy())
+    _empty(decoder)
+    if decoder.cells.n_seq_max < 2 or decoder.handle.n_batch < 2 * len(line):
+        rows = decoder.decode_run(line[: decoder.handle.n_batch], 0, "all")
+        together = [row.array.copy() for row in rows]
+    else:
+        tokens: list[int] = []
+        seqs: list[int] = []
+        for mine, theirs in zip(line, other, strict=True):
+            tokens += [theirs, mine]
+            seqs += [1, 0]
+        rows = decoder.decode(tokens, seqs, [seq == 0 for seq in seqs])
+        together = [row.array.copy() for row in rows]
+    _empty(decoder)
+    return _largest_difference(alone, together)
+
+
+def _largest_difference(
+    left: Sequence[npt.NDArray[np.float32]], right: Sequence[npt.NDArray[np.float32]]
+) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(left, right, strict=True))

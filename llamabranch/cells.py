@@ -1,0 +1,141 @@
+"""Who uses which cells of the K/V cache: bookkeeping in pure Python, checked against llama.cpp.
+
+A fork shares its prefix's cells, so what a set of sequences costs is not the sum of their lengths. Cells
+are written in *runs*: one sequence's uninterrupted appends. A sequence refers to slices of runs, its own
+and inherited ones; a cell is free when no sequence refers to it any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["CellLedger", "Usage"]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How full a context's cache is, in cells (one cell holds one token's K and V).
+
+    ``cells_shared`` are used by two or more sequences, ``sequences`` gives the tokens of each sequence
+    that holds any.
+    """
+
+    cells_total: int
+    cells_used: int
+    cells_shared: int
+    sequences: dict[int, int]
+
+    @property
+    def cells_free(self) -> int:
+        """Cells nobody uses."""
+        return self.cells_total - self.cells_used
+
+
+class _Run:
+    """Cells written one after another by one sequence; only its length matters."""
+
+    __slots__ = ("length", "owner")
+
+    def __init__(self, owner: int, length: int) -> None:
+        self.owner = owner
+        self.length = length
+
+
+@dataclass
+class _Slice:
+    run: _Run
+    low: int
+    high: int
+    position: int  # of the first cell
+
+    @property
+    def end(self) -> int:
+        return self.position + self.high - self.low
+
+
+@dataclass
+class _Sequence:
+    next_position: int = 0
+    slices: list[_Slice] = field(default_factory=list)
+
+
+class CellLedger:
+    """What every sequence holds; mirrors decode, copy and remove of llama.cpp's unified cache."""
+
+    def __init__(self, n_cells: int, n_seq_max: int) -> None:
+        self.n_cells = n_cells
+        self.n_seq_max = n_seq_max
+        self._sequences = [_Sequence() for _ in range(n_seq_max)]
+
+    def next_position(self, seq_id: int) -> int:
+        """Return where the next token of ``seq_id`` goes: its largest position + 1, 0 if empty."""
+        return self._sequences[seq_id].next_position
+
+    def first_position(self, seq_id: int) -> int:
+        """Return the smallest position of ``seq_id``, -1 if it is empty."""
+        slices = self._sequences[seq_id].slices
+        return slices[0].position if slices else -1
+
+    def length(self, seq_id: int) -> int:
+        """Return how many cells ``seq_id`` refers to."""
+        return sum(s.high - s.low for s in self._sequences[seq_id].slices)
+
+    def append(self, seq_id: int, n: int) -> None:
+        """Record ``n`` new tokens at the end of ``seq_id``."""
+        sequence = self._sequences[seq_id]
+        if sequence.slices:
+            last = sequence.slices[-1]
+            run = last.run
+            if run.owner == seq_id and run.length == last.high:
+                run.length += n
+                last.high += n
+                sequence.next_position += n
+                return
+        run = _Run(seq_id, n)
+        sequence.slices.append(_Slice(run, 0, n, sequence.next_position))
+        sequence.next_position += n
+
+    def copy(self, source: int, target: int, start: int, end: int) -> None:
+        """Let the empty ``target`` refer to what ``source`` has in positions [start, end)."""
+        kept = []
+        for s in self._sequences[source].slices:
+            low, high = max(s.position, start), min(s.end, end)
+            if low < high:
+                kept.append(_Slice(s.run, s.low + low - s.position, s.low + high - s.position, low))
+        self._sequences[target] = _Sequence(kept[-1].end if kept else 0, kept)
+
+    def remove(self, seq_id: int, start: int, end: int) -> None:
+        """Record that ``seq_id`` gave up its positions in [start, end)."""
+        sequence = self._sequences[seq_id]
+        kept = []
+        for s in sequence.slices:
+            if s.end <= start or s.position >= end:
+                kept.append(s)
+                continue
+            if s.position < start:
+                kept.append(_Slice(s.run, s.low, s.low + start - s.position, s.position))
+            if s.end > end:
+                kept.append(_Slice(s.run, s.low + end - s.position, s.high, end))
+        sequence.slices = kept
+        sequence.next_position = kept[-1].end if kept else 0
+
+    def clear(self) -> None:
+        """Record that every sequence is empty."""
+        self._sequences = [_Sequence() for _ in self._sequences]
+
+    def usage(self) -> Usage:
+        """Count the cells in use, each once, and those that two or more sequences use."""
+        edges: dict[_Run, list[tuple[int, int]]] = {}
+        for sequence in self._sequences:
+            for s in sequence.slices:
+                edges.setdefault(s.run, []).extend(((s.low, 1), (s.high, -1)))
+        used = shared = 0
+        for steps in edges.values():
+            depth = previous = 0
+            for at, change in sorted(steps):
+                used += (at - previous) * (depth > 0)
+                shared += (at - previous) * (depth > 1)
+                depth += change
+                previous = at
+        lengths = {i: self.length(i) for i, s in enumerate(self._sequences) if s.slices}
+        return Usage(self.n_cells, used, shared, lengths)

@@ -1,0 +1,417 @@
+"""A context: one K/V cache shared by many sequences, and everything that can be done to it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from .capabilities import Capabilities, probe
+from .cells import Usage
+from .decoder import Decoder
+from .distribution import log_base
+from .errors import BranchStateError, ConfigError, DecodeError, UnsupportedError
+from .leases import Leases
+from .model import Model
+from .native import ContextHandle
+from .options import context_options, resolve_kv_type
+from .rows import LogitsRow
+from .sampling import Sampler, SamplingParams
+
+__all__ = ["Capabilities", "Context"]
+
+Logits = npt.NDArray[np.float32]
+
+
+class Context:
+    """Many sequences of one model over one unified K/V cache.
+
+    Args:
+        model: a :class:`Model`; several contexts may share it.
+        n_ctx: cells of the cache, shared by all sequences; rounded up to a multiple of 256.
+        n_seq_max: sequences (branches) at a time, 1 to 256.
+        n_batch: tokens per decode at most; n_ubatch: tokens computed at once (default n_batch).
+        n_threads, n_threads_batch: for one token and for many; default: the cores this process may use.
+        flash_attention: "auto", True or False.
+        kv_type: "f16", "bf16", "q8_0", ...; "auto" is bf16 where that makes the context
+            batch-invariant and f16 elsewhere.
+        batch_invariant: "auto" turns it on where it can hold, True raises where it cannot.
+        swa_full: keep the whole context of sliding-window layers, so that they can be rewound.
+        offload_kqv: keep the cache on the GPU if the model is there.
+        rope_scaling: None (the model's own), "none", "linear", "yarn" or "longrope";
+            rope_freq_base, rope_freq_scale, yarn_*: as in llama.cpp, 0 (yarn: -1) = the model's own.
+        n_outputs_max: rows of logits per decode at most; default max(n_seq_max, min(n_batch, 256)).
+
+    Raises:
+        ConfigError: a bad option, or llama.cpp cannot open the context (the reason is given).
+        UnsupportedError: the model cannot generate, or ``batch_invariant=True`` cannot hold.
+
+    Sequences 0 to n_seq_max - 1 are open to the raw calls of this class unless a branch has leased
+    them; branches take them from the top. One lock serialises all calls from many threads.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_ctx: int = 2048,
+        n_seq_max: int = 8,
+        n_batch: int = 512,
+        n_ubatch: int | None = None,
+        n_threads: int | None = None,
+        n_threads_batch: int | None = None,
+        flash_attention: bool | str = "auto",
+        kv_type: str = "auto",
+        batch_invariant: bool | str = "auto",
+        swa_full: bool = True,
+        offload_kqv: bool = True,
+        rope_scaling: str | None = None,
+        rope_freq_base: float = 0.0,
+        rope_freq_scale: float = 0.0,
+        yarn_ext_factor: float = -1.0,
+        yarn_attn_factor: float = -1.0,
+        yarn_beta_fast: float = -1.0,
+        yarn_beta_slow: float = -1.0,
+        yarn_orig_ctx: int = 0,
+        n_outputs_max: int | None = None,
+    ) -> None:
+        if model.vocab_only or not model.can_generate:
+            kind = "only its vocabulary is loaded" if model.vocab_only else "it predicts no tokens"
+            raise UnsupportedError(f"{model.name} opens no context: {kind}")
+        if batch_invariant not in ("auto", True, False):
+            raise ConfigError(
+                f"batch_invariant must be 'auto', True or False, not {batch_invariant!r}"
+            )
+        self.model = model
+        self.kv_type = resolve_kv_type(model, kv_type, flash_attention, batch_invariant)
+        options = context_options(
+            n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=n_batch, n_ubatch=n_ubatch,
+            n_outputs_max=n_outputs_max, n_threads=n_threads, n_threads_batch=n_threads_batch,
+            flash_attention=flash_attention, kv_type=self.kv_type, swa_full=swa_full,
+            offload_kqv=offload_kqv, rope_scaling=rope_scaling, rope_freq_base=rope_freq_base,
+            rope_freq_scale=rope_freq_scale, yarn_ext_factor=yarn_ext_factor,
+            yarn_attn_factor=yarn_attn_factor, yarn_beta_fast=yarn_beta_fast,
+            yarn_beta_slow=yarn_beta_slow, yarn_orig_ctx=yarn_orig_ctx,
+        )  # fmt: skip
+        handle = ContextHandle(model.handle, options)
+        if not handle.has_memory:
+            handle.close()
+            raise UnsupportedError(f"{model.name} has no memory: it cannot generate")
+        self.options = options
+        self.n_ctx = handle.n_ctx
+        self.n_batch = handle.n_batch
+        self.n_seq_max = n_seq_max
+        self.n_vocab = model.n_vocab
+        self._owns_model = False
+        self._lock = threading.RLock()
+        self._decoder = Decoder(handle, n_seq_max)
+        self._leases = Leases(n_seq_max)
+        self._last_rows: list[LogitsRow] = []
+        try:
+            self.capabilities = probe(
+                self._decoder,
+                model,
+                kv_type=self.kv_type,
+                flash_attention=flash_attention,
+                swa_full=swa_full,
+                batch_invariant=batch_invariant,
+            )
+        except BaseException:
+            handle.close()
+            raise
+
+    # -- life --------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """True after ``close()`` of the context or its model."""
+        return self._decoder.handle.closed
+
+    def close(self) -> None:
+        """Free the context; branches on it raise ClosedError from now on. Idempotent."""
+        with self._lock:
+            self._decoder.close()
+            if self._owns_model:
+                self.model.close()
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return "<Context closed>"
+        return f"<Context of {self.model.name!r}: {self.n_ctx} cells, {self.n_seq_max} sequences>"
+
+    def _check_open(self) -> None:
+        self._decoder.handle.ptr  # noqa: B018  (raises ClosedError)
+
+    # -- for the layers above: the lock is held --------------------------------------------------------
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held by every call on this context or a branch of it."""
+        return self._lock
+
+    @property
+    def decoder(self) -> Decoder:
+        """The unchecked inside; for branches, not for users."""
+        return self._decoder
+
+    def lease(self, holder: object) -> int:
+        """Lend ``holder`` an empty sequence until ``return_lease`` or its garbage collection.
+
+        Raises:
+            SequencesExhaustedError: all are taken; says by whom.
+        """
+        with self._lock:
+            self._check_open()
+            self._collect_forgotten()
+            cells = self._decoder.cells
+            return self._leases.lend(holder, lambda seq_id: cells.first_position(seq_id) < 0)
+
+    def return_lease(self, seq_id: int) -> None:
+        """Take a lent sequence back and empty it."""
+        with self._lock:
+            if self._leases.end(seq_id) and not self.closed:
+                self._decoder.drop(seq_id, 0)
+
+    def _collect_forgotten(self) -> None:
+        for seq_id in self._leases.forgotten():
+            self.return_lease(seq_id)
+
+    def _check_seq(self, seq_id: int) -> None:
+        if isinstance(seq_id, bool) or not isinstance(seq_id, int):
+            raise ConfigError(f"a sequence id is an integer, not {seq_id!r}")
+        if not 0 <= seq_id < self.n_seq_max:
+            raise ConfigError(
+                f"sequence id {seq_id} is out of range 0 to {self.n_seq_max - 1}",
+                hint="open the context with a larger n_seq_max",
+            )
+
+    def _check_raw(self, *seq_ids: int) -> None:
+        self._check_open()
+        self._collect_forgotten()
+        for seq_id in seq_ids:
+            self._check_seq(seq_id)
+            if seq_id in self._leases:
+                raise BranchStateError(
+                    f"sequence {seq_id} is leased to {self._leases.holder(seq_id)!r}"
+                )
+
+    # -- raw calls ---------------------------------------------------------------------------------
+
+    def decode(
+        self, tokens: Sequence[int], position: int, seq_id: int = 0, logits: str = "last"
+    ) -> None:
+        """Decode ``tokens`` at ``position``, ``position`` + 1, ... of a sequence, in chunks.
+
+        Args:
+            tokens: ids, at least one.
+            position: must be the end of the sequence: its number of tokens.
+            seq_id: 0 to n_seq_max - 1, not leased to a branch.
+            logits: whose rows to keep for ``logits()``: "last", "all" or "none".
+
+        Raises:
+            ConfigError: a bad argument. TokenizeError: a bad id. CacheFullError, DecodeError: the
+            sequence is as it was before the call.
+        """
+        with self._lock:
+            self._check_raw(seq_id)
+            if logits not in ("last", "all", "none"):
+                raise ConfigError(f"logits must be 'last', 'all' or 'none', not {logits!r}")
+            tokens = list(tokens)
+            if not tokens:
+                raise ConfigError("nothing to decode: no tokens")
+            self.model.check_tokens(tokens)
+            end = self._decoder.cells.next_position(seq_id)
+            if position != end:
+                raise ConfigError(
+                    f"sequence {seq_id} ends at position {end}, so tokens cannot go to {position!r}",
+                    hint=f"decode at position {end}, or remove positions with kv_cache_remove first",
+                )
+            self._keep_last_rows(self._decoder.decode_run(tokens, seq_id, logits))
+
+    def _keep_last_rows(self, rows: list[LogitsRow]) -> None:
+        for row in self._last_rows:
+            row.users -= 1
+        self._last_rows = rows
+        for row in rows:
+            row.users += 1
+
+    def _row(self, row: int) -> LogitsRow:
+        self._check_open()
+        n = len(self._last_rows)
+        if isinstance(row, bool) or not isinstance(row, int) or not -n <= row < n:
+            raise ConfigError(
+                f"no logits row {row!r}: the last decode kept {n}",
+                hint="decode with logits='last' or 'all' first",
+            )
+        return self._last_rows[row]
+
+    def logits(self, row: int = -1) -> Logits:
+        """Return a row of the last raw ``decode``, float32 (V,), a copy; -1 is the last one.
+
+        Raises:
+            ConfigError: that decode kept no such row.
+        """
+        with self._lock:
+            return self._row(row).array.copy()
+
+    def sample(self, params: SamplingParams | None = None, row: int = -1) -> int:
+        """Return the token drawn from a row of the last raw ``decode``; changes nothing.
+
+        The noise comes from ``params.seed`` (None counts as 0) and the number of tokens the context
+        has decoded, so calling it twice gives the same token. Penalties and DRY need a history and a
+        grammar a state: those belong to a :class:`Branch`.
+
+        Raises:
+            UnsupportedError: settings that need the tokens so far.
+        """
+        with self._lock:
+            params = params or SamplingParams()
+            if params.uses_history:
+                raise UnsupportedError("penalties and DRY look at the tokens so far: use a Branch")
+            seed, position = params.seed or 0, self._decoder.n_decodes
+            sampler = Sampler(self.model, params)
+            return sampler.distribution(self._row(row).array, position, seed).draw(seed, position)
+
+    def model_entropy(self, base: str = "nats", logits: Logits | None = None) -> float:
+        """Return the entropy of softmax(logits) in "nats" or "bits"; default: the last row."""
+        with self._lock:
+            row = self._row(-1) if logits is None else LogitsRow(self._check_logits(logits))
+            return row.entropy() / log_base(base)
+
+    def model_surprisal(
+        self, token: int, base: str = "nats", logits: Logits | None = None
+    ) -> float:
+        """Return -log p(token) under softmax(logits) in "nats" or "bits"; default: the last row."""
+        with self._lock:
+            self.model.check_tokens((token,))
+            row = self._row(-1) if logits is None else LogitsRow(self._check_logits(logits))
+            return -row.logprob(token) / log_base(base)
+
+    def _check_logits(self, logits: Logits) -> Logits:
+        array = np.asarray(logits, dtype=np.float32)
+        if array.shape != (self.n_vocab,):
+            raise ConfigError(f"logits must have shape ({self.n_vocab},), not {array.shape}")
+        return array
+
+    def kv_seq_copy(self, src: int, dst: int) -> None:
+        """Make sequence ``dst`` hold what ``src`` holds. Cells are shared, no K/V is copied.
+
+        What ``dst`` held before is dropped.
+        """
+        with self._lock:
+            self._check_raw(src, dst)
+            if src != dst:
+                self._decoder.share(src, dst)
+
+    def kv_cache_remove(self, seq_id: int, start: int = 0, end: int = -1) -> None:
+        """Drop the positions [start, end) of a sequence; end -1 = to the end.
+
+        Raises:
+            UnsupportedError: this memory cannot drop a part of a sequence; nothing has changed.
+        """
+        with self._lock:
+            self._check_raw(seq_id)
+            if start < 0 or end < -1 or (end != -1 and end < start):
+                raise ConfigError(f"no such range of positions: [{start}, {end})")
+            stop = (1 << 31) if end == -1 else end
+            length = self._decoder.cells.next_position(seq_id)
+            if start >= min(stop, length):
+                return
+            if stop < length and not self._mid_removal_is_safe():
+                raise UnsupportedError("this memory can only drop the tail of a sequence")
+            if not self._decoder.handle.remove(seq_id, start, -1 if stop >= length else stop):
+                raise UnsupportedError(
+                    "this model's memory cannot drop a part of a sequence",
+                    hint="remove the whole sequence and decode again, or fork before you try things",
+                )
+            self._decoder.cells.remove(seq_id, start, stop)
+
+    def _mid_removal_is_safe(self) -> bool:
+        return self.capabilities.can_truncate and not self.capabilities.recurrent
+
+    def kv_seq_keep(self, seq_id: int) -> None:
+        """Drop every other sequence that no branch has leased."""
+        with self._lock:
+            self._check_raw(seq_id)
+            for other in range(self.n_seq_max):
+                if other != seq_id and other not in self._leases:
+                    self._decoder.drop(other, 0)
+
+    def kv_cache_clear(self) -> None:
+        """Empty the whole cache.
+
+        Raises:
+            BranchStateError: a branch still uses it.
+        """
+        with self._lock:
+            self._check_open()
+            self._collect_forgotten()
+            if self._leases:
+                raise BranchStateError(
+                    f"{len(self._leases)} branches still use the cache",
+                    hint="prune them first",
+                )
+            self._decoder.handle.clear()
+            self._decoder.cells.clear()
+
+    def kv_cache_size(self, seq_id: int) -> int:
+        """Return how many tokens a sequence holds."""
+        with self._lock:
+            self._check_open()
+            self._check_seq(seq_id)
+            return self._decoder.cells.length(seq_id)
+
+    def tokenize(
+        self, text: str, *, add_special: bool = True, parse_special: bool = False
+    ) -> list[int]:
+        """Return ``model.tokenize(...)``."""
+        return self.model.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return ``model.detokenize(...)``."""
+        return self.model.detokenize(tokens, special=special)
+
+    # -- accounting --------------------------------------------------------------------------------
+
+    def usage(self) -> Usage:
+        """Return how full the cache is."""
+        with self._lock:
+            self._check_open()
+            self._collect_forgotten()
+            return self._decoder.cells.usage()
+
+    def audit(self) -> None:
+        """Compare the accounting with llama.cpp's own positions.
+
+        Raises:
+            DecodeError: they differ; says where. That is a bug in this library.
+        """
+        with self._lock:
+            self._check_open()
+            self._collect_forgotten()
+            for seq_id in range(self.n_seq_max):
+                ours = (
+                    self._decoder.cells.first_position(seq_id),
+                    self._decoder.cells.next_position(seq_id) - 1,
+                )
+                theirs = self._decoder.handle.position_range(seq_id)
+                if self.capabilities.recurrent or self.capabilities.sliding_window:
+                    ours, theirs = (ours[1], ours[1]), (theirs[1], theirs[1])
+                if ours != theirs:
+                    raise DecodeError(
+                        f"sequence {seq_id} should hold positions {ours}, llama.cpp says {theirs}"
+                    )

@@ -1,0 +1,187 @@
+"""Decoding into a shared cache: the one place where tokens go in and logits come out.
+
+Everything here expects right arguments and the context's lock; :class:`~llamabranch.context.Context`
+checks what users pass, branches only pass what they know to be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+from .cells import CellLedger
+from .errors import CacheFullError, DecodeError
+from .native import ContextHandle
+from .rows import LogitsRow
+
+__all__ = ["Decoder"]
+
+_MEANINGS = {2: "the decode was interrupted", -2: "llama.cpp could not allocate what it needs"}
+_END = 1 << 31
+
+
+class Decoder:
+    """A native context with its ledger of cells and the rows of logits that are still needed."""
+
+    def __init__(self, handle: ContextHandle, n_seq_max: int) -> None:
+        self.handle = handle
+        self.cells = CellLedger(handle.n_ctx, n_seq_max)
+        self.n_decodes = 0
+        self._live: list[LogitsRow] = []
+
+    def close(self) -> None:
+        """Save the rows that are still needed, then free the native context."""
+        self._protect_rows(0, ())
+        self.handle.close()
+
+    def _protect_rows(self, n_outputs: int, replaced: Iterable[LogitsRow]) -> None:
+        """Copy what somebody still needs before the next decode overwrites the buffer."""
+        live = self._live
+        if not live:
+            return
+        if n_outputs > self.handle.row_capacity:  # the buffer will move: every old row is lost
+            replaced = ()
+        for row in live:
+            if row.users > sum(1 for r in replaced if r is row):
+                row.keep()
+        self._live = []
+
+    def advance(self, seq_id: int, token: int, replaced: LogitsRow | None) -> LogitsRow:
+        """Decode one token at the end of ``seq_id``; return its row. The hot path."""
+        handle = self.handle
+        handle.ptr  # noqa: B018  (raises ClosedError)
+        position = self.cells.next_position(seq_id)
+        self._protect_rows(1, () if replaced is None else (replaced,))
+        handle.tokens[0] = token
+        handle.positions[0] = position
+        handle.seqs[0] = seq_id
+        handle.wants_logits[0] = 1
+        try:
+            code = handle.decode(1)
+            if code == 0:
+                self.cells.append(seq_id, 1)
+        except BaseException:  # Ctrl-C arrives when the call returns
+            self._undo({seq_id: position}, () if replaced is None else (replaced,))
+            raise
+        if code:
+            self._fail(code, {seq_id: position}, 1, () if replaced is None else (replaced,))
+        self.n_decodes += 1
+        row = LogitsRow(handle.rows(1)[0])
+        self._live = [row]
+        return row
+
+    def decode(
+        self,
+        tokens: Sequence[int],
+        seqs: Sequence[int],
+        wants_logits: Sequence[bool],
+        replaced: Iterable[LogitsRow] = (),
+    ) -> list[LogitsRow]:
+        """Decode at most n_batch tokens, each at the end of its sequence; return the rows wanted."""
+        handle = self.handle
+        handle.ptr  # noqa: B018  (raises ClosedError)
+        n = len(tokens)
+        ends: dict[int, int] = {}
+        positions = []
+        for seq_id in seqs:
+            at = ends.get(seq_id)
+            if at is None:
+                at = self.cells.next_position(seq_id)
+            positions.append(at)
+            ends[seq_id] = at + 1
+        n_outputs = sum(wants_logits)
+        self._protect_rows(n_outputs, replaced)
+        handle.tokens[:n] = tokens
+        handle.positions[:n] = positions
+        handle.seqs[:n] = seqs
+        handle.wants_logits[:n] = wants_logits
+        starts = {seq_id: self.cells.next_position(seq_id) for seq_id in ends}
+        try:
+            code = handle.decode(n)
+            if code == 0:
+                for seq_id, end in ends.items():
+                    self.cells.append(seq_id, end - starts[seq_id])
+        except BaseException:  # Ctrl-C arrives when the call returns
+            self._undo(starts, replaced)
+            raise
+        if code:
+            self._fail(code, starts, n, replaced)
+        self.n_decodes += 1
+        if n_outputs == 0:
+            return []
+        rows = [LogitsRow(array) for array in handle.rows(n_outputs)[:n_outputs]]
+        self._live = list(rows)
+        return rows
+
+    def _fail(
+        self, code: int, starts: dict[int, int], n: int, replaced: Iterable[LogitsRow]
+    ) -> NoReturn:
+        """Raise what llama.cpp's ``code`` means, with the memory as it was before the batch."""
+        if code in (1, -1):  # nothing was touched, the rows that were given up still stand
+            self._live = [row for row in replaced if row.users > 0]
+            if code == -1:
+                raise DecodeError("llama.cpp refused the batch as inconsistent", code=code)
+            usage = self.cells.usage()
+            raise CacheFullError(
+                f"the cache is full: {n} tokens need cells, {usage.cells_free} of "
+                f"{usage.cells_total} are free ({usage.cells_shared} shared)",
+                hint="prune branches, or open the context with a larger n_ctx",
+            )
+        self._undo(starts, replaced)
+        raise DecodeError(
+            f"{_MEANINGS.get(code, 'llama.cpp could not compute')} (code {code}); "
+            f"the sequences of the batch stand where they stood",
+            code=code,
+            memory_changed=True,
+        )
+
+    def _undo(self, starts: dict[int, int], replaced: Iterable[LogitsRow]) -> None:
+        """Cut every sequence of a failed batch back to where it stood; some of it may be in."""
+        for seq_id, start in starts.items():
+            self.handle.remove(seq_id, start, -1)
+            self.cells.remove(seq_id, start, _END)
+        for row in replaced:
+            row.lose()
+
+    def decode_run(
+        self,
+        tokens: Sequence[int],
+        seq_id: int,
+        logits: str,
+        replaced: Iterable[LogitsRow] = (),
+    ) -> list[LogitsRow]:
+        """Decode any number of tokens of one sequence in chunks; all of them or none."""
+        start = self.cells.next_position(seq_id)
+        want_all = logits == "all"
+        size = self.handle.n_batch
+        if want_all:
+            size = min(size, self.handle.n_outputs_max)
+        if len(tokens) > size:
+            replaced = ()  # a later chunk may fail when an earlier one has overwritten the row
+        rows: list[LogitsRow] = []
+        try:
+            for low in range(0, len(tokens), size):
+                for row in rows:  # the next chunk overwrites the buffer
+                    row.keep()
+                chunk = tokens[low : low + size]
+                wants = [want_all] * len(chunk)
+                wants[-1] |= logits == "last" and low + size >= len(tokens)
+                rows += self.decode(chunk, [seq_id] * len(chunk), wants, replaced)
+        except BaseException:
+            if self.cells.next_position(seq_id) > start:
+                self.drop(seq_id, start)
+            raise
+        return rows
+
+    def drop(self, seq_id: int, start: int) -> bool:
+        """Drop the tail of a sequence from position ``start``; False if this memory cannot."""
+        if not self.handle.remove(seq_id, start, -1):
+            return False
+        self.cells.remove(seq_id, start, _END)
+        return True
+
+    def share(self, source: int, target: int, start: int = 0, end: int = -1) -> None:
+        """Make ``target`` hold what ``source`` holds, without copying any K/V."""
+        self.handle.remove(target, -1, -1)
+        self.handle.copy(source, target, start, end)
+        self.cells.copy(source, target, start, _END if end == -1 else end)

@@ -1,0 +1,249 @@
+"""Sparse categorical distributions, and the noise that draws from them.
+
+Pure NumPy: this module knows nothing of models or llama.cpp. There is no random state anywhere. Every
+draw is Gumbel-max, argmax_x(log p(x) + g(x)), where g is a pure function of (seed, position, token id):
+a counter-based hash in the manner of Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3",
+with the 64-bit finalizer of MurmurHash3 as the mixing function. The same seed therefore gives the same
+token whoever asks, however often, and in whatever batch.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import ConfigError
+
+__all__ = ["Distribution", "exponential_noise", "gumbel_noise", "uniform"]
+
+Ids = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float64]
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: successive multiples are well spread
+_MIX_1, _MIX_2 = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53  # MurmurHash3 fmix64
+_U_MIX_1, _U_MIX_2, _U_33 = np.uint64(_MIX_1), np.uint64(_MIX_2), np.uint64(33)
+_U_11 = np.uint64(11)
+_TO_UNIT = 2.0**-53
+
+# Purposes: independent noise for draws, rejection rules, XTC's coin, seeds of forks, and for drafts
+# under the rejection rules, whose draws must not depend on the target's.
+DRAW, RULE, MIXTURE, FORK, DRAFT = 0, 1, 2, 3, 4
+_LOG_BASES = {"nats": 1.0, "bits": math.log(2.0)}
+
+
+def _mix(x: int) -> int:
+    x ^= x >> 33
+    x = (x * _MIX_1) & _MASK
+    x ^= x >> 33
+    x = (x * _MIX_2) & _MASK
+    return x ^ (x >> 33)
+
+
+def _key(seed: int, position: int, purpose: int) -> int:
+    key = _mix((seed + _GOLDEN) & _MASK)
+    key = _mix((key ^ (position + 1) * _GOLDEN) & _MASK)
+    return _mix(key ^ (purpose + 1) * _MIX_2 & _MASK)
+
+
+@lru_cache(maxsize=8)
+def _all_counters(n: int) -> npt.NDArray[np.uint64]:
+    counters = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    counters.flags.writeable = False
+    return counters
+
+
+def _unit(key: int, ids: Ids | int) -> Floats:
+    """Uniform numbers strictly inside (0, 1), one for each id (an int n stands for 0..n-1)."""
+    if isinstance(ids, int):
+        x = _all_counters(ids) ^ np.uint64(key)
+    else:
+        x = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+        x ^= np.uint64(key)
+    shifted = x >> _U_33
+    x ^= shifted
+    x *= _U_MIX_1
+    np.right_shift(x, _U_33, out=shifted)
+    x ^= shifted
+    x *= _U_MIX_2
+    np.right_shift(x, _U_33, out=shifted)
+    x ^= shifted
+    x >>= _U_11  # the 53 bits a float64 can hold exactly
+    unit = x.astype(np.float64)
+    unit += 0.5
+    unit *= _TO_UNIT
+    return unit
+
+
+def exponential_noise(seed: int, position: int, ids: Ids | int, purpose: int = DRAW) -> Floats:
+    """Return Exp(1) noise, float64 (K,), a pure function of its arguments."""
+    noise = np.log(_unit(_key(seed, position, purpose), ids))
+    return np.negative(noise, out=noise)
+
+
+def gumbel_noise(seed: int, position: int, ids: Ids | int, purpose: int = DRAW) -> Floats:
+    """Return standard Gumbel noise, float64 (K,): -log of the exponential noise."""
+    noise = np.log(exponential_noise(seed, position, ids, purpose))
+    return np.negative(noise, out=noise)
+
+
+def uniform(seed: int, position: int, purpose: int = RULE, index: int = 0) -> float:
+    """Return a number in (0, 1), a pure function of its arguments."""
+    bits = _mix(_key(seed, position, purpose) ^ ((index + 1) * _GOLDEN & _MASK)) >> 11
+    return (bits + 0.5) * _TO_UNIT
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """Return the ``index``-th of the seeds that descend from ``seed``, 63 bits."""
+    return _key(seed, index, FORK) >> 1
+
+
+class Distribution:
+    """A categorical distribution over few or many token ids.
+
+    ``ids`` is int32 (K,) without repeats, ``logprobs`` float64 (K,), normalised, natural logarithm.
+    Tokens that are not listed have probability zero. Immutable by convention: arrays may be shared.
+    """
+
+    __slots__ = ("ids", "logprobs")
+
+    def __init__(self, ids: Ids, logprobs: Floats) -> None:
+        if ids.ndim != 1 or ids.shape != logprobs.shape or len(ids) == 0:
+            raise ConfigError(
+                f"a distribution needs as many ids as log-probabilities, at least one; "
+                f"got shapes {ids.shape} and {logprobs.shape}"
+            )
+        self.ids = ids
+        self.logprobs = logprobs
+
+    @classmethod
+    def from_logits(cls, logits: npt.NDArray[np.floating], ids: Ids | None = None) -> Distribution:
+        """Return softmax(logits), (V,) or with ``ids`` (K,). Entries of -inf are left out."""
+        x = logits.astype(np.float64)
+        top = x.max() if len(x) else -math.inf
+        if not math.isfinite(top):
+            raise ConfigError(f"no distribution: the largest logit is {top}")
+        if ids is None:
+            ids = np.arange(len(x), dtype=np.int32)
+        x -= top
+        keep = x > -math.inf
+        if not keep.all():
+            x, ids = x[keep], ids[keep]
+        x -= math.log(np.exp(x).sum())
+        return cls(ids, x)
+
+    @classmethod
+    def from_probs(cls, probs: Floats, ids: Ids | None = None) -> Distribution:
+        """Return the distribution proportional to ``probs`` >= 0, (V,) or with ``ids`` (K,)."""
+        if ids is None:
+            ids = np.arange(len(probs), dtype=np.int32)
+        keep = probs > 0.0
+        total = float(probs[keep].sum())
+        if not keep.any() or not math.isfinite(total):
+            raise ConfigError("no distribution: the weights are all zero or not finite")
+        return cls(ids[keep], np.log(probs[keep] / total))
+
+    @classmethod
+    def point(cls, token: int) -> Distribution:
+        """Return the distribution that is certain of ``token``."""
+        return cls(np.array([token], dtype=np.int32), np.zeros(1))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __repr__(self) -> str:
+        best = self.argmax()
+        return f"Distribution({len(self)} tokens, argmax {best} at {self.prob(best):.3f})"
+
+    @property
+    def is_point(self) -> bool:
+        """True if all the probability lies on one token."""
+        return len(self.ids) == 1
+
+    @property
+    def probs(self) -> Floats:
+        """Probabilities, float64 (K,), in the order of ``ids``; a copy."""
+        return np.exp(self.logprobs)
+
+    def dense(self, n_vocab: int) -> Floats:
+        """Return all probabilities, float64 (n_vocab,), zero where a token is not listed."""
+        p = np.zeros(n_vocab)
+        p[self.ids] = np.exp(self.logprobs)
+        return p
+
+    def logprob(self, token: int) -> float:
+        """Return log p(token) in nats, -inf for a token that is not listed."""
+        at = np.flatnonzero(self.ids == token)
+        return float(self.logprobs[at[0]]) if len(at) else -math.inf
+
+    def prob(self, token: int) -> float:
+        """Return p(token)."""
+        return math.exp(self.logprob(token))
+
+    def surprisal(self, token: int, base: str = "nats") -> float:
+        """Return -log p(token) in ``base`` ("nats" or "bits"), inf for an impossible token."""
+        return -self.logprob(token) / log_base(base)
+
+    def entropy(self, base: str = "nats") -> float:
+        """Return the Shannon entropy in ``base`` ("nats" or "bits")."""
+        return max(0.0, -float(np.dot(np.exp(self.logprobs), self.logprobs))) / log_base(base)
+
+    def argmax(self) -> int:
+        """Return the most probable token, the smallest id among equals."""
+        best = self.logprobs.max()
+        return int(self.ids[self.logprobs == best].min())
+
+    def draw(self, seed: int, position: int, purpose: int = DRAW) -> int:
+        """Return the token drawn for (seed, position): Gumbel-max with counter-based noise.
+
+        argmax(log p + g) is computed as argmin(E / p) with E = exp(-g) exponential.
+        """
+        if len(self.ids) == 1:
+            return int(self.ids[0])
+        race = exponential_noise(seed, position, self.ids, purpose)
+        race /= np.exp(self.logprobs)
+        return int(self.ids[int(race.argmin())])
+
+    def top(self, k: int) -> list[tuple[int, float]]:
+        """Return the ``k`` most probable tokens with their log-probabilities, best first."""
+        order = np.lexsort((self.ids, -self.logprobs))[:k]
+        return [(int(self.ids[i]), float(self.logprobs[i])) for i in order]
+
+    def without(self, token: int) -> Distribution:
+        """Return this distribution given that ``token`` is excluded."""
+        keep = self.ids != token
+        if not keep.any():
+            raise ConfigError(f"no distribution without token {token}: it has all the probability")
+        return Distribution.from_logits(self.logprobs[keep], self.ids[keep])
+
+    def at(self, ids: Ids) -> Floats:
+        """Return the probabilities of ``ids``, float64 (len(ids),)."""
+        order = np.argsort(self.ids, kind="stable")
+        found = np.searchsorted(self.ids, ids, sorter=order)
+        where = order[np.minimum(found, len(order) - 1)]
+        return np.where(self.ids[where] == ids, np.exp(self.logprobs[where]), 0.0)
+
+    def residual(self, other: Distribution) -> Distribution:
+        """Return norm(max(self - other, 0)): where a rejected draft is replaced from.
+
+        Leviathan et al. 2022, section 2.3. If the two are equal there is nothing left, and no
+        rejection can have happened; then this returns ``self``.
+        """
+        left = np.maximum(np.exp(self.logprobs) - other.at(self.ids), 0.0)
+        return Distribution.from_probs(left, self.ids) if left.any() else self
+
+    def total_variation(self, other: Distribution) -> float:
+        """Return 1/2 sum |self - other|, between 0 and 1."""
+        excess = np.maximum(np.exp(self.logprobs) - other.at(self.ids), 0.0)
+        return min(1.0, float(excess.sum()))
+
+
+def log_base(base: str) -> float:
+    """Return the divisor that turns nats into ``base``."""
+    try:
+        return _LOG_BASES[base]
+    except KeyError:
+        raise ConfigError(f"unknown base {base!r}: use 'nats' or 'bits'") from None

@@ -1,0 +1,34 @@
+"""The only door to llama.cpp: handles with lifetimes, NumPy batches, return codes as errors.
+
+Nothing above this package imports ``llama_cpp``. Callers validate with what this package tells them
+(sizes, ranges) before they call in, because llama.cpp answers most misuse with ``abort()``.
+"""
+
+from .context import ContextHandle, ContextOptions
+from .grammar import GrammarHandle, json_schema_to_gbnf
+from .library import (
+    engine_versions,
+    last_log_lines,
+    max_sequences,
+    set_log_level,
+    supports_gpu_offload,
+    system_info,
+)
+from .model import ModelHandle
+from .sampler import CandidateBuffer, SamplerHandle
+
+__all__ = [
+    "CandidateBuffer",
+    "ContextHandle",
+    "ContextOptions",
+    "GrammarHandle",
+    "ModelHandle",
+    "SamplerHandle",
+    "engine_versions",
+    "json_schema_to_gbnf",
+    "last_log_lines",
+    "max_sequences",
+    "set_log_level",
+    "supports_gpu_offload",
+    "system_info",
+]

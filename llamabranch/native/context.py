@@ -1,0 +1,196 @@
+"""llama_context: decoding NumPy batches, logits rows, memory operations.
+
+Arguments are checked by the caller: almost every wrong one aborts the process in C.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import llama_cpp as C
+
+from ..errors import ConfigError
+from .handle import Handle
+from .library import forget_log_lines, last_log_lines
+from .model import ModelHandle
+
+Rows = npt.NDArray[np.float32]
+
+KV_TYPES = {
+    "f32": 0,
+    "f16": 1,
+    "q4_0": 2,
+    "q4_1": 3,
+    "q5_0": 6,
+    "q5_1": 7,
+    "q8_0": 8,
+    "iq4_nl": 20,
+    "bf16": 30,
+}
+FLASH_ATTENTION = {"auto": -1, False: 0, True: 1}
+ROPE_SCALING = {None: -1, "none": 0, "linear": 1, "yarn": 2, "longrope": 3}
+
+# The bindings return a ctypes pointer object for each call; an address costs a tenth of that.
+_get_logits = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("llama_get_logits", C._lib))
+_int32_p = ctypes.POINTER(ctypes.c_int32)
+
+
+@dataclass(frozen=True)
+class ContextOptions:
+    """What llama_context_params takes, checked and complete."""
+
+    n_ctx: int
+    n_seq_max: int
+    n_batch: int
+    n_ubatch: int
+    n_outputs_max: int
+    n_threads: int
+    n_threads_batch: int
+    flash_attention: int
+    type_k: int
+    type_v: int
+    swa_full: bool
+    offload_kqv: bool
+    rope_scaling: int
+    rope_freq_base: float
+    rope_freq_scale: float
+    yarn_ext_factor: float
+    yarn_attn_factor: float
+    yarn_beta_fast: float
+    yarn_beta_slow: float
+    yarn_orig_ctx: int
+
+
+class ContextHandle(Handle):
+    """A llama_context with its batch buffers and a view of its logits.
+
+    One unified cache for all sequences, always: otherwise a fork would copy whole buffers and a
+    partial copy would abort.
+    """
+
+    def __init__(self, model: ModelHandle, options: ContextOptions) -> None:
+        params = C.llama_context_default_params()
+        params.n_ctx = options.n_ctx
+        params.n_batch = options.n_batch
+        params.n_ubatch = options.n_ubatch
+        params.n_seq_max = options.n_seq_max
+        params.n_outputs_max = options.n_outputs_max
+        params.n_threads = options.n_threads
+        params.n_threads_batch = options.n_threads_batch
+        params.flash_attn_type = options.flash_attention
+        params.type_k = options.type_k
+        params.type_v = options.type_v
+        params.swa_full = options.swa_full
+        params.offload_kqv = options.offload_kqv
+        params.rope_scaling_type = options.rope_scaling
+        params.rope_freq_base = options.rope_freq_base
+        params.rope_freq_scale = options.rope_freq_scale
+        params.yarn_ext_factor = options.yarn_ext_factor
+        params.yarn_attn_factor = options.yarn_attn_factor
+        params.yarn_beta_fast = options.yarn_beta_fast
+        params.yarn_beta_slow = options.yarn_beta_slow
+        params.yarn_orig_ctx = options.yarn_orig_ctx
+        params.kv_unified = True
+        params.no_perf = True
+        forget_log_lines()
+        ptr = C.llama_init_from_model(model.ptr, params)
+        if not ptr:
+            reason = "; ".join(last_log_lines()) or "no reason given"
+            raise ConfigError(
+                f"llama.cpp cannot open a context: {reason}",
+                hint="lower n_ctx, or use another kv_type or flash_attention",
+            )
+        super().__init__(ptr, C.llama_free, name="context", parent=model)
+        self._address = ctypes.cast(ptr, ctypes.c_void_p).value
+        self._memory = C.llama_get_memory(ptr)
+        self.has_memory = bool(self._memory)
+        self.n_vocab = model.n_vocab
+        self.n_ctx = int(C.llama_n_ctx(ptr))
+        self.n_batch = min(int(C.llama_n_batch(ptr)), options.n_batch)
+        self.n_outputs_max = options.n_outputs_max
+        self._open_batch(self.n_batch, options.n_seq_max)
+        self._rows_address: int | None = None
+        self._rows: Rows = np.empty((0, self.n_vocab), dtype=np.float32)
+        # llama.cpp starts with n_seq_max rows and moves the buffer when it needs more.
+        self.row_capacity = options.n_seq_max
+
+    def _open_batch(self, n: int, n_seq_max: int) -> None:
+        self.tokens = np.zeros(n, dtype=np.int32)
+        self.positions = np.zeros(n, dtype=np.int32)
+        self.n_seqs = np.ones(n, dtype=np.int32)
+        self.seqs = np.zeros(n, dtype=np.int32)
+        self.wants_logits = np.zeros(n, dtype=np.int8)
+        self._seq_pointers = self.seqs.ctypes.data + 4 * np.arange(n, dtype=np.uint64)
+        self._batch = C.llama_batch()
+        self._batch.embd = None
+        self._batch.token = self.tokens.ctypes.data_as(_int32_p)
+        self._batch.pos = self.positions.ctypes.data_as(_int32_p)
+        self._batch.n_seq_id = self.n_seqs.ctypes.data_as(_int32_p)
+        self._batch.seq_id = self._seq_pointers.ctypes.data_as(ctypes.POINTER(_int32_p))
+        self._batch.logits = self.wants_logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
+
+    # -- decoding ----------------------------------------------------------------------------------
+
+    def decode(self, n: int) -> int:
+        """Decode the first ``n`` entries of the batch arrays; return llama.cpp's code."""
+        self._batch.n_tokens = n
+        code: int = C.llama_decode(self._ptr, self._batch)
+        return code
+
+    def decode_tree(self, n: int, members: Sequence[Sequence[int]]) -> int:
+        """Decode ``n`` entries where entry i belongs to every sequence of ``members[i]``."""
+        flat = np.fromiter((s for group in members for s in group), dtype=np.int32)
+        counts = np.fromiter((len(group) for group in members), dtype=np.int32, count=n)
+        offsets = np.concatenate(([0], np.cumsum(counts[:-1]))).astype(np.uint64)
+        kept = self._seq_pointers[:n].copy()
+        self._seq_pointers[:n] = np.uint64(flat.ctypes.data) + np.uint64(4) * offsets
+        self.n_seqs[:n] = counts
+        try:
+            return self.decode(n)
+        finally:
+            self._seq_pointers[:n] = kept
+            self.n_seqs[:n] = 1
+
+    def rows(self, n: int) -> Rows:
+        """Return the last decode's output rows, float32 (n, V), in batch order.
+
+        A view into llama.cpp's buffer, valid until the next decode.
+        """
+        address = _get_logits(self._address)
+        if address != self._rows_address or n > len(self._rows):
+            self.row_capacity = max(self.row_capacity, n)
+            size = self.row_capacity * self.n_vocab
+            raw = (ctypes.c_float * size).from_address(address)
+            self._rows = np.ctypeslib.as_array(raw).reshape(-1, self.n_vocab)
+            self._rows_address = address
+        return self._rows
+
+    def synchronize(self) -> None:
+        C.llama_synchronize(self.ptr)
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def remove(self, seq_id: int, start: int, end: int) -> bool:
+        """Drop positions [start, end) of a sequence (end -1: all after); False if it cannot be."""
+        return bool(C.llama_memory_seq_rm(self._memory, seq_id, start, end))
+
+    def copy(self, source: int, target: int, start: int, end: int) -> None:
+        """Tag the cells of ``source`` in [start, end) with ``target``, which must be empty."""
+        C.llama_memory_seq_cp(self._memory, source, target, start, end)
+
+    def keep(self, seq_id: int) -> None:
+        C.llama_memory_seq_keep(self._memory, seq_id)
+
+    def clear(self) -> None:
+        C.llama_memory_clear(self._memory, True)
+
+    def position_range(self, seq_id: int) -> tuple[int, int]:
+        """Return the smallest and largest position of a sequence, (-1, -1) if it is empty."""
+        return (
+            int(C.llama_memory_seq_pos_min(self._memory, seq_id)),
+            int(C.llama_memory_seq_pos_max(self._memory, seq_id)),
+        )

@@ -1,0 +1,107 @@
+"""The shared library itself: loading it, its log, its version."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import threading
+from collections import deque
+from typing import Any
+
+import llama_cpp
+from llama_cpp import llama_cpp as C
+
+from ..errors import ConfigError
+
+# Rows of ggml_log_level: none, info, warn, error, debug, continue.
+_SEVERITY = {0: 4, 1: 1, 2: 2, 3: 3, 4: 0, 5: -1}
+_THRESHOLDS = {"debug": 0, "info": 1, "warn": 2, "warning": 2, "error": 3, "none": 5}
+
+_threshold = _THRESHOLDS["none"]
+_last_severity = 0
+_recent: deque[str] = deque(maxlen=16)
+_recent_lock = threading.Lock()
+
+
+@C.llama_log_callback  # type: ignore[untyped-decorator]
+def _on_log(level: int, text: bytes | None, _user_data: Any) -> None:
+    global _last_severity
+    severity = _SEVERITY.get(level, 1)
+    if severity < 0:  # the continuation of the line before
+        severity = _last_severity
+    _last_severity = severity
+    if severity < 2 and severity < _threshold:
+        return
+    line = (text or b"").decode("utf-8", "replace")
+    if severity >= 2 and line.strip():
+        with _recent_lock:
+            _recent.append(line.strip())
+    if severity >= _threshold:
+        sys.stderr.write(line)
+
+
+def set_log_level(level: str) -> None:
+    """Show llama.cpp's log from ``level`` up on standard error: debug, info, warn, error or none.
+
+    The environment variable LLAMABRANCH_LOG sets it at import; the default is "none".
+
+    Raises:
+        ConfigError: unknown level.
+    """
+    global _threshold
+    try:
+        _threshold = _THRESHOLDS[level.lower()]
+    except KeyError:
+        known = ", ".join(_THRESHOLDS)
+        raise ConfigError(f"unknown log level {level!r}", hint=f"use one of {known}") from None
+
+
+def last_log_lines(n: int = 3) -> list[str]:
+    """Return llama.cpp's last ``n`` warnings and errors, oldest first."""
+    with _recent_lock:
+        return list(_recent)[-n:]
+
+
+def forget_log_lines() -> None:
+    """Forget the warnings and errors so far, so that the next ones belong to the next call."""
+    with _recent_lock:
+        _recent.clear()
+
+
+@C.llama_log_callback  # type: ignore[untyped-decorator]
+def _discard(_level: int, _text: bytes | None, _user_data: Any) -> None:
+    return None
+
+
+def engine_versions() -> dict[str, str]:
+    """Return the versions of llama-cpp-python and the llama.cpp in it."""
+    version = C.llama_version() if hasattr(C, "llama_version") else b""
+    return {
+        "llama_cpp_python": str(llama_cpp.__version__),
+        "llama_cpp": (version or b"").decode("utf-8", "replace"),
+    }
+
+
+def system_info() -> str:
+    """Return llama.cpp's line on the features of this processor and build."""
+    return (C.llama_print_system_info() or b"").decode("utf-8", "replace")
+
+
+def max_sequences() -> int:
+    """Return how many sequences one context may hold at most."""
+    return int(C.llama_max_parallel_sequences())
+
+
+def supports_gpu_offload() -> bool:
+    """Return True if this build can put layers on a GPU and finds one."""
+    return bool(C.llama_supports_gpu_offload())
+
+
+set_log_level(os.environ.get("LLAMABRANCH_LOG") or "none")
+C.llama_log_set(_on_log, ctypes.c_void_p(0))
+C.llama_backend_init()
+# At exit llama.cpp may still log while Python is half gone: a callback that runs no Python code of ours
+# is installed last, after the handles are freed (atexit runs in reverse order of registration).
+atexit.register(C.llama_log_set, _discard, ctypes.c_void_p(0))

@@ -1,0 +1,192 @@
+"""llama_model and its vocabulary."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from llama_cpp import llama_cpp as C
+
+from ..errors import ModelLoadError, TokenizeError
+from .handle import Handle
+from .library import forget_log_lines, last_log_lines, supports_gpu_offload
+
+_VOCAB_TYPES = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
+
+
+class ModelHandle(Handle):
+    """A loaded GGUF. The caller has checked the file's header."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        n_gpu_layers: int,
+        use_mmap: bool,
+        use_mlock: bool,
+        check_tensors: bool,
+        vocab_only: bool,
+        progress: Callable[[float], None] | None,
+    ) -> None:
+        params = C.llama_model_default_params()
+        params.n_gpu_layers = n_gpu_layers
+        params.load_mode = (C.LLAMA_LOAD_MODE_MMAP if use_mmap else 0) | (
+            C.LLAMA_LOAD_MODE_MLOCK if use_mlock else 0
+        )
+        params.check_tensors = check_tensors
+        params.vocab_only = vocab_only
+        failures: list[BaseException] = []
+        if progress is not None:
+            # An exception must not cross C: it is kept, loading is stopped, and it is raised below.
+            def on_progress(value: float, _user_data: object) -> bool:
+                try:
+                    progress(value)
+                except BaseException as error:
+                    failures.append(error)
+                    return False
+                return True
+
+            params.progress_callback = C.llama_progress_callback(on_progress)
+        forget_log_lines()
+        ptr = C.llama_model_load_from_file(str(path).encode(), params)
+        if failures:
+            if ptr:
+                C.llama_model_free(ptr)
+            raise failures[0]
+        if not ptr:
+            reason = "; ".join(last_log_lines()) or "no reason given"
+            raise ModelLoadError(f"llama.cpp cannot load {path}: {reason}")
+        super().__init__(ptr, C.llama_model_free, name="model")
+        self.on_gpu = n_gpu_layers != 0 and supports_gpu_offload()
+        self._vocab = C.llama_model_get_vocab(ptr)
+        self.n_vocab = int(C.llama_vocab_n_tokens(self._vocab))
+        self.vocab_type = _VOCAB_TYPES.get(int(C.llama_vocab_type(self._vocab)), "unknown")
+
+    @property
+    def vocab(self) -> object:
+        self.ptr  # noqa: B018  (raises if the model is closed)
+        return self._vocab
+
+    # -- facts -------------------------------------------------------------------------------------
+
+    def number(self, what: str) -> int:
+        """Return llama_model_<what>() as an integer: n_params, size, n_layer, n_swa, ..."""
+        return int(getattr(C, f"llama_model_{what}")(self.ptr))
+
+    def description(self) -> str:
+        buffer = ctypes.create_string_buffer(512)
+        C.llama_model_desc(self.ptr, buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace")
+
+    def metadata(self) -> dict[str, str]:
+        """Return the GGUF's scalar metadata as llama.cpp prints it."""
+        found = {}
+        for i in range(C.llama_model_meta_count(self.ptr)):
+            key = self._meta(C.llama_model_meta_key_by_index, i)
+            found[key] = self._meta(C.llama_model_meta_val_str_by_index, i)
+        return found
+
+    def _meta(self, read: Callable[..., int], index: int) -> str:
+        buffer = ctypes.create_string_buffer(1024)
+        size = read(self.ptr, index, buffer, len(buffer))
+        if size >= len(buffer):
+            buffer = ctypes.create_string_buffer(size + 1)
+            read(self.ptr, index, buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace")
+
+    # -- vocabulary: ids are checked by the caller ---------------------------------------------------
+
+    def special(self, name: str) -> int | None:
+        """Return the id of bos, eos, eot, nl, ... or None if the vocabulary has none."""
+        token = int(getattr(C, f"llama_vocab_{name}")(self.vocab))
+        return token if 0 <= token < self.n_vocab else None
+
+    def flag(self, name: str) -> bool:
+        """Return get_add_bos, get_add_eos, ..."""
+        return bool(getattr(C, f"llama_vocab_{name}")(self.vocab))
+
+    def is_end(self, token: int) -> bool:
+        return bool(C.llama_vocab_is_eog(self.vocab, token))
+
+    def is_control(self, token: int) -> bool:
+        return bool(C.llama_vocab_is_control(self.vocab, token))
+
+    def token_text(self, token: int) -> bytes:
+        """Return the token as the vocabulary spells it (byte-level BPE: in its own alphabet)."""
+        return C.llama_vocab_get_text(self.vocab, token) or b""
+
+    def token_type(self, token: int) -> int:
+        return int(C.llama_vocab_get_attr(self.vocab, token))
+
+    def piece(self, token: int, special: bool) -> bytes:
+        buffer = ctypes.create_string_buffer(64)
+        size = C.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, special)
+        if size < 0:
+            buffer = ctypes.create_string_buffer(-size)
+            size = C.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, special)
+        return buffer.raw[:size]
+
+    def tokenize(self, text: bytes, add_special: bool, parse_special: bool) -> list[int]:
+        room = len(text) + 8
+        while True:
+            tokens = np.empty(room, dtype=np.int32)
+            n = C.llama_tokenize(
+                self.vocab,
+                text,
+                len(text),
+                tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+                room,
+                add_special,
+                parse_special,
+            )
+            if n >= 0:
+                return [int(t) for t in tokens[:n]]
+            if -n <= room:
+                raise TokenizeError("the text has too many tokens for llama.cpp")
+            room = -n
+
+    def detokenize(self, tokens: Sequence[int], special: bool) -> bytes:
+        ids = np.asarray(tokens, dtype=np.int32)
+        room = 8 * len(ids) + 64
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            n = C.llama_detokenize(
+                self.vocab,
+                ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+                len(ids),
+                buffer,
+                room,
+                False,
+                special,
+            )
+            if n >= 0:
+                return buffer.raw[:n]
+            room = -n
+
+    # -- chat --------------------------------------------------------------------------------------
+
+    def chat_template(self) -> str | None:
+        text = C.llama_model_chat_template(self.ptr, None)
+        return None if text is None else text.decode("utf-8", "replace")
+
+    def apply_chat_template(
+        self, template: str, messages: Sequence[tuple[str, str]], add_generation_prompt: bool
+    ) -> str | None:
+        """Return the rendered conversation, or None if llama.cpp does not know the template."""
+        encoded = [(role.encode(), content.encode()) for role, content in messages]
+        chat = (C.llama_chat_message * max(1, len(encoded)))(
+            *(C.llama_chat_message(role=role, content=content) for role, content in encoded)
+        )
+        room = 1024 + 2 * sum(len(r) + len(c) for r, c in encoded)
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            n = C.llama_chat_apply_template(
+                template.encode(), chat, len(encoded), add_generation_prompt, buffer, room
+            )
+            if n < 0:
+                return None
+            if n <= room:
+                return buffer.raw[:n].decode("utf-8", "replace")
+            room = n

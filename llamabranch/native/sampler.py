@@ -1,0 +1,106 @@
+"""llama_sampler chains used as a transform: logits in, the surviving candidates out."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import llama_cpp as C
+from typing_extensions import Self
+
+from .handle import Handle
+from .model import ModelHandle
+
+_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+
+
+class SamplerHandle(Handle):
+    """One llama_sampler (most often a chain)."""
+
+    def __init__(self, ptr: Any, model: ModelHandle) -> None:
+        super().__init__(ptr, C.llama_sampler_free, name="sampler", parent=model)
+        self._model = model
+
+    @classmethod
+    def chain(cls, model: ModelHandle) -> SamplerHandle:
+        """Return an empty chain."""
+        params = C.llama_sampler_chain_default_params()
+        params.no_perf = True
+        return cls(C.llama_sampler_chain_init(params), model)
+
+    def add(self, name: str, *arguments: float) -> None:
+        """Append llama_sampler_init_<name>(*arguments) to this chain."""
+        C.llama_sampler_chain_add(self.ptr, getattr(C, f"llama_sampler_init_{name}")(*arguments))
+
+    def add_logit_bias(self, bias: Sequence[tuple[int, float]]) -> None:
+        entries = (C.llama_logit_bias * len(bias))(
+            *(C.llama_logit_bias(token, value) for token, value in bias)
+        )
+        self.add("logit_bias", self._model.n_vocab, len(bias), entries)
+
+    def add_dry(
+        self,
+        multiplier: float,
+        base: float,
+        allowed_length: int,
+        last_n: int,
+        breakers: Sequence[str],
+    ) -> None:
+        encoded = (ctypes.c_char_p * max(1, len(breakers)))(*(b.encode() for b in breakers))
+        ptr = C.llama_sampler_init_dry(
+            self._model.vocab, multiplier, base, allowed_length, last_n, encoded, len(breakers)
+        )
+        C.llama_sampler_chain_add(self.ptr, ptr)
+
+    def __len__(self) -> int:
+        return int(C.llama_sampler_chain_n(self.ptr))
+
+    def apply(self, candidates: CandidateBuffer) -> None:
+        C.llama_sampler_apply(self.ptr, candidates.reference)
+
+    def accept(self, token: int) -> None:
+        C.llama_sampler_accept(self.ptr, token)
+
+    def reset(self) -> None:
+        C.llama_sampler_reset(self.ptr)
+
+    def clone(self) -> Self:
+        """Return a copy with its own state."""
+        twin = type(self).__new__(type(self))
+        SamplerHandle.__init__(twin, C.llama_sampler_clone(self.ptr), self._model)
+        return twin
+
+
+class CandidateBuffer:
+    """A llama_token_data_array over NumPy memory, filled from a row of logits."""
+
+    def __init__(self, n_vocab: int) -> None:
+        self._data = np.zeros(n_vocab, dtype=_CANDIDATE)
+        self._all_ids = np.arange(n_vocab, dtype=np.int32)
+        self._address = self._data.ctypes.data
+        self._array = C.llama_token_data_array()
+        self.reference = ctypes.byref(self._array)
+
+    def fill(
+        self, logits: npt.NDArray[np.float32], ids: npt.NDArray[np.int32] | None = None
+    ) -> None:
+        """Load all tokens, or the given ``ids`` with their ``logits`` (K,)."""
+        n = len(logits)
+        data = self._data[:n]
+        data["id"] = self._all_ids if ids is None else ids
+        data["logit"] = logits
+        self._array.data = ctypes.cast(self._address, C.llama_token_data_p)
+        self._array.size = n
+        self._array.selected = -1
+        self._array.sorted = False
+
+    def read(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Return what is left: ids int32 (K,) and logits float32 (K,), copies."""
+        # A sampler may move the data pointer forward instead of moving the data.
+        start = ctypes.cast(self._array.data, ctypes.c_void_p).value or 0
+        first = (start - self._address) // _CANDIDATE.itemsize
+        left = self._data[first : first + self._array.size]
+        return left["id"].copy(), left["logit"].copy()

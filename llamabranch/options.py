@@ -1,0 +1,135 @@
+"""Context settings: checked, completed with defaults, and turned into llama.cpp's numbers."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from .errors import ConfigError
+from .model import Model
+from .native import ContextOptions, max_sequences
+from .native.context import FLASH_ATTENTION, KV_TYPES, ROPE_SCALING
+
+__all__ = ["available_cores", "context_options", "resolve_kv_type"]
+
+# Measured: with these, flash attention on, and Q8_0 weights, logits do not depend on the batch.
+INVARIANT_KV_TYPES = ("bf16", "q8_0")
+
+
+def available_cores() -> int:
+    """Return the number of cores this process may use: more threads than that is a disaster."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _whole(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} must be an integer, not {value!r}")
+    if not low <= value <= high:
+        raise ConfigError(f"{name} must be from {low} to {high}, not {value}")
+    return value
+
+
+def resolve_kv_type(
+    model: Model, kv_type: str, flash_attention: bool | str, batch_invariant: bool | str
+) -> str:
+    """Return the K/V type "auto" stands for: bf16 where it makes batches exact, f16 elsewhere."""
+    if kv_type != "auto":
+        if kv_type not in KV_TYPES:
+            raise ConfigError(
+                f"unknown kv_type {kv_type!r}", hint=f"use one of {', '.join(KV_TYPES)}"
+            )
+        return kv_type
+    exact = (
+        batch_invariant is not False
+        and flash_attention is not False
+        and model.file_type == "Q8_0"
+        and not model.on_gpu
+    )
+    return "bf16" if exact else "f16"
+
+
+def context_options(
+    *,
+    n_ctx: int,
+    n_seq_max: int,
+    n_batch: int,
+    n_ubatch: int | None,
+    n_outputs_max: int | None,
+    n_threads: int | None,
+    n_threads_batch: int | None,
+    flash_attention: bool | str,
+    kv_type: str,
+    swa_full: bool,
+    offload_kqv: bool,
+    rope_scaling: str | None,
+    rope_freq_base: float,
+    rope_freq_scale: float,
+    yarn_ext_factor: float,
+    yarn_attn_factor: float,
+    yarn_beta_fast: float,
+    yarn_beta_slow: float,
+    yarn_orig_ctx: int,
+) -> ContextOptions:
+    """Return checked options.
+
+    Raises:
+        ConfigError: a value llama.cpp would abort on, or ignore.
+    """
+    n_ctx = _whole("n_ctx", n_ctx, 1, 2**31 - 256)
+    n_seq_max = _whole("n_seq_max", n_seq_max, 1, max_sequences())
+    n_batch = min(_whole("n_batch", n_batch, 1, 2**24), n_ctx)
+    if n_seq_max > n_batch:
+        raise ConfigError(
+            f"n_seq_max ({n_seq_max}) must not exceed n_batch ({n_batch}) or n_ctx ({n_ctx}): "
+            f"every sequence may need a row of logits"
+        )
+    if n_ubatch is not None:
+        n_ubatch = min(_whole("n_ubatch", n_ubatch, 1, 2**24), n_batch)
+    if n_outputs_max is None:
+        n_outputs_max = max(n_seq_max, min(n_batch, 256))
+    n_outputs_max = _whole("n_outputs_max", n_outputs_max, n_seq_max, n_batch)
+    cores = available_cores()
+    n_threads = cores if n_threads is None else _whole("n_threads", n_threads, 1, 512)
+    n_threads_batch = (
+        n_threads if n_threads_batch is None else _whole("n_threads_batch", n_threads_batch, 1, 512)
+    )
+    if flash_attention not in ("auto", True, False):
+        raise ConfigError(f"flash_attention must be 'auto', True or False, not {flash_attention!r}")
+    if flash_attention is False and kv_type not in ("f32", "f16", "bf16"):
+        raise ConfigError(f"kv_type {kv_type} needs flash attention")
+    if rope_scaling not in ROPE_SCALING:
+        known = ", ".join(repr(k) for k in ROPE_SCALING)
+        raise ConfigError(f"unknown rope_scaling {rope_scaling!r}", hint=f"use one of {known}")
+    floats = {
+        "rope_freq_base": rope_freq_base,
+        "rope_freq_scale": rope_freq_scale,
+        "yarn_ext_factor": yarn_ext_factor,
+        "yarn_attn_factor": yarn_attn_factor,
+        "yarn_beta_fast": yarn_beta_fast,
+        "yarn_beta_slow": yarn_beta_slow,
+    }
+    for name, value in floats.items():
+        low = -1.0 if name.startswith("yarn") else 0.0
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"{name} must be a number, not {value!r}")
+        if not (low <= value < math.inf):
+            raise ConfigError(f"{name} must be at least {low:g} and finite, not {value}")
+    return ContextOptions(
+        n_ctx=n_ctx,
+        n_seq_max=n_seq_max,
+        n_batch=n_batch,
+        n_ubatch=n_ubatch or n_batch,
+        n_outputs_max=n_outputs_max,
+        n_threads=n_threads,
+        n_threads_batch=n_threads_batch,
+        flash_attention=FLASH_ATTENTION[flash_attention],
+        type_k=KV_TYPES[kv_type],
+        type_v=KV_TYPES[kv_type],
+        swa_full=bool(swa_full),
+        offload_kqv=bool(offload_kqv),
+        rope_scaling=ROPE_SCALING[rope_scaling],
+        yarn_orig_ctx=_whole("yarn_orig_ctx", yarn_orig_ctx, 0, 2**31 - 1),
+        **floats,
+    )

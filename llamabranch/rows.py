@@ -1,0 +1,78 @@
+"""One token's logits."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["LogitsRow"]
+
+Logits = npt.NDArray[np.float32]
+
+_UNKNOWN = math.nan  # compared by identity: a measured value may be NaN too
+
+
+class LogitsRow:
+    """One token's logits, with what is asked of them again and again.
+
+    ``array`` (V,) is a view into llama.cpp's buffer while nothing else is decoded. ``users`` counts
+    who still needs it; before the next decode overwrites the buffer, a row with users is copied.
+    """
+
+    __slots__ = ("_entropy", "_logsumexp", "array", "users")
+
+    def __init__(self, array: Logits) -> None:
+        self.array = array
+        self.users = 0
+        self._logsumexp: float = _UNKNOWN
+        self._entropy: float = _UNKNOWN
+
+    def keep(self) -> None:
+        """Copy the row out of llama.cpp's buffer."""
+        if not self.array.flags.owndata:
+            self.array = self.array.copy()
+
+    def lose(self) -> None:
+        """Note that the buffer was overwritten before the row was copied."""
+        if not self.array.flags.owndata:
+            self.array = self.array[:0].copy()
+
+    @property
+    def lost(self) -> bool:
+        """True if the values are gone; the token must be decoded again."""
+        return len(self.array) == 0
+
+    def logprob(self, token: int) -> float:
+        """Return the model's log-probability of ``token``, nats."""
+        if self._logsumexp is _UNKNOWN:
+            self._measure()
+        return float(self.array[token]) - self._logsumexp
+
+    def entropy(self) -> float:
+        """Return the entropy of softmax(logits), nats."""
+        if self._entropy is _UNKNOWN:
+            self._measure()
+        return self._entropy
+
+    def _measure(self) -> None:
+        row = self.array
+        top = float(row[row.argmax()])
+        shifted = row - top
+        weights = np.exp(shifted)
+        total = float(np.dot(weights, _ones(len(row))))
+        # A logit of -inf has weight 0; 0 * -inf would be NaN.
+        mean = float(np.dot(weights, shifted))
+        if mean != mean:
+            live = weights > 0
+            mean = float(np.dot(weights[live], shifted[live]))
+        log_total = math.log(total) if total > 0 else math.nan
+        self._logsumexp = top + log_total
+        self._entropy = max(0.0, log_total - mean / total)
+
+
+@lru_cache(maxsize=8)
+def _ones(n: int) -> Logits:
+    return np.ones(n, dtype=np.float32)

@@ -1,0 +1,41 @@
+"""What may be set for speculative decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+
+__all__ = ["SpeculativeConfig"]
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How to speculate.
+
+    Args:
+        draft_k: tokens to draft a round, 0 to ``max_draft_tokens``; "auto" drafts as many as pay,
+            measured while it runs, and none where none pays.
+        max_draft_tokens: the most "auto" may draft a round.
+        entropy_stop: end a draft before a token whose distribution has more than this entropy, nats;
+            None = never. The decision never looks at the drawn token, so it is lossless.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    draft_k: int | str = 4
+    max_draft_tokens: int = 16
+    entropy_stop: float | None = None
+
+    def __post_init__(self) -> None:
+        limit = self.max_draft_tokens
+        if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= 256:
+            raise ConfigError(f"max_draft_tokens must be from 1 to 256, not {limit!r}")
+        if self.draft_k != "auto":
+            k = self.draft_k
+            if isinstance(k, (bool, str)) or not isinstance(k, int) or not 0 <= k <= 256:
+                raise ConfigError(f"draft_k must be 'auto' or from 0 to 256, not {k!r}")
+        stop = self.entropy_stop
+        if stop is not None and (isinstance(stop, bool) or not stop >= 0):
+            raise ConfigError(f"entropy_stop must be None or at least 0 nats, not {stop!r}")

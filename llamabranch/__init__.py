@@ -22,11 +22,12 @@ from .errors import (
     UsageError,
     VocabularyMismatchError,
 )
+from .grammar import Grammar
 from .hub import CatalogueEntry, catalogue, load, resolve
 from .line import Produced
 from .model import Model, TextDecoder, VocabularyReport
 from .native import set_log_level
-from .sampling import Grammar, Sampler, SamplingParams
+from .sampling import Sampler, SamplingParams
 from .speculative import (
     Draft,
     Drafter,

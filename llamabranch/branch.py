@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,18 +13,20 @@ import numpy as np
 import numpy.typing as npt
 
 from .context import Context
-from .distribution import Distribution, derive_seed, log_base
+from .distribution import derive_seed
 from .errors import BranchStateError, ConfigError
-from .line import Line, Produced
-from .sampling import Grammar, Sampler, SamplingParams
+from .grammar import Grammar
+from .line import Produced
+from .sampling import Sampler, SamplingParams
 from .stopping import StopStrings
+from .verification import VerifiableLine
 
 __all__ = ["Branch", "Produced"]
 
 _serial = itertools.count()  # tells older children from younger ones
 
 
-class Branch(Line):
+class Branch(VerifiableLine):
     """One line of thought: a leased sequence, its tokens, and the sampler that goes with it.
 
     Made by :meth:`start` or :meth:`create`, multiplied by :meth:`fork`, ended by :meth:`prune` (or by
@@ -37,7 +38,6 @@ class Branch(Line):
         super().__init__(ctx, sampler, seed, parent)
         self._parent: Branch | None = parent
         self._children: weakref.WeakSet[Branch] = weakref.WeakSet()
-        self._fork_position = len(self._tokens)
         self._serial = next(_serial)
         if parent is not None:
             parent._children.add(self)
@@ -93,9 +93,6 @@ class Branch(Line):
 
     # -- state -------------------------------------------------------------------------------------
 
-    def __repr__(self) -> str:
-        return f"<Branch seq {self._seq_id}, {len(self._tokens)} tokens, {self.state}>"
-
     def __enter__(self) -> Branch:
         return self
 
@@ -109,40 +106,6 @@ class Branch(Line):
             self.prune_subtree()
 
     @property
-    def ctx(self) -> Context:
-        """The context it lives in."""
-        return self._ctx
-
-    @property
-    def seq_id(self) -> int:
-        """The leased sequence."""
-        return self._seq_id
-
-    @property
-    def state(self) -> str:
-        """ "empty", "ready", "finished" or "pruned"."""
-        if self._pruned:
-            return "pruned"
-        if not self._tokens:
-            return "empty"
-        return "ready" if self._finish_reason is None else "finished"
-
-    @property
-    def tokens(self) -> list[int]:
-        """All token ids, prompt and inherited ones included; a copy."""
-        return list(self._tokens)
-
-    @property
-    def text(self) -> str:
-        """The text of all tokens but control tokens."""
-        return b"".join(map(self._ctx.model.piece, self._tokens)).decode("utf-8", "replace")
-
-    @property
-    def generated(self) -> list[int]:
-        """The token ids after the prompt; a copy."""
-        return self._tokens[self._n_prompt :]
-
-    @property
     def parent(self) -> Branch | None:
         """The branch this one was forked from, None for a root."""
         return self._parent
@@ -151,82 +114,6 @@ class Branch(Line):
     def children(self) -> list[Branch]:
         """The living forks of this branch, oldest first."""
         return sorted((c for c in self._children if not c._pruned), key=lambda c: c._serial)
-
-    @property
-    def fork_position(self) -> int:
-        """Number of tokens shared with the parent when it was forked; 0 for a root."""
-        return 0 if self._parent is None else self._fork_position
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """The settings in force."""
-        return self._sampler.params
-
-    @property
-    def grammar(self) -> Grammar | None:
-        """What its text follows, if anything."""
-        return self._sampler.grammar
-
-    @property
-    def n_prompt(self) -> int:
-        """How many of its tokens were read, not generated."""
-        return self._n_prompt
-
-    @property
-    def seed(self) -> int:
-        """What its draws are made of."""
-        return self._seed
-
-    @property
-    def is_stop(self) -> bool:
-        """True if a generation ended here with an end token or a stop string."""
-        return self._finish_reason == "stop"
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Why the last ``generate`` ended: "stop" or "length"; None before that."""
-        return self._finish_reason
-
-    # -- reading -----------------------------------------------------------------------------------
-
-    @property
-    def logits(self) -> npt.NDArray[np.float32]:
-        """The model's logits after the last token, float32 (V,), a copy."""
-        with self._lock:
-            return self._need_row().array.copy()
-
-    def distribution(self) -> Distribution:
-        """Return what the next token is drawn from: after all sampling settings and the grammar."""
-        with self._lock:
-            row = self._need_row()
-            return self._sampler.distribution(row.array, len(self._tokens), self._seed)
-
-    def entropy(self, base: str = "nats") -> float:
-        """Return the entropy of the model's own next-token distribution."""
-        with self._lock:
-            return self._need_row().entropy() / log_base(base)
-
-    def surprisal(self, token: int, base: str = "nats") -> float:
-        """Return -log p(token) under the model's own next-token distribution."""
-        with self._lock:
-            self._ctx.model.check_tokens((token,))
-            return -self._need_row().logprob(token) / log_base(base)
-
-    def perplexity(self, since: str = "fork") -> float:
-        """Return exp(mean surprisal) of the committed tokens.
-
-        Args:
-            since: "fork" = those after the fork point, "prompt" = all that were generated on this
-                line. Prompt tokens have no surprisal here: they were read, not predicted.
-
-        Returns:
-            nan if there are no such tokens.
-        """
-        if since not in ("fork", "prompt"):
-            raise ConfigError(f"since must be 'fork' or 'prompt', not {since!r}")
-        skip = max(0, self.fork_position - self._n_prompt) if since == "fork" else 0
-        counted = self._surprisals[skip:]
-        return math.exp(math.fsum(counted) / len(counted)) if counted else math.nan
 
     # -- moving ------------------------------------------------------------------------------------
 
@@ -237,21 +124,10 @@ class Branch(Line):
             TokenizeError, CacheFullError, DecodeError: the branch is as before.
         """
         with self._lock:
-            self._check()
             tokens = list(tokens)
-            if not tokens:
-                raise ConfigError("nothing to prefill: no tokens")
-            if len(self._tokens) > self._n_prompt:
-                raise BranchStateError(
-                    "prefill comes before anything is generated", hint="use extend or commit"
-                )
-            self._ctx.model.check_tokens(tokens)
-            rows = self._decoder.decode_run(tokens, self._seq_id, "last", self._given_up())
-            self._sampler.accept_prompt(tokens)
-            self._tokens += tokens
-            self._n_prompt = len(self._tokens)
-            self._pending = b""
-            self._set_row(rows[-1])
+            self.check_prefill(tokens)
+            rows = self.decode_run(tokens, "last", self.given_up())
+            self.take_prompt(tokens, rows[-1])
 
     def produce(self) -> Produced:
         """Return the token this branch says next; changes nothing.
@@ -279,24 +155,15 @@ class Branch(Line):
             TokenizeError, GrammarError, CacheFullError, DecodeError: the branch is as before.
         """
         with self._lock:
-            row = self._need_row()
-            self._ctx.model.check_tokens((token,))
-            sampler = self._sampler
-            if not sampler.allows(token):
-                sampler.accept(token)  # raises GrammarError, with the reason
-            surprisal = -row.logprob(token)
-            new = self._decoder.advance(self._seq_id, token, row)
-            if not sampler.is_stateless:
-                sampler.accept(token)
-            self._append(token, surprisal)
-            self._set_row(new)
+            surprisal = self.check_commit(token)
+            self.take(token, surprisal, self._decoder.advance(self._seq_id, token, self._row))
 
     def step(self) -> Produced:
         """Produce and commit one token; an end token is returned but not committed."""
         with self._lock:
             produced = self.produce()
             if produced.is_stop:
-                self._finish_reason = "stop"
+                self.finish()
             else:
                 self.commit(produced.token)
             return produced
@@ -366,7 +233,7 @@ class Branch(Line):
                     sampler.accept(token)
             if self._tokens:
                 self._need_row()
-            rows = self.verify(tokens)
+            rows = self.decode_run(tokens, "all")
             kept = [row.array.copy() for row in (rows if logits == "all" else rows[-1:])]
             self.settle(tokens, rows, sampler)
             return kept
@@ -508,13 +375,21 @@ class Branch(Line):
             for sibling in parent.children:
                 if sibling is not self:
                     sibling.prune_subtree()
-            grandparent = parent._parent
             parent._children.discard(self)
-            self._parent = grandparent
+            self._parent = parent._parent
             self._fork_position = parent._fork_position
-            if grandparent is not None:
-                grandparent._children.add(self)
+            if self._parent is not None:
+                self._parent._children.add(self)
             parent.prune()
+
+    def detach(self) -> None:
+        """Become a root: the parent stays, but knows this branch no more."""
+        with self._lock:
+            self._check()
+            if self._parent is not None:
+                self._parent._children.discard(self)
+                self._parent = None
+                self._fork_position = 0
 
 
 def random_seed() -> int:

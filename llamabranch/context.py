@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Sequence
 from types import TracebackType
@@ -178,6 +179,11 @@ class Context:
             self._check_open()
             self._collect_forgotten()
             cells = self._decoder.cells
+            if (
+                len(self._leases) == self.n_seq_max
+            ):  # a forgotten branch may wait in a reference cycle
+                gc.collect()
+                self._collect_forgotten()
             return self._leases.lend(holder, lambda seq_id: cells.first_position(seq_id) < 0)
 
     def return_lease(self, seq_id: int) -> None:
@@ -189,6 +195,13 @@ class Context:
     def _collect_forgotten(self) -> None:
         for seq_id in self._leases.forgotten():
             self.return_lease(seq_id)
+
+    def holders(self) -> list[object]:
+        """Return who holds sequences now, in the order of their ids."""
+        with self._lock:
+            self._collect_forgotten()
+            found = (self._leases.holder(seq_id) for seq_id in range(self.n_seq_max))
+            return [holder for holder in found if holder is not None]
 
     def _check_seq(self, seq_id: int) -> None:
         if isinstance(seq_id, bool) or not isinstance(seq_id, int):
@@ -331,17 +344,16 @@ class Context:
             length = self._decoder.cells.next_position(seq_id)
             if start >= min(stop, length):
                 return
-            if stop < length and not self._mid_removal_is_safe():
-                raise UnsupportedError("this memory can only drop the tail of a sequence")
-            if not self._decoder.handle.remove(seq_id, start, -1 if stop >= length else stop):
+            partial = start > 0 or stop < length
+            # Memory that lost a part of its window would say yes and then compute from what is gone.
+            if (partial and not self.capabilities.can_truncate) or not self._decoder.handle.remove(
+                seq_id, start, -1 if stop >= length else stop
+            ):
                 raise UnsupportedError(
                     "this model's memory cannot drop a part of a sequence",
                     hint="remove the whole sequence and decode again, or fork before you try things",
                 )
             self._decoder.cells.remove(seq_id, start, stop)
-
-    def _mid_removal_is_safe(self) -> bool:
-        return self.capabilities.can_truncate and not self.capabilities.recurrent
 
     def kv_seq_keep(self, seq_id: int) -> None:
         """Drop every other sequence that no branch has leased."""

@@ -138,8 +138,7 @@ class Decoder:
     def _undo(self, starts: dict[int, int], replaced: Iterable[LogitsRow]) -> None:
         """Cut every sequence of a failed batch back to where it stood; some of it may be in."""
         for seq_id, start in starts.items():
-            self.handle.remove(seq_id, start, -1)
-            self.cells.remove(seq_id, start, _END)
+            self._cut(seq_id, start)
         for row in replaced:
             row.lose()
 
@@ -169,9 +168,14 @@ class Decoder:
                 rows += self.decode(chunk, [seq_id] * len(chunk), wants, replaced)
         except BaseException:
             if self.cells.next_position(seq_id) > start:
-                self.drop(seq_id, start)
+                self._cut(seq_id, start)
             raise
         return rows
+
+    def _cut(self, seq_id: int, start: int) -> None:
+        """Drop the tail of a sequence, or all of it where a tail cannot be dropped."""
+        if not self.drop(seq_id, start):
+            self.drop(seq_id, 0)
 
     def drop(self, seq_id: int, start: int) -> bool:
         """Drop the tail of a sequence from position ``start``; False if this memory cannot."""

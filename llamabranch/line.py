@@ -1,8 +1,4 @@
-"""The inside of a branch: its sequence, tokens, sampler and logits, kept in step with the memory.
-
-:class:`~llamabranch.branch.Branch` is what users see; the speculative round works on this floor. Nothing
-here checks what it is given.
-"""
+"""The inside of a branch: its sequence, tokens, sampler and logits, kept in step with the memory."""
 
 from __future__ import annotations
 
@@ -10,13 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .context import Context
-from .distribution import Distribution
-from .errors import BranchStateError
-from .rows import LogitsRow
-from .sampling import Sampler
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["Judge", "Line", "Produced"]
+from .context import Context
+from .distribution import Distribution, log_base
+from .errors import BranchStateError, ConfigError
+from .grammar import Grammar
+from .rows import LogitsRow
+from .sampling import Sampler, SamplingParams
+
+__all__ = ["Line", "Produced"]
 
 
 @dataclass(frozen=True)
@@ -33,43 +33,6 @@ class Produced:
     is_stop: bool
     logprob: float
     entropy: float
-
-
-class Judge:
-    """The target's distributions along a line of drafted tokens, made one after another.
-
-    ``distribution(i)`` follows the first i + 1 of ``tokens``; asking for it means that these stand, so
-    the sampler accepts them, in a copy where it has a state.
-    """
-
-    def __init__(
-        self,
-        sampler: Sampler,
-        tokens: Sequence[int],
-        rows: Sequence[LogitsRow],
-        position: int,
-        seed: int,
-    ) -> None:
-        self._samplers = [sampler]
-        self._tokens = tokens
-        self._rows = rows
-        self._position = position
-        self._seed = seed
-
-    def sampler(self, i: int) -> Sampler:
-        """Return the sampler that has accepted the first i + 1 tokens."""
-        first = self._samplers[0]
-        if first.is_stateless:
-            return first
-        while len(self._samplers) < i + 2:
-            twin = self._samplers[-1].clone()
-            twin.accept(self._tokens[len(self._samplers) - 1])
-            self._samplers.append(twin)
-        return self._samplers[i + 1]
-
-    def distribution(self, i: int) -> Distribution:
-        """Return what is drawn from after the first i + 1 tokens."""
-        return self.sampler(i).distribution(self._rows[i].array, self._position + i, self._seed)
 
 
 class Line:
@@ -92,6 +55,7 @@ class Line:
         self._pruned = False
         self._parent: Line | None = source
         self._seq_id = ctx.lease(self)
+        self._fork_position = 0 if source is None else len(source._tokens)
         if source is not None:
             self._tokens += source._tokens
             self._n_prompt = source._n_prompt
@@ -102,10 +66,127 @@ class Line:
             self._set_row(source._row)
             self._produced = source._produced
 
+    # -- what it is --------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"<Branch seq {self._seq_id}, {len(self._tokens)} tokens, {self.state}>"
+
+    @property
+    def ctx(self) -> Context:
+        """The context it lives in."""
+        return self._ctx
+
+    @property
+    def seq_id(self) -> int:
+        """The leased sequence."""
+        return self._seq_id
+
+    @property
+    def state(self) -> str:
+        """ "empty", "ready", "finished" or "pruned"."""
+        if self._pruned:
+            return "pruned"
+        if not self._tokens:
+            return "empty"
+        return "ready" if self._finish_reason is None else "finished"
+
+    @property
+    def tokens(self) -> list[int]:
+        """All token ids, prompt and inherited ones included; a copy."""
+        return list(self._tokens)
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens but control tokens."""
+        return b"".join(map(self._ctx.model.piece, self._tokens)).decode("utf-8", "replace")
+
+    @property
+    def generated(self) -> list[int]:
+        """The token ids after the prompt; a copy."""
+        return self._tokens[self._n_prompt :]
+
     @property
     def position(self) -> int:
         """Number of tokens: where the next one goes."""
         return len(self._tokens)
+
+    @property
+    def fork_position(self) -> int:
+        """Number of tokens shared with the parent when it was forked; 0 for a root."""
+        return 0 if self._parent is None else self._fork_position
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The settings in force."""
+        return self._sampler.params
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What its text follows, if anything."""
+        return self._sampler.grammar
+
+    @property
+    def n_prompt(self) -> int:
+        """How many of its tokens were read, not generated."""
+        return self._n_prompt
+
+    @property
+    def seed(self) -> int:
+        """What its draws are made of."""
+        return self._seed
+
+    @property
+    def is_stop(self) -> bool:
+        """True if a generation ended here with an end token or a stop string."""
+        return self._finish_reason == "stop"
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the last ``generate`` ended: "stop" or "length"; None before that."""
+        return self._finish_reason
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    @property
+    def logits(self) -> npt.NDArray[np.float32]:
+        """The model's logits after the last token, float32 (V,), a copy."""
+        with self._lock:
+            return self._need_row().array.copy()
+
+    def distribution(self) -> Distribution:
+        """Return what the next token is drawn from: after all sampling settings and the grammar."""
+        with self._lock:
+            row = self._need_row()
+            return self._sampler.distribution(row.array, len(self._tokens), self._seed)
+
+    def entropy(self, base: str = "nats") -> float:
+        """Return the entropy of the model's own next-token distribution."""
+        with self._lock:
+            return self._need_row().entropy() / log_base(base)
+
+    def surprisal(self, token: int, base: str = "nats") -> float:
+        """Return -log p(token) under the model's own next-token distribution."""
+        with self._lock:
+            self._ctx.model.check_tokens((token,))
+            return -self._need_row().logprob(token) / log_base(base)
+
+    def perplexity(self, since: str = "fork") -> float:
+        """Return exp(mean surprisal) of the committed tokens.
+
+        Args:
+            since: "fork" = those after the fork point, "prompt" = all that were generated on this
+                line. Prompt tokens have no surprisal here: they were read, not predicted.
+
+        Returns:
+            nan if there are no such tokens.
+        """
+        if since not in ("fork", "prompt"):
+            raise ConfigError(f"since must be 'fork' or 'prompt', not {since!r}")
+        skip = max(0, self.fork_position - self._n_prompt) if since == "fork" else 0
+        counted = self._surprisals[skip:]
+        return math.exp(math.fsum(counted) / len(counted)) if counted else math.nan
+
+    # -- the inside --------------------------------------------------------------------------------
 
     def _check(self) -> None:
         if self._pruned:
@@ -133,8 +214,47 @@ class Line:
         self._row = row
         self._produced = None
 
-    def _given_up(self) -> tuple[LogitsRow, ...]:
+    def given_up(self) -> tuple[LogitsRow, ...]:
+        """Return the rows that need not survive the next decode, because it replaces them."""
         return () if self._row is None else (self._row,)
+
+    def check_prefill(self, tokens: Sequence[int]) -> None:
+        """Raise unless ``take_prompt`` may follow the decode of ``tokens``."""
+        self._check()
+        if not tokens:
+            raise ConfigError("nothing to prefill: no tokens")
+        if len(self._tokens) > self._n_prompt:
+            raise BranchStateError(
+                "prefill comes before anything is generated", hint="use extend or commit"
+            )
+        self._ctx.model.check_tokens(tokens)
+
+    def take_prompt(self, tokens: Sequence[int], row: LogitsRow) -> None:
+        """Take decoded prompt tokens; ``row`` follows them."""
+        self._sampler.accept_prompt(tokens)
+        self._tokens += tokens
+        self._n_prompt = len(self._tokens)
+        self._pending = b""
+        self._set_row(row)
+
+    def check_commit(self, token: int) -> float:
+        """Raise unless ``take`` may follow the decode of ``token``; return its surprisal, nats."""
+        row = self._need_row()
+        self._ctx.model.check_tokens((token,))
+        if not self._sampler.allows(token):
+            self._sampler.accept(token)  # raises GrammarError, with the reason
+        return -row.logprob(token)
+
+    def take(self, token: int, surprisal: float, row: LogitsRow) -> None:
+        """Take a decoded token; ``row`` follows it."""
+        if not self._sampler.is_stateless:
+            self._sampler.accept(token)
+        self._append(token, surprisal)
+        self._set_row(row)
+
+    def finish(self) -> None:
+        """Note that an end token was produced here."""
+        self._finish_reason = "stop"
 
     def _append(self, token: int, surprisal: float) -> str:
         self._tokens.append(token)
@@ -142,6 +262,25 @@ class Line:
         text, self._pending = self._ctx.model.text_after(token, self._pending)
         self._finish_reason = None
         return text
+
+    def describe(self, token: int, row: LogitsRow) -> Produced:
+        """Return ``token`` as what comes next, with what ``row`` says of it."""
+        model = self._ctx.model
+        is_stop = model.is_end(token)
+        text = "" if is_stop else model.text_after(token, self._pending)[0]
+        return Produced(token, text, is_stop, row.logprob(token), row.entropy())
+
+    def decode_run(
+        self, tokens: Sequence[int], logits: str, replaced: Sequence[LogitsRow] = ()
+    ) -> list[LogitsRow]:
+        """Decode ``tokens`` at this line's end; if that fails the memory is as before."""
+        try:
+            return self._decoder.decode_run(tokens, self._seq_id, logits, replaced)
+        except BaseException:
+            # Memory that cannot be truncated was emptied instead.
+            if self._decoder.cells.next_position(self._seq_id) != len(self._tokens):
+                self._truncate(len(self._tokens))
+            raise
 
     def _truncate(self, position: int) -> None:
         """Make the memory hold exactly the first ``position`` tokens."""
@@ -167,61 +306,3 @@ class Line:
         for token in self._tokens[max(self._n_prompt, len(self._tokens) - 4) :]:
             pending = self._ctx.model.text_after(token, pending)[1]
         return pending
-
-    def verify(self, tokens: Sequence[int]) -> list[LogitsRow]:
-        """Decode ``tokens`` after this branch's end and return a row for each, valid until ``settle``.
-
-        Only the memory moves; ``settle`` must follow, and says how many of them stay.
-
-        Raises:
-            CacheFullError, DecodeError: the branch is as before.
-        """
-        with self._lock:
-            self._check()
-            return self._decoder.decode_run(tokens, self._seq_id, "all")
-
-    def judge(self, tokens: Sequence[int], rows: Sequence[LogitsRow]) -> Judge:
-        """Return what this branch's sampler makes of ``rows``, token by token."""
-        return Judge(self._sampler, tokens, rows, len(self._tokens) + 1, self._seed)
-
-    def settle(self, kept: Sequence[int], rows: Sequence[LogitsRow], sampler: Sampler) -> list[str]:
-        """Take the first ``len(kept)`` of the verified tokens and drop the others from memory.
-
-        ``rows`` are theirs; ``sampler`` has accepted them. Returns what text each completed.
-        """
-        with self._lock:
-            row = self._row
-            end = len(self._tokens) + len(kept)
-            texts = []
-            for token, after in zip(kept, rows, strict=False):
-                texts.append(self._append(token, math.nan if row is None else -row.logprob(token)))
-                row = after
-            self._sampler = sampler
-            if self._decoder.cells.next_position(self._seq_id) > end:
-                self._truncate(end)
-            self._set_row(row)
-            return texts
-
-    def describe(self, token: int, row: LogitsRow) -> Produced:
-        """Return ``token`` as what comes next, with what ``row`` says of it."""
-        model = self._ctx.model
-        is_stop = model.is_end(token)
-        text = "" if is_stop else model.text_after(token, self._pending)[0]
-        return Produced(token, text, is_stop, row.logprob(token), row.entropy())
-
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Take ``tokens`` as the next ones, whatever they are, in as few decodes as possible.
-
-        For drafters, which follow another line: no surprisal is computed for them.
-        """
-        if not tokens:
-            return
-        with self._lock:
-            self._check()
-            row = self._decoder.decode_run(tokens, self._seq_id, "last", self._given_up())[-1]
-            sampler = self._sampler
-            for token in tokens:
-                if not sampler.is_stateless:
-                    sampler.accept(token)
-                self._append(token, math.nan)
-            self._set_row(row)

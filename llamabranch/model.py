@@ -54,7 +54,7 @@ class Model:
         progress: Callable[[float], None] | None = None,
     ) -> None:
         self.path = Path(path)
-        check_header(self.path)
+        check_header(self.path, vocab_only=vocab_only)
         self._handle = ModelHandle(
             self.path,
             n_gpu_layers=n_gpu_layers,
@@ -269,7 +269,7 @@ class Model:
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise TokenizeError(f"the text is not valid Unicode: {error}") from error
-        if self.vocab_type == "spm" and not self._spm_knows_bytes:
+        if text and self.vocab_type == "spm" and not self._spm_knows_bytes:
             self._check_spm_text(text)
         return self.handle.tokenize(data, add_special, parse_special)
 
@@ -283,6 +283,8 @@ class Model:
 
     def _check_spm_text(self, text: str) -> None:
         # Without byte tokens llama.cpp throws on any character that is not a token of its own.
+        if self.metadata.get("tokenizer.ggml.add_space_prefix") != "false":
+            text = " " + text
         for character in set(text.replace(" ", "\u2581")):
             if character.encode() not in self._vocabulary_texts:
                 raise TokenizeError(f"the vocabulary has no token for the character {character!r}")
@@ -404,6 +406,7 @@ class TextDecoder:
 
     def feed(self, token: int) -> str:
         """Return the text that ``token`` completes; may be empty."""
+        self._model.check_tokens((token,))
         text, self._pending = self._model.text_after(token, self._pending)
         return text
 

@@ -8,9 +8,7 @@ its coin is taken from the same noise and the sampler is applied for certain or 
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -19,15 +17,13 @@ import numpy.typing as npt
 
 from .distribution import MIXTURE, Distribution, uniform
 from .errors import ConfigError, GrammarError
+from .grammar import Grammar
 from .model import Model
-from .native import CandidateBuffer, GrammarHandle, SamplerHandle, json_schema_to_gbnf
+from .native import CandidateBuffer, GrammarHandle, SamplerHandle
 
-__all__ = ["Grammar", "Sampler", "SamplingParams"]
+__all__ = ["Sampler", "SamplingParams"]
 
 LogitsArray = npt.NDArray[np.float32]
-
-_MAX_GRAMMAR_DEPTH = 200
-_MAX_GRAMMAR_REPEAT = 2000
 
 
 # Name: smallest value, largest value, and whether the smallest itself is excluded.
@@ -130,6 +126,8 @@ class SamplingParams:
         object.__setattr__(self, "dry_sequence_breakers", tuple(self.dry_sequence_breakers))
         if any(not isinstance(b, str) or not b for b in self.dry_sequence_breakers):
             raise ConfigError("dry_sequence_breakers must be strings that are not empty")
+        if not all(b.isprintable() or b.isspace() for b in self.dry_sequence_breakers):
+            raise ConfigError("dry_sequence_breakers must be printable text")
         bias = dict(self.logit_bias)
         for token, value in bias.items():
             if not isinstance(token, int) or not isinstance(value, (int, float)):
@@ -167,56 +165,6 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or self.presence_penalty != 0.0
         )
-
-
-@dataclass(frozen=True)
-class Grammar:
-    """A GBNF grammar that the generated text must follow; its start symbol is ``root``.
-
-    Raises:
-        GrammarError: empty, nested too deep, or with repetitions that llama.cpp cannot expand. Whether
-            the grammar parses is known once a branch with a model uses it.
-    """
-
-    gbnf: str
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.gbnf, str) or not self.gbnf.strip():
-            raise GrammarError("a grammar must be a string that is not empty")
-        # Strings, character classes and comments may contain any bracket.
-        plain = re.sub(r'"(\\.|[^"\\])*"|\[(\\.|[^\]\\])*\]|#[^\n]*', " ", self.gbnf)
-        depth = deepest = 0
-        for character in plain:
-            depth += (character == "(") - (character == ")")
-            deepest = max(deepest, depth)
-        if deepest > _MAX_GRAMMAR_DEPTH:
-            raise GrammarError(
-                f"the grammar nests {deepest} deep; llama.cpp's parser recurses and would overflow "
-                f"(limit {_MAX_GRAMMAR_DEPTH})"
-            )
-        for low, comma, high in re.findall(r"\{\s*(\d*)\s*(,?)\s*(\d*)\s*\}", plain):
-            at_least = int(low or 0)
-            at_most = int(high) if high else (at_least if not comma else None)
-            if at_most is not None and at_most < at_least:
-                raise GrammarError(f"repetition {{{low},{high}}} is backwards")
-            if max(at_least, at_most or 0) > _MAX_GRAMMAR_REPEAT:
-                raise GrammarError(
-                    f"repetition {{{low}{comma}{high}}} is above the limit of {_MAX_GRAMMAR_REPEAT}"
-                )
-
-    @classmethod
-    def from_json_schema(cls, schema: str | Mapping[str, object]) -> Grammar:
-        """Return the grammar of all JSON texts that the schema admits.
-
-        Raises:
-            GrammarError: not a schema the converter of llama-cpp-python takes.
-        """
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        try:
-            json.loads(text)
-        except ValueError as error:
-            raise GrammarError(f"the JSON schema is not JSON: {error}") from error
-        return cls(json_schema_to_gbnf(text))
 
 
 class Sampler:
@@ -280,13 +228,13 @@ class Sampler:
         whole = max(self.model.n_ctx_train, 1 << 16)
         chain = SamplerHandle.chain(self.model.handle)
         if p._penalises:
-            last_n = whole if p.penalty_last_n == -1 else p.penalty_last_n
+            last_n = whole if p.penalty_last_n == -1 else min(whole, p.penalty_last_n)
             chain.add(
                 "penalties", self.model.n_vocab, last_n,
                 p.repeat_penalty, p.frequency_penalty, p.presence_penalty,
             )  # fmt: skip
         if p.dry_multiplier > 0 and self.model.has_text:
-            last_n = whole if p.dry_penalty_last_n == -1 else p.dry_penalty_last_n
+            last_n = whole if p.dry_penalty_last_n == -1 else min(whole, p.dry_penalty_last_n)
             chain.add_dry(
                 p.dry_multiplier, p.dry_base, p.dry_allowed_length, last_n,
                 p.dry_sequence_breakers,
@@ -348,6 +296,8 @@ class Sampler:
             GrammarError: the grammar is complete or leaves no token.
             ConfigError: the logits are NaN, or no token is left.
         """
+        if logits.shape != (self.model.n_vocab,):
+            raise ConfigError(f"logits must have shape ({self.model.n_vocab},), not {logits.shape}")
         if self._plain_argmax:
             token = int(logits.argmax())
             if logits[token] != logits[token]:
@@ -393,6 +343,7 @@ class Sampler:
 
     def allows(self, token: int) -> bool:
         """Return True unless the grammar forbids ``token`` here."""
+        self.model.check_tokens((token,))
         if self._grammar_state is None:
             return True
         if self._grammar_done:
@@ -411,6 +362,8 @@ class Sampler:
                 raise GrammarError(f"the grammar does not allow token {token} ({text!r}) here")
             self._grammar_state.accept(token)
             self._grammar_done = self.model.is_end(token)
+        else:
+            self.model.check_tokens((token,))
         if self._history is not None:
             self._history.accept(token)
 
@@ -426,8 +379,8 @@ class Sampler:
             return self
         twin = object.__new__(Sampler)
         twin.__dict__.update(self.__dict__)
-        twin._history = self._history and self._history.clone()
-        twin._grammar_state = self._grammar_state and self._grammar_state.clone()
+        twin._history = None if self._history is None else self._history.clone()
+        twin._grammar_state = None if self._grammar_state is None else self._grammar_state.clone()
         return twin
 
     def fresh(self, params: SamplingParams | None = None) -> Sampler:

@@ -30,9 +30,12 @@ class StopStrings:
         if not self._stops or self.found is not None:
             return text if self.found is None else ""
         self._held += text
-        places = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        # The first one to be complete counts, so that it does not matter how the text was cut.
+        places = [
+            (at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0
+        ]
         if places:
-            at, self.found = min(places)
+            _, at, self.found = min(places)
             shown, self._held = self._held[:at], ""
             return shown
         keep = max(self._overlap(stop) for stop in self._stops)

@@ -33,6 +33,7 @@ _BLOCKS = {
 _F32 = 0
 _MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
 _MAX_EXPERTS = 1024  # LLAMA_MAX_EXPERTS
+_MAX_HEADS = 1 << 20  # no model is near
 _MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 # Architectures whose graph asserts key length == value length, and those known to rotate heads.
@@ -252,6 +253,9 @@ def _check_heads(keys: _Keys) -> None:
     scaling = keys.get("rope.scaling.type")
     if isinstance(scaling, str) and scaling not in _ROPE_SCALINGS:
         _refuse(f"rope.scaling.type is {scaling!r}, not one of {', '.join(_ROPE_SCALINGS)}")
+    for name in ("head_count", "head_count_kv", "key_length", "value_length"):
+        if max(keys.integers(f"attention.{name}"), default=0) > _MAX_HEADS:
+            _refuse(f"attention.{name} is absurd: sizes made of it would overflow")
     n_head = keys.integer("attention.head_count")
     if n_head <= 0:
         return

@@ -136,6 +136,7 @@ class _ModelLine:
     def __init__(self, branch: Branch, n_prompt: int) -> None:
         self._branch = branch
         self._n_prompt = n_prompt
+        self._ahead: Branch | None = None  # where it drafts if its memory cannot be truncated
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         draft = Draft()
@@ -154,6 +155,8 @@ class _ModelLine:
         if branch.position < self._n_prompt:
             branch.prefill(tokens[branch.position : self._n_prompt])
         branch.follow(tokens[branch.position :])  # everything it has not seen, in one decode
+        if not branch.ctx.capabilities.can_truncate:
+            branch = self._ahead = branch.fork()
         while len(draft.tokens) < limit:
             entropy = branch.entropy()
             draft.entropies.append(entropy)
@@ -166,6 +169,9 @@ class _ModelLine:
             branch.commit(produced.token)
 
     def observe(self, n_tokens: int) -> None:
+        if self._ahead is not None:
+            self._ahead.prune()
+            self._ahead = None
         if n_tokens < self._branch.position:
             self._branch.rewind(n_tokens)
 
@@ -173,4 +179,5 @@ class _ModelLine:
         return _ModelLine(self._branch.fork(), self._n_prompt)
 
     def close(self) -> None:
-        self._branch.prune()
+        if not self._branch.ctx.closed:
+            self._branch.prune_subtree()

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from ..branch import Branch, Produced
-from ..errors import CacheFullError
+from ..distribution import Distribution
+from ..errors import CapacityError
 from ..rows import LogitsRow
 from .drafters import Draft, DraftLine
 from .length import DraftLength
@@ -64,10 +65,10 @@ class Stream:
         ready = perf_counter()
         try:
             rows = self.branch.verify(planned)
-        except CacheFullError:
+        except CapacityError:
             if len(planned) == 1:
                 raise
-            planned = self.plan(0)  # no room for the draft: go on without one
+            planned = self.plan(0)  # no room to verify a draft: go on without one
             rows = self.branch.verify(planned)
         verified = perf_counter()
         said = self.settle(rows, verified - ready)
@@ -103,9 +104,18 @@ class Stream:
         plan = [self.pending.token, *drafted]
         judge = branch.judge(plan, rows)
         first = branch.position + 1  # of the first drafted token
-        verdict = seeded_rule(drafted, judge.distribution, seed=branch.seed, position=first)
+        is_end = branch.ctx.model.is_end
+
+        def target(i: int) -> Distribution:
+            if i and is_end(
+                drafted[i - 1]
+            ):  # nothing follows an end: what is drawn here is not said
+                return Distribution.point(drafted[i - 1])
+            return judge.distribution(i)
+
+        verdict = seeded_rule(drafted, target, seed=branch.seed, position=first)
         n, following = verdict.n_accepted, verdict.token
-        if n and branch.ctx.model.is_end(drafted[n - 1]):  # the draft was right that it ends here
+        if n and is_end(drafted[n - 1]):  # the draft was right that it ends here
             n, following = n - 1, drafted[n - 1]
         texts = branch.settle(plan[: n + 1], rows, judge.sampler(n))
         said = [

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from ..branch import Branch
 from ..context import Context
 from ..errors import CapacityError, ConfigError
-from ..sampling import Grammar, SamplingParams
+from ..grammar import Grammar
+from ..sampling import SamplingParams
 from ..stopping import StopStrings
 from .config import SpeculativeConfig
 from .drafters import Drafter, NullDrafter
@@ -83,9 +84,6 @@ class Generation:
     """One text in the making: an iterator of :class:`Emitted`, and what is known of it so far.
 
     Attributes:
-        text: what was yielded, joined.
-        tokens: its ids; end tokens are not among them.
-        finish_reason: "stop" (end token or stop string), "length", "capacity", or None while it runs.
         stats: counts and times; complete at the end.
         seed: what its draws are made of.
         elapsed_s: seconds spent inside the loop, the prompt's prefill not counted.
@@ -99,29 +97,32 @@ class Generation:
         max_tokens: int | None,
         stops: StopStrings,
     ) -> None:
-        self.tokens: list[int] = []
-        self.finish_reason: str | None = None
-        self.stats = SpeculativeStats()
         self.seed = branch.seed
         self.elapsed_s = 0.0
-        self._texts: list[str] = []
-        self._speculator = speculator
-        self._branch = branch
-        self._owned = owned
-        self._base = branch.position
-        self._max_tokens = max_tokens
-        self._stops = stops
-        self._events = self._run()
+        self._said = _Said()
+        self.stats = self._said.stats
+        # The loop knows what it has said, not this object: a forgotten generation ends at once.
+        self._events = _run(speculator, branch, owned, max_tokens, stops, self._said)
 
     @property
     def text(self) -> str:
         """What was yielded, joined."""
-        return "".join(self._texts)
+        return "".join(self._said.texts)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids of what was yielded, a copy; end tokens are not among them."""
+        return list(self._said.tokens)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """ "stop" (end token or stop string), "length", "capacity", or None while it runs."""
+        return self._said.finish_reason
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens a second of the loop, nan before the first."""
-        return len(self.tokens) / self.elapsed_s if self.elapsed_s > 0 else float("nan")
+        return len(self._said.tokens) / self.elapsed_s if self.elapsed_s > 0 else float("nan")
 
     def __iter__(self) -> Iterator[Emitted]:
         return self
@@ -143,55 +144,68 @@ class Generation:
         """Stop here: the branch keeps exactly what was yielded. Idempotent."""
         self._events.close()
 
-    def _run(self) -> Generator[Emitted, None, None]:
-        speculator = self._speculator
-        line = speculator.drafter.line(self._branch)
-        stream = Stream(self._branch, line, speculator.length, self.stats)
-        try:
-            yield from self._say(stream)
-        except CapacityError:
-            self.finish_reason = "capacity"
-            raise
-        finally:
-            self._end(stream)
 
-    def _say(self, stream: Stream) -> Iterator[Emitted]:
-        most = self._max_tokens
-        if most == 0:
-            self.finish_reason = "length"
-            return
-        said = [stream.begin()]
-        while True:
-            for emitted in said:
-                if emitted.is_stop:
-                    self.finish_reason = "stop"
-                    return
-                emitted = self._shown(emitted, last=len(self.tokens) + 1 == most)
-                self.tokens.append(emitted.token)
-                self._texts.append(emitted.text)
-                if self._stops.found is not None:
-                    self.finish_reason = "stop"
-                elif len(self.tokens) == most:
-                    self.finish_reason = "length"
-                yield emitted
-                if self.finish_reason is not None:
-                    return
-            limit = 1 << 30 if most is None else most - len(self.tokens) - 1
-            said = stream.round(limit)
+@dataclass
+class _Said:
+    tokens: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    finish_reason: str | None = None
+    stats: SpeculativeStats = field(default_factory=SpeculativeStats)
 
-    def _shown(self, emitted: Emitted, last: bool) -> Emitted:
-        """Return the token with the text that may be shown with it."""
-        text = self._stops.feed(emitted.text)
-        if last or self._stops.found is not None:
-            text += self._stops.flush()
-        return emitted if text == emitted.text else replace(emitted, text=text)
 
-    def _end(self, stream: Stream) -> None:
-        self.stats.num_emitted_tokens = len(self.tokens)
-        self._speculator.stats.add(self.stats)
-        if not stream.branch.ctx.closed:
-            if self._owned:
-                self._branch.prune()
+def _run(
+    speculator: Speculator,
+    branch: Branch,
+    owned: bool,
+    max_tokens: int | None,
+    stops: StopStrings,
+    said: _Said,
+) -> Generator[Emitted, None, None]:
+    base = branch.position
+    line = speculator.drafter.line(branch)
+    stream = Stream(branch, line, speculator.length, said.stats)
+    try:
+        yield from _say(stream, said, max_tokens, stops)
+    except CapacityError:
+        said.finish_reason = "capacity"
+        raise
+    finally:
+        said.stats.num_emitted_tokens = len(said.tokens)
+        speculator.stats.add(said.stats)
+        if not branch.ctx.closed:
+            if owned:
+                branch.prune()
             else:
-                stream.finish(self._base + len(self.tokens))
-        stream.line.close()
+                stream.finish(base + len(said.tokens))
+        line.close()
+
+
+def _say(
+    stream: Stream, said: _Said, most: int | None, stops: StopStrings
+) -> Generator[Emitted, None, None]:
+    if most == 0:
+        said.finish_reason = "length"
+        return
+    now = [stream.begin()]
+    while True:
+        for emitted in now:
+            if emitted.is_stop:
+                said.finish_reason = "stop"
+                return
+            said.tokens.append(emitted.token)
+            last = len(said.tokens) == most
+            text = stops.feed(emitted.text)
+            if last or stops.found is not None:
+                text += stops.flush()
+            if text != emitted.text:
+                emitted = replace(emitted, text=text)
+            said.texts.append(text)
+            if stops.found is not None:
+                said.finish_reason = "stop"
+            elif last:
+                said.finish_reason = "length"
+            yield emitted
+            if said.finish_reason is not None:
+                return
+        limit = 1 << 30 if most is None else most - len(said.tokens) - 1
+        now = stream.round(limit)

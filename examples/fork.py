@@ -1,0 +1,27 @@
+"""Fork a thought: the prompt is computed once, its continuations share its cache."""
+
+import llamabranch as lb
+
+
+def main() -> None:
+    with lb.load() as ctx:
+        root = lb.Branch.start(ctx, "Once upon a time there was a", temperature=0.8, seed=1)
+        before = ctx.usage().cells_used
+        children = root.fork_many(3)
+        print(f"3 forks of {root.position} tokens: {ctx.usage().cells_used - before} new cells\n")
+
+        for child in children:
+            story = "".join(token.text for token in child.generate(max_tokens=40))
+            print(f"seq {child.seq_id}, perplexity {child.perplexity():.1f}: ...{story}\n")
+
+        # Keep the line the model finds least surprising and go on from there.
+        best = min(children, key=lambda child: child.perplexity())
+        best.promote()
+        more = "".join(token.text for token in best.generate(max_tokens=30))
+        usage = ctx.usage()
+        print(f"the best goes on: ...{more}\n")
+        print(f"cells: {usage.cells_used} of {usage.cells_total}, sequences: {usage.sequences}")
+
+
+if __name__ == "__main__":
+    main()

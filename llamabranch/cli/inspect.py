@@ -1,0 +1,138 @@
+"""``llamabranch inspect``: what a model is, and whether two can speculate together."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Annotated
+
+import typer
+
+from llamabranch import Context, Model, VocabularyReport, hub
+
+from . import options
+from .render import Screen, decimal_size, print_json, reporting
+
+N_CTX = 256  # enough to probe what the memory can do
+
+
+def inspect(
+    model: Annotated[
+        str, typer.Argument(help="A GGUF path, or a name from `llamabranch models`.")
+    ] = hub.BUNDLED_TARGET,
+    draft: Annotated[
+        str | None, typer.Argument(help="A second model: could it draft for the first?")
+    ] = None,
+    gpu_layers: options.GpuLayers = None,
+    as_json: options.Json = False,
+    no_color: options.NoColor = False,
+    verbose: options.Verbose = False,
+    debug: options.Debug = False,
+) -> None:
+    """Print architecture, size, vocabulary, memory type and capabilities of a model.
+
+    With two models, print both and whether the second can draft for the first; if not, why.
+    """
+    screen = Screen(color=not no_color)
+    with reporting(screen, debug=debug), ExitStack() as stack:
+        names = [model] if draft is None else [model, draft]
+        for name in names:
+            hub.resolve(name)
+        loading = hub.LoadOptions(n_ctx=N_CTX)
+        if gpu_layers is not None:
+            loading["n_gpu_layers"] = gpu_layers
+        contexts = []
+        for name in names:
+            with screen.loading(name) as progress:
+                contexts.append(
+                    stack.enter_context(
+                        hub.load(name, progress=progress, verbose=verbose, **loading)
+                    )
+                )
+        report = None
+        if len(contexts) == 2:
+            report = contexts[0].model.compatibility(contexts[1].model)
+        if as_json:
+            answer: dict[str, object] = {"models": [_facts(context) for context in contexts]}
+            if report is not None:
+                answer["compatible"] = report.compatible
+                answer["reason"] = report.reason
+            print_json(answer)
+            return
+        columns = [_lines(context) for context in contexts]
+        screen.table(
+            ("", *names),
+            [(label, *(column[label] for column in columns)) for label in columns[0]],
+            left=names,
+        )
+        if report is not None:
+            screen.line()
+            _print_verdict(screen, report)
+
+
+def _facts(context: Context) -> dict[str, object]:
+    model, capabilities = context.model, context.capabilities
+    return {
+        "path": str(model.path),
+        "name": model.name,
+        "architecture": model.architecture,
+        "description": model.description,
+        "file_type": model.file_type,
+        "n_params": model.n_params,
+        "size_bytes": model.size_bytes,
+        "n_layer": model.n_layer,
+        "n_embd": model.n_embd,
+        "n_ctx_train": model.n_ctx_train,
+        "n_vocab": model.n_vocab,
+        "vocab_type": model.vocab_type,
+        "bos": model.bos,
+        "eos": model.eos,
+        "chat_template": model.chat_template is not None,
+        "memory_type": model.memory_type,
+        "capabilities": {
+            "can_truncate": capabilities.can_truncate,
+            "can_share": capabilities.can_share,
+            "sliding_window": capabilities.sliding_window,
+            "recurrent": capabilities.recurrent,
+            "batch_invariant": capabilities.batch_invariant,
+        },
+        "fingerprint": model.fingerprint,
+    }
+
+
+def _lines(context: Context) -> dict[str, str]:
+    model, capabilities = context.model, context.capabilities
+    return {
+        "file": str(model.path),
+        "name": model.name or "-",
+        "architecture": model.architecture,
+        "parameters": f"{model.n_params:,}",
+        "size": f"{decimal_size(model.size_bytes)} ({model.file_type})",
+        "layers x width": f"{model.n_layer} x {model.n_embd}",
+        "trained context": f"{model.n_ctx_train:,} tokens",
+        "vocabulary": f"{model.n_vocab:,} tokens ({model.vocab_type})",
+        "first, end token": f"{_token(model, model.bos)}, {_token(model, model.eos)}",
+        "chat template": _yes(model.chat_template is not None),
+        "memory": model.memory_type,
+        "can truncate": _yes(capabilities.can_truncate),
+        "can share a prefix": _yes(capabilities.can_share),
+        "batch-invariant": _yes(capabilities.batch_invariant),
+        "fingerprint": model.fingerprint[:16],
+    }
+
+
+def _token(model: Model, token: int | None) -> str:
+    if token is None:
+        return "none"
+    text = model.piece(token).decode(errors="replace")  # empty for a control token
+    return f"{token} {text!r}" if text else str(token)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _print_verdict(screen: Screen, report: VocabularyReport) -> None:
+    if report.compatible:
+        screen.line("These two can speculate together.", "green")
+    else:
+        screen.line(f"These two cannot speculate together: {report.reason}", "yellow")

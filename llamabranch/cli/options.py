@@ -1,0 +1,142 @@
+"""The options of the commands: their names, limits and help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_MODELS = "Models"
+_DRAFTING = "Drafting"
+_SAMPLING = "Sampling"
+_RUNTIME = "Runtime"
+_OUTPUT = "Output"
+
+Prompt = Annotated[str, typer.Argument(help="What to continue; - reads standard input.")]
+
+Target = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        "-t",
+        help="A GGUF path, or a name from `llamabranch models`. Default: the bundled target.",
+        rich_help_panel=_MODELS,
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        "-d",
+        help="A GGUF path, a name, or `none`. Default: the draft listed with the target.",
+        rich_help_panel=_MODELS,
+    ),
+]
+
+DraftLength = Annotated[
+    str,
+    typer.Option(
+        "--draft-length",
+        "-k",
+        metavar="N|auto",
+        help="Tokens to draft a round.",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+EntropyStop = Annotated[
+    float | None,
+    typer.Option(
+        help="End a draft where the draft's entropy exceeds this many nats.",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+
+MaxTokens = Annotated[
+    int,
+    typer.Option(
+        "--max-tokens", "-n", min=1, help="Tokens to generate.", rich_help_panel=_SAMPLING
+    ),
+]
+Temperature = Annotated[
+    float, typer.Option(help="0 takes the most probable token.", rich_help_panel=_SAMPLING)
+]
+TopK = Annotated[
+    int, typer.Option(help="Keep the k most probable; 0 keeps all.", rich_help_panel=_SAMPLING)
+]
+TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.", rich_help_panel=_SAMPLING)]
+MinP = Annotated[
+    float,
+    typer.Option(
+        help="Drop what is less probable than this share of the best; 0 is off.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+RepeatPenalty = Annotated[
+    float, typer.Option(help="Penalise recent tokens; 1 is off.", rich_help_panel=_SAMPLING)
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        "--seed",
+        "-s",
+        help="With a seed the text is that of plain decoding, whatever the draft.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(help="End at this text; may be repeated.", rich_help_panel=_SAMPLING),
+]
+IgnoreEnd = Annotated[
+    bool,
+    typer.Option("--ignore-end", help="Go on past end tokens.", rich_help_panel=_SAMPLING),
+]
+GrammarFile = Annotated[
+    Path | None, typer.Option(help="A file with a GBNF grammar.", rich_help_panel=_SAMPLING)
+]
+JsonSchema = Annotated[
+    str | None,
+    typer.Option(help="A JSON schema: a file, or the JSON itself.", rich_help_panel=_SAMPLING),
+]
+Chat = Annotated[
+    bool,
+    typer.Option(
+        "--chat",
+        help="Wrap the prompt in the target's chat template.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+
+NCtx = Annotated[
+    int | None,
+    typer.Option("--n-ctx", "-c", help="Context size in tokens.", rich_help_panel=_RUNTIME),
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.", rich_help_panel=_RUNTIME)]
+GpuLayers = Annotated[
+    int | None,
+    typer.Option(help="Layers to put on the GPU; -1 is all.", rich_help_panel=_RUNTIME),
+]
+KvType = Annotated[
+    str | None,
+    typer.Option(help="Type of the K/V cache: f16, bf16, q8_0, ...", rich_help_panel=_RUNTIME),
+]
+
+Compare = Annotated[
+    bool,
+    typer.Option(
+        "--compare",
+        help="Also decode plainly: tokens a second, speedup, same text.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel=_OUTPUT),
+]
+NoColor = Annotated[bool, typer.Option("--no-color", help="No colours.", rich_help_panel=_OUTPUT)]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", help="Show llama.cpp's log.", rich_help_panel=_OUTPUT),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.", rich_help_panel=_OUTPUT)]

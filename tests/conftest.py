@@ -1,0 +1,79 @@
+"""The bundled pair, a toy that takes any bytes, and a fresh context for each test.
+
+Contexts run on one thread: with results that do not depend on the number of threads, a test should not
+fight for cores. Every context is audited against llama.cpp's own positions when its test ends.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import toys
+
+import llamabranch as lb
+
+DATA = Path(lb.__file__).parent / "data"
+
+
+@pytest.fixture(scope="session")
+def target() -> Iterator[lb.Model]:
+    """The bundled target: Q8_0, byte-level BPE."""
+    with lb.Model(DATA / "tale-target-q8_0.gguf") as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def draft() -> Iterator[lb.Model]:
+    """The bundled draft, of the target's vocabulary."""
+    with lb.Model(DATA / "tale-draft-q8_0.gguf") as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lb.Model]:
+    """A random model over all 256 bytes, a beginning token (0) and an end token (1)."""
+    path = tmp_path_factory.mktemp("toy") / "bytes.gguf"
+    with lb.Model(toys.write_llama(path, vocab="bytes")) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def small_toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lb.Model]:
+    """A random model over 14 letters and two control tokens: every outcome can be counted."""
+    path = tmp_path_factory.mktemp("toy") / "small.gguf"
+    with lb.Model(toys.write_llama(path, vocab="small")) as model:
+        yield model
+
+
+@pytest.fixture
+def ctx(target: lb.Model) -> Iterator[lb.Context]:
+    """A fresh batch-invariant context of the bundled target: 1024 cells, 8 sequences."""
+    with lb.Context(target, n_ctx=1024, n_seq_max=8, n_threads=1, batch_invariant=True) as context:
+        yield context
+        audit(context)
+
+
+@pytest.fixture
+def other_ctx(target: lb.Model) -> Iterator[lb.Context]:
+    """Another one, to replay things in."""
+    with lb.Context(target, n_ctx=1024, n_seq_max=8, n_threads=1, batch_invariant=True) as context:
+        yield context
+        audit(context)
+
+
+@pytest.fixture
+def draft_ctx(draft: lb.Model) -> Iterator[lb.Context]:
+    """A fresh context of the bundled draft."""
+    with lb.Context(draft, n_ctx=1024, n_seq_max=8, n_threads=1) as context:
+        yield context
+        audit(context)
+
+
+def audit(context: lb.Context) -> None:
+    """Compare the accounting with llama.cpp's, unless the test closed the context."""
+    if not context.closed:
+        gc.collect()  # what the test forgot comes back first
+        context.audit()

@@ -1,0 +1,31 @@
+"""Run the cases of a group in this process: ``python cases.py GROUP [FIRST]``.
+
+One line says which case starts, one how it ended; a case without the second line ended the process.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import crash_branches
+import crash_files
+import crash_memory
+import crash_sampling
+import crash_speculative
+from crash_harness import GROUPS, run
+
+__all__ = ["GROUPS"]
+
+MODULES = (
+    crash_memory,
+    crash_files,
+    crash_sampling,
+    crash_branches,
+    crash_speculative,
+)
+
+if __name__ == "__main__":
+    run(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)

@@ -1,0 +1,175 @@
+"""Misuse of speculative decoding, and what happens to one side when the other ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import toys
+from crash_harness import World, case, must_raise, refuses
+
+from llamabranch import Branch, Context, Model, SamplingParams
+from llamabranch.errors import (
+    CacheFullError,
+    ClosedError,
+    ConfigError,
+    GrammarError,
+    LlamaBranchError,
+    SequencesExhaustedError,
+    TokenizeError,
+    VocabularyMismatchError,
+)
+from llamabranch.speculative import ModelDrafter, SpeculativeConfig, Speculator
+
+# -- speculative decoding --------------------------------------------------------------------------
+
+CONFIGS: dict[str, dict[str, object]] = {
+    "draft_k_negative": {"draft_k": -1},
+    "draft_k_huge": {"draft_k": 1 << 40},
+    "draft_k_fraction": {"draft_k": 2.5},
+    "draft_k_text": {"draft_k": "many"},
+    "max_draft_zero": {"max_draft_tokens": 0},
+    "max_draft_huge": {"max_draft_tokens": 1 << 40},
+    "entropy_stop_nan": {"entropy_stop": math.nan},
+    "entropy_stop_negative": {"entropy_stop": -1.0},
+}
+
+
+@contextmanager
+def _drafter(w: World, vocab: str = "bytes", **options: object) -> Iterator[ModelDrafter]:
+    path = toys.write_llama(w.folder / "draft.gguf", vocab=vocab, n_layer=1)
+    small = {"n_ctx": 256, "n_seq_max": 2, "n_batch": 16, "n_threads": 1}
+    with (
+        Model(path) as model,
+        Context(model, **{**small, **options}) as ctx,  # type: ignore[arg-type]
+    ):
+        yield ModelDrafter(ctx)
+
+
+SPOKEN = SamplingParams(temperature=1.0, seed=3)
+
+
+def _plain(w: World, n: int) -> list[int]:
+    with w.branch("ab", sampling=SPOKEN, seed=SPOKEN.seed) as branch:
+        return [produced.token for produced in branch.generate(max_tokens=n)]
+
+
+refuses(
+    "speculative",
+    ConfigError,
+    **{name: lambda w, c=config: SpeculativeConfig(**c) for name, config in CONFIGS.items()},
+    max_tokens_negative=lambda w: Speculator(w.ctx).generate("ab", max_tokens=-1),
+    stop_not_text=lambda w: Speculator(w.ctx).generate("ab", stop=(5,)),  # type: ignore[arg-type]
+)
+refuses(
+    "speculative",
+    TokenizeError,
+    prompt_token=lambda w: Speculator(w.ctx).generate([258]).finish(),
+    prompt_surrogate=lambda w: Speculator(w.ctx).generate("\udc80").finish(),
+)
+refuses(
+    "speculative",
+    CacheFullError,
+    prompt_beyond_the_cache=lambda w: Speculator(w.ctx).generate([60] * 300).finish(),
+)
+refuses(
+    "speculative",
+    GrammarError,
+    grammar_that_does_not_parse=lambda w: Speculator(w.ctx).generate("a", grammar="root ::= x"),
+)
+
+
+@case("speculative")
+def drafter_of_another_vocabulary(w: World) -> None:
+    with _drafter(w, vocab="small") as drafter:
+        must_raise(VocabularyMismatchError, lambda: Speculator(w.ctx, drafter))
+
+
+@case("speculative")
+def drafts_longer_than_a_batch(w: World) -> None:
+    expected = _plain(w, 60)
+    for k in (0, 1, 31, 32, 33, 256):
+        config = SpeculativeConfig(draft_k=k, max_draft_tokens=256)
+        with _drafter(w) as drafter:
+            generation = Speculator(w.ctx, drafter, config).generate(
+                "ab", max_tokens=60, sampling=SPOKEN
+            )
+            assert generation.finish().tokens == expected
+            generation.close()
+
+
+@case("speculative")
+def draft_memory_smaller_than_the_text(w: World) -> None:
+    with w.context(n_ctx=1024) as ctx, _drafter(w) as drafter:
+        generation = Speculator(ctx, drafter).generate("ab", max_tokens=600)
+        assert len(generation.finish().tokens) > 0
+        ctx.audit()
+
+
+@case("speculative")
+def target_memory_full(w: World) -> None:
+    with _drafter(w, n_ctx=1024) as drafter, suppress(CacheFullError):
+        Speculator(w.ctx, drafter).generate("ab", max_tokens=None).finish()
+
+
+@case("speculative")
+def no_sequence_left(w: World) -> None:
+    held = w.root.fork_many(3)
+    with _drafter(w) as drafter:
+        must_raise(SequencesExhaustedError, lambda: Speculator(w.ctx, drafter).generate("ab"))
+        for branch in held:
+            branch.prune()
+        taken = [Branch.start(drafter.ctx, "ab") for _ in range(2)]
+        must_raise(
+            SequencesExhaustedError, lambda: Speculator(w.ctx, drafter).generate("ab").finish()
+        )
+        del taken
+
+
+@case("speculative")
+def drafter_closed_while_it_drafts(w: World) -> None:
+    with _drafter(w) as drafter:
+        generation = Speculator(w.ctx, drafter).generate("ab", max_tokens=50)
+        next(generation)
+        drafter.ctx.close()
+        with suppress(ClosedError):
+            generation.finish()
+        generation.close()
+
+
+@case("speculative")
+def target_closed_while_it_speaks(w: World) -> None:
+    with w.context() as ctx, _drafter(w) as drafter:
+        generation = Speculator(ctx, drafter).generate("ab", max_tokens=200)
+        next(generation)
+        ctx.close()
+        must_raise(ClosedError, generation.finish)
+        generation.close()
+
+
+@case("speculative")
+def target_drafts_for_itself(w: World) -> None:
+    with suppress(LlamaBranchError):
+        generation = Speculator(w.ctx, ModelDrafter(w.ctx)).generate("ab", max_tokens=20)
+        generation.finish().close()
+
+
+@case("speculative")
+def abandoned_generations(w: World) -> None:
+    with _drafter(w) as drafter:
+        for _ in range(20):
+            generation = Speculator(w.ctx, drafter).generate("ab", max_tokens=50)
+            next(generation)
+            del generation
+
+
+@case("speculative")
+def grammar_that_ends_inside_a_draft(w: World) -> None:
+    with _drafter(w) as drafter:
+        for text in ("abc", "a", "\U0001f642" * 3):
+            generation = Speculator(w.ctx, drafter).generate(
+                "ab", max_tokens=50, grammar=f'root ::= "{text}"'
+            )
+            assert generation.finish().text == text
+            generation.close()

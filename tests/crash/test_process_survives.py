@@ -1,0 +1,52 @@
+"""Whatever is done to the public API, the process lives, and the context goes on as before."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import cases
+import pytest
+
+TIMEOUT_S = 300
+
+
+@cache
+def outcomes(group: str) -> dict[str, str]:
+    """Run a group in processes of its own; return each case's line, or how it ended the process."""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "GGML_NO_BACKTRACE": "1", "PYTHONPATH": str(root)}
+    names = list(cases.GROUPS[group])
+    found: dict[str, str] = {}
+    while len(found) < len(names):
+        first = names[len(found)]
+        done = subprocess.run(
+            [sys.executable, cases.__file__, group, first],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=environment,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        lines = [line for line in done.stdout.splitlines() if line]
+        started = [line.removeprefix("start ") for line in lines if line.startswith("start ")]
+        answers = [line for line in lines if line != "end" and not line.startswith("start ")]
+        found.update(zip(started, answers, strict=False))
+        if len(answers) < len(started) or not started:
+            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1][-300:]
+            victim = started[-1] if started else first
+            found[victim] = f"the process ended with {done.returncode}: {last}"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("group", "name"), [(group, name) for group in cases.GROUPS for name in cases.GROUPS[group]]
+)
+def test_misuse_is_refused_and_the_context_lives_on(group: str, name: str) -> None:
+    outcome = outcomes(group)[name]
+    if outcome != "ok":
+        pytest.fail(outcome, pytrace=False)

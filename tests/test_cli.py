@@ -1,0 +1,462 @@
+"""The command line on the bundled pair: output, JSON, colours, errors, pipes, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from toys import CHAT_TEMPLATE, write_toy
+from typer.testing import CliRunner, Result
+
+import llamabranch as lb
+from llamabranch import hub
+from llamabranch.cli import app
+from llamabranch.cli.compare import RoundCost
+
+COMMAND = [sys.executable, "-m", "llamabranch.cli"]
+ESCAPE = "\x1b["
+STATISTICS = (
+    "iterations",
+    "drafted",
+    "accepted",
+    "accept rate",
+    "tokens a round",
+    "tokens a second",
+)
+
+
+def run(*arguments: str, stdin: str | None = None, **environment: str) -> Result:
+    if arguments[:1] == ("speculate",):
+        arguments = (*arguments, "--threads", "1")  # fastest for models this small
+    return CliRunner().invoke(app, list(arguments), input=stdin, env=environment)
+
+
+def run_json(*arguments: str) -> dict[str, object]:
+    result = run("speculate", "--json", *arguments)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    assert result.stdout.endswith("}\n")
+    answer = json.loads(result.stdout)
+    assert isinstance(answer, dict)
+    return answer
+
+
+# -- speculate -------------------------------------------------------------------------------------
+
+
+def test_speculate_tells_a_tale_with_no_options() -> None:
+    result = run("speculate", "--max-tokens", "24")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("Once upon a time")
+    for label in STATISTICS:
+        assert label in result.stdout
+    assert result.stderr == ""
+
+
+def test_speculate_writes_no_colour_codes_to_a_pipe() -> None:
+    assert ESCAPE not in run("speculate", "--max-tokens", "8").output
+
+
+def test_speculate_colours_tokens_by_source_on_a_terminal() -> None:
+    arguments = ("speculate", "--max-tokens", "48", "--seed", "1")
+    colored = run(*arguments, FORCE_COLOR="1", TERM="xterm-256color").stdout
+    assert "drafted and accepted" in colored
+    assert "\x1b[32m" in colored  # drafted: green
+    assert "\x1b[33m" in colored  # corrected: yellow
+    for plain in (
+        run(*arguments, "--no-color", FORCE_COLOR="1").stdout,
+        run(*arguments, FORCE_COLOR="1", NO_COLOR="1").stdout,
+    ):
+        assert ESCAPE not in plain
+        assert "drafted and accepted" not in plain
+
+
+def test_speculate_streams_the_text_that_json_gives() -> None:
+    arguments = ("A prince", "--max-tokens", "32", "--seed", "3")
+    shown = run("speculate", *arguments).stdout
+    assert shown.startswith("A prince" + str(run_json(*arguments)["text"]))
+
+
+def test_json_has_the_names_of_the_field() -> None:
+    answer = run_json("--max-tokens", "20", "--seed", "5")
+    assert set(answer) == {"text", "tokens", "finish_reason", "tokens_per_s", "seed", "stats"}
+    assert answer["seed"] == 5
+    assert answer["finish_reason"] in ("length", "stop")
+    tokens, stats = answer["tokens"], answer["stats"]
+    assert isinstance(tokens, list)
+    assert isinstance(stats, dict)
+    assert len(tokens) <= 20
+    for name in (
+        "num_drafts",
+        "num_draft_tokens",
+        "num_accepted_tokens",
+        "num_accepted_tokens_per_pos",
+        "draft_acceptance_rate",
+        "mean_acceptance_length",
+    ):
+        assert name in stats
+    assert 0 < stats["num_accepted_tokens"] <= stats["num_draft_tokens"]
+
+
+def test_same_seed_gives_the_same_text_and_another_seed_another() -> None:
+    one, again, other = (run_json("--max-tokens", "32", "--seed", seed) for seed in "112")
+    assert one["tokens"] == again["tokens"]
+    assert one["tokens"] != other["tokens"]
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_compare_gives_the_text_of_plain_decoding(temperature: str) -> None:
+    answer = run_json(
+        "--compare", "--temperature", temperature, "--max-tokens", "40", "--seed", "7"
+    )
+    plain, speed = answer["plain"], answer["tokens_per_s"]
+    assert isinstance(plain, dict)
+    assert isinstance(speed, float)
+    assert set(plain) == {"text", "tokens", "tokens_per_s"}
+    assert answer["same_text"] is True
+    assert plain["text"] == answer["text"]
+    assert plain["tokens"] == answer["tokens"]
+    assert answer["speedup"] == pytest.approx(speed / plain["tokens_per_s"])
+
+
+def test_compare_without_a_seed_picks_one_and_prints_it() -> None:
+    first = run_json("--compare", "--max-tokens", "24")
+    assert first["same_text"] is True
+    assert isinstance(first["seed"], int)
+    again = run_json("--seed", str(first["seed"]), "--max-tokens", "24")
+    assert again["tokens"] == first["tokens"]
+
+
+def test_compare_prints_speedup_and_says_why_when_it_is_below_one() -> None:
+    result = run("speculate", "--compare", "--max-tokens", "40", "--seed", "7")
+    assert result.exit_code == 0, result.stderr
+    lines = {line[:15].strip(): line.split()[-2:] for line in result.stdout.splitlines()}
+    assert lines["same text"][-1] == "yes"
+    speedup = float(lines["speedup"][0])
+    # 1.00 may be a rounded 0.998.
+    if speedup != 1:
+        assert ("c = " in result.stdout and "v(" in result.stdout) == (speedup < 1)
+
+
+def test_round_cost_explains_a_loss_in_numbers() -> None:
+    cost = RoundCost(
+        draft_step_s=0.1e-3,
+        target_step_s=0.4e-3,
+        verify_s=0.8e-3,
+        draft_length=4.0,
+        tokens_a_round=2.4,
+    )
+    assert cost.c == pytest.approx(0.25)
+    assert cost.v == pytest.approx(2.0)
+    assert cost.round_cost == pytest.approx(3.0)
+    text = cost.explain()
+    for number in ("c = 0.25", "v(5) = 2.00", "= 3.00 target steps", "2.40 tokens", "0.80 times"):
+        assert number in text
+
+
+def test_draft_none_decodes_plainly() -> None:
+    arguments = ("--max-tokens", "24", "--seed", "7")
+    plain = run_json("--draft", "none", *arguments)
+    assert plain["tokens"] == run_json(*arguments)["tokens"]
+    assert plain["stats"]["num_draft_tokens"] == 0  # type: ignore[index]
+    assert "iterations" not in run("speculate", "--draft", "none", *arguments).stdout
+
+
+def test_draft_length_bounds_what_a_round_drafts() -> None:
+    stats = run_json("--draft-length", "2", "--max-tokens", "24", "--seed", "7")["stats"]
+    assert isinstance(stats, dict)
+    assert stats["num_draft_tokens"] <= 2 * stats["num_drafts"]
+    assert len(stats["num_accepted_tokens_per_pos"]) <= 2
+
+
+def test_draft_length_auto_gives_the_same_text() -> None:
+    arguments = ("--max-tokens", "24", "--seed", "7")
+    assert (
+        run_json("--draft-length", "auto", *arguments)["tokens"] == run_json(*arguments)["tokens"]
+    )
+
+
+def test_entropy_stop_ends_drafts_early() -> None:
+    arguments = ("--entropy-stop", "0", "--max-tokens", "16", "--seed", "7")
+    stats = run_json(*arguments)["stats"]
+    assert isinstance(stats, dict)
+    assert stats["num_draft_tokens"] == 0
+    assert stats["draft_acceptance_rate"] is None
+    shown = run("speculate", *arguments).stdout
+    assert [line.split()[-1] for line in shown.splitlines() if "accept rate" in line] == ["-"]
+
+
+def test_full_context_ends_the_text_and_says_what_to_raise() -> None:
+    arguments = ("--n-ctx", "256", "--max-tokens", "400", "--ignore-end", "--seed", "1")
+    answer = run_json(*arguments)
+    assert answer["finish_reason"] == "capacity"
+    assert len(answer["tokens"]) > 200  # type: ignore[arg-type]
+    assert "--n-ctx" in run("speculate", *arguments).stderr
+
+
+def test_prompt_that_does_not_fit_fails_before_anything_is_printed() -> None:
+    result = run("speculate", "word " * 400, "--n-ctx", "256")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+
+
+def test_chat_wraps_the_prompt_in_the_template(tmp_path: Path) -> None:
+    template = {"tokenizer.chat_template": CHAT_TEMPLATE}
+    model = write_toy(tmp_path / "chat.gguf", vocab="bytes", metadata=template)
+    arguments = ("Hi", "--target", str(model), "--draft", "none", "--seed", "1")
+    with_template = run_json(*arguments, "--chat", "--max-tokens", "8")
+    with lb.load(model, n_ctx=256) as context:
+        text = context.model.apply_chat_template([("user", "Hi")])
+        tokens = context.model.tokenize(text, add_special=False, parse_special=True)
+        sampling = lb.SamplingParams(seed=1)
+        plain = lb.Speculator(context).generate(tokens, max_tokens=8, sampling=sampling).finish()
+    assert with_template["tokens"] == plain.tokens
+
+
+def test_chat_without_a_template_fails() -> None:
+    result = run("speculate", "Hi", "--chat")
+    assert result.exit_code == 1
+    assert "no chat template" in result.stderr
+
+
+def test_prompt_comes_from_standard_input() -> None:
+    result = run("speculate", "-", "--max-tokens", "4", stdin="The old king")
+    assert result.stdout.startswith("The old king")
+
+
+def test_grammar_file_limits_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "answer.gbnf"
+    path.write_text('root ::= " yes" | " no"')
+    assert run_json("--grammar", str(path))["text"] in (" yes", " no")
+
+
+def test_json_schema_is_taken_inline_or_from_a_file(tmp_path: Path) -> None:
+    schema = '{"enum": ["king", "queen"]}'
+    path = tmp_path / "schema.json"
+    path.write_text(schema)
+    for given in (schema, str(path)):
+        text = run_json("--json-schema", given, "--seed", "1")["text"]
+        assert json.loads(str(text)) in ("king", "queen")
+
+
+def test_stop_text_ends_the_generation() -> None:
+    answer = run_json("--stop", " ", "--seed", "1", "--max-tokens", "64")
+    assert answer["finish_reason"] == "stop"
+    assert " " not in str(answer["text"])
+
+
+def test_models_are_taken_by_name_and_by_path() -> None:
+    arguments = ("--max-tokens", "8", "--seed", "1")
+    by_path = run_json(
+        "--target",
+        str(hub.resolve(hub.BUNDLED_TARGET)),
+        "--draft",
+        str(hub.resolve(hub.BUNDLED_DRAFT)),
+        *arguments,
+    )
+    by_name = run_json("--target", "tale-target", "--draft", "tale-draft", *arguments)
+    assert by_path["tokens"] == by_name["tokens"]
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("speculate", "--draft-length", "four"), "neither a number nor auto"),
+        (("speculate", "--draft-length", "-1"), "draft"),
+        (("speculate", "--temperature", "-1"), "temperature"),
+        (("speculate", "--max-tokens", "0"), "max-tokens"),
+        (("speculate", "--target", "tale-targte"), "did you mean tale-target?"),
+        (("speculate", "--target", "absent.gguf", "--draft", "none"), "no file absent.gguf"),
+        (("speculate", "--grammar", "absent.gbnf"), "cannot read absent.gbnf"),
+        (("speculate", "--grammar", "a", "--json-schema", "{}"), "exclude each other"),
+        (("speculate", "--kv-type", "f7"), "f7"),
+        (("speculate", "--no-such-option"), "--no-such-option"),
+        (("inspect", "tale-dratf"), "did you mean tale-draft?"),
+        (("no-such-command",), "no-such-command"),
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments: tuple[str, ...], complaint: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert complaint in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+def test_target_without_a_known_draft_asks_for_one(tmp_path: Path) -> None:
+    path = tmp_path / "other.gguf"
+    path.touch()
+    result = run("speculate", "--target", str(path))
+    assert result.exit_code == 2
+    assert "--draft none" in result.stderr
+
+
+def test_failure_exits_with_1_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "garbage.gguf"
+    path.write_bytes(b"GGUF" + bytes(64))
+    result = run("speculate", "--target", str(path), "--draft", "none")
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
+    assert sum(not line.startswith("hint: ") for line in result.stderr.splitlines()) == 1
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "garbage.gguf"
+    path.write_bytes(b"GGUF" + bytes(64))
+    result = run("speculate", "--target", str(path), "--draft", "none", "--debug")
+    assert result.exit_code == 1
+    assert "Traceback" in result.stderr
+    assert "ModelLoadError" in result.stderr
+
+
+def test_bug_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> list[hub.CatalogueEntry]:
+        raise ZeroDivisionError("by accident")
+
+    monkeypatch.setattr(hub, "catalogue", fail)
+    result = run("models")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: unexpected ZeroDivisionError: by accident\n")
+    assert "Traceback" not in result.stderr
+
+
+def test_mismatched_vocabularies_fail_with_a_reason(tmp_path: Path) -> None:
+    other = write_toy(tmp_path / "other.gguf")
+    result = run("speculate", "--draft", str(other), "--max-tokens", "4")
+    assert result.exit_code == 1, result.output
+    assert result.stderr.startswith("error: ")
+    assert result.stdout == ""
+
+
+# -- inspect ---------------------------------------------------------------------------------------
+
+
+def test_inspect_describes_a_model() -> None:
+    result = run("inspect", "tale-target")
+    assert result.exit_code == 0, result.stderr
+    for label in ("architecture", "parameters", "size", "vocabulary", "memory", "can truncate"):
+        assert label in result.stdout
+    assert "llama" in result.stdout
+    assert "Q8_0" in result.stdout
+
+
+def test_inspect_json_holds_the_facts() -> None:
+    result = run("inspect", "tale-target", "--json")
+    (facts,) = json.loads(result.stdout)["models"]
+    assert facts["architecture"] == "llama"
+    assert facts["memory_type"] == "attention"
+    assert facts["capabilities"]["can_truncate"] is True
+    assert facts["capabilities"]["can_share"] is True
+    with lb.Model(hub.resolve("tale-target")) as model:
+        assert facts["n_params"] == model.n_params
+        assert facts["n_vocab"] == model.n_vocab
+
+
+def test_inspect_says_that_the_bundled_pair_can_speculate() -> None:
+    result = run("inspect", "tale-target", "tale-draft")
+    assert result.exit_code == 0, result.stderr
+    assert "can speculate together" in result.stdout
+    answer = json.loads(run("inspect", "tale-target", "tale-draft", "--json").stdout)
+    assert answer["compatible"] is True
+    assert len(answer["models"]) == 2
+
+
+def test_inspect_says_why_two_models_cannot_speculate(tmp_path: Path) -> None:
+    other = write_toy(tmp_path / "other.gguf")
+    result = run("inspect", "tale-target", str(other))
+    assert result.exit_code == 0, result.stderr
+    assert "cannot speculate together: " in result.stdout
+    answer = json.loads(run("inspect", "tale-target", str(other), "--json").stdout)
+    assert answer["compatible"] is False
+    assert answer["reason"] in result.stdout.replace("\n", " ")
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def test_models_lists_every_entry_in_order_and_whole() -> None:
+    result = run("models")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == ["name", "role", "repository", "file", "licence", "size", "here"]
+    for line, entry in zip(lines[1:], hub.catalogue(), strict=False):
+        assert line.startswith(entry.name)
+        for field in (entry.role, entry.repository, entry.file, entry.licence, entry.size):
+            assert field in line
+    assert lines[1].rstrip().endswith("yes")
+
+
+def test_models_marks_what_is_present(tmp_path: Path) -> None:
+    (tmp_path / "Qwen3-0.6B-Q8_0.gguf").touch()
+    caches = {"LLAMABRANCH_CACHE": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "none")}
+    listed = json.loads(run("models", "--json", **caches).stdout)["models"]
+    present = {entry["name"] for entry in listed if entry["present"]}
+    assert present == {"tale-target", "tale-draft", "qwen3-0.6b"}
+    assert "hf download" in run("models", **caches).stdout
+
+
+# -- the process -----------------------------------------------------------------------------------
+
+
+def test_version_and_help() -> None:
+    assert run("--version").stdout.startswith("llamabranch 0.")
+    for command in ("speculate", "inspect", "models"):
+        assert command in run("--help").stdout
+        assert run(command, "--help").exit_code == 0
+
+
+def test_pipe_that_closes_early_ends_the_command_quietly() -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "speculate", "--max-tokens", "900", "--ignore-end", "--threads", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.read(20).startswith(b"Once upon a time")
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(timeout=60) != 0
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_interrupt_prints_what_there_is_and_exits_with_130(as_json: bool) -> None:
+    arguments = ["--max-tokens", "100000", "--ignore-end", "--n-ctx", "16384", "--threads", "1"]
+    process = subprocess.Popen(
+        [*COMMAND, "speculate", *arguments, *(["--json"] if as_json else [])],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    seen = ""
+    if as_json:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=4)  # loading is over by then, and nothing is printed
+    else:
+        seen = process.stdout.read(60)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    if as_json:
+        answer = json.loads(out)
+        assert answer["finish_reason"] is None
+        assert answer["tokens"]
+    else:
+        assert (seen + out).startswith("Once upon a time")
+        for label in STATISTICS:
+            assert label in out

@@ -1,0 +1,81 @@
+"""Stop strings are found in any stream, however it is cut."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamabranch.errors import ConfigError
+from llamabranch.stopping import StopStrings
+
+
+def _run(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:
+    watch = StopStrings(stops)
+    shown = ""
+    for piece in pieces:
+        shown += watch.feed(piece)
+        if watch.found is not None:
+            return shown, watch.found
+    return shown + watch.flush(), None
+
+
+def test_text_before_the_stop_string_is_shown() -> None:
+    assert _run(["STOP"], ["one ST", "OP two"]) == ("one ", "STOP")
+
+
+def test_text_without_a_stop_string_is_shown_whole() -> None:
+    assert _run(["STOP"], ["one S", "T", "O two ST"]) == ("one STO two ST", None)
+
+
+def test_nothing_is_held_back_without_stop_strings() -> None:
+    watch = StopStrings([])
+    assert watch.feed("abc") == "abc"
+    assert watch.flush() == ""
+
+
+def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+    watch = StopStrings(["\n\n", "END"])
+    assert watch.feed("a\n") == "a"
+    assert watch.feed("bE") == "\nb"
+    assert watch.feed("N") == ""
+    assert watch.feed("E") == "EN"
+    assert watch.flush() == "E"
+
+
+def test_stop_string_that_repeats_its_own_start_is_found() -> None:
+    assert _run(["aab"], ["a", "a", "a", "b"]) == ("a", "aab")
+
+
+def test_nothing_follows_a_stop_string() -> None:
+    watch = StopStrings(["x"])
+    assert watch.feed("axb") == "a"
+    assert watch.feed("more") == ""
+    assert watch.flush() == ""
+
+
+@settings(derandomize=True, max_examples=300, deadline=None)
+@given(
+    text=st.text("abc", max_size=12),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    cuts=st.lists(st.integers(0, 12), max_size=6),
+)
+def test_what_is_shown_does_not_depend_on_the_cuts(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
+    ends = [*sorted(min(c, len(text)) for c in cuts), len(text)]
+    pieces = [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+    # The first string to be complete ends the text; of two that end together, the longer one.
+    ended = [(end, -len(s), s) for s in stops for end in range(len(text) + 1)
+             if text[:end].endswith(s)]  # fmt: skip
+    expected: tuple[str, str | None] = (text, None)
+    if ended:
+        end, minus_length, stop = min(ended)
+        expected = (text[: end + minus_length], stop)
+    assert _run(stops, pieces) == expected
+
+
+@pytest.mark.parametrize("bad", ["STOP", [""], ["a", ""], [b"a"], [1]])
+def test_bad_stop_strings_are_refused(bad: object) -> None:
+    with pytest.raises(ConfigError):
+        StopStrings(bad)  # type: ignore[arg-type]

@@ -1,0 +1,407 @@
+"""Write small random-weight GGUF files, one function per architecture.
+
+The same arguments give the same file, byte for byte. Weights are scaled so that the next-token
+distributions are neither flat nor one-hot: a test that compares distributions has something to
+compare. The files need no tokenizer library: a vocabulary is 14 letters and two control tokens
+(`"small"`, every distribution can be enumerated) or all 256 bytes and the same two control tokens
+(`"bytes"`, any text can be tokenized).
+
+`BROKEN` names files that llama.cpp refuses, or that would end the process; `write_broken` writes
+them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+Value = bool | int | float | str | Sequence[int] | Sequence[float] | Sequence[str]
+Shape = tuple[int, ...]
+Array = npt.NDArray[np.float32]
+BOS = "<|bos|>"
+EOS = "<|endoftext|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'"
+    " + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+# Weights that llama.cpp multiplies as matrices: the only ones that may be quantized.
+_MATRICES = {
+    "token_embd", "output", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up",
+    "ffn_down", "ssm_in", "ssm_out", "shortconv.in_proj", "shortconv.out_proj",
+}  # fmt: skip
+_FILE_TYPES = {
+    "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+    "f16": gguf.LlamaFileType.MOSTLY_F16,
+    "f32": gguf.LlamaFileType.ALL_F32,
+}
+_NO_VOCABULARY: dict[str, Value] = {"tokenizer.ggml.model": "none", "vocab_size": 16}
+_LOGIT_SPREAD = 1.8  # standard deviation of the logits over the vocabulary
+
+
+def _byte_alphabet() -> list[str]:
+    """Return GPT-2's printable character for each of the 256 byte values."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    spare = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Token strings of a byte-level BPE tokenizer; the first two are its control tokens."""
+
+    tokens: tuple[str, ...]
+
+    @classmethod
+    def named(cls, name: str | int | Vocabulary) -> Vocabulary:
+        """Return `"small"` (16 tokens), `"bytes"` (258), or one of `name` tokens (an int)."""
+        if isinstance(name, Vocabulary):
+            return name
+        alphabet = _byte_alphabet()
+        if name == "small":
+            return cls((BOS, EOS, *"abcdefghijklmn"))
+        if name == "bytes":
+            return cls((BOS, EOS, *alphabet))
+        if not isinstance(name, int):
+            raise ValueError(f"unknown vocabulary {name!r}")
+        pairs = (left + right for left in alphabet for right in alphabet)
+        return cls((BOS, EOS, *alphabet, *pairs)[:name])
+
+    def metadata(self) -> dict[str, Value]:
+        control, normal = int(gguf.TokenType.CONTROL), int(gguf.TokenType.NORMAL)
+        return {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "gpt-2",
+            "tokenizer.ggml.tokens": list(self.tokens),
+            "tokenizer.ggml.token_type": [control] * 2 + [normal] * (len(self.tokens) - 2),
+            # llama.cpp insists on a merge; this one can never apply, so a byte stays a token.
+            "tokenizer.ggml.merges": ["zz zz"],
+            "tokenizer.ggml.bos_token_id": 0,
+            "tokenizer.ggml.eos_token_id": 1,
+            "tokenizer.ggml.add_bos_token": True,
+        }
+
+
+def _add_value(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, list(value))
+
+
+def _add_tensor(
+    writer: gguf.GGUFWriter, name: str, values: Array, weights: str, half: Sequence[str]
+) -> None:
+    is_matrix = _role(name) in _MATRICES
+    if name in half or (is_matrix and weights == "f16"):
+        writer.add_tensor(name, values.astype(np.float16))
+    elif is_matrix and weights == "q8_0":
+        q8_0 = gguf.GGMLQuantizationType.Q8_0
+        writer.add_tensor(name, gguf.quants.quantize(values, q8_0), raw_dtype=q8_0)
+    else:
+        writer.add_tensor(name, values)
+
+
+def _role(name: str) -> str:
+    """Return the tensor's name without block number and `.weight`."""
+    bare = name.split(".", 2)[2] if name.startswith("blk.") else name
+    return bare.removesuffix(".weight")
+
+
+def _scaled(noise: Array, name: str, architecture: str) -> Array:
+    """Return a tensor made of unit `noise`, at the scale that keeps activations near one."""
+    role, shape = _role(name), noise.shape
+    if role == "ssm_a":
+        return -np.exp(noise)
+    if role.endswith("norm") or "norm_" in role or role in ("time_mix_ln", "ssm_d"):
+        return 1 + 0.1 * noise
+    if role.endswith(".bias") or len(shape) == 1:
+        return 0.1 * noise
+    if role == "token_embd":  # Gemma multiplies embeddings by sqrt(n_embd)
+        return noise / math.sqrt(shape[-1]) if architecture.startswith("gemma") else noise
+    spread = _LOGIT_SPREAD if role == "output" else 1.0
+    return noise * np.float32(spread / math.sqrt(shape[-1]))
+
+
+def _in_blocks(blocks: Sequence[Mapping[str, Shape]]) -> dict[str, Shape]:
+    """Name each block's tensors; `.weight` is added to names without a dotted suffix of theirs."""
+    bare = (".weight", ".bias")
+    exact = ("ssm_a", "ssm_d")
+    return {
+        f"blk.{i}.{name}" + ("" if name.endswith(bare) or name in exact else ".weight"): shape
+        for i, block in enumerate(blocks)
+        for name, shape in block.items()
+    }
+
+
+def _with_bias(name: str, size: int) -> dict[str, Shape]:
+    return {f"{name}.weight": (size,), f"{name}.bias": (size,)}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes shared by the architectures; each uses what it has."""
+
+    n_layer: int = 2
+    n_embd: int = 64
+    n_head: int = 2
+    n_head_kv: int = 1
+    n_ff: int = 128
+    n_ctx_train: int = 2048
+    window: int = 32  # gemma3, sliding layers
+    n_state: int = 8  # mamba
+    n_lora: int = 8  # rwkv7
+
+    @property
+    def d_head(self) -> int:
+        return self.n_embd // self.n_head
+
+    def metadata(self) -> dict[str, Value]:
+        return {
+            "context_length": self.n_ctx_train,
+            "embedding_length": self.n_embd,
+            "block_count": self.n_layer,
+        }
+
+    def attention_metadata(self) -> dict[str, Value]:
+        return self.metadata() | {
+            "feed_forward_length": self.n_ff,
+            "attention.head_count": self.n_head,
+            "attention.head_count_kv": self.n_head_kv,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+        }
+
+    def feed_forward(self) -> dict[str, Shape]:
+        d, ff = self.n_embd, self.n_ff
+        return {"ffn_norm": (d,), "ffn_gate": (ff, d), "ffn_up": (ff, d), "ffn_down": (d, ff)}
+
+    def attention(self) -> dict[str, Shape]:
+        d, kv = self.n_embd, self.d_head * self.n_head_kv
+        return {"attn_q": (d, d), "attn_k": (kv, d), "attn_v": (kv, d), "attn_output": (d, d)}
+
+    def attention_block(self) -> dict[str, Shape]:
+        return {"attn_norm": (self.n_embd,), **self.attention(), **self.feed_forward()}
+
+
+def _llama(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+    return s.attention_metadata(), _in_blocks([s.attention_block()] * s.n_layer)
+
+
+def _gemma3(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+    d, head = (s.n_embd,), (s.d_head,)
+    extra = {"post_attention_norm": d, "post_ffw_norm": d, "attn_q_norm": head, "attn_k_norm": head}
+    window = {"attention.sliding_window": s.window, "attention.sliding_window_pattern": 2}
+    blocks = [s.attention_block() | extra] * s.n_layer
+    return s.attention_metadata() | window, _in_blocks(blocks)
+
+
+def _mamba(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+    d, inner, state, rank, kernel = s.n_embd, 2 * s.n_embd, s.n_state, 4, 4
+    block: dict[str, Shape] = {
+        "attn_norm": (d,),
+        "ssm_in": (2 * inner, d),
+        "ssm_conv1d.weight": (inner, kernel),
+        "ssm_conv1d.bias": (inner,),
+        "ssm_x": (rank + 2 * state, inner),
+        "ssm_dt.weight": (inner, rank),
+        "ssm_dt.bias": (inner,),
+        "ssm_a": (inner, state),
+        "ssm_d": (inner,),
+        "ssm_out": (d, inner),
+    }
+    metadata: dict[str, Value] = s.metadata() | {
+        "ssm.conv_kernel": kernel,
+        "ssm.inner_size": inner,
+        "ssm.state_size": state,
+        "ssm.time_step_rank": rank,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    }
+    return metadata, _in_blocks([block] * s.n_layer)
+
+
+def _lfm2(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+    d, head = s.n_embd, (s.d_head,)
+    attention = s.attention_block() | {"attn_q_norm": head, "attn_k_norm": head}
+    convolution = {"attn_norm": (d,), **s.feed_forward()} | {
+        "shortconv.conv": (d, 3),
+        "shortconv.in_proj": (3 * d, d),
+        "shortconv.out_proj": (d, d),
+    }
+    is_attention = [i % 2 == 1 for i in range(s.n_layer)]
+    metadata = s.attention_metadata() | {
+        "attention.head_count_kv": [s.n_head_kv if yes else 0 for yes in is_attention],
+        "shortconv.l_cache": 3,
+    }
+    return metadata, _in_blocks([attention if yes else convolution for yes in is_attention])
+
+
+def _rwkv7(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+    d, ff, lora = s.n_embd, s.n_ff, s.n_lora
+    block: dict[str, Shape] = {}
+    for norm in ("attn_norm", "attn_norm_2", "time_mix_ln"):
+        block |= _with_bias(norm, d)
+    for part in "wav":
+        block |= {f"time_mix_{part}0": (d,), f"time_mix_{part}1": (lora, d)}
+        block |= {f"time_mix_{part}2": (d, lora)}
+    block |= {"time_mix_g1": (lora, d), "time_mix_g2": (d, lora)}
+    block |= {"time_mix_lerp_fused": (6, 1, 1, d), "channel_mix_lerp_k": (1, 1, d)}
+    block |= {f"time_mix_{part}": (d,) for part in ("k_k", "k_a", "r_k")}
+    block |= {f"time_mix_{part}": (d, d) for part in ("key", "value", "receptance", "output")}
+    block |= {"channel_mix_key": (ff, d), "channel_mix_value": (d, ff)}
+    ranks = ("decay", "iclr", "value_residual_mix", "gate")
+    metadata: dict[str, Value] = s.metadata() | {
+        "feed_forward_length": ff,
+        "wkv.head_size": 64,
+        "attention.layer_norm_epsilon": 1e-5,
+        **{f"attention.{rank}_lora_rank": lora for rank in ranks},
+    }
+    return metadata, _in_blocks([block] * s.n_layer)
+
+
+def _bert(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+    d = s.n_embd
+    block: dict[str, Shape] = {f"attn_{part}": (d, d) for part in ("q", "k", "v", "output")}
+    block |= {"ffn_up": (s.n_ff, d), "ffn_down": (d, s.n_ff)}
+    block |= _with_bias("attn_output_norm", d) | _with_bias("layer_output_norm", d)
+    metadata: dict[str, Value] = s.metadata() | {
+        "feed_forward_length": s.n_ff,
+        "attention.head_count": s.n_head,
+        "attention.layer_norm_epsilon": 1e-5,
+        "attention.causal": False,
+        "pooling_type": 1,
+        "tokenizer.ggml.token_type_count": 2,
+    }
+    return metadata, _in_blocks([block] * s.n_layer)
+
+
+_ARCHITECTURES: dict[str, Callable[[Sizes], tuple[dict[str, Value], dict[str, Shape]]]] = {
+    "llama": _llama,
+    "gemma3": _gemma3,
+    "mamba": _mamba,
+    "lfm2": _lfm2,
+    "rwkv7": _rwkv7,
+    "bert": _bert,
+}
+
+
+def _outer_tensors(architecture: str, s: Sizes, n_vocab: int) -> dict[str, Shape]:
+    """Return the tensors outside the blocks; output weights are not tied to the embeddings,
+    or a random model would mostly repeat its last token."""
+    d = s.n_embd
+    embedding: dict[str, Shape] = {"token_embd.weight": (n_vocab, d)}
+    if architecture == "bert":
+        position: dict[str, Shape] = {"position_embd.weight": (s.n_ctx_train, d)}
+        return embedding | position | _with_bias("token_embd_norm", d)
+    output: dict[str, Shape] = {"output.weight": (n_vocab, d)}
+    if architecture == "rwkv7":
+        norms = _with_bias("token_embd_norm", d) | _with_bias("output_norm", d)
+        return embedding | norms | output
+    norm = "token_embd_norm.weight" if architecture == "lfm2" else "output_norm.weight"
+    return embedding | {norm: (d,)} | output
+
+
+def write_toy(
+    path: str | Path,
+    architecture: str = "llama",
+    *,
+    vocab: str | int | Vocabulary = "small",
+    weights: str = "q8_0",
+    seed: int = 0,
+    drift: float = 0.0,
+    metadata: Mapping[str, Value | None] | None = None,
+    drop: Sequence[str] = (),
+    half: Sequence[str] = (),
+    **sizes: int,
+) -> Path:
+    """Write a toy of `architecture` and return its path.
+
+    `vocab` is `"small"`, `"bytes"`, `"none"` (16 rows, no tokenizer), a number of tokens or a
+    `Vocabulary`; `weights` is `"q8_0"`, `"f16"` or `"f32"`; `sizes` are fields of `Sizes`.
+    `drift` in [0, 1] mixes in other noise: a file of the same seed and a small drift predicts
+    much like the original (a draft model). `metadata` overrides keys (the architecture's prefix
+    is added; None removes the key). `drop` names tensors to leave out, `"*"` all of them; `half`
+    names tensors to store as F16.
+    """
+    s = Sizes(**sizes)
+    n_vocab, text = 16, _NO_VOCABULARY
+    if vocab != "none":
+        vocabulary = Vocabulary.named(vocab)
+        n_vocab, text = len(vocabulary.tokens), vocabulary.metadata()
+    own, blocks = _ARCHITECTURES[architecture](s)
+    merged = {**own, **text, **(metadata or {})}
+    kept = {key: value for key, value in merged.items() if value is not None}
+    shapes = _outer_tensors(architecture, s, n_vocab) | blocks
+    shapes = {name: shape for name, shape in shapes.items() if name not in drop}
+    path = Path(path)
+    if weights not in _FILE_TYPES:
+        raise ValueError(f"unknown weights {weights!r}")
+    writer = gguf.GGUFWriter(path, architecture)
+    _add_value(writer, "general.file_type", int(_FILE_TYPES[weights]))
+    for key, value in kept.items():
+        shared = key.startswith(("general.", "tokenizer."))
+        _add_value(writer, key if shared else f"{architecture}.{key}", value)
+    noise, other = np.random.default_rng(seed), np.random.default_rng((seed, 1))
+    for name, shape in ({} if "*" in drop else shapes).items():
+        unit = noise.standard_normal(shape, dtype=np.float32)
+        if drift:
+            unit *= np.float32(math.sqrt(1 - drift * drift))
+            unit += np.float32(drift) * other.standard_normal(shape, dtype=np.float32)
+        _add_tensor(writer, name, _scaled(unit, name, architecture), weights, half)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+write_llama = partial(write_toy, architecture="llama")
+write_gemma3 = partial(write_toy, architecture="gemma3")
+write_mamba = partial(write_toy, architecture="mamba")
+write_lfm2 = partial(write_toy, architecture="lfm2")
+write_rwkv7 = partial(write_toy, architecture="rwkv7")
+write_bert = partial(write_toy, architecture="bert")
+
+# Options of `write_toy` for files that must be refused: they abort the process while loading or
+# at the first decode, or llama.cpp returns NULL for them (truncated, no tensors).
+BROKEN: dict[str, dict[str, Any]] = {
+    "duplicate_tokens": {"vocab": Vocabulary((BOS, EOS, *"abcdefghijkla"))},
+    "zero_blocks": {"metadata": {"block_count": 0}},
+    "too_many_blocks": {"metadata": {"block_count": 100_000}},
+    "rope_scaling": {"metadata": {"rope.scaling.type": "bogus"}},
+    "experts_unused": {"metadata": {"expert_count": 4}},
+    "nan_epsilon": {"metadata": {"attention.layer_norm_rms_epsilon": math.nan}},
+    "gemma3_pattern_1": {
+        "architecture": "gemma3",
+        "metadata": {"attention.sliding_window_pattern": 1},
+    },
+    "rwkv_head_size": {"architecture": "rwkv7", "metadata": {"wkv.head_size": 32}},
+    "lfm2_one_kind_of_layer": {"architecture": "lfm2", "n_layer": 1},
+    "odd_rotation": {"architecture": "gemma3", "metadata": {"rope.dimension_count": 7}},
+    "unequal_heads": {"architecture": "bert", "metadata": {"attention.key_length": 16}},
+    "half_precision_norms": {"half": ("blk.0.attn_norm.weight",)},
+    "no_tensors": {"drop": ("*",)},
+    "truncated": {},
+}
+
+
+def write_broken(path: str | Path, kind: str) -> Path:
+    """Write a file that must not be loaded, one of `BROKEN`; return its path."""
+    written = write_toy(path, **BROKEN[kind])
+    if kind == "truncated":
+        written.write_bytes(written.read_bytes()[: written.stat().st_size * 2 // 3])
+    return written

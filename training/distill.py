@@ -1,0 +1,130 @@
+"""Distil the draft from the target: sample text from the target, then match its distributions.
+
+The loss is the forward KL divergence from the target's whole softmax at temperature 1 (Hinton et
+al. 2015), at every position, half on the corpus, half on text the target wrote itself: acceptance
+is decided on the latter. The draft's embedding starts as the best low-rank copy of the target's.
+
+    python -m training.distill WORK_DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from training.data import TRAINED_SHARES, Mixture, heldout_windows
+from training.loop import Metrics, add_options, fit, load_network, make_network
+from training.model import Network
+from training.train import mean_loss
+
+PROMPT_SHARES = {"fairy": 0.6, "children": 0.2, "novels": 0.2}
+
+
+@torch.no_grad()
+def sample(network: Network, prompts: Tensor, n_tokens: int, temperatures: Tensor) -> Tensor:
+    """Return `prompts` [B, P] continued to [B, P + n_tokens], each row at its temperature [B]."""
+    past, batch = prompts.shape[1], len(prompts)
+    cache = network.new_cache(batch, past + n_tokens)
+    text = torch.cat((prompts, prompts.new_zeros(batch, n_tokens)), 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = network(prompts, cache)[:, -1]
+        for i in range(past, past + n_tokens):
+            scaled = logits.float() / temperatures[:, None]
+            # The largest of logit - log(exponential noise) is a draw from the softmax (Gumbel-max).
+            text[:, i] = (scaled - torch.empty_like(scaled).exponential_().log()).argmax(-1)
+            logits = network(text[:, i : i + 1], cache, i)[:, -1]
+    return text
+
+
+def write_samples(target: Network, mixture: Mixture, args: argparse.Namespace) -> None:
+    """Let the target continue snippets of its training text; save the tokens as one stream."""
+    began = time.monotonic()
+    rounds: list[np.ndarray] = []
+    low, high = args.temperatures
+    while not rounds or time.monotonic() - began < 60 * args.sample_minutes:
+        prompts = mixture.draw(len(rounds), args.sample_rows, args.prompt_length)[:, :-1]
+        temperatures = torch.linspace(low, high, args.sample_rows)
+        n_new = args.sample_length - args.prompt_length
+        rounds.append(sample(target, prompts, n_new, temperatures).numpy().astype(np.uint16))
+        if args.steps:
+            break
+    written = np.concatenate(rounds).reshape(-1)
+    np.save(args.work / "sampled.train.npy", written)
+    print(f"sampled {len(written)} tokens in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def divergence(target: Network, draft: Network, tokens: Tensor) -> Tensor:
+    """Return the mean KL(target || draft) in nats a token over `tokens` [B, T]."""
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            wanted = target(tokens)
+        given = draft(tokens)
+    p = F.log_softmax(wanted.float(), -1)
+    q = F.log_softmax(given.float(), -1)
+    return (p.exp() * (p - q)).sum(-1).mean()
+
+
+@torch.no_grad()
+def agreement(target: Network, draft: Network, windows: Tensor) -> Metrics:
+    """Return KL, the share of equal arg-maxima, and sum(min(p, q)): the expected acceptance."""
+    kl, equal, overlap = [], [], []
+    for part in torch.split(windows[:, :-1], 8):
+        with torch.autocast("cpu", torch.bfloat16):
+            p, q = target(part).float().softmax(-1), draft(part).float().softmax(-1)
+        kl.append((p * (p.clamp_min(1e-20) / q.clamp_min(1e-20)).log()).sum(-1).mean(1))
+        equal.append((p.argmax(-1) == q.argmax(-1)).float().mean(1))
+        overlap.append(torch.minimum(p, q).sum(-1).mean(1))
+    means = [float(torch.cat(values).mean()) for values in (kl, equal, overlap)]
+    return dict(zip(("kl", "same_argmax", "acceptance"), means, strict=True))
+
+
+def inherit_embedding(draft: Network, target: Network) -> None:
+    """Set the draft's embedding to the target's leading singular directions."""
+    u, s, _ = torch.linalg.svd(target.token_embd.weight.detach(), full_matrices=False)
+    width = draft.config.width
+    draft.token_embd.weight.data.copy_(u[:, :width] * s[:width])
+
+
+def main() -> None:
+    """Distil the draft."""
+    parser = argparse.ArgumentParser(description="distil the draft from the target")
+    add_options(parser, minutes=28)
+    parser.add_argument("--size", default="draft")
+    parser.add_argument("--sample-minutes", type=float, default=4)
+    parser.add_argument("--sample-rows", type=int, default=256)
+    parser.add_argument("--sample-length", type=int, default=256, help="tokens, prompt included")
+    parser.add_argument("--prompt-length", type=int, default=16)
+    parser.add_argument("--temperatures", type=float, nargs=2, default=(0.6, 1.0))
+    parser.add_argument("--sampled-share", type=float, default=0.5, help="of the windows drawn")
+    parser.add_argument("--heldout-tokens", type=int, default=24_000, help="measured, a group")
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
+
+    target = load_network(args.work / "target.pt").requires_grad_(False)
+    draft = make_network(args.size, target.config.vocab)
+    inherit_embedding(draft, target)
+    shares = {name: share * (1 - args.sampled_share) for name, share in TRAINED_SHARES.items()}
+    if args.sampled_share:
+        if not (args.resume and (args.work / "sampled.train.npy").exists()):
+            write_samples(target, Mixture.load(args.work, PROMPT_SHARES, args.seed), args)
+        shares["sampled"] = args.sampled_share
+    mixture = Mixture.load(args.work, shares, args.seed)
+    fairy = heldout_windows(args.work, "fairy", args.length, args.heldout_tokens)
+
+    def evaluate() -> Metrics:
+        return {"heldout_fairy": mean_loss(draft, fairy), **agreement(target, draft, fairy)}
+
+    def loss(windows: Tensor) -> Tensor:
+        return divergence(target, draft, windows[:, :-1])
+
+    fit(draft, mixture.draw, loss, evaluate, args.work / "draft.pt", args)
+
+
+if __name__ == "__main__":
+    main()

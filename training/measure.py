@@ -1,0 +1,74 @@
+"""Measure the finished pair on held-out text and print the tables of the model card.
+
+Teacher-forced, on checkpoints: nats a token, bits a byte, and how well the draft matches the
+target. Acceptance inside the runtime is the benchmarks' business.
+
+    python -m training.measure WORK_DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from training.data import TRAINED_SHARES, heldout_windows
+from training.distill import agreement, sample
+from training.loop import load_network
+from training.train import mean_loss
+
+
+def main() -> None:
+    """Print the tables, then sample texts."""
+    parser = argparse.ArgumentParser(description="measure the pair on held-out text")
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--length", type=int, default=1024, help="tokens a window")
+    parser.add_argument("--heldout-tokens", type=int, default=65_536, help="at most, a group")
+    parser.add_argument("--prompt", default="Once upon a time there was")
+    parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--sample-tokens", type=int, default=200)
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+
+    meta = json.loads((args.work / "meta.json").read_text())
+    tokenizer = Tokenizer.from_file(str(args.work / "tokenizer.json"))
+    networks = {role: load_network(args.work / f"{role}.pt") for role in ("target", "draft")}
+
+    print(
+        "| held-out text | tokens | target nats/token | bits/byte | draft nats/token | bits/byte |"
+    )
+    print("|---|---|---|---|---|---|")
+    rows = []
+    for group in TRAINED_SHARES:
+        windows = heldout_windows(args.work, group, args.length, args.heldout_tokens)
+        size = meta[f"{group}.heldout"]
+        tokens_a_byte = size["tokens"] / size["bytes"]
+        cells = [group, f"{windows.numel() - len(windows):,}"]
+        for network in networks.values():
+            nats = mean_loss(network, windows)
+            cells += [f"{nats:.3f}", f"{nats * tokens_a_byte / math.log(2):.3f}"]
+        print("| " + " | ".join(cells) + " |", flush=True)
+        rows.append((group, agreement(networks["target"], networks["draft"], windows)))
+
+    print("\n| held-out text | KL(target, draft), nats/token | same arg-max | sum min(p, q) |")
+    print("|---|---|---|---|")
+    for group, m in rows:
+        print(f"| {group} | {m['kl']:.3f} | {m['same_argmax']:.3f} | {m['acceptance']:.3f} |")
+
+    prompts = torch.tensor([tokenizer.encode(args.prompt).ids] * args.samples)
+    warmth = torch.full((args.samples,), args.temperature)
+    for row in sample(networks["target"], prompts, args.sample_tokens, warmth).tolist():
+        ids = row[: row.index(0)] if 0 in row else row
+        print("\n> " + tokenizer.decode(ids).replace("\n", "\n> "))
+
+
+if __name__ == "__main__":
+    main()

@@ -18,15 +18,15 @@ from .errors import BranchStateError, ConfigError
 from .grammar import Grammar
 from .line import Produced
 from .sampling import Sampler, SamplingParams
+from .saving import SavableLine
 from .stopping import StopStrings
-from .verification import VerifiableLine
 
 __all__ = ["Branch", "Produced"]
 
 _serial = itertools.count()  # tells older children from younger ones
 
 
-class Branch(VerifiableLine):
+class Branch(SavableLine):
     """One line of thought: a leased sequence, its tokens, and the sampler that goes with it.
 
     Made by :meth:`start` or :meth:`create`, multiplied by :meth:`fork`, ended by :meth:`prune` (or by
@@ -173,9 +173,10 @@ class Branch(VerifiableLine):
     ) -> Iterator[Produced]:
         """Yield tokens, committed one by one, until the end.
 
-        It ends at an end token (not yielded, not committed), after ``max_tokens``, or when the text
-        contains a stop string: text from the stop string on is not yielded. ``finish_reason`` says
-        which. Without ``max_tokens`` it goes on until the model stops or the cache is full.
+        It ends at an end token (not committed, and yielded only to carry text that was held back for
+        a stop string), after ``max_tokens``, or when the text contains a stop string: text from there
+        on is not yielded. ``finish_reason`` says which. Without ``max_tokens`` it goes on until the
+        model stops or the cache is full.
 
         Raises:
             CacheFullError: no cell is left; the branch holds all tokens that were yielded.
@@ -191,11 +192,12 @@ class Branch(VerifiableLine):
         while max_tokens is None or n < max_tokens:
             produced = self.step()
             if produced.is_stop:
-                break
+                held = stops.flush()
+                if held:
+                    yield replace(produced, text=held)
+                return
             n += 1
-            text = stops.feed(produced.text)
-            if stops.found or n == max_tokens:
-                text += stops.flush()
+            text = stops.show(produced.text, last=n == max_tokens)
             if text != produced.text:
                 produced = replace(produced, text=text)
             if stops.found:

@@ -196,6 +196,15 @@ class Context:
         for seq_id in self._leases.forgotten():
             self.return_lease(seq_id)
 
+    @property
+    def n_seq_free(self) -> int:
+        """How many sequences could be leased now."""
+        with self._lock:
+            self._collect_forgotten()
+            first = self._decoder.cells.first_position
+            seqs = range(self.n_seq_max)
+            return sum(1 for seq_id in seqs if seq_id not in self._leases and first(seq_id) < 0)
+
     def holders(self) -> list[object]:
         """Return who holds sequences now, in the order of their ids."""
         with self._lock:

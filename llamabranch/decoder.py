@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from .cells import CellLedger
 from .errors import CacheFullError, DecodeError
-from .native import ContextHandle
+from .native import ContextHandle, StateLayout
 from .rows import LogitsRow
 
 __all__ = ["Decoder"]
@@ -27,6 +27,7 @@ class Decoder:
         self.handle = handle
         self.cells = CellLedger(handle.n_ctx, n_seq_max)
         self.n_decodes = 0
+        self.layout: StateLayout | None = None  # learned when the context opens
         self._live: list[LogitsRow] = []
 
     def close(self) -> None:
@@ -112,6 +113,43 @@ class Decoder:
         rows = [LogitsRow(array) for array in handle.rows(n_outputs)[:n_outputs]]
         self._live = list(rows)
         return rows
+
+    def decode_tree(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        members: Sequence[Sequence[int]],
+    ) -> list[LogitsRow]:
+        """Decode tokens that belong to several sequences each; return all their rows.
+
+        The ledger is not told: ``adopt`` what stays, drop the other sequences.
+        """
+        handle = self.handle
+        handle.ptr  # noqa: B018  (raises ClosedError)
+        n = len(tokens)
+        self._protect_rows(n, ())
+        handle.tokens[:n] = tokens
+        handle.positions[:n] = positions
+        handle.wants_logits[:n] = 1
+        starts = {seq: self.cells.next_position(seq) for group in members for seq in group}
+        try:
+            code = handle.decode_tree(n, members)
+        except BaseException:
+            self._undo(starts, ())
+            raise
+        if code:
+            self._fail(code, starts, n, ())
+        self.n_decodes += 1
+        rows = [LogitsRow(array) for array in handle.rows(n)[:n]]
+        self._live = list(rows)
+        return rows
+
+    def adopt(self, source: int, target: int, end: int) -> None:
+        """Make ``target``, a prefix of ``source``, hold the first ``end`` positions of it."""
+        start = self.cells.next_position(target)
+        self.handle.remove(target, -1, -1)
+        self.handle.copy(source, target, 0, end)
+        self.cells.append(target, end - start)
 
     def _fail(
         self, code: int, starts: dict[int, int], n: int, replaced: Iterable[LogitsRow]

@@ -56,6 +56,8 @@ class Line:
         self._parent: Line | None = source
         self._seq_id = ctx.lease(self)
         self._fork_position = 0 if source is None else len(source._tokens)
+        # Before it the memory is not whole: a restored sliding window cannot be cut further back.
+        self._whole_from: int = 0 if source is None else source._whole_from
         if source is not None:
             self._tokens += source._tokens
             self._n_prompt = source._n_prompt
@@ -186,6 +188,11 @@ class Line:
         counted = self._surprisals[skip:]
         return math.exp(math.fsum(counted) / len(counted)) if counted else math.nan
 
+    def next_row(self) -> LogitsRow:
+        """Return the logits after the last token as they lie, valid until this branch moves."""
+        with self._lock:
+            return self._need_row()
+
     # -- the inside --------------------------------------------------------------------------------
 
     def _check(self) -> None:
@@ -205,6 +212,11 @@ class Line:
         self._truncate(len(tokens) - 1)
         self._set_row(self._decoder.decode_run(tokens[-1:], self._seq_id, "last")[0])
         return self._row  # type: ignore[return-value]
+
+    def _catch_up(self) -> None:
+        """Decode the last token again if a full cache kept ``_need_row`` from it."""
+        if self._decoder.cells.next_position(self._seq_id) < len(self._tokens):
+            self._need_row()
 
     def _set_row(self, row: LogitsRow | None) -> None:
         if row is not None:
@@ -228,6 +240,7 @@ class Line:
                 "prefill comes before anything is generated", hint="use extend or commit"
             )
         self._ctx.model.check_tokens(tokens)
+        self._catch_up()
 
     def take_prompt(self, tokens: Sequence[int], row: LogitsRow) -> None:
         """Take decoded prompt tokens; ``row`` follows them."""
@@ -274,6 +287,7 @@ class Line:
         self, tokens: Sequence[int], logits: str, replaced: Sequence[LogitsRow] = ()
     ) -> list[LogitsRow]:
         """Decode ``tokens`` at this line's end; if that fails the memory is as before."""
+        self._catch_up()
         try:
             return self._decoder.decode_run(tokens, self._seq_id, logits, replaced)
         except BaseException:
@@ -284,11 +298,12 @@ class Line:
 
     def _truncate(self, position: int) -> None:
         """Make the memory hold exactly the first ``position`` tokens."""
-        if self._ctx.capabilities.can_truncate and self._decoder.drop(self._seq_id, position):
+        can = self._ctx.capabilities.can_truncate and position >= self._whole_from
+        if can and self._decoder.drop(self._seq_id, position):
             return
         parent = self._parent
         self._decoder.drop(self._seq_id, 0)
-        done = 0
+        self._whole_from = done = 0
         if (
             parent is not None
             and not parent._pruned
@@ -297,6 +312,7 @@ class Line:
         ):
             self._decoder.share(parent._seq_id, self._seq_id)
             done = parent.position
+            self._whole_from = parent._whole_from
         if done < position:
             self._decoder.decode_run(self._tokens[done:position], self._seq_id, "none")
 

@@ -366,9 +366,10 @@ class Model:
     def compatibility(self, draft: Model) -> VocabularyReport:
         """Return whether ``draft`` can draft for this model token by token, and if not, why."""
         ours, theirs = self.n_vocab, draft.n_vocab
-        if self.has_text != draft.has_text or self.vocab_type != draft.vocab_type:
+        text = self.has_text and draft.has_text
+        if self.vocab_type != draft.vocab_type:
             reason = f"tokenizer kinds differ: {self.vocab_type} and {draft.vocab_type}"
-            return VocabularyReport(False, reason, (ours, theirs), max(ours, theirs), None)
+            return VocabularyReport(False, reason, (ours, theirs), max(ours, theirs), None, text)
         shared = min(ours, theirs)
         different = [t for t in range(shared) if self._entry(t) != draft._entry(t)]
         first = different[0] if different else None
@@ -377,13 +378,13 @@ class Model:
                 f"{len(different)} of {shared} shared token ids differ, the first is {first}: "
                 f"{self._entry(first)[0]!r} and {draft._entry(first)[0]!r}"
             )
-            return VocabularyReport(False, reason, (ours, theirs), len(different), first)
+            return VocabularyReport(False, reason, (ours, theirs), len(different), first, text)
         if (self.bos, self.eos) != (draft.bos, draft.eos):
             reason = (
                 f"beginning and end tokens differ: {self.bos}, {self.eos} "
                 f"and {draft.bos}, {draft.eos}"
             )
-            return VocabularyReport(False, reason, (ours, theirs), 0, None)
+            return VocabularyReport(False, reason, (ours, theirs), 0, None, text)
         if ours == theirs:
             reason = f"the same {ours} tokens"
         else:
@@ -429,6 +430,14 @@ class VocabularyReport:
     n_vocab: tuple[int, int]
     n_different: int
     first_difference: int | None
+    both_have_text: bool = True
+
+    @property
+    def path(self) -> str:
+        """How the second can draft for the first: by "tokens", through the "text", or "none"."""
+        if self.compatible:
+            return "tokens"
+        return "text" if self.both_have_text else "none"
 
     def __bool__(self) -> bool:
         return self.compatible

@@ -57,14 +57,21 @@ class LogitsRow:
             self._measure()
         return self._entropy
 
+    def top(self, k: int) -> list[tuple[int, float]]:
+        """Return the ``k`` most probable tokens with their log-probabilities (nats), best first."""
+        k = min(k, len(self.array))
+        best = np.argpartition(-self.array, k - 1)[:k]
+        order = best[np.lexsort((best, -self.array[best]))]
+        return [(int(token), self.logprob(int(token))) for token in order]
+
     def _measure(self) -> None:
         row = self.array
         top = float(row[row.argmax()])
         shifted = row - top
         weights = np.exp(shifted)
         total = float(np.dot(weights, _ones(len(row))))
-        # A logit of -inf has weight 0; 0 * -inf would be NaN.
-        mean = float(np.dot(weights, shifted))
+        with np.errstate(invalid="ignore"):  # a logit of -inf has weight 0, and 0 * -inf is NaN
+            mean = float(np.dot(weights, shifted))
         if mean != mean:
             live = weights > 0
             mean = float(np.dot(weights[live], shifted[live]))

@@ -43,6 +43,11 @@ class StopStrings:
         shown, self._held = self._held[:cut], self._held[cut:]
         return shown
 
+    def show(self, text: str, *, last: bool) -> str:
+        """Return what to show of the next piece, and of what was held if it is the ``last``."""
+        shown = self.feed(text)
+        return shown + self.flush() if last else shown
+
     def _overlap(self, stop: str) -> int:
         """Return how many characters at the end of what is held could begin ``stop``."""
         for n in range(min(len(stop) - 1, len(self._held)), 0, -1):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from .context import Context
 from .distribution import Distribution
+from .errors import UnsupportedError
 from .line import Line
 from .rows import LogitsRow
 from .sampling import Sampler
@@ -19,57 +20,92 @@ __all__ = ["Judge", "VerifiableLine"]
 
 
 class Judge:
-    """The target's distributions along a line of drafted tokens, made one after another.
+    """The distributions a line draws from along proposed tokens, made as they are asked for.
 
-    ``distribution(i)`` follows the first i + 1 of ``tokens``; asking for it means that these stand, so
-    the sampler accepts them, in a copy where it has a state.
+    ``parents[i]`` is the token that token i follows, -1 the line's end; parents come first. Asking for
+    ``distribution(i)`` means that token i and all before it stand, so the sampler accepts them, in a
+    copy where it has a state.
     """
 
     def __init__(
         self,
         sampler: Sampler,
         tokens: Sequence[int],
+        parents: Sequence[int],
         rows: Sequence[LogitsRow],
         position: int,
         seed: int,
     ) -> None:
-        self._samplers = [sampler]
+        self._samplers = {-1: sampler}
         self._tokens = tokens
+        self._parents = parents
         self._rows = rows
-        self._position = position
+        self._depths = {-1: position}  # where the token after this one goes
         self._seed = seed
 
     def sampler(self, i: int) -> Sampler:
-        """Return the sampler that has accepted the first i + 1 tokens."""
-        first = self._samplers[0]
-        if first.is_stateless:
-            return first
-        while len(self._samplers) < i + 2:
-            twin = self._samplers[-1].clone()
-            twin.accept(self._tokens[len(self._samplers) - 1])
-            self._samplers.append(twin)
-        return self._samplers[i + 1]
+        """Return the sampler that has accepted token i and all before it."""
+        found = self._samplers.get(i)
+        if found is None:
+            found = self.sampler(self._parents[i])
+            if not found.is_stateless:
+                found = found.clone()
+                found.accept(self._tokens[i])
+            self._samplers[i] = found
+        return found
 
     def distribution(self, i: int) -> Distribution:
-        """Return what is drawn from after the first i + 1 tokens."""
-        return self.sampler(i).distribution(self._rows[i].array, self._position + i, self._seed)
+        """Return what is drawn from after token i."""
+        return self.sampler(i).distribution(self._rows[i].array, self._position(i), self._seed)
+
+    def _position(self, i: int) -> int:
+        found = self._depths.get(i)
+        if found is None:
+            found = self._depths[i] = self._position(self._parents[i]) + 1
+        return found
 
 
 class _Trial:
-    """A sequence leased for one verification."""
+    """Sequences leased for one verification that must not, or cannot, be undone in place."""
 
-    def __init__(self, ctx: Context) -> None:
+    def __init__(self, ctx: Context, source: int, n: int) -> None:
         self._ctx = ctx
-        self.seq_id = ctx.lease(self)
+        self._seqs: list[int] = []
+        try:
+            for _ in range(n):
+                self._seqs.append(ctx.lease(self))
+                ctx.decoder.share(source, self._seqs[-1])
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def seqs(self) -> list[int]:
+        return self._seqs
 
     def end(self) -> None:
-        self._ctx.return_lease(self.seq_id)
+        while self._seqs:
+            self._ctx.return_lease(self._seqs.pop())
+
+
+def _leaves_below(parents: Sequence[int]) -> list[list[int]]:
+    """Return for each token the numbers of the leaves at or below it."""
+    inner = set(parents)
+    below: list[list[int]] = [[] for _ in parents]
+    leaves = [i for i in range(len(parents)) if i not in inner]
+    for number, leaf in enumerate(leaves):
+        node = leaf
+        while node >= 0:
+            below[node].append(number)
+            node = parents[node]
+    return below
 
 
 class VerifiableLine(Line):
     """A line that can be checked against a proposal."""
 
     _trial: _Trial | None = None
+    _below: list[list[int]]
 
     def verify(self, tokens: Sequence[int]) -> list[LogitsRow]:
         """Decode ``tokens`` after this branch's end and return a row for each, valid until ``settle``.
@@ -84,24 +120,70 @@ class VerifiableLine(Line):
             if self._ctx.capabilities.can_truncate or len(tokens) == 1:
                 return self.decode_run(tokens, "all")
             # A tail that cannot be dropped is not written: the verification runs on a fork.
-            trial = _Trial(self._ctx)
+            trial = _Trial(self._ctx, self._seq_id, 1)
             try:
-                self._decoder.share(self._seq_id, trial.seq_id)
-                rows = self._decoder.decode_run(tokens, trial.seq_id, "all")
+                rows = self._decoder.decode_run(tokens, trial.seqs[0], "all")
             except BaseException:
                 trial.end()
                 raise
             self._trial = trial
             return rows
 
-    def judge(self, tokens: Sequence[int], rows: Sequence[LogitsRow]) -> Judge:
-        """Return what this branch's sampler makes of ``rows``, token by token."""
-        return Judge(self._sampler, tokens, rows, len(self._tokens) + 1, self._seed)
+    def verify_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> list[LogitsRow]:
+        """Decode a tree of tokens after this branch's end in one decode; return a row for each.
 
-    def settle(self, kept: Sequence[int], rows: Sequence[LogitsRow], sampler: Sampler) -> list[str]:
-        """Take the first ``len(kept)`` of the verified tokens and drop the others from memory.
+        ``parents[i]`` comes before i, -1 is this branch's end. Each token is computed once and tagged
+        with the sequences of all leaves below it (SpecInfer, Miao et al. 2023, 2305.09781).
+        ``settle`` must follow.
 
-        ``rows`` are theirs; ``sampler`` has accepted them. Returns what text each completed.
+        Raises:
+            UnsupportedError: recurrent memory, which has no cells to share.
+            CapacityError, DecodeError: the branch is as before.
+        """
+        with self._lock:
+            self._check()
+            if not self._ctx.capabilities.can_truncate:
+                raise UnsupportedError("a token tree needs memory whose tail can be dropped")
+            below = _leaves_below(parents)
+            n_leaves = 1 + max(max(leaves) for leaves in below)
+            trial = _Trial(self._ctx, self._seq_id, n_leaves)
+            try:
+                depths = {-1: len(self._tokens) - 1}
+                for i, parent in enumerate(parents):
+                    depths[i] = depths[parent] + 1
+                rows = self._decoder.decode_tree(
+                    tokens,
+                    [depths[i] for i in range(len(tokens))],
+                    [[trial.seqs[leaf] for leaf in leaves] for leaves in below],
+                )
+            except BaseException:
+                trial.end()
+                raise
+            self._trial, self._below = trial, below
+            return rows
+
+    def judge(
+        self,
+        tokens: Sequence[int],
+        rows: Sequence[LogitsRow],
+        parents: Sequence[int] | None = None,
+    ) -> Judge:
+        """Return what this branch's sampler makes of ``rows``; without ``parents``, of a chain."""
+        if parents is None:
+            parents = range(-1, len(tokens) - 1)
+        return Judge(self._sampler, tokens, parents, rows, len(self._tokens), self._seed)
+
+    def settle(
+        self,
+        kept: Sequence[int],
+        rows: Sequence[LogitsRow],
+        sampler: Sampler,
+        node: int | None = None,
+    ) -> list[str]:
+        """Take the ``kept`` of the verified tokens and drop the others from memory.
+
+        ``rows`` are theirs; ``sampler`` has accepted them; of a tree, ``node`` is the last of them.
+        Returns what text each completed.
         """
         with self._lock:
             row = self._row
@@ -112,24 +194,28 @@ class VerifiableLine(Line):
                 row = after
             self._sampler = sampler
             if self._trial is not None:
-                row = self._settle_trial(self._trial, kept, row)
+                row = self._settle_trial(self._trial, kept, row, node)
             elif self._decoder.cells.next_position(self._seq_id) > end:
                 self._truncate(end)
             self._set_row(row)
             return texts
 
     def _settle_trial(
-        self, trial: _Trial, kept: Sequence[int], row: LogitsRow | None
+        self, trial: _Trial, kept: Sequence[int], row: LogitsRow | None, node: int | None
     ) -> LogitsRow | None:
-        """Take over the fork if all of it stands, else forget it and decode what stands again."""
+        """Bring this line's own sequence to where the trial proved it may go."""
         self._trial = None
-        whole = self._decoder.cells.next_position(trial.seq_id) == len(self._tokens)
-        if whole:
-            self._decoder.drop(self._seq_id, 0)
-            self._decoder.share(trial.seq_id, self._seq_id)
-        trial.end()
-        if not whole and kept:
-            row = self._decoder.decode_run(kept, self._seq_id, "last")[-1]
+        decoder, end = self._decoder, len(self._tokens)
+        try:
+            if node is not None:  # a leaf below the node holds all of its path
+                decoder.adopt(trial.seqs[self._below[node][0]], self._seq_id, end)
+            elif decoder.cells.next_position(trial.seqs[0]) == end:
+                decoder.share(trial.seqs[0], self._seq_id)
+            else:
+                trial.end()
+                row = decoder.decode_run(kept, self._seq_id, "last")[-1]
+        finally:
+            trial.end()
         return row
 
     def follow(self, tokens: Sequence[int]) -> None:

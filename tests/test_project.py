@@ -23,7 +23,7 @@ FLOORS = (
     ("native",),
     ("model", "grammar", "sampling"),
     ("cells", "options", "rows", "leases", "decoder", "capabilities", "context", "hub"),
-    ("stopping", "line", "verification", "snapshot", "branch", "store"),
+    ("stopping", "line", "verification", "snapshot", "saving", "branch", "store"),
     ("speculative",),
     ("engine", "search"),
     ("cli",),

@@ -16,6 +16,7 @@ from .library import (
 )
 from .model import ModelHandle
 from .sampler import CandidateBuffer, SamplerHandle
+from .state_layout import StateLayout
 
 __all__ = [
     "CandidateBuffer",
@@ -24,6 +25,7 @@ __all__ = [
     "GrammarHandle",
     "ModelHandle",
     "SamplerHandle",
+    "StateLayout",
     "engine_versions",
     "json_schema_to_gbnf",
     "last_log_lines",

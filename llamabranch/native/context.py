@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from .handle import Handle
 from .library import forget_log_lines, last_log_lines
 from .model import ModelHandle
+from .state_layout import State
 
 Rows = npt.NDArray[np.float32]
 
@@ -37,6 +38,7 @@ ROPE_SCALING = {None: -1, "none": 0, "linear": 1, "yarn": 2, "longrope": 3}
 # The bindings return a ctypes pointer object for each call; an address costs a tenth of that.
 _get_logits = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("llama_get_logits", C._lib))
 _int32_p = ctypes.POINTER(ctypes.c_int32)
+_uint8_p = ctypes.POINTER(ctypes.c_uint8)
 
 
 @dataclass(frozen=True)
@@ -194,3 +196,18 @@ class ContextHandle(Handle):
             int(C.llama_memory_seq_pos_min(self._memory, seq_id)),
             int(C.llama_memory_seq_pos_max(self._memory, seq_id)),
         )
+
+    def state(self, seq_id: int) -> State:
+        """Return what the memory holds of a sequence, uint8 (n,), a copy; empty if that failed."""
+        size = int(C.llama_state_seq_get_size(self.ptr, seq_id))
+        state = np.empty(size, dtype=np.uint8)
+        address = state.ctypes.data_as(_uint8_p)
+        written = int(C.llama_state_seq_get_data(self.ptr, address, size, seq_id))
+        return state if written == size else state[:0]
+
+    def set_state(self, seq_id: int, state: State) -> bool:
+        """Fill a sequence; False if llama.cpp refused, and then anything may be in it."""
+        forget_log_lines()
+        address = state.ctypes.data_as(_uint8_p)
+        size = int(C.llama_state_seq_set_data(self.ptr, address, len(state), seq_id))
+        return size == len(state)

@@ -1,28 +1,48 @@
 """Speculative decoding: draft cheaply, verify in one decode, keep what the target would have said.
 
-config.py     what may be set
-drafters.py   who proposes tokens, behind one small protocol
-length.py     how many to propose: fixed, or as many as pay
-rules.py      which proposals stand: pure functions over distributions
-round.py      one round: draft, verify, settle, for any branch
-session.py    a whole generation out of rounds
-stats.py      what happened, under vLLM's names
+config.py      what may be set
+rules.py       which proposals stand: pure functions over distributions and chance
+drafters.py    who proposes tokens: the protocol
+models.py      models that do: token by token, or as a tree
+translation.py models of another vocabulary, through the text
+ngrams.py      indexes of what was said before
+lookup.py      drafters that copy from them, and chains of drafters
+length.py      how many to propose: the protocol, and a fixed number
+goodput.py     as many as pay, and none where none do
+round.py       one round: plan, verify, settle, for any branch
+lines.py       the drafter's side of forks, rewinds and prunes
+speculator.py  a whole generation out of rounds
+session.py     the same, asked for token by token
+stats.py       what happened, under vLLM's names
+divergence.py  where two texts part that should be the same
+theory.py      what it can gain, from acceptance and costs
 """
 
 from .config import SpeculativeConfig
-from .drafters import Draft, Drafter, DraftLine, ModelDrafter, NullDrafter
-from .session import Emitted, Generation, Speculator
+from .divergence import Divergence, first_divergence
+from .drafters import Draft, Drafter, DraftLine, NullDrafter
+from .lookup import ChainDrafter, PromptLookupDrafter, SuffixDrafter
+from .models import ModelDrafter
+from .round import Emitted
+from .session import InferenceSession
+from .speculator import Generation, Speculator
 from .stats import SpeculativeStats
 
 __all__ = [
+    "ChainDrafter",
+    "Divergence",
     "Draft",
     "DraftLine",
     "Drafter",
     "Emitted",
     "Generation",
+    "InferenceSession",
     "ModelDrafter",
     "NullDrafter",
+    "PromptLookupDrafter",
     "SpeculativeConfig",
     "SpeculativeStats",
     "Speculator",
+    "SuffixDrafter",
+    "first_divergence",
 ]

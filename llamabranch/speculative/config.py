@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import ConfigError
+from .rules import RULES
 
 __all__ = ["SpeculativeConfig"]
 
@@ -19,6 +20,9 @@ class SpeculativeConfig:
         max_draft_tokens: the most "auto" may draft a round.
         entropy_stop: end a draft before a token whose distribution has more than this entropy, nats;
             None = never. The decision never looks at the drawn token, so it is lossless.
+        rule: what stands of a draft: "seeded", "token", "block" or "auto". "auto" is seeded where the
+            user gave a seed, else block where the draft samples, else token; at temperature 0 all are
+            the same. All are lossless; under "seeded" the text is moreover that of plain decoding.
 
     Raises:
         ConfigError: a value out of range.
@@ -27,6 +31,7 @@ class SpeculativeConfig:
     draft_k: int | str = 4
     max_draft_tokens: int = 16
     entropy_stop: float | None = None
+    rule: str = "auto"
 
     def __post_init__(self) -> None:
         limit = self.max_draft_tokens
@@ -36,6 +41,8 @@ class SpeculativeConfig:
             k = self.draft_k
             if isinstance(k, (bool, str)) or not isinstance(k, int) or not 0 <= k <= 256:
                 raise ConfigError(f"draft_k must be 'auto' or from 0 to 256, not {k!r}")
+        if self.rule not in ("auto", *RULES):
+            raise ConfigError(f"unknown rule {self.rule!r}: use 'auto' or one of {RULES}")
         stop = self.entropy_stop
         if stop is not None and (isinstance(stop, bool) or not stop >= 0):
             raise ConfigError(f"entropy_stop must be None or at least 0 nats, not {stop!r}")

@@ -6,34 +6,52 @@ stand and proposes what may follow; it is told how much of that stood and forget
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Protocol
 
 from ..branch import Branch
-from ..context import Context
-from ..errors import CapacityError, VocabularyMismatchError
+from ..distribution import Distribution
 from ..model import Model
-from ..sampling import SamplingParams
 from .length import DraftLength
 
-__all__ = ["Draft", "DraftLine", "Drafter", "ModelDrafter", "NullDrafter"]
+__all__ = ["Draft", "DraftLine", "Drafter", "NullDrafter"]
 
 
 @dataclass
 class Draft:
-    """What a line proposes.
+    """What a line proposes, and which ``drafter`` it is from.
 
-    ``entropies`` (nats) are those of the draft's own distributions, one for each step that was
-    thought about, drawn or not. ``seconds`` and ``n_decodes`` are what it cost.
+    ``sources[i]`` is what ``tokens[i]`` was really drawn from; left empty they are taken as certain.
+    ``parents`` make it a tree: -1 = right after the text, None = a chain; every beginning of the list
+    must be a tree too, so that it can be cut to what fits. ``entropies`` (nats) are
+    those of the draft's own distributions, one for each step that was thought about, drawn or not.
+    ``seconds`` and ``n_decodes`` are what it cost, ``stopped`` says why it is not longer: "length",
+    "entropy", "goodput", "end", "capacity", "no evidence" or "off".
     """
 
+    drafter: str = ""
     tokens: list[int] = field(default_factory=list)
+    sources: list[Distribution] = field(default_factory=list)
+    parents: list[int] | None = None
     entropies: list[float] = field(default_factory=list)
     seconds: float = 0.0
     n_decodes: int = 0
+    stopped: str = "length"
+
+    @property
+    def n_steps(self) -> int:
+        """How many tokens one after another it proposes: the tokens of a chain, a tree's levels."""
+        return max(self.depths(), default=0)
+
+    def depths(self) -> list[int]:
+        """Return for each token the number of tokens from the text to it, itself included."""
+        if self.parents is None:
+            return list(range(1, len(self.tokens) + 1))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
 
 
 class DraftLine(Protocol):
@@ -49,8 +67,8 @@ class DraftLine(Protocol):
     def observe(self, n_tokens: int) -> None:
         """Learn that exactly the first ``n_tokens`` of tokens and proposal stand."""
 
-    def fork(self) -> DraftLine:
-        """Return a line in the same state that goes its own way."""
+    def fork(self, target: Branch) -> DraftLine:
+        """Return a line in the same state that drafts for ``target``, a fork of its target."""
 
     def close(self) -> None:
         """Give back what the line holds."""
@@ -66,8 +84,11 @@ class Drafter(Protocol):
     def check(self, target: Model) -> None:
         """Raise VocabularyMismatchError if it cannot draft for ``target``."""
 
-    def line(self, target: Branch) -> DraftLine:
-        """Return a new line that drafts for ``target`` from where it stands."""
+    def line(self, target: Branch, rule: str) -> DraftLine:
+        """Return a new line that drafts for ``target`` from where it stands.
+
+        Under every rule but "seeded" what it draws must be independent of the target's draws.
+        """
 
 
 class NullDrafter:
@@ -78,7 +99,7 @@ class NullDrafter:
     def check(self, target: Model) -> None:
         """Accept any target."""
 
-    def line(self, target: Branch) -> DraftLine:
+    def line(self, target: Branch, rule: str) -> DraftLine:
         """Return a line that never proposes."""
         return _NullLine()
 
@@ -90,94 +111,8 @@ class _NullLine:
     def observe(self, n_tokens: int) -> None:
         return None
 
-    def fork(self) -> DraftLine:
+    def fork(self, target: Branch) -> DraftLine:
         return self
 
     def close(self) -> None:
         return None
-
-
-class ModelDrafter:
-    """Drafts with a small model of the same vocabulary.
-
-    Args:
-        ctx: a context of the draft model; each line takes one of its sequences.
-        sampling: its own settings, None = the request's. At equal settings and seed the draft draws
-            with the target's noise, which is what makes the two agree so often.
-    """
-
-    def __init__(self, ctx: Context, sampling: SamplingParams | None = None) -> None:
-        self.ctx = ctx
-        self.sampling = sampling
-
-    @property
-    def name(self) -> str:
-        """The draft model's name."""
-        return self.ctx.model.name
-
-    def check(self, target: Model) -> None:
-        """Raise VocabularyMismatchError unless both models speak the same tokens."""
-        report = target.compatibility(self.ctx.model)
-        if not report:
-            raise VocabularyMismatchError(
-                f"{self.name} cannot draft for {target.name}: {report.reason}",
-                hint="use a draft model of the target's family; see `llamabranch inspect`",
-            )
-
-    def line(self, target: Branch) -> DraftLine:
-        """Return a new line; takes a sequence of the draft context."""
-        params = (self.sampling or target.sampling).but(seed=target.seed)
-        return _ModelLine(Branch.create(self.ctx, params, target.grammar), target.n_prompt)
-
-
-class _ModelLine:
-    """A branch of the draft model that follows the target's line."""
-
-    def __init__(self, branch: Branch, n_prompt: int) -> None:
-        self._branch = branch
-        self._n_prompt = n_prompt
-        self._ahead: Branch | None = None  # where it drafts if its memory cannot be truncated
-
-    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
-        draft = Draft()
-        if limit <= 0 or not length.wants_draft(len(tokens) - self._branch.position):
-            return draft
-        start = perf_counter()
-        decodes = self._branch.ctx.decoder.n_decodes
-        with contextlib.suppress(CapacityError):  # no room to draft is no reason to stop
-            self._draft(draft, tokens, length, limit)
-        draft.n_decodes = self._branch.ctx.decoder.n_decodes - decodes
-        draft.seconds = perf_counter() - start
-        return draft
-
-    def _draft(self, draft: Draft, tokens: Sequence[int], length: DraftLength, limit: int) -> None:
-        branch = self._branch
-        if branch.position < self._n_prompt:
-            branch.prefill(tokens[branch.position : self._n_prompt])
-        branch.follow(tokens[branch.position :])  # everything it has not seen, in one decode
-        if not branch.ctx.capabilities.can_truncate:
-            branch = self._ahead = branch.fork()
-        while len(draft.tokens) < limit:
-            entropy = branch.entropy()
-            draft.entropies.append(entropy)
-            if not length.goes_on(len(draft.tokens), entropy):
-                break
-            produced = branch.produce()
-            draft.tokens.append(produced.token)
-            if produced.is_stop or len(draft.tokens) == limit:
-                break  # the last one is decoded with the next round's catch-up, if it stands
-            branch.commit(produced.token)
-
-    def observe(self, n_tokens: int) -> None:
-        if self._ahead is not None:
-            self._ahead.prune()
-            self._ahead = None
-        if n_tokens < self._branch.position:
-            self._branch.rewind(n_tokens)
-
-    def fork(self) -> DraftLine:
-        return _ModelLine(self._branch.fork(), self._n_prompt)
-
-    def close(self) -> None:
-        if not self._branch.ctx.closed:
-            self._branch.prune_subtree()

@@ -8,19 +8,20 @@ Planning and settling are apart so that many streams can share that decode.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
-from ..branch import Branch, Produced
+from ..branch import Branch
 from ..distribution import Distribution
 from ..errors import CapacityError
 from ..rows import LogitsRow
+from ..verification import Judge
 from .drafters import Draft, DraftLine
-from .length import DraftLength
-from .rules import seeded_rule
+from .length import DraftLength, RoundReport
+from .rules import DraftTree, verify, verify_tree
 from .stats import SpeculativeStats
 
-__all__ = ["Emitted", "Stream"]
+__all__ = ["Emitted", "Stream", "settle_at"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Emitted:
 
     ``source``: "drafted" (proposed and accepted), "bonus" (the target's own after a draft that stood
     whole), "corrected" (the target's own where a draft fell), "plain" (no draft). ``logprob`` and
-    ``entropy`` (nats) are those of the target's own distribution, whatever the source.
+    ``entropy`` (nats) are those of the target's own distribution, whatever the source, and so are the
+    ``alternatives`` that were asked for: (token, log-probability), best first.
     """
 
     token: int
@@ -38,123 +40,190 @@ class Emitted:
     is_stop: bool
     logprob: float
     entropy: float
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+    def with_text(self, text: str) -> Emitted:
+        """Return it with another text: a part may be held back for a stop string."""
+        return self if text == self.text else replace(self, text=text)
 
 
 class Stream:
     """A branch being continued, the line that drafts for it, and its pending token."""
 
     def __init__(
-        self, branch: Branch, line: DraftLine, length: DraftLength, stats: SpeculativeStats
+        self,
+        branch: Branch,
+        line: DraftLine,
+        length: DraftLength,
+        rule: str,
+        stats: SpeculativeStats,
+        n_alternatives: int = 0,
     ) -> None:
         self.branch = branch
         self.line = line
-        self._length = length
+        self.length = length
         self.stats = stats
         self.pending: Emitted | None = None
+        self.rule = rule
+        self._n_alternatives = n_alternatives
         self._draft = Draft()
+        self._n_told = 0  # what the line has read; it catches up when it is asked next
 
     def begin(self) -> Emitted:
         """Say the first token: it needs no decode, the branch's logits are there."""
-        self.pending = _emitted(self.branch.produce(), "plain")
+        branch = self.branch
+        self.pending = self._emit(branch.produce().token, branch.next_row(), "plain")
         return self.pending
 
     def round(self, limit: int) -> list[Emitted]:
         """Run one round alone; return what it says, at most ``limit`` + 1 tokens."""
-        start = perf_counter()
         planned = self.plan(limit)
-        ready = perf_counter()
+        start = perf_counter()
         try:
-            rows = self.branch.verify(planned)
+            rows = self.verify(planned)
         except CapacityError:
             if len(planned) == 1:
                 raise
-            planned = self.plan(0)  # no room to verify a draft: go on without one
-            rows = self.branch.verify(planned)
-        verified = perf_counter()
-        said = self.settle(rows, verified - ready)
-        self.stats.sample_time_s += perf_counter() - verified
-        self.stats.sample_time_s += max(0.0, ready - start - self._draft.seconds)
-        return said
+            self.stats.count_stop("no room to verify")
+            planned = self.plan(0)
+            rows = self.verify(planned)
+        verify_s = perf_counter() - start
+        return self.settle(rows, verify_s)
 
     def plan(self, limit: int) -> list[int]:
         """Return what to decode: the pending token and a draft of at most ``limit`` tokens."""
-        pending = self.pending
-        if pending is None:
-            pending = self.begin()
-        draft = Draft()
-        limit = min(limit, self._length.limit)
-        if limit > 0:
+        pending = self.pending or self.begin()
+        self._draft = draft = Draft(stopped="off")
+        limit = min(limit, self.length.limit)
+        n_tokens = self.branch.position + 1
+        if limit > 0 and self.length.wants_draft(n_tokens - self._n_told):
             tokens = [*self.branch.tokens, pending.token]
-            draft = self.line.propose(tokens, self._length, limit)
-            known = self.branch.ctx.n_vocab
-            for i, token in enumerate(draft.tokens):
-                if token >= known:  # padding that only the draft's vocabulary has
-                    del draft.tokens[i:]
-                    break
-        self._draft = draft
+            self._draft = draft = self.line.propose(tokens, self.length, limit)
+            _cut(draft, self._fitting(draft))
+            self._n_told = n_tokens
         self.stats.draft_time_s += draft.seconds
         self.stats.draft_forward_passes += draft.n_decodes
         return [pending.token, *draft.tokens]
 
+    def _fitting(self, draft: Draft) -> int:
+        """Return how many of the draft's tokens the target can verify."""
+        ctx = self.branch.ctx
+        ctx.model.check_tokens(draft.tokens)
+        fits = ctx.options.n_outputs_max - 1
+        if draft.parents is None:
+            return min(fits, len(draft.tokens))
+        parents, room = draft.parents[:fits], ctx.n_seq_free
+        while parents and len(set(range(len(parents))) - set(parents)) > room:
+            parents = parents[:-1]
+        return len(parents)
+
+    def verify(self, planned: Sequence[int]) -> list[LogitsRow]:
+        """Decode the plan alone; return a row for each token of it."""
+        if self._draft.parents is None:
+            return self.branch.verify(planned)
+        return self.branch.verify_tree(planned, self._plan_parents())
+
+    def _plan_parents(self) -> list[int]:
+        return [-1, *(parent + 1 for parent in self._draft.parents or ())]
+
     def settle(self, rows: Sequence[LogitsRow], verify_s: float) -> list[Emitted]:
         """Take what stands of the plan whose logits are ``rows``; return what is said now."""
-        branch, drafted = self.branch, self._draft.tokens
+        start = perf_counter()
+        branch, draft = self.branch, self._draft
         if self.pending is None:
             raise RuntimeError("settle comes after plan")
-        plan = [self.pending.token, *drafted]
-        judge = branch.judge(plan, rows)
-        first = branch.position + 1  # of the first drafted token
+        plan = [self.pending.token, *draft.tokens]
+        parents = None if draft.parents is None else self._plan_parents()
+        judge = branch.judge(plan, rows, parents)
+        path, following = self._verdict(plan, judge)
+        n = len(path)
+        is_end = branch.ctx.model.is_end
+        if n and is_end(plan[path[-1]]):  # the draft was right that it ends here
+            following = plan[path.pop()]
+        kept = [0, *path]
+        kept_rows = [rows[i] for i in kept]
+        node = None if parents is None else kept[-1]
+        texts = branch.settle([plan[i] for i in kept], kept_rows, judge.sampler(kept[-1]), node)
+        said = [
+            self._emit(plan[i], row, "drafted", text)
+            for i, row, text in zip(path, kept_rows, texts[1:], strict=False)
+        ]
+        whole = n == len(draft.tokens) if parents is None else kept[-1] not in parents
+        source = "plain" if not draft.tokens else "bonus" if whole else "corrected"
+        self.pending = self._emit(following, kept_rows[-1], source)
+        said.append(self.pending)
+        settled = perf_counter()
+        self.line.observe(branch.position)
+        self.stats.sample_time_s += settled - start
+        self.stats.rollback_time_s += perf_counter() - settled
+        self._count(n, len(plan), verify_s)
+        return said
+
+    def _verdict(self, plan: list[int], judge: Judge) -> tuple[list[int], int]:
+        """Return which entries of the plan stand after the pending one, and what follows them."""
+        branch, draft = self.branch, self._draft
         is_end = branch.ctx.model.is_end
 
         def target(i: int) -> Distribution:
-            if i and is_end(
-                drafted[i - 1]
-            ):  # nothing follows an end: what is drawn here is not said
-                return Distribution.point(drafted[i - 1])
+            if i and is_end(plan[i]):  # nothing follows an end: what is drawn here is not said
+                return Distribution.point(plan[i])
             return judge.distribution(i)
 
-        verdict = seeded_rule(drafted, target, seed=branch.seed, position=first)
-        n, following = verdict.n_accepted, verdict.token
-        if n and is_end(drafted[n - 1]):  # the draft was right that it ends here
-            n, following = n - 1, drafted[n - 1]
-        texts = branch.settle(plan[: n + 1], rows, judge.sampler(n))
-        said = [
-            Emitted(token, text, "drafted", False, row.logprob(token), row.entropy())
-            for token, text, row in zip(drafted[:n], texts[1:], rows, strict=False)
-        ]
-        source = "plain" if not drafted else "bonus" if n == len(drafted) else "corrected"
-        self.pending = _emitted(branch.describe(following, rows[n]), source)
-        said.append(self.pending)
-        self.line.observe(branch.position)
-        self._count(len(drafted), verdict.n_accepted, verify_s)
-        return said
+        seed, first = branch.seed, branch.position + 1
+        if draft.parents is not None:
+            tree = DraftTree(draft.tokens, draft.parents)
+            found = verify_tree(tree, lambda node: target(node + 1), seed=seed, position=first)
+            return [node + 1 for node in found.path], found.token
+        sources = draft.sources or [Distribution.point(token) for token in draft.tokens]
+        verdict = verify(self.rule, draft.tokens, sources, target, seed=seed, position=first)
+        return list(range(1, verdict.n_accepted + 1)), verdict.token
 
-    def _count(self, n_drafted: int, n_accepted: int, verify_s: float) -> None:
+    def _emit(self, token: int, row: LogitsRow, source: str, text: str | None = None) -> Emitted:
+        said = self.branch.describe(token, row)
+        return Emitted(
+            token,
+            said.text if text is None else text,
+            source,
+            said.is_stop and text is None,
+            said.logprob,
+            said.entropy,
+            tuple(row.top(self._n_alternatives)) if self._n_alternatives else (),
+        )
+
+    def _count(self, n_accepted: int, n_verified: int, verify_s: float) -> None:
         stats, draft = self.stats, self._draft
         stats.target_forward_passes += 1
-        if n_drafted:
-            stats.record_draft(n_drafted, n_accepted)
+        n_steps = draft.n_steps
+        if draft.tokens:
+            stats.record_draft(len(draft.tokens), n_steps, n_accepted)
             stats.verify_time_s += verify_s
         else:
             stats.num_plain_steps += 1
             stats.plain_time_s += verify_s
-        if draft.n_decodes or n_drafted:
-            self._length.learn_round(
-                draft.entropies, n_drafted, n_accepted, draft.seconds, verify_s
+        stats.count_stop(draft.stopped)
+        self.length.learn(
+            RoundReport(
+                drafter=draft.drafter,
+                asked=draft.stopped != "off",
+                entropies=draft.entropies,
+                n_steps=n_steps,
+                n_accepted=n_accepted,
+                n_verified=n_verified,
+                draft_s=draft.seconds,
+                verify_s=verify_s,
             )
-        else:
-            self._length.learn_plain(verify_s)
-
-    def finish(self, position: int) -> None:
-        """Leave the branch with exactly its first ``position`` tokens, the pending one decoded."""
-        if self.branch.position > position:
-            self.branch.rewind(position)
-        elif self.pending is not None and self.branch.position == position - 1:
-            self.branch.commit(self.pending.token)
-        self.pending = None
+        )
 
 
-def _emitted(produced: Produced, source: str) -> Emitted:
-    return Emitted(
-        produced.token, produced.text, source, produced.is_stop, produced.logprob, produced.entropy
-    )
+def settle_at(branch: Branch, position: int, pending: Emitted | None) -> None:
+    """Leave the branch with exactly its first ``position`` tokens, the pending one decoded."""
+    if branch.position > position:
+        branch.rewind(position)
+    elif pending is not None and branch.position == position - 1:
+        branch.commit(pending.token)
+
+
+def _cut(draft: Draft, n: int) -> None:
+    del draft.tokens[n:], draft.sources[n:]
+    if draft.parents is not None:
+        del draft.parents[n:]

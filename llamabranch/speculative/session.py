@@ -1,211 +1,155 @@
-"""A whole generation out of rounds: streaming, stop strings, limits, statistics."""
+"""One token at a time, with or without a draft model, decided anew at every call."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from time import perf_counter
+from collections.abc import Sequence
+from types import TracebackType
 
 from ..branch import Branch
 from ..context import Context
-from ..errors import CapacityError, ConfigError
+from ..errors import ClosedError, ConfigError
 from ..grammar import Grammar
 from ..sampling import SamplingParams
 from ..stopping import StopStrings
 from .config import SpeculativeConfig
 from .drafters import Drafter, NullDrafter
-from .length import draft_length
-from .round import Emitted, Stream
+from .round import Emitted, settle_at
+from .speculator import Speculator
 from .stats import SpeculativeStats
 
-__all__ = ["Emitted", "Generation", "Speculator"]
+__all__ = ["InferenceSession"]
 
 
-class Speculator:
-    """Continues prompts or branches of ``target``, helped by ``drafter``.
+class InferenceSession:
+    """A text in the making that is asked for token by token.
 
     Args:
         target: the context whose text it is.
-        drafter: who proposes; None = nobody, which is plain decoding.
-        config: how much to draft.
+        prompt: text, token ids, or a branch to continue.
+        sampling, grammar: as for ``Branch.start``.
+        config: how much to draft when ``next_token`` is given a drafter.
+        max_tokens: the most tokens to say; None = until the model ends or the cache is full.
+        stop: strings that end the text; they are not part of it.
 
-    Raises:
-        VocabularyMismatchError: the drafter does not speak the target's tokens.
+    Attributes:
+        branch: the line of thought; it holds the tokens of all finished rounds.
+        tokens: ids that ``next_token`` has returned.
+        text: their text.
+        finish_reason: "stop", "length", or None while it goes on.
+        stats: counts and times so far.
     """
 
     def __init__(
         self,
         target: Context,
-        drafter: Drafter | None = None,
-        config: SpeculativeConfig | None = None,
-    ) -> None:
-        self.target = target
-        self.drafter: Drafter = drafter or NullDrafter()
-        self.drafter.check(target.model)
-        self.config = config or SpeculativeConfig()
-        self.length = draft_length(self.config)
-        self.stats = SpeculativeStats()
-
-    def generate(
-        self,
         prompt: str | Sequence[int] | Branch,
         *,
-        max_tokens: int | None = 128,
         sampling: SamplingParams | None = None,
-        stop: Sequence[str] = (),
         grammar: Grammar | str | None = None,
-    ) -> Generation:
-        """Start a generation; iterate over what is returned, or call its ``finish()``.
-
-        Args:
-            prompt: text, token ids, or a branch. A branch is continued in place with its own sampling
-                and grammar; at the end it holds exactly the tokens that were yielded.
-            max_tokens: the most tokens to say; None = until the model ends or the cache is full.
-            sampling, grammar: as for ``Branch.start``.
-            stop: strings that end the text; they are not part of it.
-
-        Raises:
-            ConfigError, TokenizeError, GrammarError, CapacityError: nothing was started.
-        """
+        config: SpeculativeConfig | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> None:
         if max_tokens is not None and max_tokens < 0:
             raise ConfigError(f"max_tokens must not be negative, is {max_tokens}")
-        stops = StopStrings(stop)
-        owned = not isinstance(prompt, Branch)
+        self.stats = SpeculativeStats()
+        self.tokens: list[int] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self._stops = StopStrings(stop)
+        self._target = target
+        self._config = config
+        self._max_tokens = max_tokens
+        # By identity: a drafter need not be hashable; the speculator keeps it alive.
+        self._speculators: dict[int, Speculator] = {}
+        self._owned = not isinstance(prompt, Branch)
         if isinstance(prompt, Branch):
-            if sampling is not None or grammar is not None:
-                raise ConfigError("a branch has its own sampling and grammar")
-            branch = prompt
+            self.branch = prompt
         else:
-            branch = Branch.start(self.target, prompt, grammar=grammar, sampling=sampling)
-        return Generation(self, branch, owned, max_tokens, stops)
+            self.branch = Branch.start(target, prompt, grammar=grammar, sampling=sampling)
+        self._base = self.branch.position
+        self._said: list[Emitted] = []
+        self._pending: Emitted | None = None
+        self._closed = False
 
+    def next_token(self, drafter: Drafter | None = None) -> Emitted | None:
+        """Return the next token, None at the end. (An end token comes only with text held back.)
 
-class Generation:
-    """One text in the making: an iterator of :class:`Emitted`, and what is known of it so far.
+        With a ``drafter`` a round is run when nothing is waiting, and its other tokens come with the next
+        calls; without one the target decodes plainly. Calls may change their mind: under a seed
+        the text is the same.
 
-    Attributes:
-        stats: counts and times; complete at the end.
-        seed: what its draws are made of.
-        elapsed_s: seconds spent inside the loop, the prompt's prefill not counted.
-    """
+        Raises:
+            ClosedError: after ``close``. VocabularyMismatchError, CapacityError, DecodeError.
+        """
+        if self._closed:
+            raise ClosedError("the session is closed")
+        if self.finish_reason is not None:
+            return None
+        if self._max_tokens is not None and len(self.tokens) >= self._max_tokens:
+            self.finish_reason = "length"
+            return None
+        if not self._said:
+            self._said = self._round(drafter)
+        emitted = self._said.pop(0)
+        if emitted.is_stop:
+            self.finish_reason = "stop"
+            held = self._stops.flush()
+            self.text += held
+            return emitted.with_text(held) if held else None
+        self.tokens.append(emitted.token)
+        shown = self._stops.show(emitted.text, last=len(self.tokens) == self._max_tokens)
+        self.text += shown
+        if self._stops.found is not None:
+            self.finish_reason = "stop"
+        self.stats.num_emitted_tokens = len(self.tokens)
+        return emitted.with_text(shown)
 
-    def __init__(
-        self,
-        speculator: Speculator,
-        branch: Branch,
-        owned: bool,
-        max_tokens: int | None,
-        stops: StopStrings,
-    ) -> None:
-        self.seed = branch.seed
-        self.elapsed_s = 0.0
-        self._said = _Said()
-        self.stats = self._said.stats
-        # The loop knows what it has said, not this object: a forgotten generation ends at once.
-        self._events = _run(speculator, branch, owned, max_tokens, stops, self._said)
-
-    @property
-    def text(self) -> str:
-        """What was yielded, joined."""
-        return "".join(self._said.texts)
-
-    @property
-    def tokens(self) -> list[int]:
-        """The ids of what was yielded, a copy; end tokens are not among them."""
-        return list(self._said.tokens)
-
-    @property
-    def finish_reason(self) -> str | None:
-        """ "stop" (end token or stop string), "length", "capacity", or None while it runs."""
-        return self._said.finish_reason
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens a second of the loop, nan before the first."""
-        return len(self._said.tokens) / self.elapsed_s if self.elapsed_s > 0 else float("nan")
-
-    def __iter__(self) -> Iterator[Emitted]:
-        return self
-
-    def __next__(self) -> Emitted:
-        start = perf_counter()
+    def _round(self, drafter: Drafter | None) -> list[Emitted]:
+        speculator = self._speculator(drafter)
+        stream = speculator.open_stream(self.branch, self.stats)
         try:
-            return next(self._events)
+            if self._pending is None:
+                said = [stream.begin()]
+            else:
+                stream.pending = self._pending
+                said = stream.round(self._limit())
+            self._pending = stream.pending
         finally:
-            self.elapsed_s += perf_counter() - start
+            speculator.close_stream(stream, keep=True)
+        return said
 
-    def finish(self) -> Generation:
-        """Run to the end; return itself."""
-        for _ in self:
-            pass
-        return self
+    def _limit(self) -> int:
+        return 1 << 30 if self._max_tokens is None else self._max_tokens - len(self.tokens) - 1
+
+    def _speculator(self, drafter: Drafter | None) -> Speculator:
+        found = self._speculators.get(id(drafter))
+        if found is None:
+            found = Speculator(self._target, drafter or NullDrafter(), self._config)
+            self._speculators[id(drafter)] = found
+        return found
 
     def close(self) -> None:
-        """Stop here: the branch keeps exactly what was yielded. Idempotent."""
-        self._events.close()
+        """End here. A branch that was given keeps exactly the tokens that were returned. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for speculator in self._speculators.values():
+            speculator.forget(self.branch)
+        if self.branch.ctx.closed:
+            return
+        if self._owned:
+            self.branch.prune()
+        else:
+            settle_at(self.branch, self._base + len(self.tokens), self._pending)
 
+    def __enter__(self) -> InferenceSession:
+        return self
 
-@dataclass
-class _Said:
-    tokens: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    finish_reason: str | None = None
-    stats: SpeculativeStats = field(default_factory=SpeculativeStats)
-
-
-def _run(
-    speculator: Speculator,
-    branch: Branch,
-    owned: bool,
-    max_tokens: int | None,
-    stops: StopStrings,
-    said: _Said,
-) -> Generator[Emitted, None, None]:
-    base = branch.position
-    line = speculator.drafter.line(branch)
-    stream = Stream(branch, line, speculator.length, said.stats)
-    try:
-        yield from _say(stream, said, max_tokens, stops)
-    except CapacityError:
-        said.finish_reason = "capacity"
-        raise
-    finally:
-        said.stats.num_emitted_tokens = len(said.tokens)
-        speculator.stats.add(said.stats)
-        if not branch.ctx.closed:
-            if owned:
-                branch.prune()
-            else:
-                stream.finish(base + len(said.tokens))
-        line.close()
-
-
-def _say(
-    stream: Stream, said: _Said, most: int | None, stops: StopStrings
-) -> Generator[Emitted, None, None]:
-    if most == 0:
-        said.finish_reason = "length"
-        return
-    now = [stream.begin()]
-    while True:
-        for emitted in now:
-            if emitted.is_stop:
-                said.finish_reason = "stop"
-                return
-            said.tokens.append(emitted.token)
-            last = len(said.tokens) == most
-            text = stops.feed(emitted.text)
-            if last or stops.found is not None:
-                text += stops.flush()
-            if text != emitted.text:
-                emitted = replace(emitted, text=text)
-            said.texts.append(text)
-            if stops.found is not None:
-                said.finish_reason = "stop"
-            elif last:
-                said.finish_reason = "length"
-            yield emitted
-            if said.finish_reason is not None:
-                return
-        limit = 1 << 30 if most is None else most - len(said.tokens) - 1
-        now = stream.round(limit)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 
 __all__ = ["SpeculativeStats"]
@@ -14,13 +15,16 @@ class SpeculativeStats:
 
     ``num_drafts`` counts the rounds with a draft, ``num_draft_tokens`` what they proposed,
     ``num_accepted_tokens`` what of it stood (the bonus or corrected token after it not counted),
-    ``num_accepted_tokens_per_pos[i]`` how often the (i+1)-th token of a draft stood. Times in seconds.
+    ``num_accepted_tokens_per_pos[i]`` how often the (i+1)-th token of a draft stood, and
+    ``num_tested_tokens_per_pos[i]`` how often it was put to the test: all before it had stood.
+    ``stop_reasons`` counts why drafts were not longer. Times in seconds.
     """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_tested_tokens_per_pos: list[int] = field(default_factory=list)
     num_emitted_tokens: int = 0
     num_plain_steps: int = 0
     target_forward_passes: int = 0
@@ -28,7 +32,9 @@ class SpeculativeStats:
     draft_time_s: float = 0.0
     verify_time_s: float = 0.0
     sample_time_s: float = 0.0
+    rollback_time_s: float = 0.0
     plain_time_s: float = 0.0
+    stop_reasons: dict[str, int] = field(default_factory=dict)
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -40,15 +46,64 @@ class SpeculativeStats:
         """Tokens a round: 1 + accepted / rounds; nan if there was no draft."""
         return 1.0 + _ratio(self.num_accepted_tokens, self.num_drafts)
 
-    def record_draft(self, n_drafted: int, n_accepted: int) -> None:
-        """Count one verified draft."""
+    @property
+    def alpha_hat(self) -> float:
+        """The estimated chance that a drafted token stands given that those before it stood.
+
+        Not the acceptance rate, which counts tokens that were never tested; nan without a draft.
+        """
+        return _ratio(self.num_accepted_tokens, sum(self.num_tested_tokens_per_pos))
+
+    @property
+    def alpha_interval(self) -> tuple[float, float]:
+        """A 95 % confidence interval of ``alpha_hat`` (Wilson 1927), (nan, nan) without a draft."""
+        n, z = sum(self.num_tested_tokens_per_pos), 1.96
+        if n == 0:
+            return (math.nan, math.nan)
+        a = self.alpha_hat
+        middle = (a + z * z / (2 * n)) / (1 + z * z / n)
+        half = z * math.sqrt(a * (1 - a) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+        return (max(0.0, middle - half), min(1.0, middle + half))
+
+    @property
+    def conditional_rates_per_pos(self) -> list[float]:
+        """For each position, how often its token stood when it was tested."""
+        pairs = zip(self.num_accepted_tokens_per_pos, self.num_tested_tokens_per_pos, strict=True)
+        return [_ratio(accepted, tested) for accepted, tested in pairs]
+
+    @property
+    def c(self) -> float:
+        """Mean time per drafted token over mean time of a plain step; nan without either."""
+        return _ratio(
+            _ratio(self.draft_time_s, self.num_draft_tokens),
+            _ratio(self.plain_time_s, self.num_plain_steps),
+        )
+
+    @property
+    def speedup_predicted(self) -> float:
+        """Tokens per second of the rounds with a draft over those of plain steps; nan without either.
+
+        From this generation's own times; a comparison needs a plain run of the same prompt.
+        """
+        drafted_s = _ratio(self.draft_time_s + self.verify_time_s, self.num_drafts)
+        plain_s = _ratio(self.plain_time_s, self.num_plain_steps)
+        return _ratio(self.mean_acceptance_length * plain_s, drafted_s)
+
+    def record_draft(self, n_drafted: int, n_steps: int, n_accepted: int) -> None:
+        """Count one verified draft of ``n_steps`` positions (fewer than tokens in a tree)."""
         self.num_drafts += 1
         self.num_draft_tokens += n_drafted
         self.num_accepted_tokens += n_accepted
-        per_pos = self.num_accepted_tokens_per_pos
-        per_pos.extend([0] * (n_drafted - len(per_pos)))
+        for counts in (self.num_accepted_tokens_per_pos, self.num_tested_tokens_per_pos):
+            counts.extend([0] * (n_steps - len(counts)))
         for i in range(n_accepted):
-            per_pos[i] += 1
+            self.num_accepted_tokens_per_pos[i] += 1
+        for i in range(min(n_accepted + 1, n_steps)):
+            self.num_tested_tokens_per_pos[i] += 1
+
+    def count_stop(self, reason: str) -> None:
+        """Count why a draft was not longer."""
+        self.stop_reasons[reason] = self.stop_reasons.get(reason, 0) + 1
 
     def add(self, other: SpeculativeStats) -> None:
         """Add another generation's counts and times to these."""
@@ -58,17 +113,31 @@ class SpeculativeStats:
                 width = max(len(mine), len(theirs))
                 padded = [x + [0] * (width - len(x)) for x in (mine, theirs)]
                 setattr(self, f.name, [a + b for a, b in zip(*padded, strict=True)])
+            elif isinstance(mine, dict):
+                for reason, count in theirs.items():
+                    mine[reason] = mine.get(reason, 0) + count
             else:
                 setattr(self, f.name, mine + theirs)
 
-    def as_dict(self) -> dict[str, float | int | list[int] | None]:
-        """Return everything, ready for JSON: rates that do not exist are None."""
-        known: dict[str, float | int | list[int] | None] = dataclasses.asdict(self)
-        for name in ("draft_acceptance_rate", "mean_acceptance_length"):
-            value = getattr(self, name)
-            known[name] = None if value != value else value
+    def as_dict(self) -> dict[str, object]:
+        """Return everything, ready for JSON: what does not exist is None."""
+        known: dict[str, object] = dataclasses.asdict(self)
+        for name in (
+            "draft_acceptance_rate",
+            "mean_acceptance_length",
+            "alpha_hat",
+            "c",
+            "speedup_predicted",
+        ):
+            known[name] = _or_none(getattr(self, name))
+        known["alpha_interval"] = [_or_none(x) for x in self.alpha_interval]
+        known["conditional_rates_per_pos"] = [_or_none(x) for x in self.conditional_rates_per_pos]
         return known
 
 
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
 def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else float("nan")
+    return part / whole if whole else math.nan

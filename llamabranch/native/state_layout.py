@@ -1,0 +1,214 @@
+"""The bytes of ``llama_state_seq_get_data``, read so that llama.cpp need not be trusted with them.
+
+llama.cpp believes the cell counts and positions of a state it is given: a bad position stays in the
+cache, a second recurrent cell ends the process, a NaN in one sequence's values reaches all sequences.
+What a context writes is learned from its own first two tokens; what it is given must look the same.
+
+Layout: magic, sequence id, then one part for each cache. A part of cells: stream count (1), n, then n
+times (position, 1, extension, sequence id), then the tensors. A recurrent part: n (1), position, 0, the
+tensors.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import SnapshotError
+
+State = npt.NDArray[np.uint8]
+
+_CELLS, _WINDOW, _RECURRENT = "cells", "window", "recurrent"
+_COMBINATIONS = (
+    (_CELLS,),
+    (_CELLS, _WINDOW),
+    (_RECURRENT,),
+    (_CELLS, _RECURRENT),
+    (_CELLS, _WINDOW, _RECURRENT),
+)
+_EXTENSIONS = (0, 12, 8)  # bytes that some models keep with each cell
+
+_MAX_TENSORS = 1 << 16
+
+# Type: bytes of a block, how many floats it starts with, their bytes, their exponent's bits, and the
+# exponent from which on a number is refused. A block of a quantized type is small integers after its scales.
+# Beyond 2**40, squares and their sums come near float32's end, and NaN after it.
+_FLOATS = {
+    0: (4, 1, 4, 0x7F800000, (127 + 40) << 23),
+    1: (2, 1, 2, 0x7C00, 0x7C00),
+    2: (18, 1, 2, 0x7C00, 0x7C00),
+    3: (20, 2, 2, 0x7C00, 0x7C00),
+    6: (22, 1, 2, 0x7C00, 0x7C00),
+    7: (24, 2, 2, 0x7C00, 0x7C00),
+    8: (34, 1, 2, 0x7C00, 0x7C00),
+    20: (18, 1, 2, 0x7C00, 0x7C00),
+    30: (2, 1, 2, 0x7F80, (127 + 40) << 7),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One cache: its tensors in order, each with its type and its bytes for one cell."""
+
+    kind: str
+    transposed: bool
+    n_layer: int
+    tensors: tuple[tuple[int, int], ...]
+
+    @property
+    def cell_bytes(self) -> int:
+        return sum(size for _, size in self.tensors)
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """How the state of a sequence is laid out; two contexts can exchange states if theirs are equal."""
+
+    magic: int
+    extension: int
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def learn(cls, state: State, n_tokens: int) -> StateLayout | None:
+        """Return the layout of a state of ``n_tokens`` tokens, None if it is not one known here."""
+        for kinds in _COMBINATIONS:
+            for extension in _EXTENSIONS:
+                for has_values in (True, False):
+                    reader = _Reader(state, n_tokens)
+                    try:
+                        return reader.read(kinds, extension, has_values)
+                    except SnapshotError:
+                        continue
+        return None
+
+    @property
+    def flash_attention(self) -> bool | None:
+        """Whether flash attention is on (it decides how values lie); None without attention."""
+        for part in self.parts:
+            if part.kind != _RECURRENT:
+                return not part.transposed
+        return None
+
+    @property
+    def needs_cells(self) -> bool:
+        """True if every token takes a cell."""
+        return any(part.kind == _CELLS for part in self.parts)
+
+    def max_bytes(self, n_tokens: int) -> int:
+        """Return the size of a state of so many tokens; with a window it may be less."""
+        total = 8
+        for part in self.parts:
+            n = 1 if part.kind == _RECURRENT else n_tokens
+            overhead = 16 + 12 * len(part.tensors)
+            total += overhead + n * (12 + self.extension + part.cell_bytes)
+        return total
+
+    def check(self, state: State, n_tokens: int) -> None:
+        """Raise unless ``state`` has this layout and the positions 0 to n_tokens - 1, each once.
+
+        A cache of sliding layers holds the last of them.
+
+        Raises:
+            SnapshotError: another layout, a position that is missing, twice there or too much, a number
+                that is not finite.
+        """
+        reader = _Reader(state, n_tokens)
+        kinds = tuple(part.kind for part in self.parts)
+        has_values = any(len(p.tensors) > p.n_layer for p in self.parts if p.kind != _RECURRENT)
+        if reader.read(kinds, self.extension, has_values) != self:
+            raise SnapshotError("the K/V is laid out differently from this context's")
+        reader.check_numbers()
+
+
+class _Reader:
+    """Walks through a state; every size is checked before it is believed."""
+
+    def __init__(self, state: State, n_tokens: int) -> None:
+        self._state = state
+        self._bytes = state.data
+        self._at = 0
+        self._n_tokens = n_tokens
+        self._blocks: list[tuple[int, int, int]] = []  # type, start, end
+
+    def read(self, kinds: tuple[str, ...], extension: int, has_values: bool) -> StateLayout:
+        magic, _seq_id = self._numbers("<Ii")
+        parts = []
+        for kind in kinds:
+            if kind == _RECURRENT:
+                parts.append(self._recurrent())
+            else:
+                parts.append(self._cells(kind, extension, has_values))
+        if self._at != len(self._bytes):
+            raise SnapshotError("the K/V is longer than what it says it holds")
+        return StateLayout(magic, extension, tuple(parts))
+
+    def _skip(self, n: int) -> int:
+        start = self._at
+        if n < 0 or n > len(self._bytes) - start:
+            raise SnapshotError("the K/V is shorter than what it says it holds")
+        self._at = start + n
+        return start
+
+    def _numbers(self, form: str) -> tuple[int, ...]:
+        return struct.unpack_from(form, self._bytes, self._skip(struct.calcsize(form)))
+
+    def _cells(self, kind: str, extension: int, has_values: bool) -> Part:
+        n_streams, n = self._numbers("<II")
+        if n_streams != 1 or not 0 < n <= self._n_tokens:
+            raise SnapshotError(f"the K/V holds {n} cells for {self._n_tokens} tokens")
+        size = 12 + extension
+        start = self._skip(n * size)
+        cells = self._state[start : self._at].reshape(n, size)
+        positions = np.sort(np.ascontiguousarray(cells[:, :4]).view(np.int32)[:, 0])
+        first = 0 if kind == _CELLS else self._n_tokens - n
+        if not np.array_equal(positions, np.arange(first, self._n_tokens)):
+            raise SnapshotError(f"the K/V does not hold the positions 0 to {self._n_tokens - 1}")
+        if (np.ascontiguousarray(cells[:, 4:8]).view(np.int32) != 1).any():
+            raise SnapshotError("a cell of the K/V belongs to several sequences")
+        transposed, n_layer = self._numbers("<II")
+        if transposed > 1 or n_layer > _MAX_TENSORS:
+            raise SnapshotError("the K/V is laid out differently from this context's")
+        tensors = list(self._tensors(n_layer, n, False))
+        if has_values:
+            tensors += self._tensors(n_layer, n, bool(transposed))
+        return Part(kind, bool(transposed), n_layer, tuple(tensors))
+
+    def _recurrent(self) -> Part:
+        n, position, n_sequences, transposed, n_layer = self._numbers("<IiIII")
+        if (n, position, n_sequences, transposed) != (1, self._n_tokens - 1, 0, 0):
+            raise SnapshotError(f"the recurrent state is not the one after {self._n_tokens} tokens")
+        # Layers without a recurrent state are left out, and nothing says how many: it is the last part.
+        tensors: list[tuple[int, int]] = []
+        while self._at < len(self._bytes) and len(tensors) <= _MAX_TENSORS:
+            tensors += self._tensors(1, 1, False)
+        return Part(_RECURRENT, False, n_layer, tuple(tensors))
+
+    def _tensors(self, count: int, n: int, transposed: bool) -> Iterator[tuple[int, int]]:
+        for _ in range(count):
+            if transposed:
+                kind, element, width = self._numbers("<iII")
+                size = element * width
+            else:
+                kind, size = self._numbers("<iQ")
+            start = self._skip(n * size)
+            self._blocks.append((kind, start, self._at))
+            yield kind, size
+
+    def check_numbers(self) -> None:
+        """Raise if a tensor holds NaN, infinity or what leads there: it would reach other sequences."""
+        for kind, start, end in self._blocks:
+            if kind not in _FLOATS:
+                continue
+            block, n_floats, width, bits, limit = _FLOATS[kind]
+            data = self._state[start:end]
+            if len(data) % block:
+                raise SnapshotError("the K/V is laid out differently from this context's")
+            if block != width:
+                data = np.ascontiguousarray(data.reshape(-1, block)[:, : n_floats * width])
+            numbers: npt.NDArray[np.unsignedinteger] = data.reshape(-1).view(f"u{width}")
+            if ((numbers & bits) >= limit).any():
+                raise SnapshotError("the K/V holds a number that is not finite, or absurdly large")

@@ -1,0 +1,233 @@
+"""Drafting with a model: token by token, as a tree, or through the text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from time import perf_counter
+
+import numpy as np
+
+from ..branch import Branch
+from ..context import Context
+from ..distribution import DRAFT, Distribution, gumbel_noise
+from ..errors import CapacityError, ConfigError, VocabularyMismatchError
+from ..model import Model
+from ..sampling import SamplingParams
+from ..store import BranchStore
+from .drafters import Draft, DraftLine
+from .length import DraftLength
+from .rules import draft_seed
+from .translation import TranslatingLine
+
+__all__ = ["ModelDrafter"]
+
+
+class ModelDrafter:
+    """Drafts with a small model.
+
+    A model of the same vocabulary drafts token by token; one of another drafts through the text
+    (:mod:`.translation`), which costs more and accepts less. ``Model.compatibility`` tells which.
+
+    Args:
+        ctx: a context of the draft model; each line takes one of its sequences, a tree some more.
+        sampling: its own settings, None = the request's. At equal settings and seed the draft draws
+            with the target's noise, which is what makes the two agree so often.
+        width: candidates a node; above 1 it proposes trees, which need the seeded rule.
+        translate: whether to draft through the text where the vocabularies differ.
+
+    Raises:
+        ConfigError: a bad width.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        sampling: SamplingParams | None = None,
+        *,
+        width: int = 1,
+        translate: bool = True,
+    ) -> None:
+        if isinstance(width, bool) or not isinstance(width, int) or not 1 <= width <= 16:
+            raise ConfigError(f"width must be from 1 to 16, not {width!r}")
+        self.ctx = ctx
+        self.sampling = sampling
+        self.width = width
+        self.translate = translate
+
+    @property
+    def name(self) -> str:
+        """The draft model's name."""
+        return self.ctx.model.name
+
+    def check(self, target: Model) -> None:
+        """Raise VocabularyMismatchError unless it can draft by tokens or through the text."""
+        report = target.compatibility(self.ctx.model)
+        if report.path == "none" or (report.path == "text" and not self.translate):
+            raise VocabularyMismatchError(
+                f"{self.name} cannot draft for {target.name}: {report.reason}",
+                hint="use a draft model of the target's family; see `llamabranch inspect`",
+            )
+
+    def line(self, target: Branch, rule: str) -> DraftLine:
+        """Return a new line; takes a sequence of the draft context.
+
+        Raises:
+            ConfigError: trees under another rule than "seeded".
+        """
+        if self.width > 1 and rule != "seeded":
+            raise ConfigError(f"token trees need the seeded rule, not {rule!r}")
+        params = self.sampling or target.sampling
+        if target.ctx.model.compatibility(self.ctx.model).path == "text":
+            params = params.but(seed=target.seed, logit_bias={})
+            return TranslatingLine(Branch.create(self.ctx, params), target.ctx.model)
+        ours, theirs = self.ctx.n_vocab, target.ctx.n_vocab
+        bias = {token: value for token, value in params.logit_bias.items() if token < ours}
+        # Families pad their vocabularies differently: what only the draft has is never drawn.
+        bias |= dict.fromkeys(range(theirs, ours), -math.inf)
+        params = params.but(seed=target.seed, logit_bias=bias)
+        branch = Branch.create(self.ctx, params, target.grammar)
+        kind = TreeLine if self.width > 1 else ModelLine
+        return kind(branch, target.n_prompt, rule, self.width)
+
+
+class ModelLine:
+    """A branch of the draft model that follows the target's line and runs ahead of it."""
+
+    def __init__(self, branch: Branch, n_prompt: int, rule: str, width: int = 1) -> None:
+        self._branch = branch
+        self._n_prompt = n_prompt
+        self._rule = rule
+        self._width = width
+        self._ahead: Branch | None = None  # where it drafts if its memory cannot be truncated
+
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+        """Catch up in one decode, then draw token by token."""
+        draft = Draft(self._branch.ctx.model.name)
+        if not length.consider(draft.drafter):
+            draft.stopped = "off"
+            return draft
+        start = perf_counter()
+        decodes = self._branch.ctx.decoder.n_decodes
+        try:
+            self._catch_up(tokens)
+            self._draft(draft, length, limit)
+        except CapacityError:  # no room to draft is no reason to stop
+            draft.stopped = "capacity"
+        draft.n_decodes = self._branch.ctx.decoder.n_decodes - decodes
+        draft.seconds = perf_counter() - start
+        return draft
+
+    def _catch_up(self, tokens: Sequence[int]) -> None:
+        branch = self._branch
+        if branch.position < self._n_prompt:
+            branch.prefill(tokens[branch.position : self._n_prompt])
+        branch.follow(tokens[branch.position :])  # everything it has not seen, in one decode
+
+    def _draft(self, draft: Draft, length: DraftLength, limit: int) -> None:
+        branch = self._branch
+        if not branch.ctx.capabilities.can_truncate:
+            branch = self._ahead = branch.fork()
+        seed = draft_seed(branch.seed, branch.position)
+        while len(draft.tokens) < limit:
+            entropy = branch.entropy()
+            draft.entropies.append(entropy)
+            if not length.goes_on(len(draft.tokens), entropy):
+                draft.stopped = length.reason
+                return
+            if self._rule == "seeded":
+                token = branch.produce().token
+            else:
+                source = branch.distribution()
+                token = source.draw(seed, branch.position, DRAFT)
+                draft.sources.append(source)
+            draft.tokens.append(token)
+            if branch.ctx.model.is_end(token):
+                draft.stopped = "end"
+                return
+            if len(draft.tokens) < limit:
+                branch.commit(token)  # the last one is decoded with the next catch-up, if it stands
+
+    def observe(self, n_tokens: int) -> None:
+        """Forget what fell."""
+        if self._ahead is not None:
+            self._ahead.prune()
+            self._ahead = None
+        if n_tokens < self._branch.position:
+            self._branch.rewind(n_tokens)
+
+    def fork(self, target: Branch) -> DraftLine:
+        """Return a line in the same state that drafts for ``target``."""
+        branch = self._branch.fork()
+        branch.reseed(target.seed)
+        return type(self)(branch, self._n_prompt, self._rule, self._width)
+
+    def close(self) -> None:
+        """Free its sequences."""
+        if not self._branch.ctx.closed:
+            self._branch.prune_subtree()
+
+
+class TreeLine(ModelLine):
+    """Proposes a tree: at each level the most probable nodes are followed, all in one decode.
+
+    A node's candidates have the largest keys log q + g, with the noise g the target will draw with, so
+    the first of them is what a chain would have proposed; at temperature 0 the keys are log q. Nodes
+    are ranked by the product of the keys' softmax on their path; the best ``width`` of a level are
+    expanded and the best limit * width overall kept, as EAGLE-2 does with q (Li et al. 2024,
+    2406.16858).
+    """
+
+    def _draft(self, draft: Draft, length: DraftLength, limit: int) -> None:
+        width, store = self._width, BranchStore(self._branch.ctx)
+        nodes: list[tuple[float, int, int]] = []  # value, token, parent
+        level: list[tuple[Branch, int, float]] = [(self._branch, -1, 0.0)]
+        is_end = self._branch.ctx.model.is_end
+        try:
+            for depth in range(limit):
+                entropy = level[0][0].entropy()
+                draft.entropies.append(entropy)
+                if not length.goes_on(depth, entropy):
+                    draft.stopped = length.reason
+                    break
+                found = []
+                for branch, node, value in level:
+                    for token, logprob in _candidates(branch, width):
+                        nodes.append((value + logprob, token, node))
+                        if not is_end(token):
+                            found.append((value + logprob, len(nodes) - 1, token, branch))
+                if depth + 1 == limit or not found:
+                    break
+                found.sort(key=lambda f: (-f[0], f[1]))
+                chosen = [(branch.fork(), node, v, t) for v, node, t, branch in found[:width]]
+                for child, _, _, _ in chosen:
+                    child.detach()
+                for branch, _, _ in level:
+                    if branch is not self._branch:
+                        branch.prune()
+                level = [(child, node, value) for child, node, value, _ in chosen]
+                store.commit({child: token for child, _, _, token in chosen})
+        finally:
+            for branch, _, _ in level:
+                if branch is not self._branch:
+                    branch.prune()
+            _keep_best(draft, nodes, limit * width)
+
+
+def _candidates(branch: Branch, width: int) -> list[tuple[int, float]]:
+    """Return the tokens the target is most likely to draw, with the logarithm of that chance."""
+    if branch.sampling.temperature == 0.0:
+        return branch.next_row().top(width)
+    choices = branch.distribution()
+    keys = choices.logprobs + gumbel_noise(branch.seed, branch.position, choices.ids)
+    best = np.argsort(-keys, kind="stable")[:width]
+    chances = Distribution.from_logits(keys[best], choices.ids[best])
+    return list(zip(chances.ids.tolist(), chances.logprobs.tolist(), strict=True))
+
+
+def _keep_best(draft: Draft, nodes: list[tuple[float, int, int]], most: int) -> None:
+    """Write the ``most`` best nodes into the draft, best first; a parent is never worse than a child."""
+    best = sorted(range(len(nodes)), key=lambda i: (-nodes[i][0], i))[:most]
+    number = {-1: -1} | {node: i for i, node in enumerate(best)}
+    draft.tokens = [nodes[i][1] for i in best]
+    draft.parents = [number[nodes[i][2]] for i in best]

@@ -1,0 +1,269 @@
+"""A whole generation out of rounds: streaming, stop strings, limits, statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from ..branch import Branch
+from ..context import Context
+from ..errors import CapacityError, ConfigError
+from ..grammar import Grammar
+from ..sampling import SamplingParams
+from ..stopping import StopStrings
+from .config import SpeculativeConfig
+from .drafters import Drafter, NullDrafter
+from .goodput import draft_length
+from .lines import LineBook
+from .round import Emitted, Stream, settle_at
+from .rules import choose_rule
+from .stats import SpeculativeStats
+
+__all__ = ["Emitted", "Generation", "Speculator"]
+
+
+class Speculator:
+    """Continues prompts or branches of ``target``, helped by ``drafter``.
+
+    Args:
+        target: the context whose text it is.
+        drafter: who proposes; None = nobody, which is plain decoding.
+        config: how much to draft.
+
+    Raises:
+        VocabularyMismatchError: the drafter does not speak the target's tokens.
+
+    Attributes:
+        length: the draft-length controller, which learns over all generations.
+        stats: counts and times of all generations that have ended.
+    """
+
+    def __init__(
+        self,
+        target: Context,
+        drafter: Drafter | None = None,
+        config: SpeculativeConfig | None = None,
+    ) -> None:
+        self.target = target
+        self.drafter: Drafter = drafter or NullDrafter()
+        self.drafter.check(target.model)
+        self.config = config or SpeculativeConfig()
+        self.length = draft_length(self.config, getattr(self.drafter, "width", 1))
+        self.stats = SpeculativeStats()
+        self._lines = LineBook(self.drafter)
+
+    def rule_for(self, branch: Branch) -> str:
+        """Return the acceptance rule that the configuration means for ``branch``."""
+        return choose_rule(
+            self.config.rule,
+            seed_given=branch.sampling.seed is not None or getattr(self.drafter, "width", 1) > 1,
+            drafter_samples=branch.sampling.temperature > 0,
+        )
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | Branch,
+        *,
+        max_tokens: int | None = 128,
+        sampling: SamplingParams | None = None,
+        stop: Sequence[str] = (),
+        grammar: Grammar | str | None = None,
+        top_logprobs: int = 0,
+    ) -> Generation:
+        """Start a generation; iterate over what is returned, or call its ``finish()``.
+
+        Args:
+            prompt: text, token ids, or a branch. A branch is continued in place with its own sampling
+                and grammar; at the end it holds exactly the tokens that were yielded. What the drafter
+                knows of it, or of a branch it was forked from, is kept for the next time.
+            max_tokens: the most tokens to say; None = until the model ends or the cache is full.
+            sampling, grammar: as for ``Branch.start``.
+            stop: strings that end the text; they are not part of it.
+            top_logprobs: how many alternatives to report with each token.
+
+        Raises:
+            ConfigError, TokenizeError, GrammarError, CapacityError: nothing was started.
+        """
+        if max_tokens is not None and max_tokens < 0:
+            raise ConfigError(f"max_tokens must not be negative, is {max_tokens}")
+        if top_logprobs < 0:
+            raise ConfigError(f"top_logprobs must not be negative, is {top_logprobs}")
+        stops = StopStrings(stop)
+        owned = not isinstance(prompt, Branch)
+        if isinstance(prompt, Branch):
+            if sampling is not None or grammar is not None:
+                raise ConfigError("a branch has its own sampling and grammar")
+            if prompt.ctx is not self.target:
+                raise ConfigError("the branch lives in another context")
+            branch = prompt
+        else:
+            branch = Branch.start(self.target, prompt, grammar=grammar, sampling=sampling)
+        return Generation(self, branch, owned, max_tokens, stops, top_logprobs)
+
+    def open_stream(
+        self, branch: Branch, stats: SpeculativeStats, n_alternatives: int = 0
+    ) -> Stream:
+        """Return the rounds of ``branch``; give its line back with ``close_stream``."""
+        rule = self.rule_for(branch)
+        line = self._lines.take(branch, rule)
+        return Stream(branch, line, self.length, rule, stats, n_alternatives)
+
+    def close_stream(self, stream: Stream, *, keep: bool) -> None:
+        """Keep the line for the branch's next generation, or free what it holds."""
+        self._lines.give_back(stream.branch, stream.line, stream.rule, keep=keep)
+
+    def explain(self) -> str:
+        """Return in words and numbers how it drafts, why, and what came of it."""
+        stats = self.stats
+        lines = [f"drafter: {self.drafter.name}; {self.length.explain()}"]
+        if stats.num_drafts:
+            low, high = stats.alpha_interval
+            lines.append(
+                f"{stats.num_drafts} drafts: {stats.draft_acceptance_rate:.1%} of the drafted tokens "
+                f"stood, {stats.mean_acceptance_length:.2f} tokens a round; a tested token stands with "
+                f"chance {stats.alpha_hat:.2f} ({low:.2f} to {high:.2f})"
+            )
+        if stats.stop_reasons:
+            reasons = sorted(stats.stop_reasons.items(), key=lambda item: -item[1])
+            lines.append("drafts ended by: " + ", ".join(f"{why} {n}" for why, n in reasons))
+        return "\n".join(lines)
+
+    def forget(self, branch: Branch) -> None:
+        """Free what the drafter keeps for ``branch``."""
+        self._lines.forget(branch)
+
+
+class Generation:
+    """One text in the making: an iterator of :class:`Emitted`, and what is known of it so far.
+
+    Attributes:
+        stats: counts and times; complete at the end.
+        seed: what its draws are made of.
+        elapsed_s: seconds spent inside the loop, the prompt's prefill not counted.
+    """
+
+    def __init__(
+        self,
+        speculator: Speculator,
+        branch: Branch,
+        owned: bool,
+        max_tokens: int | None,
+        stops: StopStrings,
+        n_alternatives: int,
+    ) -> None:
+        self.seed = branch.seed
+        self.elapsed_s = 0.0
+        self._said = _Said()
+        self.stats = self._said.stats
+        # The loop knows what it has said, not this object: a forgotten generation ends at once.
+        self._events = _run(
+            speculator, branch, owned, max_tokens, stops, n_alternatives, self._said
+        )
+
+    @property
+    def text(self) -> str:
+        """What was yielded, joined."""
+        return "".join(self._said.texts)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids of what was yielded, a copy; end tokens are not among them."""
+        return list(self._said.tokens)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """ "stop" (end token or stop string), "length", "capacity", or None while it runs."""
+        return self._said.finish_reason
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second of the loop, nan before the first."""
+        return len(self._said.tokens) / self.elapsed_s if self.elapsed_s > 0 else float("nan")
+
+    def __iter__(self) -> Iterator[Emitted]:
+        return self
+
+    def __next__(self) -> Emitted:
+        start = perf_counter()
+        try:
+            return next(self._events)
+        finally:
+            self.elapsed_s += perf_counter() - start
+
+    def finish(self) -> Generation:
+        """Run to the end; return itself."""
+        for _ in self:
+            pass
+        return self
+
+    def close(self) -> None:
+        """Stop here: the branch keeps exactly what was yielded. Idempotent."""
+        self._events.close()
+
+
+@dataclass
+class _Said:
+    tokens: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    finish_reason: str | None = None
+    stats: SpeculativeStats = field(default_factory=SpeculativeStats)
+
+
+def _run(
+    speculator: Speculator,
+    branch: Branch,
+    owned: bool,
+    max_tokens: int | None,
+    stops: StopStrings,
+    n_alternatives: int,
+    said: _Said,
+) -> Generator[Emitted, None, None]:
+    base = branch.position
+    try:
+        stream = speculator.open_stream(branch, said.stats, n_alternatives)
+        try:
+            yield from _say(stream, said, max_tokens, stops)
+        finally:
+            if not owned and not branch.ctx.closed:
+                settle_at(branch, base + len(said.tokens), stream.pending)
+            speculator.close_stream(stream, keep=not owned)
+    except CapacityError:
+        said.finish_reason = "capacity"
+        raise
+    finally:
+        said.stats.num_emitted_tokens = len(said.tokens)
+        speculator.stats.add(said.stats)
+        if owned and not branch.ctx.closed:
+            branch.prune()
+
+
+def _say(
+    stream: Stream, said: _Said, most: int | None, stops: StopStrings
+) -> Generator[Emitted, None, None]:
+    if most == 0:
+        said.finish_reason = "length"
+        return
+    now = [stream.begin()]
+    while True:
+        for emitted in now:
+            if emitted.is_stop:
+                said.finish_reason = "stop"
+                held = stops.flush()
+                if held:  # it takes an end to know that this was no stop string
+                    said.texts.append(held)
+                    yield emitted.with_text(held)
+                return
+            said.tokens.append(emitted.token)
+            last = len(said.tokens) == most
+            text = stops.show(emitted.text, last=last)
+            said.texts.append(text)
+            if stops.found is not None:
+                said.finish_reason = "stop"
+            elif last:
+                said.finish_reason = "length"
+            yield emitted.with_text(text)
+            if said.finish_reason is not None:
+                return
+        limit = 1 << 30 if most is None else most - len(said.tokens) - 1
+        now = stream.round(limit)

@@ -1,0 +1,195 @@
+"""What speculative decoding can gain: expected tokens, speedup, the best draft length.
+
+Pure arithmetic. ``a`` is the per-token acceptance rate: the chance that a drafted token stands, given
+that those before it stood, taken as the same for all. It is not accepted / drafted, which falls as the
+draft grows: see :func:`accepted_share`. ``c`` is the time of a draft step and v(n) that of a target
+decode of n tokens, both in units of a target decode of one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..distribution import Distribution
+from ..errors import ConfigError
+
+__all__ = [
+    "Prediction",
+    "VerifyCost",
+    "accepted_share",
+    "best_draft_length",
+    "expected_tokens",
+    "match_probability",
+    "naive_speedup",
+    "overlap",
+    "per_token_acceptance",
+    "speedup",
+    "table",
+]
+
+VerifyCost = float | Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What to expect of drafting ``draft_length`` tokens a round, each accepted with ``acceptance``.
+
+    ``speedups[i]`` belongs to ``draft_costs[i]``; ``naive`` is the formula one often sees.
+    """
+
+    acceptance: float
+    draft_length: int
+    expected_tokens: float
+    accepted_share: float
+    naive: float
+    draft_costs: tuple[float, ...]
+    speedups: tuple[float, ...]
+
+
+def expected_tokens(a: float, gamma: int) -> float:
+    """Return the tokens a round yields on average: (1 - a^(gamma+1)) / (1 - a).
+
+    Leviathan et al. 2022 (2211.17192), equation 1. The token that follows the draft, bonus or
+    correction, is counted: at gamma = 0 it is the only one.
+
+    Raises:
+        ConfigError: ``a`` outside 0 to 1, or ``gamma`` negative.
+    """
+    _check(a, gamma)
+    return sum(a**i for i in range(gamma + 1))
+
+
+def accepted_share(a: float, gamma: int) -> float:
+    """Return accepted / drafted, which is what "acceptance rate" means in most reports.
+
+    Raises:
+        ConfigError: ``a`` outside 0 to 1, or ``gamma`` below 1.
+    """
+    _check(a, gamma, least=1)
+    return (expected_tokens(a, gamma) - 1.0) / gamma
+
+
+def per_token_acceptance(share: float, gamma: int) -> float:
+    """Return the ``a`` whose :func:`accepted_share` is ``share``, to 1e-12.
+
+    Raises:
+        ConfigError: ``share`` outside 0 to 1, or ``gamma`` below 1.
+    """
+    _check(share, gamma, least=1)
+    low, high = 0.0, 1.0
+    while high - low > 1e-13:
+        middle = (low + high) / 2
+        if accepted_share(middle, gamma) < share:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def speedup(a: float, gamma: int, c: float = 0.0, v: VerifyCost = 1.0) -> float:
+    """Return tokens a second over those of plain decoding: E / (gamma c + v(gamma + 1)).
+
+    With v = 1 it is theorem 3.8 of Leviathan et al. 2022 (2211.17192).
+
+    Args:
+        a, gamma: per-token acceptance and draft length; 0 is plain decoding, whose speedup is 1.
+        c: a draft step's time over a target step's.
+        v: a function of the number of tokens in one target decode; or one number for any draft;
+            1.0 = verification costs no more than one step.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+    if not c >= 0.0:
+        raise ConfigError(f"a draft step cannot cost {c} target steps")
+    tokens = expected_tokens(a, gamma)
+    if gamma == 0:
+        return 1.0
+    cost = v(gamma + 1) if callable(v) else v
+    if not cost > 0.0:
+        raise ConfigError(f"a target decode of {gamma + 1} tokens cannot cost {cost} steps")
+    return tokens / (gamma * c + cost)
+
+
+def best_draft_length(a: float, c: float, v: VerifyCost = 1.0, limit: int = 16) -> int:
+    """Return the draft length from 0 to ``limit`` with the most speedup, the shortest among equals.
+
+    0 means that speculation does not pay.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+    if limit < 0:
+        raise ConfigError(f"a limit of draft lengths must not be negative, is {limit}")
+    return max(range(limit + 1), key=lambda gamma: speedup(a, gamma, c, v))
+
+
+def naive_speedup(a: float, gamma: int) -> float:
+    """Return 1 / (1 - a + a / gamma), a formula one often sees; wrong, see ``docs/theory.md``.
+
+    Raises:
+        ConfigError: ``a`` outside 0 to 1, or ``gamma`` below 1.
+    """
+    _check(a, gamma, least=1)
+    return 1.0 / (1.0 - a + a / gamma)
+
+
+def table(
+    acceptances: Sequence[float] = (0.7, 0.8),
+    draft_lengths: Sequence[int] = (4, 8),
+    draft_costs: Sequence[float] = (0.05, 0.10, 0.20),
+    v: VerifyCost = 1.0,
+) -> list[Prediction]:
+    """Return a prediction for each draft length >= 1 and acceptance, in that order.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+    return [
+        Prediction(
+            acceptance=a,
+            draft_length=gamma,
+            expected_tokens=expected_tokens(a, gamma),
+            accepted_share=accepted_share(a, gamma),
+            naive=naive_speedup(a, gamma),
+            draft_costs=tuple(draft_costs),
+            speedups=tuple(speedup(a, gamma, c, v) for c in draft_costs),
+        )
+        for gamma in draft_lengths
+        for a in acceptances
+    ]
+
+
+def overlap(target: Distribution, draft: Distribution) -> float:
+    """Return the chance that the token rule accepts a token drawn from ``draft``: 1 - TV.
+
+    Leviathan et al. 2022 (2211.17192), theorem 3.5; no rule accepts a first token more often.
+    """
+    return 1.0 - target.total_variation(draft)
+
+
+def match_probability(target: Distribution, draft: Distribution) -> float:
+    """Return the chance that both draw the same token from the same noise: the seeded rule's.
+
+    sum_x 1 / sum_y max(p_y/p_x, q_y/q_x), Daliri et al. 2024 (2408.07978); it is at least
+    (1 - TV) / (1 + TV). Sorted by p/q, the maxima are p's above x and q's up to it: O(K log K).
+    """
+    in_draft = draft.at(target.ids)
+    p, q = target.probs[in_draft > 0.0], in_draft[in_draft > 0.0]
+    order = np.argsort(p / q)
+    p, q = p[order], q[order]
+    p_alone = target.probs[in_draft == 0.0].sum()  # ratio p/q infinite: above every x
+    q_alone = draft.probs[target.at(draft.ids) == 0.0].sum()  # ratio zero: below every x
+    p_above = p_alone + np.append(np.cumsum(p[:0:-1])[::-1], 0.0)[: len(p)]
+    q_up_to = q_alone + np.cumsum(q)
+    return float((1.0 / (p_above / p + q_up_to / q)).sum())
+
+
+def _check(a: float, gamma: int, least: int = 0) -> None:
+    if not 0.0 <= a <= 1.0:
+        raise ConfigError(f"an acceptance rate must be from 0 to 1, not {a}")
+    if gamma < least:
+        raise ConfigError(f"a draft length must be at least {least}, not {gamma}")

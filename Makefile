@@ -1,23 +1,28 @@
 # Everything runs in a virtual environment that these targets make on first use.
 #   make demo    install, then speculative decoding on the bundled pair against plain decoding
 #   make test    install with the tools, then lint, types, tests
+#   make bench   install, build llama.cpp's own programs, then all benchmarks: about an hour and a half
 # Override with e.g. `make test VENV=/tmp/venv PYTHON=python3.12 PYTEST_ARGS="-k cli"`.
 
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 BIN := $(VENV)/bin
 
 # The first install compiles llama.cpp: use every core for it.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 
-.PHONY: demo test install install-dev lint types check clean
+.PHONY: demo test bench install install-dev lint types check clean
 
 demo: install
 	$(BIN)/llamabranch speculate --compare
 
 test: lint types
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: install-dev
+	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
 
 lint: install-dev
 	$(BIN)/ruff check .

@@ -46,6 +46,7 @@ from .speculative import (
     Speculator,
     SuffixDrafter,
     first_divergence,
+    theory,
 )
 from .store import BranchStore
 
@@ -103,4 +104,5 @@ __all__ = [
     "load",
     "resolve",
     "set_log_level",
+    "theory",
 ]

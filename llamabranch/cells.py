@@ -7,9 +7,10 @@ and inherited ones; a cell is free when no sequence refers to it any more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["CellLedger", "Usage"]
+__all__ = ["CellLedger", "Usage", "n_common"]
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,13 @@ class Usage:
 
 
 class _Run:
-    """Cells written one after another by one sequence; only its length matters."""
+    """Cells written one after another by one sequence, each with the moment it was written."""
 
-    __slots__ = ("length", "owner")
+    __slots__ = ("moments", "owner")
 
-    def __init__(self, owner: int, length: int) -> None:
+    def __init__(self, owner: int, moments: list[int]) -> None:
         self.owner = owner
-        self.length = length
+        self.moments = moments
 
 
 @dataclass
@@ -65,6 +66,7 @@ class CellLedger:
     def __init__(self, n_cells: int, n_seq_max: int) -> None:
         self.n_cells = n_cells
         self.n_seq_max = n_seq_max
+        self.clock = 0  # cells written so far; a later one lies higher, if no hole was left to fill
         self._sequences = [_Sequence() for _ in range(n_seq_max)]
 
     def next_position(self, seq_id: int) -> int:
@@ -80,20 +82,51 @@ class CellLedger:
         """Return how many cells ``seq_id`` refers to."""
         return sum(s.high - s.low for s in self._sequences[seq_id].slices)
 
-    def append(self, seq_id: int, n: int) -> None:
-        """Record ``n`` new tokens at the end of ``seq_id``."""
+    def append(self, seq_id: int, n: int, moments: Sequence[int] | None = None) -> None:
+        """Record ``n`` new tokens at the end of ``seq_id``, written now or at ``moments``."""
+        if moments is None:
+            moments = range(self.clock, self.clock + n)
+            self.clock += n
         sequence = self._sequences[seq_id]
         if sequence.slices:
             last = sequence.slices[-1]
             run = last.run
-            if run.owner == seq_id and run.length == last.high:
-                run.length += n
+            if run.owner == seq_id and len(run.moments) == last.high:
+                run.moments.extend(moments)
                 last.high += n
                 sequence.next_position += n
                 return
-        run = _Run(seq_id, n)
+        run = _Run(seq_id, list(moments))
         sequence.slices.append(_Slice(run, 0, n, sequence.next_position))
         sequence.next_position += n
+
+    def last_moment(self, seq_id: int) -> int:
+        """Return when the newest cell of ``seq_id`` was written, -1 if it is empty."""
+        slices = self._sequences[seq_id].slices
+        return slices[-1].run.moments[slices[-1].high - 1] if slices else -1
+
+    def exclusive_from(self, seq_id: int, start: int) -> int | None:
+        """Return the first position from ``start`` on that no other sequence shares, None if none."""
+        found = None
+        for s in reversed(self._sequences[seq_id].slices):
+            shared = max(
+                (t.high for i, other in enumerate(self._sequences) if i != seq_id
+                 for t in other.slices if t.run is s.run),
+                default=0,
+            )  # fmt: skip
+            low = max(s.low, min(shared, s.high), s.low + start - s.position)
+            if low < s.high:
+                found = s.position + low - s.low
+            if low > s.low:
+                break
+        return found
+
+    def moment(self, seq_id: int, position: int) -> int:
+        """Return when the cell of ``position`` was written."""
+        for s in self._sequences[seq_id].slices:
+            if s.position <= position < s.end:
+                return s.run.moments[s.low + position - s.position]
+        raise KeyError(position)
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         """Let the empty ``target`` refer to what ``source`` has in positions [start, end)."""
@@ -139,3 +172,18 @@ class CellLedger:
                 previous = at
         lengths = {i: self.length(i) for i, s in enumerate(self._sequences) if s.slices}
         return Usage(self.n_cells, used, shared, lengths)
+
+
+def n_common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return how many tokens two lists begin with alike."""
+    n = min(len(left), len(right))
+    if left[:n] == right[:n]:
+        return n
+    low, high = 0, n  # they agree up to low, and differ before high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -11,14 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from .capabilities import Capabilities, probe
-from .cells import Usage
+from .cells import Usage, n_common
 from .decoder import Decoder
 from .distribution import log_base
 from .errors import BranchStateError, ConfigError, DecodeError, UnsupportedError
-from .leases import Leases
+from .leases import Leases, Replayable
 from .model import Model
-from .native import ContextHandle
+from .native import ContextHandle, max_sequences
 from .options import context_options, resolve_kv_type
+from .parking import Parking
 from .rows import LogitsRow
 from .sampling import Sampler, SamplingParams
 
@@ -123,6 +124,10 @@ class Context:
         except BaseException:
             handle.close()
             raise
+        if self.capabilities.batch_invariant and n_seq_max < max_sequences():
+            cells = self._decoder.cells
+            self._decoder.parking = Parking(handle, cells, max_sequences() - 1)
+            self._decoder.compact = self._compact
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -211,6 +216,29 @@ class Context:
             self._collect_forgotten()
             found = (self._leases.holder(seq_id) for seq_id in range(self.n_seq_max))
             return [holder for holder in found if holder is not None]
+
+    def _compact(self) -> bool:
+        """Decode all branches anew, in order and without holes; False if something else is there."""
+        cells = self._decoder.cells
+        lines = [holder for holder in self.holders() if isinstance(holder, Replayable)]
+        held = set(cells.usage().sequences)
+        if held != {line.seq_id for line in lines if line.position}:
+            return False  # raw sequences, or a verification under way: only their owners know
+        if any(cells.next_position(line.seq_id) != line.position for line in lines):
+            return False
+        self._decoder.clear()
+        done: list[Replayable] = []
+        for line in sorted(lines, key=lambda line: line.position):
+            tokens, source, n = line.tokens, None, 0
+            for other in done:
+                same = n_common(other.tokens, tokens)
+                if same > n:
+                    source, n = other, same
+            if source is not None:
+                self._decoder.share(source.seq_id, line.seq_id, 0, n)
+            self._decoder.decode_run(tokens[n:], line.seq_id, "none")
+            done.append(line)
+        return True
 
     def _check_seq(self, seq_id: int) -> None:
         if isinstance(seq_id, bool) or not isinstance(seq_id, int):
@@ -355,14 +383,13 @@ class Context:
                 return
             partial = start > 0 or stop < length
             # Memory that lost a part of its window would say yes and then compute from what is gone.
-            if (partial and not self.capabilities.can_truncate) or not self._decoder.handle.remove(
-                seq_id, start, -1 if stop >= length else stop
+            if (partial and not self.capabilities.can_truncate) or not self._decoder.drop(
+                seq_id, start, 1 << 31 if stop >= length else stop
             ):
                 raise UnsupportedError(
                     "this model's memory cannot drop a part of a sequence",
                     hint="remove the whole sequence and decode again, or fork before you try things",
                 )
-            self._decoder.cells.remove(seq_id, start, stop)
 
     def kv_seq_keep(self, seq_id: int) -> None:
         """Drop every other sequence that no branch has leased."""
@@ -386,8 +413,7 @@ class Context:
                     f"{len(self._leases)} branches still use the cache",
                     hint="prune them first",
                 )
-            self._decoder.handle.clear()
-            self._decoder.cells.clear()
+            self._decoder.clear()
 
     def kv_cache_size(self, seq_id: int) -> int:
         """Return how many tokens a sequence holds."""

@@ -6,12 +6,13 @@ checks what users pass, branches only pass what they know to be right.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 from .cells import CellLedger
 from .errors import CacheFullError, DecodeError
 from .native import ContextHandle, StateLayout
+from .parking import Parking
 from .rows import LogitsRow
 
 __all__ = ["Decoder"]
@@ -27,6 +28,8 @@ class Decoder:
         self.handle = handle
         self.cells = CellLedger(handle.n_ctx, n_seq_max)
         self.n_decodes = 0
+        self.parking: Parking | None = None  # where order among cells matters
+        self.compact: Callable[[], bool] = lambda: False  # write all sequences anew, if that can be
         self.layout: StateLayout | None = None  # learned when the context opens
         self._live: list[LogitsRow] = []
 
@@ -59,6 +62,8 @@ class Decoder:
         handle.wants_logits[0] = 1
         try:
             code = handle.decode(1)
+            if code == 1 and self._make_room(() if replaced is None else (replaced,)):
+                return self.advance(seq_id, token, replaced)
             if code == 0:
                 self.cells.append(seq_id, 1)
         except BaseException:  # Ctrl-C arrives when the call returns
@@ -99,9 +104,10 @@ class Decoder:
         starts = {seq_id: self.cells.next_position(seq_id) for seq_id in ends}
         try:
             code = handle.decode(n)
+            if code == 1 and self._make_room(replaced):
+                return self.decode(tokens, seqs, wants_logits, replaced)
             if code == 0:
-                for seq_id, end in ends.items():
-                    self.cells.append(seq_id, end - starts[seq_id])
+                self._record(seqs)
         except BaseException:  # Ctrl-C arrives when the call returns
             self._undo(starts, replaced)
             raise
@@ -113,6 +119,26 @@ class Decoder:
         rows = [LogitsRow(array) for array in handle.rows(n_outputs)[:n_outputs]]
         self._live = list(rows)
         return rows
+
+    def _record(self, seqs: Sequence[int]) -> None:
+        """Tell the ledger of a batch; cells are written in the order of the batch."""
+        cells, clock = self.cells, self.cells.clock
+        moments: dict[int, list[int]] = {}
+        for i, seq_id in enumerate(seqs):
+            moments.setdefault(seq_id, []).append(clock + i)
+        cells.clock += len(seqs)
+        for seq_id, written in moments.items():
+            cells.append(seq_id, len(written), written)
+
+    def _make_room(self, replaced: Iterable[LogitsRow]) -> bool:
+        """Free what is parked, if anything is; True if the decode may be tried again."""
+        if self.parking is None or not self.parking.n_cells:
+            return False
+        for row in replaced:
+            row.keep()
+        if not self.compact():
+            self.parking.free()
+        return True
 
     def decode_tree(
         self,
@@ -144,12 +170,21 @@ class Decoder:
         self._live = list(rows)
         return rows
 
-    def adopt(self, source: int, target: int, end: int) -> None:
-        """Make ``target``, a prefix of ``source``, hold the first ``end`` positions of it."""
+    def adopt(
+        self, leaves: Sequence[int], leaf: int, target: int, nodes: Sequence[int], n_nodes: int
+    ) -> None:
+        """Give ``target`` the path ``nodes`` of the tree just decoded, which ``leaf`` holds.
+
+        The tree had ``n_nodes`` tokens; what is not on the path is left to the other ``leaves``.
+        """
         start = self.cells.next_position(target)
+        first = self.cells.clock
+        self.cells.clock += n_nodes
+        if self.parking is not None and n_nodes > len(nodes):
+            self.parking.take_tree(leaves, start, first, n_nodes - len(nodes))
         self.handle.remove(target, -1, -1)
-        self.handle.copy(source, target, 0, end)
-        self.cells.append(target, end - start)
+        self.handle.copy(leaf, target, 0, start + len(nodes))
+        self.cells.append(target, len(nodes), [first + node for node in nodes])
 
     def _fail(
         self, code: int, starts: dict[int, int], n: int, replaced: Iterable[LogitsRow]
@@ -195,6 +230,8 @@ class Decoder:
             size = min(size, self.handle.n_outputs_max)
         if len(tokens) > size:
             replaced = ()  # a later chunk may fail when an earlier one has overwritten the row
+            if self.parking is not None and self.parking.n_cells > 0 and self._lacks(len(tokens)):
+                self._make_room(())
         rows: list[LogitsRow] = []
         try:
             for low in range(0, len(tokens), size):
@@ -210,20 +247,36 @@ class Decoder:
             raise
         return rows
 
+    def _lacks(self, n: int) -> bool:
+        free = self.cells.usage().cells_free
+        return self.parking is not None and free - self.parking.n_cells < n
+
     def _cut(self, seq_id: int, start: int) -> None:
         """Drop the tail of a sequence, or all of it where a tail cannot be dropped."""
         if not self.drop(seq_id, start):
             self.drop(seq_id, 0)
 
-    def drop(self, seq_id: int, start: int) -> bool:
-        """Drop the tail of a sequence from position ``start``; False if this memory cannot."""
-        if not self.handle.remove(seq_id, start, -1):
+    def drop(self, seq_id: int, start: int, end: int = _END) -> bool:
+        """Drop positions [start, end) of a sequence; False if this memory cannot."""
+        if self.parking is not None:
+            self.parking.take(seq_id, start, end)
+        if not self.handle.remove(seq_id, start, -1 if end == _END else end):
             return False
-        self.cells.remove(seq_id, start, _END)
+        self.cells.remove(seq_id, start, end)
+        if self.parking is not None:
+            self.parking.free_if_unneeded()
         return True
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self.handle.clear()
+        self.cells.clear()
+        if self.parking is not None:
+            self.parking.forget()
 
     def share(self, source: int, target: int, start: int = 0, end: int = -1) -> None:
         """Make ``target`` hold what ``source`` holds, without copying any K/V."""
-        self.handle.remove(target, -1, -1)
+        if self.cells.first_position(target) >= 0:
+            self.drop(target, 0)
         self.handle.copy(source, target, start, end)
         self.cells.copy(source, target, start, _END if end == -1 else end)

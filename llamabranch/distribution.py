@@ -96,6 +96,14 @@ def uniform(seed: int, position: int, purpose: int = RULE, index: int = 0) -> fl
     return (bits + 0.5) * _TO_UNIT
 
 
+def seed_from_text(text: str) -> int:
+    """Return a number that depends on nothing but ``text`` (FNV-1a over UTF-8, 64 bits)."""
+    value = 0xCBF29CE484222325
+    for byte in text.encode("utf-8", "surrogatepass"):
+        value = ((value ^ byte) * 0x100000001B3) & _MASK
+    return value
+
+
 def derive_seed(seed: int, index: int) -> int:
     """Return the ``index``-th of the seeds that descend from ``seed``, 63 bits."""
     return _key(seed, index, FORK) >> 1

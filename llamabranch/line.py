@@ -242,8 +242,8 @@ class Line:
         self._ctx.model.check_tokens(tokens)
         self._catch_up()
 
-    def take_prompt(self, tokens: Sequence[int], row: LogitsRow) -> None:
-        """Take decoded prompt tokens; ``row`` follows them."""
+    def take_prompt(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
+        """Take decoded prompt tokens; ``row`` follows them, if it was kept."""
         self._sampler.accept_prompt(tokens)
         self._tokens += tokens
         self._n_prompt = len(self._tokens)

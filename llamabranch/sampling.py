@@ -252,6 +252,8 @@ class Sampler:
             if 0 < p.top_k < self.model.n_vocab:
                 chain.add("top_k", p.top_k)
             if p.typical_p < 1.0:
+                # It takes the logarithm of every probability: one that is 0 would make all NaN.
+                chain.add("min_p", 1e-30, 1)
                 chain.add("typical", p.typical_p, p.min_keep)
             if p.top_p < 1.0:
                 chain.add("top_p", p.top_p, p.min_keep)

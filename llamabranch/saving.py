@@ -93,7 +93,7 @@ class SavableLine(VerifiableLine):
     @classmethod
     def _taken_up(cls, ctx: Context, get: Callable[[], Snapshot]) -> Self:
         with ctx.lock:
-            line = cls(ctx, Sampler(ctx.model, SamplingParams()), 0, None)
+            line = cls(ctx, Sampler(ctx.model, SamplingParams(temperature=0.0)), 0, None)
             try:
                 snapshot = get()
                 snapshot.check(ctx)

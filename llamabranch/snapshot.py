@@ -147,7 +147,10 @@ class Snapshot:
         Raises:
             SnapshotError: it cannot be written.
         """
-        metadata = json.dumps(self._metadata(), separators=(",", ":")).encode()
+        try:
+            metadata = json.dumps(self._metadata(), separators=(",", ":")).encode()
+        except ValueError as error:  # Python writes no integer of more than 4,300 digits
+            raise SnapshotError(f"the settings cannot be written: {error}") from error
         if len(metadata) > _MAX_METADATA_BYTES:
             raise SnapshotError(
                 f"the grammar or the logit bias is too large: {len(metadata)} bytes"
@@ -275,7 +278,7 @@ class Snapshot:
             raise SnapshotError("the snapshot contradicts itself: prompt, tokens and surprisals")
         if n and (self.tokens.min() < 0 or self.tokens.max() >= n_vocab):
             raise SnapshotError("the snapshot names tokens that the vocabulary does not have")
-        if len(self.logits) != (n_vocab if n else 0) or bool(np.isnan(self.logits).any()):
+        if len(self.logits) != (n_vocab if n else 0) or not (self.logits < np.inf).all():
             raise SnapshotError(
                 "the snapshot's logits do not fit the vocabulary, or are no numbers"
             )

@@ -39,6 +39,19 @@ class BranchStore:
             for branch, tokens in work.items():
                 branch.take_prompt(tokens, rows[branch])
 
+    def follow(self, texts: Mapping[Branch, Sequence[int]]) -> None:
+        """Take tokens for each branch, whatever they are, in as few decodes as possible.
+
+        For drafters, which follow other branches. Raises what ``commit`` raises.
+        """
+        with self._ctx.lock:
+            work = {branch: list(tokens) for branch, tokens in texts.items() if tokens}
+            for branch in work:
+                self._check(branch)
+            rows = self._decode(work)
+            for branch, tokens in work.items():
+                branch.take_followed(tokens, rows[branch])
+
     def commit(self, tokens: Mapping[Branch, int]) -> None:
         """Take one token for each branch.
 
@@ -80,6 +93,8 @@ class BranchStore:
             self._check(winner)
             roots = {self._root(branch) for branch in self._branches()}
             winner.detach()
+            for child in winner.children:
+                child.prune_subtree()
             for root in roots:
                 if root is not winner:
                     root.prune_subtree()
@@ -116,6 +131,8 @@ class BranchStore:
 
     def _decode(self, work: Mapping[Branch, Sequence[int]]) -> dict[Branch, LogitsRow]:
         """Decode all tokens, packed to n_batch; return each branch's last row."""
+        if not work:
+            return {}
         decoder = self._ctx.decoder
         size = self._ctx.n_batch
         starts = {branch.seq_id: branch.position for branch in work}

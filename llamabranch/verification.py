@@ -106,6 +106,7 @@ class VerifiableLine(Line):
 
     _trial: _Trial | None = None
     _below: list[list[int]]
+    _parents: Sequence[int]
 
     def verify(self, tokens: Sequence[int]) -> list[LogitsRow]:
         """Decode ``tokens`` after this branch's end and return a row for each, valid until ``settle``.
@@ -159,7 +160,7 @@ class VerifiableLine(Line):
             except BaseException:
                 trial.end()
                 raise
-            self._trial, self._below = trial, below
+            self._trial, self._below, self._parents = trial, below, parents
             return rows
 
     def judge(
@@ -194,29 +195,40 @@ class VerifiableLine(Line):
                 row = after
             self._sampler = sampler
             if self._trial is not None:
-                row = self._settle_trial(self._trial, kept, row, node)
+                row = self._settle_trial(self._trial, kept, rows, node)
             elif self._decoder.cells.next_position(self._seq_id) > end:
                 self._truncate(end)
             self._set_row(row)
             return texts
 
+    def _path(self, node: int) -> list[int]:
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self._parents[node]
+        return path[::-1]
+
     def _settle_trial(
-        self, trial: _Trial, kept: Sequence[int], row: LogitsRow | None, node: int | None
-    ) -> LogitsRow | None:
+        self, trial: _Trial, kept: Sequence[int], rows: Sequence[LogitsRow], node: int | None
+    ) -> LogitsRow:
         """Bring this line's own sequence to where the trial proved it may go."""
         self._trial = None
         decoder, end = self._decoder, len(self._tokens)
         try:
             if node is not None:  # a leaf below the node holds all of its path
-                decoder.adopt(trial.seqs[self._below[node][0]], self._seq_id, end)
+                leaf = trial.seqs[self._below[node][0]]
+                path = self._path(node)
+                decoder.adopt(trial.seqs, leaf, self._seq_id, path, len(self._parents))
             elif decoder.cells.next_position(trial.seqs[0]) == end:
                 decoder.share(trial.seqs[0], self._seq_id)
             else:
+                for row in rows:  # the caller reads them after this decode
+                    row.keep()
                 trial.end()
-                row = decoder.decode_run(kept, self._seq_id, "last")[-1]
+                return decoder.decode_run(kept, self._seq_id, "last")[-1]
         finally:
             trial.end()
-        return row
+        return rows[-1]
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Take ``tokens`` as the next ones, whatever they are, in as few decodes as possible.
@@ -227,10 +239,18 @@ class VerifiableLine(Line):
             return
         with self._lock:
             self._check()
-            row = self.decode_run(tokens, "last", self.given_up())[-1]
-            sampler = self._sampler
-            for token in tokens:
-                if not sampler.is_stateless:
-                    sampler.accept(token)
-                self._append(token, math.nan)
-            self._set_row(row)
+            self.take_followed(tokens, self.decode_run(tokens, "last", self.given_up())[-1])
+
+    def take_followed(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
+        """Take decoded tokens, whatever they are; ``row`` follows them, if it was kept."""
+        for token in tokens:
+            if not self._sampler.is_stateless:
+                self._sampler.accept(token)
+            self._append(token, math.nan)
+        self._set_row(row)
+
+    def borrow(self, source: Line, n: int) -> None:
+        """Take the first ``n`` tokens of ``source`` as this empty line's prompt, sharing its cells."""
+        with self._lock:
+            self._decoder.share(source.seq_id, self._seq_id, 0, n)
+            self.take_prompt(source.tokens[:n], None)

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from toys import CHAT_TEMPLATE, write_toy
@@ -16,9 +18,10 @@ from typer.testing import CliRunner, Result
 import llamabranch as lb
 from llamabranch import hub
 from llamabranch.cli import app
-from llamabranch.cli.compare import RoundCost
+from llamabranch.cli.compare import Comparison, RoundCost, compare
 
 COMMAND = [sys.executable, "-m", "llamabranch.cli"]
+SPECULATE = "llamabranch.cli.speculate"
 ESCAPE = "\x1b["
 STATISTICS = (
     "iterations",
@@ -84,7 +87,11 @@ def test_speculate_streams_the_text_that_json_gives() -> None:
 
 def test_json_has_the_names_of_the_field() -> None:
     answer = run_json("--max-tokens", "20", "--seed", "5")
-    assert set(answer) == {"text", "tokens", "finish_reason", "tokens_per_s", "seed", "stats"}
+    assert set(answer) == {
+        *("text", "tokens", "finish_reason", "tokens_per_s", "seed", "rule", "explain", "stats")
+    }
+    assert answer["rule"] == "seeded"
+    assert "tale-draft" in str(answer["explain"])
     assert answer["seed"] == 5
     assert answer["finish_reason"] in ("length", "stop")
     tokens, stats = answer["tokens"], answer["stats"]
@@ -100,6 +107,7 @@ def test_json_has_the_names_of_the_field() -> None:
         "mean_acceptance_length",
     ):
         assert name in stats
+    assert set(stats) == set(lb.SpeculativeStats().as_dict())
     assert 0 < stats["num_accepted_tokens"] <= stats["num_draft_tokens"]
 
 
@@ -122,6 +130,9 @@ def test_compare_gives_the_text_of_plain_decoding(temperature: str) -> None:
     assert plain["text"] == answer["text"]
     assert plain["tokens"] == answer["tokens"]
     assert answer["speedup"] == pytest.approx(speed / plain["tokens_per_s"])
+    assert answer["same_text_expected"] is True
+    assert answer["batch_invariant"] is True
+    assert answer["divergence"] is None
 
 
 def test_compare_without_a_seed_picks_one_and_prints_it() -> None:
@@ -264,6 +275,205 @@ def test_models_are_taken_by_name_and_by_path() -> None:
     assert by_path["tokens"] == by_name["tokens"]
 
 
+# -- drafters and rules ----------------------------------------------------------------------------
+
+REFRAIN = "Mirror, mirror on the wall, who is the fairest of them all?\n\n" * 4
+
+
+@pytest.mark.parametrize("draft", ["lookup", "suffix", "suffix+tale-draft", "lookup+suffix"])
+def test_every_drafter_gives_the_text_of_plain_decoding(draft: str) -> None:
+    arguments = (REFRAIN, "--max-tokens", "48", "--seed", "7", "--temperature", "0")
+    drafted = run_json("--draft", draft, *arguments)
+    assert drafted["tokens"] == run_json("--draft", "none", *arguments)["tokens"]
+    assert drafted["stats"]["num_accepted_tokens"] > 0  # type: ignore[index]
+    assert str(drafted["explain"]).startswith(f"drafter: {draft};")
+
+
+def test_repeated_runs_of_a_comparison_do_not_copy_each_other() -> None:
+    # With an index shared by all runs the second one would find its own text and accept all of it.
+    arguments = ("A prince", "--draft", "suffix", "--seed", "3", "--max-tokens", "40")
+    alone, again = run_json(*arguments), run_json(*arguments, "--compare")
+    counts = [run["stats"]["num_accepted_tokens"] for run in (alone, again)]  # type: ignore[index]
+    assert counts[0] == counts[1]
+    assert counts[0] < 20
+
+
+def test_file_with_a_plus_in_its_name_is_no_chain(tmp_path: Path) -> None:
+    path = write_toy(tmp_path / "a+b.gguf", vocab="bytes")
+    arguments = ("Hi", "--target", str(path), "--draft", str(path), "--max-tokens", "8")
+    assert run_json(*arguments, "--seed", "1")["stats"]["draft_acceptance_rate"] == 1.0  # type: ignore[index]
+
+
+def test_draft_of_another_vocabulary_goes_through_the_text_and_says_so(tmp_path: Path) -> None:
+    other = write_toy(tmp_path / "other.gguf", vocab="bytes")
+    arguments = ("speculate", "--max-tokens", "16", "--seed", "7", "--json")
+    result = run(*arguments, "--draft", str(other))
+    assert result.exit_code == 0, result.stderr
+    assert "another vocabulary" in result.stderr
+    plain = json.loads(run(*arguments, "--draft", "none").stdout)
+    assert json.loads(result.stdout)["tokens"] == plain["tokens"]
+
+
+@pytest.mark.parametrize("arguments", [("--draft-width", "3"), ("--rule", "seeded")])
+def test_trees_and_the_seeded_rule_promise_the_same_text(arguments: tuple[str, ...]) -> None:
+    answer = run_json(*arguments, "--max-tokens", "32", "--compare")
+    assert answer["rule"] == "seeded"
+    assert answer["same_text_expected"] is True
+    assert answer["same_text"] is True
+
+
+def test_tree_drafts_more_than_one_candidate_a_place() -> None:
+    arguments = ("--max-tokens", "24", "--seed", "7", "--draft-length", "3")
+    tree = run_json("--draft-width", "4", *arguments)
+    stats = tree["stats"]
+    assert isinstance(stats, dict)
+    assert len(stats["num_tested_tokens_per_pos"]) <= 3
+    assert stats["num_draft_tokens"] > 3 * stats["num_drafts"]
+    assert tree["tokens"] == run_json(*arguments)["tokens"]
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_rule_lossless_in_distribution_expects_no_equal_text(rule: str) -> None:
+    arguments = ("--rule", rule, "--compare", "--max-tokens", "32", "--seed", "7")
+    answer = run_json(*arguments)
+    assert (answer["rule"], answer["same_text_expected"]) == (rule, False)
+    assert answer["divergence"] is None
+    shown = run("speculate", *arguments).stdout
+    expected = f"same text: not expected (rule {rule} is lossless in distribution)"
+    assert expected in shown.splitlines()
+
+
+def test_every_rule_gives_the_same_text_at_temperature_0() -> None:
+    arguments = ("--compare", "--max-tokens", "32", "--temperature", "0")
+    for rule in ("seeded", "token", "block"):
+        answer = run_json("--rule", rule, *arguments)
+        assert (answer["rule"], answer["same_text_expected"]) == (rule, True)
+        assert answer["same_text"] is True
+
+
+def test_rule_without_a_seed_is_block() -> None:
+    assert run_json("--max-tokens", "8")["rule"] == "block"
+
+
+def test_explain_is_printed_on_request_and_with_compare() -> None:
+    arguments = ("speculate", "--max-tokens", "16", "--seed", "7")
+    assert "drafter: " not in run(*arguments).stdout
+    for option in ("--explain", "--compare"):
+        assert "drafter: tale-draft; always 4 tokens a draft" in run(*arguments, option).stdout
+    plain = run(*arguments, "--draft", "none", "--explain").stdout
+    assert "plain decoding: there is no drafter" in plain
+
+
+def test_explain_counts_the_run_that_is_shown() -> None:
+    answer = run_json("--max-tokens", "24", "--seed", "7", "--compare")
+    assert f"\n{answer['stats']['num_drafts']} drafts: " in str(answer["explain"])  # type: ignore[index]
+
+
+def test_top_logprobs_are_those_of_plain_decoding() -> None:
+    arguments = ("--top-logprobs", "3", "--max-tokens", "24", "--seed", "7")
+    drafted = run_json(*arguments)["logprobs"]
+    plain = run_json(*arguments, "--draft", "none")["logprobs"]
+    assert isinstance(drafted, list)
+    assert isinstance(plain, list)
+    assert {entry["source"] for entry in drafted} >= {"drafted", "corrected"}
+    assert len(drafted) == 24
+    for ours, theirs in zip(drafted, plain, strict=True):
+        assert {**ours, "source": "plain"} == theirs
+        assert len(ours["top"]) == 3
+        assert ours["logprob"] <= ours["top"][0]["logprob"] <= 0
+
+
+def test_top_logprobs_list_exactly_the_tokens_that_were_said() -> None:
+    answer = run_json("--top-logprobs", "1", "--stop", "the", "--seed", "1", "--max-tokens", "64")
+    logprobs = answer["logprobs"]
+    assert isinstance(logprobs, list)
+    assert [entry["token"] for entry in logprobs] == answer["tokens"]
+
+
+def _compare_with_a_flaw(*arguments: Any) -> Comparison | None:
+    """Compare as usual, then pretend that plain decoding had said something else for token 5."""
+    found = compare(*arguments)
+    if found is None:
+        return None
+    tokens = [*found.plain.tokens[:5], 0, *found.plain.tokens[6:]]
+    return replace(found, plain=replace(found.plain, tokens=tokens))
+
+
+def test_texts_that_differ_are_reported_with_place_and_gap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.modules[SPECULATE], "compare", _compare_with_a_flaw)
+    arguments = ("--compare", "--max-tokens", "12", "--seed", "7")
+    answer = run_json(*arguments)
+    divergence, tokens = answer["divergence"], answer["tokens"]
+    assert answer["same_text"] is False
+    assert isinstance(divergence, dict)
+    assert isinstance(tokens, list)
+    assert divergence["position"] == 5
+    assert divergence["tokens"] == [0, tokens[5]]
+    assert divergence["gap"] > 0
+    shown = run("speculate", *arguments).stdout
+    assert "First difference at token 5: " in shown
+    assert f"the two best tokens were {divergence['gap']:.3g} apart" in shown
+    assert "batch-invariant (checked" in shown
+    assert "bug in llamabranch" in shown
+
+
+def test_texts_that_differ_where_batches_matter_are_no_bug(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.modules[SPECULATE], "compare", _compare_with_a_flaw)
+    arguments = ("--compare", "--max-tokens", "12", "--temperature", "0", "--kv-type", "f16")
+    shown = run("speculate", *arguments).stdout
+    assert "not batch-invariant (the K/V type is f16, not bf16 or q8_0)" in shown
+    assert "bug" not in shown
+
+
+# -- theory ----------------------------------------------------------------------------------------
+
+
+def test_theory_prints_the_table_of_the_documents() -> None:
+    result = run("theory")
+    assert result.exit_code == 0, result.stderr
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["0.7", "4", "2.11", "2.77", "2.31", "1.98", "1.54", "0.44"] in lines
+    assert ["0.8", "8", "3.33", "4.33", "3.09", "2.40", "1.66", "0.42"] in lines
+    assert ["0.7", "6:", "2.35", "4:", "1.98", "3:", "1.58"] in lines
+
+
+def test_theory_json_holds_what_the_library_computes() -> None:
+    arguments = ("--acceptance", "0.6", "--draft-length", "3", "--c", "0.1", "--c", "0.3")
+    answer = json.loads(run("theory", "--json", *arguments, "--verify-cost", "1:1,5:1.8").stdout)
+    (row,) = answer["table"]
+    cost = 1.6  # v(4), between the points
+    assert row["expected_tokens"] == pytest.approx(1 + 0.6 + 0.36 + 0.216)
+    assert row["often_seen"] == pytest.approx(1 / (0.4 + 0.2))
+    assert row["speedups"] == pytest.approx([2.176 / (0.3 + cost), 2.176 / (0.9 + cost)])
+    for best in answer["best"]:
+        speedups = [
+            lb.theory.speedup(0.6, k, best["draft_cost"], lambda n: 1 + 0.2 * (n - 1))
+            for k in range(17)
+        ]
+        assert best["speedup"] == pytest.approx(max(speedups))
+        assert best["draft_length"] == speedups.index(max(speedups))
+
+
+@pytest.mark.parametrize(
+    ("given", "v"),
+    [("1.5", 1.5), ("1:1,3:2", 1.5), ("3:2", 1.5), ("2:1.5,3:9", 1.5)],
+)
+def test_theory_takes_the_cost_of_verifying_two_tokens(given: str, v: float) -> None:
+    arguments = ("-a", "0.5", "-k", "1", "--c", "0", "--verify-cost", given, "--json")
+    (row,) = json.loads(run("theory", *arguments).stdout)["table"]
+    assert row["speedups"] == pytest.approx([1.5 / v])
+
+
+def test_theory_goes_straight_on_after_the_last_point() -> None:
+    arguments = ("-a", "1", "-k", "9", "--c", "0", "--verify-cost", "1:1,5:3", "--json")
+    (row,) = json.loads(run("theory", *arguments).stdout)["table"]
+    assert row["speedups"] == pytest.approx([10 / 5.5])
+
+
 # -- errors ----------------------------------------------------------------------------------------
 
 
@@ -272,6 +482,17 @@ def test_models_are_taken_by_name_and_by_path() -> None:
     [
         (("speculate", "--draft-length", "four"), "neither a number nor auto"),
         (("speculate", "--draft-length", "-1"), "draft"),
+        (("speculate", "--draft", "suffix+"), "no chain of drafters"),
+        (("speculate", "--draft", "none+suffix"), "no chain of drafters"),
+        (("speculate", "--draft", "suffix+tale-dratf"), "did you mean tale-draft?"),
+        (("speculate", "--rule", "best"), "unknown rule 'best'"),
+        (("speculate", "--draft-width", "2", "--rule", "block"), "need the rule seeded"),
+        (("speculate", "--draft-width", "2", "--draft", "lookup"), "needs a draft model"),
+        (("speculate", "--top-logprobs", "2"), "--json only"),
+        (("theory", "--acceptance", "1.5"), "from 0 to 1"),
+        (("theory", "--draft-length", "0"), "at least 1"),
+        (("theory", "--verify-cost", "2:1.5,x"), "neither a number nor points"),
+        (("theory", "--verify-cost", "1:2,5:3"), "v(1) = 1"),
         (("speculate", "--temperature", "-1"), "temperature"),
         (("speculate", "--max-tokens", "0"), "max-tokens"),
         (("speculate", "--target", "tale-targte"), "did you mean tale-target?"),
@@ -331,8 +552,8 @@ def test_bug_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_mismatched_vocabularies_fail_with_a_reason(tmp_path: Path) -> None:
-    other = write_toy(tmp_path / "other.gguf")
+def test_draft_without_a_vocabulary_fails_with_a_reason(tmp_path: Path) -> None:
+    other = write_toy(tmp_path / "other.gguf", vocab="none")
     result = run("speculate", "--draft", str(other), "--max-tokens", "4")
     assert result.exit_code == 1, result.output
     assert result.stderr.startswith("error: ")
@@ -366,19 +587,37 @@ def test_inspect_json_holds_the_facts() -> None:
 def test_inspect_says_that_the_bundled_pair_can_speculate() -> None:
     result = run("inspect", "tale-target", "tale-draft")
     assert result.exit_code == 0, result.stderr
-    assert "can speculate together" in result.stdout
+    assert "can speculate together, token by token: the same 4096 tokens" in result.stdout
     answer = json.loads(run("inspect", "tale-target", "tale-draft", "--json").stdout)
-    assert answer["compatible"] is True
+    assert (answer["compatible"], answer["path"]) == (True, "tokens")
     assert len(answer["models"]) == 2
 
 
+def test_inspect_says_that_two_vocabularies_meet_in_the_text(tmp_path: Path) -> None:
+    other = write_toy(tmp_path / "other.gguf", vocab="bytes")
+    result = run("inspect", "tale-target", str(other))
+    assert result.exit_code == 0, result.stderr
+    assert "through the text only: " in result.stdout
+    answer = json.loads(run("inspect", "tale-target", str(other), "--json").stdout)
+    assert (answer["compatible"], answer["path"]) == (False, "text")
+
+
+def test_inspect_says_why_a_model_is_not_batch_invariant(tmp_path: Path) -> None:
+    other = write_toy(tmp_path / "other.gguf", weights="f16")
+    result = run("inspect", str(other))
+    assert "is not batch-invariant: the weights are F16, not Q8_0." in result.stdout
+    (facts,) = json.loads(run("inspect", str(other), "--json").stdout)["models"]
+    assert facts["capabilities"]["batch_invariant"] is False
+    assert "F16" in facts["capabilities"]["batch_invariant_reason"]
+
+
 def test_inspect_says_why_two_models_cannot_speculate(tmp_path: Path) -> None:
-    other = write_toy(tmp_path / "other.gguf")
+    other = write_toy(tmp_path / "other.gguf", vocab="none")
     result = run("inspect", "tale-target", str(other))
     assert result.exit_code == 0, result.stderr
     assert "cannot speculate together: " in result.stdout
     answer = json.loads(run("inspect", "tale-target", str(other), "--json").stdout)
-    assert answer["compatible"] is False
+    assert (answer["compatible"], answer["path"]) == (False, "none")
     assert answer["reason"] in result.stdout.replace("\n", " ")
 
 
@@ -411,7 +650,7 @@ def test_models_marks_what_is_present(tmp_path: Path) -> None:
 
 def test_version_and_help() -> None:
     assert run("--version").stdout.startswith("llamabranch 0.")
-    for command in ("speculate", "inspect", "models"):
+    for command in ("speculate", "inspect", "models", "theory"):
         assert command in run("--help").stdout
         assert run(command, "--help").exit_code == 0
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -231,13 +233,14 @@ def test_clear_refuses_while_a_branch_lives(ctx: Context) -> None:
 def test_leased_sequence_refuses_raw_calls(ctx: Context) -> None:
     branch = Branch.start(ctx, A, temperature=0.0)
     before, seq = branch.logits, branch.seq_id
-    for call in (
+    calls: list[Callable[[], object]] = [
         lambda: ctx.decode([1], len(A), seq_id=seq),
         lambda: ctx.kv_seq_copy(seq, 0),
         lambda: ctx.kv_seq_copy(0, seq),
         lambda: ctx.kv_cache_remove(seq),
         lambda: ctx.kv_seq_keep(seq),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(BranchStateError, match="leased"):
             call()
     assert ctx.kv_cache_size(seq) == len(A)
@@ -328,8 +331,6 @@ def test_bad_options_are_refused(options: dict[str, Any], target: lb.Model) -> N
 
 
 def test_default_threads_do_not_exceed_the_cores_of_this_process(target: lb.Model) -> None:
-    import os
-
     with Context(target, n_ctx=256) as ctx:
         assert ctx.options.n_threads == len(os.sched_getaffinity(0))
 
@@ -510,10 +511,11 @@ def test_threads_may_share_a_context(ctx: Context) -> None:
     """Each thread's text is the one it would write alone; the lock keeps the decodes apart."""
     alone = [_told(ctx, seed) for seed in range(4)]
     together: dict[int, list[int]] = {}
-    threads = [
-        threading.Thread(target=lambda s=seed: together.update({s: _told(ctx, s)}))  # type: ignore[misc]
-        for seed in range(4)
-    ]
+
+    def tell(seed: int) -> None:
+        together[seed] = _told(ctx, seed)
+
+    threads = [threading.Thread(target=tell, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +38,7 @@ LOGITS = st.lists(st.integers(-300, 300), min_size=1, max_size=40).map(
 )
 
 
-def chi_square(counts: Floats, expected: Floats) -> float:
+def chi_square(counts: npt.NDArray[Any], expected: Floats) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
@@ -284,9 +285,7 @@ def test_at_looks_up_any_ids() -> None:
     np.testing.assert_allclose(looked_up, [0.8, 0, 0.2, 0])
 
 
-@pytest.mark.parametrize(
-    "logits", [[], [-math.inf, -math.inf], [math.nan, 1.0], [math.inf, 1.0]]
-)
+@pytest.mark.parametrize("logits", [[], [-math.inf, -math.inf], [math.nan, 1.0], [math.inf, 1.0]])
 def test_no_distribution_from_unusable_logits(logits: list[float]) -> None:
     with pytest.raises(ConfigError):
         Distribution.from_logits(np.array(logits))

@@ -1,14 +1,14 @@
 """The laws: fork = replay, batch = one by one, rewind = never happened, prune leaves no trace.
 
-Branches of the bundled target go through random interleavings of all moves. Beside them stands a model of
-plain Python: for each branch the tokens it must hold, its seed and its prompt's length. Whatever happened,
-a branch must be what a fresh one in a clean context is after reading those tokens: the same logits to
-the bit, the same distribution, the same next token.
+Branches of the bundled target go through random interleavings of all moves. Beside them stands a model
+of plain Python: for each branch the tokens it must hold, its seed and its prompt's length. Whatever
+happened, a branch must be what a fresh one in a clean context is after reading those tokens: the same
+logits to the bit, the same distribution, the same next token.
 
-One limit, found by these tests: llama.cpp's attention adds values up in the order of the cells they lie in.
-Where somebody left holes, a sequence's later token may get a lower cell than an earlier one; then sums are
-rounded otherwise, which the Q8_0 activations after them hide most of the time, but not always. So a mirror
-of llama.cpp's allocator tells which branches lie in order (equal to the bit) and which do not (close).
+One limit, found by these tests: llama.cpp's attention adds up in the order of the cells. Where somebody
+left holes, a later token of a sequence may get a lower cell than an earlier one; then sums are rounded
+otherwise, which the Q8_0 activations after them hide most of the time, but not always. So a mirror of
+llama.cpp's allocator tells which branches lie in order (equal to the bit) and which do not (close).
 """
 
 from __future__ import annotations
@@ -123,7 +123,9 @@ class CellMirror:
         done = self._real[1](seq, start, end)
         freed = []
         for i, owners in enumerate(self._owners):
-            if seq in owners and max(start, 0) <= self._positions[i] < (end if end >= 0 else 1 << 31):
+            if seq in owners and max(start, 0) <= self._positions[i] < (
+                end if end >= 0 else 1 << 31
+            ):
                 owners.discard(seq)
                 freed += [] if owners else [i]
         self._head = min([self._head, *freed])

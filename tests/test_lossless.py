@@ -1,7 +1,7 @@
 """Speculative decoding says what plain decoding says: the same tokens, texts and numbers.
 
-In a batch-invariant context the logits of a verified token are those of a token decoded alone, to the bit,
-and both loops draw with the noise of (seed, position). So texts are compared with ==, whoever drafts.
+In a batch-invariant context the logits of a verified token are those of a token decoded alone, to the
+bit, and both loops draw with the noise of (seed, position). So texts are compared with ==.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,6 +124,19 @@ class HostileLine:
         self.drafter.open_lines -= 1
 
 
+class EndingDrafter(HostileDrafter):
+    """Always proposes the same."""
+
+    def line(self, target: Branch, rule: str) -> HostileLine:
+        self.open_lines += 1
+        return EndingLine(self, target.position, target.ctx.n_vocab, 0)
+
+
+class EndingLine(HostileLine):
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+        return Draft(tokens=list(self.drafter.truth)[:limit])
+
+
 # -- the texts -----------------------------------------------------------------------------------
 
 
@@ -233,6 +247,35 @@ def test_draft_whose_cache_is_full_does_not_change_the_text(
         small.audit()
 
 
+def test_drafter_of_another_vocabulary_does_not_change_the_text(
+    main_ctx: Context, toy: lb.Model, plain_texts: dict[tuple[str, str], Said]
+) -> None:
+    with Context(toy, n_ctx=1024, n_seq_max=2, n_threads=1) as stranger:
+        generation = Speculator(main_ctx, lb.ModelDrafter(stranger)).generate(
+            PROMPTS[4], max_tokens=40, sampling=WARM
+        )
+        assert speculated(generation) == plain_texts["warm", PROMPTS[4]][:40]
+        assert generation.stats.num_drafts > 0
+
+
+@pytest.mark.parametrize("n_ends", [1, 2, 4])
+def test_draft_that_goes_on_after_the_end_says_nothing_more(
+    n_ends: int, main_ctx: Context, target: lb.Model
+) -> None:
+    """Once a second drafted end was accepted, and the first one said as a token of the text."""
+    assert target.eos is not None
+    drafter = EndingDrafter([target.eos] * n_ends + [5, 6, 7])
+    with Branch.start(main_ctx, PROMPTS[0], sampling=GREEDY) as branch:
+        generation = Speculator(main_ctx, drafter).generate(branch, max_tokens=20)
+        next(generation)
+        position = branch.position
+        branch.steer({target.eos: 1e6})
+        assert list(generation) == []
+        assert generation.finish_reason == "stop"
+        assert generation.stats.num_accepted_tokens == 1
+        assert branch.position == position + 1  # the token that had been said
+
+
 # -- settings that look back -------------------------------------------------------------------------
 
 LOOKING_BACK = [
@@ -279,12 +322,13 @@ def test_grammar_holds_across_blocks(
     assert branch.text.endswith("The end.")
     branch.prune()
     with Context(target, n_ctx=512, n_seq_max=2, n_threads=1) as twin:
-        drafter: lb.Drafter = {
+        drafters: dict[str, lb.Drafter] = {
             "draft": lb.ModelDrafter(draft_ctx),
             "target": lb.ModelDrafter(twin),
             "hostile": HostileDrafter([token for token, *_ in expected]),
-        }[who]
-        generation = Speculator(main_ctx, drafter, SpeculativeConfig(draft_k=5)).generate(
+        }
+        speculator = Speculator(main_ctx, drafters[who], SpeculativeConfig(draft_k=5))
+        generation = speculator.generate(
             PROMPTS[0], max_tokens=200, sampling=params, grammar=grammar
         )
         assert speculated(generation) == expected
@@ -482,6 +526,6 @@ def test_speculator_checks_its_arguments_at_once(ctx: Context) -> None:
      {"entropy_stop": math.nan}],
     ids=str,
 )  # fmt: skip
-def test_bad_speculative_settings_are_refused(settings: dict[str, int]) -> None:
+def test_bad_speculative_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         SpeculativeConfig(**settings)

@@ -76,7 +76,7 @@ def _cut(x: Floats, p: SamplingParams) -> Floats:
     if p.typical_p < 1:
         probs = _softmax(x)
         live_ids = np.flatnonzero(probs)
-        surprise = -np.log(probs[live_ids])
+        surprise = -np.log(probs[live_ids])  # what has probability 0 adds nothing
         entropy = float((probs[live_ids] * surprise).sum())
         order = live_ids[np.argsort(np.abs(surprise - entropy), kind="stable")]
         n = int(np.searchsorted(np.cumsum(probs[order]), p.typical_p, side="right")) + 1
@@ -183,6 +183,9 @@ TOGETHER: list[dict[str, Any]] = [
     {"temperature": 0.7, "top_k": 100, "typical_p": 0.8, "top_p": 0.9},
     {"temperature": 1.3, "top_n_sigma": 2.0, "top_k": 30, "min_p": 0.02},
     {"temperature": 0.0, "top_k": 20, "top_p": 0.5, "typical_p": 0.3},
+    {"typical_p": 0.2, "logit_bias": {3: -math.inf}},
+    {"typical_p": 0.9, "logit_bias": {3: -200.0}},
+    {"typical_p": 0.9, "top_n_sigma": 2.0},
     {"temperature": 0.6, "dynatemp_range": 0.3, "top_k": 20, "logit_bias": {9: 2.0, 1: -math.inf}},
 ]
 

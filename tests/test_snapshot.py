@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import os
 import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +30,7 @@ from llamabranch.snapshot import _HEADER, Snapshot
 
 PROMPT = "Once upon a time there was a little dog who"
 NUMBERS = 'root ::= "[" [0-9]+ ("," [0-9]+)* "]"'
-SETTINGS: dict[str, dict[str, object]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.8, "seed": 7},
     "penalties": {
@@ -41,8 +43,8 @@ SETTINGS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-def _started(ctx: lb.Context, n: int = 25, **settings: object) -> lb.Branch:
-    branch = lb.Branch.start(ctx, PROMPT, **settings)  # type: ignore[arg-type]
+def _started(ctx: lb.Context, n: int = 25, **settings: Any) -> lb.Branch:
+    branch = lb.Branch.start(ctx, PROMPT, **settings)
     for _ in range(n):
         if branch.step().is_stop:
             break
@@ -188,13 +190,13 @@ def test_a_rewound_branch_can_be_saved(ctx: lb.Context, other_ctx: lb.Context) -
 
 # -- memory types ----------------------------------------------------------------------------------
 
-MEMORIES = {
+MEMORIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama_transposed": ("llama", {"flash_attention": False}),
     "llama_q8_0": ("llama", {"kv_type": "q8_0"}),
     "llama_q4_1": ("llama", {"kv_type": "q4_1"}),
     "llama_f32": ("llama", {"kv_type": "f32"}),
-    "gemma3": ("gemma3", {}),
+    "gemma3_window": ("gemma3", {"swa_full": False}),
     "gemma3_full": ("gemma3", {"swa_full": True}),
     "mamba": ("mamba", {}),
     "rwkv7": ("rwkv7", {}),
@@ -206,11 +208,11 @@ MEMORIES = {
 def test_every_memory_type_goes_on_and_rewinds(name: str, tmp_path: Path) -> None:
     architecture, options = MEMORIES[name]
     path = toys.write_toy(tmp_path / "toy.gguf", architecture, vocab="bytes")
-    settings: dict[str, object] = {"n_batch": 64, "n_threads": 1, **options}
+    settings: dict[str, Any] = {"n_batch": 64, "n_threads": 1, **options}
     with (
         lb.Model(path) as model,
-        lb.Context(model, n_ctx=256, n_seq_max=4, **settings) as ctx,  # type: ignore[arg-type]
-        lb.Context(model, n_ctx=512, n_seq_max=6, **settings) as other,  # type: ignore[arg-type]
+        lb.Context(model, n_ctx=256, n_seq_max=4, **settings) as ctx,
+        lb.Context(model, n_ctx=512, n_seq_max=6, **settings) as other,
     ):
         endless = {1: -np.inf}
         branch = lb.Branch.start(ctx, [0, *range(60, 130)], seed=3, logit_bias=endless)
@@ -259,10 +261,11 @@ def test_no_room_is_said_and_nothing_changes(small_ctx: lb.Context, tmp_path: Pa
     long = lb.Branch.start(small_ctx, [2] * 140, seed=1)
     long.save(tmp_path / "x.branch")
     before = small_ctx.usage()
-    for take in (
+    takes: list[Callable[[], lb.Branch]] = [
         lambda: lb.Branch.load(small_ctx, tmp_path / "x.branch"),
         lambda: lb.Branch.restore(small_ctx, long.snapshot()),
-    ):
+    ]
+    for take in takes:
         with pytest.raises(CacheFullError) as caught:
             take()
         assert "n_ctx" in (caught.value.hint or "")
@@ -338,8 +341,6 @@ def test_a_failed_write_leaves_the_old_file(
 
 
 def test_what_is_no_file_is_refused(small_ctx: lb.Context, tmp_path: Path) -> None:
-    import os
-
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "text").write_text("not a snapshot" * 20)
     for name in ("missing", ".", "pipe", "text", "a\0b"):
@@ -355,20 +356,18 @@ def test_another_model_or_setting_is_refused(tmp_path: Path) -> None:
     ):
         branch = lb.Branch.start(ctx, [2, 3, 4], seed=1)
         branch.save(tmp_path / "x.branch")
-        cases: dict[str, tuple[lb.Model, dict[str, object]]] = {
+        cases: dict[str, tuple[lb.Model, dict[str, Any]]] = {
             "another model": (other, {}),
             "another kv_type": (model, {"kv_type": "q8_0"}),
             "another flash_attention": (model, {"kv_type": "bf16", "flash_attention": False}),
             "another rope": (model, {"rope_freq_scale": 0.5}),
         }
         for what, (its_model, options) in cases.items():
-            with lb.Context(its_model, n_ctx=256, n_threads=1, **options) as wrong:  # type: ignore[arg-type]
-                for take in (
-                    lambda ctx=wrong: lb.Branch.load(ctx, tmp_path / "x.branch"),
-                    lambda ctx=wrong: lb.Branch.restore(ctx, branch.snapshot()),
-                ):
-                    with pytest.raises(SnapshotError, match=what):
-                        take()
+            with lb.Context(its_model, n_ctx=256, n_threads=1, **options) as wrong:
+                with pytest.raises(SnapshotError, match=what):
+                    lb.Branch.load(wrong, tmp_path / "x.branch")
+                with pytest.raises(SnapshotError, match=what):
+                    lb.Branch.restore(wrong, branch.snapshot())
                 assert wrong.holders() == []
 
 
@@ -414,7 +413,7 @@ def test_no_mutated_file_is_accepted(small_ctx: lb.Context, saved: bytes, tmp_pa
     rng = np.random.default_rng(20)
     path = tmp_path / "mutated.branch"
     tried = 0
-    while tried < 3000:
+    while tried < 2000:
         mutated = _mutated(saved, rng)
         if mutated == saved:
             continue
@@ -540,6 +539,7 @@ HOSTILE: dict[str, Forge] = {
     "no_logits": _cut("logits", 0),
     "many_logits": _longer("logits", bytes(4000)),
     "logits_nan": _poke("logits", "<f", 0, float("nan")),
+    "logits_infinite": _poke("logits", "<f", 0, float("inf")),
     "no_state": _cut("state", 0),
     "short_state": _cut("state", -1),
     "very_short_state": _cut("state", 30),
@@ -609,7 +609,9 @@ def test_no_forged_state_harms_a_neighbour(architecture: str, tmp_path: Path) ->
             except SnapshotError:
                 refused += 1
             else:
-                assert np.isfinite(branch.extend([3])[0]).any()
+                row = branch.extend([3])[0]
+                # A recurrent state is shared with nobody and may overflow.
+                assert np.isfinite(row).all() or architecture in ("mamba", "lfm2")
                 branch.prune()
         assert refused > 50
         for row, again in zip(expected, neighbour.fork().extend([5, 6]), strict=True):

@@ -405,3 +405,33 @@ def write_broken(path: str | Path, kind: str) -> Path:
     if kind == "truncated":
         written.write_bytes(written.read_bytes()[: written.stat().st_size * 2 // 3])
     return written
+
+
+def write_permuted(source: str | Path, path: str | Path, order: Sequence[int]) -> Path:
+    """Write the model of `source` with another numbering of its tokens and return the path.
+
+    Token `order[i]` of the source becomes token `i`: texts and probabilities are the same, ids are not.
+    """
+    reader, path = gguf.GGUFReader(source), Path(path)
+    architecture = str(reader.fields["general.architecture"].contents())
+    writer = gguf.GGUFWriter(path, architecture)
+    new_ids = {old: new for new, old in enumerate(order)}
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        value, kind = field.contents(), field.types[0]
+        if name in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.scores"):
+            value = [value[i] for i in order]
+        elif name.startswith("tokenizer.ggml.") and name.endswith("_token_id"):
+            value = new_ids[value]
+        sub_type = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, value, kind, sub_type)
+    for tensor in reader.tensors:
+        per_token = tensor.name in ("token_embd.weight", "output.weight")
+        data = tensor.data[list(order)] if per_token else tensor.data
+        writer.add_tensor(tensor.name, np.ascontiguousarray(data), raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

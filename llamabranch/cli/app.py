@@ -10,6 +10,7 @@ import typer
 from .inspect import inspect
 from .models import models
 from .speculate import speculate
+from .theory import theory
 
 __all__ = ["app", "main"]
 
@@ -43,6 +44,7 @@ def _root(
 app.command()(speculate)
 app.command()(inspect)
 app.command()(models)
+app.command()(theory)
 
 
 def main() -> None:

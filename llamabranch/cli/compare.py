@@ -25,6 +25,7 @@ class Run:
     elapsed_s: float  # neither the target's reading of the prompt nor the display is counted
     stats: SpeculativeStats
     interrupted: bool
+    emitted: tuple[Emitted, ...] = ()  # one for each of the tokens
 
     @property
     def tokens_per_s(self) -> float:
@@ -42,8 +43,10 @@ def run(
     A full context ends it too, as the finish reason then says.
     """
     generation = start()
+    events: list[Emitted] = []
     try:
         for emitted in generation:
+            events.append(emitted)
             if show is not None:
                 show(emitted)
             if interruption.asked:
@@ -61,6 +64,7 @@ def run(
         elapsed_s=generation.elapsed_s,
         stats=generation.stats,
         interrupted=interruption.asked,
+        emitted=tuple(emitted for emitted in events if not emitted.is_stop),
     )
 
 

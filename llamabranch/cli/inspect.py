@@ -55,6 +55,7 @@ def inspect(
             answer: dict[str, object] = {"models": [_facts(context) for context in contexts]}
             if report is not None:
                 answer["compatible"] = report.compatible
+                answer["path"] = report.path
                 answer["reason"] = report.reason
             print_json(answer)
             return
@@ -64,6 +65,11 @@ def inspect(
             [(label, *(column[label] for column in columns)) for label in columns[0]],
             left=names,
         )
+        for name, context in zip(names, contexts, strict=True):
+            if not context.capabilities.batch_invariant:
+                screen.line()
+                reason = context.capabilities.batch_invariant_reason
+                screen.line(f"{name} is not batch-invariant: {reason}.")
         if report is not None:
             screen.line()
             _print_verdict(screen, report)
@@ -94,6 +100,7 @@ def _facts(context: Context) -> dict[str, object]:
             "sliding_window": capabilities.sliding_window,
             "recurrent": capabilities.recurrent,
             "batch_invariant": capabilities.batch_invariant,
+            "batch_invariant_reason": capabilities.batch_invariant_reason,
         },
         "fingerprint": model.fingerprint,
     }
@@ -132,7 +139,13 @@ def _yes(value: bool) -> str:
 
 
 def _print_verdict(screen: Screen, report: VocabularyReport) -> None:
-    if report.compatible:
-        screen.line("These two can speculate together.", "green")
+    if report.path == "tokens":
+        screen.line(f"These two can speculate together, token by token: {report.reason}.", "green")
+    elif report.path == "text":
+        screen.line(
+            f"These two can speculate together through the text only: {report.reason}. "
+            "Every draft is then encoded again, which costs more and accepts less.",
+            "yellow",
+        )
     else:
         screen.line(f"These two cannot speculate together: {report.reason}", "yellow")

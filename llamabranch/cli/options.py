@@ -29,7 +29,8 @@ Draft = Annotated[
     typer.Option(
         "--draft",
         "-d",
-        help="A GGUF path, a name, or `none`. Default: the draft listed with the target.",
+        help="A GGUF path, a name, `lookup`, `suffix`, a chain such as `suffix+NAME`, or `none`. "
+        "Default: the draft listed with the target.",
         rich_help_panel=_MODELS,
     ),
 ]
@@ -41,6 +42,23 @@ DraftLength = Annotated[
         "-k",
         metavar="N|auto",
         help="Tokens to draft a round.",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+DraftWidth = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        max=16,
+        help="Candidates at each place of a draft; above 1 the draft is a tree.",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+Rule = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|seeded|token|block",
+        help="Which drafted tokens stand; auto is seeded with a seed, else block.",
         rich_help_panel=_DRAFTING,
     ),
 ]
@@ -130,6 +148,20 @@ Compare = Annotated[
         rich_help_panel=_OUTPUT,
     ),
 ]
+Explain = Annotated[
+    bool,
+    typer.Option(
+        "--explain", help="Say how it drafted, why, and what stood.", rich_help_panel=_OUTPUT
+    ),
+]
+TopLogprobs = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="With --json: list each token with this many alternatives.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
 Json = Annotated[
     bool,
     typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel=_OUTPUT),
@@ -140,3 +172,27 @@ Verbose = Annotated[
     typer.Option("--verbose", "-v", help="Show llama.cpp's log.", rich_help_panel=_OUTPUT),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.", rich_help_panel=_OUTPUT)]
+
+Acceptance = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--acceptance",
+        "-a",
+        help="Chance that a drafted token stands if those before it stood; may be repeated.",
+    ),
+]
+DraftLengths = Annotated[
+    list[int] | None,
+    typer.Option("--draft-length", "-k", help="Tokens drafted a round; may be repeated."),
+]
+DraftCosts = Annotated[
+    list[float] | None,
+    typer.Option("--c", "-c", help="Time of a draft step over a target step; may be repeated."),
+]
+VerifyCost = Annotated[
+    str,
+    typer.Option(
+        metavar="V|N:V,N:V,...",
+        help="Time to verify, in target steps: one number, or points to go straight between.",
+    ),
+]

@@ -8,39 +8,37 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import typer
 
 from llamabranch import (
+    Branch,
     ConfigError,
     Context,
-    Drafter,
+    Divergence,
     Generation,
     Grammar,
-    ModelDrafter,
     NullDrafter,
     SamplingParams,
     SpeculativeConfig,
     Speculator,
+    first_divergence,
     hub,
 )
 
 from . import options
-from .compare import Comparison, Run, compare, round_cost, run
-from .render import (
-    EXIT_INTERRUPTED,
-    Interruption,
-    Screen,
-    number,
-    print_json,
-    reporting,
-)
+from .compare import Comparison, compare, run
+from .drafting import drafting_models, has_model, make_drafter, parse_draft, tree_sequences
+from .render import EXIT_INTERRUPTED, Interruption, Screen, print_json, reporting
+from .report import Outcome
 
 DEFAULT_PROMPT = "Once upon a time"
 DEFAULTS = SamplingParams()
 N_WARM_UP_TOKENS = 8
+N_SEQ = 8  # what a context has without being asked; trees need more
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,7 @@ class Job:
     sampling: SamplingParams
     stop: Sequence[str]
     grammar: Grammar | None
+    top_logprobs: int = 0
 
     def start(self, speculator: Speculator, max_tokens: int | None = None) -> Generation:
         """Begin the generation."""
@@ -61,6 +60,19 @@ class Job:
             sampling=self.sampling,
             stop=self.stop,
             grammar=self.grammar,
+            top_logprobs=self.top_logprobs,
+        )
+
+    def divergence(self, context: Context, compared: Comparison) -> Divergence | None:
+        """Return where the two texts part; the grammar is not asked again."""
+        prompt = self.prompt
+        return first_divergence(
+            context,
+            context.tokenize(prompt) if isinstance(prompt, str) else prompt,
+            compared.plain.tokens,
+            compared.speculative.tokens,
+            self.sampling,
+            seed=compared.plain.seed,
         )
 
 
@@ -69,6 +81,8 @@ def speculate(
     target: options.Target = None,
     draft: options.Draft = None,
     draft_length: options.DraftLength = "4",
+    draft_width: options.DraftWidth = 1,
+    rule: options.Rule = "auto",
     entropy_stop: options.EntropyStop = None,
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = DEFAULTS.temperature,
@@ -87,6 +101,8 @@ def speculate(
     gpu_layers: options.GpuLayers = None,
     kv_type: options.KvType = None,
     compare_plain: options.Compare = False,
+    explain: options.Explain = False,
+    top_logprobs: options.TopLogprobs = 0,
     as_json: options.Json = False,
     no_color: options.NoColor = False,
     verbose: options.Verbose = False,
@@ -112,7 +128,13 @@ def speculate(
         if compare_plain and seed is None:
             seed = secrets.randbits(31)
         # Everything that can be wrong in the arguments is found before a model loads.
-        config = SpeculativeConfig(draft_k=_parse_length(draft_length), entropy_stop=entropy_stop)
+        config = SpeculativeConfig(
+            draft_k=_parse_length(draft_length),
+            entropy_stop=entropy_stop,
+            rule=_rule_for_width(rule, draft_width),
+        )
+        if top_logprobs and not as_json:
+            raise typer.BadParameter("is printed with --json only", param_hint="--top-logprobs")
         sampling = SamplingParams(
             temperature=temperature,
             top_k=top_k,
@@ -124,12 +146,17 @@ def speculate(
         limits = _parse_grammar(grammar, json_schema)
         if prompt == "-":
             prompt = sys.stdin.read()
-        target_name, draft_name = _choose(target, draft)
+        target_name, parts = _choose(target, draft)
+        if draft_width > 1 and not has_model(parts):
+            raise ConfigError("a token tree needs a draft model", hint="name one with --draft")
 
-        context = _open(target_name, screen, stack, loading, verbose)
-        drafter: Drafter = NullDrafter()
-        if draft_name is not None:
-            drafter = ModelDrafter(_open(draft_name, screen, stack, loading, verbose))
+        n_target, n_draft = tree_sequences(config, draft_width) if draft_width > 1 else (0, 0)
+        open_model = partial(_open, screen, stack, loading, verbose)
+        context = open_model(n_target, target_name)
+        drafter = make_drafter(parts, partial(open_model, n_draft), draft_width)
+        for model in drafting_models(drafter):
+            if context.model.compatibility(model).path == "text":
+                screen.note(f"{model.name} has another vocabulary: it drafts through the text")
         if ignore_end:
             ends = dict.fromkeys(context.model.end_tokens, -math.inf)
             sampling = replace(sampling, logit_bias=ends)
@@ -139,31 +166,52 @@ def speculate(
             sampling=sampling,
             stop=tuple(stop or ()),
             grammar=limits,
+            top_logprobs=top_logprobs,
         )
         speculator = Speculator(context, drafter, config)
         plain = Speculator(context, NullDrafter(), config)
+        rule = _rule_in_effect(speculator, sampling)
+        same_text_expected = not parts or rule == "seeded" or temperature == 0
         with Interruption() as interruption:
             # The first decodes of a context are slower than the rest, whoever makes them.
-            run(lambda: job.start(speculator, N_WARM_UP_TOKENS), None, interruption)
+            # They teach the draft length nothing: hence a speculator of their own.
+            cold = Speculator(context, drafter, replace(config, draft_k=2))
+            run(lambda: job.start(cold, N_WARM_UP_TOKENS), None, interruption)
             if compare_plain:
                 run(lambda: job.start(plain, N_WARM_UP_TOKENS), None, interruption)
             if not as_json:
-                if draft_name is not None:
+                if parts:
                     screen.legend()
                 screen.write(prompt, "dim")
             show = None if as_json else screen.emit
             first = run(lambda: job.start(speculator), show, interruption)
+            explanation = speculator.explain()
             if not as_json:
                 screen.line("\n")
-            comparison = None
+            comparison = divergence = None
             if compare_plain and not first.interrupted:
                 comparison = compare(
                     first, lambda: job.start(speculator), lambda: job.start(plain), interruption
                 )
+            if comparison is not None and same_text_expected:
+                divergence = job.divergence(context, comparison)
+        outcome = Outcome(
+            model=context.model,
+            first=first,
+            drafted=bool(parts),
+            rule=rule,
+            explanation=explanation,
+            batch_invariant=context.capabilities.batch_invariant,
+            batch_invariant_reason=context.capabilities.batch_invariant_reason,
+            same_text_expected=same_text_expected,
+            comparison=comparison,
+            divergence=divergence,
+            with_logprobs=top_logprobs > 0,
+        )
         if as_json:
-            print_json(_as_json(first, comparison))
+            print_json(outcome.as_json())
         else:
-            _print_summary(screen, first, comparison, drafted=draft_name is not None)
+            outcome.print(screen, explain=explain)
         if interruption.asked:
             screen.note("interrupted")
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -178,6 +226,19 @@ def _parse_length(text: str) -> int | Literal["auto"]:
         raise typer.BadParameter(
             f"{text!r} is neither a number nor auto", param_hint="--draft-length"
         ) from None
+
+
+def _rule_for_width(rule: str, width: int) -> str:
+    if width == 1:
+        return rule
+    if rule not in ("auto", "seeded"):
+        raise ConfigError(f"token trees need the rule seeded, not {rule!r}")
+    return "seeded"
+
+
+def _rule_in_effect(speculator: Speculator, sampling: SamplingParams) -> str:
+    with Branch.create(speculator.target, sampling) as branch:
+        return speculator.rule_for(branch)
 
 
 def _parse_grammar(grammar: Path | None, json_schema: str | None) -> Grammar | None:
@@ -198,97 +259,37 @@ def _read(path: Path) -> str:
         raise ConfigError(f"cannot read {path}: {error}") from None
 
 
-def _choose(target: str | None, draft: str | None) -> tuple[str, str | None]:
-    """Return the names of the target and of the draft, None standing for no draft."""
-    # Both are looked for before either is loaded.
+def _choose(target: str | None, draft: str | None) -> tuple[str, tuple[str, ...]]:
+    """Return the name of the target, and what drafts for it."""
+    # All are looked for before any is loaded.
     target_name = hub.BUNDLED_TARGET if target is None else target
     hub.resolve(target_name)
     draft_name = hub.draft_for(target_name) if draft is None else draft
     if draft_name is None:
         raise ConfigError(
             f"no draft is known for {target_name}",
-            hint="name one with --draft, or decode plainly with --draft none",
+            hint="name one with --draft, copy from the text with --draft suffix, "
+            "or decode plainly with --draft none",
         )
-    if draft_name == "none":
-        return target_name, None
-    hub.resolve(draft_name)
-    return target_name, draft_name
+    return target_name, parse_draft(draft_name)
 
 
 def _open(
-    name: str, screen: Screen, stack: ExitStack, loading: hub.LoadOptions, verbose: bool
+    screen: Screen,
+    stack: ExitStack,
+    loading: hub.LoadOptions,
+    verbose: bool,
+    n_seq_least: int,
+    name: str,
 ) -> Context:
+    settings = loading.copy()
+    if n_seq_least > N_SEQ:
+        settings["n_seq_max"] = n_seq_least
     with screen.loading(name) as progress:
-        return stack.enter_context(hub.load(name, progress=progress, verbose=verbose, **loading))
+        return stack.enter_context(hub.load(name, progress=progress, verbose=verbose, **settings))
 
 
 def _wrap(context: Context, prompt: str) -> list[int]:
     text = context.model.apply_chat_template([("user", prompt)])
     # The template writes the special tokens itself, the first one included.
     return context.model.tokenize(text, add_special=False, parse_special=True)
-
-
-def _as_json(first: Run, comparison: Comparison | None) -> dict[str, object]:
-    speed = first.tokens_per_s if comparison is None else comparison.speculative_tokens_per_s
-    answer: dict[str, object] = {
-        "text": first.text,
-        "tokens": first.tokens,
-        "finish_reason": first.finish_reason,
-        "tokens_per_s": speed,
-        "seed": first.seed,
-        "stats": first.stats.as_dict(),
-    }
-    if comparison is not None:
-        answer["plain"] = {
-            "text": comparison.plain.text,
-            "tokens": comparison.plain.tokens,
-            "tokens_per_s": comparison.plain_tokens_per_s,
-        }
-        answer["speedup"] = comparison.speedup
-        answer["same_text"] = comparison.same_text
-    return answer
-
-
-def _print_summary(
-    screen: Screen, first: Run, comparison: Comparison | None, *, drafted: bool
-) -> None:
-    stats = first.stats
-    rows: list[tuple[str, str]] = []
-    if drafted:
-        rows += [
-            ("iterations", str(stats.num_drafts)),
-            ("drafted", str(stats.num_draft_tokens)),
-            ("accepted", str(stats.num_accepted_tokens)),
-            ("accept rate", number(100 * stats.draft_acceptance_rate, 1, " %")),
-            ("tokens a round", number(stats.mean_acceptance_length, 2)),
-        ]
-    rows.append(("tokens", str(len(first.tokens))))
-    if comparison is None:
-        rows += [("tokens a second", f"{first.tokens_per_s:.1f}"), ("seed", str(first.seed))]
-        screen.table(("", "speculative" if drafted else "plain"), rows)
-    else:
-        fast, slow = comparison.speculative_tokens_per_s, comparison.plain_tokens_per_s
-        wide = [(label, value, "") for label, value in rows[:-1]]
-        wide += [
-            ("tokens", str(len(first.tokens)), str(len(comparison.plain.tokens))),
-            ("tokens a second", f"{fast:.1f}", f"{slow:.1f}"),
-            ("speedup", f"{comparison.speedup:.2f}", "1"),
-            ("same text", "yes" if comparison.same_text else "no", ""),
-            ("seed", str(first.seed), str(comparison.plain.seed)),
-        ]
-        screen.table(("", "speculative", "plain"), wide)
-    if first.finish_reason == "capacity":
-        screen.note("the context is full: raise --n-ctx to go on")
-    if comparison is None:
-        return
-    if not comparison.same_text:
-        screen.line()
-        screen.line(
-            "The texts differ: this model's logits change a little with the batch (`llamabranch "
-            "inspect` says whether it is batch-invariant), and two tokens were almost equally good."
-        )
-    if drafted and comparison.speedup < 1:
-        cost = round_cost(first.stats, comparison.plain.stats)
-        if cost is not None:
-            screen.line()
-            screen.line(f"Slower than plain decoding here. {cost.explain()}")

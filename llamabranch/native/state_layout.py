@@ -34,20 +34,23 @@ _EXTENSIONS = (0, 12, 8)  # bytes that some models keep with each cell
 
 _MAX_TENSORS = 1 << 16
 
-# Type: bytes of a block, how many floats it starts with, their bytes, their exponent's bits, and the
-# exponent from which on a number is refused. A block of a quantized type is small integers after its scales.
-# Beyond 2**40, squares and their sums come near float32's end, and NaN after it.
+# Type: bytes of a block, how many floats it starts with, their bytes, and the mask of their exponents,
+# where infinity and NaN have all bits set. After a quantized block's scales come small integers.
 _FLOATS = {
-    0: (4, 1, 4, 0x7F800000, (127 + 40) << 23),
-    1: (2, 1, 2, 0x7C00, 0x7C00),
-    2: (18, 1, 2, 0x7C00, 0x7C00),
-    3: (20, 2, 2, 0x7C00, 0x7C00),
-    6: (22, 1, 2, 0x7C00, 0x7C00),
-    7: (24, 2, 2, 0x7C00, 0x7C00),
-    8: (34, 1, 2, 0x7C00, 0x7C00),
-    20: (18, 1, 2, 0x7C00, 0x7C00),
-    30: (2, 1, 2, 0x7F80, (127 + 40) << 7),
+    0: (4, 1, 4, 0x7F800000),
+    1: (2, 1, 2, 0x7C00),
+    2: (18, 1, 2, 0x7C00),
+    3: (20, 2, 2, 0x7C00),
+    6: (22, 1, 2, 0x7C00),
+    7: (24, 2, 2, 0x7C00),
+    8: (34, 1, 2, 0x7C00),
+    20: (18, 1, 2, 0x7C00),
+    30: (2, 1, 2, 0x7F80),
 }
+# Numbers of wide types are refused from these powers of two on, since NaN comes soon after. Cells are
+# shared, so they get the narrow limit, which is still 16 times what the usual f16 cache can hold.
+_LIMITS = {_CELLS: 20, _WINDOW: 20, _RECURRENT: 40}
+_MANTISSA_BITS = {0: 23, 30: 7}
 
 
 @dataclass(frozen=True)
@@ -132,12 +135,14 @@ class _Reader:
         self._bytes = state.data
         self._at = 0
         self._n_tokens = n_tokens
-        self._blocks: list[tuple[int, int, int]] = []  # type, start, end
+        self._blocks: list[tuple[str, int, int, int]] = []  # part's kind, type, start, end
+        self._kind = _CELLS
 
     def read(self, kinds: tuple[str, ...], extension: int, has_values: bool) -> StateLayout:
         magic, _seq_id = self._numbers("<Ii")
         parts = []
         for kind in kinds:
+            self._kind = kind
             if kind == _RECURRENT:
                 parts.append(self._recurrent())
             else:
@@ -195,15 +200,18 @@ class _Reader:
             else:
                 kind, size = self._numbers("<iQ")
             start = self._skip(n * size)
-            self._blocks.append((kind, start, self._at))
+            self._blocks.append((self._kind, kind, start, self._at))
             yield kind, size
 
     def check_numbers(self) -> None:
         """Raise if a tensor holds NaN, infinity or what leads there: it would reach other sequences."""
-        for kind, start, end in self._blocks:
+        for part, kind, start, end in self._blocks:
             if kind not in _FLOATS:
                 continue
-            block, n_floats, width, bits, limit = _FLOATS[kind]
+            block, n_floats, width, bits = _FLOATS[kind]
+            limit = bits
+            if kind in _MANTISSA_BITS:
+                limit = (127 + _LIMITS[part]) << _MANTISSA_BITS[kind]
             data = self._state[start:end]
             if len(data) % block:
                 raise SnapshotError("the K/V is laid out differently from this context's")

@@ -11,6 +11,7 @@ length.py      how many to propose: the protocol, and a fixed number
 goodput.py     as many as pay, and none where none do
 round.py       one round: plan, verify, settle, for any branch
 lines.py       the drafter's side of forks, rewinds and prunes
+transcript.py  what has been said, and whether that was all
 speculator.py  a whole generation out of rounds
 session.py     the same, asked for token by token
 stats.py       what happened, under vLLM's names

@@ -44,6 +44,13 @@ class Draft:
         """How many tokens one after another it proposes: the tokens of a chain, a tree's levels."""
         return max(self.depths(), default=0)
 
+    def cut(self, n: int) -> None:
+        """Keep the first ``n`` tokens; a tree with one leaf left is a chain."""
+        del self.tokens[n:], self.sources[n:]
+        if self.parents is not None:
+            chain = list(range(-1, len(self.tokens) - 1))
+            self.parents = None if self.parents[:n] == chain else self.parents[:n]
+
     def depths(self) -> list[int]:
         """Return for each token the number of tokens from the text to it, itself included."""
         if self.parents is None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .config import SpeculativeConfig
 from .length import DraftLength, FixedLength, RoundReport
 
-__all__ = ["GoodputLength", "draft_length"]
+__all__ = ["GoodputLength", "Profile", "draft_length", "interpolate", "smooth"]
 
 _EDGES = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)  # nats
 _N_BUCKETS = len(_EDGES) + 1
 
 
 @dataclass
-class _Profile:
+class Profile:
     """What is known of one drafter: how often its tokens stand, by entropy, and what they cost."""
 
     tried: list[float] = field(default_factory=lambda: [1.0] * _N_BUCKETS)
@@ -48,7 +49,7 @@ class _Profile:
             self.tried[bucket] = 0.99 * self.tried[bucket] + 1.0
             self.stood[bucket] = 0.99 * self.stood[bucket] + (i < report.n_accepted)
         if report.n_steps:
-            self.step_s = _smooth(self.step_s, report.draft_s / report.n_steps)
+            self.step_s = smooth(self.step_s, report.draft_s / report.n_steps)
 
 
 class GoodputLength:
@@ -77,8 +78,8 @@ class GoodputLength:
         self.reason = "length"
         self._entropy_stop = entropy_stop
         self._width = width
-        self._profiles: dict[str, _Profile] = {}
-        self._profile = _Profile()
+        self._profiles: dict[str, Profile] = {}
+        self._profile = Profile()
         self._target_s: dict[int, float] = {}
         self._costs: list[float] = []  # seconds of a round with k tokens; made anew when stale
         self._n_plain = self._n_drafts = self._since_plain = 0
@@ -98,21 +99,7 @@ class GoodputLength:
         return self._time(n) / self._target_s[1] if 1 in self._target_s else math.nan
 
     def _time(self, n: int) -> float:
-        """Return t(n): measured, between two measured ones, or extrapolated from the last two."""
-        known = sorted(self._target_s)
-        at = bisect.bisect_left(known, n)
-        if (at < len(known) and known[at] == n) or at == 0:
-            return self._target_s[known[at]]
-        low = known[at - 1]
-        if at < len(known):
-            high = known[at]
-            share = (n - low) / (high - low)
-            return self._target_s[low] * (1 - share) + self._target_s[high] * share
-        slope = self._target_s[low] / 8  # nothing else measured: assume that it costs something
-        if at > 1:
-            before = known[at - 2]
-            slope = max(0.0, (self._target_s[low] - self._target_s[before]) / (low - before))
-        return self._target_s[low] + slope * (n - low)
+        return interpolate(self._target_s, n)
 
     def _round_costs(self) -> list[float]:
         if not self._costs:
@@ -169,7 +156,7 @@ class GoodputLength:
 
     def consider(self, drafter: str) -> bool:
         """Return whether this drafter should propose; what follows is about it."""
-        profile = self._profiles.setdefault(drafter, _Profile())
+        profile = self._profiles.setdefault(drafter, Profile())
         if profile is not self._profile:
             self._profile, self._costs = profile, []
         return True
@@ -203,7 +190,7 @@ class GoodputLength:
     def learn(self, report: RoundReport) -> None:
         """Take in a round."""
         n = report.n_verified
-        self._target_s[n] = _smooth(self._target_s.get(n, 0.0), report.verify_s)
+        self._target_s[n] = smooth(self._target_s.get(n, 0.0), report.verify_s)
         self._costs = []
         if not report.asked:
             self._n_plain += 1
@@ -211,7 +198,7 @@ class GoodputLength:
             self._paused_s += report.verify_s
             return
         if report.entropies:
-            self._profiles.setdefault(report.drafter, _Profile()).learn(report)
+            self._profiles.setdefault(report.drafter, Profile()).learn(report)
             self._n_drafts += 1
         self._judge(report)
 
@@ -265,7 +252,25 @@ class GoodputLength:
         )
 
 
-def _smooth(old: float, new: float) -> float:
+def interpolate(seconds: Mapping[int, float], n: int) -> float:
+    """Return the time of ``n`` tokens: measured, between two measured ones, or extrapolated."""
+    known = sorted(seconds)
+    at = bisect.bisect_left(known, n)
+    if at == 0 or (at < len(known) and known[at] == n):
+        return seconds[known[at]]
+    low = known[at - 1]
+    if at < len(known):
+        high = known[at]
+        share = (n - low) / (high - low)
+        return seconds[low] * (1 - share) + seconds[high] * share
+    slope = seconds[low] / 8  # nothing else measured: assume that it costs something
+    if at > 1:
+        before = known[at - 2]
+        slope = max(0.0, (seconds[low] - seconds[before]) / (low - before))
+    return seconds[low] + slope * (n - low)
+
+
+def smooth(old: float, new: float) -> float:
     """Follow ``new`` slowly; a single slow outlier moves little."""
     if old == 0.0:
         return new

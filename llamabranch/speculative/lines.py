@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..branch import Branch
+from ..cells import n_common
 from ..errors import CapacityError
 from .drafters import Drafter, DraftLine, NullDrafter
 
@@ -22,44 +23,46 @@ class LineBook:
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self._kept: weakref.WeakKeyDictionary[Branch, tuple[DraftLine, str, list[int]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._kept: weakref.WeakKeyDictionary[Branch, _Kept] = weakref.WeakKeyDictionary()
+        self._idle: DraftLine | None = None  # stands in while there is no room for a line
 
     def take(self, branch: Branch, rule: str) -> DraftLine:
         """Return the line that drafts for ``branch`` from where it stands."""
         self._close_pruned()
-        found = self._kept.pop(branch, None)
-        if found is not None:
-            line, used_rule, known = found
-            if used_rule == rule:
-                line.observe(_common(known, branch.tokens))
-                return line
-            line.close()
+        found = self._kept.get(branch)
+        if found is not None and found.fits(branch, rule) and found.seed == branch.seed:
+            del self._kept[branch]
+            found.line.observe(n_common(found.tokens, branch.tokens))
+            return found.line
         while True:
             try:
-                return self._make(branch, rule)
+                line = self._make(branch, rule)
+                self.forget(branch)
+                return line
             except CapacityError:
                 if not self._kept:  # no room to draft is no reason to stop
-                    return NullDrafter().line(branch, rule)
+                    self._idle = self._idle or NullDrafter().line(branch, rule)
+                    return self._idle
                 oldest = next(iter(self._kept))
-                self._kept.pop(oldest)[0].close()
+                self._kept.pop(oldest).line.close()
 
     def _make(self, branch: Branch, rule: str) -> DraftLine:
-        ancestor = branch.parent
-        while ancestor is not None:
-            found = self._kept.get(ancestor)
-            if found is not None and found[1] == rule:
-                line = found[0].fork(branch)
-                line.observe(_common(found[2], branch.tokens))
+        relative: Branch | None = branch  # reseeded, it takes a fork of its own line
+        while relative is not None:
+            found = self._kept.get(relative)
+            if found is not None and found.fits(branch, rule):
+                line = found.line.fork(branch)
+                line.observe(n_common(found.tokens, branch.tokens))
                 return line
-            ancestor = ancestor.parent
+            relative = relative.parent
         return self._drafter.line(branch, rule)
 
     def give_back(self, branch: Branch, line: DraftLine, rule: str, *, keep: bool) -> None:
         """Keep ``line`` for the next time ``branch`` goes on, or close it."""
+        if line is self._idle:
+            return
         if keep and branch.state != "pruned" and not branch.ctx.closed:
-            self._kept[branch] = (line, rule, branch.tokens)
+            self._kept[branch] = _Kept(line, rule, branch.n_prompt, branch.seed, branch.tokens)
         else:
             line.close()
 
@@ -67,16 +70,23 @@ class LineBook:
         """Close the line of ``branch`` if one is kept."""
         found = self._kept.pop(branch, None)
         if found is not None:
-            found[0].close()
+            found.line.close()
 
     def _close_pruned(self) -> None:
         for branch in [b for b in self._kept if b.state == "pruned"]:
-            self._kept.pop(branch)[0].close()
+            self._kept.pop(branch).line.close()
 
 
-def _common(known: Sequence[int], tokens: Sequence[int]) -> int:
-    """Return how many tokens the two begin with alike."""
-    for i, (a, b) in enumerate(zip(known, tokens, strict=False)):
-        if a != b:
-            return i
-    return min(len(known), len(tokens))
+@dataclass(frozen=True)
+class _Kept:
+    """A line, and what it was told of its branch."""
+
+    line: DraftLine
+    rule: str
+    n_prompt: int
+    seed: int
+    tokens: Sequence[int]
+
+    def fits(self, branch: Branch, rule: str) -> bool:
+        """Return whether the line may serve ``branch``: a prompt cut short is another prompt."""
+        return self.rule == rule and self.n_prompt == branch.n_prompt

@@ -244,6 +244,11 @@ class ChainDrafter:
         """The names of its drafters, joined by "+"."""
         return "+".join(drafter.name for drafter in self.drafters)
 
+    @property
+    def width(self) -> int:
+        """The largest width of its drafters: above 1 trees may come, which need the seeded rule."""
+        return max(int(getattr(drafter, "width", 1)) for drafter in self.drafters)
+
     def check(self, target: Model) -> None:
         """Raise VocabularyMismatchError if one of them cannot draft for ``target``."""
         for drafter in self.drafters:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..branch import Branch
 from ..context import Context
-from ..distribution import DRAFT, Distribution, gumbel_noise
+from ..distribution import DRAFT, Distribution, derive_seed, gumbel_noise
 from ..errors import CapacityError, ConfigError, VocabularyMismatchError
 from ..model import Model
 from ..sampling import SamplingParams
@@ -79,93 +79,111 @@ class ModelDrafter:
             raise ConfigError(f"token trees need the seeded rule, not {rule!r}")
         params = self.sampling or target.sampling
         if target.ctx.model.compatibility(self.ctx.model).path == "text":
-            params = params.but(seed=target.seed, logit_bias={})
+            # Its draws must not be the target's: there is nothing to gain, and the token rule forbids it.
+            params = params.but(seed=derive_seed(target.seed, 0), logit_bias={})
             return TranslatingLine(Branch.create(self.ctx, params), target.ctx.model)
         ours, theirs = self.ctx.n_vocab, target.ctx.n_vocab
         bias = {token: value for token, value in params.logit_bias.items() if token < ours}
         # Families pad their vocabularies differently: what only the draft has is never drawn.
         bias |= dict.fromkeys(range(theirs, ours), -math.inf)
         params = params.but(seed=target.seed, logit_bias=bias)
+        if self.width == 1:
+            branch = Branch.create(self.ctx, params, target.grammar)
+            return ModelLine(branch, target.n_prompt, rule)
+        greedy = params.temperature == 0.0
+        if greedy:  # the runners-up count too, after all that is set but the temperature
+            params = params.but(temperature=1.0)
         branch = Branch.create(self.ctx, params, target.grammar)
-        kind = TreeLine if self.width > 1 else ModelLine
-        return kind(branch, target.n_prompt, rule, self.width)
+        return TreeLine(branch, target.n_prompt, rule, self.width, greedy)
 
 
 class ModelLine:
     """A branch of the draft model that follows the target's line and runs ahead of it."""
 
-    def __init__(self, branch: Branch, n_prompt: int, rule: str, width: int = 1) -> None:
-        self._branch = branch
-        self._n_prompt = n_prompt
+    def __init__(
+        self, branch: Branch, n_prompt: int, rule: str, width: int = 1, greedy: bool = False
+    ) -> None:
+        self.branch = branch
+        self.n_prompt = n_prompt
         self._rule = rule
         self._width = width
+        self._greedy = greedy  # rank a tree's candidates without noise
+        self._noise = 0  # the seed of this draft's draws under the rejection rules
         self._ahead: Branch | None = None  # where it drafts if its memory cannot be truncated
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         """Catch up in one decode, then draw token by token."""
-        draft = Draft(self._branch.ctx.model.name)
+        draft = Draft(self.branch.ctx.model.name)
         if not length.consider(draft.drafter):
             draft.stopped = "off"
             return draft
         start = perf_counter()
-        decodes = self._branch.ctx.decoder.n_decodes
+        decodes = self.branch.ctx.decoder.n_decodes
         try:
             self._catch_up(tokens)
             self._draft(draft, length, limit)
         except CapacityError:  # no room to draft is no reason to stop
             draft.stopped = "capacity"
-        draft.n_decodes = self._branch.ctx.decoder.n_decodes - decodes
+        draft.n_decodes = self.branch.ctx.decoder.n_decodes - decodes
         draft.seconds = perf_counter() - start
         return draft
 
     def _catch_up(self, tokens: Sequence[int]) -> None:
-        branch = self._branch
-        if branch.position < self._n_prompt:
-            branch.prefill(tokens[branch.position : self._n_prompt])
+        branch = self.branch
+        if branch.position < self.n_prompt:
+            branch.prefill(tokens[branch.position : self.n_prompt])
         branch.follow(tokens[branch.position :])  # everything it has not seen, in one decode
 
     def _draft(self, draft: Draft, length: DraftLength, limit: int) -> None:
-        branch = self._branch
-        if not branch.ctx.capabilities.can_truncate:
-            branch = self._ahead = branch.fork()
-        seed = draft_seed(branch.seed, branch.position)
-        while len(draft.tokens) < limit:
-            entropy = branch.entropy()
-            draft.entropies.append(entropy)
-            if not length.goes_on(len(draft.tokens), entropy):
-                draft.stopped = length.reason
-                return
-            if self._rule == "seeded":
-                token = branch.produce().token
-            else:
-                source = branch.distribution()
-                token = source.draw(seed, branch.position, DRAFT)
-                draft.sources.append(source)
-            draft.tokens.append(token)
-            if branch.ctx.model.is_end(token):
-                draft.stopped = "end"
-                return
-            if len(draft.tokens) < limit:
-                branch.commit(token)  # the last one is decoded with the next catch-up, if it stands
+        if not self.branch.ctx.capabilities.can_truncate:
+            self._ahead = self.branch.fork()
+        branch = self._ahead or self.branch
+        while True:
+            token = self.draw(draft, length, branch)
+            if token is None or len(draft.tokens) == limit:
+                return  # the last one is decoded with the next catch-up, if it stands
+            branch.commit(token)
+
+    def draw(self, draft: Draft, length: DraftLength, branch: Branch) -> int | None:
+        """Add the next token of ``branch`` to the draft; return it if more may follow."""
+        if not draft.tokens:
+            self._noise = draft_seed(branch.seed, branch.position)
+        entropy = branch.entropy()
+        draft.entropies.append(entropy)
+        if not length.goes_on(len(draft.tokens), entropy):
+            draft.stopped = length.reason
+            return None
+        if self._rule == "seeded":
+            token = branch.produce().token
+        else:
+            source = branch.distribution()
+            token = source.draw(self._noise, branch.position, DRAFT)
+            draft.sources.append(source)
+        draft.tokens.append(token)
+        if branch.ctx.model.is_end(token):
+            draft.stopped = "end"
+            return None
+        return token
 
     def observe(self, n_tokens: int) -> None:
         """Forget what fell."""
         if self._ahead is not None:
             self._ahead.prune()
             self._ahead = None
-        if n_tokens < self._branch.position:
-            self._branch.rewind(n_tokens)
+        if n_tokens < self.branch.position:
+            self.branch.rewind(n_tokens)
 
     def fork(self, target: Branch) -> DraftLine:
         """Return a line in the same state that drafts for ``target``."""
-        branch = self._branch.fork()
+        branch = self.branch.fork()
+        branch.detach()  # lines end in any order
         branch.reseed(target.seed)
-        return type(self)(branch, self._n_prompt, self._rule, self._width)
+        return type(self)(branch, self.n_prompt, self._rule, self._width, self._greedy)
 
     def close(self) -> None:
         """Free its sequences."""
-        if not self._branch.ctx.closed:
-            self._branch.prune_subtree()
+        if not self.branch.ctx.closed:
+            self.branch.prune_subtree()
 
 
 class TreeLine(ModelLine):
@@ -179,10 +197,10 @@ class TreeLine(ModelLine):
     """
 
     def _draft(self, draft: Draft, length: DraftLength, limit: int) -> None:
-        width, store = self._width, BranchStore(self._branch.ctx)
+        width, store = self._width, BranchStore(self.branch.ctx)
         nodes: list[tuple[float, int, int]] = []  # value, token, parent
-        level: list[tuple[Branch, int, float]] = [(self._branch, -1, 0.0)]
-        is_end = self._branch.ctx.model.is_end
+        level: list[tuple[Branch, int, float]] = [(self.branch, -1, 0.0)]
+        is_end = self.branch.ctx.model.is_end
         try:
             for depth in range(limit):
                 entropy = level[0][0].entropy()
@@ -192,7 +210,7 @@ class TreeLine(ModelLine):
                     break
                 found = []
                 for branch, node, value in level:
-                    for token, logprob in _candidates(branch, width):
+                    for token, logprob in _candidates(branch, width, self._greedy):
                         nodes.append((value + logprob, token, node))
                         if not is_end(token):
                             found.append((value + logprob, len(nodes) - 1, token, branch))
@@ -203,22 +221,22 @@ class TreeLine(ModelLine):
                 for child, _, _, _ in chosen:
                     child.detach()
                 for branch, _, _ in level:
-                    if branch is not self._branch:
+                    if branch is not self.branch:
                         branch.prune()
                 level = [(child, node, value) for child, node, value, _ in chosen]
                 store.commit({child: token for child, _, _, token in chosen})
         finally:
             for branch, _, _ in level:
-                if branch is not self._branch:
+                if branch is not self.branch:
                     branch.prune()
             _keep_best(draft, nodes, limit * width)
 
 
-def _candidates(branch: Branch, width: int) -> list[tuple[int, float]]:
+def _candidates(branch: Branch, width: int, greedy: bool) -> list[tuple[int, float]]:
     """Return the tokens the target is most likely to draw, with the logarithm of that chance."""
-    if branch.sampling.temperature == 0.0:
-        return branch.next_row().top(width)
     choices = branch.distribution()
+    if greedy:
+        return choices.top(width)
     keys = choices.logprobs + gumbel_noise(branch.seed, branch.position, choices.ids)
     best = np.argsort(-keys, kind="stable")[:width]
     chances = Distribution.from_logits(keys[best], choices.ids[best])

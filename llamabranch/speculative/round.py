@@ -92,15 +92,27 @@ class Stream:
 
     def plan(self, limit: int) -> list[int]:
         """Return what to decode: the pending token and a draft of at most ``limit`` tokens."""
+        asked = self.ask(limit)
+        if asked is None:
+            return self.take(Draft(stopped="off"))
+        return self.take(self.line.propose(asked, self.length, min(limit, self.length.limit)))
+
+    def ask(self, limit: int) -> list[int] | None:
+        """Return the tokens the line should continue, None if there is to be no draft."""
         pending = self.pending or self.begin()
-        self._draft = draft = Draft(stopped="off")
-        limit = min(limit, self.length.limit)
         n_tokens = self.branch.position + 1
-        if limit > 0 and self.length.wants_draft(n_tokens - self._n_told):
-            tokens = [*self.branch.tokens, pending.token]
-            self._draft = draft = self.line.propose(tokens, self.length, limit)
-            _cut(draft, self._fitting(draft))
-            self._n_told = n_tokens
+        if min(limit, self.length.limit) <= 0:
+            return None
+        if not self.length.wants_draft(n_tokens - self._n_told):
+            return None
+        self._n_told = n_tokens
+        return [*self.branch.tokens, pending.token]
+
+    def take(self, draft: Draft) -> list[int]:
+        """Use ``draft``, as far as it fits; return what to decode."""
+        pending = self.pending or self.begin()
+        self._draft = draft
+        draft.cut(self._fitting(draft))
         self.stats.draft_time_s += draft.seconds
         self.stats.draft_forward_passes += draft.n_decodes
         return [pending.token, *draft.tokens]
@@ -112,7 +124,9 @@ class Stream:
         fits = ctx.options.n_outputs_max - 1
         if draft.parents is None:
             return min(fits, len(draft.tokens))
-        parents, room = draft.parents[:fits], ctx.n_seq_free
+        # A chain, the tree with one leaf, takes no sequences, and any memory can verify it.
+        room = max(1, ctx.n_seq_free) if ctx.capabilities.can_truncate else 1
+        parents = draft.parents[:fits]
         while parents and len(set(range(len(parents))) - set(parents)) > room:
             parents = parents[:-1]
         return len(parents)
@@ -138,8 +152,10 @@ class Stream:
         path, following = self._verdict(plan, judge)
         n = len(path)
         is_end = branch.ctx.model.is_end
-        if n and is_end(plan[path[-1]]):  # the draft was right that it ends here
-            following = plan[path.pop()]
+        ends = [at for at, i in enumerate(path) if is_end(plan[i])]
+        if ends:  # the draft was right that it ends here, whatever it proposed to follow
+            n, following = ends[0] + 1, plan[path[ends[0]]]
+            del path[ends[0] :]
         kept = [0, *path]
         kept_rows = [rows[i] for i in kept]
         node = None if parents is None else kept[-1]
@@ -221,9 +237,3 @@ def settle_at(branch: Branch, position: int, pending: Emitted | None) -> None:
         branch.rewind(position)
     elif pending is not None and branch.position == position - 1:
         branch.commit(pending.token)
-
-
-def _cut(draft: Draft, n: int) -> None:
-    del draft.tokens[n:], draft.sources[n:]
-    if draft.parents is not None:
-        del draft.parents[n:]

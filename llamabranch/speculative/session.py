@@ -7,15 +7,15 @@ from types import TracebackType
 
 from ..branch import Branch
 from ..context import Context
-from ..errors import ClosedError, ConfigError
+from ..errors import ClosedError
 from ..grammar import Grammar
 from ..sampling import SamplingParams
-from ..stopping import StopStrings
 from .config import SpeculativeConfig
 from .drafters import Drafter, NullDrafter
 from .round import Emitted, settle_at
 from .speculator import Speculator
 from .stats import SpeculativeStats
+from .transcript import Transcript
 
 __all__ = ["InferenceSession"]
 
@@ -33,9 +33,6 @@ class InferenceSession:
 
     Attributes:
         branch: the line of thought; it holds the tokens of all finished rounds.
-        tokens: ids that ``next_token`` has returned.
-        text: their text.
-        finish_reason: "stop", "length", or None while it goes on.
         stats: counts and times so far.
     """
 
@@ -50,16 +47,10 @@ class InferenceSession:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> None:
-        if max_tokens is not None and max_tokens < 0:
-            raise ConfigError(f"max_tokens must not be negative, is {max_tokens}")
         self.stats = SpeculativeStats()
-        self.tokens: list[int] = []
-        self.text = ""
-        self.finish_reason: str | None = None
-        self._stops = StopStrings(stop)
+        self._transcript = Transcript(max_tokens, stop)
         self._target = target
         self._config = config
-        self._max_tokens = max_tokens
         # By identity: a drafter need not be hashable; the speculator keeps it alive.
         self._speculators: dict[int, Speculator] = {}
         self._owned = not isinstance(prompt, Branch)
@@ -71,6 +62,21 @@ class InferenceSession:
         self._said: list[Emitted] = []
         self._pending: Emitted | None = None
         self._closed = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids that ``next_token`` has returned, a copy."""
+        return list(self._transcript.tokens)
+
+    @property
+    def text(self) -> str:
+        """Their text."""
+        return self._transcript.text
+
+    @property
+    def finish_reason(self) -> str | None:
+        """ "stop", "length", or None while it goes on."""
+        return self._transcript.finish_reason
 
     def next_token(self, drafter: Drafter | None = None) -> Emitted | None:
         """Return the next token, None at the end. (An end token comes only with text held back.)
@@ -86,24 +92,11 @@ class InferenceSession:
             raise ClosedError("the session is closed")
         if self.finish_reason is not None:
             return None
-        if self._max_tokens is not None and len(self.tokens) >= self._max_tokens:
-            self.finish_reason = "length"
-            return None
         if not self._said:
             self._said = self._round(drafter)
-        emitted = self._said.pop(0)
-        if emitted.is_stop:
-            self.finish_reason = "stop"
-            held = self._stops.flush()
-            self.text += held
-            return emitted.with_text(held) if held else None
-        self.tokens.append(emitted.token)
-        shown = self._stops.show(emitted.text, last=len(self.tokens) == self._max_tokens)
-        self.text += shown
-        if self._stops.found is not None:
-            self.finish_reason = "stop"
+        shown = self._transcript.add(self._said.pop(0))
         self.stats.num_emitted_tokens = len(self.tokens)
-        return emitted.with_text(shown)
+        return shown
 
     def _round(self, drafter: Drafter | None) -> list[Emitted]:
         speculator = self._speculator(drafter)
@@ -113,14 +106,11 @@ class InferenceSession:
                 said = [stream.begin()]
             else:
                 stream.pending = self._pending
-                said = stream.round(self._limit())
+                said = stream.round(self._transcript.draft_limit)
             self._pending = stream.pending
         finally:
             speculator.close_stream(stream, keep=True)
         return said
-
-    def _limit(self) -> int:
-        return 1 << 30 if self._max_tokens is None else self._max_tokens - len(self.tokens) - 1
 
     def _speculator(self, drafter: Drafter | None) -> Speculator:
         found = self._speculators.get(id(drafter))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
 
 from ..branch import Branch
@@ -11,7 +10,6 @@ from ..context import Context
 from ..errors import CapacityError, ConfigError
 from ..grammar import Grammar
 from ..sampling import SamplingParams
-from ..stopping import StopStrings
 from .config import SpeculativeConfig
 from .drafters import Drafter, NullDrafter
 from .goodput import draft_length
@@ -19,6 +17,7 @@ from .lines import LineBook
 from .round import Emitted, Stream, settle_at
 from .rules import choose_rule
 from .stats import SpeculativeStats
+from .transcript import Transcript
 
 __all__ = ["Emitted", "Generation", "Speculator"]
 
@@ -85,11 +84,9 @@ class Speculator:
         Raises:
             ConfigError, TokenizeError, GrammarError, CapacityError: nothing was started.
         """
-        if max_tokens is not None and max_tokens < 0:
-            raise ConfigError(f"max_tokens must not be negative, is {max_tokens}")
+        transcript = Transcript(max_tokens, stop)
         if top_logprobs < 0:
             raise ConfigError(f"top_logprobs must not be negative, is {top_logprobs}")
-        stops = StopStrings(stop)
         owned = not isinstance(prompt, Branch)
         if isinstance(prompt, Branch):
             if sampling is not None or grammar is not None:
@@ -99,7 +96,7 @@ class Speculator:
             branch = prompt
         else:
             branch = Branch.start(self.target, prompt, grammar=grammar, sampling=sampling)
-        return Generation(self, branch, owned, max_tokens, stops, top_logprobs)
+        return Generation(self, branch, owned, transcript, top_logprobs)
 
     def open_stream(
         self, branch: Branch, stats: SpeculativeStats, n_alternatives: int = 0
@@ -115,6 +112,8 @@ class Speculator:
 
     def explain(self) -> str:
         """Return in words and numbers how it drafts, why, and what came of it."""
+        if isinstance(self.drafter, NullDrafter):
+            return "plain decoding: there is no drafter"
         stats = self.stats
         lines = [f"drafter: {self.drafter.name}; {self.length.explain()}"]
         if stats.num_drafts:
@@ -148,38 +147,36 @@ class Generation:
         speculator: Speculator,
         branch: Branch,
         owned: bool,
-        max_tokens: int | None,
-        stops: StopStrings,
+        transcript: Transcript,
         n_alternatives: int,
     ) -> None:
         self.seed = branch.seed
         self.elapsed_s = 0.0
-        self._said = _Said()
-        self.stats = self._said.stats
-        # The loop knows what it has said, not this object: a forgotten generation ends at once.
-        self._events = _run(
-            speculator, branch, owned, max_tokens, stops, n_alternatives, self._said
-        )
+        self.stats = SpeculativeStats()
+        self._transcript = transcript
+        # The loop does not know this object: a generation that is forgotten ends at once.
+        self._events = _run(speculator, branch, owned, transcript, n_alternatives, self.stats)
 
     @property
     def text(self) -> str:
         """What was yielded, joined."""
-        return "".join(self._said.texts)
+        return self._transcript.text
 
     @property
     def tokens(self) -> list[int]:
         """The ids of what was yielded, a copy; end tokens are not among them."""
-        return list(self._said.tokens)
+        return list(self._transcript.tokens)
 
     @property
     def finish_reason(self) -> str | None:
         """ "stop" (end token or stop string), "length", "capacity", or None while it runs."""
-        return self._said.finish_reason
+        return self._transcript.finish_reason
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens a second of the loop, nan before the first."""
-        return len(self._said.tokens) / self.elapsed_s if self.elapsed_s > 0 else float("nan")
+        n = len(self._transcript.tokens)
+        return n / self.elapsed_s if self.elapsed_s > 0 else float("nan")
 
     def __iter__(self) -> Iterator[Emitted]:
         return self
@@ -202,68 +199,35 @@ class Generation:
         self._events.close()
 
 
-@dataclass
-class _Said:
-    tokens: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    finish_reason: str | None = None
-    stats: SpeculativeStats = field(default_factory=SpeculativeStats)
-
-
 def _run(
     speculator: Speculator,
     branch: Branch,
     owned: bool,
-    max_tokens: int | None,
-    stops: StopStrings,
+    transcript: Transcript,
     n_alternatives: int,
-    said: _Said,
+    stats: SpeculativeStats,
 ) -> Generator[Emitted, None, None]:
     base = branch.position
     try:
-        stream = speculator.open_stream(branch, said.stats, n_alternatives)
+        stream = speculator.open_stream(branch, stats, n_alternatives)
         try:
-            yield from _say(stream, said, max_tokens, stops)
+            now: list[Emitted] = []
+            while transcript.finish_reason is None:
+                now = now or (
+                    stream.round(transcript.draft_limit) if stream.pending else [stream.begin()]
+                )
+                shown = transcript.add(now.pop(0))
+                if shown is not None:
+                    yield shown
         finally:
             if not owned and not branch.ctx.closed:
-                settle_at(branch, base + len(said.tokens), stream.pending)
+                settle_at(branch, base + len(transcript.tokens), stream.pending)
             speculator.close_stream(stream, keep=not owned)
     except CapacityError:
-        said.finish_reason = "capacity"
+        transcript.finish_reason = "capacity"
         raise
     finally:
-        said.stats.num_emitted_tokens = len(said.tokens)
-        speculator.stats.add(said.stats)
+        stats.num_emitted_tokens = len(transcript.tokens)
+        speculator.stats.add(stats)
         if owned and not branch.ctx.closed:
             branch.prune()
-
-
-def _say(
-    stream: Stream, said: _Said, most: int | None, stops: StopStrings
-) -> Generator[Emitted, None, None]:
-    if most == 0:
-        said.finish_reason = "length"
-        return
-    now = [stream.begin()]
-    while True:
-        for emitted in now:
-            if emitted.is_stop:
-                said.finish_reason = "stop"
-                held = stops.flush()
-                if held:  # it takes an end to know that this was no stop string
-                    said.texts.append(held)
-                    yield emitted.with_text(held)
-                return
-            said.tokens.append(emitted.token)
-            last = len(said.tokens) == most
-            text = stops.show(emitted.text, last=last)
-            said.texts.append(text)
-            if stops.found is not None:
-                said.finish_reason = "stop"
-            elif last:
-                said.finish_reason = "length"
-            yield emitted.with_text(text)
-            if said.finish_reason is not None:
-                return
-        limit = 1 << 30 if most is None else most - len(said.tokens) - 1
-        now = stream.round(limit)

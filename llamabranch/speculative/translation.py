@@ -56,6 +56,8 @@ class TranslatingLine:
     def _catch_up(self, text: str) -> None:
         branch = self._branch
         encoded = branch.ctx.tokenize(text)
+        if not encoded:
+            raise TokenizeError("there is no text to follow yet")
         same = 0
         for ours, theirs in zip(branch.tokens, encoded, strict=False):
             if ours != theirs:
@@ -111,7 +113,9 @@ class TranslatingLine:
 
     def fork(self, target: Branch) -> DraftLine:
         """Return a line in the same state that drafts for ``target``."""
-        return TranslatingLine(self._branch.fork(), target.ctx.model)
+        branch = self._branch.fork()
+        branch.detach()  # lines end in any order
+        return TranslatingLine(branch, target.ctx.model)
 
     def close(self) -> None:
         """Free its sequence."""

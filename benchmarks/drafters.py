@@ -1,0 +1,62 @@
+"""Drafters that are never right: what speculation costs where it cannot pay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import llamabranch as lb
+
+if TYPE_CHECKING:
+    from llamabranch.speculative.length import DraftLength
+
+__all__ = ["HostileDrafter"]
+
+
+class HostileDrafter:
+    """Proposes tokens out of thin air, at no cost, and claims to be certain of them."""
+
+    name = "hostile"
+
+    def check(self, target: lb.Model) -> None:
+        """Accept any target."""
+
+    def line(self, target: lb.Branch, rule: str) -> lb.DraftLine:
+        """Return a new line."""
+        return _HostileLine(target.ctx.model)
+
+
+class _HostileLine:
+    def __init__(self, model: lb.Model) -> None:
+        self._model = model
+
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> lb.Draft:
+        draft = lb.Draft(HostileDrafter.name)
+        if not length.consider(draft.drafter):
+            draft.stopped = "off"
+            return draft
+        start = perf_counter()
+        while len(draft.tokens) < limit:
+            draft.entropies.append(0.0)
+            if not length.goes_on(len(draft.tokens), 0.0):
+                draft.stopped = length.reason
+                break
+            draft.tokens.append(self._anything(len(tokens) + len(draft.tokens)))
+        draft.seconds = perf_counter() - start
+        return draft
+
+    def _anything(self, position: int) -> int:
+        token = (position * 2654435761 >> 7) % self._model.n_vocab
+        while self._model.is_end(token):
+            token = (token + 1) % self._model.n_vocab
+        return token
+
+    def observe(self, n_tokens: int) -> None:
+        return None
+
+    def fork(self, target: lb.Branch) -> lb.DraftLine:
+        return self
+
+    def close(self) -> None:
+        return None

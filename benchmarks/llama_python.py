@@ -1,0 +1,90 @@
+"""The ``Llama`` class of llama-cpp-python, timed. With llama_tools.py the only file that knows a peer."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from time import perf_counter
+from typing import Protocol, cast
+
+from .timing import Sample
+
+__all__ = ["LlamaPython", "llama_cpp_version"]
+
+
+def llama_cpp_version() -> str:
+    """Return the version llama.cpp gives itself."""
+    import llama_cpp
+
+    return str(llama_cpp.llama_cpp.llama_version().decode())
+
+
+class _Llama(Protocol):
+    def tokenize(self, text: bytes, add_bos: bool = ..., special: bool = ...) -> list[int]: ...
+
+    def generate(self, tokens: Sequence[int], *, temp: float) -> Iterator[int]: ...
+
+    def create_completion(
+        self, prompt: list[int], *, max_tokens: int, temperature: float, top_k: int, seed: int
+    ) -> Mapping[str, Mapping[str, int]]: ...
+
+    def set_seed(self, seed: int) -> None: ...
+
+    def token_eos(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class LlamaPython:
+    """A ``Llama`` as it ships but for the threads, the context and silence.
+
+    Args:
+        lookup: tokens its prompt lookup proposes; 0 = plain decoding.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, n_ctx: int, threads: int, lookup: int = 0
+    ) -> None:
+        import llama_cpp
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        made = llama_cpp.Llama(
+            os.fspath(path),
+            n_ctx=n_ctx,
+            n_threads=threads,
+            n_threads_batch=threads,
+            n_gpu_layers=-1,
+            draft_model=LlamaPromptLookupDecoding(num_pred_tokens=lookup) if lookup else None,
+            verbose=False,
+        )
+        self._llama = cast(_Llama, made)
+
+    def close(self) -> None:
+        """Free it."""
+        self._llama.close()
+
+    def generate(self, prompt: Sequence[int], n: int, temperature: float, seed: int) -> Sample:
+        """Time ``Llama.generate``: ids only. The first token, which reads the prompt, is not timed."""
+        self._llama.set_seed(seed)
+        end = self._llama.token_eos()
+        said = self._llama.generate(list(prompt), temp=temperature)
+        tokens = [next(said)]
+        start = perf_counter()
+        tokens += itertools.takewhile(lambda token: token != end, itertools.islice(said, n))
+        seconds = perf_counter() - start
+        return Sample(len(tokens) - 1, seconds, tuple(tokens[:n]))
+
+    def complete(self, prompt: Sequence[int], n: int, temperature: float, seed: int) -> Sample:
+        """Time ``Llama.create_completion``: text. Its prompt cache is warm, so n tokens are n decodes."""
+        ids = list(prompt)
+        # Two tokens, so that the timed call has to decode the prompt's last one, as we do.
+        for warm_up, most in ((True, 2), (False, n)):
+            start = perf_counter()
+            answer = self._llama.create_completion(
+                ids, max_tokens=most, temperature=temperature, top_k=40, seed=seed
+            )
+            seconds = perf_counter() - start
+            if not warm_up:
+                return Sample(answer["usage"]["completion_tokens"], seconds)
+        raise AssertionError

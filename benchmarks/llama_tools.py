@@ -1,0 +1,249 @@
+"""llama.cpp's own programs, built from the very sources of the installed llama-cpp-python.
+
+So both sides run the same engine, compiled by the same compiler with the same options (``CMAKE_ARGS`` is
+passed on as pip passes it on), and what differs is the program around it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import llamabranch as lb
+
+from .timing import Sample
+
+__all__ = ["LlamaTools", "ToolError", "build", "parse_report"]
+
+PROGRAMS = ("llama-bench", "llama-speculative-simple", "llama-lookup", "llama-batched-bench")
+_CMAKE = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DLLAMA_CURL=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_SERVER=OFF",
+)
+_SECONDS = 1800
+_TRIES = 4
+
+
+class ToolError(RuntimeError):
+    """A program is missing, failed, or said something that cannot be read."""
+
+
+class LlamaTools:
+    """A folder with llama.cpp's programs.
+
+    Raises:
+        ToolError: one of them is not there.
+    """
+
+    def __init__(self, folder: Path, *, threads: int, n_ctx: int) -> None:
+        missing = [name for name in PROGRAMS if _program(folder, name) is None]
+        if missing:
+            raise ToolError(f"{folder} has no {', '.join(missing)}")
+        self._folder = folder
+        self._threads = threads
+        self._n_ctx = n_ctx
+        self.build_commit = ""  # known after the first ``bench``
+
+    def bench(self, model: Path, n: int, kv_type: str = "f16") -> Sample:
+        """Run ``llama-bench``: n decodes from an empty cache, after a warm-up; it samples nothing."""
+        said = self._run(
+            "llama-bench", "-m", model, "-p", 0, "-n", n, "-r", 1, "-t", self._threads,
+            "-ctk", kv_type, "-ctv", kv_type, "-o", "json",
+        )  # fmt: skip
+        try:
+            found = json.loads(said.stdout)[0]
+            self.build_commit = str(found["build_commit"])
+            return Sample(int(found["n_gen"]), float(found["samples_ns"][0]) / 1e9)
+        except (ValueError, LookupError, TypeError) as error:
+            raise ToolError(f"llama-bench said {said.stdout[-500:]!r}") from error
+
+    def speculative(
+        self,
+        target: Path,
+        draft: Path,
+        prompt: str,
+        n: int,
+        *,
+        k: int,
+        temperature: float,
+        seed: int,
+    ) -> Sample:
+        """Run ``llama-speculative-simple`` with a draft model and drafts of at most ``k`` tokens."""
+        return self._report(
+            "llama-speculative-simple", "-m", target, "-md", draft, "--spec-type", "draft-simple",
+            "--spec-draft-n-max", k, *self._generation(prompt, n, temperature, seed),
+        )  # fmt: skip
+
+    def lookup(
+        self, target: Path, prompt: str, n: int, *, k: int, temperature: float, seed: int
+    ) -> Sample:
+        """Run ``llama-lookup``: drafts from the n-grams of prompt and output."""
+        return self._report(
+            "llama-lookup", "-m", target, "--spec-draft-n-max", k,
+            *self._generation(prompt, n, temperature, seed),
+        )  # fmt: skip
+
+    def batched(
+        self, model: Path, streams: Sequence[int], *, n_prompt: int, n: int, unified: bool
+    ) -> Mapping[int, Sample]:
+        """Run ``llama-batched-bench``: n decodes for each number of streams after a shared prompt."""
+        cells = n_prompt + n * max(streams)
+        if not unified:  # each stream has its own part of the cache
+            cells = (n_prompt + n) * max(streams)
+        said = self._run(
+            "llama-batched-bench", "-m", model, "-c", -(-cells // 256) * 256 + 256 * max(streams),
+            "-npp", n_prompt, "-ntg", n, "-npl", ",".join(map(str, streams)), "-pps",
+            "-t", self._threads, "--output-format", "jsonl", *(("-kvu",) if unified else ()),
+        )  # fmt: skip
+        lines = [json.loads(x) for x in said.stdout.splitlines() if x.startswith("{")]
+        found = {int(x["pl"]): Sample(int(x["pl"]) * int(x["tg"]), float(x["t_tg"])) for x in lines}
+        if set(found) != set(streams):
+            raise ToolError(f"llama-batched-bench said {said.stdout[-500:]!r}")
+        return found
+
+    def _report(self, *command: object) -> Sample:
+        """Run a program until its report comes: on a busy machine its log may lose the last lines."""
+        for _ in range(_TRIES - 1):
+            said = self._run(*command)
+            try:
+                return parse_report(said.stderr + said.stdout)
+            except ToolError:
+                continue
+        said = self._run(*command)
+        return parse_report(said.stderr + said.stdout)
+
+    def _generation(
+        self, prompt: str, n: int, temperature: float, seed: int
+    ) -> Sequence[str | int | float]:
+        return (
+            "-p", prompt, "-n", n, "-c", self._n_ctx, "--temp", temperature, "-s", seed,
+            "-t", self._threads,
+        )  # fmt: skip
+
+    def _run(self, name: object, *arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [str(_program(self._folder, str(name))), *map(str, arguments)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False
+        )
+        if done.returncode != 0:
+            raise ToolError(f"{shlex.join(command)} failed: {done.stderr.strip()[-800:]}")
+        return done
+
+
+def parse_report(text: str) -> Sample:
+    """Return what ``llama-speculative-simple`` or ``llama-lookup`` says of itself.
+
+    A round yields its accepted tokens and one more, so rounds are tokens less accepted ones.
+
+    Raises:
+        ToolError: the lines are not there.
+    """
+    decoded = re.search(
+        r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds, speed:\s+([\d.]+) t/s", text
+    )
+    drafted = re.search(r"n_drafted\s+= (\d+)", text)
+    accepted = re.search(r"n_accept\s+= (\d+)", text)
+    if decoded is None or drafted is None or accepted is None:
+        raise ToolError(f"no report in {text[-500:]!r}")
+    n, speed = int(decoded[1]), float(decoded[3])  # the seconds are rounded, the speed is not
+    stats = lb.SpeculativeStats(
+        num_drafts=n - int(accepted[1]),
+        num_draft_tokens=int(drafted[1]),
+        num_accepted_tokens=int(accepted[1]),
+        num_emitted_tokens=n,
+    )
+    return Sample(n, n / speed, None, stats)
+
+
+def _program(folder: Path, name: str) -> Path | None:
+    found = shutil.which(name, path=os.fspath(folder))
+    return None if found is None else Path(found)
+
+
+# -- building --------------------------------------------------------------------------------------
+
+
+def build(cache: Path) -> Path:
+    """Return the folder of the programs in ``cache``; they are built if they are not there.
+
+    Needs the network (the source distribution, and CMake if there is none) and about five minutes.
+
+    Raises:
+        ToolError: a step failed.
+    """
+    version = metadata.version("llama-cpp-python")
+    home = cache / f"llama-cpp-python-{version}"
+    made = home / "build" / "bin"
+    if all(_program(made, name) for name in PROGRAMS):
+        return made
+    home.mkdir(parents=True, exist_ok=True)
+    source = _source(home, version)
+    cmake, generator = _cmake(home)
+    _say(f"building llama.cpp's programs in {home}: about five minutes on two cores")
+    options = [*_CMAKE, *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
+    _call(cmake, "-S", source, "-B", home / "build", *generator, *options)
+    jobs = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    _call(cmake, "--build", home / "build", "--parallel", jobs or 1, "--target", *PROGRAMS)
+    missing = [name for name in PROGRAMS if _program(made, name) is None]
+    if missing:
+        raise ToolError(f"the build made no {', '.join(missing)}")
+    return made
+
+
+def _source(home: Path, version: str) -> Path:
+    """Return llama.cpp's sources as that version of llama-cpp-python ships them."""
+    source = home / f"llama_cpp_python-{version}" / "vendor" / "llama.cpp"
+    if (source / "CMakeLists.txt").is_file():
+        return source
+    archive = home / f"llama_cpp_python-{version}.tar.gz"
+    if not archive.is_file():
+        _say(f"downloading the sources of llama-cpp-python {version}")
+        _call(
+            sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:",
+            "--dest", home, f"llama-cpp-python=={version}",
+        )  # fmt: skip
+    if not archive.is_file():
+        raise ToolError(f"pip left no {archive.name} in {home}")
+    with tarfile.open(archive) as opened:
+        if hasattr(tarfile, "data_filter"):
+            opened.extractall(home, filter="data")
+        else:
+            opened.extractall(home)
+    return source
+
+
+def _cmake(home: Path) -> tuple[Path, Sequence[str]]:
+    """Return CMake and its generator: what is installed, or a copy of our own from PyPI."""
+    cmake, ninja = shutil.which("cmake"), shutil.which("ninja")
+    if cmake is not None:
+        return Path(cmake), ("-G", "Ninja") if ninja else ()
+    environment = home / "cmake"
+    _say("installing CMake and Ninja into the cache")
+    _call(sys.executable, "-m", "venv", environment)
+    scripts = environment / ("Scripts" if os.name == "nt" else "bin")
+    _call(scripts / "python", "-m", "pip", "install", "--quiet", "cmake", "ninja")
+    return scripts / "cmake", ("-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={scripts / 'ninja'}")
+
+
+def _call(*command: object) -> None:
+    text = [str(part) for part in command]
+    done = subprocess.run(text, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode != 0:
+        tail = (done.stdout + done.stderr).strip()[-1500:]
+        raise ToolError(f"{shlex.join(text)} failed:\n{tail}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

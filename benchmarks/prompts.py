@@ -1,0 +1,28 @@
+"""Twenty openings of tales: what every benchmark continues unless told otherwise."""
+
+from __future__ import annotations
+
+__all__ = ["PROMPTS"]
+
+PROMPTS: tuple[str, ...] = (
+    "Once upon a time there was a miller who had nothing left but his mill and one grey goose.",
+    "In a village at the edge of the forest there lived a widow with three daughters,",
+    "A king grew old and could not sleep, so he sent his youngest son out to find",
+    "There was once a tailor who boasted that he could sew a coat for the moon.",
+    "Long ago, when wishes were still of some use, a poor fisherman caught a golden eel,",
+    "The old soldier had served for twenty years, and all they gave him was a rusty sword.",
+    "High on the glass mountain stood a castle without a door, and in it sat a princess",
+    "A fox and a bear agreed to plough a field together and to share what grew there.",
+    "Every evening a little bird came to the window and sang, and one evening it said,",
+    'One winter night somebody knocked. "Who is there?" asked the old woman.',
+    "The youngest brother was thought to be a fool, because he gave his bread away.",
+    "Under the bridge there lived a goblin who asked three questions of all who came by.",
+    "When the queen died she left her daughter nothing but a comb and a good piece of advice.",
+    "There was a clockmaker whose clocks told the truth, and so nobody bought them.",
+    "A shepherd boy found a silver whistle in the grass, and when he blew it",
+    "In the middle of the sea lies an island that no ship has ever found twice.",
+    'The wolf came to the door and said in a soft voice, "Good evening, little goat,',
+    "Two beggars met at a crossroads, and because it was raining they began to tell stories.",
+    "The giant was not wicked, but he was very hungry, and he had lost his spectacles.",
+    "On the day that the twins were born, three strange women came to the house,",
+)

@@ -1,0 +1,300 @@
+"""Settings of a benchmark, its tables, and the JSON line it ends with."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import llamabranch as lb
+
+from .prompts import PROMPTS
+from .timing import Series, Spread
+
+__all__ = ["Settings", "emit", "number", "parser", "percent", "pm", "series_json", "table", "title"]
+
+JSON = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every benchmark is told."""
+
+    target: str
+    draft: str
+    threads: int
+    runs: int
+    prompts: int
+    tokens: int
+    temperatures: tuple[float, ...]
+    n_ctx: int
+    quick: bool
+    cache: Path
+    peers_bin: Path | None
+    peers: bool
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, **quick: int) -> Settings:
+        """Return the settings of a parsed command line; ``quick`` ones where --quick asks for them."""
+        small = {"runs": 1, "prompts": 1, "tokens": 8, "threads": 1} | quick
+
+        def pick(name: str) -> int:
+            given = getattr(args, name)
+            if given is None:
+                given = small[name] if args.quick else args.defaults[name]
+            if given < 1:
+                raise SystemExit(f"--{name} must be at least 1")
+            return int(given)
+
+        temperatures = args.temperatures or (
+            (0.8,) if args.quick else args.defaults["temperatures"]
+        )
+        return cls(
+            target=args.target,
+            draft=args.draft,
+            threads=pick("threads"),
+            runs=pick("runs"),
+            prompts=min(pick("prompts"), len(PROMPTS)),
+            tokens=pick("tokens"),
+            temperatures=tuple(temperatures),
+            n_ctx=args.n_ctx,
+            quick=args.quick,
+            cache=args.cache,
+            peers_bin=args.peers_bin,
+            peers=not args.no_peers,
+        )
+
+    def context(self, name: str, **options: int) -> lb.Context:
+        """Open a context on a model by name or path."""
+        wanted = {"n_ctx": self.n_ctx, "n_threads": self.threads, **options}
+        return lb.load(
+            name,
+            n_ctx=wanted.pop("n_ctx"),
+            n_threads=wanted.pop("n_threads"),
+            n_seq_max=wanted.pop("n_seq_max", 8),
+        )
+
+    def as_dict(self) -> JSON:
+        """Return what of it belongs in the JSON line."""
+        return {
+            "threads": self.threads,
+            "runs": self.runs,
+            "prompts": self.prompts,
+            "tokens": self.tokens,
+            "temperatures": list(self.temperatures),
+            "n_ctx": self.n_ctx,
+            "quick": self.quick,
+        }
+
+
+def parser(
+    description: str,
+    *,
+    runs: int | None = None,
+    prompts: int | None = None,
+    tokens: int | None = None,
+    temperatures: Sequence[float] | None = (0.0,),
+) -> argparse.ArgumentParser:
+    """Return a parser with the options all benchmarks share; None = each benchmark's own default."""
+    found = argparse.ArgumentParser(description=description)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    home = Path(os.environ.get("LLAMABRANCH_CACHE") or "~/.cache/llamabranch").expanduser()
+    add = found.add_argument
+    add("--target", default="tale-target", help="GGUF file, or a name from `llamabranch models`")
+    add("--draft", default="tale-draft", help="the same")
+    add("--threads", type=int, help=f"of every side; default: {cores}, the cores there are")
+    add("--runs", type=int, help=_default(runs))
+    add("--prompts", type=int, help=f"of {len(PROMPTS)}; {_default(prompts)}")
+    add("--tokens", type=int, help=f"for each prompt; {_default(tokens)}")
+    add("--temperatures", type=float, nargs="+", help=_default(temperatures))
+    add("--n-ctx", type=int, default=1024, help="cells of every cache; default: 1024")
+    add("--quick", action="store_true", help="see that it runs: the times mean nothing")
+    add(
+        "--cache", type=Path, default=home / "benchmarks", help="where programs and models are made"
+    )
+    add("--peers-bin", type=Path, help="folder with llama.cpp's programs; default: build them")
+    add("--no-peers", action="store_true", help="leave llama.cpp's own programs out")
+    defaults = {
+        "threads": cores or 1, "runs": runs, "prompts": prompts, "tokens": tokens,
+        "temperatures": temperatures,
+    }  # fmt: skip
+    found.set_defaults(defaults=defaults)
+    return found
+
+
+def _default(value: int | Sequence[float] | None) -> str:
+    if value is None:
+        return "default: each benchmark's own"
+    shown = value if isinstance(value, int) else " ".join(f"{x:g}" for x in value)
+    return f"default: {shown}"
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def title(*models: lb.Model) -> str:
+    """Return the models' names and sizes for the head of a table; a ballast is called one."""
+    parts = []
+    for model in models:
+        size = f"{model.n_params / 1e6:.1f}M, {model.file_type}"
+        said = ", a ballast: it computes what a smaller model does" if is_ballast(model) else ""
+        parts.append(f"{model.name} ({size}{said})")
+    return " with ".join(parts)
+
+
+def is_ballast(model: lb.Model) -> bool:
+    """Return True for a model that ``benchmarks.ballast`` made."""
+    return "llamabranch.ballast.parameters" in model.metadata
+
+
+def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, in Markdown where it does not go to a terminal."""
+    shown = Table(*columns, title=caption, box=box.SIMPLE_HEAD, title_justify="left")
+    for i, column in enumerate(shown.columns):
+        if i and all(row[i][:1].isdigit() or row[i] == "-" for row in rows):
+            column.justify = "right"
+    for row in rows:
+        shown.add_row(*row)
+    if sys.stdout.isatty():
+        Console().print(shown)
+        return
+    print(f"\n**{caption}**\n")
+    shown.box, shown.title = box.MARKDOWN, None
+    console = Console(file=sys.stdout, width=400, markup=False, highlight=False)
+    with console.capture() as captured:
+        console.print(shown)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip()))
+
+
+def number(value: float, digits: int = 2) -> str:
+    """Return a number for a table, "-" where there is none."""
+    return "-" if math.isnan(value) else f"{value:,.{digits}f}"
+
+
+def percent(value: float) -> str:
+    """Return a share for a table."""
+    return "-" if math.isnan(value) else f"{100 * value:.1f} %"
+
+
+def pm(spread: Spread, digits: int = 2) -> str:
+    """Return a median with its extremes."""
+    if math.isnan(spread.median):
+        return "-"
+    low, high = number(spread.low, digits), number(spread.high, digits)
+    return f"{number(spread.median, digits)} ({low} to {high})"
+
+
+# -- the JSON line ---------------------------------------------------------------------------------
+
+
+def series_json(series: Series, base: Series | None = None) -> JSON:
+    """Return a rival's speed, its ratio to ``base``, and its statistics."""
+    found: dict[str, object] = {
+        "tokens_per_s": series.rate.as_dict(),
+        "runs": series.rates,
+        "n_tokens": series.n_tokens,
+        "seconds": series.seconds,
+    }
+    if base is not None:
+        found["ratio"] = series.ratio(base).as_dict()
+    stats = series.stats
+    if stats.num_drafts or stats.target_forward_passes:
+        found["stats"] = stats.as_dict()
+    return found
+
+
+def emit(
+    name: str, settings: Settings, models: Mapping[str, lb.Model], results: JSON, **more: object
+) -> None:
+    """Print the JSON line, the last line of every benchmark."""
+    line = {
+        "benchmark": name,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "hardware": hardware(),
+        "versions": versions(),
+        "models": {role: describe(model) for role, model in models.items()},
+        "settings": settings.as_dict(),
+        **more,
+        "results": results,
+    }
+    print(json.dumps(_clean(line)), flush=True)
+
+
+def describe(model: lb.Model) -> JSON:
+    """Return which model it is."""
+    return {
+        "name": model.name,
+        "file": model.path.name,
+        "hash": model.fingerprint,
+        "n_params": model.n_params,
+        "file_type": model.file_type,
+        "bytes": model.size_bytes,
+        "ballast": is_ballast(model),
+    }
+
+
+def hardware() -> JSON:
+    """Return what it was measured on, and how busy that already was."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return {
+        "cpu": _cpu(),
+        "machine": platform.machine(),
+        "cores": cores,
+        "memory_gib": _memory_gib(),
+        "system": f"{platform.system()} {platform.release()}",
+        "load_1min": load,
+    }
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def versions() -> JSON:
+    """Return the versions of everything that has a part in the figures."""
+    from .llama_python import llama_cpp_version
+
+    return {
+        "llamabranch": lb.__version__,
+        "llama_cpp_python": metadata.version("llama-cpp-python"),
+        "llama_cpp": llama_cpp_version(),
+        "numpy": metadata.version("numpy"),
+        "python": platform.python_version(),
+    }
+
+
+def _clean(value: object) -> object:
+    """Return ``value`` with None for what JSON cannot say."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _clean(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(item) for item in value]
+    return value

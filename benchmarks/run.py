@@ -1,0 +1,154 @@
+"""Run all benchmarks: on the bundled pair, and on ballast targets where speculation can pay.
+
+    python -m benchmarks.run [--quick] [--output FILE.jsonl]
+
+Each runs in a process of its own, so that none finds the memory or the threads of another. Tables go to
+standard output as they come; at the end stands one JSON line with all of theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import llamabranch as lb
+
+from . import llama_tools
+from .report import parser
+
+
+@dataclass(frozen=True)
+class Ballast:
+    """A larger target: fewer and shorter texts, since each takes a minute or more."""
+
+    n_params: int
+    file_type: str
+    prompts: int = 4
+    speculative: tuple[float, ...] = (0.0,)  # temperatures
+    peers: tuple[float, ...] = (0.0, 0.8)
+
+    @property
+    def name(self) -> str:
+        """How steps are called."""
+        return f"{self.n_params // 1_000_000}M-{self.file_type}"
+
+
+BALLASTS = (
+    Ballast(50_000_000, "q8_0", prompts=6, speculative=(0.0, 1.0)),
+    Ballast(150_000_000, "f16"),
+    Ballast(350_000_000, "f16", peers=(0.0,)),
+)
+QUICK = (Ballast(12_000_000, "q8_0", prompts=1, peers=(0.0,)),)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A program and what it is told; ``ballast:N:TYPE`` stands for a model to be made."""
+
+    name: str
+    program: str
+    arguments: tuple[str, ...]
+
+
+def main() -> None:
+    """Run what was asked for."""
+    described = parser("all benchmarks", temperatures=None)
+    described.add_argument(
+        "--only", nargs="+", metavar="WORD", help="steps whose name has one of these"
+    )
+    described.add_argument("--no-ballast", action="store_true", help="the bundled pair only")
+    described.add_argument("--output", type=Path, help="append each benchmark's JSON line here")
+    described.add_argument("--list", action="store_true", help="print the steps and stop")
+    args = described.parse_args()
+    steps = [
+        step
+        for step in _steps(args)
+        if not args.only or any(word in step.name for word in args.only)
+    ]
+    if args.list:
+        print("\n".join(f"{step.name}: {' '.join(step.arguments)}" for step in steps))
+        return
+    if not args.no_peers and args.peers_bin is None:
+        args.peers_bin = llama_tools.build(args.cache)
+    lines, failed = [], []
+    for step in steps:
+        line = _run(step, args)
+        if line is None:
+            failed.append(step.name)
+            continue
+        lines.append({"step": step.name, **line})
+        if args.output is not None:
+            with args.output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(lines[-1]) + "\n")
+    print(json.dumps({"benchmark": "run", "failed": failed, "steps": lines}))
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def _steps(args: argparse.Namespace) -> Iterator[Step]:
+    """Yield all steps."""
+    for program in ("decode", "peers", "speculative", "batch", "fork"):
+        yield Step(program, program, ())
+    if args.no_ballast:
+        return
+    for ballast in QUICK if args.quick else BALLASTS:
+        target = ("--target", f"ballast:{ballast.n_params}:{ballast.file_type}")
+        size = ["--prompts", str(ballast.prompts)]
+        if not args.quick:
+            size += ["--tokens", "128", "--runs", "3"]
+        for program in ("speculative", "peers"):
+            chosen = ballast.speculative if program == "speculative" else ballast.peers
+            temperatures = ("--temperatures", *(f"{t:g}" for t in chosen))
+            name = f"{program}-{ballast.name}"
+            yield Step(name, program, (*target, *size, *temperatures))
+
+
+def _run(step: Step, args: argparse.Namespace) -> dict[str, object] | None:
+    """Run a step, show what it prints but for the JSON line; return that, None if it failed."""
+    arguments = [_made(argument, args.cache) for argument in step.arguments]
+    if "--target" not in arguments:
+        arguments += ["--target", args.target]
+    arguments += ["--draft", args.draft, "--cache", str(args.cache)]
+    arguments += ["--n-ctx", str(args.n_ctx)]
+    for name in ("threads", "runs", "prompts", "tokens"):  # given twice, the last counts
+        if getattr(args, name) is not None:
+            arguments += [f"--{name}", str(getattr(args, name))]
+    if args.temperatures is not None:
+        arguments += ["--temperatures", *map(str, args.temperatures)]
+    if args.peers_bin is not None:
+        arguments += ["--peers-bin", str(args.peers_bin)]
+    arguments += [
+        flag for flag, on in (("--quick", args.quick), ("--no-peers", args.no_peers)) if on
+    ]
+    start = time.perf_counter()
+    print(f"\n## {step.name}", flush=True)
+    command = [sys.executable, "-m", f"benchmarks.{step.program}", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    *shown, last = done.stdout.splitlines() or [""]
+    if done.returncode != 0:
+        print(done.stdout, flush=True)
+        return None
+    print("\n".join(shown))
+    print(f"\n({step.name}: {time.perf_counter() - start:.0f} s)", flush=True)
+    line: dict[str, object] = json.loads(last)
+    return line
+
+
+def _made(argument: str, cache: Path) -> str:
+    """Return an argument; one that names a ballast becomes its path, and is made if need be."""
+    word, *rest = argument.split(":")
+    if word != "ballast":
+        return argument
+    from .ballast import cached_ballast
+
+    return str(cached_ballast(lb.resolve("tale-target"), cache, int(rest[0]), rest[1]))
+
+
+if __name__ == "__main__":
+    main()

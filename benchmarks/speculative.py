@@ -1,0 +1,287 @@
+"""Speculative against plain decoding: drafters, draft lengths, rules; what it costs where it cannot pay.
+
+    python -m benchmarks.speculative [--target T --draft D]
+
+Every cell of a temperature is measured in the same interleaved runs, with the same prompts and seeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import llamabranch as lb
+from llamabranch import theory
+
+from .ballast import cached_useless
+from .costs import verify_costs
+from .drafters import HostileDrafter
+from .prompts import PROMPTS
+from .report import Settings, emit, number, parser, percent, pm, series_json, table, title
+from .timing import Maker, Series, interleave
+from .workloads import plain, speculative
+
+PLAIN, NONE = "plain decoding", "no drafter"
+MODEL, AUTO = "draft model", "auto"
+COLD = "draft model, auto, anew for each prompt"
+USELESS = "useless draft model"
+
+
+def main() -> None:
+    """Measure one pair."""
+    described = parser(
+        "speculative decoding", runs=5, prompts=20, tokens=200, temperatures=(0.0, 0.7, 1.0)
+    )
+    described.add_argument(
+        "--longest", type=int, help="longest fixed draft of the sweep; default: 8"
+    )
+    described.add_argument("--k", type=int, default=4, help="fixed draft where none is swept")
+    args = described.parse_args()
+    settings = Settings.of(args)
+    longest = args.longest or (2 if settings.quick else 8)
+    with (
+        settings.context(settings.target) as target,
+        settings.context(settings.draft) as draft,
+        settings.context(
+            str(cached_useless(lb.resolve(settings.draft), settings.cache))
+        ) as useless,
+    ):
+        cells = Cells(target, draft, useless, settings, longest, args.k)
+        sizes = range(1, longest + 2)
+        repeats, prefix = (3, 16) if settings.quick else (15, 128)
+        times = verify_costs(target, sizes, n_prefix=prefix, repeats=repeats)
+        v = {n: seconds / times[1] for n, seconds in times.items()}
+        _show_costs(target, v)
+        results = {
+            f"{temperature:g}": cells.measure(temperature, v)
+            for temperature in settings.temperatures
+        }
+        models = {"target": target.model, "draft": draft.model}
+        emit("speculative", settings, models, results, v=v, t1_s=times[1], k=args.k)
+
+
+class Cells:
+    """All that is measured at one temperature."""
+
+    def __init__(
+        self,
+        target: lb.Context,
+        draft: lb.Context,
+        useless: lb.Context,
+        settings: Settings,
+        longest: int,
+        k: int,
+    ) -> None:
+        self._target = target
+        self._settings = settings
+        self._prompts = [target.tokenize(prompt) for prompt in PROMPTS[: settings.prompts]]
+        self._longest = longest
+        self._k = k
+        self._drafters: Mapping[str, Callable[[], lb.Drafter]] = {
+            MODEL: lambda: lb.ModelDrafter(draft),
+            "lookup": lb.PromptLookupDrafter,
+            "suffix": lb.SuffixDrafter,
+            "suffix, then model": lambda: lb.ChainDrafter(
+                [lb.SuffixDrafter(), lb.ModelDrafter(draft)]
+            ),
+            USELESS: lambda: lb.ModelDrafter(useless),
+            "hostile": HostileDrafter,
+        }
+        self._title = title(target.model, draft.model)
+
+    def measure(self, temperature: float, v: Mapping[int, float]) -> dict[str, object]:
+        """Measure and print one temperature."""
+        makers = self._makers(temperature)
+        found = interleave(makers, n_runs=self._settings.runs, n_items=len(self._prompts))
+        base = found[PLAIN]
+        step_s = base.seconds / max(1, base.n_tokens)
+        self._show_drafters(temperature, found, step_s)
+        best = self._show_sweep(temperature, found, step_s, v)
+        if temperature > 0:
+            self._show_rules(temperature, found)
+        self._show_positions(temperature, found)
+        return {
+            "cells": {name: self._json(each, base) for name, each in found.items()},
+            "best_fixed": best,
+            "auto_over_plain": found[self._named(MODEL, AUTO)].ratio(base).as_dict(),
+            "auto_over_best_fixed": found[self._named(MODEL, AUTO)]
+            .ratio(found[self._named(MODEL, best)])
+            .as_dict(),
+        }
+
+    # -- what is run -------------------------------------------------------------------------------
+
+    def _named(self, drafter: str, k: int | str) -> str:
+        return f"{drafter}, {k}"
+
+    def _makers(self, temperature: float) -> dict[str, Maker]:
+        ctx, prompts, n = self._target, self._prompts, self._settings.tokens
+
+        def cell(
+            drafter: Callable[[], lb.Drafter | None],
+            k: int | str,
+            rule: str = "auto",
+            cold: bool = False,
+        ) -> Maker:
+            config = lb.SpeculativeConfig(draft_k=k, rule=rule)
+            return speculative(ctx, prompts, n, temperature, drafter, config, cold=cold)
+
+        makers = {PLAIN: plain(ctx, prompts, n, temperature), NONE: cell(lambda: None, 0)}
+        for k in range(1, self._longest + 1):
+            makers[self._named(MODEL, k)] = cell(self._drafters[MODEL], k)
+        for name, drafter in self._drafters.items():
+            makers.setdefault(self._named(name, self._k), cell(drafter, self._k))
+            makers[self._named(name, AUTO)] = cell(drafter, AUTO)
+        makers[COLD] = cell(self._drafters[MODEL], AUTO, cold=True)
+        if temperature > 0:  # at temperature 0 the rules are one
+            for rule in ("token", "block"):
+                makers[self._ruled(rule)] = cell(self._drafters[MODEL], self._k, rule)
+        return makers
+
+    def _ruled(self, rule: str) -> str:
+        name = self._named(MODEL, self._k)
+        return name if rule == "seeded" else f"{name}, {rule} rule"
+
+    # -- tables ------------------------------------------------------------------------------------
+
+    def _caption(self, what: str, temperature: float) -> str:
+        settings = self._settings
+        return (
+            f"{what}, T = {temperature:g}. {self._title}: {settings.threads} threads, "
+            f"{len(self._prompts)} prompts x {settings.tokens} tokens, medians of {settings.runs} runs "
+            f"(lowest to highest)"
+        )
+
+    def _show_drafters(
+        self, temperature: float, found: Mapping[str, Series], step_s: float
+    ) -> None:
+        base = found[PLAIN]
+        names = [PLAIN, NONE]
+        for drafter in self._drafters:
+            names += [self._named(drafter, self._k), self._named(drafter, AUTO)]
+        names.append(COLD)
+        rows = []
+        for name in names:
+            each, stats = found[name], found[name].stats
+            seconds = each.seconds
+            same, compared = each.same_texts(base)
+            rows.append(
+                (
+                    name,
+                    pm(each.rate, 0),
+                    "1" if name == PLAIN else pm(each.ratio(base)),
+                    percent(stats.draft_acceptance_rate),
+                    number(stats.mean_acceptance_length),
+                    number(_draft_cost(stats, step_s)),
+                    percent(stats.draft_time_s / seconds) if stats.num_drafts else "-",
+                    percent((stats.verify_time_s + stats.plain_time_s) / seconds)
+                    if stats.target_forward_passes
+                    else "-",
+                    "-" if name == PLAIN else f"{same} of {compared}",
+                )
+            )
+        columns = (
+            "drafter, length", "tokens/s", "x plain", "accepted / drafted", "tokens a round", "c",
+            "time drafting", "in the target", "same text as plain",
+        )  # fmt: skip
+        table(self._caption("Drafters", temperature), columns, rows)
+
+    def _show_sweep(
+        self,
+        temperature: float,
+        found: Mapping[str, Series],
+        step_s: float,
+        v: Mapping[int, float],
+    ) -> int:
+        base = found[PLAIN]
+        lengths = range(1, self._longest + 1)
+        best = max(lengths, key=lambda k: found[self._named(MODEL, k)].ratio(base).median)
+        auto = found[self._named(MODEL, AUTO)]
+        rows = []
+        for k in lengths:
+            each = found[self._named(MODEL, k)]
+            stats = each.stats
+            a, c = stats.alpha_hat, _draft_cost(stats, step_s)
+            known = not math.isnan(a + c)
+            rows.append(
+                (
+                    f"{k}{' (best)' if k == best else ''}",
+                    pm(each.rate, 0),
+                    pm(each.ratio(base)),
+                    number(theory.speedup(a, k, c, v[k + 1]) if known else math.nan),
+                    percent(stats.draft_acceptance_rate),
+                    number(stats.mean_acceptance_length),
+                    number(a),
+                    number(c),
+                    number(v[k + 1]),
+                    pm(auto.ratio(each)),
+                )
+            )
+        mean = auto.stats.num_draft_tokens / max(1, auto.stats.num_drafts)
+        rows.append(
+            (
+                f"auto (mean {number(mean, 1)})", pm(auto.rate, 0), pm(auto.ratio(base)), "-",
+                percent(auto.stats.draft_acceptance_rate),
+                number(auto.stats.mean_acceptance_length), number(auto.stats.alpha_hat),
+                number(_draft_cost(auto.stats, step_s)), "-", "1",
+            )
+        )  # fmt: skip
+        columns = (
+            "length", "tokens/s", "x plain", "theory", "accepted / drafted", "tokens a round", "a", "c",
+            "v(length + 1)", "auto over it",
+        )  # fmt: skip
+        table(self._caption("Draft lengths, draft model", temperature), columns, rows)
+        return best
+
+    def _show_rules(self, temperature: float, found: Mapping[str, Series]) -> None:
+        base = found[PLAIN]
+        rows = []
+        for rule in ("seeded", "token", "block"):
+            each = found[self._ruled(rule)]
+            rows.append(
+                (
+                    rule,
+                    pm(each.rate, 0),
+                    pm(each.ratio(base)),
+                    percent(each.stats.draft_acceptance_rate),
+                    number(each.stats.mean_acceptance_length),
+                )
+            )
+        columns = ("rule", "tokens/s", "x plain", "accepted / drafted", "tokens a round")
+        table(self._caption(f"Rules, draft model, {self._k} drafted", temperature), columns, rows)
+
+    def _show_positions(self, temperature: float, found: Mapping[str, Series]) -> None:
+        names = [self._named(MODEL, self._longest)]
+        names += [self._named(drafter, self._k) for drafter in self._drafters if drafter != MODEL]
+        rows = []
+        for name in names:
+            rates = [number(rate) for rate in found[name].stats.conditional_rates_per_pos]
+            rates += ["-"] * self._longest
+            rows.append((name, *rates[: self._longest]))
+        columns = ("drafter, length", *map(str, range(1, self._longest + 1)))
+        caption = "How often the token at a position stood when it was tested"
+        table(self._caption(caption, temperature), columns, rows)
+
+    def _json(self, each: Series, base: Series) -> dict[str, object]:
+        same, compared = each.same_texts(base)
+        return {**series_json(each, base), "same_text": same, "compared_text": compared}
+
+
+def _draft_cost(stats: lb.SpeculativeStats, step_s: float) -> float:
+    """Return c: seconds for a drafted token over seconds for a token of plain decoding."""
+    if not stats.num_draft_tokens:
+        return math.nan
+    return stats.draft_time_s / stats.num_draft_tokens / step_s
+
+
+def _show_costs(target: lb.Context, v: Mapping[int, float]) -> None:
+    columns = ("n", *map(str, v))
+    table(
+        f"v(n): one decode of n tokens over one of 1, {title(target.model)}",
+        columns,
+        [("v(n)", *(number(value) for value in v.values()))],
+    )
+
+
+if __name__ == "__main__":
+    main()

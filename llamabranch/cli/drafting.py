@@ -1,0 +1,79 @@
+"""What ``--draft`` means: a model, copying from the text, a chain of both, or nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from llamabranch import (
+    ChainDrafter,
+    ConfigError,
+    Context,
+    Drafter,
+    Model,
+    ModelDrafter,
+    NullDrafter,
+    PromptLookupDrafter,
+    SpeculativeConfig,
+    SuffixDrafter,
+    hub,
+)
+
+# One request at a time: a shared index would let a repeated run copy its own text.
+COPYING: dict[str, Callable[[], Drafter]] = {
+    "lookup": PromptLookupDrafter,
+    "suffix": lambda: SuffixDrafter(shared_tokens=0),
+}
+
+
+def parse_draft(given: str) -> tuple[str, ...]:
+    """Return the drafters of a chain in order, () for "none".
+
+    The words win over files of that name; a file may have a + in its name.
+
+    Raises:
+        ConfigError: a model that is not on this machine, or no chain at all.
+    """
+    if given == "none":
+        return ()
+    whole = given in COPYING or "+" not in given or Path(given).expanduser().is_file()
+    parts = (given,) if whole else tuple(given.split("+"))
+    for part in parts:
+        if part in ("", "none"):
+            raise ConfigError(
+                f"{given!r} is no chain of drafters", hint="for example suffix+tale-draft"
+            )
+        if part not in COPYING:
+            hub.resolve(part)
+    return parts
+
+
+def has_model(parts: Sequence[str]) -> bool:
+    """Return whether one of the drafters is a model."""
+    return any(part not in COPYING for part in parts)
+
+
+def make_drafter(parts: Sequence[str], open_model: Callable[[str], Context], width: int) -> Drafter:
+    """Return the drafter that ``parts`` name, with its models opened."""
+    drafters = [
+        COPYING[part]() if part in COPYING else ModelDrafter(open_model(part), width=width)
+        for part in parts
+    ]
+    if not drafters:
+        return NullDrafter()
+    return drafters[0] if len(drafters) == 1 else ChainDrafter(drafters)
+
+
+def drafting_models(drafter: Drafter) -> list[Model]:
+    """Return the models among the drafters, in order."""
+    drafters = drafter.drafters if isinstance(drafter, ChainDrafter) else (drafter,)
+    return [each.ctx.model for each in drafters if isinstance(each, ModelDrafter)]
+
+
+def tree_sequences(config: SpeculativeConfig, width: int) -> tuple[int, int]:
+    """Return the sequences that trees take at most: of the target's context, of the draft's.
+
+    The target needs one for each leaf, the draft one for each node of a level and of the next.
+    """
+    levels = config.draft_k if isinstance(config.draft_k, int) else config.max_draft_tokens
+    return min(256, 1 + levels * width), 1 + 2 * width

@@ -1,0 +1,119 @@
+"""``llamabranch theory``: what drafting can gain, from acceptance and costs."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+import typer
+
+from llamabranch import theory as formulas
+
+from . import options
+from .render import Screen, print_json, reporting
+
+ACCEPTANCES = (0.7, 0.8)
+DRAFT_LENGTHS = (4, 8)
+DRAFT_COSTS = (0.05, 0.10, 0.20)
+LONGEST = 16  # the longest draft that is considered the best
+
+
+def theory(
+    acceptance: options.Acceptance = None,
+    draft_length: options.DraftLengths = None,
+    draft_cost: options.DraftCosts = None,
+    verify_cost: options.VerifyCost = "1",
+    as_json: options.Json = False,
+    no_color: options.NoColor = False,
+    debug: options.Debug = False,
+) -> None:
+    """Print tokens a round, speedup and best draft length that the theory expects.
+
+    E is the tokens a round; "often seen" is a formula that is wrong, for comparison.
+    """
+    screen = Screen(color=not no_color)
+    with reporting(screen, debug=debug):
+        cost = _parse_cost(verify_cost)
+        rates, costs = acceptance or ACCEPTANCES, draft_cost or DRAFT_COSTS
+        rows = formulas.table(rates, draft_length or DRAFT_LENGTHS, costs, cost)
+        best = [[_best(a, c, cost) for c in costs] for a in rates]
+        if as_json:
+            print_json(
+                {
+                    "verify_cost": verify_cost,
+                    "draft_costs": list(costs),
+                    "table": [
+                        {
+                            "acceptance": row.acceptance,
+                            "draft_length": row.draft_length,
+                            "often_seen": row.naive,
+                            "expected_tokens": row.expected_tokens,
+                            "accepted_share": row.accepted_share,
+                            "speedups": list(row.speedups),
+                        }
+                        for row in rows
+                    ],
+                    "best": [
+                        {"acceptance": a, "draft_cost": c, "draft_length": k, "speedup": speedup}
+                        for a, line in zip(rates, best, strict=True)
+                        for c, (k, speedup) in zip(costs, line, strict=True)
+                    ],
+                }
+            )
+            return
+        headings = [f"c = {c:g}" for c in costs]
+        screen.line("Speedup over plain decoding, by the cost c of a draft step in target steps:")
+        screen.table(
+            ("a", "length", "often seen", "E", *headings, "accepted / drafted"),
+            [
+                (
+                    f"{row.acceptance:g}",
+                    str(row.draft_length),
+                    *(f"{x:.2f}" for x in (row.naive, row.expected_tokens, *row.speedups)),
+                    f"{row.accepted_share:.2f}",
+                )
+                for row in rows
+            ],
+        )
+        screen.line()
+        screen.line(f"Best draft length, at most {LONGEST}, and its speedup (0: do not draft):")
+        screen.table(
+            ("a", *headings),
+            [
+                (f"{a:g}", *(f"{k}: {speedup:.2f}" for k, speedup in line))
+                for a, line in zip(rates, best, strict=True)
+            ],
+        )
+
+
+def _best(a: float, c: float, cost: Callable[[int], float]) -> tuple[int, float]:
+    k = formulas.best_draft_length(a, c, cost, LONGEST)
+    return k, formulas.speedup(a, k, c, cost)
+
+
+def _parse_cost(text: str) -> Callable[[int], float]:
+    """Return v(n), the cost of verifying n tokens, from one number or from points n:v.
+
+    Between points it goes straight, after the last as between the last two; v(1) is 1.
+    """
+    try:
+        if ":" not in text:
+            constant = float(text)
+            return lambda n: constant
+        pairs = (point.split(":") for point in text.split(","))
+        points = {1: 1.0} | {int(n): float(v) for n, v in pairs}
+    except ValueError:
+        points = {}
+    if len(points) < 2 or min(points) < 1 or points[1] != 1.0:
+        raise typer.BadParameter(
+            f"{text!r} is neither a number nor points such as 1:1,5:1.65 with v(1) = 1",
+            param_hint="--verify-cost",
+        )
+    known = sorted(points.items())
+
+    def cost(n: int) -> float:
+        above = min(max(bisect_left(known, (n, 0.0)), 1), len(known) - 1)
+        (n0, v0), (n1, v1) = known[above - 1], known[above]
+        return v0 + (v1 - v0) * (n - n0) / (n1 - n0)
+
+    return cost

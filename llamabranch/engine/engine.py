@@ -1,0 +1,388 @@
+"""The loop: admit, draft, decode once for all, settle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from time import perf_counter
+
+from ..branch import Branch, random_seed
+from ..context import Context
+from ..distribution import derive_seed, seed_from_text
+from ..errors import CacheFullError, CapacityError, ConfigError, LlamaBranchError
+from ..rows import LogitsRow
+from ..sampling import SamplingParams
+from ..speculative import Draft, Drafter, Emitted, NullDrafter, SpeculativeConfig
+from ..speculative.round import Stream
+from ..speculative.rules import choose_rule
+from .drafting import Proposal, propose_together
+from .job import Job
+from .pricing import Market, StreamLength
+from .request import EngineStats, Event, Request, Result
+from .scheduler import Scheduler
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Continues any number of prompts over the sequences of one context.
+
+    Every token carries its own position and sequence, so ragged prompts and ragged acceptance need no
+    padding. A finished text's place is taken at once; prompts are read in chunks mixed with decoding.
+
+    Args:
+        target: the context whose text it is; its n_seq_max is how many run at a time.
+        drafter: who proposes; None = nobody. A draft context needs as many sequences to draft for all.
+        config: how much to draft; "auto" drafts what is worth its price in the shared decode.
+        sampling: settings of requests that have none of their own.
+        max_tokens: the limit of requests that have none of their own.
+        seed: what seeds of requests without one are derived from; None picks one.
+
+    Raises:
+        ConfigError: token trees, which cannot share a decode. VocabularyMismatchError: the drafter.
+
+    Attributes:
+        stats: totals over all jobs so far.
+        seed: the job's seed.
+    """
+
+    def __init__(
+        self,
+        target: Context,
+        drafter: Drafter | None = None,
+        config: SpeculativeConfig | None = None,
+        *,
+        sampling: SamplingParams | None = None,
+        max_tokens: int | None = 128,
+        seed: int | None = None,
+    ) -> None:
+        self.target = target
+        self.drafter: Drafter = drafter or NullDrafter()
+        if getattr(self.drafter, "width", 1) > 1:
+            raise ConfigError("token trees cannot share a decode: use a drafter of width 1")
+        self.drafter.check(target.model)
+        self.config = config or SpeculativeConfig()
+        self.stats = EngineStats()
+        self.seed = random_seed() if seed is None else seed
+        self._seed_given = seed is not None
+        self._sampling = sampling or SamplingParams()
+        self._max_tokens = max_tokens
+        self._market = Market(self.config)
+        self._drafts = drafter is not None and target.capabilities.can_truncate
+        self._cancelled: set[str] = set()
+
+    # -- use ---------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        requests: Iterable[Request | str],
+        *,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> list[Result]:
+        """Continue all prompts; return one result for each text, in the order of the requests.
+
+        Args:
+            requests: requests, or prompts as text.
+            on_event: called with every token and every end as they come.
+
+        A request that cannot be served gets its error in its result; the others finish.
+        """
+        order: dict[tuple[str, int], int] = {}
+        results: list[Result] = []
+        listed = list(requests)
+        for number, request in enumerate(listed):
+            name, n = self._identity(request, number)
+            order.update({(name, sample): len(order) + sample for sample in range(n)})
+        for event in self.stream(listed):
+            if on_event is not None:
+                on_event(event)
+            if event.result is not None:
+                results.append(event.result)
+        return sorted(results, key=lambda r: order.get((r.id, r.sample), len(order)))
+
+    def stream(self, requests: Iterable[Request | str]) -> Iterator[Event]:
+        """Yield every token and every end as they come.
+
+        Raises:
+            ConfigError: two requests with the same id.
+        """
+        listed = list(requests)
+        names = [self._identity(request, i)[0] for i, request in enumerate(listed)]
+        twice = (
+            {name for name in names if names.count(name) > 1}
+            if len(set(names)) < len(names)
+            else ()
+        )
+        if twice:
+            raise ConfigError(f"two requests have the id {min(twice)!r}")
+        return self._run(listed)
+
+    async def astream(self, requests: Iterable[Request | str]) -> AsyncIterator[Event]:
+        """Yield what ``stream`` yields, without blocking the event loop: decoding runs in a thread."""
+        events = self.stream(requests)
+        try:
+            while True:
+                event = await asyncio.to_thread(next, events, None)
+                if event is None:
+                    return
+                yield event
+        finally:
+            close = getattr(events, "close", None)
+            if close is not None:
+                await asyncio.to_thread(close)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request with what it has said, at the next step. From any thread."""
+        self._cancelled.add(request_id)
+
+    def explain(self) -> str:
+        """Return in words and numbers how it drafts."""
+        return self._market.explain()
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    @staticmethod
+    def _identity(request: Request | str, number: int) -> tuple[str, int]:
+        if isinstance(request, str):
+            return str(number), 1
+        return (str(number) if request.id is None else request.id), request.n
+
+    def _jobs(self, request: Request, name: str) -> list[Job]:
+        prompt = (
+            self.target.tokenize(request.prompt)
+            if isinstance(request.prompt, str)
+            else list(request.prompt)
+        )
+        if not prompt:
+            raise ConfigError("the prompt is empty")
+        self.target.model.check_tokens(prompt)
+        params = request.sampling or self._sampling
+        first = params.seed
+        if first is None:
+            first = derive_seed(self.seed, seed_from_text(name))
+        most = self._max_tokens if request.max_tokens is None else request.max_tokens
+        return [
+            Job(
+                request,
+                name,
+                sample,
+                prompt,
+                params.but(seed=first if sample == 0 else derive_seed(first, sample)),
+                most,
+            )
+            for sample in range(request.n)
+        ]
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def _run(self, requests: list[Request | str]) -> Iterator[Event]:
+        scheduler = Scheduler(self.target)
+        start = perf_counter()
+        try:
+            for number, given in enumerate(requests):
+                request = Request(given) if isinstance(given, str) else given
+                name, _ = self._identity(request, number)
+                try:
+                    scheduler.add(self._jobs(request, name))
+                except LlamaBranchError as error:
+                    yield self._refuse(request, name, error)
+            while not scheduler.is_idle:
+                yield from self._step(scheduler)
+        finally:
+            for job in [*scheduler.active, *scheduler.waiting]:
+                job.release()
+            self._cancelled.clear()
+            self.stats.elapsed_s += perf_counter() - start
+
+    def _refuse(self, request: Request, name: str, error: LlamaBranchError) -> Event:
+        job = Job(request, name, 0, [], self._sampling, 0)
+        return Event(name, 0, result=job.result("error", error))
+
+    def _end(
+        self,
+        scheduler: Scheduler,
+        job: Job,
+        reason: str,
+        error: LlamaBranchError | None = None,
+    ) -> Event:
+        scheduler.remove(job)
+        result = job.result(reason, error)
+        self.stats.speculative.add(job.stats)
+        self.stats.generated_tokens += len(result.tokens)
+        return Event(job.name, job.sample, result=result)
+
+    def _step(self, scheduler: Scheduler) -> Iterator[Event]:
+        for job in [*scheduler.active, *scheduler.waiting]:
+            if job.name in self._cancelled:
+                yield self._end(scheduler, job, "cancelled")
+        shared = scheduler.n_shared
+        for job, error in scheduler.admit():
+            scheduler.waiting.appendleft(job)
+            yield self._end(scheduler, job, "capacity", error)
+        self.stats.shared_prompt_tokens += scheduler.n_shared - shared
+        if not scheduler.active:
+            return
+        batch = self._fill(scheduler)
+        start = perf_counter()
+        try:
+            rows = self._decode(batch)
+        except CacheFullError as error:
+            yield from self._make_room(scheduler, error)
+            return
+        yield from self._settle(scheduler, batch, rows, perf_counter() - start)
+
+    def _fill(self, scheduler: Scheduler) -> _Batch:
+        """Collect what the next decode computes: every stream's plan, then pieces of prompts."""
+        batch = _Batch()
+        running = [job for job in scheduler.active if job.stream is not None]
+        reading = [job for job in scheduler.active if job.stream is None]
+        ctx = self.target
+        room = min(ctx.n_batch, ctx.options.n_outputs_max) - len(running) - len(reading)
+        for job, draft in self._make_drafts(running, batch):
+            stream = job.stream
+            if stream is not None:
+                keep = min(len(draft.tokens), max(0, room))
+                room -= keep
+                draft.cut(keep)
+                batch.add_plan(job, stream.branch, stream.take(draft))
+        for job in reading:
+            left, branch = ctx.n_batch - len(batch.tokens), job.branch
+            if left > 0 and branch is not None:
+                batch.add_reading(job, branch, job.to_read[branch.position :][:left])
+        return batch
+
+    def _make_drafts(self, running: list[Job], batch: _Batch) -> list[tuple[Job, Draft]]:
+        proposals: list[tuple[Job, Proposal]] = []
+        plain: list[Job] = []
+        start = perf_counter()
+        for job in running:
+            stream = job.stream
+            if stream is None:
+                continue
+            limit = job.transcript.draft_limit if self._drafts else 0
+            if isinstance(stream.length, StreamLength):
+                stream.length.n_streams = len(running)
+            tokens = stream.ask(limit)
+            if tokens is None:
+                plain.append(job)
+            else:
+                proposals.append((job, Proposal(stream, tokens, limit)))
+        drafts = propose_together([proposal for _, proposal in proposals])
+        batch.draft_s = perf_counter() - start if proposals else 0.0
+        self.stats.draft_forward_passes += sum(draft.n_decodes for draft in drafts)
+        made = [(job, draft) for (job, _), draft in zip(proposals, drafts, strict=True)]
+        return made + [(job, Draft(stopped="off")) for job in plain]
+
+    def _decode(self, batch: _Batch) -> list[LogitsRow]:
+        replaced = [
+            row for job, _ in batch.parts if job.branch is not None for row in job.branch.given_up()
+        ]
+        rows = self.target.decoder.decode(batch.tokens, batch.seqs, batch.wants, replaced)
+        self.stats.target_forward_passes += 1
+        return rows
+
+    def _make_room(self, scheduler: Scheduler, error: CacheFullError) -> Iterator[Event]:
+        """Let the newest job give way; if there is only one, it has said what it can."""
+        for job in scheduler.active:
+            if job.stream is not None:
+                job.stream.take(Draft(stopped="no room to verify"))
+                job.stream.line.observe(job.stream.branch.position)
+        if scheduler.preempt() is not None:
+            self.stats.preemptions += 1
+        else:
+            yield self._end(scheduler, scheduler.active[0], "capacity", error)
+
+    # -- after the decode --------------------------------------------------------------------------
+
+    def _settle(
+        self, scheduler: Scheduler, batch: _Batch, rows: list[LogitsRow], verify_s: float
+    ) -> Iterator[Event]:
+        at = n_emitted = 0
+        for job, n in batch.parts:
+            try:
+                if job.stream is not None:
+                    share = verify_s * n / len(batch.tokens)
+                    said = job.stream.settle(rows[at : at + n], share)
+                    at += n
+                else:
+                    row = rows[at] if n == job.n_unread else None
+                    at += row is not None
+                    said = self._read(job, n, row)
+                    self.stats.prompt_tokens += n
+            except LlamaBranchError as error:
+                yield self._end(scheduler, job, "error", error)
+                continue
+            shown = job.say(said)
+            n_emitted += len(said)
+            for emitted in shown:
+                yield Event(job.name, job.sample, emitted=emitted)
+            if job.transcript.finish_reason is not None:
+                yield self._end(scheduler, job, job.transcript.finish_reason)
+        if batch.n_plans and batch.n_plans == len(batch.parts):
+            n_drafted = len(batch.tokens) - batch.n_plans
+            self._market.learn(
+                batch.n_plans, len(batch.tokens), n_emitted, verify_s, batch.draft_s, n_drafted
+            )
+
+    def _read(self, job: Job, n: int, row: LogitsRow | None) -> list[Emitted]:
+        """Take ``n`` tokens of its prompt in; with the last of them, whose ``row`` it is, it runs."""
+        branch = job.branch
+        if branch is None:
+            raise RuntimeError("a job reads on a branch")
+        start = branch.position
+        tokens = job.to_read[start : start + n]
+        n_prompt = max(0, len(job.prompt) - start)
+        if n_prompt:
+            branch.take_prompt(tokens[:n_prompt], row if n <= n_prompt else None)
+        if n > n_prompt:
+            branch.take_followed(tokens[n_prompt:], row)
+        if row is None:
+            return []
+        job.stream = self._open(job, branch)
+        if job.pending is not None:  # it was preempted: it goes on after its last word
+            job.stream.pending = job.pending
+            return []
+        if job.transcript.finish_reason is not None:  # no token was asked for
+            return []
+        return [job.stream.begin()]
+
+    def _open(self, job: Job, branch: Branch) -> Stream:
+        params = job.request.sampling or self._sampling
+        rule = choose_rule(
+            self.config.rule,
+            seed_given=self._seed_given or params.seed is not None,
+            drafter_samples=params.temperature > 0,
+        )
+        try:
+            line = (self.drafter if self._drafts else NullDrafter()).line(branch, rule)
+        except CapacityError:  # no room to draft is no reason to stop
+            line = NullDrafter().line(branch, rule)
+        return Stream(branch, line, self._market.length(), rule, job.stats)
+
+
+class _Batch:
+    """What one decode computes: parts in order, each a job and its number of tokens."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.seqs: list[int] = []
+        self.wants: list[bool] = []
+        self.parts: list[tuple[Job, int]] = []
+        self.n_plans = 0
+        self.draft_s = 0.0
+
+    def add_plan(self, job: Job, branch: Branch, tokens: list[int]) -> None:
+        """Add a stream's pending token and draft: every row is wanted."""
+        self._add(job, branch, tokens, [True] * len(tokens))
+        self.n_plans += 1
+
+    def add_reading(self, job: Job, branch: Branch, tokens: list[int]) -> None:
+        """Add a piece of a prompt: the row after its very end is wanted."""
+        last = len(tokens) == job.n_unread
+        self._add(job, branch, tokens, [False] * (len(tokens) - 1) + [last])
+
+    def _add(self, job: Job, branch: Branch, tokens: list[int], wants: list[bool]) -> None:
+        self.tokens += tokens
+        self.seqs += [branch.seq_id] * len(tokens)
+        self.wants += wants
+        self.parts.append((job, len(tokens)))

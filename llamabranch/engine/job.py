@@ -1,0 +1,106 @@
+"""A request's text on its way: waiting, reading its prompt, running, done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..branch import Branch
+from ..errors import LlamaBranchError
+from ..sampling import SamplingParams
+from ..speculative import Emitted, SpeculativeStats
+from ..speculative.round import Stream
+from ..speculative.transcript import Transcript
+from .request import Request, Result
+
+__all__ = ["Job"]
+
+
+class Job:
+    """One text of a request, with all that survives a preemption.
+
+    ``prompt`` are its token ids. A preempted job lost its sequence, not its words: it reads prompt and
+    words again and goes on from there.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        name: str,
+        sample: int,
+        prompt: list[int],
+        sampling: SamplingParams,
+        max_tokens: int | None,
+    ) -> None:
+        self.request = request
+        self.name = name
+        self.sample = sample
+        self.prompt = prompt
+        self.sampling = sampling
+        self.transcript = Transcript(max_tokens, request.stop)
+        self.stats = SpeculativeStats()
+        self.branch: Branch | None = None
+        self.stream: Stream | None = None
+        self.arrival = 0  # the order of first admission; the newest is preempted first
+        self.n_preempted = 0
+        self.pending: Emitted | None = None  # its last word, while it has no sequence
+
+    def __repr__(self) -> str:
+        return f"<Job {self.name!r} sample {self.sample}, {len(self.transcript.tokens)} tokens>"
+
+    @property
+    def to_read(self) -> list[int]:
+        """What must stand in the cache before it can go on: the prompt, and what it said already.
+
+        The last word is left out if there is one: it is pending, and goes in with the next round.
+        """
+        return [*self.prompt, *self.transcript.tokens[:-1]]
+
+    @property
+    def n_unread(self) -> int:
+        """How many of those tokens are not in the cache yet."""
+        done = 0 if self.branch is None else self.branch.position
+        return len(self.prompt) + max(0, len(self.transcript.tokens) - 1) - done
+
+    @property
+    def is_running(self) -> bool:
+        """True once the prompt is read."""
+        return self.stream is not None
+
+    def say(self, emitted: Sequence[Emitted]) -> list[Emitted]:
+        """Take new tokens in; return those to show."""
+        shown = []
+        for one in emitted:
+            if self.transcript.finish_reason is not None:
+                break
+            text = self.transcript.add(one)
+            if text is not None:
+                shown.append(text)
+        return shown
+
+    def release(self) -> None:
+        """Free the sequences it holds."""
+        if self.stream is not None:
+            self.pending = self.stream.pending
+            self.stream.line.close()
+            self.stream = None
+        if self.branch is not None:
+            if not self.branch.ctx.closed:
+                self.branch.prune()
+            self.branch = None
+
+    def result(self, reason: str, error: LlamaBranchError | None = None) -> Result:
+        """Return what came of it."""
+        self.stats.num_emitted_tokens = len(self.transcript.tokens)
+        return Result(
+            id=self.name,
+            sample=self.sample,
+            prompt=self.request.prompt,
+            text=self.transcript.text,
+            tokens=list(self.transcript.tokens),
+            finish_reason=reason,
+            seed=self.sampling.seed or 0,
+            stats=self.stats,
+            n_prompt=len(self.prompt),
+            n_preempted=self.n_preempted,
+            error=error,
+        )

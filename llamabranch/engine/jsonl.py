@@ -1,0 +1,118 @@
+"""Requests and results as files: one JSON object a line, each whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO
+
+from ..errors import ConfigError
+from ..sampling import SamplingParams
+from .request import Request, Result
+
+__all__ = ["read_requests", "read_results", "write_result"]
+
+_FIELDS = {"prompt", "id", "max_tokens", "stop", "grammar", "n", "seed", "sampling"}
+
+
+def read_requests(lines: Iterator[str], *, json_lines: bool) -> Iterator[Request]:
+    """Yield a request for each line: a prompt as it is, or a JSON object.
+
+    An object has ``prompt`` (text or token ids) and optionally ``id``, ``max_tokens``, ``stop``, ``grammar``,
+    ``n``, ``seed`` and ``sampling`` (an object of sampling settings). Empty lines are skipped.
+
+    Raises:
+        ConfigError: a line that is no request; says which line.
+    """
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if not json_lines:
+            yield Request(line.rstrip("\r\n"))
+            continue
+        try:
+            yield _request(json.loads(line))
+        except (ConfigError, ValueError, TypeError) as error:
+            raise ConfigError(f"line {number} is no request: {error}") from error
+
+
+def _request(data: object) -> Request:
+    if isinstance(data, str):
+        return Request(data)
+    if not isinstance(data, dict):
+        raise ConfigError("a request is an object with a prompt")
+    unknown = sorted(set(data) - _FIELDS)
+    if unknown:
+        raise ConfigError(f"unknown field {unknown[0]!r}")
+    prompt = data.get("prompt")
+    if not isinstance(prompt, (str, list)):
+        raise ConfigError("the prompt must be text or a list of token ids")
+    sampling = None
+    settings = dict(data.get("sampling") or {})
+    if data.get("seed") is not None:
+        settings["seed"] = data["seed"]
+    if settings:
+        if "logit_bias" in settings:  # JSON has only text keys
+            settings["logit_bias"] = {int(k): v for k, v in settings["logit_bias"].items()}
+        sampling = SamplingParams().but(**settings)
+    identity = data.get("id")
+    return Request(
+        prompt,
+        id=None if identity is None else str(identity),
+        max_tokens=data.get("max_tokens"),
+        sampling=sampling,
+        stop=tuple(data.get("stop") or ()),
+        grammar=data.get("grammar"),
+        n=data.get("n", 1),
+    )
+
+
+def as_record(result: Result) -> dict[str, object]:
+    """Return a result as it stands in a file."""
+    record: dict[str, object] = {
+        "id": result.id,
+        "sample": result.sample,
+        "prompt": result.prompt if isinstance(result.prompt, str) else list(result.prompt),
+        "text": result.text,
+        "tokens": result.tokens,
+        "finish_reason": result.finish_reason,
+        "seed": result.seed,
+        "stats": result.stats.as_dict(),
+    }
+    if result.error is not None:
+        record["error"] = str(result.error)
+    return record
+
+
+def write_result(file: IO[str], result: Result) -> None:
+    """Append one line and push it to the disk: what stands there survives the process."""
+    file.write(json.dumps(as_record(result), ensure_ascii=False) + "\n")
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def read_results(path: Path) -> list[Mapping[str, object]]:
+    """Return the whole records of a file that was perhaps cut off, and cut off its torn last line.
+
+    Raises:
+        ConfigError: a line before the last that is no record.
+    """
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    records: list[Mapping[str, object]] = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number} is no result: {error}") from error
+        if not isinstance(record, dict) or "id" not in record:
+            raise ConfigError(f"{path}, line {number} is no result: it has no id")
+        records.append(record)
+    if len(whole) < len(data):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    return records

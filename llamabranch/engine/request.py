@@ -1,0 +1,109 @@
+"""What is asked of the engine, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..errors import ConfigError, LlamaBranchError
+from ..grammar import Grammar
+from ..sampling import SamplingParams
+from ..speculative import Emitted, SpeculativeStats
+
+__all__ = ["EngineStats", "Event", "Request", "Result"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue.
+
+    Args:
+        prompt: text or token ids.
+        id: a name of its own; None = its number in the job, as text.
+        max_tokens: the most tokens to say; None = the engine's.
+        sampling: settings; None = the engine's. Without a seed the request gets one derived from the
+            job's seed and its id, so that neither order nor neighbours matter.
+        stop: strings that end the text; they are not part of it.
+        grammar: what the text must follow.
+        n: how many texts, all from one prefill; the i-th is drawn from a seed derived from the first's.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    prompt: str | Sequence[int]
+    id: str | None = None
+    max_tokens: int | None = None
+    sampling: SamplingParams | None = None
+    stop: Sequence[str] = ()
+    grammar: Grammar | str | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
+            raise ConfigError(f"n must be a positive integer, not {self.n!r}")
+        if self.id is not None and not isinstance(self.id, str):
+            raise ConfigError(f"an id is a string, not {self.id!r}")
+        most = self.max_tokens
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
+            raise ConfigError(f"max_tokens must be an integer of at least 0, not {most!r}")
+
+
+@dataclass
+class Result:
+    """What came of one text of a request.
+
+    ``finish_reason`` is "stop", "length", "capacity" (the cache cannot hold it), "cancelled" or "error";
+    under the last three ``error`` or the text so far tell more. ``tokens`` holds no end token.
+    """
+
+    id: str
+    sample: int
+    prompt: str | Sequence[int]
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    seed: int
+    stats: SpeculativeStats
+    n_prompt: int = 0
+    n_preempted: int = 0
+    error: LlamaBranchError | None = None
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened: a token of a text, or its end (then ``result`` is set)."""
+
+    id: str
+    sample: int
+    emitted: Emitted | None = None
+    result: Result | None = None
+
+
+@dataclass
+class EngineStats:
+    """Totals of an engine's work; ``speculative`` adds up all requests."""
+
+    target_forward_passes: int = 0
+    draft_forward_passes: int = 0
+    prompt_tokens: int = 0
+    shared_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    elapsed_s: float = 0.0
+    speculative: SpeculativeStats = field(default_factory=SpeculativeStats)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens a second of the engine's time; nan before the first."""
+        return self.generated_tokens / self.elapsed_s if self.elapsed_s else float("nan")
+
+    def as_dict(self) -> dict[str, object]:
+        """Return everything, ready for JSON."""
+        known = {k: v for k, v in self.__dict__.items() if k != "speculative"}
+        rate = self.tokens_per_s
+        return {
+            **known,
+            "tokens_per_s": None if rate != rate else rate,
+            **{k: v for k, v in self.speculative.as_dict().items() if not k.endswith("_passes")},
+        }

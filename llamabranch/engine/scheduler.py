@@ -1,0 +1,112 @@
+"""Who runs: admission, shared prefixes, preemption. Decides; decodes nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from ..branch import Branch
+from ..cells import n_common
+from ..context import Context
+from ..errors import CacheFullError, SequencesExhaustedError
+from .job import Job
+
+__all__ = ["Scheduler"]
+
+_WORTH_SHARING = 8  # tokens: below that a prefix is faster read than looked for
+
+
+class Scheduler:
+    """Keeps the queue and the jobs that hold a sequence.
+
+    Jobs are admitted in order while a sequence is free and the cache has room for their prompt. A job
+    whose prompt begins like that of one already in takes those cells instead of computing them.
+    """
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self.waiting: deque[Job] = deque()
+        self.active: list[Job] = []
+        self._arrivals = 0
+        self.n_shared = 0
+
+    def add(self, jobs: Iterable[Job]) -> None:
+        """Queue jobs behind those that wait."""
+        self.waiting.extend(jobs)
+
+    def admit(self) -> list[tuple[Job, CacheFullError]]:
+        """Give sequences to waiting jobs; return those that can never fit, with the reason."""
+        refused: list[tuple[Job, CacheFullError]] = []
+        while self.waiting:
+            job = self.waiting[0]
+            need = len(job.to_read) + 1
+            if need > self._ctx.n_ctx:
+                self.waiting.popleft()
+                refused.append((job, self._too_long(need)))
+                continue
+            source, n_shared = self._best_prefix(job)
+            if n_shared and source is not None and source.position < n_shared:
+                break  # what it will share is still being read
+            free = self._ctx.usage().cells_free - sum(other.n_unread + 1 for other in self.active)
+            if self.active and need - n_shared > free:
+                break
+            try:
+                branch = Branch.create(self._ctx, job.sampling, job.request.grammar)
+            except SequencesExhaustedError:
+                if not self.active:
+                    raise
+                break
+            self.waiting.popleft()
+            job.branch = branch
+            if source is not None and n_shared:
+                branch.borrow(source, n_shared)
+                self.n_shared += n_shared
+            if job.arrival == 0:
+                self._arrivals += 1
+                job.arrival = self._arrivals
+            self.active.append(job)
+        return refused
+
+    def _too_long(self, need: int) -> CacheFullError:
+        return CacheFullError(
+            f"the prompt needs {need} cells, the context has {self._ctx.n_ctx}",
+            hint="shorten the prompt, or open the context with a larger n_ctx",
+        )
+
+    def _best_prefix(self, job: Job) -> tuple[Branch | None, int]:
+        """Return the active branch whose prompt begins most like the job's, and how far."""
+        if not self._ctx.capabilities.can_truncate:
+            return None, 0
+        wanted = job.to_read[:-1]  # the last token must be decoded: its logits are needed
+        best: tuple[Branch | None, int] = (None, 0)
+        for other in self.active:
+            if other.branch is None:
+                continue
+            n = n_common(other.to_read, wanted)
+            if n >= _WORTH_SHARING and n > best[1]:
+                best = (other.branch, n)
+        return best
+
+    def preempt(self) -> Job | None:
+        """Free the newest job's sequence and queue it first; None if there is nobody to give way."""
+        if len(self.active) < 2:
+            return None
+        job = max(self.active, key=lambda j: (j.arrival, j.sample))
+        self.active.remove(job)
+        job.release()
+        job.n_preempted += 1
+        self.waiting.appendleft(job)
+        return job
+
+    def remove(self, job: Job) -> None:
+        """Take a job out and free what it holds."""
+        if job in self.active:
+            self.active.remove(job)
+        else:
+            self.waiting.remove(job)
+        job.release()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing waits or runs."""
+        return not self.waiting and not self.active

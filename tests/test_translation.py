@@ -1,0 +1,221 @@
+"""Drafting across vocabularies: the bundled draft with its tokens renumbered still drafts, through the text.
+
+The renumbered model says the same texts with the same probabilities, so what the way through the text costs
+in acceptance is all that differs from drafting by tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch import Branch, Context, ModelDrafter, SamplingParams, SpeculativeConfig, Speculator
+from llamabranch.errors import VocabularyMismatchError
+
+DATA = Path(lb.__file__).parent / "data"
+PROMPTS = [
+    "Once upon a time there was a king who had three daughters, and the youngest",
+    "“Who is there?” cried the old woman,",
+    "In a village at the edge of a great forest — far away — there lived",
+]
+GREEDY = SamplingParams(temperature=0.0)
+WARM = SamplingParams(temperature=0.8, seed=42)
+
+
+def plain(ctx: Context, prompt: str | list[int], params: SamplingParams, n: int) -> list[lb.Produced]:
+    with Branch.start(ctx, prompt, sampling=params) as branch:
+        return list(branch.generate(n))
+
+
+@pytest.fixture(scope="module")
+def renumbered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lb.Model]:
+    """The bundled draft with its text tokens in another order."""
+    source = DATA / "tale-draft-q8_0.gguf"
+    with lb.Model(source) as model:
+        n, ends = model.n_vocab, sorted(model.end_tokens)
+    order = np.random.default_rng(1).permutation(n).tolist()
+    path = toys.write_permuted(source, tmp_path_factory.mktemp("renumbered") / "draft.gguf", order)
+    with lb.Model(path) as model:
+        assert sorted(order[t] for t in model.end_tokens) == ends
+        yield model
+
+
+@pytest.fixture
+def renumbered_ctx(renumbered: lb.Model) -> Iterator[Context]:
+    with Context(renumbered, n_ctx=1024, n_seq_max=8, n_threads=1) as ctx:
+        yield ctx
+        ctx.audit()
+
+
+def test_report_chooses_the_way_through_the_text(
+    target: lb.Model, draft: lb.Model, renumbered: lb.Model
+) -> None:
+    report = target.compatibility(renumbered)
+    assert not report
+    assert report.path == "text"
+    assert report.n_different > 0.9 * target.n_vocab
+    assert report.first_difference is not None
+    assert "differ" in report.reason
+    assert target.compatibility(draft).path == "tokens"
+
+
+def test_renumbered_model_is_the_same_model(draft: lb.Model, renumbered: lb.Model) -> None:
+    with Context(draft, n_threads=1) as one, Context(renumbered, n_threads=1) as two:
+        for prompt in PROMPTS:
+            texts = [plain(ctx, prompt, GREEDY, 40) for ctx in (one, two)]
+            assert [t.text for t in texts[0]] == [t.text for t in texts[1]]
+            assert [t.token for t in texts[0]] != [t.token for t in texts[1]]
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("draft_k", [1, 4, "auto"])
+def test_text_is_that_of_plain_decoding(
+    draft_k: int | str, params: SamplingParams, ctx: Context, renumbered_ctx: Context
+) -> None:
+    speculator = Speculator(ctx, ModelDrafter(renumbered_ctx), SpeculativeConfig(draft_k=draft_k))
+    for prompt in PROMPTS:
+        expected = plain(ctx, prompt, params, 80)
+        generation = speculator.generate(prompt, max_tokens=80, sampling=params)
+        assert [(t.token, t.text, t.logprob, t.entropy) for t in generation] == [
+            (t.token, t.text, t.logprob, t.entropy) for t in expected
+        ]
+    assert ctx.usage().cells_used == renumbered_ctx.usage().cells_used == 0
+    assert draft_k == "auto" or speculator.stats.num_accepted_tokens > 0
+
+
+def test_acceptance_is_near_that_of_drafting_by_tokens(
+    ctx: Context, draft_ctx: Context, renumbered_ctx: Context
+) -> None:
+    """At temperature 0 both propose the draft's argmax; the text way declines at unfinished words."""
+    rates = []
+    for drafter in (ModelDrafter(draft_ctx), ModelDrafter(renumbered_ctx)):
+        speculator = Speculator(ctx, drafter, SpeculativeConfig(draft_k=4))
+        for prompt in PROMPTS:
+            speculator.generate(prompt, max_tokens=120, sampling=GREEDY).finish()
+        rates.append(speculator.stats.draft_acceptance_rate)
+    direct, translated = rates
+    assert 0.6 * direct < translated < 1.4 * direct
+
+
+def test_translated_draft_draws_with_noise_of_its_own(ctx: Context, renumbered_ctx: Context) -> None:
+    """Under the token rule a draft must be independent of the target's draws."""
+    with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
+        speculator = Speculator(ctx, ModelDrafter(renumbered_ctx))
+        speculator.generate(branch, max_tokens=8).finish()
+        holders = [b for b in renumbered_ctx.holders() if isinstance(b, Branch)]
+        assert [b.seed == branch.seed for b in holders] == [False]
+        speculator.forget(branch)
+
+
+def test_forks_and_their_parents_may_end_in_any_order(ctx: Context, renumbered_ctx: Context) -> None:
+    speculator = Speculator(ctx, ModelDrafter(renumbered_ctx))
+    root = Branch.start(ctx, PROMPTS[0], sampling=WARM)
+    speculator.generate(root, max_tokens=10).finish()
+    child = root.fork()
+    speculator.generate(child, max_tokens=10).finish()
+    child.promote()
+    speculator.generate(PROMPTS[1], max_tokens=5, sampling=WARM).finish()
+    speculator.generate(child, max_tokens=10).finish()
+    assert child.generated == [t.token for t in plain(ctx, PROMPTS[0], WARM, 30)]
+    child.prune()
+    speculator.forget(child)
+    assert renumbered_ctx.usage().cells_used == 0
+
+
+def test_forks_reuse_what_the_draft_has_read(ctx: Context, renumbered_ctx: Context) -> None:
+    speculator = Speculator(ctx, ModelDrafter(renumbered_ctx))
+    with Branch.start(ctx, PROMPTS[0] * 8, sampling=WARM) as root:
+        speculator.generate(root, max_tokens=5).finish()
+        before = renumbered_ctx.usage().cells_used
+        with root.fork() as child:
+            speculator.generate(child, max_tokens=5).finish()
+            assert renumbered_ctx.usage().cells_used < before + 20
+            assert renumbered_ctx.usage().cells_shared > 100
+            speculator.forget(child)
+        speculator.forget(root)
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def byte_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[lb.Model, lb.Model]]:
+    """A random model over bytes, and a near relation with the bytes numbered backwards and no BOS."""
+    folder = tmp_path_factory.mktemp("bytes")
+    alphabet = toys.Vocabulary.named("bytes").tokens[2:]
+    backwards = toys.Vocabulary((toys.BOS, toys.EOS, *reversed(alphabet)))
+    first = toys.write_llama(folder / "a.gguf", vocab="bytes")
+    second = toys.write_llama(
+        folder / "b.gguf", vocab=backwards, metadata={"tokenizer.ggml.add_bos_token": False}
+    )
+    with lb.Model(first) as a, lb.Model(second) as b:
+        yield a, b
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_bytes_that_are_no_text_are_not_translated_but_the_text_is_right(
+    temperature: float, byte_pair: tuple[lb.Model, lb.Model]
+) -> None:
+    """A random model over bytes says much that is not UTF-8: then the line has nothing to propose."""
+    params = SamplingParams(temperature=temperature, seed=1, logit_bias={1: -math.inf})
+    target, draft = byte_pair
+    with Context(target, n_threads=1) as ctx, Context(draft, n_threads=1) as other:
+        for prompt in ("abc", "é", [0], [0, 130, 131]):
+            expected = [t.token for t in plain(ctx, prompt, params, 60)]
+            speculator = Speculator(ctx, ModelDrafter(other))
+            generation = speculator.generate(prompt, max_tokens=60, sampling=params).finish()
+            assert generation.tokens == expected
+        ctx.audit()
+        other.audit()
+        assert other.usage().cells_used == 0
+
+
+def test_text_of_control_tokens_alone_is_no_text(byte_pair: tuple[lb.Model, lb.Model]) -> None:
+    params = SamplingParams(temperature=0.0, logit_bias={0: 100.0})  # says <|bos|> all the time
+    target, draft = byte_pair
+    with Context(target, n_threads=1) as ctx, Context(draft, n_threads=1) as other:
+        speculator = Speculator(ctx, ModelDrafter(other))
+        generation = speculator.generate([0], max_tokens=10, sampling=params).finish()
+        assert generation.tokens == [0] * 10
+        assert generation.stats.num_draft_tokens == 0
+
+
+# -- pairs that cannot -------------------------------------------------------------------------------
+
+
+def test_translation_can_be_refused(ctx: Context, renumbered_ctx: Context) -> None:
+    with pytest.raises(VocabularyMismatchError, match="cannot draft") as caught:
+        Speculator(ctx, ModelDrafter(renumbered_ctx, translate=False))
+    assert caught.value.hint
+    with pytest.raises(VocabularyMismatchError):
+        Speculator(ctx, lb.ChainDrafter([lb.PromptLookupDrafter(), ModelDrafter(renumbered_ctx, translate=False)]))
+
+
+def test_models_without_text_cannot_be_translated(
+    tmp_path: Path, ctx: Context, toy: lb.Model
+) -> None:
+    with lb.Model(toys.write_llama(tmp_path / "none.gguf", vocab="none")) as mute:
+        assert ctx.model.compatibility(mute).path == "none"
+        with Context(mute, n_threads=1) as silent:
+            for target in (ctx, silent):
+                drafter = ModelDrafter(silent if target is ctx else ctx)
+                with pytest.raises(VocabularyMismatchError):
+                    Speculator(target, drafter)
+
+
+def test_models_without_text_draft_for_each_other(tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0.8, seed=1)
+    paths = [toys.write_llama(tmp_path / f"{i}.gguf", vocab="none", drift=0.3 * i) for i in range(2)]
+    with lb.Model(paths[0]) as one, lb.Model(paths[1]) as two:
+        with Context(one, n_threads=1) as ctx, Context(two, n_threads=1) as other:
+            expected = [t.token for t in plain(ctx, [3, 4], params, 40)]
+            speculator = Speculator(ctx, ModelDrafter(other))
+            generation = speculator.generate([3, 4], max_tokens=40, sampling=params).finish()
+            assert generation.tokens == expected
+            assert generation.stats.num_accepted_tokens > 0

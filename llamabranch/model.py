@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,6 +70,10 @@ class Model:
         if self.n_vocab <= 0:
             self._handle.close()
             raise ModelLoadError(f"{self.path} has an empty vocabulary")
+        # Comparing two vocabularies of 128k tokens takes a second.
+        self._reports: weakref.WeakKeyDictionary[Model, VocabularyReport] = (
+            weakref.WeakKeyDictionary()
+        )
         self._pieces: list[bytes | None] = [None] * self.n_vocab
         self._texts: list[str | None] = [None] * self.n_vocab
         self._ends = frozenset(self._end_tokens())
@@ -365,6 +370,12 @@ class Model:
 
     def compatibility(self, draft: Model) -> VocabularyReport:
         """Return whether ``draft`` can draft for this model token by token, and if not, why."""
+        report = self._reports.get(draft)
+        if report is None:
+            report = self._reports[draft] = self._compare(draft)
+        return report
+
+    def _compare(self, draft: Model) -> VocabularyReport:
         ours, theirs = self.n_vocab, draft.n_vocab
         text = self.has_text and draft.has_text
         if self.vocab_type != draft.vocab_type:

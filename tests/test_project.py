@@ -22,7 +22,7 @@ FLOORS = (
     ("errors", "distribution"),
     ("native",),
     ("model", "grammar", "sampling"),
-    ("cells", "options", "rows", "leases", "decoder", "capabilities", "context", "hub"),
+    ("cells", "options", "rows", "leases", "parking", "decoder", "capabilities", "context", "hub"),
     ("stopping", "line", "verification", "snapshot", "saving", "branch", "store"),
     ("speculative",),
     ("engine", "search"),

@@ -253,7 +253,8 @@ def test_retain_only_leaves_one_root(ctx: Context, other_ctx: Context) -> None:
     again = Branch.start(other_ctx, winner.tokens)
     assert np.array_equal(winner.logits, again.logits)
     BranchStore(ctx).retain_only(winner)
-    assert winner.state == "ready"
+    assert winner.state == "finished"
+    assert winner.fork_position == 0
 
 
 def test_tree_shows_who_descends_from_whom(ctx: Context) -> None:

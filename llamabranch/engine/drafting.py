@@ -109,7 +109,7 @@ class _Together:
         return token if token is not None and len(draft.tokens) < limit else None
 
     def _share_costs(self, seconds: float, n_decodes: int) -> None:
-        """Divide what it cost by the steps each draft took; decodes go to the first, to be counted once."""
+        """Divide what it cost by the steps each draft took; decodes are counted with the first."""
         steps = sum(len(draft.entropies) for draft in self._drafts) or 1
         for draft in self._drafts:
             draft.seconds = seconds * len(draft.entropies) / steps

@@ -20,8 +20,8 @@ _FIELDS = {"prompt", "id", "max_tokens", "stop", "grammar", "n", "seed", "sampli
 def read_requests(lines: Iterator[str], *, json_lines: bool) -> Iterator[Request]:
     """Yield a request for each line: a prompt as it is, or a JSON object.
 
-    An object has ``prompt`` (text or token ids) and optionally ``id``, ``max_tokens``, ``stop``, ``grammar``,
-    ``n``, ``seed`` and ``sampling`` (an object of sampling settings). Empty lines are skipped.
+    An object has ``prompt`` (text or token ids) and optionally ``id``, ``max_tokens``, ``stop``,
+    ``grammar``, ``n``, ``seed`` and ``sampling`` (an object of settings). Empty lines are skipped.
 
     Raises:
         ConfigError: a line that is no request; says which line.

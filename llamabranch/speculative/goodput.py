@@ -25,6 +25,16 @@ class Profile:
     seen: list[float] = field(default_factory=lambda: [0.0] * _N_BUCKETS)
     step_s: float = 0.0
     n_drafts: int = 0
+    # Whether it is asked, and what the rounds in which it was asked yielded.
+    on: bool = True
+    trial: bool = False
+    tokens: float = 0.0
+    seconds: float = 0.0
+    rounds: float = 0.0
+    pause: int = 0
+    paused: int = 0
+    paused_s: float = 0.0
+    asked_in_vain: int = 0
 
     def chance(self, entropy: float) -> float:
         bucket = bisect.bisect(_EDGES, entropy)
@@ -51,6 +61,16 @@ class Profile:
         if report.n_steps:
             self.step_s = smooth(self.step_s, report.draft_s / report.n_steps)
 
+    def rest(self, pause: int) -> None:
+        """Ask it no more for ``pause`` rounds."""
+        self.pause, self.paused, self.paused_s, self.asked_in_vain = pause, 0, 0.0, 0
+
+    def switch(self, *, on: bool, pause: int) -> None:
+        """Ask it every round from now on, or rest."""
+        self.on = on
+        self.tokens = self.seconds = self.rounds = 0.0
+        self.rest(pause)
+
 
 class GoodputLength:
     """The length with the most expected tokens a second, learned while it runs.
@@ -60,9 +80,10 @@ class GoodputLength:
     time of a draft step, t(n) the target's time for n tokens in one decode. A draft goes on while some
     longer one has a better rate than stopping.
 
-    Whether to draft at all is decided by what came of it: while the drafter is asked, tokens and seconds
-    of all rounds are added up, and where plain steps are faster it is switched off. It is tried
-    again after ever longer pauses, and only when the trial would cost little of the time since the last.
+    Whether to draft at all is decided by what came of it, for each drafter of a chain by itself: while
+    it is asked, tokens and seconds of its rounds are added up, and where plain steps are faster it is
+    switched off. It is tried again after ever longer pauses, and only when the trial would cost
+    little of the time since the last.
     """
 
     WARM_UP_PLAIN, WARM_UP_DRAFTS, WARM_UP_K = 3, 2, 3
@@ -83,9 +104,7 @@ class GoodputLength:
         self._target_s: dict[int, float] = {}
         self._costs: list[float] = []  # seconds of a round with k tokens; made anew when stale
         self._n_plain = self._n_drafts = self._since_plain = 0
-        self._on = True
-        self._on_tokens = self._on_s = self._on_rounds = 0.0
-        self._rest(self.PAUSE)
+        self._n_behind = 0
         self._reach = self._expected = 1.0
 
     # -- what is known -----------------------------------------------------------------------------
@@ -135,8 +154,8 @@ class GoodputLength:
 
     @property
     def is_on(self) -> bool:
-        """True while the drafter is asked every round."""
-        return self._on
+        """True while a drafter is asked every round."""
+        return not self._profiles or any(profile.on for profile in self._profiles.values())
 
     # -- decisions ---------------------------------------------------------------------------------
 
@@ -144,22 +163,28 @@ class GoodputLength:
         """Return whether to ask the drafter at all; it has ``n_behind`` tokens to read first."""
         if self._n_plain < self.WARM_UP_PLAIN:
             return False
-        if self._on:
+        self._n_behind = n_behind
+        if self.is_on:
             self._since_plain += 1
             if self._since_plain > self.REFRESH:
                 self._since_plain = 0
                 return False
             return True
-        # Reading what was missed costs about a third of a step a token on the machines measured.
-        cost = self._profile.step_s * (1 + n_behind / 3) + self._time(2) - self._time(1)
-        return self._paused >= self._pause and cost < self.TRIAL_SHARE * self._paused_s
+        return any(self._is_due(profile) for profile in self._profiles.values())
+
+    def _is_due(self, profile: Profile) -> bool:
+        """Return whether a drafter that is off should be tried again."""
+        # Reading many tokens at once costs about a fifth of a step for each.
+        cost = profile.step_s * (1 + self._n_behind / 5) + self._time(2) - self._time(1)
+        return profile.paused >= profile.pause and cost < self.TRIAL_SHARE * profile.paused_s
 
     def consider(self, drafter: str) -> bool:
         """Return whether this drafter should propose; what follows is about it."""
         profile = self._profiles.setdefault(drafter, Profile())
         if profile is not self._profile:
             self._profile, self._costs = profile, []
-        return True
+        profile.trial = not profile.on and self._is_due(profile)
+        return profile.on or profile.trial
 
     def goes_on(self, n_drafted: int, entropy: float) -> bool:
         """Return whether to draw one more after ``n_drafted``, from a distribution of ``entropy``."""
@@ -176,8 +201,7 @@ class GoodputLength:
         if profile.n_drafts < self.WARM_UP_DRAFTS:
             return n_drafted < self.WARM_UP_K
         chance = profile.chance(entropy)
-        trial = not self._on and n_drafted == 0
-        if not trial:
+        if not (profile.trial and n_drafted == 0):
             stop_here = self._expected / self._round_costs()[n_drafted]
             if self._best_ahead(n_drafted, chance) <= stop_here:
                 return False
@@ -192,45 +216,43 @@ class GoodputLength:
         n = report.n_verified
         self._target_s[n] = smooth(self._target_s.get(n, 0.0), report.verify_s)
         self._costs = []
+        reported = self._profiles.get(report.drafter) if report.asked else None
+        for profile in self._profiles.values():
+            if profile is not reported and not profile.on:
+                profile.paused += 1
+                profile.paused_s += report.verify_s
         if not report.asked:
             self._n_plain += 1
-            self._paused += 1
-            self._paused_s += report.verify_s
             return
+        if reported is None:
+            reported = self._profiles[report.drafter] = Profile()
         if report.entropies:
-            self._profiles.setdefault(report.drafter, Profile()).learn(report)
+            reported.learn(report)
             self._n_drafts += 1
-        self._judge(report)
+        self._judge(reported, report)
 
-    def _judge(self, report: RoundReport) -> None:
-        """Switch on or off by what the rounds in which the drafter was asked yielded."""
+    def _judge(self, profile: Profile, report: RoundReport) -> None:
+        """Switch a drafter on or off by what the rounds in which it was asked yielded."""
         keep = 1.0 - 1.0 / self.JUDGED_ROUNDS
-        self._on_tokens = keep * self._on_tokens + 1 + report.n_accepted
-        self._on_s = keep * self._on_s + report.verify_s + report.draft_s
-        self._on_rounds = keep * self._on_rounds + 1
+        profile.tokens = keep * profile.tokens + 1 + report.n_accepted
+        profile.seconds = keep * profile.seconds + report.verify_s + report.draft_s
+        profile.rounds = keep * profile.rounds + 1
+        if profile is not self._profile:
+            self._profile, self._costs = profile, []
         plain_rate = 1.0 / self._time(1)
-        if self._on:
-            enough = self._on_rounds > self.JUDGED_ROUNDS / 2
-            hopeless = self._n_drafts >= self.WARM_UP_DRAFTS and self.best()[1] <= 1.0
-            if hopeless or (enough and self._on_tokens / self._on_s < self.SLACK * plain_rate):
-                self._switch(on=False)
+        if profile.on:
+            enough = profile.rounds > self.JUDGED_ROUNDS / 2
+            hopeless = profile.n_drafts >= self.WARM_UP_DRAFTS and self.best()[1] <= 1.0
+            if hopeless or (enough and profile.tokens / profile.seconds < self.SLACK * plain_rate):
+                profile.switch(on=False, pause=profile.pause or self.PAUSE)
         elif not report.entropies:  # nothing to propose says nothing: ask again, but not for ever
-            self._asked_in_vain += 1
-            if self._asked_in_vain == self.VAIN_ASKS:
-                self._rest(self._pause)
+            profile.asked_in_vain += 1
+            if profile.asked_in_vain == self.VAIN_ASKS:
+                profile.rest(profile.pause)
         elif self.best()[1] > 1.0:
-            self._switch(on=True)
+            profile.switch(on=True, pause=self.PAUSE)
         else:
-            self._rest(min(2 * self._pause, self.LONGEST_PAUSE))
-
-    def _rest(self, pause: int) -> None:
-        self._pause, self._paused, self._paused_s, self._asked_in_vain = pause, 0, 0.0, 0
-
-    def _switch(self, *, on: bool) -> None:
-        self._on = on
-        self._on_tokens = self._on_s = self._on_rounds = 0.0
-        self._rest(self.PAUSE if on else self._pause)
-        self._since_plain = 0
+            profile.rest(min(2 * profile.pause, self.LONGEST_PAUSE))
 
     # -- words -------------------------------------------------------------------------------------
 
@@ -244,7 +266,7 @@ class GoodputLength:
             f"c = {self.step_cost():.2f} target steps, a target decode of "
             + ", ".join(f"{n} tokens v = {self.verify_cost(n):.2f}" for n in sorted(self._target_s))
         )
-        if not self._on:
+        if not self.is_on:
             return f"drafting is off, {speedup:.2f} of plain speed at best; {costs}"
         return (
             f"about {k} tokens a draft, more where the draft is sure, fewer where it is not: "

@@ -233,6 +233,8 @@ class Stream:
 
 def settle_at(branch: Branch, position: int, pending: Emitted | None) -> None:
     """Leave the branch with exactly its first ``position`` tokens, the pending one decoded."""
+    if branch.state == "pruned":
+        return
     if branch.position > position:
         branch.rewind(position)
     elif pending is not None and branch.position == position - 1:

@@ -7,7 +7,7 @@ from types import TracebackType
 
 from ..branch import Branch
 from ..context import Context
-from ..errors import ClosedError
+from ..errors import ClosedError, ConfigError
 from ..grammar import Grammar
 from ..sampling import SamplingParams
 from .config import SpeculativeConfig
@@ -55,6 +55,10 @@ class InferenceSession:
         self._speculators: dict[int, Speculator] = {}
         self._owned = not isinstance(prompt, Branch)
         if isinstance(prompt, Branch):
+            if sampling is not None or grammar is not None:
+                raise ConfigError("a branch has its own sampling and grammar")
+            if prompt.ctx is not target:
+                raise ConfigError("the branch lives in another context")
             self.branch = prompt
         else:
             self.branch = Branch.start(target, prompt, grammar=grammar, sampling=sampling)

@@ -1,0 +1,285 @@
+"""Batch invariance: what else is in cache and batch does not move a branch's logits by a single bit.
+
+The bundled pair in default contexts. A branch is compared with the same tokens decoded one by one, alone, in a
+clean cache: next to other branches, in holes that pruned ones left, forked, stepped in any order,
+verified as a chain and as a tree, and at length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import llamabranch as lb
+from llamabranch import Branch, BranchStore, Context, SamplingParams, SpeculativeConfig, Speculator
+from llamabranch.errors import UnsupportedError
+
+Logits = npt.NDArray[np.float32]
+GREEDY = SamplingParams(temperature=0.0)
+WARM = SamplingParams(temperature=0.8, seed=42)
+PROMPT = "Once upon a time there was a king who had three daughters, and the youngest"
+
+
+@pytest.fixture(params=["target", "draft"])
+def model(request: pytest.FixtureRequest) -> lb.Model:
+    found: lb.Model = request.getfixturevalue(request.param)
+    return found
+
+
+class Alone:
+    """Lines decoded token by token in a clean cache; what they share is decoded once."""
+
+    def __init__(self, model: lb.Model, n_ctx: int = 2048) -> None:
+        self.ctx = Context(model, n_ctx=n_ctx, n_seq_max=1, n_threads=1)
+        self.tokens: list[int] = []
+        self.rows: list[Logits] = []
+
+    def logits(self, tokens: list[int]) -> Logits:
+        same = 0
+        while same < min(len(tokens), len(self.tokens)) and tokens[same] == self.tokens[same]:
+            same += 1
+        self.ctx.kv_cache_remove(0, same)
+        del self.tokens[same:], self.rows[same:]
+        for token in tokens[same:]:
+            self.ctx.decode([token], len(self.tokens))
+            self.tokens.append(token)
+            self.rows.append(self.ctx.logits())
+        return self.rows[-1]
+
+
+@pytest.fixture
+def alone(model: lb.Model) -> Iterator[Alone]:
+    found = Alone(model)
+    yield found
+    found.ctx.close()
+
+
+@pytest.fixture
+def shared(model: lb.Model) -> Iterator[Context]:
+    with Context(model, n_ctx=2048, n_seq_max=16, n_threads=1) as ctx:
+        assert ctx.capabilities.batch_invariant
+        yield ctx
+        ctx.audit()
+
+
+def words(rng: np.random.Generator, n: int) -> list[int]:
+    return [int(t) for t in rng.integers(2, 4000, n)]
+
+
+def check(branch: Branch, alone: Alone) -> None:
+    assert np.array_equal(branch.logits, alone.logits(branch.tokens))
+
+
+@pytest.mark.parametrize("size", range(1, 17))
+def test_batches_of_branches(size: int, shared: Context, alone: Alone) -> None:
+    """Branches of different lengths and texts, ``size`` of them in every decode."""
+    rng = np.random.default_rng(size)
+    branches = [Branch.start(shared, words(rng, 3 + 5 * i)) for i in range(size)]
+    store = BranchStore(shared)
+    for _ in range(3):
+        store.commit({b: words(rng, 1)[0] for b in branches})
+    for branch in branches[:: max(1, size // 3)]:
+        check(branch, alone)
+
+
+def test_blocks_of_tokens(shared: Context, alone: Alone) -> None:
+    rng = np.random.default_rng(1)
+    branch = Branch.start(shared, words(rng, 30))
+    for n in range(1, 17):
+        tokens = branch.tokens
+        block = words(rng, n)
+        for i, row in enumerate(branch.extend(block)):
+            assert np.array_equal(row, alone.logits(tokens + block[: i + 1])), (n, i)
+
+
+def test_forks_in_company(shared: Context, alone: Alone) -> None:
+    rng = np.random.default_rng(2)
+    root = Branch.start(shared, words(rng, 80))
+    children = root.fork_many(6)
+    for _ in range(6):
+        BranchStore(shared).commit({c: words(rng, 1)[0] for c in children})
+    grandchildren = [c.fork() for c in children[:4]]
+    for _ in range(5):
+        BranchStore(shared).commit({c: words(rng, 1)[0] for c in (*grandchildren, root)})
+    for branch in (*children, *grandchildren, root):
+        check(branch, alone)
+
+
+def test_holes_of_pruned_branches(shared: Context, alone: Alone) -> None:
+    """What comes next is written into the cells the dead left, in whatever order they lie."""
+    rng = np.random.default_rng(3)
+    living = [Branch.start(shared, words(rng, 40)) for _ in range(6)]
+    for round_ in range(6):
+        living.pop(int(rng.integers(len(living)))).prune()
+        living.append(Branch.start(shared, words(rng, 60 + 10 * round_)))
+        for _ in range(4):
+            BranchStore(shared).commit({b: words(rng, 1)[0] for b in living})
+        for branch in living:
+            check(branch, alone)
+
+
+def test_inverted_order(shared: Context, alone: Alone) -> None:
+    """Cells below a branch become free; what it says next must not be added up before its past."""
+    rng = np.random.default_rng(4)
+    early = [Branch.start(shared, words(rng, 50)) for _ in range(4)]
+    late = Branch.start(shared, words(rng, 50))
+    for branch in early:
+        branch.prune()
+        late.extend(words(rng, 20))
+        check(late, alone)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_interleavings(seed: int, shared: Context, alone: Alone) -> None:
+    rng = np.random.default_rng((5, seed))
+    living = [Branch.start(shared, words(rng, 20))]
+    for _ in range(60):
+        branch = living[rng.integers(len(living))]
+        deed = rng.choice(["commit", "extend", "fork", "rewind", "prune", "together", "start"])
+        if deed == "commit":
+            branch.commit(words(rng, 1)[0])
+        elif deed == "extend":
+            branch.extend(words(rng, int(rng.integers(1, 16))))
+        elif deed == "fork" and len(living) < 12:
+            living.append(branch.fork())
+        elif deed == "start" and len(living) < 12:
+            living.append(Branch.start(shared, words(rng, int(rng.integers(1, 60)))))
+        elif deed == "rewind" and branch.position > 2:
+            branch.rewind(int(rng.integers(1, branch.position)))
+        elif deed == "prune" and len(living) > 2 and not branch.children:
+            living.remove(branch)
+            branch.prune()
+        elif deed == "together":
+            BranchStore(shared).commit({b: words(rng, 1)[0] for b in living})
+        check(living[rng.integers(len(living))], alone)
+    for branch in living:
+        check(branch, alone)
+
+
+def test_verified_trees(shared: Context, alone: Alone) -> None:
+    """Each node of a tree has the logits of its path, whatever its siblings are."""
+    rng = np.random.default_rng(6)
+    branch = Branch.start(shared, words(rng, 70))
+    bystander = Branch.start(shared, words(rng, 30))
+    for n in (2, 5, 9, 16):
+        parents = [-1, *(int(rng.integers(0, i)) for i in range(1, n))]
+        tokens = words(rng, n)
+        rows = branch.verify_tree(tokens, parents)
+        arrays = [row.array.copy() for row in rows]
+        path = []
+        for node, array in enumerate(arrays):
+            path, at = [], node
+            while at >= 0:
+                path.insert(0, at)
+                at = parents[at]
+            expected = alone.logits(branch.tokens + [tokens[i] for i in path])
+            assert np.array_equal(array, expected), (n, node)
+        judge = branch.judge(tokens, rows, parents)
+        branch.settle(
+            [tokens[i] for i in path], [rows[i] for i in path], judge.sampler(path[-1]), path[-1]
+        )
+        check(branch, alone)
+        bystander.commit(words(rng, 1)[0])
+        check(bystander, alone)
+
+
+@pytest.mark.parametrize("n", [600, 1500])
+def test_long_contexts(n: int, shared: Context, alone: Alone) -> None:
+    rng = np.random.default_rng(n)
+    root = Branch.start(shared, words(rng, n))
+    children = root.fork_many(5)
+    for _ in range(4):
+        BranchStore(shared).commit({c: words(rng, 1)[0] for c in children})
+    children[0].extend(words(rng, 12))
+    for branch in (root, children[0], children[3]):
+        check(branch, alone)
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "seeded"])
+def test_long_text_is_the_same_said_alone_and_in_company(
+    params: SamplingParams, target: lb.Model, draft_ctx: Context
+) -> None:
+    """500 tokens: plainly alone, stepped with seven others, and speculatively among them."""
+    with Context(target, n_ctx=1024, n_seq_max=1, n_threads=1) as quiet:
+        with Branch.start(quiet, PROMPT, sampling=params) as branch:
+            expected = [t.token for t in branch.generate(500)]
+    n = len(expected)
+    with Context(target, n_ctx=8192, n_seq_max=12, n_threads=1) as busy:
+        branches = [Branch.start(busy, PROMPT, sampling=params)]
+        branches += [Branch.start(busy, [5 + i] * 9, temperature=1.0, seed=i) for i in range(7)]
+        store = BranchStore(busy)
+        for _ in range(n // 2):
+            store.step([b for b in branches if b.state != "finished"])
+        config = SpeculativeConfig(draft_k=4)
+        speculator = Speculator(busy, lb.ModelDrafter(draft_ctx), config)
+        for _ in range(5):
+            left = min(20, n - len(branches[0].generated))
+            if left > 0 and branches[0].state != "finished":
+                speculator.generate(branches[0], max_tokens=left).finish()
+            store.step([b for b in branches[1:] if b.state != "finished"])
+        list(branches[0].generate(n - len(branches[0].generated)))
+        assert branches[0].generated == expected
+        speculator.forget(branches[0])
+        busy.audit()
+
+
+# -- where it cannot hold ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"kv_type": "f16"}, {"flash_attention": False}], ids=str)
+def test_contexts_that_cannot_be_exact_say_so(options: dict[str, str | bool], target: lb.Model) -> None:
+    open_with: Callable[..., Context] = lambda **more: Context(  # noqa: E731
+        target, n_ctx=256, n_threads=1, **options, **more
+    )
+    with open_with() as ctx:
+        assert not ctx.capabilities.batch_invariant
+        assert "f16" in ctx.capabilities.batch_invariant_reason or options.get("kv_type") is None
+        assert ctx.capabilities.batch_invariant_reason
+    with pytest.raises(UnsupportedError, match="batch-invariant"):
+        open_with(batch_invariant=True)
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "seeded"])
+def test_first_difference_of_inexact_contexts_is_a_near_tie(
+    params: SamplingParams, target: lb.Model, draft_ctx: Context
+) -> None:
+    """F16 K/V without flash attention: where texts part, the two tokens were almost equally good."""
+    with Context(target, n_ctx=1024, n_threads=1, kv_type="f16", flash_attention=False) as ctx:
+        prompt = ctx.tokenize(PROMPT) * 8
+        for start in range(4):
+            with Branch.start(ctx, prompt[start:], sampling=params) as branch:
+                left = [t.token for t in branch.generate(150)]
+            speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=8))
+            generation = speculator.generate(prompt[start:], max_tokens=150, sampling=params)
+            right = generation.finish().tokens
+            found = lb.first_divergence(ctx, prompt[start:], left, right, params, params.seed or 0)
+            assert (found is None) == (left == right)
+            if found is not None:
+                assert left[: found.position] == right[: found.position]
+                assert 0 <= found.gap < 0.5
+        assert ctx.usage().cells_used == 0
+
+
+def test_first_divergence_reports_position_tokens_and_gap(ctx: Context) -> None:
+    prompt = ctx.tokenize(PROMPT)
+    for params in (GREEDY, WARM):
+        seed = params.seed or 0
+        with Branch.start(ctx, prompt, sampling=params) as branch:
+            text = [t.token for t in branch.generate(12)]
+        assert lb.first_divergence(ctx, prompt, text, text, params, seed) is None
+        assert lb.first_divergence(ctx, prompt, [], [], params, seed) is None
+        other = [*text[:7], (text[7] + 1) % 4096, *text[8:]]
+        found = lb.first_divergence(ctx, prompt, text, other, params, seed)
+        assert found is not None
+        assert found.position == 7
+        assert found.tokens == (text[7], other[7])
+        assert found.gap > 0
+        assert "token 7" in str(found)
+        shorter = lb.first_divergence(ctx, prompt, text, text[:5], params, seed)
+        assert shorter is not None
+        assert shorter.position == 5
+        assert shorter.tokens == (text[5], None)
+    assert ctx.usage().cells_used == 0

@@ -5,6 +5,16 @@ from .capabilities import Capabilities
 from .cells import Usage
 from .context import Context
 from .distribution import Distribution
+from .engine import (
+    Engine,
+    EngineStats,
+    Event,
+    Request,
+    Result,
+    read_requests,
+    read_results,
+    write_result,
+)
 from .errors import (
     BranchStateError,
     CacheFullError,
@@ -25,7 +35,7 @@ from .errors import (
 from .grammar import Grammar
 from .hub import CatalogueEntry, catalogue, load, resolve
 from .line import Produced
-from .model import Model, TextDecoder, VocabularyReport
+from .model import Model, TextDecoder
 from .native import set_log_level
 from .sampling import Sampler, SamplingParams
 from .snapshot import Snapshot
@@ -49,6 +59,7 @@ from .speculative import (
     theory,
 )
 from .store import BranchStore
+from .vocabulary import VocabularyReport
 
 __version__ = "0.1.0"
 
@@ -71,6 +82,9 @@ __all__ = [
     "DraftLine",
     "Drafter",
     "Emitted",
+    "Engine",
+    "EngineStats",
+    "Event",
     "Generation",
     "Grammar",
     "GrammarError",
@@ -82,6 +96,8 @@ __all__ = [
     "NullDrafter",
     "Produced",
     "PromptLookupDrafter",
+    "Request",
+    "Result",
     "Sampler",
     "SamplingParams",
     "SequencesExhaustedError",
@@ -102,7 +118,10 @@ __all__ = [
     "catalogue",
     "first_divergence",
     "load",
+    "read_requests",
+    "read_results",
     "resolve",
     "set_log_level",
     "theory",
+    "write_result",
 ]

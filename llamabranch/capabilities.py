@@ -26,7 +26,9 @@ class Capabilities:
         can_share: sequences can share cells.
         sliding_window: size of the attention window in tokens, 0 if there is none.
         recurrent: some of the memory is a state instead of cells.
-        batch_invariant: a token's logits do not depend, to the bit, on what else is in the batch.
+        batch_invariant: a token's logits do not depend, to the bit, on what else is in the batch or the
+            cache. (One exception, which ``usage().in_order`` tells: the cache ran full while raw
+            sequences or an unfinished prompt kept the branches from being written anew.)
         batch_invariant_reason: why, or why not.
     """
 

@@ -18,13 +18,16 @@ class Usage:
     """How full a context's cache is, in cells (one cell holds one token's K and V).
 
     ``cells_shared`` are used by two or more sequences, ``sequences`` gives the tokens of each sequence
-    that holds any.
+    that holds any. ``cells_parked`` are free, but for now kept from use, so that no sequence gets a cell
+    below its earlier ones; ``in_order`` is False once that could not be kept up (see ``parking.py``).
     """
 
     cells_total: int
     cells_used: int
     cells_shared: int
     sequences: dict[int, int]
+    cells_parked: int = 0
+    in_order: bool = True
 
     @property
     def cells_free(self) -> int:

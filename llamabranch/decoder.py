@@ -230,8 +230,7 @@ class Decoder:
             size = min(size, self.handle.n_outputs_max)
         if len(tokens) > size:
             replaced = ()  # a later chunk may fail when an earlier one has overwritten the row
-            if self.parking is not None and self.parking.n_cells > 0 and self._lacks(len(tokens)):
-                self._make_room(())
+            self.make_room(len(tokens))
         rows: list[LogitsRow] = []
         try:
             for low in range(0, len(tokens), size):
@@ -247,9 +246,11 @@ class Decoder:
             raise
         return rows
 
-    def _lacks(self, n: int) -> bool:
-        free = self.cells.usage().cells_free
-        return self.parking is not None and free - self.parking.n_cells < n
+    def make_room(self, n: int) -> None:
+        """Free what is parked if ``n`` cells would not be free otherwise."""
+        parked = 0 if self.parking is None else self.parking.n_cells
+        if parked and self.cells.usage().cells_free - parked < n:
+            self._make_room(())
 
     def _cut(self, seq_id: int, start: int) -> None:
         """Drop the tail of a sequence, or all of it where a tail cannot be dropped."""

@@ -6,7 +6,6 @@ import codecs
 import hashlib
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -15,8 +14,9 @@ from types import TracebackType
 from .errors import ModelLoadError, TokenizeError, UnsupportedError
 from .native import ModelHandle
 from .native.gguf_header import check_header
+from .vocabulary import VocabularyReport, compare
 
-__all__ = ["Model", "TextDecoder", "VocabularyReport"]
+__all__ = ["Model", "TextDecoder"]
 
 _FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K",
@@ -372,38 +372,11 @@ class Model:
         """Return whether ``draft`` can draft for this model token by token, and if not, why."""
         report = self._reports.get(draft)
         if report is None:
-            report = self._reports[draft] = self._compare(draft)
+            report = self._reports[draft] = compare(self, draft)
         return report
 
-    def _compare(self, draft: Model) -> VocabularyReport:
-        ours, theirs = self.n_vocab, draft.n_vocab
-        text = self.has_text and draft.has_text
-        if self.vocab_type != draft.vocab_type:
-            reason = f"tokenizer kinds differ: {self.vocab_type} and {draft.vocab_type}"
-            return VocabularyReport(False, reason, (ours, theirs), max(ours, theirs), None, text)
-        shared = min(ours, theirs)
-        different = [t for t in range(shared) if self._entry(t) != draft._entry(t)]
-        first = different[0] if different else None
-        if first is not None:
-            reason = (
-                f"{len(different)} of {shared} shared token ids differ, the first is {first}: "
-                f"{self._entry(first)[0]!r} and {draft._entry(first)[0]!r}"
-            )
-            return VocabularyReport(False, reason, (ours, theirs), len(different), first, text)
-        if (self.bos, self.eos) != (draft.bos, draft.eos):
-            reason = (
-                f"beginning and end tokens differ: {self.bos}, {self.eos} "
-                f"and {draft.bos}, {draft.eos}"
-            )
-            return VocabularyReport(False, reason, (ours, theirs), 0, None, text)
-        if ours == theirs:
-            reason = f"the same {ours} tokens"
-        else:
-            # Families pad their vocabularies differently; the padding is never drawn.
-            reason = f"the first {shared} tokens agree; {abs(ours - theirs)} only one of them has"
-        return VocabularyReport(True, reason, (ours, theirs), 0, None)
-
-    def _entry(self, token: int) -> tuple[bytes, bool]:
+    def entry(self, token: int) -> tuple[bytes, bool]:
+        """Return how the vocabulary spells ``token``, and whether it is a control token."""
         if not self.has_text:
             return str(token).encode(), False
         return self._handle.token_text(token), self._handle.is_control(token)
@@ -426,29 +399,3 @@ class TextDecoder:
         """Return what is left as replacement characters, and forget it."""
         left, self._pending = self._pending, b""
         return left.decode("utf-8", "replace")
-
-
-@dataclass(frozen=True)
-class VocabularyReport:
-    """Whether two models speak the same tokens.
-
-    ``n_vocab`` are the sizes (target, draft), ``n_different`` counts the ids that mean different
-    tokens, ``first_difference`` is the smallest of them.
-    """
-
-    compatible: bool
-    reason: str
-    n_vocab: tuple[int, int]
-    n_different: int
-    first_difference: int | None
-    both_have_text: bool = True
-
-    @property
-    def path(self) -> str:
-        """How the second can draft for the first: by "tokens", through the "text", or "none"."""
-        if self.compatible:
-            return "tokens"
-        return "text" if self.both_have_text else "none"
-
-    def __bool__(self) -> bool:
-        return self.compatible

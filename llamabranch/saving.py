@@ -109,6 +109,7 @@ class SavableLine(VerifiableLine):
         n = len(tokens)
         if n:
             handle = self._decoder.handle
+            self._decoder.make_room(n)
             if not handle.set_state(self._seq_id, snapshot.state):
                 reason = "; ".join(last_log_lines()) or "no reason given"
                 if "available cells" in reason or "not enough cells" in reason:

@@ -1,11 +1,11 @@
-"""Group 2 of the proofs: the loop that runs, on a real model, says tokens with the model's own probabilities.
+"""The loop that runs, on a real model, says tokens with the model's own probabilities.
 
 The target is a random model of 16 tokens, so the law of its first tokens can be written down: softmax of
 its logits at the temperature, cut to the best k, multiplied along every path. Many generations, each
-with another seed, are counted against that law by a chi-square test (cells merged until 5 are expected in
-each). The statistic is turned into a standard normal one (Wilson & Hilferty 1931); a right loop exceeds
-the limit of 4 with odds of about 3e-5 for each of the three dozen statistics here, if the seeds, which are
-fixed, were drawn anew. Loops that are known to be wrong must exceed it.
+with another seed, are counted against that law by a chi-square test (cells merged until 5 are
+expected in each). The statistic is turned into a standard normal one (Wilson & Hilferty 1931). Seeds are
+fixed; drawn anew, a right loop exceeds the limit of 4 with odds of about 3e-5 for each of the 39
+statistics here: one false failure in 800 such runs. Loops that are known to be wrong must exceed it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ Law = dict[Text, float]
 
 PROMPT = "badcaf"
 DEPTH = 4  # tokens that are counted: the first is drawn plainly, the others go through rounds
-N = 2000
+N = 1500
 LIMIT = 4.0
 END = 1  # the toys' end token; it is the last of its text
 CUT = SamplingParams(temperature=0.9, top_k=3, top_p=1.0, min_p=0.0)
@@ -87,7 +88,7 @@ def test_statistic_is_standard_normal_under_the_law() -> None:
     """Mean and spread over 300 fair samples; five standard errors wide: odds 1e-6."""
     rng = np.random.default_rng(5)
     p = rng.dirichlet(np.full(40, 0.7))
-    law = {(i,): float(x) for i, x in enumerate(p)}
+    law: Law = {(i,): float(x) for i, x in enumerate(p)}
     found = []
     for _ in range(300):
         drawn = rng.choice(40, size=800, p=p)
@@ -99,7 +100,9 @@ def test_statistic_is_standard_normal_under_the_law() -> None:
 # -- the law ---------------------------------------------------------------------------------------
 
 
-def probabilities(logits: np.ndarray[tuple[int], np.dtype[np.float32]], params: SamplingParams) -> Law:
+def probabilities(
+    logits: np.ndarray[tuple[int], np.dtype[np.float32]], params: SamplingParams
+) -> Law:
     """Return softmax at the temperature over the best top_k, with nothing of the library's own."""
     x = logits.astype(np.float64)
     ids = np.argsort(-x, kind="stable")[: params.top_k or len(x)]
@@ -132,10 +135,10 @@ def exact_law(ctx: Context, params: SamplingParams, depth: int) -> Law:
 @pytest.fixture(scope="module")
 def toy_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("end_to_end")
-    sizes = {"n_layer": 1, "n_embd": 32, "n_ff": 64}
-    draft = toys.write_llama(folder / "draft.gguf", seed=3, drift=0.5, **sizes)
+    write = partial(toys.write_llama, seed=3, n_layer=1, n_embd=32, n_ff=64)
+    draft = write(folder / "draft.gguf", drift=0.5)
     return {
-        "target": toys.write_llama(folder / "target.gguf", seed=3, **sizes),
+        "target": write(folder / "target.gguf"),
         "draft": draft,
         "turned": toys.write_permuted(draft, folder / "turned.gguf", [0, 1, 15, *range(2, 15)]),
         "mamba": toys.write_mamba(folder / "mamba.gguf", seed=3, n_layer=1, n_embd=32),
@@ -315,4 +318,4 @@ def test_statistic_sees_a_biased_drafter(
 ) -> None:
     drafter = Tampering(lb.ModelDrafter(contexts["draft"]), change)
     texts, _ = said(contexts["target"], drafter, rule, CUT)
-    assert worst(texts, laws["cut"]) > 1.5 * LIMIT
+    assert worst(texts, laws["cut"]) > 1.25 * LIMIT

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -87,9 +88,7 @@ def always(p: float) -> Chance:
 
 def best_speed(p: float, c: float, slope: float, limit: int = 16) -> float:
     """Return the speed of the best fixed length, by the formula."""
-    return max(
-        sum(p**i for i in range(k + 1)) / (k * c + 1 + slope * k) for k in range(limit + 1)
-    )
+    return max(sum(p**i for i in range(k + 1)) / (k * c + 1 + slope * k) for k in range(limit + 1))
 
 
 # -- off and on --------------------------------------------------------------------------------------
@@ -107,14 +106,14 @@ def test_pauses_between_trials_grow() -> None:
     asked = np.array([i for i, k in enumerate(world.drafted) if k >= 0])
     pauses = np.diff(asked[asked > 20])
     assert len(pauses) >= 4
-    assert all(b >= a for a, b in zip(pauses, pauses[1:], strict=False))
+    assert all(b >= a for a, b in pairwise(pauses))
     assert pauses[0] >= GoodputLength.PAUSE
     assert pauses[-1] >= GoodputLength.LONGEST_PAUSE
 
 
 def test_drafter_that_gets_better_comes_back() -> None:
     world = World(GoodputLength(16), always(0.0)).run(400)
-    assert not world.length.is_on
+    assert world.drafted[-1] == -1
     world.chance = always(0.95)
     world.run(6000)
     assert world.length.is_on
@@ -209,8 +208,8 @@ def test_entropy_stop_comes_before_everything_but_the_limit() -> None:
     asked: list[tuple[int, float, bool]] = []
     inner = world.length.goes_on
 
-    def goes_on(n: int, entropy: float) -> bool:
-        asked.append((n, entropy, inner(n, entropy)))
+    def goes_on(n_drafted: int, entropy: float) -> bool:
+        asked.append((n_drafted, entropy, inner(n_drafted, entropy)))
         return asked[-1][2]
 
     world.length.goes_on = goes_on  # type: ignore[method-assign]

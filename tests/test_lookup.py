@@ -49,7 +49,7 @@ def branch(target: Context) -> Iterator[Branch]:
 class Refuses(FixedLength):
     """A controller for which drafting never pays."""
 
-    def wants_draft(self, n_behind: int) -> bool:
+    def consider(self, drafter: str) -> bool:
         return False
 
 

@@ -203,7 +203,9 @@ def test_forgotten_session_gives_everything_back(ctx: Context, draft_ctx: Contex
     assert ctx.usage().cells_used == draft_ctx.usage().cells_used == 0
 
 
-def test_session_survives_the_draft_context(ctx: Context, draft: lb.Model, other_ctx: Context) -> None:
+def test_session_survives_the_draft_context(
+    ctx: Context, draft: lb.Model, other_ctx: Context
+) -> None:
     expected = plain(other_ctx, WARM, 30)
     with InferenceSession(ctx, PROMPT, sampling=WARM, max_tokens=30) as session:
         with Context(draft, n_ctx=256, n_threads=1) as small:

@@ -57,7 +57,9 @@ def test_step_is_stepping_in_turn_to_the_bit(
 def test_commit_is_committing_in_turn_to_the_bit(ctx: Context, other_ctx: Context) -> None:
     rng = np.random.default_rng(1)
     prompts = [rng.integers(2, 4000, n).tolist() for n in (1, 7, 40, 90)]
-    together, in_turn = ([Branch.start(c, p, sampling=WARM) for p in prompts] for c in (ctx, other_ctx))
+    together, in_turn = (
+        [Branch.start(c, p, sampling=WARM) for p in prompts] for c in (ctx, other_ctx)
+    )
     for _ in range(10):
         tokens = rng.integers(2, 4000, 4).tolist()
         BranchStore(ctx).commit(dict(zip(together, tokens, strict=True)))
@@ -120,7 +122,9 @@ def test_bad_token_for_one_moves_none(bad: int, ctx: Context) -> None:
     before = [facts(b) for b in branches]
     with pytest.raises(TokenizeError):
         BranchStore(ctx).commit({branches[0]: 7, branches[1]: bad})
-    assert [facts(b) for b in branches] == before or repr([facts(b) for b in branches]) == repr(before)
+    assert [facts(b) for b in branches] == before or repr([facts(b) for b in branches]) == repr(
+        before
+    )
     empty = [Branch.create(ctx, WARM) for _ in range(2)]
     with pytest.raises(TokenizeError):
         BranchStore(ctx).prefill({empty[0]: [1, 2, 3], empty[1]: [4, bad]})
@@ -169,7 +173,9 @@ def test_full_cache_in_a_later_pack_undoes_the_earlier_ones(target: lb.Model) ->
         ctx.audit()
 
 
-def test_branches_of_recurrent_memory_are_restored_too(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_branches_of_recurrent_memory_are_restored_too(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     """Their tail cannot be dropped: after a failure they are emptied and read again."""
     import toys
 
@@ -211,7 +217,11 @@ def test_strangers_and_the_dead_are_refused(ctx: Context, other_ctx: Context) ->
     empty = Branch.create(ctx, WARM)
     store = BranchStore(ctx)
     before = repr(facts(mine))
-    for wrong, error in ((theirs, ConfigError), (dead, BranchStateError), (empty, BranchStateError)):
+    for wrong, error in (
+        (theirs, ConfigError),
+        (dead, BranchStateError),
+        (empty, BranchStateError),
+    ):
         with pytest.raises(error):
             store.step([mine, wrong])
         with pytest.raises(error):

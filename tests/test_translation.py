@@ -1,7 +1,7 @@
-"""Drafting across vocabularies: the bundled draft with its tokens renumbered still drafts, through the text.
+"""Drafting across vocabularies: the bundled draft, its tokens renumbered, still drafts through the text.
 
-The renumbered model says the same texts with the same probabilities, so what the way through the text costs
-in acceptance is all that differs from drafting by tokens.
+The renumbered model says the same texts with the same probabilities, so what the way through the text
+costs in acceptance is all that differs from drafting by tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ GREEDY = SamplingParams(temperature=0.0)
 WARM = SamplingParams(temperature=0.8, seed=42)
 
 
-def plain(ctx: Context, prompt: str | list[int], params: SamplingParams, n: int) -> list[lb.Produced]:
+def plain(
+    ctx: Context, prompt: str | list[int], params: SamplingParams, n: int
+) -> list[lb.Produced]:
     with Branch.start(ctx, prompt, sampling=params) as branch:
         return list(branch.generate(n))
 
@@ -103,7 +105,9 @@ def test_acceptance_is_near_that_of_drafting_by_tokens(
     assert 0.6 * direct < translated < 1.4 * direct
 
 
-def test_translated_draft_draws_with_noise_of_its_own(ctx: Context, renumbered_ctx: Context) -> None:
+def test_translated_draft_draws_with_noise_of_its_own(
+    ctx: Context, renumbered_ctx: Context
+) -> None:
     """Under the token rule a draft must be independent of the target's draws."""
     with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
         speculator = Speculator(ctx, ModelDrafter(renumbered_ctx))
@@ -113,7 +117,9 @@ def test_translated_draft_draws_with_noise_of_its_own(ctx: Context, renumbered_c
         speculator.forget(branch)
 
 
-def test_forks_and_their_parents_may_end_in_any_order(ctx: Context, renumbered_ctx: Context) -> None:
+def test_forks_and_their_parents_may_end_in_any_order(
+    ctx: Context, renumbered_ctx: Context
+) -> None:
     speculator = Speculator(ctx, ModelDrafter(renumbered_ctx))
     root = Branch.start(ctx, PROMPTS[0], sampling=WARM)
     speculator.generate(root, max_tokens=10).finish()
@@ -194,7 +200,12 @@ def test_translation_can_be_refused(ctx: Context, renumbered_ctx: Context) -> No
         Speculator(ctx, ModelDrafter(renumbered_ctx, translate=False))
     assert caught.value.hint
     with pytest.raises(VocabularyMismatchError):
-        Speculator(ctx, lb.ChainDrafter([lb.PromptLookupDrafter(), ModelDrafter(renumbered_ctx, translate=False)]))
+        Speculator(
+            ctx,
+            lb.ChainDrafter(
+                [lb.PromptLookupDrafter(), ModelDrafter(renumbered_ctx, translate=False)]
+            ),
+        )
 
 
 def test_models_without_text_cannot_be_translated(
@@ -211,11 +222,17 @@ def test_models_without_text_cannot_be_translated(
 
 def test_models_without_text_draft_for_each_other(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.8, seed=1)
-    paths = [toys.write_llama(tmp_path / f"{i}.gguf", vocab="none", drift=0.3 * i) for i in range(2)]
-    with lb.Model(paths[0]) as one, lb.Model(paths[1]) as two:
-        with Context(one, n_threads=1) as ctx, Context(two, n_threads=1) as other:
-            expected = [t.token for t in plain(ctx, [3, 4], params, 40)]
-            speculator = Speculator(ctx, ModelDrafter(other))
-            generation = speculator.generate([3, 4], max_tokens=40, sampling=params).finish()
-            assert generation.tokens == expected
-            assert generation.stats.num_accepted_tokens > 0
+    paths = [
+        toys.write_llama(tmp_path / f"{i}.gguf", vocab="none", drift=0.3 * i) for i in range(2)
+    ]
+    with (
+        lb.Model(paths[0]) as one,
+        lb.Model(paths[1]) as two,
+        Context(one, n_threads=1) as ctx,
+        Context(two, n_threads=1) as other,
+    ):
+        expected = [t.token for t in plain(ctx, [3, 4], params, 40)]
+        speculator = Speculator(ctx, ModelDrafter(other))
+        generation = speculator.generate([3, 4], max_tokens=40, sampling=params).finish()
+        assert generation.tokens == expected
+        assert generation.stats.num_accepted_tokens > 0

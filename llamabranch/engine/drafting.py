@@ -51,7 +51,7 @@ class _Together:
         self._proposals = list(proposals)
         self._lines = [self._line(p) for p in proposals]
         self._ctx: Context = self._lines[0].branch.ctx
-        self._drafts = [Draft(self._ctx.model.name) for _ in proposals]
+        self._drafts = [Draft(drafter=self._ctx.model.name) for _ in proposals]
 
     @staticmethod
     def _line(proposal: Proposal) -> ModelLine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterable, Iterator
 from time import perf_counter
 
 from ..branch import Branch, random_seed
@@ -16,7 +16,7 @@ from ..speculative import Draft, Drafter, Emitted, NullDrafter, SpeculativeConfi
 from ..speculative.round import Stream
 from ..speculative.rules import choose_rule
 from .drafting import Proposal, propose_together
-from .job import Job
+from .job import Job, refusal
 from .pricing import Market, StreamLength
 from .request import EngineStats, Event, Request, Result
 from .scheduler import Scheduler
@@ -70,6 +70,7 @@ class Engine:
         self._market = Market(self.config)
         self._drafts = drafter is not None and target.capabilities.can_truncate
         self._cancelled: set[str] = set()
+        self._is_cramped = False  # the last decode found no room with its drafts
 
     # -- use ---------------------------------------------------------------------------------------
 
@@ -78,14 +79,19 @@ class Engine:
         requests: Iterable[Request | str],
         *,
         on_event: Callable[[Event], None] | None = None,
+        skip: Collection[tuple[str, int]] = (),
     ) -> list[Result]:
         """Continue all prompts; return one result for each text, in the order of the requests.
 
         Args:
             requests: requests, or prompts as text.
             on_event: called with every token and every end as they come.
+            skip: texts that are there already, by id and sample: they are left out.
 
         A request that cannot be served gets its error in its result; the others finish.
+
+        Raises:
+            ConfigError: two requests with the same id.
         """
         order: dict[tuple[str, int], int] = {}
         results: list[Result] = []
@@ -93,43 +99,48 @@ class Engine:
         for number, request in enumerate(listed):
             name, n = self._identity(request, number)
             order.update({(name, sample): len(order) + sample for sample in range(n)})
-        for event in self.stream(listed):
+        for event in self.stream(listed, skip=skip):
             if on_event is not None:
                 on_event(event)
             if event.result is not None:
                 results.append(event.result)
         return sorted(results, key=lambda r: order.get((r.id, r.sample), len(order)))
 
-    def stream(self, requests: Iterable[Request | str]) -> Iterator[Event]:
-        """Yield every token and every end as they come.
+    def stream(
+        self, requests: Iterable[Request | str], *, skip: Collection[tuple[str, int]] = ()
+    ) -> Generator[Event, None, None]:
+        """Yield every token and every end as they come; ``skip`` as in ``generate``.
+
+        What the texts hold is freed when the iterator ends or is closed.
 
         Raises:
             ConfigError: two requests with the same id.
         """
         listed = list(requests)
-        names = [self._identity(request, i)[0] for i, request in enumerate(listed)]
-        twice = (
-            {name for name in names if names.count(name) > 1}
-            if len(set(names)) < len(names)
-            else ()
-        )
-        if twice:
-            raise ConfigError(f"two requests have the id {min(twice)!r}")
-        return self._run(listed)
+        seen: set[str] = set()
+        for number, request in enumerate(listed):
+            name, _ = self._identity(request, number)
+            if name in seen:
+                raise ConfigError(f"two requests have the id {name!r}")
+            seen.add(name)
+        self._cancelled.clear()  # what was meant for an earlier job
+        return self._run(listed, frozenset(skip))
 
     async def astream(self, requests: Iterable[Request | str]) -> AsyncIterator[Event]:
         """Yield what ``stream`` yields, without blocking the event loop: decoding runs in a thread."""
         events = self.stream(requests)
+        step: asyncio.Future[Event | None] | None = None
         try:
             while True:
-                event = await asyncio.to_thread(next, events, None)
+                step = asyncio.ensure_future(asyncio.to_thread(next, events, None))
+                event = await asyncio.shield(step)
                 if event is None:
                     return
                 yield event
         finally:
-            close = getattr(events, "close", None)
-            if close is not None:
-                await asyncio.to_thread(close)
+            if step is not None:  # a cancelled task leaves its thread in the middle of a step
+                await asyncio.gather(step, return_exceptions=True)
+            await asyncio.to_thread(events.close)
 
     def cancel(self, request_id: str) -> None:
         """End a request with what it has said, at the next step. From any thread."""
@@ -145,6 +156,8 @@ class Engine:
     def _identity(request: Request | str, number: int) -> tuple[str, int]:
         if isinstance(request, str):
             return str(number), 1
+        if not isinstance(request, Request):
+            raise ConfigError(f"a request is a Request or text, not {request!r}")
         return (str(number) if request.id is None else request.id), request.n
 
     def _jobs(self, request: Request, name: str) -> list[Job]:
@@ -175,28 +188,35 @@ class Engine:
 
     # -- the loop ----------------------------------------------------------------------------------
 
-    def _run(self, requests: list[Request | str]) -> Iterator[Event]:
+    def _run(
+        self, requests: list[Request | str], skip: frozenset[tuple[str, int]]
+    ) -> Generator[Event, None, None]:
         scheduler = Scheduler(self.target)
         start = perf_counter()
         try:
             for number, given in enumerate(requests):
                 request = Request(given) if isinstance(given, str) else given
                 name, _ = self._identity(request, number)
+                wanted = [i for i in range(request.n) if (name, i) not in skip]
                 try:
-                    scheduler.add(self._jobs(request, name))
+                    jobs = self._jobs(request, name)
+                    scheduler.add(jobs[i] for i in wanted)
                 except LlamaBranchError as error:
-                    yield self._refuse(request, name, error)
+                    for i in wanted:
+                        yield self._refuse(request, name, i, error)
             while not scheduler.is_idle:
-                yield from self._step(scheduler)
+                with self.target.lock:  # its rows are valid until anybody else decodes
+                    events = list(self._step(scheduler))
+                yield from events
         finally:
             for job in [*scheduler.active, *scheduler.waiting]:
                 job.release()
             self._cancelled.clear()
             self.stats.elapsed_s += perf_counter() - start
 
-    def _refuse(self, request: Request, name: str, error: LlamaBranchError) -> Event:
-        job = Job(request, name, 0, [], self._sampling, 0)
-        return Event(name, 0, result=job.result("error", error))
+    @staticmethod
+    def _refuse(request: Request, name: str, sample: int, error: LlamaBranchError) -> Event:
+        return Event(name, sample, result=refusal(request, name, sample, error))
 
     def _end(
         self,
@@ -217,8 +237,8 @@ class Engine:
                 yield self._end(scheduler, job, "cancelled")
         shared = scheduler.n_shared
         for job, error in scheduler.admit():
-            scheduler.waiting.appendleft(job)
-            yield self._end(scheduler, job, "capacity", error)
+            reason = "capacity" if isinstance(error, CapacityError) else "error"
+            yield self._end(scheduler, job, reason, error)
         self.stats.shared_prompt_tokens += scheduler.n_shared - shared
         if not scheduler.active:
             return
@@ -227,7 +247,7 @@ class Engine:
         try:
             rows = self._decode(batch)
         except CacheFullError as error:
-            yield from self._make_room(scheduler, error)
+            yield from self._make_room(scheduler, batch, error)
             return
         yield from self._settle(scheduler, batch, rows, perf_counter() - start)
 
@@ -254,12 +274,14 @@ class Engine:
     def _make_drafts(self, running: list[Job], batch: _Batch) -> list[tuple[Job, Draft]]:
         proposals: list[tuple[Job, Proposal]] = []
         plain: list[Job] = []
+        drafts_now = self._drafts and not self._is_cramped
+        self._is_cramped = False
         start = perf_counter()
         for job in running:
             stream = job.stream
             if stream is None:
                 continue
-            limit = job.transcript.draft_limit if self._drafts else 0
+            limit = job.transcript.draft_limit if drafts_now else 0
             if isinstance(stream.length, StreamLength):
                 stream.length.n_streams = len(running)
             tokens = stream.ask(limit)
@@ -281,13 +303,20 @@ class Engine:
         self.stats.target_forward_passes += 1
         return rows
 
-    def _make_room(self, scheduler: Scheduler, error: CacheFullError) -> Iterator[Event]:
-        """Let the newest job give way; if there is only one, it has said what it can."""
+    def _make_room(
+        self, scheduler: Scheduler, batch: _Batch, error: CacheFullError
+    ) -> Iterator[Event]:
+        """Draft no more for once; then let the newest job give way; the last has said what it can."""
         for job in scheduler.active:
             if job.stream is not None:
-                job.stream.take(Draft(stopped="no room to verify"))
+                job.stream.take(Draft(stopped="off"))
                 job.stream.line.observe(job.stream.branch.position)
-        if scheduler.preempt() is not None:
+        if batch.n_drafted:
+            for job, n in batch.parts:
+                if job.stream is not None and n > 1:
+                    job.stats.count_stop("no room to verify")
+            self._is_cramped = True
+        elif scheduler.preempt() is not None:
             self.stats.preemptions += 1
         else:
             yield self._end(scheduler, scheduler.active[0], "capacity", error)
@@ -299,16 +328,15 @@ class Engine:
     ) -> Iterator[Event]:
         at = n_emitted = 0
         for job, n in batch.parts:
+            n_rows = n if job.stream is not None else int(n == job.n_unread)
+            its_rows = rows[at : at + n_rows]
+            at += n_rows
             try:
                 if job.stream is not None:
-                    share = verify_s * n / len(batch.tokens)
-                    said = job.stream.settle(rows[at : at + n], share)
-                    at += n
+                    said = job.stream.settle(its_rows, verify_s * n / len(batch.tokens))
                 else:
-                    row = rows[at] if n == job.n_unread else None
-                    at += row is not None
-                    said = self._read(job, n, row)
                     self.stats.prompt_tokens += n
+                    said = self._read(job, n, its_rows[0] if its_rows else None)
             except LlamaBranchError as error:
                 yield self._end(scheduler, job, "error", error)
                 continue
@@ -319,9 +347,13 @@ class Engine:
             if job.transcript.finish_reason is not None:
                 yield self._end(scheduler, job, job.transcript.finish_reason)
         if batch.n_plans and batch.n_plans == len(batch.parts):
-            n_drafted = len(batch.tokens) - batch.n_plans
             self._market.learn(
-                batch.n_plans, len(batch.tokens), n_emitted, verify_s, batch.draft_s, n_drafted
+                batch.n_plans,
+                len(batch.tokens),
+                n_emitted,
+                verify_s,
+                batch.draft_s,
+                batch.n_drafted,
             )
 
     def _read(self, job: Job, n: int, row: LogitsRow | None) -> list[Emitted]:
@@ -369,12 +401,14 @@ class _Batch:
         self.wants: list[bool] = []
         self.parts: list[tuple[Job, int]] = []
         self.n_plans = 0
+        self.n_drafted = 0
         self.draft_s = 0.0
 
     def add_plan(self, job: Job, branch: Branch, tokens: list[int]) -> None:
         """Add a stream's pending token and draft: every row is wanted."""
         self._add(job, branch, tokens, [True] * len(tokens))
         self.n_plans += 1
+        self.n_drafted += len(tokens) - 1
 
     def add_reading(self, job: Job, branch: Branch, tokens: list[int]) -> None:
         """Add a piece of a prompt: the row after its very end is wanted."""

@@ -12,7 +12,7 @@ from ..speculative.round import Stream
 from ..speculative.transcript import Transcript
 from .request import Request, Result
 
-__all__ = ["Job"]
+__all__ = ["Job", "refusal"]
 
 
 class Job:
@@ -104,3 +104,19 @@ class Job:
             n_preempted=self.n_preempted,
             error=error,
         )
+
+
+def refusal(request: Request, name: str, sample: int, error: LlamaBranchError) -> Result:
+    """Return the result of a text that could not even be queued."""
+    params = request.sampling
+    return Result(
+        id=name,
+        sample=sample,
+        prompt=request.prompt,
+        text="",
+        tokens=[],
+        finish_reason="error",
+        seed=0 if params is None else params.seed or 0,
+        stats=SpeculativeStats(),
+        error=error,
+    )

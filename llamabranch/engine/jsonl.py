@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -17,11 +17,14 @@ __all__ = ["read_requests", "read_results", "write_result"]
 _FIELDS = {"prompt", "id", "max_tokens", "stop", "grammar", "n", "seed", "sampling"}
 
 
-def read_requests(lines: Iterator[str], *, json_lines: bool) -> Iterator[Request]:
+def read_requests(
+    lines: Iterable[str], *, json_lines: bool, sampling: SamplingParams | None = None
+) -> Iterator[Request]:
     """Yield a request for each line: a prompt as it is, or a JSON object.
 
     An object has ``prompt`` (text or token ids) and optionally ``id``, ``max_tokens``, ``stop``,
-    ``grammar``, ``n``, ``seed`` and ``sampling`` (an object of settings). Empty lines are skipped.
+    ``grammar``, ``n``, ``seed`` and ``sampling`` (an object of settings; what it leaves out is as in
+    the argument ``sampling``, and so is a request without settings). Empty lines are skipped.
 
     Raises:
         ConfigError: a line that is no request; says which line.
@@ -30,17 +33,17 @@ def read_requests(lines: Iterator[str], *, json_lines: bool) -> Iterator[Request
         if not line.strip():
             continue
         if not json_lines:
-            yield Request(line.rstrip("\r\n"))
+            yield Request(line.rstrip("\r\n"), sampling=sampling)
             continue
         try:
-            yield _request(json.loads(line))
+            yield _request(json.loads(line), sampling)
         except (ConfigError, ValueError, TypeError) as error:
             raise ConfigError(f"line {number} is no request: {error}") from error
 
 
-def _request(data: object) -> Request:
+def _request(data: object, sampling: SamplingParams | None) -> Request:
     if isinstance(data, str):
-        return Request(data)
+        return Request(data, sampling=sampling)
     if not isinstance(data, dict):
         raise ConfigError("a request is an object with a prompt")
     unknown = sorted(set(data) - _FIELDS)
@@ -49,21 +52,20 @@ def _request(data: object) -> Request:
     prompt = data.get("prompt")
     if not isinstance(prompt, (str, list)):
         raise ConfigError("the prompt must be text or a list of token ids")
-    sampling = None
     settings = dict(data.get("sampling") or {})
     if data.get("seed") is not None:
         settings["seed"] = data["seed"]
     if settings:
         if "logit_bias" in settings:  # JSON has only text keys
             settings["logit_bias"] = {int(k): v for k, v in settings["logit_bias"].items()}
-        sampling = SamplingParams().but(**settings)
-    identity = data.get("id")
+        sampling = (sampling or SamplingParams()).but(**settings)
+    identity, stop = data.get("id"), data.get("stop") or ()
     return Request(
         prompt,
         id=None if identity is None else str(identity),
         max_tokens=data.get("max_tokens"),
         sampling=sampling,
-        stop=tuple(data.get("stop") or ()),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
         grammar=data.get("grammar"),
         n=data.get("n", 1),
     )
@@ -88,7 +90,11 @@ def as_record(result: Result) -> dict[str, object]:
 
 def write_result(file: IO[str], result: Result) -> None:
     """Append one line and push it to the disk: what stands there survives the process."""
-    file.write(json.dumps(as_record(result), ensure_ascii=False) + "\n")
+    record = as_record(result)
+    line = json.dumps(record, ensure_ascii=False)
+    if not _is_unicode(line):  # a prompt with half a surrogate pair, refused but reported
+        line = json.dumps(record)
+    file.write(line + "\n")
     file.flush()
     os.fsync(file.fileno())
 
@@ -116,3 +122,11 @@ def read_results(path: Path) -> list[Mapping[str, object]]:
         with path.open("r+b") as file:
             file.truncate(len(whole))
     return records
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

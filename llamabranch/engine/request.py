@@ -40,6 +40,10 @@ class Request:
     n: int = 1
 
     def __post_init__(self) -> None:
+        if isinstance(self.prompt, bytes) or not isinstance(self.prompt, Sequence):
+            raise ConfigError(f"a prompt is text or a list of token ids, not {self.prompt!r}")
+        if isinstance(self.stop, str) or not isinstance(self.stop, Sequence):
+            raise ConfigError(f"stop must be a sequence of strings, not {self.stop!r}")
         if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
             raise ConfigError(f"n must be a positive integer, not {self.n!r}")
         if self.id is not None and not isinstance(self.id, str):

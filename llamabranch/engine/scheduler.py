@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from ..branch import Branch
 from ..cells import n_common
 from ..context import Context
-from ..errors import CacheFullError, SequencesExhaustedError
+from ..errors import CacheFullError, LlamaBranchError, SequencesExhaustedError
 from .job import Job
 
 __all__ = ["Scheduler"]
@@ -34,16 +34,20 @@ class Scheduler:
         """Queue jobs behind those that wait."""
         self.waiting.extend(jobs)
 
-    def admit(self) -> list[tuple[Job, CacheFullError]]:
-        """Give sequences to waiting jobs; return those that can never fit, with the reason."""
-        refused: list[tuple[Job, CacheFullError]] = []
-        while self.waiting:
-            job = self.waiting[0]
+    def admit(self) -> list[tuple[Job, LlamaBranchError]]:
+        """Give sequences to waiting jobs; return those that cannot be served, with the reason.
+
+        Raises:
+            SequencesExhaustedError: others than this scheduler's jobs hold all sequences.
+        """
+        refused: list[tuple[Job, LlamaBranchError]] = []
+        for job in list(self.waiting):
             need = len(job.to_read) + 1
             if need > self._ctx.n_ctx:
-                self.waiting.popleft()
                 refused.append((job, self._too_long(need)))
                 continue
+            if self.active and self._ctx.n_seq_free == 0:
+                break
             source, n_shared = self._best_prefix(job)
             if n_shared and source is not None and source.position < n_shared:
                 break  # what it will share is still being read
@@ -56,7 +60,10 @@ class Scheduler:
                 if not self.active:
                     raise
                 break
-            self.waiting.popleft()
+            except LlamaBranchError as error:  # its grammar or its settings
+                refused.append((job, error))
+                continue
+            self.waiting.remove(job)
             job.branch = branch
             if source is not None and n_shared:
                 branch.borrow(source, n_shared)
@@ -77,7 +84,9 @@ class Scheduler:
         """Return the active branch whose prompt begins most like the job's, and how far."""
         if not self._ctx.capabilities.can_truncate:
             return None, 0
-        wanted = job.to_read[:-1]  # the last token must be decoded: its logits are needed
+        # The last token must be decoded: its logits are needed. Words a job said before it was
+        # preempted are read by itself: they count for its grammar.
+        wanted = job.to_read[:-1][: len(job.prompt)]
         best: tuple[Branch | None, int] = (None, 0)
         for other in self.active:
             if other.branch is None:

@@ -30,7 +30,6 @@ class Draft:
     "entropy", "goodput", "end", "capacity", "no evidence" or "off".
     """
 
-    drafter: str = ""
     tokens: list[int] = field(default_factory=list)
     sources: list[Distribution] = field(default_factory=list)
     parents: list[int] | None = None
@@ -38,6 +37,7 @@ class Draft:
     seconds: float = 0.0
     n_decodes: int = 0
     stopped: str = "length"
+    drafter: str = ""
 
     @property
     def n_steps(self) -> int:

@@ -162,7 +162,7 @@ class _CopyLine:
         self._segment: Segment | None = None
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
-        draft = Draft(self._policy.name, stopped="no evidence")
+        draft = Draft(drafter=self._policy.name, stopped="no evidence")
         start = perf_counter()
         self._read(tokens)
         guess = self._guess(limit)

@@ -11,7 +11,7 @@ import numpy as np
 from ..branch import Branch
 from ..context import Context
 from ..distribution import DRAFT, Distribution, derive_seed, gumbel_noise
-from ..errors import CapacityError, ConfigError, VocabularyMismatchError
+from ..errors import CapacityError, ConfigError, GrammarError, VocabularyMismatchError
 from ..model import Model
 from ..sampling import SamplingParams
 from ..store import BranchStore
@@ -113,7 +113,7 @@ class ModelLine:
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         """Catch up in one decode, then draw token by token."""
-        draft = Draft(self.branch.ctx.model.name)
+        draft = Draft(drafter=self.branch.ctx.model.name)
         if not length.consider(draft.drafter):
             draft.stopped = "off"
             return draft
@@ -153,10 +153,13 @@ class ModelLine:
         if not length.goes_on(len(draft.tokens), entropy):
             draft.stopped = length.reason
             return None
-        if self._rule == "seeded":
-            token = branch.produce().token
-        else:
-            source = branch.distribution()
+        try:
+            source = None if self._rule == "seeded" else branch.distribution()
+            token = branch.produce().token if source is None else -1
+        except GrammarError:  # a dead end: the target will say so if it gets there
+            draft.stopped = "end"
+            return None
+        if source is not None:
             token = source.draw(self._noise, branch.position, DRAFT)
             draft.sources.append(source)
         draft.tokens.append(token)

@@ -34,7 +34,7 @@ class TranslatingLine:
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         """Catch up with the text, go on with it, and return what of that is target tokens."""
-        draft = Draft(self._branch.ctx.model.name, stopped="no evidence")
+        draft = Draft(drafter=self._branch.ctx.model.name, stopped="no evidence")
         if not length.consider(draft.drafter):
             draft.stopped = "off"
             return draft

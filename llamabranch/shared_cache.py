@@ -1,0 +1,260 @@
+"""A cache that many sequences share: opening it, lending sequences, keeping count."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from dataclasses import replace
+from types import TracebackType
+
+from typing_extensions import Self
+
+from .capabilities import probe
+from .cells import Usage, n_common
+from .decoder import Decoder
+from .errors import ConfigError, DecodeError, UnsupportedError
+from .leases import Leases, Replayable
+from .model import Model
+from .native import ContextHandle, max_sequences
+from .options import context_options, resolve_kv_type
+from .parking import Parking
+from .rows import LogitsRow
+
+__all__ = ["SharedCache"]
+
+
+class SharedCache:
+    """The part of a :class:`~llamabranch.context.Context` that is not about tokens.
+
+    It opens and closes, lends sequences, writes all branches anew where the order of cells is at
+    stake, and counts.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_ctx: int = 2048,
+        n_seq_max: int = 8,
+        n_batch: int = 512,
+        n_ubatch: int | None = None,
+        n_threads: int | None = None,
+        n_threads_batch: int | None = None,
+        flash_attention: bool | str = "auto",
+        kv_type: str = "auto",
+        batch_invariant: bool | str = "auto",
+        swa_full: bool = True,
+        offload_kqv: bool = True,
+        rope_scaling: str | None = None,
+        rope_freq_base: float = 0.0,
+        rope_freq_scale: float = 0.0,
+        yarn_ext_factor: float = -1.0,
+        yarn_attn_factor: float = -1.0,
+        yarn_beta_fast: float = -1.0,
+        yarn_beta_slow: float = -1.0,
+        yarn_orig_ctx: int = 0,
+        n_outputs_max: int | None = None,
+    ) -> None:
+        if model.vocab_only or not model.can_generate:
+            kind = "only its vocabulary is loaded" if model.vocab_only else "it predicts no tokens"
+            raise UnsupportedError(f"{model.name} opens no context: {kind}")
+        if batch_invariant not in ("auto", True, False):
+            raise ConfigError(
+                f"batch_invariant must be 'auto', True or False, not {batch_invariant!r}"
+            )
+        self.model = model
+        self.kv_type = resolve_kv_type(model, kv_type, flash_attention, batch_invariant)
+        options = context_options(
+            n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=n_batch, n_ubatch=n_ubatch,
+            n_outputs_max=n_outputs_max, n_threads=n_threads, n_threads_batch=n_threads_batch,
+            flash_attention=flash_attention, kv_type=self.kv_type, swa_full=swa_full,
+            offload_kqv=offload_kqv, rope_scaling=rope_scaling, rope_freq_base=rope_freq_base,
+            rope_freq_scale=rope_freq_scale, yarn_ext_factor=yarn_ext_factor,
+            yarn_attn_factor=yarn_attn_factor, yarn_beta_fast=yarn_beta_fast,
+            yarn_beta_slow=yarn_beta_slow, yarn_orig_ctx=yarn_orig_ctx,
+        )  # fmt: skip
+        handle = ContextHandle(model.handle, options)
+        if not handle.has_memory:
+            handle.close()
+            raise UnsupportedError(f"{model.name} has no memory: it cannot generate")
+        self.options = options
+        self.n_ctx = handle.n_ctx
+        self.n_batch = handle.n_batch
+        self.n_seq_max = n_seq_max
+        self.n_vocab = model.n_vocab
+        self._owns_model = False
+        self._lock = threading.RLock()
+        self._decoder = Decoder(handle, n_seq_max)
+        self._leases = Leases(n_seq_max)
+        self._last_rows: list[LogitsRow] = []
+        try:
+            self.capabilities = probe(
+                self._decoder,
+                model,
+                kv_type=self.kv_type,
+                flash_attention=flash_attention,
+                swa_full=swa_full,
+                batch_invariant=batch_invariant,
+            )
+        except BaseException:
+            handle.close()
+            raise
+        if self.capabilities.batch_invariant and n_seq_max < max_sequences():
+            cells = self._decoder.cells
+            self._decoder.parking = Parking(handle, cells, max_sequences() - 1)
+            self._decoder.compact = self._compact
+
+    # -- life --------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """True after ``close()`` of the context or its model."""
+        return self._decoder.handle.closed
+
+    def close(self) -> None:
+        """Free the context; branches on it raise ClosedError from now on. Idempotent."""
+        with self._lock:
+            self._decoder.close()
+            if self._owns_model:
+                self.model.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return "<Context closed>"
+        return f"<Context of {self.model.name!r}: {self.n_ctx} cells, {self.n_seq_max} sequences>"
+
+    def _check_open(self) -> None:
+        self._decoder.handle.ptr  # noqa: B018  (raises ClosedError)
+
+    # -- for the layers above: the lock is held --------------------------------------------------------
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held by every call on this context or a branch of it."""
+        return self._lock
+
+    @property
+    def decoder(self) -> Decoder:
+        """The unchecked inside; for branches, not for users."""
+        return self._decoder
+
+    def lease(self, holder: object) -> int:
+        """Lend ``holder`` an empty sequence until ``return_lease`` or its garbage collection.
+
+        Raises:
+            SequencesExhaustedError: all are taken; says by whom.
+        """
+        with self._lock:
+            self._check_open()
+            self._collect_forgotten()
+            cells = self._decoder.cells
+            if (
+                len(self._leases) == self.n_seq_max
+            ):  # a forgotten branch may wait in a reference cycle
+                gc.collect()
+                self._collect_forgotten()
+            return self._leases.lend(holder, lambda seq_id: cells.first_position(seq_id) < 0)
+
+    def return_lease(self, seq_id: int) -> None:
+        """Take a lent sequence back and empty it."""
+        with self._lock:
+            if self._leases.end(seq_id) and not self.closed:
+                self._decoder.drop(seq_id, 0)
+
+    def _collect_forgotten(self) -> None:
+        for seq_id in self._leases.forgotten():
+            self.return_lease(seq_id)
+
+    @property
+    def n_seq_free(self) -> int:
+        """How many sequences could be leased now."""
+        with self._lock:
+            self._collect_forgotten()
+            first = self._decoder.cells.first_position
+            seqs = range(self.n_seq_max)
+            return sum(1 for seq_id in seqs if seq_id not in self._leases and first(seq_id) < 0)
+
+    def holders(self) -> list[object]:
+        """Return who holds sequences now, in the order of their ids."""
+        with self._lock:
+            self._collect_forgotten()
+            found = (self._leases.holder(seq_id) for seq_id in range(self.n_seq_max))
+            return [holder for holder in found if holder is not None]
+
+    def _compact(self) -> bool:
+        """Decode all branches anew, in order and without holes; False if something else is there."""
+        cells = self._decoder.cells
+        lines = [holder for holder in self.holders() if isinstance(holder, Replayable)]
+        held = set(cells.usage().sequences)
+        if held != {line.seq_id for line in lines if line.position}:
+            return False  # raw sequences, or a verification under way: only their owners know
+        if any(cells.next_position(line.seq_id) != line.position for line in lines):
+            return False
+        self._decoder.clear()
+        done: list[Replayable] = []
+        for line in sorted(lines, key=lambda line: line.position):
+            tokens, source, n = line.tokens, None, 0
+            for other in done:
+                same = n_common(other.tokens, tokens)
+                if same > n:
+                    source, n = other, same
+            if source is not None:
+                self._decoder.share(source.seq_id, line.seq_id, 0, n)
+            self._decoder.decode_run(tokens[n:], line.seq_id, "none")
+            done.append(line)
+        return True
+
+    def _check_seq(self, seq_id: int) -> None:
+        if isinstance(seq_id, bool) or not isinstance(seq_id, int):
+            raise ConfigError(f"a sequence id is an integer, not {seq_id!r}")
+        if not 0 <= seq_id < self.n_seq_max:
+            raise ConfigError(
+                f"sequence id {seq_id} is out of range 0 to {self.n_seq_max - 1}",
+                hint="open the context with a larger n_seq_max",
+            )
+
+    # -- accounting --------------------------------------------------------------------------------
+
+    def usage(self) -> Usage:
+        """Return how full the cache is."""
+        with self._lock:
+            self._check_open()
+            self._collect_forgotten()
+            usage = self._decoder.cells.usage()
+            parking = self._decoder.parking
+            if parking is None:
+                return usage
+            return replace(usage, cells_parked=parking.n_cells, in_order=parking.in_order)
+
+    def audit(self) -> None:
+        """Compare the accounting with llama.cpp's own positions.
+
+        Raises:
+            DecodeError: they differ; says where. That is a bug in this library.
+        """
+        with self._lock:
+            self._check_open()
+            self._collect_forgotten()
+            for seq_id in range(self.n_seq_max):
+                ours = (
+                    self._decoder.cells.first_position(seq_id),
+                    self._decoder.cells.next_position(seq_id) - 1,
+                )
+                theirs = self._decoder.handle.position_range(seq_id)
+                if self.capabilities.recurrent or self.capabilities.sliding_window:
+                    ours, theirs = (ours[1], ours[1]), (theirs[1], theirs[1])
+                if ours != theirs:
+                    raise DecodeError(
+                        f"sequence {seq_id} should hold positions {ours}, llama.cpp says {theirs}"
+                    )

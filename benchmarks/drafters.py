@@ -32,7 +32,7 @@ class _HostileLine:
         self._model = model
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> lb.Draft:
-        draft = lb.Draft(HostileDrafter.name)
+        draft = lb.Draft(drafter=HostileDrafter.name)
         if not length.consider(draft.drafter):
             draft.stopped = "off"
             return draft

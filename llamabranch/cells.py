@@ -126,7 +126,7 @@ class CellLedger:
 
     def moment(self, seq_id: int, position: int) -> int:
         """Return when the cell of ``position`` was written."""
-        for s in self._sequences[seq_id].slices:
+        for s in reversed(self._sequences[seq_id].slices):
             if s.position <= position < s.end:
                 return s.run.moments[s.low + position - s.position]
         raise KeyError(position)
@@ -154,6 +154,14 @@ class CellLedger:
                 kept.append(_Slice(s.run, s.low + end - s.position, s.high, end))
         sequence.slices = kept
         sequence.next_position = kept[-1].end if kept else 0
+        if kept and kept[-1].run.owner == seq_id:
+            # Cells nobody refers to any more are forgotten, so that appends go on in the same run.
+            run, high = kept[-1].run, kept[-1].high
+            for other in self._sequences:
+                for s in other.slices:
+                    if s.run is run and s.high > high:
+                        return
+            del run.moments[high:]
 
     def clear(self) -> None:
         """Record that every sequence is empty."""

@@ -196,23 +196,30 @@ class SharedCache:
         """Decode all branches anew, in order and without holes; False if something else is there."""
         cells = self._decoder.cells
         lines = [holder for holder in self.holders() if isinstance(holder, Replayable)]
-        held = set(cells.usage().sequences)
-        if held != {line.seq_id for line in lines if line.position}:
+        held = {line.seq_id: cells.next_position(line.seq_id) for line in lines}
+        if any(seq_id not in held for seq_id in cells.usage().sequences):
             return False  # raw sequences, or a verification under way: only their owners know
-        if any(cells.next_position(line.seq_id) != line.position for line in lines):
+        if any(held[line.seq_id] > line.position for line in lines):
             return False
         self._decoder.clear()
-        done: list[Replayable] = []
-        for line in sorted(lines, key=lambda line: line.position):
-            tokens, source, n = line.tokens, None, 0
-            for other in done:
-                same = n_common(other.tokens, tokens)
+        done: list[tuple[int, list[int]]] = []
+        interruption: KeyboardInterrupt | None = None
+        for line in sorted(lines, key=lambda line: held[line.seq_id]):
+            tokens, source, n = line.tokens[: held[line.seq_id]], -1, 0
+            for seq_id, other in done:
+                same = n_common(other, tokens)
                 if same > n:
-                    source, n = other, same
-            if source is not None:
-                self._decoder.share(source.seq_id, line.seq_id, 0, n)
-            self._decoder.decode_run(tokens[n:], line.seq_id, "none")
-            done.append(line)
+                    source, n = seq_id, same
+            if n:
+                self._decoder.share(source, line.seq_id, 0, n)
+            while cells.next_position(line.seq_id) < len(tokens):
+                try:
+                    self._decoder.decode_run(tokens[n:], line.seq_id, "none")
+                except KeyboardInterrupt as error:  # nobody may be left without its cells
+                    interruption = error
+            done.append((line.seq_id, tokens))
+        if interruption is not None:
+            raise interruption
         return True
 
     def _check_seq(self, seq_id: int) -> None:

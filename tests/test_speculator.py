@@ -57,7 +57,9 @@ class Wrong:
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         n, end = len(tokens), 1 if len(tokens) % 5 == 0 else 900
-        return Draft("wrong", [(977 * n + i) % 4000 + 2 if i != 2 else end for i in range(limit)])
+        return Draft(
+            [(977 * n + i) % 4000 + 2 if i != 2 else end for i in range(limit)], drafter="wrong"
+        )
 
     def observe(self, n_tokens: int) -> None:
         """Learn nothing."""

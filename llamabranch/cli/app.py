@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .generate import ManyPrompts, generate
 from .inspect import inspect
 from .models import models
 from .speculate import speculate
@@ -42,6 +43,7 @@ def _root(
 
 
 app.command()(speculate)
+app.command(cls=ManyPrompts)(generate)
 app.command()(inspect)
 app.command()(models)
 app.command()(theory)

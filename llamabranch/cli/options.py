@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 _MODELS = "Models"
+_REQUESTS = "Requests"
 _DRAFTING = "Drafting"
 _SAMPLING = "Sampling"
 _RUNTIME = "Runtime"
@@ -138,6 +139,93 @@ GpuLayers = Annotated[
 KvType = Annotated[
     str | None,
     typer.Option(help="Type of the K/V cache: f16, bf16, q8_0, ...", rich_help_panel=_RUNTIME),
+]
+
+TargetModel = Annotated[
+    str | None,
+    typer.Option(
+        "--target-model",
+        "--target",
+        "-t",
+        help="A GGUF path, or a name from `llamabranch models`. Default: the bundled target.",
+        rich_help_panel=_MODELS,
+    ),
+]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model",
+        "--draft",
+        "-d",
+        help="A GGUF path, a name, `lookup`, `suffix`, a chain such as `suffix+NAME`, or `none`. "
+        "Default: the draft listed with the target.",
+        rich_help_panel=_MODELS,
+    ),
+]
+Prompts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--prompts",
+        "--prompt",
+        "-p",
+        metavar="P1 P2 ...",
+        help="What to continue: one or more texts; may be repeated.",
+        rich_help_panel=_REQUESTS,
+    ),
+]
+Input = Annotated[
+    str | None,
+    typer.Option(
+        "--input",
+        "-i",
+        metavar="FILE|-",
+        help="A file of prompts, one a line, or of JSON objects (.jsonl); - is standard input.",
+        rich_help_panel=_REQUESTS,
+    ),
+]
+Samples = Annotated[
+    int,
+    typer.Option(min=1, help="Texts for each prompt, from one prefill.", rich_help_panel=_REQUESTS),
+]
+OutputFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        help="Append each result to this file as it ends, one JSON object a line.",
+        rich_help_panel=_REQUESTS,
+    ),
+]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Leave out what --output holds already.",
+        rich_help_panel=_REQUESTS,
+    ),
+]
+Gamma = Annotated[
+    str,
+    typer.Option(
+        "--gamma",
+        "--draft-length",
+        "-k",
+        metavar="N|auto",
+        help="Tokens to draft a round.",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+AutoRegressive = Annotated[
+    bool,
+    typer.Option(
+        "--auto-regressive",
+        help="Decode plainly, without a draft: the same as --draft none.",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+Parallel = Annotated[
+    int,
+    typer.Option(min=1, max=255, help="Texts at a time.", rich_help_panel=_RUNTIME),
 ]
 
 Compare = Annotated[

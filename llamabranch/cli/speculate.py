@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Literal
 
 import typer
 
@@ -31,14 +29,14 @@ from llamabranch import (
 
 from . import options
 from .compare import Comparison, compare, run
-from .drafting import drafting_models, has_model, make_drafter, parse_draft, tree_sequences
+from .drafting import drafting_models, has_model, make_drafter, tree_sequences
 from .render import EXIT_INTERRUPTED, Interruption, Screen, print_json, reporting
 from .report import Outcome
+from .setup import choose_models, open_context, parse_grammar, parse_length, wrap_in_template
 
 DEFAULT_PROMPT = "Once upon a time"
 DEFAULTS = SamplingParams()
 N_WARM_UP_TOKENS = 8
-N_SEQ = 8  # what a context has without being asked; trees need more
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ def speculate(
             seed = secrets.randbits(31)
         # Everything that can be wrong in the arguments is found before a model loads.
         config = SpeculativeConfig(
-            draft_k=_parse_length(draft_length),
+            draft_k=parse_length(draft_length),
             entropy_stop=entropy_stop,
             rule=_rule_for_width(rule, draft_width),
         )
@@ -143,15 +141,15 @@ def speculate(
             repeat_penalty=repeat_penalty,
             seed=seed,
         )
-        limits = _parse_grammar(grammar, json_schema)
+        limits = parse_grammar(grammar, json_schema)
         if prompt == "-":
             prompt = sys.stdin.read()
-        target_name, parts = _choose(target, draft)
+        target_name, parts = choose_models(target, draft)
         if draft_width > 1 and not has_model(parts):
             raise ConfigError("a token tree needs a draft model", hint="name one with --draft")
 
         n_target, n_draft = tree_sequences(config, draft_width) if draft_width > 1 else (0, 0)
-        open_model = partial(_open, screen, stack, loading, verbose)
+        open_model = partial(open_context, screen, stack, loading, verbose)
         context = open_model(n_target, target_name)
         drafter = make_drafter(parts, partial(open_model, n_draft), draft_width)
         for model in drafting_models(drafter):
@@ -161,7 +159,7 @@ def speculate(
             ends = dict.fromkeys(context.model.end_tokens, -math.inf)
             sampling = replace(sampling, logit_bias=ends)
         job = Job(
-            prompt=_wrap(context, prompt) if chat else prompt,
+            prompt=wrap_in_template(context, prompt) if chat else prompt,
             max_tokens=max_tokens,
             sampling=sampling,
             stop=tuple(stop or ()),
@@ -217,17 +215,6 @@ def speculate(
             raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _parse_length(text: str) -> int | Literal["auto"]:
-    if text == "auto":
-        return "auto"
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} is neither a number nor auto", param_hint="--draft-length"
-        ) from None
-
-
 def _rule_for_width(rule: str, width: int) -> str:
     if width == 1:
         return rule
@@ -239,57 +226,3 @@ def _rule_for_width(rule: str, width: int) -> str:
 def _rule_in_effect(speculator: Speculator, sampling: SamplingParams) -> str:
     with Branch.create(speculator.target, sampling) as branch:
         return speculator.rule_for(branch)
-
-
-def _parse_grammar(grammar: Path | None, json_schema: str | None) -> Grammar | None:
-    if grammar is not None and json_schema is not None:
-        raise typer.BadParameter("--grammar and --json-schema exclude each other")
-    if grammar is not None:
-        return Grammar(_read(grammar))
-    if json_schema is not None:
-        inline = json_schema.lstrip().startswith("{")
-        return Grammar.from_json_schema(json_schema if inline else _read(Path(json_schema)))
-    return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
-
-
-def _choose(target: str | None, draft: str | None) -> tuple[str, tuple[str, ...]]:
-    """Return the name of the target, and what drafts for it."""
-    # All are looked for before any is loaded.
-    target_name = hub.BUNDLED_TARGET if target is None else target
-    hub.resolve(target_name)
-    draft_name = hub.draft_for(target_name) if draft is None else draft
-    if draft_name is None:
-        raise ConfigError(
-            f"no draft is known for {target_name}",
-            hint="name one with --draft, copy from the text with --draft suffix, "
-            "or decode plainly with --draft none",
-        )
-    return target_name, parse_draft(draft_name)
-
-
-def _open(
-    screen: Screen,
-    stack: ExitStack,
-    loading: hub.LoadOptions,
-    verbose: bool,
-    n_seq_least: int,
-    name: str,
-) -> Context:
-    settings = loading.copy()
-    if n_seq_least > N_SEQ:
-        settings["n_seq_max"] = n_seq_least
-    with screen.loading(name) as progress:
-        return stack.enter_context(hub.load(name, progress=progress, verbose=verbose, **settings))
-
-
-def _wrap(context: Context, prompt: str) -> list[int]:
-    text = context.model.apply_chat_template([("user", prompt)])
-    # The template writes the special tokens itself, the first one included.
-    return context.model.tokenize(text, add_special=False, parse_special=True)

@@ -71,26 +71,9 @@ def _request(data: object, sampling: SamplingParams | None) -> Request:
     )
 
 
-def as_record(result: Result) -> dict[str, object]:
-    """Return a result as it stands in a file."""
-    record: dict[str, object] = {
-        "id": result.id,
-        "sample": result.sample,
-        "prompt": result.prompt if isinstance(result.prompt, str) else list(result.prompt),
-        "text": result.text,
-        "tokens": result.tokens,
-        "finish_reason": result.finish_reason,
-        "seed": result.seed,
-        "stats": result.stats.as_dict(),
-    }
-    if result.error is not None:
-        record["error"] = str(result.error)
-    return record
-
-
 def write_result(file: IO[str], result: Result) -> None:
     """Append one line and push it to the disk: what stands there survives the process."""
-    record = as_record(result)
+    record = result.as_dict()
     line = json.dumps(record, ensure_ascii=False)
     if not _is_unicode(line):  # a prompt with half a surrogate pair, refused but reported
         line = json.dumps(record)

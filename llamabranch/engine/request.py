@@ -73,6 +73,22 @@ class Result:
     n_preempted: int = 0
     error: LlamaBranchError | None = None
 
+    def as_dict(self) -> dict[str, object]:
+        """Return everything, ready for JSON; ``error`` only if there is one."""
+        record: dict[str, object] = {
+            "id": self.id,
+            "sample": self.sample,
+            "prompt": self.prompt if isinstance(self.prompt, str) else list(self.prompt),
+            "text": self.text,
+            "tokens": self.tokens,
+            "finish_reason": self.finish_reason,
+            "seed": self.seed,
+            "stats": self.stats.as_dict(),
+        }
+        if self.error is not None:
+            record["error"] = str(self.error)
+        return record
+
 
 @dataclass(frozen=True)
 class Event:

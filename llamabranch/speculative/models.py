@@ -154,14 +154,15 @@ class ModelLine:
             draft.stopped = length.reason
             return None
         try:
-            source = None if self._rule == "seeded" else branch.distribution()
-            token = branch.produce().token if source is None else -1
+            if self._rule == "seeded":
+                token = branch.produce().token
+            else:
+                source = branch.distribution()
+                token = source.draw(self._noise, branch.position, DRAFT)
+                draft.sources.append(source)
         except GrammarError:  # a dead end: the target will say so if it gets there
             draft.stopped = "end"
             return None
-        if source is not None:
-            token = source.draw(self._noise, branch.position, DRAFT)
-            draft.sources.append(source)
         draft.tokens.append(token)
         if branch.ctx.model.is_end(token):
             draft.stopped = "end"

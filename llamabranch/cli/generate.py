@@ -1,0 +1,408 @@
+"""``llamabranch generate``: any number of prompts, batched, with a draft model."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import IO
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from typer.core import TyperCommand
+
+from llamabranch import (
+    ConfigError,
+    Engine,
+    Event,
+    Request,
+    Result,
+    SamplingParams,
+    SpeculativeConfig,
+    hub,
+    read_requests,
+    read_results,
+    write_result,
+)
+
+from . import options
+from .drafting import drafting_models, make_drafter
+from .render import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    Interruption,
+    Screen,
+    number,
+    print_json,
+    reporting,
+)
+from .setup import choose_models, open_context, parse_grammar, parse_length, wrap_in_template
+
+DEFAULTS = SamplingParams()
+_CELLS_PER_TEXT = 512  # of the cache, unless --n-ctx says otherwise
+_LEAST_CELLS = 2048
+
+
+class ManyPrompts(TyperCommand):
+    """Takes several prompts after one ``--prompts``, and ``_`` for ``-`` in the names of options."""
+
+    def parse_args(  # type: ignore[override]  # typer has a click of its own, or not
+        self, ctx: typer.Context, args: list[str]
+    ) -> list[str]:
+        """Parse what ``spread`` makes of the arguments."""
+        known = {name for param in self.params for name in param.opts}
+        return super().parse_args(ctx, spread(args, known))
+
+
+def spread(arguments: Sequence[str], known: Collection[str]) -> list[str]:
+    """Return the arguments with ``--prompts`` before every prompt, and ``known`` options spelt right.
+
+    A prompt that begins with a dash is given as ``--prompts=-...``.
+    """
+    names = {"--prompts", "--prompt", "-p"}
+    found: list[str] = []
+    reading, n_read = False, 0
+    for argument in arguments:
+        if argument.startswith("-") and argument != "-":
+            if reading and n_read == 0:
+                break
+            name, equals, value = argument.partition("=")
+            if name.replace("_", "-") in known:
+                name = name.replace("_", "-")
+            reading, n_read = name in names, len(equals)
+            if not reading or equals:
+                found.append(name + equals + value)
+        elif reading:
+            found += ["--prompts", argument]
+            n_read += 1
+        else:
+            found.append(argument)
+    if reading and n_read == 0:
+        raise typer.BadParameter("needs at least one prompt", param_hint="--prompts")
+    return found
+
+
+def generate(
+    prompts: options.Prompts = None,
+    input_file: options.Input = None,
+    output: options.OutputFile = None,
+    resume: options.Resume = False,
+    samples: options.Samples = 1,
+    target: options.TargetModel = None,
+    draft: options.DraftModel = None,
+    gamma: options.Gamma = "auto",
+    auto_regressive: options.AutoRegressive = False,
+    rule: options.Rule = "auto",
+    entropy_stop: options.EntropyStop = None,
+    max_tokens: options.MaxTokens = 128,
+    temperature: options.Temperature = DEFAULTS.temperature,
+    top_k: options.TopK = DEFAULTS.top_k,
+    top_p: options.TopP = DEFAULTS.top_p,
+    min_p: options.MinP = DEFAULTS.min_p,
+    repeat_penalty: options.RepeatPenalty = DEFAULTS.repeat_penalty,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    ignore_end: options.IgnoreEnd = False,
+    grammar: options.GrammarFile = None,
+    json_schema: options.JsonSchema = None,
+    chat: options.Chat = False,
+    parallel: options.Parallel = 8,
+    n_ctx: options.NCtx = None,
+    threads: options.Threads = None,
+    gpu_layers: options.GpuLayers = None,
+    kv_type: options.KvType = None,
+    explain: options.Explain = False,
+    as_json: options.Json = False,
+    no_color: options.NoColor = False,
+    verbose: options.Verbose = False,
+    debug: options.Debug = False,
+) -> None:
+    """Continue any number of prompts together, with a draft model.
+
+    All texts share one cache and one decode a step. With a seed, or at temperature 0, each is the one
+    its prompt has alone. What ends is printed, or written to --output, at once.
+    """
+    screen = Screen(color=not no_color)
+    with reporting(screen, debug=debug), ExitStack() as stack:
+        # Everything that can be wrong in the arguments is found before a model loads.
+        config = SpeculativeConfig(
+            draft_k=parse_length(gamma), entropy_stop=entropy_stop, rule=rule
+        )
+        sampling = SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repeat_penalty=repeat_penalty,
+        )
+        limits = parse_grammar(grammar, json_schema)
+        if resume and output is None:
+            raise typer.BadParameter("needs --output", param_hint="--resume")
+        requests = [
+            replace(
+                request,
+                id=str(i) if request.id is None else request.id,
+                stop=request.stop or tuple(stop or ()),
+                grammar=request.grammar or limits,
+                n=max(request.n, samples),
+            )
+            for i, request in enumerate(_read(prompts or (), input_file, sampling))
+        ]
+        if not requests:
+            raise ConfigError("there is nothing to continue", hint="give --prompts or --input")
+        done = set() if output is None else _done(output, requests, resume=resume)
+        target_name, parts = choose_models(target, "none" if auto_regressive else draft)
+
+        loading = hub.LoadOptions(n_seq_max=parallel)
+        loading["n_ctx"] = n_ctx or max(_LEAST_CELLS, _CELLS_PER_TEXT * parallel)
+        if threads is not None:
+            loading["n_threads"] = threads
+            loading["n_threads_batch"] = threads
+        if gpu_layers is not None:
+            loading["n_gpu_layers"] = gpu_layers
+        if kv_type is not None:
+            loading["kv_type"] = kv_type
+        open_model = partial(open_context, screen, stack, loading, verbose, 0)
+        context = open_model(target_name)
+        drafter = make_drafter(parts, open_model, 1)
+        for model in drafting_models(drafter):
+            if context.model.compatibility(model).path == "text":
+                screen.note(f"{model.name} has another vocabulary: it drafts through the text")
+        engine = Engine(
+            context,
+            drafter if parts else None,
+            config,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            seed=seed,
+        )
+        file = None if output is None else stack.enter_context(_appending(output))
+        job = _Job(engine, requests, done, screen, file, quiet=as_json)
+        interrupted = job.run(ignore_end=ignore_end, chat=chat)
+        if as_json:
+            print_json(job.as_json(interrupted))
+        else:
+            job.print(explain=explain)
+        if interrupted:
+            screen.note("interrupted" + ("" if file is None else "; --resume goes on from here"))
+            raise typer.Exit(EXIT_INTERRUPTED)
+        if job.n_failed:
+            raise typer.Exit(EXIT_FAILURE)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def _read(
+    prompts: Sequence[str], input_file: str | None, sampling: SamplingParams
+) -> Iterator[Request]:
+    yield from (Request(prompt, sampling=sampling) for prompt in prompts)
+    if input_file is None:
+        return
+    try:
+        if input_file == "-":
+            text = sys.stdin.read()
+            json_lines = text.lstrip().startswith("{")
+        else:
+            text = Path(input_file).read_text(encoding="utf-8")
+            json_lines = Path(input_file).suffix in (".jsonl", ".ndjson")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {input_file}: {error}") from None
+    yield from read_requests(text.split("\n"), json_lines=json_lines, sampling=sampling)
+
+
+def _done(output: Path, requests: Sequence[Request], *, resume: bool) -> set[tuple[str, int]]:
+    """Return what ``output`` holds already, by id and sample; a torn last line is cut off."""
+    if not resume:
+        if output.is_file() and output.stat().st_size:
+            raise ConfigError(
+                f"{output} is there already", hint="go on with --resume, or name another file"
+            )
+        return set()
+    prompts = {request.id: request.prompt for request in requests}
+    done = set()
+    for record in read_results(output):
+        name, sample = str(record["id"]), record.get("sample", 0)
+        if name not in prompts or record.get("prompt") != prompts[name]:
+            raise ConfigError(
+                f"{output} is of other prompts: it has a result {name!r}",
+                hint="resume with the prompts it was begun with, or name another file",
+            )
+        if isinstance(sample, int):
+            done.add((name, sample))
+    return done
+
+
+@contextmanager
+def _appending(output: Path) -> Iterator[IO[str]]:
+    try:
+        file = output.open("a", encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error}") from None
+    with file:
+        yield file
+
+
+# -- the job ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Job:
+    """A run of the engine: what it shows, writes and sums up."""
+
+    engine: Engine
+    requests: Sequence[Request]
+    done: set[tuple[str, int]]
+    screen: Screen
+    file: IO[str] | None
+    quiet: bool
+    results: list[Result] = field(default_factory=list)
+    n_failed: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompts = {str(request.id): request.prompt for request in self.requests}
+
+    def run(self, *, ignore_end: bool, chat: bool) -> bool:
+        """Run all requests; return whether it was interrupted."""
+        asked = [self._prepared(request, ignore_end, chat) for request in self.requests]
+        stream = self.engine.stream(asked, skip=self.done)
+        with Interruption() as interruption, self._progress() as progress:
+            try:
+                for event in stream:
+                    progress.take(event)
+                    if event.result is not None:
+                        self._keep(event.result)
+                    if interruption.asked:
+                        break
+            finally:
+                stream.close()
+        return interruption.asked
+
+    def _prepared(self, request: Request, ignore_end: bool, chat: bool) -> Request:
+        context = self.engine.target
+        if ignore_end and request.sampling is not None:
+            ends = dict.fromkeys(context.model.end_tokens, -math.inf)
+            bias = {**request.sampling.logit_bias, **ends}
+            request = replace(request, sampling=request.sampling.but(logit_bias=bias))
+        if chat and isinstance(request.prompt, str):
+            request = replace(request, prompt=wrap_in_template(context, request.prompt))
+        return request
+
+    def _keep(self, result: Result) -> None:
+        result.prompt = self.prompts[result.id]  # not what a chat template made of it
+        self.n_failed += result.error is not None and not result.tokens
+        if self.file is not None:
+            write_result(self.file, result)
+        else:
+            self.results.append(result)
+            if not self.quiet:
+                self._show(result)
+        if result.error is not None and not self.quiet:
+            self.screen.error(f"{_label(result)}: {result.error.message}", result.error.hint)
+
+    def _show(self, result: Result) -> None:
+        if result.error is not None and not result.tokens:
+            return
+        self.screen.write(f"[{_label(result)}] ", "bold")
+        if isinstance(result.prompt, str):
+            self.screen.write(result.prompt, "dim")
+        self.screen.write(result.text + "\n\n")
+
+    @contextmanager
+    def _progress(self) -> Iterator[_Progress]:
+        n_texts = sum(request.n for request in self.requests)
+        screen = self.screen
+        # Where results are shown as they end, they are the progress.
+        shown = screen.err.is_terminal and (
+            self.file is not None or self.quiet or not screen.out.is_terminal
+        )
+        columns = (
+            TextColumn("requests"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+        )
+        with Progress(*columns, console=screen.err, transient=True, disable=not shown) as bar:
+            yield _Progress(bar, n_texts, len(self.done))
+
+    def as_json(self, interrupted: bool) -> dict[str, object]:
+        """Return the totals, and the results unless a file has them."""
+        answer: dict[str, object] = {
+            "requests": len(self.requests),
+            "skipped": len(self.done),
+            "failed": self.n_failed,
+            "interrupted": interrupted,
+            "seed": self.engine.seed,
+            "batch_invariant": self.engine.target.capabilities.batch_invariant,
+            "explain": self.engine.explain(),
+            "stats": self.engine.stats.as_dict(),
+        }
+        if self.file is None:
+            answer["results"] = [result.as_dict() for result in self.results]
+        return answer
+
+    def print(self, *, explain: bool) -> None:
+        """Print the totals as a table."""
+        stats = self.engine.stats
+        drafting = stats.speculative
+        rows = [("requests", str(len(self.requests)))]
+        if self.done:
+            rows.append(("texts there already", str(len(self.done))))
+        if self.n_failed:
+            rows.append(("failed", str(self.n_failed)))
+        rows += [
+            ("tokens", str(stats.generated_tokens)),
+            ("tokens a second", number(stats.tokens_per_s, 1)),
+        ]
+        if drafting.num_drafts:
+            rows += [
+                ("drafted", str(drafting.num_draft_tokens)),
+                ("accepted", str(drafting.num_accepted_tokens)),
+                ("accept rate", number(100 * drafting.draft_acceptance_rate, 1, " %")),
+            ]
+        rows.append(("target forward passes", str(stats.target_forward_passes)))
+        if stats.draft_forward_passes:
+            rows.append(("draft forward passes", str(stats.draft_forward_passes)))
+        if stats.shared_prompt_tokens:
+            rows.append(("prompt tokens shared", str(stats.shared_prompt_tokens)))
+        if stats.preemptions:
+            rows.append(("preemptions", str(stats.preemptions)))
+        rows.append(("seed", str(self.engine.seed)))
+        self.screen.table(("", "total"), rows)
+        if explain:
+            self.screen.line()
+            self.screen.line(self.engine.explain())
+
+
+class _Progress:
+    """Requests done, tokens a second, accept rate."""
+
+    def __init__(self, bar: Progress, n_texts: int, n_done: int) -> None:
+        self._bar = bar
+        self._task = bar.add_task("", total=n_texts, completed=n_done)
+        self._start = perf_counter()
+        self._n_tokens = self._n_drafted = self._n_accepted = 0
+
+    def take(self, event: Event) -> None:
+        """Show what an event changes."""
+        self._n_tokens += event.emitted is not None
+        if event.result is None and self._n_tokens % 16:
+            return
+        if event.result is not None:
+            self._n_drafted += event.result.stats.num_draft_tokens
+            self._n_accepted += event.result.stats.num_accepted_tokens
+        speed = self._n_tokens / max(perf_counter() - self._start, 1e-9)
+        words = f"{speed:.0f} tokens/s"
+        if self._n_drafted:
+            words += f", {self._n_accepted / self._n_drafted:.0%} accepted"
+        advance = event.result is not None
+        self._bar.update(self._task, advance=advance, description=words)
+
+
+def _label(result: Result) -> str:
+    return result.id if result.sample == 0 else f"{result.id}, sample {result.sample}"

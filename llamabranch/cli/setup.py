@@ -1,0 +1,85 @@
+"""From options to what they mean: lengths, grammars, models, contexts."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Literal
+
+import typer
+
+from llamabranch import ConfigError, Context, Grammar, hub
+
+from .drafting import parse_draft
+from .render import Screen
+
+N_SEQ = 8  # what a context has without being asked; trees need more
+
+
+def parse_length(text: str) -> int | Literal["auto"]:
+    """Return the number of tokens to draft a round, or "auto"."""
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is neither a number nor auto", param_hint="--draft-length"
+        ) from None
+
+
+def parse_grammar(grammar: Path | None, json_schema: str | None) -> Grammar | None:
+    """Return the grammar that a file or a JSON schema describes, if any is given."""
+    if grammar is not None and json_schema is not None:
+        raise typer.BadParameter("--grammar and --json-schema exclude each other")
+    if grammar is not None:
+        return Grammar(_read(grammar))
+    if json_schema is not None:
+        inline = json_schema.lstrip().startswith("{")
+        return Grammar.from_json_schema(json_schema if inline else _read(Path(json_schema)))
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+
+
+def choose_models(target: str | None, draft: str | None) -> tuple[str, tuple[str, ...]]:
+    """Return the name of the target, and what drafts for it."""
+    # All are looked for before any is loaded.
+    target_name = hub.BUNDLED_TARGET if target is None else target
+    hub.resolve(target_name)
+    draft_name = hub.draft_for(target_name) if draft is None else draft
+    if draft_name is None:
+        raise ConfigError(
+            f"no draft is known for {target_name}",
+            hint="name one with --draft, copy from the text with --draft suffix, "
+            "or decode plainly with --draft none",
+        )
+    return target_name, parse_draft(draft_name)
+
+
+def open_context(
+    screen: Screen,
+    stack: ExitStack,
+    loading: hub.LoadOptions,
+    verbose: bool,
+    n_seq_least: int,
+    name: str,
+) -> Context:
+    """Open a model's context with at least so many sequences; ``stack`` closes it."""
+    settings = loading.copy()
+    if n_seq_least > N_SEQ:
+        settings["n_seq_max"] = n_seq_least
+    with screen.loading(name) as progress:
+        return stack.enter_context(hub.load(name, progress=progress, verbose=verbose, **settings))
+
+
+def wrap_in_template(context: Context, prompt: str) -> list[int]:
+    """Return the tokens of ``prompt`` as a user's turn in the model's chat template."""
+    text = context.model.apply_chat_template([("user", prompt)])
+    # The template writes the special tokens itself, the first one included.
+    return context.model.tokenize(text, add_special=False, parse_special=True)

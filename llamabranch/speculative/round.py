@@ -220,7 +220,7 @@ class Stream:
 
     def _count(self, n_accepted: int, n_verified: int, verify_s: float) -> None:
         stats, draft = self.stats, self._draft
-        stats.target_forward_passes += 1
+        stats.count_decode(n_verified, verify_s)
         n_steps = draft.n_steps
         if draft.tokens:
             stats.record_draft(len(draft.tokens), n_steps, n_accepted)

@@ -17,7 +17,8 @@ class SpeculativeStats:
     ``num_accepted_tokens`` what of it stood (the bonus or corrected token after it not counted),
     ``num_accepted_tokens_per_pos[i]`` how often the (i+1)-th token of a draft stood, and
     ``num_tested_tokens_per_pos[i]`` how often it was put to the test: all before it had stood.
-    ``stop_reasons`` counts why drafts were not longer. Times in seconds.
+    ``stop_reasons`` counts why drafts were not longer; ``target_s_by_n[n]`` is the time of all target
+    decodes of n tokens, ``target_decodes_by_n[n]`` their number. Times in seconds.
     """
 
     num_drafts: int = 0
@@ -35,6 +36,8 @@ class SpeculativeStats:
     rollback_time_s: float = 0.0
     plain_time_s: float = 0.0
     stop_reasons: dict[str, int] = field(default_factory=dict)
+    target_decodes_by_n: dict[int, int] = field(default_factory=dict)
+    target_s_by_n: dict[int, float] = field(default_factory=dict)
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -80,6 +83,15 @@ class SpeculativeStats:
         )
 
     @property
+    def v(self) -> dict[int, float]:
+        """v(n): mean time of a target decode of n tokens over that of one; empty without one of one."""
+        counts, times = self.target_decodes_by_n, self.target_s_by_n
+        if not counts.get(1):
+            return {}
+        one = times[1] / counts[1]
+        return {n: times[n] / counts[n] / one for n in sorted(counts)}
+
+    @property
     def speedup_predicted(self) -> float:
         """Tokens per second of the rounds with a draft over those of plain steps; nan without either.
 
@@ -100,6 +112,12 @@ class SpeculativeStats:
             self.num_accepted_tokens_per_pos[i] += 1
         for i in range(min(n_accepted + 1, n_steps)):
             self.num_tested_tokens_per_pos[i] += 1
+
+    def count_decode(self, n: int, seconds: float) -> None:
+        """Count one target decode of ``n`` tokens."""
+        self.target_forward_passes += 1
+        self.target_decodes_by_n[n] = self.target_decodes_by_n.get(n, 0) + 1
+        self.target_s_by_n[n] = self.target_s_by_n.get(n, 0.0) + seconds
 
     def count_stop(self, reason: str) -> None:
         """Count why a draft was not longer."""
@@ -130,6 +148,7 @@ class SpeculativeStats:
             "speedup_predicted",
         ):
             known[name] = _or_none(getattr(self, name))
+        known["v"] = self.v
         known["alpha_interval"] = [_or_none(x) for x in self.alpha_interval]
         known["conditional_rates_per_pos"] = [_or_none(x) for x in self.conditional_rates_per_pos]
         return known

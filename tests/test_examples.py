@@ -156,3 +156,14 @@ def test_lookup_copies_and_saves_decodes() -> None:
         assert 0 < ways[way][2] <= ways[way][1]
         assert decodes[way] < decodes["nobody"]
     assert "the same text every time: yes" in said
+
+
+def test_batched_engine_says_what_each_prompt_says_alone() -> None:
+    name = "batched_engine"
+    said = output(name)
+    assert re.findall(r"^\[(\d)\] ", said, re.MULTILINE) == list("012345")
+    assert "Same texts as alone: yes" in said
+    assert 6 * 20 < figure(name, "Output tokens") <= 6 * 40
+    assert figure(name, "Target forward passes") < figure(name, "Output tokens") / 3
+    assert figure(name, "Prompt tokens shared") > 10
+    assert 0 < figure(name, "Accept rate") < 100

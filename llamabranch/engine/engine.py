@@ -148,6 +148,10 @@ class Engine:
 
     def explain(self) -> str:
         """Return in words and numbers how it drafts."""
+        if not self._drafts:
+            if isinstance(self.drafter, NullDrafter):
+                return "plain decoding: there is no drafter"
+            return "plain decoding: this model's memory cannot drop what is wrong in a draft"
         return self._market.explain()
 
     # -- requests ----------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class GoodputLength:
     little of the time since the last.
     """
 
-    WARM_UP_PLAIN, WARM_UP_DRAFTS, WARM_UP_K = 3, 2, 3
+    WARM_UP_PLAIN, WARM_UP_DRAFTS, WARM_UP_K = 3, 4, 3
     JUDGED_ROUNDS = 12  # how many rounds the sums of the on-off switch look back, about
     REFRESH = 64  # rounds after which a plain step measures t(1) again
     PAUSE, LONGEST_PAUSE = 48, 1024  # plain steps between trials

@@ -82,6 +82,7 @@ class ModelOptions(TypedDict, total=False):
     use_mmap: bool
     use_mlock: bool
     check_tensors: bool
+    extra_buffers: bool | str
 
 
 class ContextOptions(TypedDict, total=False):

@@ -11,8 +11,8 @@ from os import PathLike
 from pathlib import Path
 from types import TracebackType
 
-from .errors import ModelLoadError, TokenizeError, UnsupportedError
-from .native import ModelHandle
+from .errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedError
+from .native import ModelHandle, uses_amx
 from .native.gguf_header import check_header
 from .vocabulary import VocabularyReport, compare
 
@@ -37,10 +37,13 @@ class Model:
         use_mlock: keep the weights in memory.
         check_tensors: look for NaN and infinity in the weights (slower to load).
         vocab_only: load the vocabulary without the weights; such a model opens no context.
+        extra_buffers: let llama.cpp lay the weights out anew for this processor. "auto" = yes, but not
+            for Intel's AMX: built by GCC 12, that path ends the process at the first decode.
         progress: called with 0.0 to 1.0 while loading; an exception in it stops the loading.
 
     Raises:
         ModelLoadError: no such file, not a GGUF, or one that llama.cpp cannot run; with the reason.
+        ConfigError: ``extra_buffers`` is none of these.
     """
 
     def __init__(
@@ -52,8 +55,11 @@ class Model:
         use_mlock: bool = False,
         check_tensors: bool = False,
         vocab_only: bool = False,
+        extra_buffers: bool | str = "auto",
         progress: Callable[[float], None] | None = None,
     ) -> None:
+        if extra_buffers not in (True, False, "auto"):
+            raise ConfigError(f"extra_buffers must be 'auto', True or False, not {extra_buffers!r}")
         self.path = Path(path)
         check_header(self.path, vocab_only=vocab_only)
         self._handle = ModelHandle(
@@ -63,6 +69,7 @@ class Model:
             use_mlock=use_mlock,
             check_tensors=check_tensors,
             vocab_only=vocab_only,
+            extra_buffers=not uses_amx() if extra_buffers == "auto" else bool(extra_buffers),
             progress=progress,
         )
         self.vocab_only = vocab_only

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import llamabranch as lb
 from llamabranch.errors import (
     ClosedError,
+    ConfigError,
     ModelLoadError,
     TokenizeError,
     UnsupportedError,
@@ -108,6 +109,19 @@ def test_files_that_are_no_models_are_refused(tmp_path: Path) -> None:
     text.write_text("Once upon a time")
     with pytest.raises(ModelLoadError, match=r"text\.gguf"):
         lb.Model(text)
+
+
+def test_extra_buffers_change_no_text(target: lb.Model) -> None:
+    # Never laid out for AMX by default: GCC 12 compiles the code that reads them wrongly.
+    def said(model: lb.Model) -> str:
+        with lb.Context(model, n_ctx=256) as ctx:
+            branch = lb.Branch.start(ctx, "The king", temperature=0)
+            return "".join(t.text for t in branch.generate(20))
+
+    with lb.Model(target.path, extra_buffers=False) as plain:
+        assert said(plain) == said(target)
+    with pytest.raises(ConfigError, match="extra_buffers"):
+        lb.Model(target.path, extra_buffers="yes")
 
 
 def test_vocabulary_alone_opens_no_context(target: lb.Model) -> None:

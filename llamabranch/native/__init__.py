@@ -13,6 +13,7 @@ from .library import (
     set_log_level,
     supports_gpu_offload,
     system_info,
+    uses_amx,
 )
 from .model import ModelHandle
 from .sampler import CandidateBuffer, SamplerHandle
@@ -33,4 +34,5 @@ __all__ = [
     "set_log_level",
     "supports_gpu_offload",
     "system_info",
+    "uses_amx",
 ]

@@ -89,6 +89,11 @@ def system_info() -> str:
     return (C.llama_print_system_info() or b"").decode("utf-8", "replace")
 
 
+def uses_amx() -> bool:
+    """Return True if this build lays weights out for Intel's AMX where it can."""
+    return "AMX_INT8 = 1" in system_info()
+
+
 def max_sequences() -> int:
     """Return how many sequences one context may hold at most."""
     return int(C.llama_max_parallel_sequences())

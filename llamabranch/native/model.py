@@ -28,6 +28,7 @@ class ModelHandle(Handle):
         use_mlock: bool,
         check_tensors: bool,
         vocab_only: bool,
+        extra_buffers: bool,
         progress: Callable[[float], None] | None,
     ) -> None:
         params = C.llama_model_default_params()
@@ -37,6 +38,7 @@ class ModelHandle(Handle):
         )
         params.check_tensors = check_tensors
         params.vocab_only = vocab_only
+        params.use_extra_bufts = extra_buffers
         failures: list[BaseException] = []
         if progress is not None:
             # An exception must not cross C: it is kept, loading is stopped, and it is raised below.

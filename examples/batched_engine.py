@@ -1,7 +1,7 @@
 """Many prompts at once: one cache, one decode a step, a draft model for all of them.
 
-The four questions are those of static-batch speculative decoding; here nothing is padded, a prompt that ends
-makes room for the next, and every text is the one its prompt has alone. Usage: batched_engine.py [PROMPT ...]
+Nothing is padded, a text that ends makes room for the next, prompts that begin alike are read once, and
+every text is the one its prompt has alone. Usage: batched_engine.py [PROMPT ...]
 """
 
 import sys

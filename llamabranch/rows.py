@@ -12,6 +12,7 @@ __all__ = ["LogitsRow"]
 
 Logits = npt.NDArray[np.float32]
 
+_FLOOR = np.float32(-1e4)  # exp of it is 0
 _UNKNOWN = math.nan  # compared by identity: a measured value may be NaN too
 
 
@@ -22,11 +23,12 @@ class LogitsRow:
     who still needs it; before the next decode overwrites the buffer, a row with users is copied.
     """
 
-    __slots__ = ("_entropy", "_logsumexp", "array", "users")
+    __slots__ = ("_best", "_entropy", "_logsumexp", "array", "users")
 
     def __init__(self, array: Logits) -> None:
         self.array = array
         self.users = 0
+        self._best = -1
         self._logsumexp: float = _UNKNOWN
         self._entropy: float = _UNKNOWN
 
@@ -64,17 +66,23 @@ class LogitsRow:
         order = best[np.lexsort((best, -self.array[best]))]
         return [(int(token), self.logprob(int(token))) for token in order]
 
+    @property
+    def best(self) -> int:
+        """The token with the largest logit, the smallest id among equals; found once."""
+        if self._best < 0:
+            self._best = int(self.array.argmax())
+        return self._best
+
     def _measure(self) -> None:
         row = self.array
-        top = float(row[row.argmax()])
+        top = float(row[self.best])
         shifted = row - top
+        np.maximum(
+            shifted, _FLOOR, out=shifted
+        )  # a logit of -inf has weight 0, and 0 * -inf is NaN
         weights = np.exp(shifted)
         total = float(np.dot(weights, _ones(len(row))))
-        with np.errstate(invalid="ignore"):  # a logit of -inf has weight 0, and 0 * -inf is NaN
-            mean = float(np.dot(weights, shifted))
-        if mean != mean:
-            live = weights > 0
-            mean = float(np.dot(weights[live], shifted[live]))
+        mean = float(np.dot(weights, shifted))
         log_total = math.log(total) if total > 0 else math.nan
         self._logsumexp = top + log_total
         self._entropy = max(0.0, log_total - mean / total)

@@ -144,6 +144,8 @@ class BranchStore:
         )
         given_up = [row for branch in work for row in branch.given_up()]
         rows: dict[Branch, LogitsRow] = {}
+        if len(packed) > size:
+            decoder.make_room(len(packed))
         try:
             for low in range(0, len(packed), size):
                 for row in rows.values():

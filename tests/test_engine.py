@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -108,7 +109,7 @@ def assert_clean(*contexts: Context) -> None:
         assert ctx.n_seq_free == ctx.n_seq_max
         ctx.audit()
         parking = ctx.decoder.parking
-        assert parking is None or (parking.in_order and parking.n_cells == 0)
+        assert parking is None or (parking.in_order and parking.n_cells == 0), ctx
 
 
 def by_name(results: Sequence[Result]) -> dict[tuple[str, int], Result]:
@@ -577,6 +578,42 @@ def test_closed_stream_frees_everything(ctx: Context, draft_ctx: Context) -> Non
     assert_clean(ctx, draft_ctx)
 
 
+def test_listener_that_fails_ends_the_job(ctx: Context, draft_ctx: Context) -> None:
+    def on_event(event: Event) -> None:
+        raise OSError("the listener has gone")
+
+    with pytest.raises(OSError, match="has gone"):
+        Engine(ctx, make("model", draft_ctx)).generate(PROMPTS, on_event=on_event)
+    assert_clean(ctx, draft_ctx)
+
+
+def test_job_after_job_does_not_grow_memory(ctx: Context, draft_ctx: Context) -> None:
+    """Each job makes branches, samplers, a grammar, drafts and rows; what stays is a few counters."""
+    requests = [
+        Request(
+            p, max_tokens=6, sampling=PENALISED, grammar='root ::= [a-z ]+ "!"' if i % 2 else None
+        )
+        for i, p in enumerate(PROMPTS * 2)
+    ]
+    engine = Engine(ctx, make("chain", draft_ctx), SpeculativeConfig(draft_k="auto"))
+
+    def n_bytes_after(n_jobs: int) -> int:
+        for _ in range(n_jobs):
+            engine.generate(requests)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    engine.generate(requests)
+    tracemalloc.start()
+    try:
+        first = n_bytes_after(6)
+        grown = n_bytes_after(12) - first
+    finally:
+        tracemalloc.stop()
+    assert grown < 30_000  # a single row of logits is 16 kB
+    assert_clean(ctx, draft_ctx)
+
+
 def test_cancelled_request_keeps_what_it_said(
     ctx: Context, draft_ctx: Context, alone: Alone
 ) -> None:
@@ -701,22 +738,28 @@ def test_other_memory_types_run_batched(architecture: str, tmp_path: Path) -> No
         requests = [
             Request(p[:40], max_tokens=16, sampling=s) for p in PROMPTS for s in (GREEDY, WARM)
         ]
+
+        def check(request: Request, result: Result, *, exact: bool) -> None:
+            tokens = quiet.said(request, result)[0]
+            if exact or tokens == result.tokens:
+                quiet.check(request, result)
+                return
+            prompt, params = ctx.tokenize(str(request.prompt)), request.sampling or WARM
+            found = lb.first_divergence(
+                quiet.ctx, prompt, tokens, result.tokens, params, result.seed
+            )
+            assert found is not None
+            assert found.gap < 0.05
+
+        # Sliding windows are not batch-invariant: a near-tie may fall the other way in company.
+        exact = architecture != "gemma3"
         plain = Engine(ctx)
         for request, result in zip(requests, plain.generate(requests), strict=True):
-            quiet.check(request, result)
+            check(request, result, exact=exact)
         assert plain.stats.target_forward_passes < 16 * len(requests) / 2
         drafted = Engine(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=3))
         for request, result in zip(requests, drafted.generate(requests), strict=True):
-            # Not batch-invariant: where drafts are verified, a near-tie may fall the other way.
-            if not ctx.capabilities.can_truncate:
-                quiet.check(request, result)
-            elif (tokens := quiet.said(request, result)[0]) != result.tokens:
-                prompt, params = ctx.tokenize(str(request.prompt)), request.sampling or WARM
-                found = lb.first_divergence(
-                    quiet.ctx, prompt, tokens, result.tokens, params, result.seed
-                )
-                assert found is not None
-                assert found.gap < 0.05
+            check(request, result, exact=exact)
         assert (drafted.stats.draft_forward_passes > 0) == ctx.capabilities.can_truncate
         assert ctx.usage().cells_used == draft_ctx.usage().cells_used == 0
         ctx.audit()

@@ -321,3 +321,19 @@ def test_interrupted_compaction_is_finished_first(
         branches[2].extend(words(rng, 100))
     monkeypatch.undo()
     check(small, branches, replay)
+
+
+def test_many_prompts_over_several_decodes_keep_the_order(
+    target: lb.Model, replay: Replay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room is made before the first decode: between two, branches do not know what they hold."""
+    rng = np.random.default_rng(9)
+    with Context(target, n_ctx=256, n_seq_max=8, n_batch=32, n_threads=1) as ctx:
+        compactions = Compactions(ctx, monkeypatch)
+        low, high = (Branch.start(ctx, words(rng, 80)) for _ in range(2))
+        low.rewind(10)
+        new = [Branch.create(ctx) for _ in range(3)]
+        BranchStore(ctx).prefill({branch: words(rng, 45) for branch in new})
+        assert compactions.n == 1
+        assert parking_of(ctx).in_order
+        check(ctx, [low, high, *new], replay)

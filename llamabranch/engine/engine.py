@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterable, Iterator
+from contextlib import closing
 from time import perf_counter
 
 from ..branch import Branch, random_seed
@@ -99,11 +100,12 @@ class Engine:
         for number, request in enumerate(listed):
             name, n = self._identity(request, number)
             order.update({(name, sample): len(order) + sample for sample in range(n)})
-        for event in self.stream(listed, skip=skip):
-            if on_event is not None:
-                on_event(event)
-            if event.result is not None:
-                results.append(event.result)
+        with closing(self.stream(listed, skip=skip)) as events:  # also if ``on_event`` raises
+            for event in events:
+                if on_event is not None:
+                    on_event(event)
+                if event.result is not None:
+                    results.append(event.result)
         return sorted(results, key=lambda r: order.get((r.id, r.sample), len(order)))
 
     def stream(

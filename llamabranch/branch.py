@@ -141,9 +141,7 @@ class Branch(SavableLine):
         with self._lock:
             if self._produced is None:
                 row = self._need_row()
-                position = len(self._tokens)
-                choice = self._sampler.distribution(row.array, position, self._seed)
-                self._produced = self.describe(choice.draw(self._seed, position), row)
+                self._produced = self.describe(self.draw(row), row)
             else:
                 self._check()
             return self._produced

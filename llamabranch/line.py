@@ -276,6 +276,17 @@ class Line:
         self._finish_reason = None
         return text
 
+    def draw(self, row: LogitsRow) -> int:
+        """Return the token that this line says after its last, whose logits are ``row``."""
+        position = len(self._tokens)
+        if not self._sampler.takes_the_best:
+            choice = self._sampler.distribution(row.array, position, self._seed)
+            return choice.draw(self._seed, position)
+        token = row.best
+        if row.array[token] != row.array[token]:
+            raise ConfigError("no token can be drawn: the logits are not numbers")
+        return token
+
     def describe(self, token: int, row: LogitsRow) -> Produced:
         """Return ``token`` as what comes next, with what ``row`` says of it."""
         model = self._ctx.model

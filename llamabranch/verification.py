@@ -239,7 +239,11 @@ class VerifiableLine(Line):
             return
         with self._lock:
             self._check()
-            self.take_followed(tokens, self.decode_run(tokens, "last", self.given_up())[-1])
+            if len(tokens) == 1 and self._row is not None and not self._row.lost:
+                row = self._decoder.advance(self._seq_id, tokens[0], self._row)
+            else:
+                row = self.decode_run(tokens, "last", self.given_up())[-1]
+            self.take_followed(tokens, row)
 
     def take_followed(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
         """Take decoded tokens, whatever they are; ``row`` follows them, if it was kept."""

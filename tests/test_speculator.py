@@ -28,13 +28,14 @@ Said = tuple[int, str, float, float, tuple[tuple[int, float], ...]]
 
 
 def plain(ctx: Context, prompt: str, params: SamplingParams, n: int, top: int = 3) -> list[Said]:
-    """Return what plain decoding says and reports, one decode a token."""
+    """Return what plain decoding says and reports, one decode a token, at most ``n``."""
     said: list[Said] = []
     with Branch.start(ctx, prompt, sampling=params) as branch:
         for _ in range(n):
             alternatives = tuple(branch.next_row().top(top))
             t = branch.step()
-            assert not t.is_stop
+            if t.is_stop:
+                break
             said.append((t.token, t.text, t.logprob, t.entropy, alternatives))
     return said
 

@@ -110,6 +110,8 @@ class Market:
 class StreamLength:
     """One stream's share of the market: drafts on while the next token is worth its price."""
 
+    reads_entropy = True
+
     def __init__(self, market: Market) -> None:
         self.limit = market.config.max_draft_tokens
         self.reason = "length"

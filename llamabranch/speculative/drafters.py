@@ -25,7 +25,8 @@ class Draft:
     ``sources[i]`` is what ``tokens[i]`` was really drawn from; left empty they are taken as certain.
     ``parents`` make it a tree: -1 = right after the text, None = a chain; every beginning of the list
     must be a tree too, so that it can be cut to what fits. ``entropies`` (nats) are
-    those of the draft's own distributions, one for each step that was thought about, drawn or not.
+    those of the draft's own distributions, one for each step that was thought about, drawn or not;
+    NaN where the length does not read them.
     ``seconds`` and ``n_decodes`` are what it cost, ``stopped`` says why it is not longer: "length",
     "entropy", "goodput", "end", "capacity", "no evidence" or "off".
     """

@@ -93,6 +93,7 @@ class GoodputLength:
     TRIAL_SHARE = 0.02  # of the time since the last trial
     VAIN_ASKS = 8  # how often a drafter with nothing to propose is asked in a trial
     SLACK = 0.98  # of the plain rate: asking costs something, and times are noisy
+    reads_entropy = True
 
     def __init__(self, limit: int, entropy_stop: float | None = None, width: int = 1) -> None:
         self.limit = limit

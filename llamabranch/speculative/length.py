@@ -33,6 +33,7 @@ class DraftLength(Protocol):
 
     limit: int  # the most tokens a draft may have
     reason: str  # why ``goes_on`` last said no: "length", "entropy" or "goodput"
+    reads_entropy: bool  # whether it decides or learns by entropies; else they may be NaN
 
     def wants_draft(self, n_behind: int) -> bool:
         """Return whether to ask the drafter at all; it has ``n_behind`` tokens to read first."""
@@ -59,6 +60,7 @@ class FixedLength:
     def __init__(self, k: int, entropy_stop: float | None = None) -> None:
         self.limit = k
         self.reason = "length"
+        self.reads_entropy = entropy_stop is not None
         self._entropy_stop = entropy_stop
 
     def wants_draft(self, n_behind: int) -> bool:

@@ -142,20 +142,20 @@ class ModelLine:
             token = self.draw(draft, length, branch)
             if token is None or len(draft.tokens) == limit:
                 return  # the last one is decoded with the next catch-up, if it stands
-            branch.commit(token)
+            branch.follow((token,))
 
     def draw(self, draft: Draft, length: DraftLength, branch: Branch) -> int | None:
         """Add the next token of ``branch`` to the draft; return it if more may follow."""
         if not draft.tokens:
             self._noise = draft_seed(branch.seed, branch.position)
-        entropy = branch.entropy()
+        entropy = branch.entropy() if length.reads_entropy else math.nan
         draft.entropies.append(entropy)
         if not length.goes_on(len(draft.tokens), entropy):
             draft.stopped = length.reason
             return None
         try:
             if self._rule == "seeded":
-                token = branch.produce().token
+                token = branch.draw(branch.next_row())
             else:
                 source = branch.distribution()
                 token = source.draw(self._noise, branch.position, DRAFT)
@@ -207,7 +207,7 @@ class TreeLine(ModelLine):
         is_end = self.branch.ctx.model.is_end
         try:
             for depth in range(limit):
-                entropy = level[0][0].entropy()
+                entropy = level[0][0].entropy() if length.reads_entropy else math.nan
                 draft.entropies.append(entropy)
                 if not length.goes_on(depth, entropy):
                     draft.stopped = length.reason

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 import numpy.typing as npt
 
-from .distribution import MIXTURE, Distribution, uniform
+from .distribution import MIXTURE, Distribution, candidates, uniform
 from .errors import ConfigError, GrammarError
 from .grammar import Grammar
 from .model import Model
@@ -200,6 +200,10 @@ class Sampler:
         self._grammar_done = False
         self._buffer = CandidateBuffer(model.n_vocab)
         self._bias = self._build_bias()
+        # Where top-k comes first the others need not be looked at: only its candidates go to llama.cpp.
+        no_mask = self._history is None and self._grammar_state is None
+        cuts_first = no_mask and self._cut is not None and params.top_n_sigma <= 0
+        self._first_k = params.top_k if cuts_first and params.top_k < model.n_vocab else 0
         self._plain_argmax = self._greedy and all(
             stage is None
             for stage in (self._history, self._cut, self._xtc, self._grammar_state, self._bias)
@@ -273,9 +277,10 @@ class Sampler:
         p = self.params
         if self._greedy or (p.temperature == 1.0 and p.dynatemp_range == 0.0):
             return None
-        chain = SamplerHandle.chain(self.model.handle)
+        joins = self._cut is not None and self._xtc is None  # nothing in between: one call less
+        chain = self._cut if joins and self._cut else SamplerHandle.chain(self.model.handle)
         chain.add("temp_ext", p.temperature, p.dynatemp_range, p.dynatemp_exponent)
-        return chain
+        return None if joins else chain
 
     # -- use ---------------------------------------------------------------------------------------
 
@@ -288,6 +293,11 @@ class Sampler:
     def is_greedy(self) -> bool:
         """True at temperature 0: the distribution is a point."""
         return self._greedy
+
+    @property
+    def takes_the_best(self) -> bool:
+        """True if the draw is the largest logit, whatever came before."""
+        return self._plain_argmax
 
     def distribution(self, logits: LogitsArray, position: int = 0, seed: int = 0) -> Distribution:
         """Return what is drawn from, given the model's ``logits`` (V,); changes nothing.
@@ -310,7 +320,8 @@ class Sampler:
             logits = logits.copy()
             logits[tokens] += values
         buffer = self._buffer
-        buffer.fill(logits)
+        chosen = candidates(logits, self._first_k) if self._first_k else None
+        buffer.fill(logits if chosen is None else logits[chosen], chosen)
         if self._grammar_state is not None:
             self._apply_grammar(self._grammar_state)
         if self._history is not None:

@@ -697,13 +697,13 @@ def test_unknown_rule_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown rule 'fast'"):
         verify("fast", [], [], lambda i: Distribution.point(0), seed=0, position=0)
     with pytest.raises(ConfigError, match="unknown rule 'fast'"):
-        choose_rule("fast", seed_given=True, drafter_samples=True)
+        choose_rule("fast", seed_given=True, temperature=0.8)
 
 
 def test_auto_chooses_as_designed() -> None:
-    assert choose_rule("auto", seed_given=True, drafter_samples=True) == "seeded"
-    assert choose_rule("auto", seed_given=True, drafter_samples=False) == "seeded"
-    assert choose_rule("auto", seed_given=False, drafter_samples=True) == "block"
-    assert choose_rule("auto", seed_given=False, drafter_samples=False) == "token"
+    assert choose_rule("auto", seed_given=True, temperature=0.8) == "seeded"
+    assert choose_rule("auto", seed_given=True, temperature=0.0) == "seeded"
+    assert choose_rule("auto", seed_given=False, temperature=0.8) == "block"
+    assert choose_rule("auto", seed_given=False, temperature=0.0) == "seeded"
     for rule in RULES:
-        assert choose_rule(rule, seed_given=True, drafter_samples=True) == rule
+        assert choose_rule(rule, seed_given=True, temperature=0.8) == rule

@@ -6,16 +6,17 @@ import json
 import math
 import pickle
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import toys
 
 import llamabranch as lb
 from llamabranch import Grammar, Sampler, SamplingParams
-from llamabranch.distribution import MIXTURE, uniform
+from llamabranch.distribution import MIXTURE, candidates, uniform
 from llamabranch.errors import ConfigError, GrammarError
 
 Floats = npt.NDArray[np.float64]
@@ -210,6 +211,56 @@ def test_settings_do_what_they_say_on_the_models_own_logits(ctx: lb.Context) -> 
         for row in range(0, len(tokens), 4):
             logits = ctx.logits(row)
             _same(sampler.distribution(logits), reference(logits, params))
+
+
+# -- a large vocabulary: top-k looks at few of the logits ----------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wide_toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lb.Model]:
+    """A random model of 20,000 tokens."""
+    path = tmp_path_factory.mktemp("wide") / "wide.gguf"
+    with lb.Model(toys.write_llama(path, vocab=20_000, n_layer=1)) as model:
+        yield model
+
+
+@pytest.mark.parametrize("settings", [s for s in (*ALONE, *TOGETHER) if "top_k" in s], ids=str)
+def test_top_k_does_what_it_says_to_a_large_vocabulary(
+    settings: dict[str, Any], wide_toy: lb.Model
+) -> None:
+    params = SamplingParams(**{**OFF, **settings})
+    sampler = Sampler(wide_toy, params)
+    for row in _rows(wide_toy.n_vocab):
+        _same(sampler.distribution(row), reference(row, params))
+
+
+@pytest.mark.parametrize("k", [1, 40, 100])
+@pytest.mark.parametrize("n_vocab", [1 << 15, 32_003, 128_256])
+def test_candidates_are_the_largest_and_their_equals(k: int, n_vocab: int) -> None:
+    rng = np.random.default_rng(k)
+    rows = _rows(n_vocab)
+    rows.append(np.sort(rows[0]))  # the largest all stand together
+    rows.append(rng.integers(0, 1000, n_vocab).astype(np.float32))  # many equals
+    rows.append(np.where(rng.random(n_vocab) < 0.9, -np.inf, rows[1]).astype(np.float32))
+    for row in rows:
+        found = candidates(row, k)
+        assert found is not None
+        assert set(np.flatnonzero(row >= np.sort(row)[-k])) <= set(found.tolist())
+        assert len(found) < n_vocab / 4
+        assert (np.diff(found) > 0).all()
+
+
+def test_candidates_are_not_sought_where_that_tells_nothing() -> None:
+    row = _rows(1 << 15)[2]
+    assert candidates(row[: 1 << 13], 40) is None
+    assert candidates(row, 2000) is None
+    for value in (math.nan, math.inf):
+        assert candidates(np.where(np.arange(len(row)) == 7, np.float32(value), row), 40) is None
+    assert candidates(np.zeros_like(row), 40) is None
+    assert candidates(np.full_like(row, -np.inf), 40) is None
+    only_few = np.full_like(row, -np.inf)
+    only_few[:3] = 1.0
+    assert candidates(only_few, 40) is None
 
 
 HISTORY = [5, 9, 5, 7, 30, 9, 5, 9, 100, 7, 5, 9, 5, 7, 40, 41, 5, 9, 5]

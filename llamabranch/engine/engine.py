@@ -389,7 +389,7 @@ class Engine:
         rule = choose_rule(
             self.config.rule,
             seed_given=self._seed_given or params.seed is not None,
-            drafter_samples=params.temperature > 0,
+            temperature=params.temperature,
         )
         try:
             line = (self.drafter if self._drafts else NullDrafter()).line(branch, rule)

@@ -78,21 +78,23 @@ class CandidateBuffer:
     """A llama_token_data_array over NumPy memory, filled from a row of logits."""
 
     def __init__(self, n_vocab: int) -> None:
-        self._data = np.zeros(n_vocab, dtype=_CANDIDATE)
+        data = np.zeros(n_vocab, dtype=_CANDIDATE)
+        self._ids, self._logits = data["id"], data["logit"]
         self._all_ids = np.arange(n_vocab, dtype=np.int32)
-        self._address = self._data.ctypes.data
+        self._address = data.ctypes.data
+        self._pointer = ctypes.cast(self._address, C.llama_token_data_p)
         self._array = C.llama_token_data_array()
+        self._start = ctypes.c_void_p.from_buffer(self._array)  # its first field, as a number
         self.reference = ctypes.byref(self._array)
 
     def fill(
-        self, logits: npt.NDArray[np.float32], ids: npt.NDArray[np.int32] | None = None
+        self, logits: npt.NDArray[np.float32], ids: npt.NDArray[np.integer] | None = None
     ) -> None:
         """Load all tokens, or the given ``ids`` with their ``logits`` (K,)."""
         n = len(logits)
-        data = self._data[:n]
-        data["id"] = self._all_ids if ids is None else ids
-        data["logit"] = logits
-        self._array.data = ctypes.cast(self._address, C.llama_token_data_p)
+        self._ids[:n] = self._all_ids if ids is None else ids
+        self._logits[:n] = logits
+        self._array.data = self._pointer
         self._array.size = n
         self._array.selected = -1
         self._array.sorted = False
@@ -100,7 +102,6 @@ class CandidateBuffer:
     def read(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Return what is left: ids int32 (K,) and logits float32 (K,), copies."""
         # A sampler may move the data pointer forward instead of moving the data.
-        start = ctypes.cast(self._array.data, ctypes.c_void_p).value or 0
-        first = (start - self._address) // _CANDIDATE.itemsize
-        left = self._data[first : first + self._array.size]
-        return left["id"].copy(), left["logit"].copy()
+        first = ((self._start.value or 0) - self._address) // _CANDIDATE.itemsize
+        last = first + self._array.size
+        return self._ids[first:last].copy(), self._logits[first:last].copy()

@@ -313,17 +313,17 @@ def recursive_rejection(
 # -- what a round calls ----------------------------------------------------------------------------
 
 
-def choose_rule(rule: str, *, seed_given: bool, drafter_samples: bool) -> str:
+def choose_rule(rule: str, *, seed_given: bool, temperature: float) -> str:
     """Return the rule that ``rule``, one of :data:`RULES` or "auto", stands for.
 
-    "auto" is seeded where a seed was given, so that the text depends on nothing else; block where the
-    drafter samples, since most stands then; token otherwise.
+    "auto" is seeded where a seed was given, so that the text depends on nothing else, and at temperature
+    0, where all rules are the same and it is the cheapest; block otherwise, since most stands then.
 
     Raises:
         ConfigError: no such rule.
     """
     if rule == "auto":
-        return "seeded" if seed_given else "block" if drafter_samples else "token"
+        return "seeded" if seed_given or temperature == 0 else "block"
     if rule not in RULES:
         raise ConfigError(f"unknown rule {rule!r}: use 'auto', {', '.join(map(repr, RULES))}")
     return rule

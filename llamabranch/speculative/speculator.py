@@ -57,7 +57,7 @@ class Speculator:
         return choose_rule(
             self.config.rule,
             seed_given=branch.sampling.seed is not None or getattr(self.drafter, "width", 1) > 1,
-            drafter_samples=branch.sampling.temperature > 0,
+            temperature=branch.sampling.temperature,
         )
 
     def generate(
@@ -119,7 +119,7 @@ class Speculator:
         if stats.num_drafts:
             low, high = stats.alpha_interval
             lines.append(
-                f"{stats.num_drafts} drafts: {stats.draft_acceptance_rate:.1%} of the drafted tokens "
+                f"{stats.num_drafts} draft{'s' * (stats.num_drafts != 1)}: {stats.draft_acceptance_rate:.1%} of the drafted tokens "
                 f"stood, {stats.mean_acceptance_length:.2f} tokens a round; a tested token stands with "
                 f"chance {stats.alpha_hat:.2f} ({low:.2f} to {high:.2f})"
             )

@@ -9,14 +9,21 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 
 import llamabranch as lb
+from llamabranch.measurement import (
+    Maker,
+    Sample,
+    Series,
+    Spread,
+    Work,
+    interleave,
+    seed_of,
+    verify_costs,
+)
 
 from . import llama_tools
-from .costs import verify_costs
 from .llama_tools import LlamaTools
 from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, pm, series_json, table, title
-from .timing import Maker, Sample, Series, Spread, Work, interleave
-from .workloads import seed_of
 
 TOGETHER, IN_TURN = "BranchStore.step", "one after another"
 ENGINE, ENGINE_DRAFTS = "Engine", "Engine, draft model, auto length"

@@ -1,50 +1,14 @@
-"""What a decode costs, and how much of a token's time is llama.cpp's and how much is ours."""
+"""A plain step taken apart: how much of a token's time is llama.cpp's and how much is ours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from types import TracebackType
 
 import llamabranch as lb
+from llamabranch.measurement import DecodeClock, Spread
 
-from .timing import Spread
-
-__all__ = ["DecodeClock", "StepCost", "step_cost", "verify_costs"]
-
-
-class DecodeClock:
-    """Adds up the seconds a context spends inside ``llama_decode``, while it is entered.
-
-    On the CPU that is all of llama.cpp's part: the call returns when the logits are there.
-    """
-
-    def __init__(self, ctx: lb.Context) -> None:
-        self._handle = ctx.decoder.handle
-        self.seconds = 0.0
-        self.n_decodes = 0
-
-    def __enter__(self) -> DecodeClock:
-        inner: Callable[[int], int] = self._handle.decode
-
-        def decode(n: int) -> int:
-            start = perf_counter()
-            code = inner(n)
-            self.seconds += perf_counter() - start
-            self.n_decodes += 1
-            return code
-
-        vars(self._handle)["decode"] = decode  # shadows the method
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        del vars(self._handle)["decode"]
+__all__ = ["StepCost", "step_cost"]
 
 
 @dataclass(frozen=True)
@@ -92,31 +56,3 @@ def step_cost(branch: lb.Branch, n: int, warm_up: int = 4) -> StepCost:
                 produces.append(produced - start)
                 commits.append(end - produced - inside)
     return StepCost(Spread.of(decodes), Spread.of(produces), Spread.of(commits))
-
-
-def verify_costs(
-    ctx: lb.Context, sizes: Sequence[int], *, n_prefix: int, repeats: int
-) -> dict[int, float]:
-    """Return t(n): median seconds of one decode of n tokens of one sequence, all rows of logits.
-
-    The sizes take turns, so that a machine that changes speed changes it for all. Only the time inside
-    ``llama_decode`` counts. v(n) is t(n) / t(1).
-    """
-    token = ctx.model.eos or 0
-    ctx.decode([token] * n_prefix, 0)
-    times: dict[int, list[float]] = {n: [] for n in sizes}
-    try:
-        with DecodeClock(ctx) as clock:
-            for turn in range(repeats + 2):
-                for n in sizes:
-                    # llama.cpp builds a graph when the shape changes: the second decode is the usual one.
-                    for _ in range(2):
-                        before = clock.seconds
-                        ctx.decode([token] * n, n_prefix, logits="all")
-                        seconds = clock.seconds - before
-                        ctx.kv_cache_remove(0, n_prefix)
-                    if turn >= 2:
-                        times[n].append(seconds)
-    finally:
-        ctx.kv_cache_clear()
-    return {n: Spread.of(seconds).median for n, seconds in times.items()}

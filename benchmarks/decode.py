@@ -11,6 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import llamabranch as lb
+from llamabranch.measurement import (
+    Maker,
+    Sample,
+    Series,
+    interleave,
+    plain,
+    seed_of,
+    speculative,
+)
 
 from . import llama_tools
 from .costs import StepCost, step_cost
@@ -18,8 +27,6 @@ from .llama_python import LlamaPython
 from .llama_tools import LlamaTools
 from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, percent, pm, series_json, table, title
-from .timing import Maker, Sample, Series, interleave
-from .workloads import plain, seed_of, speculative
 
 CEILING, SAME_KV = "llama-bench", "llama-bench, our K/V type"
 OURS = ("Branch.generate", "Speculator, no drafter")
@@ -87,14 +94,15 @@ def _rivals(
     llama: LlamaPython,
 ) -> dict[str, Maker]:
     makers: dict[str, Maker] = {}
+    sampling = lb.SamplingParams(temperature=temperature)
     path = ctx.model.path
     if tools is not None:
         makers[CEILING] = _each(lambda run, item: tools.bench(path, n))
         if ctx.kv_type != "f16":
             makers[SAME_KV] = _each(lambda run, item: tools.bench(path, n, ctx.kv_type))
-    makers[OURS[0]] = plain(ctx, prompts, n, temperature)
+    makers[OURS[0]] = plain(ctx, prompts, n, sampling)
     config = lb.SpeculativeConfig()
-    makers[OURS[1]] = speculative(ctx, prompts, n, temperature, lambda: None, config)
+    makers[OURS[1]] = speculative(ctx, prompts, n, sampling, lambda: None, config)
     makers["Llama.generate"] = _each(
         lambda run, item: llama.generate(prompts[item], n, temperature, seed_of(run, item))
     )

@@ -16,11 +16,11 @@ from pathlib import Path
 from time import perf_counter
 
 import llamabranch as lb
+from llamabranch.measurement import DecodeClock, Spread
 
-from .costs import DecodeClock, StepCost, step_cost
+from .costs import StepCost, step_cost
 from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, percent, table, title
-from .timing import Spread
 
 GROWTH = 256  # cells left for what is said after the prefix
 
@@ -44,7 +44,7 @@ def main() -> None:
         emit("fork", settings, {"target": ctx.model}, results, kv_type=ctx.kv_type)
 
 
-def _prompt(ctx: lb.Context, n: int) -> list[int]:
+def prompt_of(ctx: lb.Context, n: int) -> list[int]:
     """Return ``n`` tokens of text."""
     tokens = [token for prompt in PROMPTS for token in ctx.tokenize(" " + prompt)]
     return (tokens * (n // len(tokens) + 1))[:n]
@@ -57,7 +57,7 @@ def _by_cells(
     ctx: lb.Context, cells: Sequence[int], settings: Settings, n_forks: int
 ) -> list[dict[str, object]]:
     found = []
-    tokens = _prompt(ctx, max(cells))
+    tokens = prompt_of(ctx, max(cells))
     with lb.Branch.start(ctx, tokens[: cells[0]], temperature=0.0, seed=1) as root:
         prefill_s = 0.0
         for n in cells:
@@ -223,7 +223,7 @@ def _by_branches(
     store = lb.BranchStore(ctx)
     n_steps = min(settings.tokens, GROWTH // 4)
     for n in branches:
-        with lb.Branch.start(ctx, _prompt(ctx, 128), sampling=sampling) as root:
+        with lb.Branch.start(ctx, prompt_of(ctx, 128), sampling=sampling) as root:
             children = root.fork_many(n)
             forks = []
             for _ in range(n_forks):

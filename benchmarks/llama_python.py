@@ -7,8 +7,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Protocol, cast
+from unittest import mock
 
-from .timing import Sample
+from llamabranch.measurement import Sample
+
+from .llama_tools import has_amx
 
 __all__ = ["LlamaPython", "llama_cpp_version"]
 
@@ -49,15 +52,23 @@ class LlamaPython:
         import llama_cpp
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-        made = llama_cpp.Llama(
-            os.fspath(path),
-            n_ctx=n_ctx,
-            n_threads=threads,
-            n_threads_batch=threads,
-            n_gpu_layers=-1,
-            draft_model=LlamaPromptLookupDecoding(num_pred_tokens=lookup) if lookup else None,
-            verbose=False,
-        )
+        as_shipped = llama_cpp.llama_cpp.llama_model_default_params
+
+        def defaults() -> object:
+            params = as_shipped()
+            params.use_extra_bufts = not has_amx()  # as the library has it; Llama has no option
+            return params
+
+        with mock.patch("llama_cpp.llama_cpp.llama_model_default_params", defaults):
+            made = llama_cpp.Llama(
+                os.fspath(path),
+                n_ctx=n_ctx,
+                n_threads=threads,
+                n_threads_batch=threads,
+                n_gpu_layers=-1,
+                draft_model=LlamaPromptLookupDecoding(num_pred_tokens=lookup) if lookup else None,
+                verbose=False,
+            )
         self._llama = cast(_Llama, made)
 
     def close(self) -> None:

@@ -19,10 +19,9 @@ from importlib import metadata
 from pathlib import Path
 
 import llamabranch as lb
+from llamabranch.measurement import Sample
 
-from .timing import Sample
-
-__all__ = ["LlamaTools", "ToolError", "build", "parse_report"]
+__all__ = ["LlamaTools", "ToolError", "build", "has_amx", "parse_report"]
 
 PROGRAMS = ("llama-bench", "llama-speculative-simple", "llama-lookup", "llama-batched-bench")
 _CMAKE = (
@@ -175,6 +174,11 @@ def _program(folder: Path, name: str) -> Path | None:
 # -- building --------------------------------------------------------------------------------------
 
 
+def has_amx() -> bool:
+    """Return whether llama.cpp would use AMX; the library leaves it out (see ``Model``), so must peers."""
+    return "AMX_INT8 = 1" in lb.system_info()
+
+
 def build(cache: Path) -> Path:
     """Return the folder of the programs in ``cache``; they are built if they are not there.
 
@@ -193,6 +197,9 @@ def build(cache: Path) -> Path:
     cmake, generator = _cmake(home)
     _say(f"building llama.cpp's programs in {home}: about five minutes on two cores")
     options = [*_CMAKE, *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
+    if has_amx():
+        flags = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+        options += [f"-DCMAKE_C_FLAGS={flags}", f"-DCMAKE_CXX_FLAGS={flags}"]
     _call(cmake, "-S", source, "-B", home / "build", *generator, *options)
     jobs = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     _call(cmake, "--build", home / "build", "--parallel", jobs or 1, "--target", *PROGRAMS)

@@ -10,14 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import llamabranch as lb
+from llamabranch.measurement import (
+    Maker,
+    Sample,
+    Series,
+    interleave,
+    plain,
+    seed_of,
+    speculative,
+)
 
 from . import llama_tools
 from .llama_python import LlamaPython
 from .llama_tools import LlamaTools
 from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, percent, pm, series_json, table, title
-from .timing import Maker, Sample, Series, interleave
-from .workloads import plain, seed_of, speculative
 
 SIMPLE, LOOKUP = "llama-speculative-simple", "llama-lookup"
 BENCH = "llama-bench (no sampling)"
@@ -124,13 +131,14 @@ def _ours(
     k: int,
 ) -> dict[str, Maker]:
     prompts = [target.tokenize(text) for text in texts]
+    sampling = lb.SamplingParams(temperature=temperature)
 
     def cell(drafter: Callable[[], lb.Drafter], k: int | str, rule: str = "auto") -> Maker:
         config = lb.SpeculativeConfig(draft_k=k, rule=rule)
-        return speculative(target, prompts, n, temperature, drafter, config)
+        return speculative(target, prompts, n, sampling, drafter, config)
 
     makers = {
-        PLAIN: plain(target, prompts, n, temperature),
+        PLAIN: plain(target, prompts, n, sampling),
         MODEL: cell(lambda: lb.ModelDrafter(draft), k),
         MODEL_AUTO: cell(lambda: lb.ModelDrafter(draft), "auto"),
         COPY: cell(lb.PromptLookupDrafter, k),

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 import llamabranch as lb
+from llamabranch.measurement import Series, Spread
 
 from .prompts import PROMPTS
-from .timing import Series, Spread
 
 __all__ = ["Settings", "emit", "number", "parser", "percent", "pm", "series_json", "table", "title"]
 

@@ -93,8 +93,10 @@ def main() -> None:
 
 def _steps(args: argparse.Namespace) -> Iterator[Step]:
     """Yield all steps."""
-    for program in ("decode", "peers", "speculative", "batch", "fork"):
+    for program in ("decode", "peers", "speculative", "batch", "fork", "sampling", "hotpath"):
         yield Step(program, program, ())
+    # 32,768 cells are read sooner with the draft, and what is ours weighs more beside it.
+    yield Step("growth", "growth", ("--target", args.draft))
     if args.no_ballast:
         return
     for ballast in QUICK if args.quick else BALLASTS:

@@ -12,14 +12,20 @@ from collections.abc import Callable, Mapping
 
 import llamabranch as lb
 from llamabranch import theory
+from llamabranch.measurement import (
+    Maker,
+    Series,
+    draft_cost,
+    interleave,
+    plain,
+    speculative,
+    verify_costs,
+)
 
 from .ballast import cached_useless
-from .costs import verify_costs
 from .drafters import HostileDrafter
 from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, percent, pm, series_json, table, title
-from .timing import Maker, Series, interleave
-from .workloads import plain, speculative
 
 PLAIN, NONE = "plain decoding", "no drafter"
 MODEL, AUTO = "draft model", "auto"
@@ -116,6 +122,7 @@ class Cells:
 
     def _makers(self, temperature: float) -> dict[str, Maker]:
         ctx, prompts, n = self._target, self._prompts, self._settings.tokens
+        sampling = lb.SamplingParams(temperature=temperature)
 
         def cell(
             drafter: Callable[[], lb.Drafter | None],
@@ -124,9 +131,9 @@ class Cells:
             cold: bool = False,
         ) -> Maker:
             config = lb.SpeculativeConfig(draft_k=k, rule=rule)
-            return speculative(ctx, prompts, n, temperature, drafter, config, cold=cold)
+            return speculative(ctx, prompts, n, sampling, drafter, config, cold=cold)
 
-        makers = {PLAIN: plain(ctx, prompts, n, temperature), NONE: cell(lambda: None, 0)}
+        makers = {PLAIN: plain(ctx, prompts, n, sampling), NONE: cell(lambda: None, 0)}
         for k in range(1, self._longest + 1):
             makers[self._named(MODEL, k)] = cell(self._drafters[MODEL], k)
         for name, drafter in self._drafters.items():
@@ -172,7 +179,7 @@ class Cells:
                     "1" if name == PLAIN else pm(each.ratio(base)),
                     percent(stats.draft_acceptance_rate),
                     number(stats.mean_acceptance_length),
-                    number(_draft_cost(stats, step_s)),
+                    number(draft_cost(stats, step_s)),
                     percent(stats.draft_time_s / seconds) if stats.num_drafts else "-",
                     percent((stats.verify_time_s + stats.plain_time_s) / seconds)
                     if stats.target_forward_passes
@@ -201,7 +208,7 @@ class Cells:
         for k in lengths:
             each = found[self._named(MODEL, k)]
             stats = each.stats
-            a, c = stats.alpha_hat, _draft_cost(stats, step_s)
+            a, c = stats.alpha_hat, draft_cost(stats, step_s)
             known = not math.isnan(a + c)
             rows.append(
                 (
@@ -223,7 +230,7 @@ class Cells:
                 f"auto (mean {number(mean, 1)})", pm(auto.rate, 0), pm(auto.ratio(base)), "-",
                 percent(auto.stats.draft_acceptance_rate),
                 number(auto.stats.mean_acceptance_length), number(auto.stats.alpha_hat),
-                number(_draft_cost(auto.stats, step_s)), "-", "1",
+                number(draft_cost(auto.stats, step_s)), "-", "1",
             )
         )  # fmt: skip
         columns = (
@@ -265,13 +272,6 @@ class Cells:
     def _json(self, each: Series, base: Series) -> dict[str, object]:
         same, compared = each.same_texts(base)
         return {**series_json(each, base), "same_text": same, "compared_text": compared}
-
-
-def _draft_cost(stats: lb.SpeculativeStats, step_s: float) -> float:
-    """Return c: seconds for a drafted token over seconds for a token of plain decoding."""
-    if not stats.num_draft_tokens:
-        return math.nan
-    return stats.draft_time_s / stats.num_draft_tokens / step_s
 
 
 def _show_costs(target: lb.Context, v: Mapping[int, float]) -> None:

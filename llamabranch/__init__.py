@@ -22,6 +22,7 @@ from .errors import (
     ClosedError,
     ConfigError,
     DecodeError,
+    DecodeInterruptedError,
     GrammarError,
     LlamaBranchError,
     ModelLoadError,
@@ -36,7 +37,7 @@ from .grammar import Grammar
 from .hub import CatalogueEntry, catalogue, load, resolve
 from .line import Produced
 from .model import Model, TextDecoder
-from .native import set_log_level
+from .native import set_log_level, system_info
 from .sampling import Sampler, SamplingParams
 from .snapshot import Snapshot
 from .speculative import (
@@ -76,6 +77,7 @@ __all__ = [
     "ConfigError",
     "Context",
     "DecodeError",
+    "DecodeInterruptedError",
     "Distribution",
     "Divergence",
     "Draft",
@@ -122,6 +124,7 @@ __all__ = [
     "read_results",
     "resolve",
     "set_log_level",
+    "system_info",
     "theory",
     "write_result",
 ]

@@ -318,19 +318,9 @@ class Branch(SavableLine):
                 raise ConfigError(f"position {position} is not in 0 to {len(self._tokens)}")
             if position == len(self._tokens):
                 return
-            kept = self._tokens[:position]
-            sampler = self._sampler
-            if not sampler.is_stateless:
-                sampler = sampler.replay(kept[: self._n_prompt], kept[self._n_prompt :])
             self._truncate(position)
-            self._tokens = kept
-            self._n_prompt = min(self._n_prompt, position)
-            del self._surprisals[position - self._n_prompt :]
+            self._forget(position)
             self._fork_position = min(self._fork_position, position)
-            self._sampler = sampler
-            self._pending = self._pending_bytes()
-            self._finish_reason = None
-            self._set_row(None)
 
     # -- endings -----------------------------------------------------------------------------------
 

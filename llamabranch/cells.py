@@ -108,21 +108,39 @@ class CellLedger:
         slices = self._sequences[seq_id].slices
         return slices[-1].run.moments[slices[-1].high - 1] if slices else -1
 
-    def exclusive_from(self, seq_id: int, start: int) -> int | None:
-        """Return the first position from ``start`` on that no other sequence shares, None if none."""
-        found = None
+    def exclusive(self, seq_id: int, start: int, end: int) -> tuple[int | None, int]:
+        """Return the first position in [start, end) that no other sequence shares, and how many."""
+        first, n = None, 0
         for s in reversed(self._sequences[seq_id].slices):
-            shared = max(
-                (t.high for i, other in enumerate(self._sequences) if i != seq_id
-                 for t in other.slices if t.run is s.run),
-                default=0,
-            )  # fmt: skip
-            low = max(s.low, min(shared, s.high), s.low + start - s.position)
-            if low < s.high:
-                found = s.position + low - s.low
-            if low > s.low:
+            if s.end <= start:
                 break
-        return found
+            low = max(s.low, s.low + start - s.position)
+            high = min(s.high, s.low + end - s.position)
+            if self._owner_shares(seq_id, s.run, low, high):
+                continue
+            shared = sorted(
+                (t.low, t.high) for i, other in enumerate(self._sequences) if i != seq_id
+                for t in other.slices if t.run is s.run
+            )  # fmt: skip
+            alone, at = None, low
+            for t_low, t_high in (*shared, (high, high)):
+                if at < min(t_low, high):
+                    n += min(t_low, high) - at
+                    alone = at if alone is None else alone
+                at = max(at, t_high)
+            if alone is not None:
+                first = s.position + alone - s.low
+        return first, n
+
+    def _owner_shares(self, seq_id: int, run: _Run, low: int, high: int) -> bool:
+        """Return whether the sequence that wrote [low, high) holds all of it and is another one.
+
+        So it is where a fork is pruned: the others, who may be many, need not be asked.
+        """
+        return run.owner != seq_id and any(
+            t.run is run and t.low <= low and high <= t.high
+            for t in self._sequences[run.owner].slices
+        )
 
     def moment(self, seq_id: int, position: int) -> int:
         """Return when the cell of ``position`` was written."""

@@ -71,7 +71,8 @@ class Context(SharedCache):
 
         Raises:
             ConfigError: a bad argument. TokenizeError: a bad id. CacheFullError, DecodeError: the
-            sequence is as it was before the call.
+            sequence is as it was before the call, or empty if some of the tokens were in and this
+            memory cannot drop them (``capabilities.can_truncate``); after Ctrl-C, too.
         """
         with self._lock:
             self._check_raw(seq_id)

@@ -7,17 +7,16 @@ checks what users pass, branches only pass what they know to be right.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
 
 from .cells import CellLedger
-from .errors import CacheFullError, DecodeError
+from .errors import CacheFullError, DecodeError, DecodeInterruptedError
 from .native import ContextHandle, StateLayout
 from .parking import Parking
 from .rows import LogitsRow
 
 __all__ = ["Decoder"]
 
-_MEANINGS = {2: "the decode was interrupted", -2: "llama.cpp could not allocate what it needs"}
+_INTERRUPTED = 2
 _END = 1 << 31
 
 
@@ -28,6 +27,7 @@ class Decoder:
         self.handle = handle
         self.cells = CellLedger(handle.n_ctx, n_seq_max)
         self.n_decodes = 0
+        self.can_truncate = True  # learned when the context opens
         self.parking: Parking | None = None  # where order among cells matters
         self.compact: Callable[[], bool] = lambda: False  # write all sequences anew, if that can be
         self.layout: StateLayout | None = None  # learned when the context opens
@@ -66,15 +66,16 @@ class Decoder:
                 return self.advance(seq_id, token, replaced)
             if code == 0:
                 self.cells.append(seq_id, 1)
+                self.n_decodes += 1
+                row = LogitsRow(handle.rows(1)[0])
+                self._live = [row]
+                if replaced is not None:
+                    replaced.lose()
+                return row
         except BaseException:  # Ctrl-C arrives when the call returns
             self._undo({seq_id: position}, () if replaced is None else (replaced,))
             raise
-        if code:
-            self._fail(code, {seq_id: position}, 1, () if replaced is None else (replaced,))
-        self.n_decodes += 1
-        row = LogitsRow(handle.rows(1)[0])
-        self._live = [row]
-        return row
+        raise self._failure(code, {seq_id: position}, 1, () if replaced is None else (replaced,))
 
     def decode(
         self,
@@ -108,15 +109,21 @@ class Decoder:
                 return self.decode(tokens, seqs, wants_logits, replaced)
             if code == 0:
                 self._record(seqs)
+                rows = self._read(n_outputs)
+                for row in replaced:
+                    row.lose()
+                return rows
         except BaseException:  # Ctrl-C arrives when the call returns
             self._undo(starts, replaced)
             raise
-        if code:
-            self._fail(code, starts, n, replaced)
+        raise self._failure(code, starts, n, replaced)
+
+    def _read(self, n_outputs: int) -> list[LogitsRow]:
+        """Return the rows of the decode that has just succeeded."""
         self.n_decodes += 1
         if n_outputs == 0:
             return []
-        rows = [LogitsRow(array) for array in handle.rows(n_outputs)[:n_outputs]]
+        rows = [LogitsRow(array) for array in self.handle.rows(n_outputs)[:n_outputs]]
         self._live = list(rows)
         return rows
 
@@ -160,15 +167,12 @@ class Decoder:
         starts = {seq: self.cells.next_position(seq) for group in members for seq in group}
         try:
             code = handle.decode_tree(n, members)
+            if code == 0:
+                return self._read(n)
         except BaseException:
             self._undo(starts, ())
             raise
-        if code:
-            self._fail(code, starts, n, ())
-        self.n_decodes += 1
-        rows = [LogitsRow(array) for array in handle.rows(n)[:n]]
-        self._live = list(rows)
-        return rows
+        raise self._failure(code, starts, n, ())
 
     def adopt(
         self, leaves: Sequence[int], leaf: int, target: int, nodes: Sequence[int], n_nodes: int
@@ -182,38 +186,51 @@ class Decoder:
         self.cells.clock += n_nodes
         if self.parking is not None and n_nodes > len(nodes):
             self.parking.take_tree(leaves, start, first, n_nodes - len(nodes))
-        self.handle.remove(target, -1, -1)
-        self.handle.copy(leaf, target, 0, start + len(nodes))
-        self.cells.append(target, len(nodes), [first + node for node in nodes])
+        try:
+            self.handle.remove(target, -1, -1)
+            self.handle.copy(leaf, target, 0, start + len(nodes))
+            self.cells.append(target, len(nodes), [first + node for node in nodes])
+        except BaseException:
+            self.handle.remove(target, -1, -1)
+            self.handle.copy(leaf, target, 0, start)
+            self.cells.remove(target, start, _END)
+            raise
 
-    def _fail(
+    def _failure(
         self, code: int, starts: dict[int, int], n: int, replaced: Iterable[LogitsRow]
-    ) -> NoReturn:
-        """Raise what llama.cpp's ``code`` means, with the memory as it was before the batch."""
+    ) -> DecodeError | CacheFullError:
+        """Put the memory back as it was before the batch; return what llama.cpp's ``code`` means."""
         if code in (1, -1):  # nothing was touched, the rows that were given up still stand
             self._live = [row for row in replaced if row.users > 0]
             if code == -1:
-                raise DecodeError("llama.cpp refused the batch as inconsistent", code=code)
+                return DecodeError("llama.cpp refused the batch as inconsistent", code=code)
             usage = self.cells.usage()
-            raise CacheFullError(
+            return CacheFullError(
                 f"the cache is full: {n} tokens need cells, {usage.cells_free} of "
                 f"{usage.cells_total} are free ({usage.cells_shared} shared)",
                 hint="prune branches, or open the context with a larger n_ctx",
             )
-        self._undo(starts, replaced)
-        raise DecodeError(
-            f"{_MEANINGS.get(code, 'llama.cpp could not compute')} (code {code}); "
-            f"the sequences of the batch stand where they stood",
-            code=code,
-            memory_changed=True,
-        )
+        if code == _INTERRUPTED:
+            self.handle.resume()
+        elif code == -2:
+            self.handle.forget_rows()
+        emptied = self._undo(starts, replaced)
+        state = "the sequences of the batch stand where they stood"
+        if emptied:
+            state = f"this memory cannot drop a tail: sequences {emptied} are empty now"
+        if code == _INTERRUPTED:
+            return DecodeInterruptedError(
+                f"the decode was interrupted; {state}", code=code, memory_changed=True
+            )
+        reason = "llama.cpp could not " + ("allocate what it needs" if code == -2 else "compute")
+        return DecodeError(f"{reason} (code {code}); {state}", code=code, memory_changed=True)
 
-    def _undo(self, starts: dict[int, int], replaced: Iterable[LogitsRow]) -> None:
-        """Cut every sequence of a failed batch back to where it stood; some of it may be in."""
-        for seq_id, start in starts.items():
-            self._cut(seq_id, start)
+    def _undo(self, starts: dict[int, int], replaced: Iterable[LogitsRow]) -> list[int]:
+        """Cut every sequence of a failed batch back; return those that had to be emptied."""
+        emptied = [seq_id for seq_id, start in starts.items() if not self.cut(seq_id, start)]
         for row in replaced:
             row.lose()
+        return emptied
 
     def decode_run(
         self,
@@ -225,7 +242,7 @@ class Decoder:
         """Decode any number of tokens of one sequence in chunks; all of them or none."""
         start = self.cells.next_position(seq_id)
         want_all = logits == "all"
-        size = self.handle.n_batch
+        size = self.handle.n_chunk
         if want_all:
             size = min(size, self.handle.n_outputs_max)
         if len(tokens) > size:
@@ -242,7 +259,7 @@ class Decoder:
                 rows += self.decode(chunk, [seq_id] * len(chunk), wants, replaced)
         except BaseException:
             if self.cells.next_position(seq_id) > start:
-                self._cut(seq_id, start)
+                self.cut(seq_id, start)
             raise
         return rows
 
@@ -252,18 +269,31 @@ class Decoder:
         if parked and self.cells.usage().cells_free - parked < n:
             self._make_room(())
 
-    def _cut(self, seq_id: int, start: int) -> None:
-        """Drop the tail of a sequence, or all of it where a tail cannot be dropped."""
-        if not self.drop(seq_id, start):
-            self.drop(seq_id, 0)
+    def cut(self, seq_id: int, start: int) -> bool:
+        """Drop what was begun at the end of a sequence; False if all of it had to go.
+
+        Some of it may be in llama.cpp's memory and not in the ledger.
+        """
+        if not self.can_truncate and self.handle.position_range(seq_id)[1] == start - 1:
+            return True  # nothing was written
+        if self.can_truncate and self.drop(seq_id, start):
+            return True
+        self.drop(seq_id, 0)
+        return start == 0
 
     def drop(self, seq_id: int, start: int, end: int = _END) -> bool:
         """Drop positions [start, end) of a sequence; False if this memory cannot."""
         if self.parking is not None:
             self.parking.take(seq_id, start, end)
-        if not self.handle.remove(seq_id, start, -1 if end == _END else end):
-            return False
-        self.cells.remove(seq_id, start, end)
+        stop = -1 if end == _END else end
+        try:
+            if not self.handle.remove(seq_id, start, stop):
+                return False
+            self.cells.remove(seq_id, start, end)
+        except BaseException:  # nothing may come between the two
+            if self.handle.remove(seq_id, start, stop):
+                self.cells.remove(seq_id, start, end)
+            raise
         if self.parking is not None:
             self.parking.free_if_unneeded()
         return True
@@ -273,11 +303,16 @@ class Decoder:
         self.handle.clear()
         self.cells.clear()
         if self.parking is not None:
-            self.parking.forget()
+            self.parking.begin_anew()
 
     def share(self, source: int, target: int, start: int = 0, end: int = -1) -> None:
         """Make ``target`` hold what ``source`` holds, without copying any K/V."""
         if self.cells.first_position(target) >= 0:
             self.drop(target, 0)
-        self.handle.copy(source, target, start, end)
-        self.cells.copy(source, target, start, _END if end == -1 else end)
+        try:
+            self.handle.copy(source, target, start, end)
+            self.cells.copy(source, target, start, _END if end == -1 else end)
+        except BaseException:
+            self.handle.remove(target, 0, -1)
+            self.cells.remove(target, 0, _END)
+            raise

@@ -11,6 +11,7 @@
     │   ├── CacheFullError
     │   └── SequencesExhaustedError
     ├── DecodeError                       llama.cpp could not compute; carries its return code
+    │   └── DecodeInterruptedError        interrupt() or a time limit stopped it
     ├── GrammarError                      a grammar that does not parse, or a token it forbids
     ├── SnapshotError                     a saved branch that cannot be trusted
     ├── UnsupportedError                  this model or memory type cannot do that
@@ -30,6 +31,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "DecodeError",
+    "DecodeInterruptedError",
     "GrammarError",
     "LlamaBranchError",
     "ModelLoadError",
@@ -102,7 +104,9 @@ class DecodeError(LlamaBranchError):
     """llama.cpp could not compute a batch.
 
     ``code`` is llama.cpp's return code; ``memory_changed`` says whether the sequences of the batch
-    were truncated back to where they stood before it (True) or never touched (False).
+    were truncated back to where they stood before it (True) or never touched (False). Where the
+    memory cannot be truncated they are emptied, and the message says which; branches read what they
+    need again by themselves.
     """
 
     def __init__(
@@ -116,6 +120,10 @@ class DecodeError(LlamaBranchError):
         super().__init__(message, hint=hint)
         self.code = code
         self.memory_changed = memory_changed
+
+
+class DecodeInterruptedError(DecodeError):
+    """``Context.interrupt()`` or a ``time_limit`` stopped the decode; the context can be used on."""
 
 
 class GrammarError(LlamaBranchError):

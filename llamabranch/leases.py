@@ -60,8 +60,8 @@ class Leases:
         """
         for seq_id in range(self.n_seq_max - 1, -1, -1):
             if seq_id not in self._holders and is_empty(seq_id):
-                self._holders[seq_id] = weakref.ref(holder)
                 weakref.finalize(holder, self._notes.append, seq_id).atexit = False
+                self._holders[seq_id] = weakref.ref(holder)
                 return seq_id
         holders = "; ".join(f"{s} by {ref()!r}" for s, ref in sorted(self._holders.items()))
         raw = [s for s in range(self.n_seq_max) if s not in self._holders]
@@ -71,15 +71,16 @@ class Leases:
             hint="prune a branch, or open the context with a larger n_seq_max",
         )
 
-    def end(self, seq_id: int) -> bool:
-        """Forget the lease; False if there was none."""
-        return self._holders.pop(seq_id, None) is not None
+    def end(self, seq_id: int) -> None:
+        """Forget the lease."""
+        del self._holders[seq_id]
 
     def forgotten(self) -> list[int]:
-        """Return, once each, the sequences whose holders were garbage collected."""
-        found = []
-        while self._notes:
-            seq_id = self._notes.popleft()
-            if seq_id in self._holders and self.holder(seq_id) is None:
-                found.append(seq_id)
+        """Return the sequences whose holders were garbage collected, until their leases end."""
+        noted = len(self._notes)
+        if not noted:
+            return []
+        found = [seq_id for seq_id, ref in self._holders.items() if ref() is None]
+        for _ in range(noted):
+            self._notes.popleft()
         return found

@@ -214,8 +214,16 @@ class Line:
         return self._row  # type: ignore[return-value]
 
     def _catch_up(self) -> None:
-        """Decode the last token again if a full cache kept ``_need_row`` from it."""
-        if self._decoder.cells.next_position(self._seq_id) < len(self._tokens):
+        """Bring the memory in step again, if a call was broken off.
+
+        A full cache may have kept ``_need_row`` from the last token; memory that cannot drop a tail
+        was emptied when a decode failed; a Ctrl-C may have come between a decode and what follows it.
+        """
+        ahead = self._decoder.cells.next_position(self._seq_id) - len(self._tokens)
+        if ahead > 0:
+            self._truncate(len(self._tokens))
+        elif ahead < 0:
+            self._set_row(None)
             self._need_row()
 
     def _set_row(self, row: LogitsRow | None) -> None:
@@ -244,14 +252,22 @@ class Line:
 
     def take_prompt(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
         """Take decoded prompt tokens; ``row`` follows them, if it was kept."""
-        self._sampler.accept_prompt(tokens)
-        self._tokens += tokens
-        self._n_prompt = len(self._tokens)
-        self._pending = b""
-        self._set_row(row)
+        n = len(self._tokens)
+        try:
+            self._sampler.accept_prompt(tokens)
+            self._tokens += tokens
+            self._n_prompt = len(self._tokens)
+            self._pending = b""
+            self._finish_reason = None
+            self._set_row(row)
+        except BaseException:
+            self._forget(n)
+            raise
 
     def check_commit(self, token: int) -> float:
         """Raise unless ``take`` may follow the decode of ``token``; return its surprisal, nats."""
+        self._check()
+        self._catch_up()
         row = self._need_row()
         self._ctx.model.check_tokens((token,))
         if not self._sampler.allows(token):
@@ -260,10 +276,15 @@ class Line:
 
     def take(self, token: int, surprisal: float, row: LogitsRow) -> None:
         """Take a decoded token; ``row`` follows it."""
-        if not self._sampler.is_stateless:
-            self._sampler.accept(token)
-        self._append(token, surprisal)
-        self._set_row(row)
+        n = len(self._tokens)
+        try:
+            if not self._sampler.is_stateless:
+                self._sampler.accept(token)
+            self._append(token, surprisal)
+            self._set_row(row)
+        except BaseException:
+            self._forget(n)
+            raise
 
     def finish(self) -> None:
         """Note that an end token was produced here."""
@@ -299,18 +320,13 @@ class Line:
     ) -> list[LogitsRow]:
         """Decode ``tokens`` at this line's end; if that fails the memory is as before."""
         self._catch_up()
-        try:
-            return self._decoder.decode_run(tokens, self._seq_id, logits, replaced)
-        except BaseException:
-            # Memory that cannot be truncated was emptied instead.
-            if self._decoder.cells.next_position(self._seq_id) != len(self._tokens):
-                self._truncate(len(self._tokens))
-            raise
+        return self._decoder.decode_run(tokens, self._seq_id, logits, replaced)
 
     def _truncate(self, position: int) -> None:
         """Make the memory hold exactly the first ``position`` tokens."""
+        held = self._decoder.cells.next_position
         can = self._ctx.capabilities.can_truncate and position >= self._whole_from
-        if can and self._decoder.drop(self._seq_id, position):
+        if can and held(self._seq_id) >= position and self._decoder.drop(self._seq_id, position):
             return
         parent = self._parent
         self._decoder.drop(self._seq_id, 0)
@@ -320,12 +336,25 @@ class Line:
             and not parent._pruned
             and parent.position <= position
             and parent._tokens == self._tokens[: parent.position]
+            and held(parent._seq_id) == parent.position
         ):
             self._decoder.share(parent._seq_id, self._seq_id)
             done = parent.position
             self._whole_from = parent._whole_from
         if done < position:
             self._decoder.decode_run(self._tokens[done:position], self._seq_id, "none")
+
+    def _forget(self, position: int) -> None:
+        """Make everything but the memory be as after the first ``position`` tokens."""
+        del self._tokens[position:]
+        self._n_prompt = min(self._n_prompt, position)
+        del self._surprisals[position - self._n_prompt :]
+        if not self._sampler.is_stateless:
+            n = self._n_prompt
+            self._sampler = self._sampler.replay(self._tokens[:n], self._tokens[n:])
+        self._pending = self._pending_bytes()
+        self._finish_reason = None
+        self._set_row(None)
 
     def _pending_bytes(self) -> bytes:
         pending = b""

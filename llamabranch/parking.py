@@ -32,9 +32,9 @@ class Parking:
     def take(self, seq_id: int, start: int, end: int) -> None:
         """Park what a drop of [start, end) would free below a living sequence."""
         cells = self._cells
-        low = cells.exclusive_from(seq_id, start)
         high = min(end, cells.next_position(seq_id))
-        if low is None or low >= high:
+        low, n_cells = cells.exclusive(seq_id, start, high)
+        if low is None:
             return
         moment = cells.moment(seq_id, low)
         others = (s for s in range(cells.n_seq_max) if s != seq_id)
@@ -43,7 +43,7 @@ class Parking:
         )
         if above:
             self._handle.copy(seq_id, self._seq_id, low, high)
-            self._add(moment, high - low)
+            self._add(moment, n_cells)
 
     def take_tree(self, leaves: Sequence[int], start: int, moment: int, n_cells: int) -> None:
         """Park the ``n_cells`` of a tree, written from ``moment`` on, that nobody will keep."""
@@ -73,3 +73,8 @@ class Parking:
     def forget(self) -> None:
         """Note that nothing is parked."""
         self._lowest, self.n_cells = None, 0
+
+    def begin_anew(self) -> None:
+        """Note that the cache is empty: whatever comes now is in order."""
+        self.forget()
+        self.in_order = True

@@ -13,6 +13,7 @@ __all__ = ["LogitsRow"]
 Logits = npt.NDArray[np.float32]
 
 _FLOOR = np.float32(-1e4)  # exp of it is 0
+_NOTHING = np.empty(0, dtype=np.float32)
 _UNKNOWN = math.nan  # compared by identity: a measured value may be NaN too
 
 
@@ -40,7 +41,7 @@ class LogitsRow:
     def lose(self) -> None:
         """Note that the buffer was overwritten before the row was copied."""
         if not self.array.flags.owndata:
-            self.array = self.array[:0].copy()
+            self.array = _NOTHING
 
     @property
     def lost(self) -> bool:

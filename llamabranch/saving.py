@@ -30,6 +30,7 @@ class SavableLine(VerifiableLine):
         """
         with self._lock:
             self._check()
+            self._catch_up()
             origin = Origin.of(self._ctx)
             tokens = np.array(self._tokens, dtype=np.int32)
             logits = self._need_row().array.copy() if self._tokens else np.empty(0, np.float32)

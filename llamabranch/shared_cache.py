@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 
@@ -12,7 +14,7 @@ from typing_extensions import Self
 from .capabilities import probe
 from .cells import Usage, n_common
 from .decoder import Decoder
-from .errors import ConfigError, DecodeError, UnsupportedError
+from .errors import ConfigError, DecodeError, DecodeInterruptedError, UnsupportedError
 from .leases import Leases, Replayable
 from .model import Model
 from .native import ContextHandle, max_sequences
@@ -83,7 +85,7 @@ class SharedCache:
         self.n_seq_max = n_seq_max
         self.n_vocab = model.n_vocab
         self._owns_model = False
-        self._lock = threading.RLock()
+        self._lock = handle.lock
         self._decoder = Decoder(handle, n_seq_max)
         self._leases = Leases(n_seq_max)
         self._last_rows: list[LogitsRow] = []
@@ -99,6 +101,7 @@ class SharedCache:
         except BaseException:
             handle.close()
             raise
+        self._decoder.can_truncate = self.capabilities.can_truncate
         if self.capabilities.batch_invariant and n_seq_max < max_sequences():
             cells = self._decoder.cells
             self._decoder.parking = Parking(handle, cells, max_sequences() - 1)
@@ -137,6 +140,47 @@ class SharedCache:
     def _check_open(self) -> None:
         self._decoder.handle.ptr  # noqa: B018  (raises ClosedError)
 
+    # -- interruption ------------------------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """Stop the decode under way in another thread; without one, the next decode stops at once.
+
+        The call that is decoding raises DecodeInterruptedError and leaves its sequences as they were.
+        Callable from any thread and from a signal's handler; returns without waiting. llama.cpp looks
+        between the operations of its graph; with recurrent memory, or layers on a GPU, the decode
+        stops between micro-batches (``n_ubatch`` tokens).
+        """
+        self._decoder.handle.stop()
+
+    @contextmanager
+    def time_limit(self, seconds: float) -> Iterator[None]:
+        """Interrupt what the ``with`` block decodes on this context after ``seconds``.
+
+        The call that decodes then raises DecodeInterruptedError, as after ``interrupt``. The block
+        is entered from one thread; what other threads decode here counts too.
+
+        Raises:
+            ConfigError: ``seconds`` is not a positive number.
+        """
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+            raise ConfigError(f"a time limit is a positive number of seconds, not {seconds!r}")
+        passed = threading.Event()
+
+        def stop() -> None:
+            passed.set()
+            self.interrupt()
+
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), stop)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+            if passed.is_set():  # nothing that comes after the block is meant
+                self._decoder.handle.resume()
+
     # -- for the layers above: the lock is held --------------------------------------------------------
 
     @property
@@ -169,8 +213,10 @@ class SharedCache:
     def return_lease(self, seq_id: int) -> None:
         """Take a lent sequence back and empty it."""
         with self._lock:
-            if self._leases.end(seq_id) and not self.closed:
-                self._decoder.drop(seq_id, 0)
+            if seq_id in self._leases:
+                if not self.closed:
+                    self._decoder.drop(seq_id, 0)
+                self._leases.end(seq_id)
 
     def _collect_forgotten(self) -> None:
         for seq_id in self._leases.forgotten():
@@ -203,7 +249,7 @@ class SharedCache:
             return False
         self._decoder.clear()
         done: list[tuple[int, list[int]]] = []
-        interruption: KeyboardInterrupt | None = None
+        interruption: KeyboardInterrupt | DecodeInterruptedError | None = None
         for line in sorted(lines, key=lambda line: held[line.seq_id]):
             tokens, source, n = line.tokens[: held[line.seq_id]], -1, 0
             for seq_id, other in done:
@@ -215,7 +261,8 @@ class SharedCache:
             while cells.next_position(line.seq_id) < len(tokens):
                 try:
                     self._decoder.decode_run(tokens[n:], line.seq_id, "none")
-                except KeyboardInterrupt as error:  # nobody may be left without its cells
+                except (KeyboardInterrupt, DecodeInterruptedError) as error:
+                    # Nobody may be left without its cells.
                     interruption = error
             done.append((line.seq_id, tokens))
         if interruption is not None:

@@ -161,6 +161,6 @@ class BranchStore:
         except BaseException:
             for seq_id, start in starts.items():
                 if decoder.cells.next_position(seq_id) > start:
-                    decoder.drop(seq_id, start)
+                    decoder.cut(seq_id, start)
             raise
         return rows

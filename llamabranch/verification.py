@@ -121,6 +121,7 @@ class VerifiableLine(Line):
             if self._ctx.capabilities.can_truncate or len(tokens) == 1:
                 return self.decode_run(tokens, "all")
             # A tail that cannot be dropped is not written: the verification runs on a fork.
+            self._catch_up()
             trial = _Trial(self._ctx, self._seq_id, 1)
             try:
                 rows = self._decoder.decode_run(tokens, trial.seqs[0], "all")
@@ -163,6 +164,13 @@ class VerifiableLine(Line):
             self._trial, self._below, self._parents = trial, below, parents
             return rows
 
+    def abandon(self) -> None:
+        """Give up a verification that no ``settle`` will follow; what it holds is returned."""
+        with self._lock:
+            trial, self._trial = self._trial, None
+            if trial is not None:
+                trial.end()
+
     def judge(
         self,
         tokens: Sequence[int],
@@ -188,17 +196,24 @@ class VerifiableLine(Line):
         """
         with self._lock:
             row = self._row
-            end = len(self._tokens) + len(kept)
+            start = len(self._tokens)
+            end = start + len(kept)
             texts = []
-            for token, after in zip(kept, rows, strict=False):
-                texts.append(self._append(token, math.nan if row is None else -row.logprob(token)))
-                row = after
-            self._sampler = sampler
-            if self._trial is not None:
-                row = self._settle_trial(self._trial, kept, rows, node)
-            elif self._decoder.cells.next_position(self._seq_id) > end:
-                self._truncate(end)
-            self._set_row(row)
+            try:
+                for token, after in zip(kept, rows, strict=False):
+                    # The engine's decode has overwritten the row its pending token was drawn from.
+                    surprisal = math.nan if row is None or row.lost else -row.logprob(token)
+                    texts.append(self._append(token, surprisal))
+                    row = after
+                self._sampler = sampler
+                if self._trial is not None:
+                    row = self._settle_trial(self._trial, kept, rows, node)
+                elif self._decoder.cells.next_position(self._seq_id) > end:
+                    self._truncate(end)
+                self._set_row(row)
+            except BaseException:
+                self._forget(start)
+                raise
             return texts
 
     def _path(self, node: int) -> list[int]:
@@ -239,6 +254,7 @@ class VerifiableLine(Line):
             return
         with self._lock:
             self._check()
+            self._catch_up()
             if len(tokens) == 1 and self._row is not None and not self._row.lost:
                 row = self._decoder.advance(self._seq_id, tokens[0], self._row)
             else:
@@ -247,11 +263,16 @@ class VerifiableLine(Line):
 
     def take_followed(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
         """Take decoded tokens, whatever they are; ``row`` follows them, if it was kept."""
-        for token in tokens:
-            if not self._sampler.is_stateless:
-                self._sampler.accept(token)
-            self._append(token, math.nan)
-        self._set_row(row)
+        n = len(self._tokens)
+        try:
+            for token in tokens:
+                if not self._sampler.is_stateless:
+                    self._sampler.accept(token)
+                self._append(token, math.nan)
+            self._set_row(row)
+        except BaseException:
+            self._forget(n)
+            raise
 
     def borrow(self, source: Line, n: int) -> None:
         """Take the first ``n`` tokens of ``source`` as this empty line's prompt, sharing its cells."""

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,23 @@ import pytest
 
 import llamabranch as lb
 from benchmarks import llama_tools
-from benchmarks.costs import DecodeClock, step_cost, verify_costs
+from benchmarks.costs import step_cost
 from benchmarks.drafters import HostileDrafter
+from benchmarks.hotpath import Wraps
 from benchmarks.llama_tools import LlamaTools, ToolError, parse_report
 from benchmarks.prompts import PROMPTS
-from benchmarks.timing import Maker, Sample, Series, Spread, Total, interleave
+from llamabranch.measurement import (
+    CallClock,
+    DecodeClock,
+    Maker,
+    Sample,
+    Series,
+    Spread,
+    Stopped,
+    Total,
+    interleave,
+    verify_costs,
+)
 
 ROOT = Path(__file__).parent.parent
 needs_gguf = pytest.mark.skipif(
@@ -71,7 +84,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_gguf
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["decode", "speculative", "peers", "fork", "batch"])
+@pytest.mark.parametrize(
+    "name",
+    ["decode", "speculative", "peers", "fork", "batch", "sampling", "growth", "hotpath"],
+)
 def test_benchmark_ends_with_one_json_line(name: str, cache: Path) -> None:
     found = program(name, cache)
     assert found["benchmark"] == name
@@ -100,6 +116,7 @@ def test_run_lists_every_program() -> None:
     )  # fmt: skip
     steps = [line.split(":")[0] for line in done.stdout.splitlines()]
     assert {"decode", "peers", "speculative", "batch", "fork"} <= set(steps)
+    assert {"sampling", "growth", "hotpath"} <= set(steps)
     assert {"speculative-150M-f16", "peers-350M-f16"} <= set(steps)
 
 
@@ -133,6 +150,22 @@ def test_rivals_take_turns_in_alternating_order_with_fresh_state() -> None:
     assert found["a"].rates == [2.0, 2.0]
 
 
+def test_a_work_that_stops_leaves_the_items_that_all_rivals_did() -> None:
+    def rival(last: int) -> Maker:
+        def work(item: int) -> Sample:
+            if item > last:
+                raise Stopped
+            return Sample(1, 0.5)
+
+        return lambda run: work
+
+    found = interleave({"a": rival(2), "b": rival(1)}, n_runs=2, n_items=4, pause_s=0)
+    assert [run.n_tokens for run in found["a"].runs] == [2]
+    assert [run.n_tokens for run in found["b"].runs] == [2]
+    at_once = interleave({"a": rival(-1)}, n_runs=2, n_items=4, pause_s=0, warm_up=False)
+    assert at_once["a"].runs == []
+
+
 def test_ratio_is_the_median_of_ratios_within_a_run() -> None:
     def series(*seconds: float) -> Series:
         return Series([Total(n_tokens=12, seconds=s) for s in seconds])
@@ -155,7 +188,7 @@ def test_decode_clock_sees_every_decode_and_leaves_no_trace(ctx: lb.Context) -> 
             branch.step()
             branch.step()
         branch.step()
-    assert clock.n_decodes == 2
+    assert clock.n_calls == 2
     assert clock.seconds > 0
     assert "decode" not in vars(ctx.decoder.handle)
 
@@ -167,6 +200,82 @@ def test_costs_leave_the_context_empty(ctx: lb.Context) -> None:
         step = step_cost(branch, 3)
     assert 0 < step.share < 1
     assert ctx.usage().cells_used == 0
+
+
+def test_call_clock_adds_up_the_methods_it_is_told(ctx: lb.Context) -> None:
+    with lb.Branch.start(ctx, "Once upon", temperature=0.0) as branch:
+        with CallClock(ctx.decoder.handle, "copy", "remove") as clock:
+            branch.fork().prune()
+            branch.step()
+        branch.fork().prune()
+    assert clock.n_calls == 2
+    assert clock.seconds > 0
+    assert not {"copy", "remove"} & set(vars(ctx.decoder.handle))
+
+
+def test_verify_costs_end_where_they_are_told_to(ctx: lb.Context) -> None:
+    with pytest.raises(Stopped):
+        verify_costs(ctx, (1, 2), n_prefix=8, repeats=2, stop=lambda: True)
+    assert ctx.usage().cells_used == 0
+
+
+def test_wraps_charge_each_method_with_its_own_time() -> None:
+    class Machine:
+        def outer(self) -> int:
+            time.sleep(0.002)
+            return self.inner() + self.inner()
+
+        def inner(self) -> int:
+            time.sleep(0.02)
+            return 1
+
+    bare = dict(vars(Machine))
+    parts = {"in": (Machine, ["inner"])}
+    with Wraps(parts, {"phase": (Machine, ["outer"])}) as wraps:
+        assert Machine().outer() == 2
+        assert Machine().inner() == 1
+        lap = wraps.take(1.0)
+        assert Machine().inner() == 1
+    assert dict(vars(Machine)) == bare
+    assert lap.calls == {("phase", ""): 1, ("phase", "in"): 2, ("", "in"): 1}
+    # However late a sleeper wakes: what it is charged with is never less than what it slept.
+    assert lap.seconds["phase", "in"] >= 0.04
+    assert lap.seconds["", "in"] >= 0.02
+    assert set(wraps.take(0.0).calls) == {("", "in")}
+
+
+@needs_gguf
+def test_parts_of_the_hot_path_sum_up_to_the_step(cache: Path) -> None:
+    results = program("hotpath", cache, "--temperatures", "0.8")["results"]
+    assert isinstance(results, dict)
+    for step in (results["plain, T = 0.8"], results["round, T = 0.8"]):
+        assert sum(part["s"] for part in step["parts"]) == pytest.approx(step["total_s"])
+    plain = {part["part"]: part["calls"] for part in results["plain, T = 0.8"]["parts"]}
+    assert plain["llama_decode"] == plain["sampling"] == plain["the draw"] == 1
+    rounds = {(part["phase"], part["part"]): part for part in results["round, T = 0.8"]["parts"]}
+    assert rounds["verify", "llama_decode"]["calls"] == 1
+    assert rounds["draft", "llama_decode"]["calls"] == pytest.approx(4, abs=0.5)
+
+
+@needs_gguf
+def test_growth_draws_its_plots(cache: Path) -> None:
+    results = program("growth", cache, "--plots", str(cache / "plots"))["results"]
+    assert isinstance(results, dict)
+    assert list(results["cells"]) == ["64", "128"]
+    assert list(results["branches"]) == ["1", "2"]
+    for name in ("growth-cells.png", "growth-branches.png"):
+        assert (cache / "plots" / name).read_bytes().startswith(b"\x89PNG")
+
+
+@needs_gguf
+def test_wide_model_has_the_vocabulary_it_is_asked_for(tmp_path: Path) -> None:
+    from benchmarks.wide import cached_wide
+
+    path = cached_wide(tmp_path, 128_256)
+    assert cached_wide(tmp_path, 128_256) == path
+    with lb.Model(path) as model:
+        assert model.n_vocab == 128_256
+        assert model.detokenize(model.tokenize("a b")) == "a b"
 
 
 # -- peers -----------------------------------------------------------------------------------------

@@ -286,6 +286,9 @@ def test_raw_sequences_end_the_promise_not_the_work(small: Context) -> None:
     with pytest.raises(CacheFullError):
         branch.extend(words(rng, 7))
     assert branch.position == 230
+    branch.prune()
+    small.kv_cache_clear()
+    assert parking_of(small).in_order
 
 
 def test_promise_is_kept_without_raw_sequences(small: Context, replay: Replay) -> None:

@@ -376,12 +376,17 @@ def test_another_model_or_setting_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def saved(small_ctx: lb.Context, tmp_path: Path) -> bytes:
+    return write_sample(small_ctx, tmp_path / "x.branch")
+
+
+def write_sample(ctx: lb.Context, path: Path) -> bytes:
+    """Save a branch that has a bit of everything; return the file's bytes."""
     settings = lb.SamplingParams(seed=1, repeat_penalty=1.2, logit_bias={3: 0.5})
-    branch = lb.Branch.start(small_ctx, [2, 3, 4, 5], sampling=settings, grammar="root ::= [a-n]*")
+    branch = lb.Branch.start(ctx, [2, 3, 4, 5], sampling=settings, grammar="root ::= [a-n]*")
     for _ in range(6):
         branch.step()
-    branch.save(tmp_path / "x.branch")
-    return (tmp_path / "x.branch").read_bytes()
+    branch.save(path)
+    return path.read_bytes()
 
 
 def _mutated(data: bytes, rng: np.random.Generator) -> bytes:
@@ -409,21 +414,27 @@ def _mutated(data: bytes, rng: np.random.Generator) -> bytes:
     return bytes(changed)
 
 
-def test_no_mutated_file_is_accepted(small_ctx: lb.Context, saved: bytes, tmp_path: Path) -> None:
-    rng = np.random.default_rng(20)
-    path = tmp_path / "mutated.branch"
+def refuse_mutated(ctx: lb.Context, saved: bytes, path: Path, n: int, seed: int) -> None:
+    """Fail unless ``n`` mutated files are refused and the context stays empty and sound."""
+    rng = np.random.default_rng(seed)
     tried = 0
-    while tried < 2000:
+    while tried < n:
         mutated = _mutated(saved, rng)
         if mutated == saved:
             continue
         tried += 1
         path.write_bytes(mutated)
         with pytest.raises(SnapshotError):
-            lb.Branch.load(small_ctx, path)
-    assert small_ctx.usage().cells_used == 0
+            lb.Branch.load(ctx, path)
+    assert ctx.usage().cells_used == 0
     path.write_bytes(saved)
-    lb.Branch.load(small_ctx, path).step()
+    with lb.Branch.load(ctx, path) as branch:
+        branch.step()
+
+
+def test_no_mutated_file_is_accepted(small_ctx: lb.Context, saved: bytes, tmp_path: Path) -> None:
+    """``python -m tests.soak --snapshots 100000`` tries more of them."""
+    refuse_mutated(small_ctx, saved, tmp_path / "mutated.branch", 2000, seed=20)
 
 
 Forge = Callable[[dict[str, object], dict[str, bytes]], None]

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .bench import bench
 from .generate import ManyPrompts, generate
 from .inspect import inspect
 from .models import models
@@ -44,6 +45,7 @@ def _root(
 
 app.command()(speculate)
 app.command(cls=ManyPrompts)(generate)
+app.command()(bench)
 app.command()(inspect)
 app.command()(models)
 app.command()(theory)

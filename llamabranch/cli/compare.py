@@ -6,7 +6,13 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llamabranch import CapacityError, Emitted, Generation, SpeculativeStats
+from llamabranch import (
+    CapacityError,
+    DecodeInterruptedError,
+    Emitted,
+    Generation,
+    SpeculativeStats,
+)
 
 from .render import Interruption
 
@@ -41,7 +47,11 @@ def run(
     """Drain a generation, showing its tokens; stop early when an interrupt is asked for.
 
     A full context ends it too, as the finish reason then says.
+
+    Raises:
+        KeyboardInterrupt, DecodeInterruptedError: interrupted before it has said anything.
     """
+    interruption.check()
     generation = start()
     events: list[Emitted] = []
     try:
@@ -53,6 +63,9 @@ def run(
                 break
     except CapacityError:
         if not generation.tokens:
+            raise
+    except DecodeInterruptedError:
+        if not events or not interruption.asked:
             raise
     finally:
         generation.close()
@@ -100,12 +113,14 @@ def compare(
 
     Short runs are repeated in alternation and their medians compared.
     """
-    drafted, undrafted = [first], [run(plain, None, interruption)]
-    n = _N_REPEATS if first.elapsed_s + undrafted[0].elapsed_s < _REPEAT_BELOW_S else 1
-    while len(undrafted) < n and not interruption.asked:
-        drafted.append(run(speculative, None, interruption))
-        if not interruption.asked:
+    try:
+        drafted, undrafted = [first], [run(plain, None, interruption)]
+        n = _N_REPEATS if first.elapsed_s + undrafted[0].elapsed_s < _REPEAT_BELOW_S else 1
+        while len(undrafted) < n:
+            drafted.append(run(speculative, None, interruption))
             undrafted.append(run(plain, None, interruption))
+    except (KeyboardInterrupt, DecodeInterruptedError):
+        return None
     if interruption.asked:
         return None
     return Comparison(

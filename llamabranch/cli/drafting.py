@@ -64,10 +64,15 @@ def make_drafter(parts: Sequence[str], open_model: Callable[[str], Context], wid
     return drafters[0] if len(drafters) == 1 else ChainDrafter(drafters)
 
 
+def drafting_contexts(drafter: Drafter) -> list[Context]:
+    """Return the contexts of the models among the drafters, in order."""
+    drafters = drafter.drafters if isinstance(drafter, ChainDrafter) else (drafter,)
+    return [each.ctx for each in drafters if isinstance(each, ModelDrafter)]
+
+
 def drafting_models(drafter: Drafter) -> list[Model]:
     """Return the models among the drafters, in order."""
-    drafters = drafter.drafters if isinstance(drafter, ChainDrafter) else (drafter,)
-    return [each.ctx.model for each in drafters if isinstance(each, ModelDrafter)]
+    return [context.model for context in drafting_contexts(drafter)]
 
 
 def tree_sequences(config: SpeculativeConfig, width: int) -> tuple[int, int]:

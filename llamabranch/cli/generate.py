@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,20 +17,19 @@ from typer.core import TyperCommand
 
 from llamabranch import (
     ConfigError,
+    DecodeInterruptedError,
     Engine,
     Event,
     Request,
     Result,
     SamplingParams,
     SpeculativeConfig,
-    hub,
-    read_requests,
     read_results,
     write_result,
 )
 
 from . import options
-from .drafting import drafting_models, make_drafter
+from .drafting import drafting_contexts, drafting_models, make_drafter
 from .render import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
@@ -41,7 +39,15 @@ from .render import (
     print_json,
     reporting,
 )
-from .setup import choose_models, open_context, parse_grammar, parse_length, wrap_in_template
+from .setup import (
+    choose_models,
+    loading_options,
+    open_context,
+    parse_grammar,
+    parse_length,
+    read_prompts,
+    wrap_in_template,
+)
 
 DEFAULTS = SamplingParams()
 _CELLS_PER_TEXT = 512  # of the cache, unless --n-ctx says otherwise
@@ -151,22 +157,16 @@ def generate(
                 grammar=request.grammar or limits,
                 n=max(request.n, samples),
             )
-            for i, request in enumerate(_read(prompts or (), input_file, sampling))
+            for i, request in enumerate(read_prompts(prompts or (), input_file, sampling))
         ]
         if not requests:
             raise ConfigError("there is nothing to continue", hint="give --prompts or --input")
         done = set() if output is None else _done(output, requests, resume=resume)
         target_name, parts = choose_models(target, "none" if auto_regressive else draft)
 
-        loading = hub.LoadOptions(n_seq_max=parallel)
-        loading["n_ctx"] = n_ctx or max(_LEAST_CELLS, _CELLS_PER_TEXT * parallel)
-        if threads is not None:
-            loading["n_threads"] = threads
-            loading["n_threads_batch"] = threads
-        if gpu_layers is not None:
-            loading["n_gpu_layers"] = gpu_layers
-        if kv_type is not None:
-            loading["kv_type"] = kv_type
+        cells = n_ctx or max(_LEAST_CELLS, _CELLS_PER_TEXT * parallel)
+        loading = loading_options(cells, threads, gpu_layers, kv_type)
+        loading["n_seq_max"] = parallel
         open_model = partial(open_context, screen, stack, loading, verbose, 0)
         context = open_model(target_name)
         drafter = make_drafter(parts, open_model, 1)
@@ -196,24 +196,6 @@ def generate(
 
 
 # -- files -----------------------------------------------------------------------------------------
-
-
-def _read(
-    prompts: Sequence[str], input_file: str | None, sampling: SamplingParams
-) -> Iterator[Request]:
-    yield from (Request(prompt, sampling=sampling) for prompt in prompts)
-    if input_file is None:
-        return
-    try:
-        if input_file == "-":
-            text = sys.stdin.read()
-            json_lines = text.lstrip().startswith("{")
-        else:
-            text = Path(input_file).read_text(encoding="utf-8")
-            json_lines = Path(input_file).suffix in (".jsonl", ".ndjson")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {input_file}: {error}") from None
-    yield from read_requests(text.split("\n"), json_lines=json_lines, sampling=sampling)
 
 
 def _done(output: Path, requests: Sequence[Request], *, resume: bool) -> set[tuple[str, int]]:
@@ -271,7 +253,8 @@ class _Job:
         """Run all requests; return whether it was interrupted."""
         asked = [self._prepared(request, ignore_end, chat) for request in self.requests]
         stream = self.engine.stream(asked, skip=self.done)
-        with Interruption() as interruption, self._progress() as progress:
+        contexts = [self.engine.target, *drafting_contexts(self.engine.drafter)]
+        with Interruption(contexts) as interruption, self._progress() as progress:
             try:
                 for event in stream:
                     progress.take(event)
@@ -279,6 +262,9 @@ class _Job:
                         self._keep(event.result)
                     if interruption.asked:
                         break
+            except DecodeInterruptedError:
+                if not interruption.asked:
+                    raise
             finally:
                 stream.close()
         return interruption.asked

@@ -228,6 +228,61 @@ Parallel = Annotated[
     typer.Option(min=1, max=255, help="Texts at a time.", rich_help_panel=_RUNTIME),
 ]
 
+BenchPrompts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--prompt",
+        "-p",
+        help="What to continue; may be repeated. Default: four of its own.",
+        rich_help_panel=_REQUESTS,
+    ),
+]
+BenchTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens",
+        "-n",
+        min=1,
+        help="Tokens for each prompt. Default: 64.",
+        rich_help_panel=_REQUESTS,
+    ),
+]
+Runs = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="How often everything is measured. Default: 3.",
+        rich_help_panel=_REQUESTS,
+    ),
+]
+Longest = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=64,
+        help="The longest draft of the sweep. Default: 8.",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+Quick = Annotated[
+    bool,
+    typer.Option(
+        "--quick",
+        help="One prompt, one run, 16 tokens, lengths 1 and 2: does it run? The times mean little.",
+        rich_help_panel=_REQUESTS,
+    ),
+]
+OutputFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="DIR",
+        help="Write bench.json, speed.png and acceptance.png into this folder.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+
 Compare = Annotated[
     bool,
     typer.Option(

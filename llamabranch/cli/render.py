@@ -26,7 +26,13 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from llamabranch import ConfigError, Emitted, LlamaBranchError
+from llamabranch import (
+    ConfigError,
+    Context,
+    DecodeInterruptedError,
+    Emitted,
+    LlamaBranchError,
+)
 
 SOURCE_STYLES = {"drafted": "green", "bonus": "bold cyan", "corrected": "yellow", "plain": ""}
 SOURCE_LABELS = {
@@ -106,6 +112,15 @@ class Screen:
                 Text("hint: ", style="bold").append(hint, style="not bold"), soft_wrap=True
             )
 
+    def progress(self, text: str) -> None:
+        """Write what is being done over the last such line, "" to clear it; nothing to a pipe.
+
+        No thread draws it: it may be used while something is timed.
+        """
+        if self.err.is_terminal:
+            self.err.file.write(f"\r\x1b[2K{text}")
+            self.err.file.flush()
+
     @contextmanager
     def loading(self, name: str) -> Iterator[Callable[[float], None] | None]:
         """Show a progress bar while a model loads; nothing when nobody watches."""
@@ -154,14 +169,14 @@ def reporting(screen: Screen, *, debug: bool) -> Iterator[None]:
     """
     try:
         yield
+    except (KeyboardInterrupt, DecodeInterruptedError):
+        _trace(debug)
+        screen.note("interrupted")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     except LlamaBranchError as error:
         _trace(debug)
         screen.error(error.message, error.hint)
         raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE) from None
-    except KeyboardInterrupt:
-        _trace(debug)
-        screen.note("interrupted")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
     except BrokenPipeError:
         # The reader went away, as `| head` does: there is nobody left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -183,13 +198,14 @@ def _trace(debug: bool) -> None:
 
 
 class Interruption:
-    """Takes the first Ctrl-C as a request to stop between two tokens; the second one interrupts.
+    """Lets the first Ctrl-C end the decode under way, in a DecodeInterruptedError; the second raises.
 
-    A KeyboardInterrupt in the middle of a decode would leave half a round behind.
+    A KeyboardInterrupt might come in the middle of a line that is being written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, contexts: Sequence[Context] = ()) -> None:
         self.asked = False
+        self._contexts = contexts
 
     def __enter__(self) -> Interruption:
         self._listening = threading.current_thread() is threading.main_thread()
@@ -201,7 +217,13 @@ class Interruption:
         if self._listening:
             signal.signal(signal.SIGINT, self._previous)
 
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if it was asked for already."""
         if self.asked:
             raise KeyboardInterrupt
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self.check()
         self.asked = True
+        for context in self._contexts:
+            context.interrupt()

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
 import typer
 
-from llamabranch import ConfigError, Context, Grammar, hub
+from llamabranch import (
+    ConfigError,
+    Context,
+    Grammar,
+    Request,
+    SamplingParams,
+    hub,
+    read_requests,
+)
 
 from .drafting import parse_draft
 from .render import Screen
@@ -47,6 +57,25 @@ def _read(path: Path) -> str:
         raise ConfigError(f"cannot read {path}: {error}") from None
 
 
+def read_prompts(
+    prompts: Sequence[str], input_file: str | None, sampling: SamplingParams
+) -> Iterator[Request]:
+    """Yield the prompts that were given, and those of a file, one a line or JSON objects (.jsonl)."""
+    yield from (Request(prompt, sampling=sampling) for prompt in prompts)
+    if input_file is None:
+        return
+    try:
+        if input_file == "-":
+            text = sys.stdin.read()
+            json_lines = text.lstrip().startswith("{")
+        else:
+            text = Path(input_file).read_text(encoding="utf-8")
+            json_lines = Path(input_file).suffix in (".jsonl", ".ndjson")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {input_file}: {error}") from None
+    yield from read_requests(text.split("\n"), json_lines=json_lines, sampling=sampling)
+
+
 def choose_models(target: str | None, draft: str | None) -> tuple[str, tuple[str, ...]]:
     """Return the name of the target, and what drafts for it."""
     # All are looked for before any is loaded.
@@ -60,6 +89,23 @@ def choose_models(target: str | None, draft: str | None) -> tuple[str, tuple[str
             "or decode plainly with --draft none",
         )
     return target_name, parse_draft(draft_name)
+
+
+def loading_options(
+    n_ctx: int | None, threads: int | None, gpu_layers: int | None, kv_type: str | None
+) -> hub.LoadOptions:
+    """Return how to open contexts; what is None is left to the library."""
+    loading = hub.LoadOptions()
+    if n_ctx is not None:
+        loading["n_ctx"] = n_ctx
+    if threads is not None:
+        loading["n_threads"] = threads
+        loading["n_threads_batch"] = threads
+    if gpu_layers is not None:
+        loading["n_gpu_layers"] = gpu_layers
+    if kv_type is not None:
+        loading["kv_type"] = kv_type
+    return loading
 
 
 def open_context(

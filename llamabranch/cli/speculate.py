@@ -24,15 +24,21 @@ from llamabranch import (
     SpeculativeConfig,
     Speculator,
     first_divergence,
-    hub,
 )
 
 from . import options
 from .compare import Comparison, compare, run
-from .drafting import drafting_models, has_model, make_drafter, tree_sequences
+from .drafting import drafting_contexts, drafting_models, has_model, make_drafter, tree_sequences
 from .render import EXIT_INTERRUPTED, Interruption, Screen, print_json, reporting
 from .report import Outcome
-from .setup import choose_models, open_context, parse_grammar, parse_length, wrap_in_template
+from .setup import (
+    choose_models,
+    loading_options,
+    open_context,
+    parse_grammar,
+    parse_length,
+    wrap_in_template,
+)
 
 DEFAULT_PROMPT = "Once upon a time"
 DEFAULTS = SamplingParams()
@@ -113,16 +119,7 @@ def speculate(
     """
     screen = Screen(color=not no_color)
     with reporting(screen, debug=debug), ExitStack() as stack:
-        loading = hub.LoadOptions()
-        if n_ctx is not None:
-            loading["n_ctx"] = n_ctx
-        if threads is not None:
-            loading["n_threads"] = threads
-            loading["n_threads_batch"] = threads
-        if gpu_layers is not None:
-            loading["n_gpu_layers"] = gpu_layers
-        if kv_type is not None:
-            loading["kv_type"] = kv_type
+        loading = loading_options(n_ctx, threads, gpu_layers, kv_type)
         if compare_plain and seed is None:
             seed = secrets.randbits(31)
         # Everything that can be wrong in the arguments is found before a model loads.
@@ -170,7 +167,7 @@ def speculate(
         plain = Speculator(context, NullDrafter(), config)
         rule = _rule_in_effect(speculator, sampling)
         same_text_expected = not parts or rule == "seeded" or temperature == 0
-        with Interruption() as interruption:
+        with Interruption([context, *drafting_contexts(drafter)]) as interruption:
             # The first decodes of a context are slower than the rest, whoever makes them.
             # They teach the draft length nothing: hence a speculator of their own.
             cold = Speculator(context, drafter, replace(config, draft_k=2))

@@ -10,7 +10,13 @@ from time import perf_counter
 from ..branch import Branch, random_seed
 from ..context import Context
 from ..distribution import derive_seed, seed_from_text
-from ..errors import CacheFullError, CapacityError, ConfigError, LlamaBranchError
+from ..errors import (
+    CacheFullError,
+    CapacityError,
+    ConfigError,
+    DecodeInterruptedError,
+    LlamaBranchError,
+)
 from ..rows import LogitsRow
 from ..sampling import SamplingParams
 from ..speculative import Draft, Drafter, Emitted, NullDrafter, SpeculativeConfig
@@ -343,6 +349,8 @@ class Engine:
                 else:
                     self.stats.prompt_tokens += n
                     said = self._read(job, n, its_rows[0] if its_rows else None)
+            except DecodeInterruptedError:
+                raise  # it is meant for all
             except LlamaBranchError as error:
                 yield self._end(scheduler, job, "error", error)
                 continue

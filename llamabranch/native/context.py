@@ -1,11 +1,14 @@
-"""llama_context: decoding NumPy batches, logits rows, memory operations.
+"""llama_context: decoding NumPy batches, logits rows, memory operations, interruption.
 
 Arguments are checked by the caller: almost every wrong one aborts the process in C.
 """
 
 from __future__ import annotations
 
+import _thread
 import ctypes
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as C
 
-from ..errors import ConfigError
-from .handle import Handle
+from ..errors import ConfigError, UsageError
+from .handle import Handle, forkable_lock, generation
 from .library import forget_log_lines, last_log_lines
 from .model import ModelHandle
 from .state_layout import State
@@ -39,6 +42,19 @@ ROPE_SCALING = {None: -1, "none": 0, "linear": 1, "yarn": 2, "longrope": 3}
 _get_logits = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("llama_get_logits", C._lib))
 _int32_p = ctypes.POINTER(ctypes.c_int32)
 _uint8_p = ctypes.POINTER(ctypes.c_uint8)
+
+# llama.cpp asks after each node of its graph whether to stop. C's own strlen over two bytes answers:
+# 0 while the first is 0, 1 once it is 1. A Python callback would wait for the interpreter's lock at
+# every node, and lose the KeyboardInterrupt that is raised in it.
+_libc = ctypes.CDLL("ucrtbase" if sys.platform == "win32" else None)
+_is_asked_to_stop = ctypes.cast(_libc.strlen, C.ggml_abort_callback)
+
+# Tokens times parameters from which on a decode lasts long enough, tenths of a second on few cores, to
+# be worth a thread.
+_WORTH_A_THREAD = 1e10
+_first_team: int | None = None  # the process that first computed with several threads
+_LISTEN_S = 0.1  # how often to look for a signal that did not wake the waiting thread
+_INTERRUPTED = 2  # llama_decode's code
 
 
 @dataclass(frozen=True)
@@ -71,8 +87,12 @@ class ContextHandle(Handle):
     """A llama_context with its batch buffers and a view of its logits.
 
     One unified cache for all sequences, always: otherwise a fork would copy whole buffers and a
-    partial copy would abort.
+    partial copy would abort. ``lock`` is held by whoever uses the handle; freeing takes it too.
     """
+
+    _rows: Rows
+    _rows_address: int | None
+    row_capacity: int
 
     def __init__(self, model: ModelHandle, options: ContextOptions) -> None:
         params = C.llama_context_default_params()
@@ -98,6 +118,7 @@ class ContextHandle(Handle):
         params.yarn_orig_ctx = options.yarn_orig_ctx
         params.kv_unified = True
         params.no_perf = True
+        _check_threads(max(options.n_threads, options.n_threads_batch))
         forget_log_lines()
         ptr = C.llama_init_from_model(model.ptr, params)
         if not ptr:
@@ -106,7 +127,16 @@ class ContextHandle(Handle):
                 f"llama.cpp cannot open a context: {reason}",
                 hint="lower n_ctx, or use another kv_type or flash_attention",
             )
-        super().__init__(ptr, C.llama_free, name="context", parent=model)
+        self.lock = forkable_lock()
+        self._stop = bytearray(2)
+        stop, lock = self._stop, self.lock
+
+        def free(ptr: object) -> None:
+            stop[0] = 1  # a thread may be decoding: when the model is closed, or at exit
+            with lock:
+                C.llama_free(ptr)
+
+        super().__init__(ptr, free, name="context", parent=model)
         self._address = ctypes.cast(ptr, ctypes.c_void_p).value
         self._memory = C.llama_get_memory(ptr)
         self.has_memory = bool(self._memory)
@@ -115,10 +145,21 @@ class ContextHandle(Handle):
         self.n_batch = min(int(C.llama_n_batch(ptr)), options.n_batch)
         self.n_outputs_max = options.n_outputs_max
         self._open_batch(self.n_batch, options.n_seq_max)
-        self._rows_address: int | None = None
-        self._rows: Rows = np.empty((0, self.n_vocab), dtype=np.float32)
-        # llama.cpp starts with n_seq_max rows and moves the buffer when it needs more.
-        self.row_capacity = options.n_seq_max
+        self._n_seq_max = options.n_seq_max
+        self.forget_rows()
+        # A graph over recurrent memory also moves the states of sequences that are not in the batch:
+        # half of it would leave them wrong. And GPUs do not ask.
+        moves_states = C.llama_model_is_recurrent(model.ptr) or C.llama_model_is_hybrid(model.ptr)
+        self.stops_inside = not moves_states and not model.on_gpu
+        self.n_watched = max(2, int(_WORTH_A_THREAD / max(1, model.number("n_params"))))
+        self.n_chunk = self.n_batch if self.stops_inside else min(self.n_batch, options.n_ubatch)
+        self._stop_address = ctypes.c_char.from_buffer(self._stop)
+        if not moves_states:
+            C.llama_set_abort_callback(
+                ptr,
+                _is_asked_to_stop,
+                ctypes.cast(ctypes.byref(self._stop_address), ctypes.c_void_p),
+            )
 
     def _open_batch(self, n: int, n_seq_max: int) -> None:
         self.tokens = np.zeros(n, dtype=np.int32)
@@ -139,9 +180,58 @@ class ContextHandle(Handle):
 
     def decode(self, n: int) -> int:
         """Decode the first ``n`` entries of the batch arrays; return llama.cpp's code."""
+        if self._stop[0]:
+            return _INTERRUPTED
         self._batch.n_tokens = n
+        if n >= self.n_watched and self.stops_inside and _hears_signals():
+            return self._decode_apart()
         code: int = C.llama_decode(self._ptr, self._batch)
         return code
+
+    def _decode_apart(self) -> int:
+        """Decode in a thread of its own, so that this one hears a Ctrl-C and stops it.
+
+        Python runs the handler of a signal only in the main thread, and only between its own
+        instructions: never while that thread is inside llama.cpp.
+        """
+        codes: list[int] = []
+        finished = threading.Lock()
+
+        def run() -> None:
+            code = -3  # should the call itself fail
+            try:
+                code = C.llama_decode(self._ptr, self._batch)
+            finally:
+                codes.append(code)
+                finished.release()
+
+        interruption: BaseException | None = None
+        finished.acquire()
+        try:
+            _thread.start_new_thread(run, ())
+        except RuntimeError:  # no thread is to be had, as when the interpreter ends
+            run()
+        except BaseException as error:  # raised by a signal's handler; the thread has started
+            interruption = error
+        while not codes:  # whatever is raised, nobody may touch the context before it is over
+            try:
+                if interruption is not None:
+                    self.stop()
+                finished.acquire(timeout=_LISTEN_S)
+            except BaseException as error:
+                interruption = error
+        if interruption is not None:
+            self.resume()
+            raise interruption
+        return codes[0]
+
+    def stop(self) -> None:
+        """Stop the decode under way, or the next one: its code is 2. From any thread."""
+        self._stop[0] = 1
+
+    def resume(self) -> None:
+        """Take a ``stop`` back."""
+        self._stop[0] = 0
 
     def decode_tree(self, n: int, members: Sequence[Sequence[int]]) -> int:
         """Decode ``n`` entries where entry i belongs to every sequence of ``members[i]``."""
@@ -170,6 +260,13 @@ class ContextHandle(Handle):
             self._rows = np.ctypeslib.as_array(raw).reshape(-1, self.n_vocab)
             self._rows_address = address
         return self._rows
+
+    def forget_rows(self) -> None:
+        """Note that llama.cpp has given its buffer of rows up, as it does when it cannot grow it."""
+        self._rows_address = None
+        self._rows = np.empty((0, self.n_vocab), dtype=np.float32)
+        # It starts with n_seq_max rows and moves the buffer when it needs more.
+        self.row_capacity = self._n_seq_max
 
     def synchronize(self) -> None:
         C.llama_synchronize(self.ptr)
@@ -211,3 +308,22 @@ class ContextHandle(Handle):
         address = state.ctypes.data_as(_uint8_p)
         size = int(C.llama_state_seq_set_data(self.ptr, address, len(state), seq_id))
         return size == len(state)
+
+
+def _hears_signals() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _check_threads(n: int) -> None:
+    """Raise where OpenMP would wait for ever: in the child of a process that has used it."""
+    global _first_team
+    if n == 1:
+        return
+    if _first_team is None:
+        _first_team = generation()
+    if _first_team != generation():
+        raise UsageError(
+            "the process that forked this one has computed with several threads, which do not "
+            "survive fork()",
+            hint='start processes with the method "spawn", or open the context with n_threads=1',
+        )

@@ -86,6 +86,9 @@ class Stream:
             except CapacityError:
                 self.stats.count_stop("no room to verify")
                 self.plan(0)
+            except BaseException:
+                self.branch.abandon()
+                raise
         return self._step()
 
     def _step(self) -> list[Emitted]:
@@ -116,7 +119,9 @@ class Stream:
         if not self.length.wants_draft(n_tokens - self._n_told):
             return None
         self._n_told = n_tokens
-        return [*self.branch.tokens, pending.token]
+        tokens = self.branch.tokens
+        tokens.append(pending.token)
+        return tokens
 
     def take(self, draft: Draft) -> list[int]:
         """Use ``draft``, as far as it fits; return what to decode."""

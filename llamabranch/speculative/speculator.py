@@ -118,8 +118,9 @@ class Speculator:
         lines = [f"drafter: {self.drafter.name}; {self.length.explain()}"]
         if stats.num_drafts:
             low, high = stats.alpha_interval
+            drafts = "1 draft" if stats.num_drafts == 1 else f"{stats.num_drafts} drafts"
             lines.append(
-                f"{stats.num_drafts} draft{'s' * (stats.num_drafts != 1)}: {stats.draft_acceptance_rate:.1%} of the drafted tokens "
+                f"{drafts}: {stats.draft_acceptance_rate:.1%} of the drafted tokens "
                 f"stood, {stats.mean_acceptance_length:.2f} tokens a round; a tested token stands with "
                 f"chance {stats.alpha_hat:.2f} ({low:.2f} to {high:.2f})"
             )

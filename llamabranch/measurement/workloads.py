@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
-import llamabranch as lb
-
-from .timing import Maker, Sample, Work
+from ..branch import Branch
+from ..context import Context
+from ..sampling import SamplingParams
+from ..speculative import Drafter, SpeculativeConfig, Speculator
+from .timing import Maker, Sample, Stopped, Work
 
 __all__ = ["plain", "seed_of", "speculative"]
 
@@ -19,15 +21,31 @@ def seed_of(run: int, item: int) -> int:
     return 1 + 1000 * (run + 1) + item
 
 
-def plain(ctx: lb.Context, prompts: Prompts, n: int, temperature: float) -> Maker:
-    """Return plain decoding: one branch, token by token, with text."""
+def never() -> bool:
+    """Do not stop."""
+    return False
+
+
+def plain(
+    ctx: Context,
+    prompts: Prompts,
+    n: int,
+    sampling: SamplingParams,
+    *,
+    stop: Callable[[], bool] = never,
+) -> Maker:
+    """Return plain decoding: one branch, token by token, with text. ``sampling`` gets other seeds."""
 
     def make(run: int) -> Work:
         def work(item: int) -> Sample:
-            sampling = lb.SamplingParams(temperature=temperature, seed=seed_of(run, item))
-            with lb.Branch.start(ctx, prompts[item], sampling=sampling) as branch:
+            said = []
+            seeded = sampling.but(seed=seed_of(run, item))
+            with Branch.start(ctx, prompts[item], sampling=seeded) as branch:
                 start = perf_counter()
-                said = [produced.token for produced in branch.generate(n)]
+                for produced in branch.generate(n):
+                    said.append(produced.token)
+                    if stop():
+                        raise Stopped
                 seconds = perf_counter() - start
             return Sample(len(said), seconds, tuple(said))
 
@@ -37,14 +55,15 @@ def plain(ctx: lb.Context, prompts: Prompts, n: int, temperature: float) -> Make
 
 
 def speculative(
-    ctx: lb.Context,
+    ctx: Context,
     prompts: Prompts,
     n: int,
-    temperature: float,
-    drafter: Callable[[], lb.Drafter | None],
-    config: lb.SpeculativeConfig,
+    sampling: SamplingParams,
+    drafter: Callable[[], Drafter | None],
+    config: SpeculativeConfig,
     *,
     cold: bool = False,
+    stop: Callable[[], bool] = never,
 ) -> Maker:
     """Return decoding with a drafter, new in every run (``cold``: for every prompt).
 
@@ -53,16 +72,21 @@ def speculative(
     """
 
     def make(run: int) -> Work:
-        speculator = lb.Speculator(ctx, drafter(), config)
+        speculator = Speculator(ctx, drafter(), config)
 
         def work(item: int) -> Sample:
             nonlocal speculator
             if cold:
-                speculator = lb.Speculator(ctx, drafter(), config)
-            sampling = lb.SamplingParams(temperature=temperature, seed=seed_of(run, item))
-            generation = speculator.generate(prompts[item], max_tokens=n, sampling=sampling)
+                speculator = Speculator(ctx, drafter(), config)
+            seeded = sampling.but(seed=seed_of(run, item))
+            generation = speculator.generate(prompts[item], max_tokens=n, sampling=seeded)
             start = perf_counter()
-            generation.finish()
+            try:
+                for _ in generation:
+                    if stop():
+                        raise Stopped
+            finally:
+                generation.close()
             seconds = perf_counter() - start
             said = tuple(generation.tokens)
             return Sample(len(said), seconds, said, generation.stats)

@@ -13,11 +13,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import llamabranch as lb
+from ..errors import DecodeInterruptedError
+from ..speculative import SpeculativeStats
 
-__all__ = ["Maker", "Sample", "Series", "Spread", "Total", "Work", "interleave", "median_time"]
+__all__ = [
+    "Maker",
+    "Sample",
+    "Series",
+    "Spread",
+    "Stopped",
+    "Total",
+    "Work",
+    "interleave",
+    "median_time",
+]
 
 PAUSE_S = 0.01  # between rivals: the other's threads spin for a moment after their last decode
+
+
+class Stopped(Exception):
+    """Raised by a work that was asked to stop: what it did does not count."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +42,7 @@ class Sample:
     n_tokens: int
     seconds: float
     tokens: tuple[int, ...] | None = None
-    stats: lb.SpeculativeStats | None = None
+    stats: SpeculativeStats | None = None
 
 
 Work = Callable[[int], Sample]  # does the work for the item of that number
@@ -63,7 +78,7 @@ class Total:
     n_tokens: int = 0
     seconds: float = 0.0
     texts: list[tuple[int, ...] | None] = field(default_factory=list)
-    stats: lb.SpeculativeStats = field(default_factory=lb.SpeculativeStats)
+    stats: SpeculativeStats = field(default_factory=SpeculativeStats)
 
     def add(self, sample: Sample) -> None:
         """Count a sample in."""
@@ -101,9 +116,9 @@ class Series:
         return Spread.of([mine / theirs for mine, theirs in pairs])
 
     @property
-    def stats(self) -> lb.SpeculativeStats:
+    def stats(self) -> SpeculativeStats:
         """Counts and times of all runs."""
-        total = lb.SpeculativeStats()
+        total = SpeculativeStats()
         for run in self.runs:
             total.add(run.stats)
         return total
@@ -118,6 +133,11 @@ class Series:
         """Tokens of all runs."""
         return sum(run.n_tokens for run in self.runs)
 
+    @property
+    def step_s(self) -> float:
+        """Seconds a token, nan before there is one."""
+        return self.seconds / self.n_tokens if self.n_tokens else math.nan
+
     def same_texts(self, other: Series) -> tuple[int, int]:
         """Return how many texts are token for token those of ``other``, and how many were compared."""
         same = compared = 0
@@ -129,30 +149,49 @@ class Series:
         return same, compared
 
 
+def tell(text: str) -> None:
+    """Write what is being done over the last such line, if standard error is a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
+
+
 def interleave(
-    makers: Mapping[str, Maker], *, n_runs: int, n_items: int, pause_s: float = PAUSE_S
+    makers: Mapping[str, Maker],
+    *,
+    n_runs: int,
+    n_items: int,
+    pause_s: float = PAUSE_S,
+    warm_up: bool = True,
+    progress: Callable[[str], None] = tell,
 ) -> dict[str, Series]:
     """Time all rivals on the same items, turn by turn.
 
     Each first warms up on item 0, untimed and with a state of its own. A run gives every item to every
-    rival, in order and, for every other item, in reverse. Each run starts with fresh state.
+    rival, in order and, for every other item, in reverse. Each run starts with fresh state. Where a
+    work is ``Stopped``, or its decode interrupted, what is returned holds the items all rivals did.
     """
     series = {name: Series() for name in makers}
-    for name, maker in makers.items():
-        _say(f"warming up: {name}")
-        maker(-1)(0)
-    for run in range(n_runs):
-        works = {name: maker(run) for name, maker in makers.items()}
-        totals = {name: Total() for name in makers}
-        for item in range(n_items):
-            _say(f"run {run + 1} of {n_runs}, {item + 1} of {n_items}")
-            order = list(works) if (run + item) % 2 == 0 else list(reversed(works))
-            for name in order:
-                time.sleep(pause_s)
-                totals[name].add(works[name](item))
-        for name, total in totals.items():
-            series[name].runs.append(total)
-    _say("")
+    try:
+        for name, maker in makers.items() if warm_up else ():
+            progress(f"warming up: {name}")
+            maker(-1)(0)
+        for run in range(n_runs):
+            works = {name: maker(run) for name, maker in makers.items()}
+            totals = {name: Total() for name in makers}
+            for item in range(n_items):
+                progress(f"run {run + 1} of {n_runs}, {item + 1} of {n_items}")
+                order = list(works) if (run + item) % 2 == 0 else list(reversed(works))
+                samples = {}
+                for name in order:
+                    time.sleep(pause_s)
+                    samples[name] = works[name](item)
+                for name, total in totals.items():
+                    total.add(samples[name])
+                    if item == 0:
+                        series[name].runs.append(total)
+    except (Stopped, DecodeInterruptedError):
+        pass
+    progress("")
     return series
 
 
@@ -166,8 +205,3 @@ def median_time(work: Callable[[], object], n: int, warm_up: int = 3) -> Spread:
         work()
         seconds.append(time.perf_counter() - start)
     return Spread.of(seconds)
-
-
-def _say(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)

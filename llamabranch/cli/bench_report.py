@@ -1,0 +1,282 @@
+"""What ``bench`` says at the end: tables, the setting to use, one JSON object, plots."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llamabranch import ConfigError, Context, Model, UnsupportedError
+from llamabranch.measurement import Cell, Curve, PairReport, Spread, save_plot
+
+from .render import Screen, number
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """What was measured of a pair, and what it was measured with."""
+
+    report: PairReport
+    target: Context
+    target_name: str
+    drafters: Sequence[str]
+    draft_models: Sequence[Model]
+    temperature: float
+    n_prompts: int
+    n_tokens: int
+    n_runs: int
+    options: Sequence[str]
+
+    # -- the setting to use ------------------------------------------------------------------------
+
+    def command(self) -> str | None:
+        """Return the command line of the best setting, None where nothing was compared."""
+        report = self.report
+        words = ["llamabranch", "speculate", "--target", self.target_name]
+        if report.best is not None:
+            words += ["--draft", "+".join(self.drafters)]
+            words += ["--draft-length", str(report.best.length)]
+            if self.temperature > 0:
+                words += ["--rule", report.best.rule]
+        elif report.lengths:
+            words += ["--draft", "none"]
+        else:
+            return None
+        return shlex.join([*words, *self.options])
+
+    def _advice(self) -> str:
+        report = self.report
+        fastest = report.fastest_draft
+        if not self.drafters:
+            return "There is no drafter, so there is nothing to choose."
+        if fastest is None:
+            return "Nothing was compared."
+        if report.best is None:
+            return (
+                f"Drafting does not pay here: at best, with draft length {fastest.length} and rule "
+                f"{fastest.rule}, it is {fastest.speedup.median:.2f} times plain decoding. Use"
+            )
+        best = report.best
+        rule = f" and rule {best.rule}" if self.temperature > 0 else ""
+        same = ", with the very text of plain decoding" if best.rule == "seeded" else ""
+        return (
+            f"Best: draft length {best.length}{rule}, {best.speedup.median:.2f} times plain "
+            f"decoding{same}. Use"
+        )
+
+    # -- text --------------------------------------------------------------------------------------
+
+    def print(self, screen: Screen) -> None:
+        """Print everything that was measured."""
+        report = self.report
+        screen.line(self._heading())
+        if report.t:
+            screen.line()
+            screen.line(
+                f"v(n): a target decode of n tokens over one of 1, which takes "
+                f"{1e3 * report.t[1]:.3f} ms"
+            )
+            screen.table(
+                ("n", *map(str, report.v)), [("v(n)", *(f"{v:.2f}" for v in report.v.values()))]
+            )
+        if report.plain.runs:
+            screen.line()
+            screen.line(f"Plain decoding: {_spread(report.plain.rate, 1)} tokens a second")
+        if report.lengths:
+            screen.line(
+                f"A drafted token costs c = {number(report.c, 3)} of a target step and stands with "
+                f"chance a = {number(report.a, 2)} when it is tested."
+            )
+            rule = " (rule seeded)" if self.temperature > 0 else ""
+            self._table(screen, f"Draft lengths{rule}:", report.lengths, "length")
+            self._positions(screen)
+        if report.rules:
+            self._table(screen, "Rules:", report.rules, "length, rule")
+        screen.line()
+        screen.line(self._advice())
+        command = self.command()
+        if command is not None:
+            screen.line()
+            screen.write(f"  {command}\n")
+
+    def _heading(self) -> str:
+        model = self.target.model
+        drafters = " + ".join(self.drafters) or "none"
+        return (
+            f"target {model.name} ({model.n_params / 1e6:.1f}M, {model.file_type}), drafter "
+            f"{drafters}; temperature {self.temperature:g}, threads {self.target.options.n_threads}, "
+            f"{self.n_prompts} prompts x {self.n_tokens} tokens, medians of {self.n_runs} runs "
+            "(lowest to highest)"
+        )
+
+    def _table(self, screen: Screen, title: str, cells: Sequence[Cell], first: str) -> None:
+        best = self.report.best
+        rows = []
+        for cell in cells:
+            name = f"{cell.length}" if first == "length" else f"{cell.length}, {cell.rule}"
+            stats = cell.stats
+            rows.append(
+                (
+                    name,
+                    _spread(cell.series.rate, 1),
+                    _spread(cell.speedup, 2),
+                    number(self.report.predicted(cell), 2),
+                    number(100 * stats.draft_acceptance_rate, 1, " %"),
+                    number(stats.mean_acceptance_length, 2),
+                    "best" if cell is best else "",
+                )
+            )
+        screen.line()
+        screen.line(title)
+        columns = (
+            first, "tokens a second", "x plain", "theory", "accepted / drafted", "tokens a round", "",
+        )  # fmt: skip
+        screen.table(columns, rows)
+
+    def _positions(self, screen: Screen) -> None:
+        rates = self._longest_rates()
+        if rates:
+            screen.line()
+            screen.line("How often the token at a position of a draft stood when it was tested:")
+            columns = ("position", *(str(i + 1) for i in range(len(rates))))
+            screen.table(columns, [("stood", *(number(rate, 2) for rate in rates))])
+
+    def _longest_rates(self) -> list[float]:
+        fixed = self.report.fixed
+        return fixed[-1].stats.conditional_rates_per_pos if fixed else []
+
+    # -- JSON --------------------------------------------------------------------------------------
+
+    def as_json(self) -> dict[str, object]:
+        """Return everything, ready for JSON; null for what does not exist."""
+        report, best = self.report, self.report.best
+        answer: dict[str, object] = {
+            "target": _described(self.target.model),
+            "drafters": list(self.drafters),
+            "draft_models": [_described(model) for model in self.draft_models],
+            "temperature": self.temperature,
+            "n_threads": self.target.options.n_threads,
+            "n_prompts": self.n_prompts,
+            "n_tokens": self.n_tokens,
+            "n_runs": self.n_runs,
+            "batch_invariant": self.target.capabilities.batch_invariant,
+            "interrupted": report.stopped,
+            "t1_s": report.t.get(1),
+            "v": report.v,
+            "c": report.c,
+            "a": report.a,
+            "plain": {"tokens_per_s": report.plain.rate.as_dict()} if report.plain.runs else None,
+            "lengths": [self._cell(cell) for cell in report.lengths],
+            "rules": [self._cell(cell) for cell in report.rules],
+            "theory": [{"draft_length": k, "speedup": gain} for k, gain in report.curve()],
+            "best": None if best is None else self._cell(best),
+            "command": self.command(),
+        }
+        return {key: _known(value) for key, value in answer.items()}
+
+    def _cell(self, cell: Cell) -> dict[str, object]:
+        same, compared = cell.series.same_texts(cell.base)
+        return {
+            "draft_length": cell.length,
+            "rule": cell.rule,
+            "tokens_per_s": cell.series.rate.as_dict(),
+            "speedup": cell.speedup.as_dict(),
+            "theory": self.report.predicted(cell),
+            "same_text": same,
+            "compared_text": compared,
+            "stats": cell.stats.as_dict(),
+        }
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def write(self, folder: Path, screen: Screen) -> list[Path]:
+        """Write JSON and plots; return the files. Without matplotlib there are no plots, and a hint.
+
+        Raises:
+            ConfigError: a file cannot be written.
+        """
+        path = folder / "bench.json"
+        try:
+            path.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error}") from None
+        files = [path]
+        if not self.report.lengths:
+            return files
+        try:
+            files.append(self._plot_speed(folder / "speed.png"))
+            files.append(self._plot_acceptance(folder / "acceptance.png"))
+        except UnsupportedError as error:
+            screen.note(f"no plots: {error.message}; {error.hint}")
+        return files
+
+    def _title(self) -> str:
+        drafters = " + ".join(self.drafters)
+        return f"{self.target.model.name} with {drafters}, temperature {self.temperature:g}"
+
+    def _plot_speed(self, path: Path) -> Path:
+        report = self.report
+        curves = []
+        for rule in ("seeded", "token", "block"):
+            cells = [
+                cell
+                for cell in (report.lengths if rule == "seeded" else report.rules)
+                if cell.rule == rule and cell.length != "auto"
+            ]
+            if cells:
+                lengths = [cell.length for cell in cells if isinstance(cell.length, int)]
+                label = f"measured, rule {rule}" if self.temperature > 0 else "measured"
+                curves.append(Curve(label, lengths, [cell.speedup for cell in cells]))
+        theory = report.curve()
+        label = f"theory: a = {report.a:.2f}, c = {report.c:.2f}, v(n) as measured"
+        curves.append(Curve(label, [k for k, _ in theory], [y for _, y in theory], computed=True))
+        lengths = [k for k, _ in theory]
+        for cell in report.lengths:
+            if cell.length == "auto":
+                gain = [cell.speedup.median] * len(lengths)
+                curves.append(Curve("measured, length auto", lengths, gain, computed=True))
+        axes = ("draft length, tokens", "tokens a second over plain decoding")
+        save_plot(path, self._title(), axes, curves, level=1.0)
+        return path
+
+    def _plot_acceptance(self, path: Path) -> Path:
+        curves = []
+        for cell in self.report.fixed:
+            rates = cell.stats.conditional_rates_per_pos
+            if rates:
+                places = list(range(1, len(rates) + 1))
+                curves.append(Curve(f"draft length {cell.length}", places, rates))
+        axes = ("position in the draft", "chance to stand when tested")
+        save_plot(path, self._title(), axes, curves)
+        return path
+
+
+def _described(model: Model) -> dict[str, object]:
+    return {
+        "name": model.name,
+        "file": model.path.name,
+        "n_params": model.n_params,
+        "file_type": model.file_type,
+        "bytes": model.size_bytes,
+    }
+
+
+def _spread(spread: Spread, digits: int) -> str:
+    if math.isnan(spread.median):
+        return "-"
+    low, high = f"{spread.low:.{digits}f}", f"{spread.high:.{digits}f}"
+    return f"{spread.median:.{digits}f} ({low} to {high})"
+
+
+def _known(value: object) -> object:
+    """Return ``value`` with None for what JSON cannot say."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _known(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_known(item) for item in value]
+    return value

@@ -1,0 +1,113 @@
+"""What a decode costs: the clock around llama.cpp's own part, v(n), and c."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from types import TracebackType
+
+from ..context import Context
+from ..speculative import SpeculativeStats
+from .timing import Spread, Stopped
+from .workloads import never
+
+__all__ = ["CallClock", "DecodeClock", "draft_cost", "verify_costs"]
+
+
+class CallClock:
+    """Adds up the seconds spent inside some methods of one object, while it is entered.
+
+    ``settle`` is called, and timed, after each of them: for calls that only begin their work.
+    """
+
+    def __init__(
+        self, owner: object, *names: str, settle: Callable[[], None] = lambda: None
+    ) -> None:
+        self._owner = owner
+        self._names = names
+        self._settle = settle
+        self.seconds = 0.0
+        self.n_calls = 0
+
+    def __enter__(self) -> CallClock:
+        for name in self._names:
+            vars(self._owner)[name] = self._timed(getattr(self._owner, name))  # shadows the method
+        return self
+
+    def _timed(self, inner: Callable[..., object]) -> Callable[..., object]:
+        def timed(*arguments: object) -> object:
+            start = perf_counter()
+            result = inner(*arguments)
+            self._settle()
+            self.seconds += perf_counter() - start
+            self.n_calls += 1
+            return result
+
+        return timed
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for name in self._names:
+            del vars(self._owner)[name]
+
+
+class DecodeClock(CallClock):
+    """Adds up the seconds a context spends inside ``llama_decode``, until the logits are there."""
+
+    def __init__(self, ctx: Context) -> None:
+        handle = ctx.decoder.handle
+        super().__init__(handle, "decode", settle=handle.synchronize)
+
+
+def verify_costs(
+    ctx: Context,
+    sizes: Sequence[int],
+    *,
+    n_prefix: int,
+    repeats: int,
+    least_s: float = 0.0,
+    stop: Callable[[], bool] = never,
+) -> dict[int, float]:
+    """Return t(n): median seconds of one decode of n tokens of one sequence, all rows of logits.
+
+    The sizes take turns, so that a machine that changes speed changes it for all; each is decoded
+    ``repeats`` times, and more until ``least_s`` seconds have passed. Only the time inside
+    ``llama_decode`` counts. v(n) is t(n) / t(1).
+
+    Raises:
+        Stopped: ``stop()`` said so. UnsupportedError: memory whose tail cannot be dropped.
+    """
+    token = ctx.model.eos or 0
+    ctx.decode([token] * n_prefix, 0)
+    times: dict[int, list[float]] = {n: [] for n in sizes}
+    try:
+        with DecodeClock(ctx) as clock:
+            turn, start = 0, perf_counter()
+            while turn < repeats + 2 or perf_counter() - start < least_s:
+                for n in sizes:
+                    # llama.cpp builds a graph when the shape changes: the second decode is the usual one.
+                    for _ in range(2):
+                        before = clock.seconds
+                        ctx.decode([token] * n, n_prefix, logits="all")
+                        seconds = clock.seconds - before
+                        ctx.kv_cache_remove(0, n_prefix)
+                    if stop():
+                        raise Stopped
+                    if turn >= 2:
+                        times[n].append(seconds)
+                turn += 1
+    finally:
+        ctx.kv_cache_clear()
+    return {n: Spread.of(seconds).median for n, seconds in times.items()}
+
+
+def draft_cost(stats: SpeculativeStats, step_s: float) -> float:
+    """Return c: seconds for a drafted token over those for a token of plain decoding; or nan."""
+    if not stats.num_draft_tokens:
+        return math.nan
+    return stats.draft_time_s / stats.num_draft_tokens / step_s

@@ -1,0 +1,239 @@
+"""A target with its drafter: which draft length and which rule is the fastest here, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..context import Context
+from ..errors import DecodeInterruptedError
+from ..sampling import SamplingParams
+from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats, theory
+from .costs import draft_cost, verify_costs
+from .timing import Maker, Series, Spread, Stopped, interleave
+from .workloads import never, plain, speculative
+
+__all__ = ["Cell", "PairBench", "PairReport"]
+
+RULES = ("seeded", "token", "block")
+_PLAIN = "plain"
+_N_REPEATS = 5  # decodes of each size for v(n), at least
+_NEARLY = 0.98  # so much of the best, and a setting that gives the text of plain decoding is better
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One setting, and what was measured of it beside plain decoding in the same runs."""
+
+    length: int | str
+    rule: str
+    series: Series
+    base: Series
+
+    @property
+    def stats(self) -> SpeculativeStats:
+        """Counts and times of all its runs."""
+        return self.series.stats
+
+    @property
+    def speedup(self) -> Spread:
+        """Tokens a second over those of plain decoding, taken within each run."""
+        return self.series.ratio(self.base)
+
+
+@dataclass
+class PairReport:
+    """What was measured; after an interruption, so far.
+
+    ``t`` are the seconds of a target decode of n tokens, empty where the memory cannot drop a tail.
+    ``lengths`` are the cells of the sweep over draft lengths, all under the rule "seeded"; ``rules``
+    those of the sweep over rules, empty at temperature 0, where the rules are one.
+    """
+
+    t: dict[int, float] = field(default_factory=dict)
+    plain: Series = field(default_factory=Series)
+    lengths: list[Cell] = field(default_factory=list)
+    rules: list[Cell] = field(default_factory=list)
+    stopped: bool = False
+
+    @property
+    def v(self) -> dict[int, float]:
+        """v(n): the time of a target decode of n tokens over that of one."""
+        return {n: seconds / self.t[1] for n, seconds in self.t.items()}
+
+    @property
+    def fixed(self) -> list[Cell]:
+        """The cells of the sweep whose length is a number."""
+        return [cell for cell in self.lengths if cell.length != "auto"]
+
+    @property
+    def pooled(self) -> SpeculativeStats:
+        """Counts and times of all fixed lengths."""
+        total = SpeculativeStats()
+        for cell in self.fixed:
+            total.add(cell.stats)
+        return total
+
+    @property
+    def c(self) -> float:
+        """The time of a drafted token over that of a token of plain decoding, nan without a draft."""
+        return draft_cost(self.pooled, self.plain.step_s)
+
+    @property
+    def a(self) -> float:
+        """The chance that a drafted token stands when it is tested, nan without a draft."""
+        return self.pooled.alpha_hat
+
+    def predicted(self, cell: Cell) -> float:
+        """Return the speedup that the cell's own acceptance and cost let expect, nan if unknown."""
+        if not isinstance(cell.length, int):
+            return math.nan
+        stats = cell.stats
+        return self._speedup(stats.alpha_hat, cell.length, draft_cost(stats, cell.base.step_s))
+
+    def curve(self) -> list[tuple[int, float]]:
+        """Return the speedup that one a, one c and v let expect of every length that was measured."""
+        lengths = [cell.length for cell in self.fixed if isinstance(cell.length, int)]
+        return [(k, self._speedup(self.a, k, self.c)) for k in lengths]
+
+    def _speedup(self, a: float, k: int, c: float) -> float:
+        v = self.v.get(k + 1, math.nan)
+        return math.nan if math.isnan(a + c + v) else theory.speedup(a, k, c, v)
+
+    @property
+    def best(self) -> Cell | None:
+        """The setting to use, None where plain decoding is the fastest.
+
+        Of settings that are nearly the same the first: those under the rule "seeded" come first.
+        """
+        cells = [cell for cell in (*self.lengths, *self.rules) if cell.speedup.median > 1]
+        most = max((cell.speedup.median for cell in cells), default=math.nan)
+        seeded = [cell for cell in cells if cell.rule == "seeded"]
+        for group in (seeded, cells):
+            top = max(group, key=lambda cell: cell.speedup.median, default=None)
+            if top is not None and top.speedup.median >= _NEARLY * most:
+                return top
+        return None
+
+    @property
+    def fastest_draft(self) -> Cell | None:
+        """The fastest of the settings that draft, whether it pays or not."""
+        cells = [*self.lengths, *self.rules]
+        return max(cells, key=lambda cell: cell.speedup.median, default=None)
+
+
+class PairBench:
+    """Measures plain against speculative decoding, turn by turn, over several prompts.
+
+    Args:
+        target: whose text it is.
+        drafter: makes a drafter with nothing learned; None where there is none, and then only the
+            target is measured.
+        prompts: token ids.
+        sampling: the seed is set by the runs.
+        lengths: draft lengths, numbers and "auto".
+        n_tokens, n_runs: tokens a prompt, and how often all of it is done.
+        verify_s: seconds, at least, to measure v(n) for.
+        progress: told what is being done.
+        stop: asked between tokens whether to end here.
+    """
+
+    def __init__(
+        self,
+        target: Context,
+        drafter: Callable[[], Drafter] | None,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        lengths: Sequence[int | str] = (*range(1, 9), "auto"),
+        n_tokens: int = 64,
+        n_runs: int = 3,
+        verify_s: float = 2.0,
+        progress: Callable[[str], None] = lambda text: None,
+        stop: Callable[[], bool] = never,
+    ) -> None:
+        self._target = target
+        self._drafter = drafter
+        self._prompts = prompts
+        self._sampling = sampling
+        self._lengths = lengths
+        self._n_tokens = n_tokens
+        self._n_runs = n_runs
+        self._verify_s = verify_s
+        self._progress = progress
+        self._stop = stop
+
+    def run(self) -> PairReport:
+        """Measure: v(n), then all lengths, then the rules at the best length and at "auto".
+
+        Raises:
+            CapacityError: a prompt with its tokens does not fit into the context.
+        """
+        report = PairReport()
+        try:
+            report.t = self._verify_costs()
+            self._warm_up()
+        except (Stopped, DecodeInterruptedError):
+            report.stopped = True
+            return report
+        sweep = [(k, "seeded") for k in self._lengths] if self._drafter else []
+        report.plain, report.lengths = self._measure("draft lengths", sweep)
+        if self._sampling.temperature > 0 and report.fixed and not self._stop():
+            k = max(report.fixed, key=lambda cell: cell.speedup.median).length
+            chosen = [k] if "auto" not in self._lengths else [k, "auto"]
+            duels = [(length, rule) for length in chosen for rule in RULES]
+            _, report.rules = self._measure("rules", duels)
+        report.stopped = self._stop()
+        return report
+
+    def _verify_costs(self) -> dict[int, float]:
+        target = self._target
+        if not target.capabilities.can_truncate:
+            return {}
+        longest = max((k for k in self._lengths if isinstance(k, int)), default=1)
+        sizes = range(1, longest + 2)
+        self._progress(f"a target decode of 1 to {longest + 1} tokens")
+        n_prefix = max(1, min(128, target.n_ctx - longest - 2))
+        return verify_costs(
+            target,
+            sizes,
+            n_prefix=n_prefix,
+            repeats=_N_REPEATS,
+            least_s=self._verify_s,
+            stop=self._stop,
+        )
+
+    def _warm_up(self) -> None:
+        self._progress("warming up")
+        longest = max((k for k in self._lengths if isinstance(k, int)), default=1)
+        for maker in self._makers([(longest, "seeded")] if self._drafter else [], 8).values():
+            maker(-1)(0)
+
+    def _measure(
+        self, what: str, settings: Sequence[tuple[int | str, str]]
+    ) -> tuple[Series, list[Cell]]:
+        found = interleave(
+            self._makers(settings, self._n_tokens),
+            n_runs=self._n_runs,
+            n_items=len(self._prompts),
+            warm_up=False,
+            progress=lambda text: self._progress(f"{what}: {text}" if text else ""),
+        )
+        base = found.pop(_PLAIN)
+        cells = [
+            Cell(length, rule, series, base)
+            for (length, rule), series in zip(settings, found.values(), strict=True)
+        ]
+        return base, cells if base.runs else []
+
+    def _makers(self, settings: Sequence[tuple[int | str, str]], n_tokens: int) -> dict[str, Maker]:
+        target, prompts, sampling, stop = self._target, self._prompts, self._sampling, self._stop
+        makers = {_PLAIN: plain(target, prompts, n_tokens, sampling, stop=stop)}
+        for length, rule in settings:
+            if self._drafter is not None:
+                config = SpeculativeConfig(draft_k=length, rule=rule)
+                makers[f"{length}, {rule}"] = speculative(
+                    target, prompts, n_tokens, sampling, self._drafter, config, stop=stop
+                )
+        return makers

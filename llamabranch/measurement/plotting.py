@@ -1,0 +1,85 @@
+"""Curves as PNG files. Needs matplotlib, which comes with the extra ``plot``."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError, UnsupportedError
+from .timing import Spread
+
+__all__ = ["Curve", "save_plot"]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points to be joined: measured ones with a bar from lowest to highest, or computed ones, dashed."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float | Spread]
+    computed: bool = False
+    colour: int | None = None  # a number of its own unless given: for curves that belong together
+
+
+def save_plot(
+    path: Path,
+    title: str,
+    axes: tuple[str, str],
+    curves: Sequence[Curve],
+    *,
+    log: bool = False,
+    level: float | None = None,
+) -> None:
+    """Draw ``curves`` into a PNG file.
+
+    Args:
+        axes: what stands along x, and along y.
+        log: both axes logarithmic, x to the base of 2; else y begins at 0.
+        level: where to draw a horizontal line.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+        ConfigError: the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UnsupportedError(
+            "plots need matplotlib",
+            hint="pip install 'llamabranch[plot]', or pip install matplotlib",
+        ) from None
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns when it fills its caches
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    plot = figure.add_subplot()
+    for number, curve in enumerate(curves):
+        colour = f"C{(number if curve.colour is None else curve.colour) % 10}"
+        points = [y if isinstance(y, Spread) else Spread(y, y, y) for y in curve.y]
+        known = [(x, y) for x, y in zip(curve.x, points, strict=True) if not math.isnan(y.median)]
+        xs, ys = [x for x, _ in known], [y.median for _, y in known]
+        if curve.computed:
+            plot.plot(xs, ys, "--", color=colour, label=curve.label)
+            continue
+        bars = [[y.median - y.low for _, y in known], [y.high - y.median for _, y in known]]
+        plot.errorbar(xs, ys, yerr=bars, fmt="o-", capsize=3, color=colour, label=curve.label)
+    if level is not None:
+        plot.axhline(level, color="grey", linewidth=0.8)
+    if log:
+        plot.set_xscale("log", base=2)
+        plot.set_yscale("log")
+        plot.xaxis.set_major_formatter("{x:,.0f}")
+    else:
+        plot.set_ylim(bottom=0)
+    plot.set_title(title, fontsize=10)
+    plot.set_xlabel(axes[0])
+    plot.set_ylabel(axes[1])
+    plot.grid(alpha=0.3)
+    if curves:
+        plot.legend(fontsize=8)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}") from None

@@ -1,0 +1,392 @@
+"""The state machine over Context and Branch.
+
+Its rules do anything a program may do, right or wrong, in any order, in a cache so small that it runs
+full and sequences run out. `twin_worlds` says what must hold after each step.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import toys
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+from reference_cache import Full, ReferenceBranch, ReferenceSnapshot
+from twin_worlds import N_SEQ, Tally, TwinWorlds
+
+import llamabranch as lb
+from llamabranch import Branch, Context
+from llamabranch.errors import (
+    BranchStateError,
+    ConfigError,
+    SequencesExhaustedError,
+    TokenizeError,
+)
+
+WHO = st.integers(0, N_SEQ - 1)  # a branch or a sequence, by its number modulo how many there are
+ANY = st.integers(0, 999)
+MANY = st.integers(1, 120)
+
+
+class Machine(TwinWorlds):
+    """The rules; `machine` makes a class of them for a model."""
+
+    # -- beginnings and growth ---------------------------------------------------------------------
+
+    @rule(a=ANY, n=st.integers(0, 60), sampling=st.integers(0, 2))
+    def start(self, a: int, n: int, sampling: int) -> None:
+        self.count("start")
+        params, tokens = self.settings(sampling, a), self.tokens(a, n)
+
+        def reference() -> ReferenceBranch:
+            branch = self.world.create(sampling, a)
+            try:
+                if n:
+                    self.world.prefill({branch: tokens})
+            except Full:
+                self.world.branches.remove(branch)
+                raise
+            return branch
+
+        if n:
+            self.born(lambda: Branch.start(self.ctx, tokens, sampling=params), reference)
+        else:
+            self.born(lambda: Branch.create(self.ctx, params), reference)
+
+    @rule(who=WHO, a=ANY, n=MANY)
+    def prefill(self, who: int, a: int, n: int) -> None:
+        self.count("prefill")
+        twin, tokens = self.branch(who), self.tokens(a, n)
+        if len(twin.tokens) > twin.n_prompt:
+            with pytest.raises(BranchStateError, match="prefill comes before"):
+                self.real[twin].prefill(tokens)
+            return
+        self.both(
+            lambda: self.real[twin].prefill(tokens), lambda: self.world.prefill({twin: tokens})
+        )
+
+    @rule(who=WHO, a=ANY)
+    def commit(self, who: int, a: int) -> None:
+        self.count("commit")
+        twin, token = self.branch(who), self.tokens(a, 1)[0]
+        if not twin.tokens:
+            with pytest.raises(BranchStateError, match="empty"):
+                self.real[twin].commit(token)
+            return
+        self.both(lambda: self.real[twin].commit(token), lambda: self.world.commit({twin: [token]}))
+
+    @rule(who=WHO, a=ANY, n=MANY, every=st.booleans())
+    def extend(self, who: int, a: int, n: int, every: bool) -> None:
+        self.count("extend")
+        twin, tokens = self.branch(who), self.tokens(a, n)
+        rows: list[object] = []
+        logits = "all" if every else "last"
+        if self.both(
+            lambda: rows.extend(self.real[twin].extend(tokens, logits)),
+            lambda: self.world.commit({twin: tokens}),
+        ):
+            assert len(rows) == (n if every else 1)
+
+    @rule(mask=st.integers(1, 63))
+    def step(self, mask: int) -> None:
+        """One branch by itself, or several in one decode."""
+        self.count("step")
+        twins = [b for b in self.some(mask) if b.tokens]
+        said: dict[Branch, lb.Produced] = {}
+
+        def real() -> None:
+            if len(twins) == 1:
+                said[self.real[twins[0]]] = self.real[twins[0]].step()
+            else:
+                said.update(self.store.step(self.real[twin] for twin in twins))
+
+        def reference() -> None:
+            for twin in twins:
+                self.world.need_row(twin)
+            produced = {twin: said.get(self.real[twin]) for twin in twins}
+            self.world.commit(
+                {t: [p.token if p else 0] for t, p in produced.items() if not (p and p.is_stop)}
+            )
+            for twin, p in produced.items():
+                twin.is_finished |= bool(p and p.is_stop)
+
+        self.both(real, reference)  # refused, nobody has said anything: then all would have grown
+
+    @rule(mask=st.integers(1, 63), a=ANY, n=st.integers(1, 30))
+    def prefill_together(self, mask: int, a: int, n: int) -> None:
+        self.count("prefill_together")
+        twins = [b for b in self.some(mask) if len(b.tokens) == b.n_prompt]
+        prompts = {twin: self.tokens(a + i, n + i) for i, twin in enumerate(twins)}
+        self.both(
+            lambda: self.store.prefill({self.real[twin]: t for twin, t in prompts.items()}),
+            lambda: self.world.prefill(prompts),
+        )
+
+    # -- branching ---------------------------------------------------------------------------------
+
+    @rule(who=WHO)
+    def fork(self, who: int) -> None:
+        self.count("fork")
+        twin = self.branch(who)
+        self.born(lambda: self.real[twin].fork(), lambda: self.world.fork(twin))
+
+    @rule(who=WHO, n=st.integers(0, 4))
+    def fork_many(self, who: int, n: int) -> None:
+        self.count("fork_many")
+        twin = self.branch(who)
+        if n > len(self.world.free_seqs()):
+            with pytest.raises(SequencesExhaustedError):
+                self.real[twin].fork_many(n)
+            return
+        for child in self.real[twin].fork_many(n):
+            reference = self.world.fork(twin)
+            reference.seed = child.seed
+            self.real[reference] = child
+        assert len({self.real[b].seed for b in self.world.children(twin)[-n:]}) == n or n == 0
+
+    @rule(who=WHO, a=ANY)
+    def rewind(self, who: int, a: int) -> None:
+        self.count("rewind")
+        twin = self.branch(who)
+        position = a % (len(twin.tokens) + 1)
+        self.both(
+            lambda: self.real[twin].rewind(position), lambda: self.world.rewind(twin, position)
+        )
+
+    @rule(who=WHO, a=ANY)
+    def reseed(self, who: int, a: int) -> None:
+        self.count("reseed")
+        twin = self.branch(who)
+        self.real[twin].reseed(a)
+        twin.seed = a
+
+    # -- endings -----------------------------------------------------------------------------------
+
+    @rule(who=WHO, how=st.integers(0, 5))
+    def prune(self, who: int, how: int) -> None:
+        twin = self.branch(who)
+        has_children = bool(self.world.children(twin))
+        if how == 0 and not has_children:
+            self.forget(twin)
+            return
+        self.count("prune")
+        if how == 1:
+            self.real[twin].prune_subtree()
+        elif has_children:
+            with pytest.raises(BranchStateError, match="children"):
+                self.real[twin].prune()
+            return
+        else:
+            self.real[twin].prune()
+        self.world.prune(twin)
+        self.bury()
+
+    def forget(self, twin: ReferenceBranch) -> None:
+        """The program loses a branch; garbage collection gives its sequence back."""
+        self.count("forget")
+        self.dead = None  # a pruned child keeps its parent alive
+        left = weakref.ref(self.real.pop(twin))
+        self.world.prune(twin)
+        if left() is not None:  # a traceback remembers it
+            gc.collect()
+        assert left() is None
+
+    @rule(who=WHO, alone=st.booleans())
+    def promote(self, who: int, alone: bool) -> None:
+        """Take the parent's place, or everybody's."""
+        twin = self.branch(who)
+        if alone and who == 0:
+            self.count("retain_only")
+            self.store.retain_only(self.real[twin])
+            self.world.retain_only(twin)
+            self.bury()
+            return
+        self.count("promote")
+        if twin.parent is None:
+            with pytest.raises(BranchStateError, match="root"):
+                self.real[twin].promote()
+            return
+        self.real[twin].promote()
+        self.world.promote(twin)
+        self.bury()
+
+    # -- snapshots ---------------------------------------------------------------------------------
+
+    @rule(who=WHO)
+    def snapshot(self, who: int) -> None:
+        self.count("snapshot")
+        twin = self.branch(who)
+        saved: list[lb.Snapshot] = []
+        expected: list[ReferenceSnapshot] = []
+        if self.both(
+            lambda: saved.append(self.real[twin].snapshot()),
+            lambda: expected.append(self.world.snapshot(twin)),
+        ):
+            self.snapshots = [*self.snapshots[-2:], (expected[0], saved[0])]
+
+    @precondition(lambda self: self.snapshots)
+    @rule(which=st.integers(0, 2), by_file=st.integers(0, 9))
+    def restore(self, which: int, by_file: int) -> None:
+        self.count("restore")
+        reference, saved = self.snapshots[which % len(self.snapshots)]
+        if by_file:
+            self.born(
+                lambda: Branch.restore(self.ctx, saved), lambda: self.world.restore(reference)
+            )
+            return
+        folder = Path(tempfile.mkdtemp())
+        try:
+            saved.write(folder / "saved.branch")
+            self.born(
+                lambda: Branch.load(self.ctx, folder / "saved.branch"),
+                lambda: self.world.restore(reference),
+            )
+        finally:
+            shutil.rmtree(folder)
+
+    # -- raw calls on sequences that nobody leased -------------------------------------------------
+
+    @precondition(lambda self: self.raw_seqs())
+    @rule(which=WHO, a=ANY, n=MANY)
+    def raw_decode(self, which: int, a: int, n: int) -> None:
+        self.count("raw_decode")
+        seq = self.raw(which)
+        end = self.cache.end(seq)
+        self.both(
+            lambda: self.ctx.decode(self.tokens(a, n), end, seq_id=seq),
+            lambda: self.cache.append({seq: n}, self.world.texts()),
+        )
+
+    @precondition(lambda self: any(self.cache.held[seq] for seq in self.raw_seqs()))
+    @rule(how=st.integers(0, 9), which=WHO, a=st.integers(0, 99), n=st.integers(-1, 99))
+    def raw_change(self, how: int, which: int, a: int, n: int) -> None:
+        seq = self.raw(which)
+        if how < 3:
+            self.count("raw_copy")
+            target = self.raw(a)
+            self.ctx.kv_seq_copy(seq, target)
+            self.cache.share(seq, target)
+        elif how < 8:
+            self.count("raw_remove")
+            self.ctx.kv_cache_remove(seq, a, -1 if n < 0 else a + n)
+            self.cache.remove(seq, a, *(() if n < 0 else (a + n,)))
+        elif how == 8:
+            self.count("raw_keep")
+            self.ctx.kv_seq_keep(seq)
+            for other in self.world.raw_seqs():
+                if other != seq:
+                    self.cache.remove(other)
+        elif self.world.branches:
+            self.count("raw_clear")
+            with pytest.raises(BranchStateError, match="still use the cache"):
+                self.ctx.kv_cache_clear()
+        else:
+            self.count("raw_clear")
+            self.ctx.kv_cache_clear()
+            for other in self.world.raw_seqs():
+                self.cache.remove(other)
+
+    # -- misuse ------------------------------------------------------------------------------------
+
+    @rule(which=st.integers(0, 99), who=WHO)
+    def misuse(self, which: int, who: int) -> None:
+        """A call that makes no sense; `check` sees that it changed nothing."""
+        self.count("misuse")
+        ctx, n_vocab = self.ctx, self.model.n_vocab
+        wrong: list[tuple[type[lb.LlamaBranchError], Callable[[], object]]] = [
+            (ConfigError, lambda: ctx.kv_cache_size(N_SEQ)),
+            (ConfigError, lambda: ctx.kv_cache_remove(-1)),
+            (ConfigError, lambda: ctx.kv_seq_copy(N_SEQ, N_SEQ)),
+            (ConfigError, lambda: ctx.decode([1], 0, seq_id=N_SEQ)),
+            (ConfigError, lambda: self.store.step([*self.real.values()] * 2 or [self.stranger])),
+            (ConfigError, lambda: self.store.prefill({self.stranger: [1]})),
+        ]
+        if self.raw_seqs():
+            seq = self.raw(who)
+            end = self.cache.end(seq)
+            wrong += [
+                (ConfigError, lambda: ctx.decode([], end, seq_id=seq)),
+                (ConfigError, lambda: ctx.decode([1], end + 1, seq_id=seq)),
+                (TokenizeError, lambda: ctx.decode([1, n_vocab], end, seq_id=seq)),
+                (ConfigError, lambda: ctx.kv_cache_remove(seq, 5, 2)),
+            ]
+        if self.real:
+            twin = self.branch(who)
+            branch, n = self.real[twin], len(twin.tokens)
+            wrong += [
+                (BranchStateError, lambda: ctx.decode([1], n, seq_id=twin.seq)),
+                (BranchStateError, lambda: ctx.kv_cache_remove(twin.seq)),
+                (BranchStateError, lambda: ctx.kv_seq_copy(twin.seq, 0)),
+                (BranchStateError, lambda: ctx.kv_seq_copy(0, twin.seq)),
+                (BranchStateError, ctx.kv_cache_clear),
+                (ConfigError, lambda: branch.prefill([])),
+                (ConfigError, lambda: branch.extend([])),
+                (TokenizeError, lambda: branch.extend([0, n_vocab])),
+                (ConfigError, lambda: branch.rewind(n + 1)),
+                (ConfigError, lambda: branch.rewind(-1)),
+                (ConfigError, lambda: branch.fork_many(-1)),
+                (ConfigError, lambda: branch.perplexity("birth")),
+                (ConfigError, lambda: self.store.step([branch, branch])),
+            ]
+        if self.dead is not None:
+            dead = self.dead
+            wrong += [
+                (BranchStateError, dead.produce),
+                (BranchStateError, dead.fork),
+                (BranchStateError, lambda: dead.rewind(0)),
+                (BranchStateError, lambda: dead.prefill([1])),
+                (BranchStateError, lambda: self.store.step([dead])),
+                (BranchStateError, dead.snapshot),
+            ]
+        error, call = wrong[which % len(wrong)]
+        with pytest.raises(error) as caught:
+            call()
+        assert str(caught.value)
+
+    @rule(who=WHO)
+    def replay(self, who: int) -> None:
+        self.count("replay")
+        self.compare(self.branch(who))
+
+
+def tiny(path: Path, weights: str = "q8_0") -> Path:
+    """Write the smallest model that the machine runs on; a step takes it a millisecond."""
+    return toys.write_llama(path, weights=weights, n_layer=1, n_embd=32, n_head=1, n_ff=32)
+
+
+def machine(model: lb.Model, clean: Context, *, exact: bool, name: str) -> type[Machine]:
+    """Return the machine for a model; ``clean`` is a context of it for replays."""
+    members = {
+        "model": model,
+        "clean": clean,
+        "stranger": Branch.create(clean),
+        "exact": exact,
+        "tally": Tally(Counter()),
+    }
+    return type(name, (Machine,), members)
+
+
+def long_settings(n_runs: int, n_steps: int, *, soak: bool) -> settings:
+    """Return settings for ``n_runs`` runs of ``n_steps`` steps.
+
+    The suite takes the same steps every time and makes a failure small; a soak takes those of its seed
+    and tells a failure at once.
+    """
+    phases = (Phase.generate,) if soak else (Phase.generate, Phase.shrink)
+    return settings(
+        max_examples=n_runs,
+        stateful_step_count=n_steps,
+        derandomize=not soak,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=phases,
+    )

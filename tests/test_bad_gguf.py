@@ -1,0 +1,209 @@
+"""Whatever is in a GGUF file: a typed error with the reason, or a model that runs; never a dead process.
+
+The trials run in a process of their own (this file, as a program), so that one that dies is seen as a
+failure of the test. ``tests/crash`` holds the single files that are known to end a process unchecked.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch.errors import LlamaBranchError, ModelLoadError, UnsupportedError
+
+TRIAL_SECONDS = 20  # a runaway is a failure too
+MEMORY_BYTES = 4 << 30
+RAN = "ran"
+TARGET = lb.resolve("tale-target")
+
+# A trial: ["cut", length], ["flip", position, bit], ["noise", seed, length], or several flips.
+Trial = list[object]
+
+
+# -- the program -----------------------------------------------------------------------------------
+
+
+def edited(data: bytes, trial: Sequence[object]) -> bytes:
+    kind, *numbers = trial
+    values = [int(str(number)) for number in numbers]
+    if kind == "cut":
+        return data[: values[0]]
+    if kind == "noise":
+        return np.random.default_rng(values[0]).bytes(values[1])
+    if kind == "gguf":  # noise that begins like a GGUF with some values and tensors
+        head = b"GGUF" + bytes([3, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0])
+        return head + np.random.default_rng(values[0]).bytes(values[1])
+    changed = bytearray(data)
+    for at, bit in zip(values[::2], values[1::2], strict=True):
+        changed[at] ^= 1 << bit
+    return bytes(changed)
+
+
+def outcome(path: Path) -> str:
+    """Load a file and use it; return "ran", or the error."""
+    try:
+        with lb.Model(path) as model, lb.Context(model, n_ctx=256, n_threads=1) as ctx:
+            branch = lb.Branch.start(ctx, [t % model.n_vocab for t in (2, 3, 4)], seed=1)
+            for _ in range(2):
+                branch.step()
+            assert isinstance(branch.text, str)
+    except LlamaBranchError as error:
+        return f"{type(error).__name__}: {error}"
+    return RAN
+
+
+def program() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    base, trials = json.load(sys.stdin)
+    data = Path(base).read_bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        for number, trial in enumerate(trials):
+            signal.alarm(TRIAL_SECONDS)
+            path = Path(folder, f"{number}.gguf")
+            path.write_bytes(edited(data, trial))
+            print(json.dumps(outcome(path)), flush=True)
+            path.unlink()
+
+
+# -- the tests -------------------------------------------------------------------------------------
+
+
+def outcomes(base: Path, trials: list[Trial]) -> list[str]:
+    """Return how each trial ended; fail with the trials that ended their process."""
+    found: list[str] = []
+    dead: list[str] = []
+    while len(found) < len(trials):
+        done = subprocess.run(
+            [sys.executable, __file__],
+            input=json.dumps([str(base), trials[len(found) :]]),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        found += [json.loads(line) for line in done.stdout.splitlines()]
+        if len(found) < len(trials):
+            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1][-200:]
+            dead.append(f"{trials[len(found)]} ended with {done.returncode}: {last}")
+            found.append("dead")
+    if dead:
+        pytest.fail("\n".join(dead), pytrace=False)
+    return found
+
+
+@pytest.fixture(scope="module")
+def header_bytes() -> int:
+    """How long the header of the bundled target is."""
+    return int(gguf.GGUFReader(TARGET).data_offset)
+
+
+def test_file_cut_anywhere_is_refused_with_the_reason(header_bytes: int) -> None:
+    """At every 4 KiB of the header, and in the weights."""
+    size = TARGET.stat().st_size
+    in_header = [0, 1, 4, 23, *range(4096, header_bytes, 4096)]
+    in_data = [header_bytes, header_bytes + 1, size // 3, size // 2, size - 4096, size - 1]
+    said = outcomes(TARGET, [["cut", end] for end in in_header + in_data])
+    assert said[0].endswith("the file is empty")
+    for text in said[1 : len(in_header)]:
+        assert text.startswith("ModelLoadError: cannot load ")
+        assert "in the middle of its header" in text or "not a GGUF" in text or "claims" in text
+    for text in said[len(in_header) :]:
+        assert "the file is cut off: its last" in text, text
+
+
+def test_noise_is_refused() -> None:
+    sizes = (1, 24, 100, 5000, 200_000)
+    trials: list[Trial] = [[kind, i, n] for kind in ("noise", "gguf") for i, n in enumerate(sizes)]
+    assert all(text.startswith("ModelLoadError: ") for text in outcomes(TARGET, trials))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_flipped_bits_in_the_header_kill_no_process(seed: int, header_bytes: int) -> None:
+    """A bit or three; half of them in the first 2 KiB, where the numbers are."""
+    rng = np.random.default_rng(seed)
+    trials: list[Trial] = []
+    for _ in range(80):
+        end = header_bytes if rng.random() < 0.5 else 2048
+        trial: Trial = ["flip"]
+        for _ in range(int(rng.choice([1, 1, 3]))):
+            trial += [int(rng.integers(end)), int(rng.integers(8))]
+        trials.append(trial)
+    said = outcomes(TARGET, trials)
+    assert 5 < said.count(RAN) < 75  # a letter of a token does no harm, a size does
+    assert all(text == RAN or text.split(":")[0].endswith("Error") for text in said)
+
+
+def test_flipped_bits_in_the_list_of_tensors_kill_no_process(header_bytes: int) -> None:
+    """Names, shapes, types and offsets stand at the end of the header."""
+    rng = np.random.default_rng(9)
+    trials: list[Trial] = [
+        ["flip", int(rng.integers(header_bytes - 4096, header_bytes)), int(rng.integers(8))]
+        for _ in range(80)
+    ]
+    said = outcomes(TARGET, trials)
+    assert sum(text.startswith("ModelLoadError") for text in said) > 20
+
+
+def test_vocabulary_without_weights_is_refused(tmp_path: Path) -> None:
+    path = toys.write_llama(tmp_path / "vocabulary.gguf", drop=("*",))
+    assert outcomes(path, [["cut", path.stat().st_size]])[0].startswith("ModelLoadError")
+    with lb.Model(path, vocab_only=True) as model:
+        assert model.detokenize(model.tokenize("abc")) == "abc"
+        with pytest.raises(UnsupportedError, match="only its vocabulary"):
+            lb.Context(model)
+
+
+def test_embedding_model_is_refused_where_it_would_generate(tmp_path: Path) -> None:
+    path = toys.write_bert(tmp_path / "bert.gguf")
+    assert "predicts no tokens" in outcomes(path, [["cut", path.stat().st_size]])[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("duplicate_tokens", "the token 'a' twice"),
+        ("zero_blocks", "block_count is 0"),
+        ("too_many_blocks", "block_count is 100000"),
+    ],
+)
+def test_file_that_llama_cpp_would_abort_on_is_refused_before(
+    kind: str, reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelLoadError, match=reason):
+        lb.Model(toys.write_broken(tmp_path / "broken.gguf", kind))
+
+
+def test_model_without_an_end_token_says_as_much_as_it_may(tmp_path: Path) -> None:
+    """Nothing but ``max_tokens`` ends its texts. (From 12 tokens on llama.cpp takes number 11.)"""
+    tokens = tuple("@ABCDEFGHIJ")
+    metadata: dict[str, toys.Value | None] = {
+        "tokenizer.ggml.eos_token_id": None,
+        "tokenizer.ggml.token_type": [int(gguf.TokenType.CONTROL)]
+        + [int(gguf.TokenType.NORMAL)] * (len(tokens) - 1),
+    }
+    path = toys.write_llama(
+        tmp_path / "endless.gguf", vocab=toys.Vocabulary(tokens), metadata=metadata
+    )
+    with lb.Model(path) as model, lb.Context(model, n_ctx=256, n_threads=1) as ctx:
+        assert model.end_tokens == frozenset()
+        branch = lb.Branch.start(ctx, "ABC", temperature=1.0, seed=1)
+        assert len(list(branch.generate(100))) == 100
+        assert branch.finish_reason == "length"
+        (result,) = lb.Engine(ctx).generate([lb.Request("ABC", max_tokens=50)])
+        assert (len(result.tokens), result.finish_reason) == (50, "length")
+
+
+if __name__ == "__main__":
+    program()

@@ -1,0 +1,285 @@
+"""``llamabranch bench`` on the bundled pair: what it says, draws and writes. No speed is asserted."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from toys import write_toy
+from typer.testing import CliRunner, Result
+
+import llamabranch as lb
+from llamabranch.cli import app
+from llamabranch.measurement import (
+    Cell,
+    Curve,
+    PairBench,
+    PairReport,
+    Sample,
+    Series,
+    Spread,
+    Total,
+    save_plot,
+)
+
+PNG = b"\x89PNG"
+SMALL = ("--quick", "--max-tokens", "12", "--threads", "1")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["bench", *arguments, *SMALL])
+
+
+def run_json(*arguments: str) -> dict[str, object]:
+    result = run("--json", *arguments)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    assert result.stdout.count("\n") == 1
+    answer = json.loads(result.stdout)
+    assert isinstance(answer, dict)
+    return answer
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def test_bench_prints_costs_tables_and_a_command_that_works() -> None:
+    result = run()
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    out = result.stdout
+    for label in ("v(n)", "Plain decoding: ", "c = ", "a = ", "Draft lengths", "Rules:", "theory"):
+        assert label in out
+    rows = [line.split()[:1] for line in out.splitlines()]
+    assert ["1"] in rows and ["2"] in rows and ["auto"] in rows
+    for rule in ("seeded", "token", "block"):
+        assert any(line.startswith(f"auto, {rule} ") for line in out.splitlines())
+    program, command, *arguments = shlex.split(out.splitlines()[-1])
+    assert (program, command) == ("llamabranch", "speculate")
+    assert arguments[:2] == ["--target", "tale-target"]
+    again = CliRunner().invoke(app, ["speculate", *arguments, "--max-tokens", "4"])
+    assert again.exit_code == 0, again.stderr
+
+
+def test_json_holds_what_was_measured_and_seeded_text_is_that_of_plain_decoding() -> None:
+    answer = run_json()
+    assert set(answer) == {
+        *("target", "drafters", "draft_models", "temperature", "n_threads", "n_prompts"),
+        *("n_tokens", "n_runs", "batch_invariant", "interrupted", "t1_s", "v", "c", "a", "plain"),
+        *("lengths", "rules", "theory", "best", "command", "files"),
+    }
+    assert answer["drafters"] == ["tale-draft"]
+    assert (answer["n_prompts"], answer["n_tokens"], answer["n_runs"]) == (1, 12, 1)
+    v = answer["v"]
+    assert isinstance(v, dict)
+    assert list(v) == ["1", "2", "3"]
+    assert v["1"] == 1
+    lengths, rules = answer["lengths"], answer["rules"]
+    assert isinstance(lengths, list)
+    assert isinstance(rules, list)
+    assert [cell["draft_length"] for cell in lengths] == [1, 2, "auto"]
+    assert {(cell["rule"]) for cell in rules} == {"seeded", "token", "block"}
+    assert len(rules) == 6
+    for cell in lengths:
+        assert cell["rule"] == "seeded"
+        assert cell["same_text"] == cell["compared_text"] == 1
+        assert cell["speedup"]["median"] > 0
+        assert (cell["theory"] is None) == (cell["draft_length"] == "auto")
+    assert answer["interrupted"] is False
+    assert answer["files"] == []
+
+
+def test_at_temperature_0_the_rules_are_one() -> None:
+    answer = run_json("--temperature", "0", "--longest", "3")
+    assert answer["rules"] == []
+    assert [cell["draft_length"] for cell in answer["lengths"]] == [1, 2, 3, "auto"]  # type: ignore[attr-defined]
+    assert "--rule" not in str(answer["command"])
+    assert "--temperature 0" in str(answer["command"])
+
+
+def test_draft_none_measures_the_target_alone(tmp_path: Path) -> None:
+    answer = run_json("--draft", "none", "--output", str(tmp_path))
+    assert answer["lengths"] == answer["rules"] == []
+    assert answer["c"] is answer["a"] is answer["best"] is answer["command"] is None
+    assert answer["plain"]["tokens_per_s"]["median"] > 0  # type: ignore[index]
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
+    assert "There is no drafter" in run("--draft", "none").stdout
+
+
+@pytest.mark.parametrize("draft", ["suffix", "lookup", "suffix+tale-draft"])
+def test_other_drafters_are_measured_too(draft: str) -> None:
+    prompt = "Mirror, mirror on the wall, who is the fairest of them all?\n\n" * 4
+    arguments = ("--prompt", prompt, "--longest", "1", "--temperature", "0")
+    answer = run_json("--draft", draft, *arguments)
+    assert answer["drafters"] == draft.split("+")
+    cells = answer["lengths"]
+    assert isinstance(cells, list)
+    assert all(cell["same_text"] == cell["compared_text"] == 1 for cell in cells)
+    assert sum(cell["stats"]["num_draft_tokens"] for cell in cells) > 0
+
+
+def test_prompts_come_from_options_and_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "The old king"}\n{"prompt": [5, 6, 7]}\n')
+    arguments = ("--prompt", "A fox", "--input", str(path), "--draft", "none")
+    answer = run_json(*arguments)
+    assert answer["n_prompts"] == 3
+
+
+def test_memory_that_cannot_drop_a_tail_has_no_v(tmp_path: Path) -> None:
+    path = str(write_toy(tmp_path / "mamba.gguf", "mamba", vocab="bytes"))
+    answer = run_json("--target", path, "--draft", path, "--longest", "1")
+    assert answer["v"] == {}
+    assert answer["t1_s"] is None
+    assert all(cell["theory"] is None for cell in answer["lengths"])  # type: ignore[attr-defined]
+    assert "v(n)" not in run("--target", path, "--draft", path, "--longest", "1").stdout
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_output_gets_json_and_plots(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    answer = run_json("--output", str(folder))
+    files = [folder / name for name in ("bench.json", "speed.png", "acceptance.png")]
+    assert answer["files"] == [str(path) for path in files]
+    assert set(folder.iterdir()) == set(files)
+    assert all(path.read_bytes().startswith(PNG) for path in files[1:])
+    del answer["files"]
+    assert json.loads(files[0].read_text()) == answer
+
+
+def test_without_matplotlib_there_is_a_hint_and_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = run("--output", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "no plots: plots need matplotlib; pip install 'llamabranch[plot]'" in " ".join(
+        result.stderr.split()
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
+    with pytest.raises(lb.UnsupportedError, match="matplotlib"):
+        save_plot(tmp_path / "a.png", "", ("", ""), [])
+
+
+def test_plots_leave_out_what_is_unknown(tmp_path: Path) -> None:
+    curves = [
+        Curve("measured", [1, 2, 4], [Spread(1.0, 0.5, 2.0), Spread.of([]), Spread(2.0, 2.0, 2.0)]),
+        Curve("computed", [1, 2], [math.nan, math.nan], computed=True),
+    ]
+    for name, log in (("a.png", False), ("b.png", True)):
+        save_plot(tmp_path / name, "title", ("x", "y"), curves, log=log, level=1.0)
+        assert (tmp_path / name).read_bytes().startswith(PNG)
+    with pytest.raises(lb.ConfigError, match="cannot write"):
+        save_plot(tmp_path / "absent" / "a.png", "title", ("x", "y"), curves)
+
+
+# -- errors and interruption -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--target", "tale-targte"), "did you mean tale-target?"),
+        (("--draft", "suffix+"), "no chain of drafters"),
+        (("--input", "absent.txt"), "cannot read absent.txt"),
+        (("--input", os.devnull), "has no prompts"),
+        (("--longest", "0"), "longest"),
+        (("--runs", "0"), "runs"),
+        (("--temperature", "-1"), "temperature"),
+        (("--output", os.devnull), "cannot write into"),
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments: tuple[str, ...], complaint: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert complaint in " ".join(result.stderr.split())
+    assert result.stdout == ""
+
+
+def test_prompt_that_does_not_fit_is_an_error() -> None:
+    result = run("--prompt", "word " * 400, "--n-ctx", "256")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
+def test_interrupt_prints_what_was_measured_and_exits_with_130(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "llamabranch.cli", "bench", "--json", "--threads", "1"]
+    arguments = ["--runs", "100000", "--output", str(tmp_path)]
+    process = subprocess.Popen(
+        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=5)  # loading is over by then
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "interrupted" in err
+    assert "Traceback" not in err
+    answer = json.loads(out)
+    assert answer["interrupted"] is True
+    assert (tmp_path / "bench.json").exists()
+
+
+def test_what_was_measured_before_a_stop_is_kept(ctx: lb.Context, draft_ctx: lb.Context) -> None:
+    prompts = [ctx.tokenize("Once upon a time"), ctx.tokenize("The old king")]
+    left = 130  # tokens until it stops: in the middle of the sweep over lengths
+
+    def stop() -> bool:
+        nonlocal left
+        left -= 1
+        return left < 0
+
+    bench = PairBench(
+        ctx,
+        lambda: lb.ModelDrafter(draft_ctx),
+        prompts,
+        lb.SamplingParams(temperature=0.8),
+        lengths=(1, 2),
+        n_tokens=12,
+        n_runs=50,
+        verify_s=0.0,
+        stop=stop,
+    )
+    report = bench.run()
+    assert report.stopped
+    assert set(report.t) == {1, 2, 3}
+    assert report.rules == []
+    n_items = [len(run.texts) for run in report.plain.runs]
+    assert 1 <= sum(n_items) < 100
+    for cell in report.lengths:
+        assert [len(run.texts) for run in cell.series.runs] == n_items
+    assert ctx.usage().cells_used == 0
+    left = 3
+    assert bench.run() == PairReport(stopped=True)
+
+
+# -- the advice ------------------------------------------------------------------------------------
+
+
+def _cell(length: int | str, rule: str, speedup: float) -> Cell:
+    def series(rate: float) -> Series:
+        total = Total()
+        total.add(Sample(100, 100 / rate))
+        return Series([total])
+
+    return Cell(length, rule, series(10.0 * speedup), series(10.0))
+
+
+def test_the_best_is_the_fastest_that_pays_and_seeded_where_that_costs_little() -> None:
+    seeded, token = _cell(3, "seeded", 1.49), _cell(4, "token", 1.5)
+    slow, block = _cell(1, "seeded", 1.1), _cell(4, "block", 1.8)
+    assert PairReport(lengths=[slow, seeded], rules=[token]).best is seeded
+    assert PairReport(lengths=[slow, seeded], rules=[token, block]).best is block
+    assert PairReport(lengths=[_cell(1, "seeded", 0.9)], rules=[]).best is None
+    assert PairReport().best is None

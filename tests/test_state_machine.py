@@ -1,0 +1,71 @@
+"""The state machine over Context and Branch, in short; ``python -m tests.soak`` runs it for long."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+from hypothesis.stateful import run_state_machine_as_test
+from reference_cache import END, Full, ReferenceCache
+from state_machine import long_settings, machine, tiny
+
+import llamabranch as lb
+
+N_KINDS = 18  # of the 23 kinds of steps that the rules count, at least
+
+
+@pytest.mark.parametrize(("which", "n_runs"), [("toy", 120), ("plain", 80), ("draft", 60)])
+def test_context_and_branches_are_what_the_reference_says(
+    which: str, n_runs: int, tmp_path: Path
+) -> None:
+    """A toy, a toy whose context is not batch-invariant, and the bundled draft."""
+    paths = {
+        "toy": lambda: tiny(tmp_path / "toy.gguf"),
+        "plain": lambda: tiny(tmp_path / "toy.gguf", "f32"),
+        "draft": lambda: lb.resolve("tale-draft"),
+    }
+    exact = which != "plain"
+    with (
+        lb.Model(paths[which]()) as model,
+        lb.Context(model, n_ctx=256, n_seq_max=2, n_threads=1, batch_invariant=exact) as clean,
+    ):
+        kind = machine(model, clean, exact=exact, name=f"{which.title()}Machine")
+        gc.freeze()  # the library collects garbage whenever sequences run out
+        try:
+            run_state_machine_as_test(kind, settings=long_settings(n_runs, 50, soak=False))
+        finally:
+            gc.unfreeze()
+        tally = kind.tally
+        assert tally.n_steps > 40 * n_runs
+        assert min(tally.n_full, tally.n_exhausted) > n_runs / 2
+        assert tally.n_exact > n_runs if exact else tally.n_close > n_runs
+        assert (tally.n_rewritten > 0) == exact
+        assert len(tally.steps) >= N_KINDS
+
+
+def test_reference_shares_and_frees_cells() -> None:
+    """The reference is right where it can be counted by hand."""
+    cache = ReferenceCache(10, 3)
+    cache.append({0: 4}, {})
+    cache.share(0, 1)
+    cache.append({0: 2, 1: 1}, {})
+    assert sorted(cache.uses().values()) == [1, 1, 1, 2, 2, 2, 2]
+    cache.remove(0, 2, END)
+    assert cache.lengths() == {0: 2, 1: 5}
+    assert len(cache.uses()) == 5
+    with pytest.raises(Full):
+        cache.append({0: 6}, {})
+    cache.append({0: 5}, {})
+    assert len(cache.uses()) == 10
+
+
+def test_reference_written_anew_holds_common_beginnings_once() -> None:
+    cache = ReferenceCache(10, 3)
+    texts = {0: [1, 2, 3], 1: [1, 2, 4], 2: [1, 5]}
+    cache.append({seq: len(tokens) for seq, tokens in texts.items()}, texts)
+    assert len(cache.uses()) == 8
+    cache.rewritten.append({0: 3, 1: 3, 2: 2})
+    cache.append({0: 5}, texts)
+    assert len(cache.uses()) == 10  # 1, 12, 123, 124, 15 and the five new ones
+    assert cache.lengths() == {0: 8, 1: 3, 2: 2}

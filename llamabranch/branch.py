@@ -60,6 +60,7 @@ class Branch(SavableLine):
         if isinstance(grammar, str):
             grammar = Grammar(grammar)
         with ctx.lock:
+            ctx.decoder.handle.ptr  # noqa: B018  (raises ClosedError)
             seed = random_seed() if params.seed is None else params.seed
             return cls(ctx, Sampler(ctx.model, params, grammar), seed, parent=None)
 

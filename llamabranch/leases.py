@@ -75,12 +75,15 @@ class Leases:
         """Forget the lease."""
         del self._holders[seq_id]
 
-    def forgotten(self) -> list[int]:
-        """Return the sequences whose holders were garbage collected, until their leases end."""
-        noted = len(self._notes)
-        if not noted:
+    def forgotten(self, *, noted: bool = True) -> list[int]:
+        """Return the sequences whose holders were garbage collected, until their leases end.
+
+        With ``noted`` false also those whose note another thread is about to write.
+        """
+        n = len(self._notes)
+        if noted and not n:
             return []
         found = [seq_id for seq_id, ref in self._holders.items() if ref() is None]
-        for _ in range(noted):
+        for _ in range(n):
             self._notes.popleft()
         return found

@@ -189,7 +189,7 @@ class Line:
         return math.exp(math.fsum(counted) / len(counted)) if counted else math.nan
 
     def next_row(self) -> LogitsRow:
-        """Return the logits after the last token as they lie, valid until this branch moves."""
+        """Return the logits after the last token as they lie, valid while the lock is held."""
         with self._lock:
             return self._need_row()
 
@@ -266,8 +266,9 @@ class Line:
 
     def check_commit(self, token: int) -> float:
         """Raise unless ``take`` may follow the decode of ``token``; return its surprisal, nats."""
-        self._check()
-        self._catch_up()
+        if self._decoder.cells.next_position(self._seq_id) != len(self._tokens):
+            self._check()
+            self._catch_up()
         row = self._need_row()
         self._ctx.model.check_tokens((token,))
         if not self._sampler.allows(token):

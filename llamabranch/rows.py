@@ -35,12 +35,12 @@ class LogitsRow:
 
     def keep(self) -> None:
         """Copy the row out of llama.cpp's buffer."""
-        if not self.array.flags.owndata:
+        if self.array.base is not None:
             self.array = self.array.copy()
 
     def lose(self) -> None:
         """Note that the buffer was overwritten before the row was copied."""
-        if not self.array.flags.owndata:
+        if self.array.base is not None:
             self.array = _NOTHING
 
     @property

@@ -203,11 +203,9 @@ class SharedCache:
             self._check_open()
             self._collect_forgotten()
             cells = self._decoder.cells
-            if (
-                len(self._leases) == self.n_seq_max
-            ):  # a forgotten branch may wait in a reference cycle
-                gc.collect()
-                self._collect_forgotten()
+            if len(self._leases) == self.n_seq_max:
+                gc.collect()  # a forgotten branch may wait in a reference cycle
+                self._collect_forgotten(noted=False)
             return self._leases.lend(holder, lambda seq_id: cells.first_position(seq_id) < 0)
 
     def return_lease(self, seq_id: int) -> None:
@@ -218,8 +216,8 @@ class SharedCache:
                     self._decoder.drop(seq_id, 0)
                 self._leases.end(seq_id)
 
-    def _collect_forgotten(self) -> None:
-        for seq_id in self._leases.forgotten():
+    def _collect_forgotten(self, *, noted: bool = True) -> None:
+        for seq_id in self._leases.forgotten(noted=noted):
             self.return_lease(seq_id)
 
     @property

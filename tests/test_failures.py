@@ -2,8 +2,8 @@
 
 Each failure is a real one. 1 is a full cache, 2 an abort in the middle of a graph, -1 a batch whose
 positions have a gap, -2 memory that the system does not give. -3 is what llama.cpp says when a kernel
-fails, which a CPU's do not: there is no honest way to provoke it here. Logits are compared to the bit with
-those from before and with a clean replay.
+fails, which a CPU's do not: there is no honest way to provoke it here. Logits are compared to the bit
+with those from before and with a clean replay.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ OUT_OF_MEMORY = """
 
     with lb.Model(sys.argv[1]) as model:
         ctx = lb.Context(
-            model, n_ctx=2048, n_batch=1024, n_outputs_max=1024, n_seq_max=4, n_threads=1,
+            model, n_ctx=2048, n_batch=1024, n_outputs_max=1024, n_seq_max=6, n_threads=1,
             batch_invariant=True,
         )
         branch = lb.Branch.start(ctx, "Once upon a time", seed=1)
@@ -279,9 +279,7 @@ def test_full_cache_loses_nothing_in_memory_that_cannot_be_cut(
 ) -> None:
     with (
         lb.Model(write(tmp_path / "toy.gguf", vocab="bytes")) as model,
-        Context(
-            model, n_ctx=256, n_seq_max=4, n_batch=32, n_threads=1, swa_full=False
-        ) as ctx,
+        Context(model, n_ctx=256, n_seq_max=4, n_batch=32, n_threads=1, swa_full=False) as ctx,
     ):
         assert not ctx.capabilities.can_truncate
         branch = Branch.start(ctx, [2 + i % 200 for i in range(100)])

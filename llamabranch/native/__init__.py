@@ -6,6 +6,7 @@ Nothing above this package imports ``llama_cpp``. Callers validate with what thi
 
 from .context import ContextHandle, ContextOptions
 from .grammar import GrammarHandle, json_schema_to_gbnf
+from .handle import forkable_lock
 from .library import (
     engine_versions,
     last_log_lines,
@@ -28,6 +29,7 @@ __all__ = [
     "SamplerHandle",
     "StateLayout",
     "engine_versions",
+    "forkable_lock",
     "json_schema_to_gbnf",
     "last_log_lines",
     "max_sequences",

@@ -6,9 +6,11 @@ Arguments are checked by the caller: almost every wrong one aborts the process i
 from __future__ import annotations
 
 import _thread
+import atexit
 import ctypes
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -90,6 +92,7 @@ class ContextHandle(Handle):
     partial copy would abort. ``lock`` is held by whoever uses the handle; freeing takes it too.
     """
 
+    closes_first = True
     _rows: Rows
     _rows_address: int | None
     row_capacity: int
@@ -137,6 +140,7 @@ class ContextHandle(Handle):
                 C.llama_free(ptr)
 
         super().__init__(ptr, free, name="context", parent=model)
+        _close_at_exit(self)
         self._address = ctypes.cast(ptr, ctypes.c_void_p).value
         self._memory = C.llama_get_memory(ptr)
         self.has_memory = bool(self._memory)
@@ -308,6 +312,22 @@ class ContextHandle(Handle):
         address = state.ctypes.data_as(_uint8_p)
         size = int(C.llama_state_seq_set_data(self.ptr, address, len(state), seq_id))
         return size == len(state)
+
+
+_open: weakref.WeakSet[ContextHandle] = weakref.WeakSet()
+
+
+def _close_at_exit(handle: ContextHandle) -> None:
+    """Close contexts before what is used with them: a daemon thread may still be at work."""
+    if not _open:
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)  # after the hook of weakref.finalize, hence run before it
+    _open.add(handle)
+
+
+def _close_all() -> None:
+    for handle in list(_open):
+        handle.close()
 
 
 def _hears_signals() -> bool:

@@ -52,6 +52,8 @@ class Handle:
     child of fork() it is closed: llama.cpp does not survive fork().
     """
 
+    closes_first = False  # whether a thread at work with its siblings may hold its lock
+
     def __init__(
         self, ptr: Any, free: Callable[[Any], None], *, name: str, parent: Handle | None = None
     ) -> None:
@@ -81,6 +83,6 @@ class Handle:
 
     def close(self) -> None:
         """Free the pointer, children first. Does nothing the second time."""
-        for child in list(self._children):
+        for child in sorted(self._children, key=lambda child: not child.closes_first):
             child.close()
         self._finalizer()

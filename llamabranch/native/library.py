@@ -6,7 +6,6 @@ import atexit
 import ctypes
 import os
 import sys
-import threading
 from collections import deque
 from typing import Any
 
@@ -14,6 +13,7 @@ import llama_cpp
 from llama_cpp import llama_cpp as C
 
 from ..errors import ConfigError
+from .handle import forkable_lock
 
 # Rows of ggml_log_level: none, info, warn, error, debug, continue.
 _SEVERITY = {0: 4, 1: 1, 2: 2, 3: 3, 4: 0, 5: -1}
@@ -22,7 +22,7 @@ _THRESHOLDS = {"debug": 0, "info": 1, "warn": 2, "warning": 2, "error": 3, "none
 _threshold = _THRESHOLDS["none"]
 _last_severity = 0
 _recent: deque[str] = deque(maxlen=16)
-_recent_lock = threading.Lock()
+_recent_lock = forkable_lock()
 
 
 @C.llama_log_callback  # type: ignore[untyped-decorator]

@@ -55,8 +55,8 @@ def first_divergence(
     tokens = tuple(line[same] if same < len(line) else None for line in (left, right))
     with Branch.start(ctx, [*prompt, *left[:same]], sampling=sampling, seed=seed) as branch:
         if sampling.temperature == 0.0:
-            row = branch.next_row()
-            (_, first), (_, second) = row.top(2)
+            with ctx.lock:  # the row is valid until anybody else decodes
+                (_, first), (_, second) = branch.next_row().top(2)
             gap = first - second
         else:
             choices = branch.distribution()

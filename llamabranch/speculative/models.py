@@ -155,7 +155,8 @@ class ModelLine:
             return None
         try:
             if self._rule == "seeded":
-                token = branch.draw(branch.next_row())
+                with branch.ctx.lock:  # the row is valid until anybody else decodes
+                    token = branch.draw(branch.next_row())
             else:
                 source = branch.distribution()
                 token = source.draw(self._noise, branch.position, DRAFT)

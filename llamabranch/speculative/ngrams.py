@@ -11,12 +11,13 @@ what both sides share, and an old sequence takes its own entries with it.
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from ..native import forkable_lock
 
 __all__ = ["Guess", "Match", "Place", "Segment", "SharedIndex", "TokenIndex", "doubling"]
 
@@ -302,7 +303,7 @@ class SharedIndex:
         self._segments: deque[Segment] = deque()  # oldest first
         self._postings: dict[Gram, list[tuple[Segment, int]]] = {}
         self._n_tokens = 0
-        self._lock = threading.Lock()
+        self._lock = forkable_lock()
 
     @property
     def n_tokens(self) -> int:

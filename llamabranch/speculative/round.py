@@ -72,24 +72,26 @@ class Stream:
     def begin(self) -> Emitted:
         """Say the first token: it needs no decode, the branch's logits are there."""
         branch = self.branch
-        self.pending = self._emit(branch.produce().token, branch.next_row(), "plain")
+        with branch.ctx.lock:
+            self.pending = self._emit(branch.produce().token, branch.next_row(), "plain")
         return self.pending
 
     def round(self, limit: int) -> list[Emitted]:
         """Run one round alone; return what it says, at most ``limit`` + 1 tokens."""
         planned = self.plan(limit)
-        if len(planned) > 1:
-            start = perf_counter()
-            try:
-                rows = self.verify(planned)
-                return self.settle(rows, perf_counter() - start)
-            except CapacityError:
-                self.stats.count_stop("no room to verify")
-                self.plan(0)
-            except BaseException:
-                self.branch.abandon()
-                raise
-        return self._step()
+        with self.branch.ctx.lock:  # its rows are valid until anybody else decodes
+            if len(planned) > 1:
+                start = perf_counter()
+                try:
+                    rows = self.verify(planned)
+                    return self.settle(rows, perf_counter() - start)
+                except CapacityError:
+                    self.stats.count_stop("no room to verify")
+                    self.plan(0)
+                except BaseException:
+                    self.branch.abandon()
+                    raise
+            return self._step()
 
     def _step(self) -> list[Emitted]:
         """Run a round without a draft: the same as settling an empty one, and quicker."""

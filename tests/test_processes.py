@@ -1,0 +1,439 @@
+"""fork() of the process, and its end: errors instead of crashes and hangs, and nothing freed twice.
+
+Each scene is a program of its own. A child that hangs is ended by its alarm, which the parent sees.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import llamabranch as lb
+
+DATA = Path(lb.__file__).parent / "data"
+TIMEOUT_S = 120
+
+BEGIN = """
+    import gc, os, random, signal, sys, threading, time, traceback
+    import numpy as np
+    import llamabranch as lb
+    from llamabranch.errors import ClosedError, LlamaBranchError, UsageError
+
+    TARGET, DRAFT = sys.argv[1:3]
+
+    def child_says(act):
+        "Run act in a child of fork(); return how it ended."
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(30)
+            status = 1
+            try:
+                act()
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(status) if status else sys.exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def refused(*calls):
+        for call in calls:
+            try:
+                result = call()
+            except ClosedError as error:
+                assert "fork" in str(error), error
+            else:
+                raise AssertionError(f"{call} gave {result!r}")
+"""
+
+
+def run(program: str, *, code: int = 0, arguments: tuple[str, ...] = ()) -> str:
+    """Run a program after ``BEGIN``; return what it printed."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-X",
+            "faulthandler",
+            "-c",
+            textwrap.dedent(BEGIN) + textwrap.dedent(program),
+            str(DATA / "tale-target-q8_0.gguf"),
+            str(DATA / "tale-draft-q8_0.gguf"),
+            *arguments,
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "GGML_NO_BACKTRACE": "1"},
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    complaints = ("Exception ignored", "Traceback", "Fatal Python error")
+    if done.returncode != code or any(word in done.stderr for word in complaints):
+        pytest.fail(f"it ended with {done.returncode}: {done.stderr[-3000:]}", pytrace=False)
+    return done.stdout
+
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork()")
+
+# -- fork() ----------------------------------------------------------------------------------------
+
+
+@forks
+@pytest.mark.parametrize("n_threads", ["1", "2"])
+def test_everything_inherited_through_fork_raises_and_the_parent_goes_on(n_threads: str) -> None:
+    run(
+        """
+        model = lb.Model(TARGET)
+        ctx = lb.Context(model, n_ctx=512, n_seq_max=6, n_threads=int(sys.argv[3]))
+        branch = lb.Branch.start(ctx, "Once upon a time", temperature=0.8, seed=1)
+        fork = branch.fork()
+        twin = branch.fork()
+        whole = [twin.step().token for _ in range(20)]
+        twin.prune()
+        drafter = lb.ModelDrafter(ctx)
+        speculator = lb.Speculator(ctx, drafter)
+        engine = lb.Engine(ctx, drafter)
+        session = lb.InferenceSession(ctx, "The king")
+        store = lb.BranchStore(ctx)
+        sampler = lb.SamplingParams(temperature=1.0, repeat_penalty=1.2)
+        penal = lb.Branch.start(ctx, "The", sampling=sampler)
+        stream = penal.generate(10)
+        next(stream)
+        said = [branch.step().token for _ in range(5)]
+
+        def child():
+            assert ctx.closed and model.closed
+            refused(
+                lambda: branch.step(), lambda: branch.produce(), lambda: branch.fork(),
+                lambda: branch.logits, lambda: branch.text, lambda: branch.rewind(1),
+                lambda: branch.entropy(),
+                lambda: fork.prefill([5]), lambda: branch.save("nowhere"), lambda: next(stream),
+                lambda: lb.Branch.create(ctx), lambda: lb.Branch.start(ctx, "a"),
+                lambda: ctx.decode([1], 0), lambda: ctx.kv_seq_copy(0, 1), lambda: ctx.usage(),
+                lambda: ctx.audit(), lambda: ctx.tokenize("a"), lambda: ctx.kv_cache_clear(),
+                lambda: ctx.kv_cache_remove(0), lambda: ctx.logits(),
+                lambda: model.tokenize("a b c"), lambda: model.detokenize([5, 6]),
+                lambda: lb.Context(model, n_ctx=256), lambda: model.chat_template,
+                lambda: speculator.generate("a").finish(), lambda: session.next_token(drafter),
+                lambda: store.step([branch]),
+                lambda: penal.resample(lb.SamplingParams(top_k=3)),
+            )
+            assert isinstance(engine.generate(["a"])[0].error, ClosedError)
+            repr((ctx, branch, model))
+            branch.tokens, branch.position
+            ctx.interrupt()
+            fork.prune()
+            branch.prune_subtree()
+            ctx.close()
+            model.close()
+            gc.collect()
+
+        assert child_says(child) == 0
+        assert child_says(lambda: None) == 0  # frees nothing when it ends
+        said += [branch.step().token for _ in range(15)]
+        assert said == whole, (said, whole)
+        ctx.audit()
+        next(stream)
+        assert [r.finish_reason for r in engine.generate(["The king"])] in (["stop"], ["length"])
+        """,
+        arguments=(n_threads,),
+    )
+
+
+@forks
+def test_locks_that_were_held_at_the_fork_do_not_hang_the_child() -> None:
+    run(
+        """
+        model = lb.Model(TARGET)
+        ctx = lb.Context(model, n_ctx=2048, n_batch=2048, n_seq_max=4, n_threads=1)
+        branch = lb.Branch.start(ctx, "Once upon a time", seed=1)
+        reading = lb.Branch.create(ctx)
+        thread = threading.Thread(target=lambda: reading.prefill([5 + i % 900 for i in range(1500)]))
+        thread.start()
+        while ctx.lock.acquire(blocking=False):  # until the other thread decodes
+            ctx.lock.release()
+
+        def child():
+            refused(lambda: branch.step(), lambda: ctx.decode([1], 0), lambda: reading.fork())
+            ctx.close()
+            model.close()
+
+        assert child_says(child) == 0
+        thread.join()
+        assert reading.position == 1500
+        branch.step()
+        with ctx.lock:  # and what the forking thread itself holds it still holds
+            assert child_says(lambda: refused(lambda: branch.step())) == 0
+        def child():
+            with ctx.lock:
+                refused(lambda: branch.step())
+        assert child_says(child) == 0
+        ctx.audit()
+        """
+    )
+
+
+@forks
+def test_fork_inside_a_with_block_leaves_it_in_both_processes() -> None:
+    out = run(
+        """
+        with lb.Model(TARGET) as model, lb.Context(model, n_ctx=256, n_threads=1) as ctx:
+            with lb.Branch.start(ctx, "Once", seed=1) as branch, ctx.lock:
+                before = branch.produce()
+                pid = os.fork()
+                if pid == 0:
+                    signal.alarm(30)
+                else:
+                    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+                    assert branch.step() == before
+        print("child" if pid == 0 else "parent")
+        """
+    )
+    assert sorted(out.split()) == ["child", "parent"]
+
+
+@forks
+def test_child_opens_models_of_its_own() -> None:
+    run(
+        """
+        def say(n_threads):
+            with lb.Model(TARGET) as model:
+                with lb.Context(model, n_ctx=256, n_threads=n_threads) as ctx:
+                    return lb.Branch.start(ctx, "Once upon a time", temperature=0.0).step().token
+
+        model = lb.Model(TARGET)
+        ctx = lb.Context(model, n_ctx=256, n_threads=1)
+        word = lb.Branch.start(ctx, "Once upon a time", temperature=0.0).step().token
+
+        def child():
+            assert say(1) == word
+            assert say(2) == word  # the parent has used one thread so far
+
+        assert child_says(child) == 0
+        assert say(2) == word
+
+        def grandchild():
+            assert say(1) == word
+            try:
+                say(2)
+            except UsageError as error:
+                assert "several threads" in str(error) and "spawn" in error.hint
+            else:
+                raise AssertionError("OpenMP would have waited for ever")
+
+        assert child_says(grandchild) == 0
+        """
+    )
+
+
+@forks
+def test_branches_as_arguments_of_forked_workers_raise_there() -> None:
+    run(
+        """
+        import multiprocessing
+
+        def work(branch, engine, queue):
+            try:
+                branch.step()
+            except ClosedError as error:
+                queue.put(str(error))
+            queue.put(str(engine.generate(["a"])[0].error))
+
+        if __name__ == "__main__":
+            fork = multiprocessing.get_context("fork")
+            ctx = lb.load(n_ctx=256, n_threads=1)
+            branch = lb.Branch.start(ctx, "Once", seed=1)
+            engine = lb.Engine(ctx)
+            for _ in range(3):
+                queue = fork.Queue()
+                worker = fork.Process(target=work, args=(branch, engine, queue))
+                worker.start()
+                answers = [queue.get(timeout=60) for _ in range(2)]
+                worker.join()
+                assert worker.exitcode == 0
+                assert all("forked" in answer for answer in answers), answers
+                branch.step()
+            ctx.audit()
+        """
+    )
+
+
+# -- the end of the interpreter ----------------------------------------------------------------------
+
+ALIVE = """
+    model, draft = lb.Model(TARGET), lb.Model(DRAFT)
+    ctx = lb.Context(model, n_ctx=512, n_threads=1)
+    draft_ctx = lb.Context(draft, n_ctx=512, n_threads=1)
+    branch = lb.Branch.start(ctx, "Once", seed=1, repeat_penalty=1.2)
+    child = branch.fork()
+    grammar = lb.Branch.start(ctx, "Once", grammar='root ::= "abc"')
+    drafter = lb.ModelDrafter(draft_ctx)
+    speculator = lb.Speculator(ctx, drafter)
+    generation = speculator.generate("The king", max_tokens=50)
+    next(generation)
+    engine = lb.Engine(ctx, drafter)
+    events = engine.stream(["The queen", "A wolf"])
+    next(events)
+    session = lb.InferenceSession(ctx, "The")
+    session.next_token(drafter)
+    tokens = child.generate(20)
+    next(tokens)
+    snapshot = branch.snapshot()
+    row = ctx.decoder
+"""
+
+
+def scene(*lines: str) -> str:
+    return textwrap.dedent(ALIVE) + "".join(f"\n{textwrap.dedent(line)}" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("", 0),
+        ("sys.exit(3)", 3),
+        ("cycle = [branch, engine, events, ctx]; cycle.append(cycle)", 0),
+        ("ctx.keep = branch; model.keep = ctx; branch.keep = model", 0),
+        ("import builtins; builtins.kept = (branch, generation, events, session)", 0),
+        ("import atexit; atexit.register(lambda: ctx.closed)", 0),
+        ("import atexit; atexit.register(branch.prune_subtree)", 0),
+        ("gc.disable()", 0),
+        ("lb.Branch.keep = branch", 0),
+        ("threading.main_thread().keep = (branch, events)", 0),
+    ],
+)
+def test_interpreter_ends_with_everything_alive(ending: str, code: int) -> None:
+    run(scene(ending), code=code)
+
+
+def test_everything_is_closed_and_dropped_in_any_order() -> None:
+    run(
+        """
+        closers = {
+            "model": "close", "draft": "close", "ctx": "close", "draft_ctx": "close",
+            "branch": "prune_subtree", "child": "prune_subtree", "grammar": "prune",
+            "generation": "close", "events": "close", "session": "close", "tokens": "close",
+        }
+        lines = os.environ["SCENE"]
+        for seed in range(30):
+            rng = random.Random(seed)
+            world = {"lb": lb, "TARGET": TARGET, "DRAFT": DRAFT}
+            exec(lines, world)
+            names = [n for n in world if n not in ("lb", "TARGET", "DRAFT", "__builtins__")]
+            rng.shuffle(names)
+            for name in names:
+                if name in closers and rng.random() < 0.6:
+                    try:
+                        getattr(world[name], closers[name])()
+                    except LlamaBranchError:
+                        pass  # it has children, or it stands on something closed
+                if rng.random() < 0.7:
+                    del world[name]
+                if rng.random() < 0.2:
+                    gc.collect()
+            del world
+            gc.collect()
+        assert not lb.native.context._open, "a context outlived all that knew it"
+        print("fine")
+        """.replace('os.environ["SCENE"]', repr(textwrap.dedent(ALIVE)))
+    )
+
+
+@pytest.mark.parametrize("daemon", [True, False])
+def test_interpreter_ends_while_threads_decode(daemon: bool) -> None:
+    """Daemon threads may be anywhere: in llama.cpp, in a sampler, in Python."""
+    run(
+        """
+        daemon = sys.argv[3] == "True"
+        model = lb.Model(TARGET)
+        ctx = lb.Context(model, n_ctx=2048, n_batch=2048, n_seq_max=8, n_threads=1)
+        stop = time.monotonic() + 0.3
+        started = threading.Barrier(6)
+
+        def step(seed):
+            branch = lb.Branch.start(ctx, "Once", temperature=0.9, repeat_penalty=1.1, seed=seed)
+            started.wait()
+            try:
+                while daemon or time.monotonic() < stop:
+                    branch.step()
+                    if branch.position > 60:
+                        branch.rewind(20)
+            except LlamaBranchError:
+                pass
+
+        def read():
+            branch = lb.Branch.create(ctx)
+            started.wait()
+            try:
+                while daemon or time.monotonic() < stop:
+                    branch.prefill([5 + i % 900 for i in range(1200)])
+                    branch.rewind(0)
+            except LlamaBranchError:
+                pass
+
+        for target, arguments in [(step, (i,)) for i in range(4)] + [(read, ())]:
+            threading.Thread(target=target, args=arguments, daemon=daemon).start()
+        started.wait()
+        """,
+        arguments=(str(daemon),),
+    )
+
+
+def test_exceptions_in_the_middle_of_calls_leak_no_sequence() -> None:
+    run(
+        """
+        ctx = lb.Context(lb.Model(TARGET), n_ctx=512, n_seq_max=6, n_threads=1)
+        draft_ctx = lb.Context(lb.Model(DRAFT), n_ctx=512, n_seq_max=6, n_threads=1)
+
+        class Oops(Exception):
+            pass
+
+        rng = random.Random(1)
+        for i in range(300):
+            # The n-th line of this library that runs from here on raises.
+            left = rng.randrange(1, 1500)
+
+            def trace(frame, event, argument):
+                global left
+                if "llamabranch" not in frame.f_code.co_filename:
+                    return None
+                if "weakref" in frame.f_code.co_name or frame.f_code.co_name in ("end", "__exit__"):
+                    return trace
+                left -= 1
+                if left == 0:
+                    sys.settrace(None)
+                    raise Oops
+                return trace
+
+            def act():
+                with lb.Branch.start(ctx, "Once", temperature=0.9, seed=i) as root:
+                    for child in root.fork_many(2):
+                        child.step()
+                        child.extend([5, 6])
+                        child.rewind(2)
+                    speculator = lb.Speculator(ctx, lb.ModelDrafter(draft_ctx))
+                    speculator.generate(root, max_tokens=5).finish()
+
+            sys.settrace(trace)
+            try:
+                act()
+            except Oops:
+                pass
+            finally:
+                sys.settrace(None)
+            gc.collect()
+            for context in (ctx, draft_ctx):
+                context.audit()
+                assert context.n_seq_free == 6, (i, context.holders())
+                assert context.usage().cells_used == 0, (i, context.usage())
+        branch = lb.Branch.start(ctx, "Once upon a time", temperature=0.8, seed=1)
+        again = lb.Branch.start(ctx, "Once upon a time", temperature=0.8, seed=1)
+        assert np.array_equal(branch.logits, again.logits)
+        """
+    )

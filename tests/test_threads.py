@@ -1,0 +1,274 @@
+"""Many threads: one context serialises them, contexts run side by side, decoding frees the GIL."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from llama_cpp import llama_cpp as C
+
+import llamabranch as lb
+from llamabranch import Branch, BranchStore, Context
+from llamabranch.errors import ClosedError, DecodeInterruptedError
+
+WARM = lb.SamplingParams(temperature=0.8, seed=2)
+PROMPTS = ("Once upon a time", "The king", "The queen had", "A wolf")
+
+
+@pytest.fixture(autouse=True)
+def switching() -> Iterator[None]:
+    """Let Python change threads as often as it can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def together(*calls: Callable[[], object]) -> list[object]:
+    """Run all calls in threads of their own, begun at the same time; return their results."""
+    barrier = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], object]) -> object:
+        barrier.wait()
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(run, call) for call in calls]]
+
+
+def tell(ctx: Context, prompt: str, seed: int, n: int = 40) -> list[int]:
+    """Write a text with everything a branch can do on the way."""
+    with Branch.start(ctx, prompt, temperature=0.9, seed=seed) as branch:
+        said = []
+        for i in range(n):
+            said.append(branch.step().token)
+            if i % 5 == 0:
+                fork = branch.fork()
+                fork.extend([7, 8, 9])
+                fork.prune()
+            if i % 7 == 0:
+                branch.rewind(branch.position - 1)
+                branch.commit(said[-1])
+        assert branch.generated == said
+        return said
+
+
+def test_threads_of_one_context_write_what_they_write_alone(ctx: Context) -> None:
+    jobs = [(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+    alone = [tell(ctx, *job) for job in jobs]
+    for _ in range(3):
+        assert together(*(lambda job=job: tell(ctx, *job) for job in jobs)) == alone
+        ctx.audit()
+        assert ctx.usage().cells_used == 0
+
+
+def test_all_kinds_of_users_share_a_context(ctx: Context, draft_ctx: Context) -> None:
+    config = lb.SpeculativeConfig(draft_k=3)
+    engine = lb.Engine(ctx, lb.ModelDrafter(draft_ctx), config, seed=4, max_tokens=40)
+
+    def speculate() -> object:
+        speculator = lb.Speculator(ctx, lb.ModelDrafter(draft_ctx), config)
+        return speculator.generate("The king", max_tokens=40, sampling=WARM).finish().text
+
+    def session() -> object:
+        with lb.InferenceSession(ctx, "A wolf", sampling=WARM) as told:
+            drafter = lb.ModelDrafter(draft_ctx)
+            while len(told.tokens) < 30 and told.next_token(drafter) is not None:
+                pass
+            return told.text
+
+    def batch() -> object:
+        return [result.text for result in engine.generate(["The queen"])]
+
+    def raw() -> object:
+        for i in range(20):
+            ctx.decode([100 + i], i, seq_id=0, logits="none")
+        size = ctx.kv_cache_size(0)
+        ctx.kv_cache_remove(0)
+        return size
+
+    def store() -> object:
+        with Branch.start(ctx, "Once", temperature=0.7, seed=9) as root:
+            branches = root.fork_many(1)
+            for _ in range(15):
+                BranchStore(ctx).step(branches)
+            return [branch.text for branch in branches]
+
+    acts = (speculate, session, batch, raw, store)
+    alone = [act() for act in acts]
+    for _ in range(3):
+        assert together(*acts) == alone
+        for context in (ctx, draft_ctx):
+            context.audit()
+            assert context.usage().cells_used == 0
+
+
+def test_contexts_of_one_model_run_side_by_side(target: lb.Model) -> None:
+    def work(seed: int) -> list[int]:
+        with Context(target, n_ctx=512, n_seq_max=4, n_threads=1, batch_invariant=True) as ctx:
+            return [t for prompt in PROMPTS for t in tell(ctx, prompt, seed, 20)]
+
+    alone = [work(seed) for seed in range(4)]
+    assert together(*(lambda seed=seed: work(seed) for seed in range(4))) == alone
+
+
+def test_model_is_tokenized_with_from_many_threads(target: lb.Model) -> None:
+    texts = [f"{prompt} {i} ." for prompt in PROMPTS for i in range(50)]
+    alone = [target.tokenize(text) for text in texts]
+
+    def tokenize() -> object:
+        return [target.tokenize(text) for text in texts]
+
+    def spell() -> object:
+        return [target.tokenize(target.detokenize(tokens, special=True)) for tokens in alone]
+
+    first, *others = together(tokenize, tokenize, spell, spell)
+    assert first == alone == others[0]
+    assert others[1] == others[2]
+
+
+def test_branches_that_threads_forget_come_back(ctx: Context) -> None:
+    """The garbage collector runs in whichever thread it likes, also in the middle of a call."""
+
+    def scatter(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(60):
+            branch = Branch.start(ctx, "The king", seed=seed)
+            if rng.random() < 0.5:
+                branch.fork().step()
+            if rng.random() < 0.3:
+                branch.cycle = branch  # type: ignore[attr-defined]  # only the collector ends it
+            branch.step()
+            if rng.random() < 0.2:
+                gc.collect()
+
+    together(*(lambda seed=seed: scatter(seed) for seed in range(3)))
+    gc.collect()
+    assert ctx.n_seq_free == 8
+    assert ctx.usage().cells_used == 0
+
+
+# -- the GIL ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 64, 1900], ids=["one token", "a batch", "watched for signals"])
+def test_decoding_frees_the_gil(n: int, target: lb.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread counts between the entry of llama.cpp's decode and its return.
+
+    Nobody is asked to hand the GIL over (the switch interval is 1000 s), so that the count can only move
+    there if the decode gives the GIL away.
+    """
+    counter, stop = [0], threading.Event()
+
+    def count() -> None:
+        while not stop.is_set():
+            counter[0] += 1
+            time.sleep(0)  # gives the GIL back
+
+    counted: list[int] = []
+    real = C.llama_decode
+
+    def decode(ctx: object, batch: C.llama_batch) -> int:
+        before = counter[0]
+        code = int(real(ctx, batch))
+        counted.append(counter[0] - before)
+        return code
+
+    thread = threading.Thread(target=count, daemon=True)
+    with Context(target, n_ctx=2048, n_batch=2048, n_seq_max=2, n_threads=1) as ctx:
+        monkeypatch.setattr(C, "llama_decode", decode)
+        sys.setswitchinterval(1000)
+        thread.start()
+        try:
+            for _ in range(1000):  # a short decode may end before the other thread has woken up
+                ctx.decode([5] * n, 0)
+                ctx.kv_cache_clear()
+                if counted[-1]:
+                    break
+        finally:
+            stop.set()
+            sys.setswitchinterval(1e-6)
+        thread.join()
+    assert counted[-1] > 0
+
+
+# -- closing while others work ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("close", ["context", "model", "branches"])
+def test_closing_while_threads_decode_is_an_error_for_them_and_no_crash(
+    close: str, target: lb.Model, tmp_path: object
+) -> None:
+    for round_ in range(4):
+        model = lb.Model(target.path)
+        ctx = Context(model, n_ctx=512, n_seq_max=6, n_threads=1)
+        branches = [Branch.start(ctx, prompt, seed=round_) for prompt in PROMPTS]
+        started = threading.Barrier(len(branches) + 1)
+
+        def work(branch: Branch, started: threading.Barrier = started) -> lb.LlamaBranchError:
+            started.wait()
+            try:
+                while True:
+                    branch.step()
+                    if branch.position > 100:
+                        branch.rewind(20)
+            except lb.LlamaBranchError as error:
+                return error  # noqa: B023  (returned at once)
+
+        with ThreadPoolExecutor(len(branches)) as pool:
+            futures = [pool.submit(work, branch) for branch in branches]
+            started.wait()
+            if close == "context":
+                ctx.close()
+            elif close == "model":
+                model.close()
+            else:
+                for branch in branches:
+                    branch.prune()
+            errors = [future.result() for future in futures]
+        expected = (ClosedError, DecodeInterruptedError, lb.BranchStateError)
+        assert all(isinstance(error, expected) for error in errors), errors
+        if close == "branches":
+            ctx.audit()
+            assert ctx.usage().cells_used == 0
+        model.close()
+
+
+def test_interrupts_from_many_threads_stop_no_more_than_they_say(ctx: Context) -> None:
+    """However the requests fall, a branch that goes on after them writes the text it would have."""
+    with Branch.start(ctx, "The king", temperature=0.9, seed=1) as branch:
+        whole = [produced.token for produced in branch.generate(60)]
+    stop = threading.Event()
+
+    def disturb() -> None:
+        while not stop.wait(0.003):
+            ctx.interrupt()
+
+    threads = [threading.Thread(target=disturb) for _ in range(3)]
+    branch = Branch.start(ctx, "The king", temperature=0.9, seed=1)
+    for thread in threads:
+        thread.start()
+    n_stopped = 0
+    try:
+        while len(branch.generated) < 60:
+            try:
+                branch.step()
+            except DecodeInterruptedError:
+                n_stopped += 1
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert n_stopped > 0
+    assert branch.generated == whole
+    with Branch.create(ctx) as again:
+        ctx.decoder.handle.resume()
+        again.prefill(branch.tokens)
+        assert np.array_equal(again.logits, branch.logits)

@@ -38,8 +38,8 @@ def test_context_and_branches_are_what_the_reference_says(
             gc.unfreeze()
         tally = kind.tally
         assert tally.n_steps > 40 * n_runs
-        assert min(tally.n_full, tally.n_exhausted) > n_runs / 2
-        assert tally.n_exact > n_runs if exact else tally.n_close > n_runs
+        assert min(tally.n_full, tally.n_exhausted) > n_runs / 4
+        assert (tally.n_exact if exact else tally.n_close) > n_runs / 4
         assert (tally.n_rewritten > 0) == exact
         assert len(tally.steps) >= N_KINDS
 

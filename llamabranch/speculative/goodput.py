@@ -175,9 +175,11 @@ class GoodputLength:
 
     def _is_due(self, profile: Profile) -> bool:
         """Return whether a drafter that is off should be tried again."""
+        if profile.paused < profile.pause:
+            return False
         # Reading many tokens at once costs about a fifth of a step for each.
         cost = profile.step_s * (1 + self._n_behind / 5) + self._time(2) - self._time(1)
-        return profile.paused >= profile.pause and cost < self.TRIAL_SHARE * profile.paused_s
+        return cost < self.TRIAL_SHARE * profile.paused_s
 
     def consider(self, drafter: str) -> bool:
         """Return whether this drafter should propose; what follows is about it."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 __all__ = ["DraftLength", "FixedLength", "RoundReport"]
 
 
-@dataclass(frozen=True)
-class RoundReport:
+class RoundReport(NamedTuple):
     """What a round cost and yielded; a plain step is a round without a draft.
 
     ``entropies`` (nats) are of the draft's distributions, one for each step that was thought about;

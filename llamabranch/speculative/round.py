@@ -14,6 +14,7 @@ from time import perf_counter
 from ..branch import Branch
 from ..distribution import Distribution
 from ..errors import CapacityError
+from ..line import Produced
 from ..rows import LogitsRow
 from ..verification import Judge
 from .drafters import Draft, DraftLine
@@ -73,7 +74,7 @@ class Stream:
         """Say the first token: it needs no decode, the branch's logits are there."""
         branch = self.branch
         with branch.ctx.lock:
-            self.pending = self._emit(branch.produce().token, branch.next_row(), "plain")
+            self.pending = self._plain()
         return self.pending
 
     def round(self, limit: int) -> list[Emitted]:
@@ -99,7 +100,7 @@ class Stream:
         start = perf_counter()
         branch.commit(pending.token)
         verified = perf_counter()
-        self.pending = self._emit(branch.produce().token, branch.next_row(), "plain")
+        self.pending = self._plain()
         self.line.observe(branch.position)
         self.stats.sample_time_s += perf_counter() - verified
         self._count(0, 1, verified - start)
@@ -178,12 +179,15 @@ class Stream:
         node = None if parents is None else kept[-1]
         texts = branch.settle([plan[i] for i in kept], kept_rows, judge.sampler(kept[-1]), node)
         said = [
-            self._emit(plan[i], row, "drafted", text)
+            self._emitted(
+                Produced(plan[i], text, False, row.logprob(plan[i]), row.entropy()), row, "drafted"
+            )
             for i, row, text in zip(path, kept_rows, texts[1:], strict=False)
         ]
         whole = n == len(draft.tokens) if parents is None else kept[-1] not in parents
         source = "plain" if not draft.tokens else "bonus" if whole else "corrected"
-        self.pending = self._emit(following, kept_rows[-1], source)
+        last = kept_rows[-1]
+        self.pending = self._emitted(branch.describe(following, last), last, source)
         said.append(self.pending)
         settled = perf_counter()
         self.line.observe(branch.position)
@@ -213,17 +217,13 @@ class Stream:
         verdict = verify(self.rule, draft.tokens, sources, target, seed=seed, position=first)
         return list(range(1, verdict.n_accepted + 1)), verdict.token
 
-    def _emit(self, token: int, row: LogitsRow, source: str, text: str | None = None) -> Emitted:
-        said = self.branch.describe(token, row)
-        return Emitted(
-            token,
-            said.text if text is None else text,
-            source,
-            said.is_stop and text is None,
-            said.logprob,
-            said.entropy,
-            tuple(row.top(self._n_alternatives)) if self._n_alternatives else (),
-        )
+    def _plain(self) -> Emitted:
+        """Return what the branch says next, from the logits after its last token."""
+        return self._emitted(self.branch.produce(), self.branch.next_row(), "plain")
+
+    def _emitted(self, said: Produced, row: LogitsRow, source: str) -> Emitted:
+        top = tuple(row.top(self._n_alternatives)) if self._n_alternatives else ()
+        return Emitted(said.token, said.text, source, said.is_stop, said.logprob, said.entropy, top)
 
     def _count(self, n_accepted: int, n_verified: int, verify_s: float) -> None:
         stats, draft = self.stats, self._draft

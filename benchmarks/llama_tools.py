@@ -32,7 +32,7 @@ _CMAKE = (
     "-DLLAMA_BUILD_SERVER=OFF",
 )
 _SECONDS = 1800
-_TRIES = 4
+_TRIES = 16  # the programs' log may lose lines at the end
 
 
 class ToolError(RuntimeError):
@@ -101,16 +101,18 @@ class LlamaTools:
         cells = n_prompt + n * max(streams)
         if not unified:  # each stream has its own part of the cache
             cells = (n_prompt + n) * max(streams)
-        said = self._run(
+        command = (
             "llama-batched-bench", "-m", model, "-c", -(-cells // 256) * 256 + 256 * max(streams),
             "-npp", n_prompt, "-ntg", n, "-npl", ",".join(map(str, streams)), "-pps",
             "-t", self._threads, "--output-format", "jsonl", *(("-kvu",) if unified else ()),
         )  # fmt: skip
-        lines = [json.loads(x) for x in said.stdout.splitlines() if x.startswith("{")]
-        found = {int(x["pl"]): Sample(int(x["pl"]) * int(x["tg"]), float(x["t_tg"])) for x in lines}
-        if set(found) != set(streams):
-            raise ToolError(f"llama-batched-bench said {said.stdout[-500:]!r}")
-        return found
+        for _ in range(_TRIES):
+            said = self._run(*command).stdout
+            lines = [json.loads(x) for x in said.splitlines() if x.startswith("{")]
+            found = {int(x["pl"]): Sample(int(x["pl"]) * int(x["tg"]), x["t_tg"]) for x in lines}
+            if set(found) == set(streams):
+                return found
+        raise ToolError(f"llama-batched-bench said {said[-500:]!r}")
 
     def _report(self, *command: object) -> Sample:
         """Run a program until its report comes: on a busy machine its log may lose the last lines."""
@@ -175,7 +177,7 @@ def _program(folder: Path, name: str) -> Path | None:
 
 
 def has_amx() -> bool:
-    """Return whether llama.cpp would use AMX; the library leaves it out (see ``Model``), so must peers."""
+    """Return whether llama.cpp would use AMX; the library leaves it out, so must its peers."""
     return "AMX_INT8 = 1" in lb.system_info()
 
 

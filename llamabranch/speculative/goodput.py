@@ -91,6 +91,7 @@ class GoodputLength:
     REFRESH = 64  # rounds after which a plain step measures t(1) again
     PAUSE, LONGEST_PAUSE = 48, 1024  # plain steps between trials
     TRIAL_SHARE = 0.02  # of the time since the last trial
+    LOOK_EVERY = 8  # plain steps between questions whether a trial is due
     VAIN_ASKS = 8  # how often a drafter with nothing to propose is asked in a trial
     SLACK = 0.98  # of the plain rate: asking costs something, and times are noisy
     reads_entropy = True
@@ -175,7 +176,7 @@ class GoodputLength:
 
     def _is_due(self, profile: Profile) -> bool:
         """Return whether a drafter that is off should be tried again."""
-        if profile.paused < profile.pause:
+        if profile.paused < profile.pause or profile.paused % self.LOOK_EVERY:
             return False
         # Reading many tokens at once costs about a fifth of a step for each.
         cost = profile.step_s * (1 + self._n_behind / 5) + self._time(2) - self._time(1)

@@ -24,6 +24,8 @@ from .stats import SpeculativeStats
 
 __all__ = ["Emitted", "Stream", "settle_at"]
 
+_NO_DRAFT = Draft(stopped="off")
+
 
 @dataclass(frozen=True)
 class Emitted:
@@ -110,7 +112,8 @@ class Stream:
         """Return what to decode: the pending token and a draft of at most ``limit`` tokens."""
         asked = self.ask(limit)
         if asked is None:
-            return self.take(Draft(stopped="off"))
+            self._draft = _NO_DRAFT
+            return [(self.pending or self.begin()).token]
         return self.take(self.line.propose(asked, self.length, min(limit, self.length.limit)))
 
     def ask(self, limit: int) -> list[int] | None:

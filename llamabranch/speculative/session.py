@@ -11,7 +11,7 @@ from ..errors import ClosedError, ConfigError
 from ..grammar import Grammar
 from ..sampling import SamplingParams
 from .config import SpeculativeConfig
-from .drafters import Drafter, NullDrafter
+from .drafters import Drafter
 from .round import Emitted, settle_at
 from .speculator import Speculator
 from .stats import SpeculativeStats
@@ -119,7 +119,7 @@ class InferenceSession:
     def _speculator(self, drafter: Drafter | None) -> Speculator:
         found = self._speculators.get(id(drafter))
         if found is None:
-            found = Speculator(self._target, drafter or NullDrafter(), self._config)
+            found = Speculator(self._target, drafter, self._config)
             self._speculators[id(drafter)] = found
         return found
 

@@ -13,6 +13,7 @@ from ..sampling import SamplingParams
 from .config import SpeculativeConfig
 from .drafters import Drafter, NullDrafter
 from .goodput import draft_length
+from .length import DraftLength, FixedLength
 from .lines import LineBook
 from .round import Emitted, Stream, settle_at
 from .rules import choose_rule
@@ -48,7 +49,9 @@ class Speculator:
         self.drafter: Drafter = drafter or NullDrafter()
         self.drafter.check(target.model)
         self.config = config or SpeculativeConfig()
-        self.length = draft_length(self.config, getattr(self.drafter, "width", 1))
+        self.length: DraftLength = FixedLength(0)  # nobody to ask
+        if not isinstance(self.drafter, NullDrafter):
+            self.length = draft_length(self.config, getattr(self.drafter, "width", 1))
         self.stats = SpeculativeStats()
         self._lines = LineBook(self.drafter)
 

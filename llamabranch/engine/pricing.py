@@ -24,6 +24,7 @@ class Market:
     WARM_UP_PLAIN, TRIAL_ROUNDS = 2, 4
     PAUSE, LONGEST_PAUSE = 32, 512  # rounds
     SLACK = 0.99
+    TRIAL_SHARE = 0.02
     PRIOR_K = 2
 
     def __init__(self, config: SpeculativeConfig) -> None:
@@ -31,6 +32,7 @@ class Market:
         self.profiles: dict[str, Profile] = {}
         self._target_s: dict[int, float] = {}
         self._n_rounds = 0
+        self._n_streams = 1
         self._rate = 0.0  # tokens a second the engine earns
         self._step_s = 0.0  # what one more drafted token costs the draft model
         self._on = True
@@ -52,7 +54,14 @@ class Market:
         """True if this round should have drafts."""
         if self._n_rounds < self.WARM_UP_PLAIN:
             return False
-        return self._on or self._n_rounds >= self._until
+        return self._on or (self._n_rounds >= self._until and self._can_afford_a_trial)
+
+    @property
+    def _can_afford_a_trial(self) -> bool:
+        """True if the draft model reads what was said meanwhile in a small share of that time."""
+        n = self._n_streams
+        # Reading many tokens at once costs about a fifth of a step for each.
+        return n * self._step_s / 5 < self.TRIAL_SHARE * self.time(n)
 
     def pays(self, profile: Profile, chance: float, n_streams: int) -> bool:
         """Return whether a token that stands with ``chance`` is worth its price."""
@@ -68,6 +77,7 @@ class Market:
     ) -> None:  # fmt: skip
         """Take in a round without prompts: ``n_tokens`` decoded for ``n_streams``."""
         self._n_rounds += 1
+        self._n_streams = n_streams
         self._target_s[n_tokens] = smooth(self._target_s.get(n_tokens, 0.0), verify_s)
         self._rate = smooth(self._rate, n_emitted / (verify_s + draft_s))
         if n_drafted:
@@ -79,12 +89,22 @@ class Market:
         self._plain_seconds = (
             0.9 * self._plain_seconds + n_emitted * self.time(n_streams) / n_streams
         )
-        self._judge()
+        self._judge(self._is_hopeless(n_streams, n_tokens))
 
-    def _judge(self) -> None:
+    def _is_hopeless(self, n_streams: int, n_tokens: int) -> bool:
+        """Return whether drafts would not pay even if every token of them stood."""
+        plain_s = self.time(n_streams)
+        n_more = n_tokens - n_streams
+        return n_more > 0 and (
+            (self.time(n_tokens) - plain_s) / n_more + self._step_s >= plain_s / n_streams
+        )
+
+    def _judge(self, hopeless: bool) -> None:
         """Compare the time rounds with drafts took with what plain rounds would have taken."""
         self._trial_left -= 1
-        if self._trial_left > 0:
+        if self._trial_left > self.TRIAL_ROUNDS - 2:  # the first also read the prompts
+            return
+        if self._trial_left > 0 and not hopeless:
             return
         if self._plain_seconds >= self.SLACK * self._seconds:
             self._on, self._pause = True, self.PAUSE
@@ -144,7 +164,8 @@ class StreamLength:
         reach = self._reach * self._profile.chance(entropy)
         if not self._market.pays(self._profile, reach, self.n_streams):
             return False
-        if self._profile.n_drafts == 0 and n_drafted >= self._market.PRIOR_K:
+        is_new = self._profile.n_drafts < 2 * max(1, self.n_streams)
+        if is_new and n_drafted >= self._market.PRIOR_K:
             return False
         self._reach = reach
         return True

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import llamabranch as lb
+
 MISSING = [m for m in ("torch", "tokenizers", "gguf") if importlib.util.find_spec(m) is None]
 pytestmark = pytest.mark.skipif(
     bool(MISSING), reason=f"the extra `train` is not installed: {', '.join(MISSING)}"
@@ -140,21 +142,19 @@ def test_llama_cpp_computes_the_logits_of_torch(work: Path, role: str) -> None:
 
 
 def test_exported_pair_speaks_and_shares_its_tokenizer(work: Path) -> None:
-    import llama_cpp
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
     text = "Once upon a time, it's said:\n\n  \"Give me 3 feathers!\" -- and he'd laugh\xe9\u2603."
     for role in ("target", "draft"):
         path = work / f"tale-{role}-q8_0.gguf"
-        llama = llama_cpp.Llama(str(path), n_ctx=128, n_threads=1, verbose=False)
-        assert llama.tokenize(text.encode(), add_bos=True) == tokenizer.encode(text).ids
-        assert llama.detokenize(llama.tokenize(text.encode())).decode() == text
-        assert llama.token_eos() == llama.token_bos() == 0
-        assert llama.metadata["general.license"] == "mit"
-        made = llama("Once upon", max_tokens=24, temperature=0.0)
-        assert made["usage"]["completion_tokens"] > 0
-        llama.close()
+        with lb.Model(path) as model, lb.Context(model, n_ctx=256, n_threads=1) as ctx:
+            assert model.tokenize(text) == tokenizer.encode(text).ids
+            assert model.detokenize(model.tokenize(text)) == text
+            assert model.end_tokens == {0}
+            assert model.metadata["general.license"] == "mit"
+            branch = lb.Branch.start(ctx, "Once upon", temperature=0.0)
+            assert list(branch.generate(max_tokens=24))
 
 
 def test_sampler_with_cache_draws_from_the_softmax() -> None:

@@ -38,7 +38,7 @@ class Model:
         check_tensors: look for NaN and infinity in the weights (slower to load).
         vocab_only: load the vocabulary without the weights; such a model opens no context.
         extra_buffers: let llama.cpp lay the weights out anew for this processor. "auto" = yes, but not
-            for Intel's AMX: built by GCC 12, that path ends the process at the first decode.
+            for Intel's AMX: a build by GCC 12 was seen to end the process there, at the first decode.
         progress: called with 0.0 to 1.0 while loading; an exception in it stops the loading.
 
     Raises:

@@ -112,7 +112,7 @@ def test_files_that_are_no_models_are_refused(tmp_path: Path) -> None:
 
 
 def test_extra_buffers_change_no_text(target: lb.Model) -> None:
-    # Never laid out for AMX by default: GCC 12 compiles the code that reads them wrongly.
+    # Never laid out for AMX by default: code that reads them was seen to end the process.
     def said(model: lb.Model) -> str:
         with lb.Context(model, n_ctx=256) as ctx:
             branch = lb.Branch.start(ctx, "The king", temperature=0)

@@ -6,7 +6,6 @@ import itertools
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 
 import numpy as np
@@ -193,12 +192,12 @@ class Branch(SavableLine):
             if produced.is_stop:
                 held = stops.flush()
                 if held:
-                    yield replace(produced, text=held)
+                    yield produced._replace(text=held)
                 return
             n += 1
             text = stops.show(produced.text, last=n == max_tokens)
             if text != produced.text:
-                produced = replace(produced, text=text)
+                produced = produced._replace(text=text)
             if stops.found:
                 self._finish_reason = "stop"
             yield produced

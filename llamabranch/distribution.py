@@ -25,9 +25,12 @@ Floats = npt.NDArray[np.float64]
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: successive multiples are well spread
 _MIX_1, _MIX_2 = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53  # MurmurHash3 fmix64
-_U_MIX_1, _U_MIX_2, _U_33 = np.uint64(_MIX_1), np.uint64(_MIX_2), np.uint64(33)
-_U_11 = np.uint64(11)
+# Arrays without axes: NumPy takes them in faster than scalars.
+_U_MIX_1, _U_MIX_2, _U_33, _U_11, _U_GOLDEN, _U_1 = (
+    np.array(x, dtype=np.uint64) for x in (_MIX_1, _MIX_2, 33, 11, _GOLDEN, 1)
+)
 _TO_UNIT = 2.0**-53
+_LEAST_WEIGHT = np.array(1e-300)
 
 # Purposes: independent noise for draws, rejection rules, XTC's coin, seeds of forks, and for drafts
 # under the rejection rules, whose draws must not depend on the target's.
@@ -61,7 +64,9 @@ def _unit(key: int, ids: Ids | int) -> Floats:
     if isinstance(ids, int):
         x = _all_counters(ids) ^ np.uint64(key)
     else:
-        x = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+        x = ids.astype(np.uint64)
+        x += _U_1
+        x *= _U_GOLDEN
         x ^= np.uint64(key)
     shifted = x >> _U_33
     x ^= shifted
@@ -134,9 +139,10 @@ class Distribution:
 
     ``ids`` is int32 (K,) without repeats, ``logprobs`` float64 (K,), normalised, natural logarithm.
     Tokens that are not listed have probability zero. Immutable by convention: arrays may be shared.
+    A draw needs no normalised probabilities, so they are made when something else asks for them.
     """
 
-    __slots__ = ("ids", "logprobs")
+    __slots__ = ("_logprobs", "_logweights", "ids")
 
     def __init__(self, ids: Ids, logprobs: Floats) -> None:
         if ids.ndim != 1 or ids.shape != logprobs.shape or len(ids) == 0:
@@ -145,7 +151,16 @@ class Distribution:
                 f"got shapes {ids.shape} and {logprobs.shape}"
             )
         self.ids = ids
-        self.logprobs = logprobs
+        self._logweights = logprobs  # the same up to a constant
+        self._logprobs: Floats | None = logprobs
+
+    @property
+    def logprobs(self) -> Floats:
+        """Normalised log-probabilities, float64 (K,), nats, in the order of ``ids``."""
+        if self._logprobs is None:
+            x = self._logweights
+            self._logprobs = x - math.log(np.exp(x).sum())
+        return self._logprobs
 
     @classmethod
     def from_logits(cls, logits: npt.NDArray[np.floating], ids: Ids | None = None) -> Distribution:
@@ -160,8 +175,9 @@ class Distribution:
         if x.min() == -math.inf:
             keep = x > -math.inf
             x, ids = x[keep], ids[keep]
-        x -= math.log(np.exp(x).sum())
-        return cls(ids, x)
+        found = cls(ids, x)
+        found._logprobs = None
+        return found
 
     @classmethod
     def from_probs(cls, probs: Floats, ids: Ids | None = None) -> Distribution:
@@ -227,13 +243,16 @@ class Distribution:
     def draw(self, seed: int, position: int, purpose: int = DRAW) -> int:
         """Return the token drawn for (seed, position): Gumbel-max with counter-based noise.
 
-        argmax(log p + g) is computed as argmin(E / p) with E = exp(-g) exponential.
+        argmax(log p + g) is computed as argmax(log(u) / w): w are weights proportional to p, and u is
+        uniform, so that -log(u) = exp(-g) is exponential.
         """
         if len(self.ids) == 1:
             return int(self.ids[0])
-        race = exponential_noise(seed, position, self.ids, purpose)
-        race /= np.exp(self.logprobs)
-        return int(self.ids[int(race.argmin())])
+        weights = np.exp(self._logweights)
+        np.maximum(weights, _LEAST_WEIGHT, out=weights)  # one that is 0 for a float is never drawn
+        race = np.log(_unit(_key(seed, position, purpose), self.ids))
+        race /= weights
+        return int(self.ids[race.argmax()])
 
     def top(self, k: int) -> list[tuple[int, float]]:
         """Return the ``k`` most probable tokens with their log-probabilities, best first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,7 @@ from .sampling import Sampler, SamplingParams
 __all__ = ["Line", "Produced"]
 
 
-@dataclass(frozen=True)
-class Produced:
+class Produced(NamedTuple):
     """A token that a branch would say next.
 
     ``text`` is what it completes (a character split over several tokens comes with its last),
@@ -48,7 +47,8 @@ class Line:
         self._tokens: list[int] = []
         self._n_prompt = 0
         self._surprisals: list[float] = []
-        self._pending = b""  # bytes of a UTF-8 character that is not complete
+        # Bytes of a UTF-8 character that is not complete; None where nobody has asked for its text.
+        self._pending: bytes | None = b""
         self._row: LogitsRow | None = None
         self._produced: Produced | None = None
         self._finish_reason: str | None = None
@@ -292,10 +292,11 @@ class Line:
         self._finish_reason = "stop"
 
     def _append(self, token: int, surprisal: float) -> str:
+        pending = self.pending
         self._tokens.append(token)
         self._surprisals.append(surprisal)
-        text, self._pending = self._ctx.model.text_after(token, self._pending)
         self._finish_reason = None
+        text, self._pending = self._ctx.model.text_after(token, pending)
         return text
 
     def draw(self, row: LogitsRow) -> int:
@@ -313,7 +314,7 @@ class Line:
         """Return ``token`` as what comes next, with what ``row`` says of it."""
         model = self._ctx.model
         is_stop = model.is_end(token)
-        text = "" if is_stop else model.text_after(token, self._pending)[0]
+        text = "" if is_stop else model.text_after(token, self.pending)[0]
         return Produced(token, text, is_stop, row.logprob(token), row.entropy())
 
     def decode_run(
@@ -353,9 +354,16 @@ class Line:
         if not self._sampler.is_stateless:
             n = self._n_prompt
             self._sampler = self._sampler.replay(self._tokens[:n], self._tokens[n:])
-        self._pending = self._pending_bytes()
+        self._pending = None
         self._finish_reason = None
         self._set_row(None)
+
+    @property
+    def pending(self) -> bytes:
+        """The bytes of a UTF-8 character that is not complete after the last token."""
+        if self._pending is None:
+            self._pending = self._pending_bytes()
+        return self._pending
 
     def _pending_bytes(self) -> bytes:
         pending = b""

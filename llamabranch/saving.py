@@ -52,7 +52,7 @@ class SavableLine(VerifiableLine):
                 self._seed,
                 self._n_prompt,
                 self._finish_reason,
-                self._pending,
+                self.pending,
                 *arrays,
             )
 

@@ -265,10 +265,13 @@ class VerifiableLine(Line):
         """Take decoded tokens, whatever they are; ``row`` follows them, if it was kept."""
         n = len(self._tokens)
         try:
-            for token in tokens:
-                if not self._sampler.is_stateless:
+            if not self._sampler.is_stateless:
+                for token in tokens:
                     self._sampler.accept(token)
-                self._append(token, math.nan)
+            self._tokens += tokens
+            self._surprisals += [math.nan] * len(tokens)
+            self._pending = None
+            self._finish_reason = None
             self._set_row(row)
         except BaseException:
             self._forget(n)

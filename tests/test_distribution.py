@@ -165,6 +165,23 @@ def test_draw_is_gumbel_max() -> None:
         assert choice.draw(seed, seed + 1) == choice.ids[score.argmax()]
 
 
+def test_tokens_too_improbable_for_a_float_are_never_drawn() -> None:
+    """At a temperature near 0 most weights are 0 as floats: no warning (they are errors here)."""
+    choice = Distribution.from_logits(np.array([-1e6, 0.0, -800.0, -3.0], dtype=np.float32))
+    drawn = {choice.draw(7, position) for position in range(500)}
+    assert drawn == {1, 3}
+    assert choice.logprob(2) == pytest.approx(-800.0, abs=0.1)
+
+
+def test_draws_are_the_same_before_and_after_probabilities_were_asked_for() -> None:
+    rng = np.random.default_rng(4)
+    logits = rng.normal(0, 3, 50).astype(np.float32)
+    fresh = [Distribution.from_logits(logits).draw(3, p) for p in range(300)]
+    asked = Distribution.from_logits(logits)
+    assert asked.probs.sum() == pytest.approx(1.0, abs=1e-12)
+    assert [asked.draw(3, p) for p in range(300)] == fresh
+
+
 def test_draw_does_not_depend_on_the_order_of_ids() -> None:
     rng = np.random.default_rng(4)
     choice = Distribution.from_logits(rng.normal(0, 2, 300))

@@ -47,7 +47,7 @@ class World:
         shown: list[float] = []
         n = accepted = 0
         standing = True
-        asked = length.wants_draft(self.n_behind)
+        asked = length.plain_steps(self.n_behind) == 0
         if asked and length.consider(self.drafter) and self.rng.random() < self.speaks:
             while n < limit:
                 shown.append(float(self.rng.choice(self.entropies)))
@@ -152,9 +152,47 @@ def test_trial_waits_until_reading_what_was_missed_is_cheap() -> None:
     length = GoodputLength(16)
     World(length, always(0.0)).run(60)
     assert not length.is_on
-    while not length.wants_draft(1):
+    while length.plain_steps(1):
         length.learn(RoundReport("", False, (), 0, 0, 1, 0.0, 1.0))
-    assert not length.wants_draft(1_000_000)
+    assert length.plain_steps(1_000_000) > 0
+
+
+def test_unlucky_stretch_does_not_switch_a_good_drafter_off() -> None:
+    """It has to lose the time of a few steps: chance alone rarely takes that from one that gains."""
+    worlds = [
+        World(GoodputLength(16), always(0.7), rng=np.random.default_rng(seed)).run(1000)
+        for seed in range(10)
+    ]
+    not_asked = sum(k < 0 for world in worlds for k in world.drafted)
+    assert not_asked < 0.03 * 10 * 1000  # the steps that measure t(1) are half of that
+
+
+def test_reading_a_long_prompt_does_not_make_a_drafter_look_dear() -> None:
+    """The first draft also reads the prompt, here for a hundred steps' time; later ones do not."""
+    length = GoodputLength(16)
+    for _ in range(3):
+        length.learn(RoundReport("", False, (), 0, 0, 1, 0.0, 1.0))
+    assert length.plain_steps(1000) == 0
+    assert length.consider("model")
+    length.learn(RoundReport("model", True, (0.3,) * 4, 3, 3, 4, 100.0, 1.6, n_read=1000))
+    world = World(length, always(0.8))
+    world.run(300)
+    assert length.is_on
+    assert length.step_cost() == pytest.approx(world.c)
+    assert sum(k > 0 for k in world.drafted) > 280
+
+
+def test_plain_steps_are_learned_together_as_one_by_one() -> None:
+    one, many = GoodputLength(16), GoodputLength(16)
+    for length in (one, many):
+        World(length, always(0.0)).run(60)
+        assert not length.is_on
+    for _ in range(400):
+        one.learn(RoundReport("", False, (), 0, 0, 1, 0.0, 1.5, 0.5))
+    for _ in range(50):
+        many.learn_plain(8, 8 * 1.5, 8 * 0.5)
+    assert one.plain_steps(1) == many.plain_steps(1) == 0  # both have waited long enough
+    assert one.verify_cost(2) == pytest.approx(many.verify_cost(2))
 
 
 # -- how long ----------------------------------------------------------------------------------------
@@ -191,6 +229,21 @@ def test_unsure_steps_end_a_draft_and_sure_ones_do_not() -> None:
     assert length.reason == "goodput"
     blind = World(GoodputLength(16), always(0.75 * 0.97 + 0.25 * 0.05)).run(2000)
     assert world.speed > blind.speed
+
+
+def test_entropies_that_failed_early_are_tried_again() -> None:
+    """A run of failures at one entropy must not keep drafts short for ever."""
+    length = GoodputLength(16)
+    world = World(length, always(0.9), entropies=(0.3, 3.5)).run(3)
+    for _ in range(10):
+        length.learn(RoundReport("model", True, (3.5,), 1, 0, 2, world.c, world.time(2)))
+        length.learn(RoundReport("model", True, (0.3,) * 4, 4, 4, 5, 4 * world.c, world.time(5)))
+    assert not length.goes_on(0, 3.5)
+    assert length.goes_on(0, 0.3)
+    assert length.is_on
+    world.run(500)
+    assert length.goes_on(0, 3.5)
+    assert world.recent() > 5
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
@@ -305,6 +358,6 @@ def test_configuration_chooses_the_controller() -> None:
     assert "always 3" in fixed.explain()
     assert "1 nats" in fixed.explain()
     assert "no drafts" in FixedLength(0).explain()
-    assert not FixedLength(0).wants_draft(1)
+    assert FixedLength(0).plain_steps(1) > 0
     with pytest.raises(ConfigError):
         SpeculativeConfig(rule="magic")

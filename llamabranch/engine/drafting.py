@@ -92,6 +92,7 @@ class _Together:
         unread: dict[Branch, list[int]] = {}
         for i in live:
             line, tokens = self._lines[i], self._proposals[i].tokens
+            self._drafts[i].n_read = len(tokens) - line.branch.position
             unread[line.branch] = tokens[line.branch.position : line.n_prompt]
         store.prefill({branch: tokens for branch, tokens in unread.items() if tokens})
         store.follow(

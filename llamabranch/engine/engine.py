@@ -303,6 +303,7 @@ class Engine:
                 proposals.append((job, Proposal(stream, tokens, limit)))
         drafts = propose_together([proposal for _, proposal in proposals])
         batch.draft_s = perf_counter() - start if proposals else 0.0
+        batch.n_read = sum(draft.n_read for draft in drafts)
         self.stats.draft_forward_passes += sum(draft.n_decodes for draft in drafts)
         made = [(job, draft) for (job, _), draft in zip(proposals, drafts, strict=True)]
         return made + [(job, Draft(stopped="off")) for job in plain]
@@ -368,6 +369,7 @@ class Engine:
                 verify_s,
                 batch.draft_s,
                 batch.n_drafted,
+                batch.n_read,
             )
 
     def _read(self, job: Job, n: int, row: LogitsRow | None) -> list[Emitted]:
@@ -415,7 +417,7 @@ class _Batch:
         self.wants: list[bool] = []
         self.parts: list[tuple[Job, int]] = []
         self.n_plans = 0
-        self.n_drafted = 0
+        self.n_drafted = self.n_read = 0
         self.draft_s = 0.0
 
     def add_plan(self, job: Job, branch: Branch, tokens: list[int]) -> None:

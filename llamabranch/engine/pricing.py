@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..speculative.config import SpeculativeConfig
 from ..speculative.goodput import Profile, interpolate, smooth
-from ..speculative.length import DraftLength, FixedLength, RoundReport
+from ..speculative.length import CATCH_UP, DraftLength, FixedLength, RoundReport
 
 __all__ = ["Market", "StreamLength"]
 
@@ -73,14 +73,17 @@ class Market:
 
     def learn(
         self, n_streams: int, n_tokens: int, n_emitted: int, verify_s: float, draft_s: float,
-        n_drafted: int,
+        n_drafted: int, n_read: int,
     ) -> None:  # fmt: skip
-        """Take in a round without prompts: ``n_tokens`` decoded for ``n_streams``."""
+        """Take in a round without prompts: ``n_tokens`` decoded for ``n_streams``.
+
+        The drafters drew ``n_drafted`` tokens, and read ``n_read`` first.
+        """
         self._n_rounds += 1
         self._n_streams = n_streams
         self._target_s[n_tokens] = smooth(self._target_s.get(n_tokens, 0.0), verify_s)
         self._rate = smooth(self._rate, n_emitted / (verify_s + draft_s))
-        if n_drafted:
+        if n_drafted and n_read <= CATCH_UP * n_streams:
             self._step_s = smooth(self._step_s, draft_s / n_drafted)
         if draft_s == 0.0 and n_drafted == 0:
             return
@@ -140,9 +143,9 @@ class StreamLength:
         self._profile = Profile()
         self._reach = 1.0
 
-    def wants_draft(self, n_behind: int) -> bool:
-        """Return whether the market has drafts this round."""
-        return self._market.wants_drafts
+    def plain_steps(self, n_behind: int) -> int:
+        """Return 0 if the market has drafts this round."""
+        return 0 if self._market.wants_drafts else 1
 
     def consider(self, drafter: str) -> bool:
         """Return True; what follows is about this drafter."""
@@ -174,6 +177,9 @@ class StreamLength:
         """Take in what stood; costs are learned by the engine, for all streams at once."""
         if report.asked and report.entropies:
             self._profile.learn(report)
+
+    def learn_plain(self, n: int, verify_s: float, settle_s: float) -> None:
+        """Nothing to learn: the engine tells the market."""
 
     def explain(self) -> str:
         """Return what the market does."""

@@ -26,7 +26,7 @@ class Draft:
     ``parents`` make it a tree: -1 = right after the text, None = a chain; every beginning of the list
     must be a tree too, so that it can be cut to what fits. ``entropies`` (nats) are
     those of the draft's own distributions, one for each step that was thought about, drawn or not;
-    NaN where the length does not read them.
+    NaN where the length does not read them. ``n_read`` tokens were new to the drafter.
     ``seconds`` and ``n_decodes`` are what it cost, ``stopped`` says why it is not longer: "length",
     "entropy", "goodput", "end", "capacity", "no evidence" or "off".
     """
@@ -35,6 +35,7 @@ class Draft:
     sources: list[Distribution] = field(default_factory=list)
     parents: list[int] | None = None
     entropies: list[float] = field(default_factory=list)
+    n_read: int = 0
     seconds: float = 0.0
     n_decodes: int = 0
     stopped: str = "length"

@@ -14,6 +14,8 @@ __all__ = ["GoodputLength", "Profile", "draft_length", "interpolate", "smooth"]
 
 _EDGES = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)  # nats
 _N_BUCKETS = len(_EDGES) + 1
+# What a bucket learns of a token drawn in it, and what those beside it do.
+_SHARED = ((-2, 0.1), (-1, 0.3), (0, 1.0), (1, 0.3), (2, 0.1))
 
 
 @dataclass
@@ -31,6 +33,7 @@ class Profile:
     tokens: float = 0.0
     seconds: float = 0.0
     rounds: float = 0.0
+    lost_s: float = 0.0  # more than plain decoding would have taken, since it last was even with it
     pause: int = 0
     paused: int = 0
     paused_s: float = 0.0
@@ -56,10 +59,24 @@ class Profile:
             self.seen[bucket] = 0.995 * self.seen[bucket] + 1.0
         tested = min(report.n_steps, report.n_accepted + 1)
         for i, bucket in enumerate(buckets[:tested]):
-            self.tried[bucket] = 0.99 * self.tried[bucket] + 1.0
-            self.stood[bucket] = 0.99 * self.stood[bucket] + (i < report.n_accepted)
-        if report.n_steps:
+            self._test(bucket, stood=i < report.n_accepted)
+        for bucket in buckets[report.n_steps :]:
+            self._forget(bucket)
+        if report.n_steps and not report.caught_up:
             self.step_s = smooth(self.step_s, report.draft_s / report.n_steps)
+
+    def _test(self, bucket: int, *, stood: bool) -> None:
+        for offset, weight in _SHARED:
+            at = bucket + offset
+            if 0 <= at < _N_BUCKETS:
+                keep = 1.0 - 0.01 * weight
+                self.tried[at] = keep * self.tried[at] + weight
+                self.stood[at] = keep * self.stood[at] + weight * stood
+
+    def _forget(self, bucket: int) -> None:
+        """Return a little to the prior: what is never drawn would else be thought bad for ever."""
+        self.tried[bucket] += 0.02 * (1.0 - self.tried[bucket])
+        self.stood[bucket] += 0.02 * (0.5 - self.stood[bucket])
 
     def rest(self, pause: int) -> None:
         """Ask it no more for ``pause`` rounds."""
@@ -68,7 +85,7 @@ class Profile:
     def switch(self, *, on: bool, pause: int) -> None:
         """Ask it every round from now on, or rest."""
         self.on = on
-        self.tokens = self.seconds = self.rounds = 0.0
+        self.tokens = self.seconds = self.rounds = self.lost_s = 0.0
         self.rest(pause)
 
 
@@ -76,24 +93,25 @@ class GoodputLength:
     """The length with the most expected tokens a second, learned while it runs.
 
     A draft of k tokens is expected to yield E_k = 1 + sum_{j<=k} prod_{i<=j} b_i tokens in
-    k c + t(k + 1) seconds: b_i is the learned chance that a token drawn at this entropy stands, c the
-    time of a draft step, t(n) the target's time for n tokens in one decode. A draft goes on while some
-    longer one has a better rate than stopping.
+    k c + t(k + 1) + s seconds: b_i is the learned chance that a token drawn at this entropy stands, c the
+    time of a draft step, t(n) the target's time for n tokens in one decode, s that of sampling and text.
+    A draft goes on while some longer one adds more tokens than the generation, at the rate of its last
+    rounds, would say in the time that it takes.
 
     Whether to draft at all is decided by what came of it, for each drafter of a chain by itself: while
-    it is asked, tokens and seconds of its rounds are added up, and where plain steps are faster it is
-    switched off. It is tried again after ever longer pauses, and only when the trial would cost
-    little of the time since the last.
+    it is asked, the time its rounds lost or won against plain steps is added up, and where it has lost
+    the time of a few it is switched off. It is tried again after ever longer pauses, and only when the
+    trial would cost little of the time since the last.
     """
 
     WARM_UP_PLAIN, WARM_UP_DRAFTS, WARM_UP_K = 3, 4, 3
-    JUDGED_ROUNDS = 12  # how many rounds the sums of the on-off switch look back, about
+    RATE_ROUNDS = 32  # how many rounds the going rate looks back, about
+    LOSS_STEPS = 8  # how many plain steps' time a drafter may lose before it is switched off
     REFRESH = 64  # rounds after which a plain step measures t(1) again
     PAUSE, LONGEST_PAUSE = 48, 1024  # plain steps between trials
     TRIAL_SHARE = 0.02  # of the time since the last trial
     LOOK_EVERY = 8  # plain steps between questions whether a trial is due
     VAIN_ASKS = 8  # how often a drafter with nothing to propose is asked in a trial
-    SLACK = 0.98  # of the plain rate: asking costs something, and times are noisy
     reads_entropy = True
 
     def __init__(self, limit: int, entropy_stop: float | None = None, width: int = 1) -> None:
@@ -104,10 +122,12 @@ class GoodputLength:
         self._profiles: dict[str, Profile] = {}
         self._profile = Profile()
         self._target_s: dict[int, float] = {}
+        self._settle_s = {False: 0.0, True: 0.0}  # of rounds with a draft, and of those without
         self._costs: list[float] = []  # seconds of a round with k tokens; made anew when stale
         self._n_plain = self._n_drafts = self._since_plain = 0
         self._n_behind = 0
-        self._reach = self._expected = 1.0
+        self._reach = 1.0
+        self._going_rate = 0.0
 
     # -- what is known -----------------------------------------------------------------------------
 
@@ -122,26 +142,38 @@ class GoodputLength:
     def _time(self, n: int) -> float:
         return interpolate(self._target_s, n)
 
+    @property
+    def _plain_s(self) -> float:
+        return self._time(1) + self._settle_s[False]
+
     def _round_costs(self) -> list[float]:
         if not self._costs:
             step_s, width = self._profile.step_s, self._width
-            self._costs = [k * step_s + self._time(1 + k * width) for k in range(self.limit + 1)]
+            settle_s = self._settle_s[True] or self._settle_s[False]
+            self._costs = [
+                k * step_s + self._time(1 + k * width) + settle_s for k in range(self.limit + 1)
+            ]
+            self._costs[0] = self._plain_s
         return self._costs
 
-    def _best_ahead(self, k: int, chance: float) -> float:
-        """Return the best rate of any length above ``k``; ``chance`` is that of the next token."""
-        costs, mean = self._round_costs(), self._profile.mean_chance
-        reach, expected, best = self._reach, self._expected, 0.0
+    def _pays(self, k: int, chance: float) -> bool:
+        """Return whether to draft on after ``k`` tokens; the next one stands with ``chance``."""
+        costs, mean, rate = self._round_costs(), self._profile.mean_chance, self._going_rate
+        reach, gained = self._reach, 0.0
         for longer in range(k + 1, self.limit + 1):
             reach *= chance
-            expected += reach
-            chance = mean
-            rate = expected / costs[longer]
-            if rate > best:
-                best = rate
-            elif reach < 0.05:
+            gained += reach
+            if gained > rate * (costs[longer] - costs[k]):
+                return True
+            if reach < 0.05:
                 break
-        return best
+            chance = mean
+        return False
+
+    def _rate(self) -> float:
+        """Return the tokens a second of late, those of plain decoding at least."""
+        profile, plain = self._profile, 1.0 / self._plain_s
+        return max(plain, profile.tokens / profile.seconds) if profile.rounds > 1 else plain
 
     def best(self) -> tuple[int, float]:
         """Return the length with the best expected rate at the mean chance, and its speedup."""
@@ -161,25 +193,25 @@ class GoodputLength:
 
     # -- decisions ---------------------------------------------------------------------------------
 
-    def wants_draft(self, n_behind: int) -> bool:
-        """Return whether to ask the drafter at all; it has ``n_behind`` tokens to read first."""
+    def plain_steps(self, n_behind: int) -> int:
+        """Return how many plain steps come before the drafter is asked: none while it is on."""
         if self._n_plain < self.WARM_UP_PLAIN:
-            return False
+            return self.WARM_UP_PLAIN - self._n_plain
         self._n_behind = n_behind
         if self.is_on:
             self._since_plain += 1
             if self._since_plain > self.REFRESH:
                 self._since_plain = 0
-                return False
-            return True
-        return any(self._is_due(profile) for profile in self._profiles.values())
+                return 1
+            return 0
+        return 0 if any(map(self._is_due, self._profiles.values())) else self.LOOK_EVERY
 
     def _is_due(self, profile: Profile) -> bool:
         """Return whether a drafter that is off should be tried again."""
-        if profile.paused < profile.pause or profile.paused % self.LOOK_EVERY:
+        if profile.paused < profile.pause:
             return False
         # Reading many tokens at once costs about a fifth of a step for each.
-        cost = profile.step_s * (1 + self._n_behind / 5) + self._time(2) - self._time(1)
+        cost = profile.step_s * (1 + self._n_behind / 5) + self._round_costs()[1] - self._plain_s
         return cost < self.TRIAL_SHARE * profile.paused_s
 
     def consider(self, drafter: str) -> bool:
@@ -193,7 +225,8 @@ class GoodputLength:
     def goes_on(self, n_drafted: int, entropy: float) -> bool:
         """Return whether to draw one more after ``n_drafted``, from a distribution of ``entropy``."""
         if n_drafted == 0:
-            self._reach = self._expected = 1.0
+            self._reach = 1.0
+            self._going_rate = self._rate()
         self.reason = "length"
         if n_drafted >= self.limit:
             return False
@@ -205,26 +238,18 @@ class GoodputLength:
         if profile.n_drafts < self.WARM_UP_DRAFTS:
             return n_drafted < self.WARM_UP_K
         chance = profile.chance(entropy)
-        if not (profile.trial and n_drafted == 0):
-            stop_here = self._expected / self._round_costs()[n_drafted]
-            if self._best_ahead(n_drafted, chance) <= stop_here:
-                return False
+        if not (profile.trial and n_drafted == 0) and not self._pays(n_drafted, chance):
+            return False
         self._reach *= chance
-        self._expected += self._reach
         return True
 
     # -- learning ----------------------------------------------------------------------------------
 
     def learn(self, report: RoundReport) -> None:
         """Take in a round."""
-        n = report.n_verified
-        self._target_s[n] = smooth(self._target_s.get(n, 0.0), report.verify_s)
-        self._costs = []
+        self._learn_costs(report.n_verified, report.verify_s, report.settle_s, 1)
         reported = self._profiles.get(report.drafter) if report.asked else None
-        for profile in self._profiles.values():
-            if profile is not reported and not profile.on:
-                profile.paused += 1
-                profile.paused_s += report.verify_s
+        self._let_pass(1, report.verify_s + report.settle_s, reported)
         if not report.asked:
             self._n_plain += 1
             return
@@ -235,19 +260,41 @@ class GoodputLength:
             self._n_drafts += 1
         self._judge(reported, report)
 
+    def learn_plain(self, n: int, verify_s: float, settle_s: float) -> None:
+        """Take in ``n`` plain steps in which the drafter was not asked, and what all of them took."""
+        self._n_plain += n
+        self._learn_costs(1, verify_s / n, settle_s / n, n)
+        self._let_pass(n, verify_s + settle_s)
+
+    def _learn_costs(self, n: int, verify_s: float, settle_s: float, times: int) -> None:
+        drafted = n > 1
+        self._target_s[n] = smooth(self._target_s.get(n, 0.0), verify_s, times)
+        self._settle_s[drafted] = smooth(self._settle_s[drafted], settle_s, times)
+        self._costs = []
+
+    def _let_pass(self, n: int, seconds: float, asked: Profile | None = None) -> None:
+        """Note rounds for all that rest but the one that was ``asked``."""
+        for profile in self._profiles.values():
+            if profile is not asked and not profile.on:
+                profile.paused += n
+                profile.paused_s += seconds
+
     def _judge(self, profile: Profile, report: RoundReport) -> None:
         """Switch a drafter on or off by what the rounds in which it was asked yielded."""
-        keep = 1.0 - 1.0 / self.JUDGED_ROUNDS
-        profile.tokens = keep * profile.tokens + 1 + report.n_accepted
-        profile.seconds = keep * profile.seconds + report.verify_s + report.draft_s
-        profile.rounds = keep * profile.rounds + 1
         if profile is not self._profile:
             self._profile, self._costs = profile, []
-        plain_rate = 1.0 / self._time(1)
+        plain_s = self._plain_s
+        if not report.caught_up:  # reading a prompt says nothing of what follows
+            tokens = 1 + report.n_accepted
+            seconds = report.draft_s + report.verify_s + report.settle_s
+            keep = 1.0 - 1.0 / self.RATE_ROUNDS
+            profile.tokens = keep * profile.tokens + tokens
+            profile.seconds = keep * profile.seconds + seconds
+            profile.rounds = keep * profile.rounds + 1
+            profile.lost_s = max(0.0, profile.lost_s + seconds - tokens * plain_s)
         if profile.on:
-            enough = profile.rounds > self.JUDGED_ROUNDS / 2
             hopeless = profile.n_drafts >= self.WARM_UP_DRAFTS and self.best()[1] <= 1.0
-            if hopeless or (enough and profile.tokens / profile.seconds < self.SLACK * plain_rate):
+            if hopeless or profile.lost_s > self.LOSS_STEPS * plain_s:
                 profile.switch(on=False, pause=profile.pause or self.PAUSE)
         elif not report.entropies:  # nothing to propose says nothing: ask again, but not for ever
             profile.asked_in_vain += 1
@@ -296,11 +343,11 @@ def interpolate(seconds: Mapping[int, float], n: int) -> float:
     return seconds[low] + slope * (n - low)
 
 
-def smooth(old: float, new: float) -> float:
-    """Follow ``new`` slowly; a single slow outlier moves little."""
+def smooth(old: float, new: float, times: int = 1) -> float:
+    """Follow ``new``, seen so many ``times``, slowly; a single slow outlier moves little."""
     if old == 0.0:
         return new
-    return old + 0.1 * (min(new, 2.0 * old) - old)
+    return old + (1.0 - 0.9**times) * (min(new, 2.0 * old) - old)
 
 
 def draft_length(config: SpeculativeConfig, width: int = 1) -> DraftLength:

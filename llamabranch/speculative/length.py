@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+CATCH_UP = 8  # new tokens; a draft that follows another finds one or two
+
 __all__ = ["DraftLength", "FixedLength", "RoundReport"]
 
 
@@ -13,7 +15,9 @@ class RoundReport(NamedTuple):
 
     ``entropies`` (nats) are of the draft's distributions, one for each step that was thought about;
     ``n_steps`` were drawn (of a tree, its levels) and ``n_accepted`` stood. ``n_verified`` tokens were in
-    the target's decode. ``asked`` says whether the drafter was asked at all. Times in seconds.
+    the target's decode. ``asked`` says whether the drafter was asked at all. Times in seconds: drafting,
+    the target's decode, and ``settle_s`` the rest: the rule, text, clean-up. Before it drew, the drafter
+    read ``n_read`` tokens that were new to it.
     """
 
     drafter: str
@@ -24,6 +28,13 @@ class RoundReport(NamedTuple):
     n_verified: int
     draft_s: float
     verify_s: float
+    settle_s: float = 0.0
+    n_read: int = 0
+
+    @property
+    def caught_up(self) -> bool:
+        """True if the drafter also read a prompt, or what was said in a long pause."""
+        return self.n_read > CATCH_UP
 
 
 class DraftLength(Protocol):
@@ -33,8 +44,11 @@ class DraftLength(Protocol):
     reason: str  # why ``goes_on`` last said no: "length", "entropy" or "goodput"
     reads_entropy: bool  # whether it decides or learns by entropies; else they may be NaN
 
-    def wants_draft(self, n_behind: int) -> bool:
-        """Return whether to ask the drafter at all; it has ``n_behind`` tokens to read first."""
+    def plain_steps(self, n_behind: int) -> int:
+        """Return how many plain steps come before the drafter is asked; 0 = it is asked now.
+
+        It has ``n_behind`` tokens to read first.
+        """
 
     def consider(self, drafter: str) -> bool:
         """Return whether this drafter should propose; what follows is about it.
@@ -47,6 +61,9 @@ class DraftLength(Protocol):
 
     def learn(self, report: RoundReport) -> None:
         """Take in a round."""
+
+    def learn_plain(self, n: int, verify_s: float, settle_s: float) -> None:
+        """Take in ``n`` plain steps in which the drafter was not asked, and what all of them took."""
 
     def explain(self) -> str:
         """Return in words and numbers what it does and why."""
@@ -61,9 +78,9 @@ class FixedLength:
         self.reads_entropy = entropy_stop is not None
         self._entropy_stop = entropy_stop
 
-    def wants_draft(self, n_behind: int) -> bool:
-        """Return True unless the number is zero."""
-        return self.limit > 0
+    def plain_steps(self, n_behind: int) -> int:
+        """Return 0, or any number if none are drafted."""
+        return 0 if self.limit > 0 else 64
 
     def consider(self, drafter: str) -> bool:
         """Return True."""
@@ -76,6 +93,9 @@ class FixedLength:
         return n_drafted < self.limit and not too_open
 
     def learn(self, report: RoundReport) -> None:
+        """Nothing to learn."""
+
+    def learn_plain(self, n: int, verify_s: float, settle_s: float) -> None:
         """Nothing to learn."""
 
     def explain(self) -> str:

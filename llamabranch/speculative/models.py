@@ -120,7 +120,7 @@ class ModelLine:
         start = perf_counter()
         decodes = self.branch.ctx.decoder.n_decodes
         try:
-            self._catch_up(tokens)
+            self._catch_up(draft, tokens)
             self._draft(draft, length, limit)
         except CapacityError:  # no room to draft is no reason to stop
             draft.stopped = "capacity"
@@ -128,8 +128,9 @@ class ModelLine:
         draft.seconds = perf_counter() - start
         return draft
 
-    def _catch_up(self, tokens: Sequence[int]) -> None:
+    def _catch_up(self, draft: Draft, tokens: Sequence[int]) -> None:
         branch = self.branch
+        draft.n_read = len(tokens) - branch.position
         if branch.position < self.n_prompt:
             branch.prefill(tokens[branch.position : self.n_prompt])
         branch.follow(tokens[branch.position :])  # everything it has not seen, in one decode

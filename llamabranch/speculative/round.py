@@ -8,8 +8,8 @@ Planning and settling are apart so that many streams can share that decode.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import NamedTuple
 
 from ..branch import Branch
 from ..distribution import Distribution
@@ -27,8 +27,7 @@ __all__ = ["Emitted", "Stream", "settle_at"]
 _NO_DRAFT = Draft(stopped="off")
 
 
-@dataclass(frozen=True)
-class Emitted:
+class Emitted(NamedTuple):
     """A token of the target's line, and where it came from.
 
     ``source``: "drafted" (proposed and accepted), "bonus" (the target's own after a draft that stood
@@ -47,7 +46,7 @@ class Emitted:
 
     def with_text(self, text: str) -> Emitted:
         """Return it with another text: a part may be held back for a stop string."""
-        return self if text == self.text else replace(self, text=text)
+        return self if text == self.text else self._replace(text=text)
 
 
 class Stream:
@@ -71,6 +70,8 @@ class Stream:
         self._n_alternatives = n_alternatives
         self._draft = Draft()
         self._n_told = 0  # what the line has read; it catches up when it is asked next
+        self._n_resting = 0  # plain steps to come before it is asked
+        self._rested = (0, 0.0, 0.0)  # those that have come: decodes, their seconds, all else
 
     def begin(self) -> Emitted:
         """Say the first token: it needs no decode, the branch's logits are there."""
@@ -81,6 +82,10 @@ class Stream:
 
     def round(self, limit: int) -> list[Emitted]:
         """Run one round alone; return what it says, at most ``limit`` + 1 tokens."""
+        if self._n_resting:
+            self._n_resting -= 1
+            with self.branch.ctx.lock:
+                return self._step()
         planned = self.plan(limit)
         with self.branch.ctx.lock:  # its rows are valid until anybody else decodes
             if len(planned) > 1:
@@ -90,7 +95,8 @@ class Stream:
                     return self.settle(rows, perf_counter() - start)
                 except CapacityError:
                     self.stats.count_stop("no room to verify")
-                    self.plan(0)
+                    self._draft = _NO_DRAFT
+                    self.line.observe(self.branch.position + 1)
                 except BaseException:
                     self.branch.abandon()
                     raise
@@ -103,10 +109,24 @@ class Stream:
         branch.commit(pending.token)
         verified = perf_counter()
         self.pending = self._plain()
-        self.line.observe(branch.position)
-        self.stats.sample_time_s += perf_counter() - verified
-        self._count(0, 1, verified - start)
+        if self._draft is _NO_DRAFT:
+            n, verify_s, settle_s = self._rested
+            ended = perf_counter()
+            self._rested = (n + 1, verify_s + verified - start, settle_s + ended - verified)
+        else:
+            self.line.observe(branch.position)
+            settle_s = perf_counter() - verified
+            self.stats.sample_time_s += settle_s
+            self._count(0, 1, verified - start, settle_s)
         return [self.pending]
+
+    def report(self) -> None:
+        """Count the plain steps that nobody was asked in."""
+        n, verify_s, settle_s = self._rested
+        if n:
+            self.stats.count_plain(n, verify_s, settle_s, _NO_DRAFT.stopped)
+            self.length.learn_plain(n, verify_s, settle_s)
+            self._rested = (0, 0.0, 0.0)
 
     def plan(self, limit: int) -> list[int]:
         """Return what to decode: the pending token and a draft of at most ``limit`` tokens."""
@@ -119,10 +139,13 @@ class Stream:
     def ask(self, limit: int) -> list[int] | None:
         """Return the tokens the line should continue, None if there is to be no draft."""
         pending = self.pending or self.begin()
+        self.report()
         n_tokens = self.branch.position + 1
         if min(limit, self.length.limit) <= 0:
             return None
-        if not self.length.wants_draft(n_tokens - self._n_told):
+        n_plain = self.length.plain_steps(n_tokens - self._n_told)
+        if n_plain:
+            self._n_resting = n_plain - 1  # without this one
             return None
         self._n_told = n_tokens
         tokens = self.branch.tokens
@@ -195,8 +218,9 @@ class Stream:
         settled = perf_counter()
         self.line.observe(branch.position)
         self.stats.sample_time_s += settled - start
-        self.stats.rollback_time_s += perf_counter() - settled
-        self._count(n, len(plan), verify_s)
+        ended = perf_counter()
+        self.stats.rollback_time_s += ended - settled
+        self._count(n, len(plan), verify_s, ended - start)
         return said
 
     def _verdict(self, plan: list[int], judge: Judge) -> tuple[list[int], int]:
@@ -222,13 +246,16 @@ class Stream:
 
     def _plain(self) -> Emitted:
         """Return what the branch says next, from the logits after its last token."""
-        return self._emitted(self.branch.produce(), self.branch.next_row(), "plain")
+        branch = self.branch
+        token, text, is_stop, logprob, entropy = branch.produce()
+        top = tuple(branch.next_row().top(self._n_alternatives)) if self._n_alternatives else ()
+        return Emitted(token, text, "plain", is_stop, logprob, entropy, top)
 
     def _emitted(self, said: Produced, row: LogitsRow, source: str) -> Emitted:
         top = tuple(row.top(self._n_alternatives)) if self._n_alternatives else ()
         return Emitted(said.token, said.text, source, said.is_stop, said.logprob, said.entropy, top)
 
-    def _count(self, n_accepted: int, n_verified: int, verify_s: float) -> None:
+    def _count(self, n_accepted: int, n_verified: int, verify_s: float, settle_s: float) -> None:
         stats, draft = self.stats, self._draft
         stats.count_decode(n_verified, verify_s)
         n_steps = draft.n_steps
@@ -249,6 +276,8 @@ class Stream:
                 n_verified=n_verified,
                 draft_s=draft.seconds,
                 verify_s=verify_s,
+                settle_s=settle_s,
+                n_read=draft.n_read,
             )
         )
 

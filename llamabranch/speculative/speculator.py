@@ -110,7 +110,8 @@ class Speculator:
         return Stream(branch, line, self.length, rule, stats, n_alternatives)
 
     def close_stream(self, stream: Stream, *, keep: bool) -> None:
-        """Keep the line for the branch's next generation, or free what it holds."""
+        """Count its last steps; keep the line for the branch's next generation, or free it."""
+        stream.report()
         self._lines.give_back(stream.branch, stream.line, stream.rule, keep=keep)
 
     def explain(self) -> str:

@@ -113,15 +113,23 @@ class SpeculativeStats:
         for i in range(min(n_accepted + 1, n_steps)):
             self.num_tested_tokens_per_pos[i] += 1
 
-    def count_decode(self, n: int, seconds: float) -> None:
-        """Count one target decode of ``n`` tokens."""
-        self.target_forward_passes += 1
-        self.target_decodes_by_n[n] = self.target_decodes_by_n.get(n, 0) + 1
+    def count_decode(self, n: int, seconds: float, times: int = 1) -> None:
+        """Count a target decode of ``n`` tokens, or as many ``times`` as took ``seconds`` together."""
+        self.target_forward_passes += times
+        self.target_decodes_by_n[n] = self.target_decodes_by_n.get(n, 0) + times
         self.target_s_by_n[n] = self.target_s_by_n.get(n, 0.0) + seconds
 
-    def count_stop(self, reason: str) -> None:
+    def count_plain(self, n: int, decode_s: float, sample_s: float, stopped: str) -> None:
+        """Count ``n`` plain steps, what all of them took, and why there was no draft."""
+        self.num_plain_steps += n
+        self.plain_time_s += decode_s
+        self.sample_time_s += sample_s
+        self.count_decode(1, decode_s, n)
+        self.count_stop(stopped, n)
+
+    def count_stop(self, reason: str, times: int = 1) -> None:
         """Count why a draft was not longer."""
-        self.stop_reasons[reason] = self.stop_reasons.get(reason, 0) + 1
+        self.stop_reasons[reason] = self.stop_reasons.get(reason, 0) + times
 
     def add(self, other: SpeculativeStats) -> None:
         """Add another generation's counts and times to these."""

@@ -42,7 +42,7 @@ class TranslatingLine:
         decodes = self._branch.ctx.decoder.n_decodes
         try:
             text = b"".join(map(self._target.piece, tokens)).decode("utf-8")
-            self._catch_up(text)
+            self._catch_up(draft, text)
             said = self._go_on(draft, length, limit)
             draft.tokens = self._translate(tokens, said)[:limit]
         except CapacityError:
@@ -53,7 +53,7 @@ class TranslatingLine:
         draft.seconds = perf_counter() - start
         return draft
 
-    def _catch_up(self, text: str) -> None:
+    def _catch_up(self, draft: Draft, text: str) -> None:
         branch = self._branch
         encoded = branch.ctx.tokenize(text)
         if not encoded:
@@ -64,6 +64,7 @@ class TranslatingLine:
                 break
             same += 1
         same = min(same, len(encoded) - 1)  # at least one token is decoded, for its logits
+        draft.n_read = len(encoded) - same
         branch.rewind(same)
         branch.follow(encoded[same:])
 

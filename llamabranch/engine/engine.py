@@ -20,6 +20,7 @@ from ..errors import (
 from ..rows import LogitsRow
 from ..sampling import SamplingParams
 from ..speculative import Draft, Drafter, Emitted, NullDrafter, SpeculativeConfig
+from ..speculative.drafters import NO_DRAFT
 from ..speculative.round import Stream
 from ..speculative.rules import choose_rule
 from .drafting import Proposal, propose_together
@@ -244,14 +245,16 @@ class Engine:
         return Event(job.name, job.sample, result=result)
 
     def _step(self, scheduler: Scheduler) -> Iterator[Event]:
-        for job in [*scheduler.active, *scheduler.waiting]:
-            if job.name in self._cancelled:
-                yield self._end(scheduler, job, "cancelled")
-        shared = scheduler.n_shared
-        for job, error in scheduler.admit():
-            reason = "capacity" if isinstance(error, CapacityError) else "error"
-            yield self._end(scheduler, job, reason, error)
-        self.stats.shared_prompt_tokens += scheduler.n_shared - shared
+        if self._cancelled:
+            for job in [*scheduler.active, *scheduler.waiting]:
+                if job.name in self._cancelled:
+                    yield self._end(scheduler, job, "cancelled")
+        if scheduler.waiting:
+            shared = scheduler.n_shared
+            for job, error in scheduler.admit():
+                reason = "capacity" if isinstance(error, CapacityError) else "error"
+                yield self._end(scheduler, job, reason, error)
+            self.stats.shared_prompt_tokens += scheduler.n_shared - shared
         if not scheduler.active:
             return
         batch = self._fill(scheduler)
@@ -273,9 +276,10 @@ class Engine:
         for job, draft in self._make_drafts(running, batch):
             stream = job.stream
             if stream is not None:
-                keep = min(len(draft.tokens), max(0, room))
-                room -= keep
-                draft.cut(keep)
+                if draft.tokens:
+                    keep = min(len(draft.tokens), max(0, room))
+                    room -= keep
+                    draft.cut(keep)
                 batch.add_plan(job, stream.branch, stream.take(draft))
         for job in reading:
             left, branch = ctx.n_batch - len(batch.tokens), job.branch
@@ -284,16 +288,18 @@ class Engine:
         return batch
 
     def _make_drafts(self, running: list[Job], batch: _Batch) -> list[tuple[Job, Draft]]:
-        proposals: list[tuple[Job, Proposal]] = []
-        plain: list[Job] = []
         drafts_now = self._drafts and not self._is_cramped
         self._is_cramped = False
+        if not drafts_now:
+            return [(job, NO_DRAFT) for job in running]
+        proposals: list[tuple[Job, Proposal]] = []
+        plain: list[Job] = []
         start = perf_counter()
         for job in running:
             stream = job.stream
             if stream is None:
                 continue
-            limit = job.transcript.draft_limit if drafts_now else 0
+            limit = job.transcript.draft_limit
             if isinstance(stream.length, StreamLength):
                 stream.length.n_streams = len(running)
             tokens = stream.ask(limit)
@@ -306,7 +312,7 @@ class Engine:
         batch.n_read = sum(draft.n_read for draft in drafts)
         self.stats.draft_forward_passes += sum(draft.n_decodes for draft in drafts)
         made = [(job, draft) for (job, _), draft in zip(proposals, drafts, strict=True)]
-        return made + [(job, Draft(stopped="off")) for job in plain]
+        return made + [(job, NO_DRAFT) for job in plain]
 
     def _decode(self, batch: _Batch) -> list[LogitsRow]:
         replaced = [
@@ -322,7 +328,7 @@ class Engine:
         """Draft no more for once; then let the newest job give way; the last has said what it can."""
         for job in scheduler.active:
             if job.stream is not None:
-                job.stream.take(Draft(stopped="off"))
+                job.stream.take(NO_DRAFT)
                 job.stream.line.observe(job.stream.branch.position)
         if batch.n_drafted:
             for job, n in batch.parts:
@@ -361,7 +367,7 @@ class Engine:
                 yield Event(job.name, job.sample, emitted=emitted)
             if job.transcript.finish_reason is not None:
                 yield self._end(scheduler, job, job.transcript.finish_reason)
-        if batch.n_plans and batch.n_plans == len(batch.parts):
+        if self._drafts and batch.n_plans and batch.n_plans == len(batch.parts):
             self._market.learn(
                 batch.n_plans,
                 len(batch.tokens),

@@ -80,6 +80,7 @@ class Job:
     def release(self) -> None:
         """Free the sequences it holds."""
         if self.stream is not None:
+            self.stream.report()
             self.pending = self.stream.pending
             self.stream.line.close()
             self.stream = None

@@ -15,7 +15,7 @@ from ..distribution import Distribution
 from ..model import Model
 from .length import DraftLength
 
-__all__ = ["Draft", "DraftLine", "Drafter", "NullDrafter"]
+__all__ = ["NO_DRAFT", "Draft", "DraftLine", "Drafter", "NullDrafter"]
 
 
 @dataclass
@@ -61,6 +61,9 @@ class Draft:
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return depths
+
+
+NO_DRAFT = Draft(stopped="off")  # of a drafter that was not asked
 
 
 class DraftLine(Protocol):

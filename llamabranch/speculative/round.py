@@ -17,14 +17,12 @@ from ..errors import CapacityError
 from ..line import Produced
 from ..rows import LogitsRow
 from ..verification import Judge
-from .drafters import Draft, DraftLine
+from .drafters import NO_DRAFT, Draft, DraftLine
 from .length import DraftLength, RoundReport
 from .rules import DraftTree, verify, verify_tree
 from .stats import SpeculativeStats
 
 __all__ = ["Emitted", "Stream", "settle_at"]
-
-_NO_DRAFT = Draft(stopped="off")
 
 
 class Emitted(NamedTuple):
@@ -95,7 +93,7 @@ class Stream:
                     return self.settle(rows, perf_counter() - start)
                 except CapacityError:
                     self.stats.count_stop("no room to verify")
-                    self._draft = _NO_DRAFT
+                    self._draft = NO_DRAFT
                     self.line.observe(self.branch.position + 1)
                 except BaseException:
                     self.branch.abandon()
@@ -108,23 +106,26 @@ class Stream:
         start = perf_counter()
         branch.commit(pending.token)
         verified = perf_counter()
+        return self._say_plain(verified - start, verified)
+
+    def _say_plain(self, verify_s: float, since: float) -> list[Emitted]:
+        """End a round without a draft that took ``verify_s`` for its decode, and was at it ``since``."""
         self.pending = self._plain()
-        if self._draft is _NO_DRAFT:
-            n, verify_s, settle_s = self._rested
-            ended = perf_counter()
-            self._rested = (n + 1, verify_s + verified - start, settle_s + ended - verified)
+        if self._draft is NO_DRAFT:
+            n, all_verify_s, all_settle_s = self._rested
+            self._rested = (n + 1, all_verify_s + verify_s, all_settle_s + perf_counter() - since)
         else:
-            self.line.observe(branch.position)
-            settle_s = perf_counter() - verified
+            self.line.observe(self.branch.position)
+            settle_s = perf_counter() - since
             self.stats.sample_time_s += settle_s
-            self._count(0, 1, verified - start, settle_s)
+            self._count(0, 1, verify_s, settle_s)
         return [self.pending]
 
     def report(self) -> None:
         """Count the plain steps that nobody was asked in."""
         n, verify_s, settle_s = self._rested
         if n:
-            self.stats.count_plain(n, verify_s, settle_s, _NO_DRAFT.stopped)
+            self.stats.count_plain(n, verify_s, settle_s, NO_DRAFT.stopped)
             self.length.learn_plain(n, verify_s, settle_s)
             self._rested = (0, 0.0, 0.0)
 
@@ -132,17 +133,16 @@ class Stream:
         """Return what to decode: the pending token and a draft of at most ``limit`` tokens."""
         asked = self.ask(limit)
         if asked is None:
-            self._draft = _NO_DRAFT
-            return [(self.pending or self.begin()).token]
+            return self.take(NO_DRAFT)
         return self.take(self.line.propose(asked, self.length, min(limit, self.length.limit)))
 
     def ask(self, limit: int) -> list[int] | None:
         """Return the tokens the line should continue, None if there is to be no draft."""
         pending = self.pending or self.begin()
-        self.report()
-        n_tokens = self.branch.position + 1
         if min(limit, self.length.limit) <= 0:
             return None
+        self.report()
+        n_tokens = self.branch.position + 1
         n_plain = self.length.plain_steps(n_tokens - self._n_told)
         if n_plain:
             self._n_resting = n_plain - 1  # without this one
@@ -156,6 +156,8 @@ class Stream:
         """Use ``draft``, as far as it fits; return what to decode."""
         pending = self.pending or self.begin()
         self._draft = draft
+        if draft is NO_DRAFT:
+            return [pending.token]
         draft.cut(self._fitting(draft))
         self.stats.draft_time_s += draft.seconds
         self.stats.draft_forward_passes += draft.n_decodes
@@ -190,6 +192,9 @@ class Stream:
         branch, draft = self.branch, self._draft
         if self.pending is None:
             raise RuntimeError("settle comes after plan")
+        if not draft.tokens:
+            branch.take(self.pending.token, -self.pending.logprob, rows[0])
+            return self._say_plain(verify_s, start)
         plan = [self.pending.token, *draft.tokens]
         parents = None if draft.parents is None else self._plan_parents()
         judge = branch.judge(plan, rows, parents)
@@ -211,7 +216,7 @@ class Stream:
             for i, row, text in zip(path, kept_rows, texts[1:], strict=False)
         ]
         whole = n == len(draft.tokens) if parents is None else kept[-1] not in parents
-        source = "plain" if not draft.tokens else "bonus" if whole else "corrected"
+        source = "bonus" if whole else "corrected"
         last = kept_rows[-1]
         self.pending = self._emitted(branch.describe(following, last), last, source)
         said.append(self.pending)

@@ -38,7 +38,8 @@ from .hub import CatalogueEntry, catalogue, load, resolve
 from .line import Produced
 from .model import Model, TextDecoder
 from .native import set_log_level, system_info
-from .sampling import Sampler, SamplingParams
+from .sampler import Sampler
+from .sampling import SamplingParams
 from .snapshot import Snapshot
 from .speculative import (
     ChainDrafter,

@@ -16,7 +16,8 @@ from .distribution import derive_seed
 from .errors import BranchStateError, ConfigError
 from .grammar import Grammar
 from .line import Produced
-from .sampling import Sampler, SamplingParams
+from .sampler import Sampler
+from .sampling import SamplingParams
 from .saving import SavableLine
 from .stopping import StopStrings
 

@@ -11,7 +11,8 @@ from .capabilities import Capabilities
 from .distribution import log_base
 from .errors import BranchStateError, ConfigError, UnsupportedError
 from .rows import LogitsRow
-from .sampling import Sampler, SamplingParams
+from .sampler import Sampler
+from .sampling import SamplingParams
 from .shared_cache import SharedCache
 
 __all__ = ["Capabilities", "Context"]

@@ -14,7 +14,8 @@ from .distribution import Distribution, log_base
 from .errors import BranchStateError, ConfigError
 from .grammar import Grammar
 from .rows import LogitsRow
-from .sampling import Sampler, SamplingParams
+from .sampler import Sampler
+from .sampling import SamplingParams
 
 __all__ = ["Line", "Produced"]
 

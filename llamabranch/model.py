@@ -18,14 +18,6 @@ from .vocabulary import VocabularyReport, compare
 
 __all__ = ["Model", "TextDecoder"]
 
-_FILE_TYPES = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K",
-    11: "Q3_K_S", 12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S",
-    17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS", 21: "Q2_K_S", 22: "IQ3_XS",
-    23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
-    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16",
-}  # fmt: skip
-
 
 class Model:
     """A GGUF loaded by llama.cpp. Contexts of one model share its weights.
@@ -146,8 +138,7 @@ class Model:
     @cached_property
     def file_type(self) -> str:
         """The quantization most weights have: "Q8_0", "F16", "Q4_K_M", ..."""
-        value = self.metadata.get("general.file_type", "")
-        return _FILE_TYPES.get(int(value), "unknown") if value.isdigit() else "unknown"
+        return self.handle.file_type(self.metadata.get("general.file_type", ""))
 
     @cached_property
     def n_params(self) -> int:

@@ -11,9 +11,11 @@ from typing_extensions import Self
 from .context import Context
 from .errors import SnapshotError, UnsupportedError
 from .native import last_log_lines
+from .origin import Origin
 from .rows import LogitsRow
-from .sampling import Sampler, SamplingParams
-from .snapshot import Origin, Snapshot, no_room
+from .sampler import Sampler
+from .sampling import SamplingParams
+from .snapshot import Snapshot, no_room
 from .verification import VerifiableLine
 
 __all__ = ["SavableLine"]

@@ -14,7 +14,7 @@ from .distribution import Distribution
 from .errors import UnsupportedError
 from .line import Line
 from .rows import LogitsRow
-from .sampling import Sampler
+from .sampler import Sampler
 
 __all__ = ["Judge", "VerifiableLine"]
 

@@ -1,4 +1,4 @@
-"""A branch: drawing, forking, taking back, steering, ending, and what each of them leaves alone."""
+"""A branch: drawing, forking, taking back, bias, ending, and what each of them leaves alone."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_perplexity_counts_what_was_generated(ctx: Context) -> None:
         child.perplexity("birth")
 
 
-def test_steering_is_inherited_and_can_end(ctx: Context) -> None:
+def test_bias_is_inherited_and_can_end(ctx: Context) -> None:
     root = Branch.start(ctx, STORY, temperature=0.0)
     before = root.produce()
     root.steer({77: 1e6})

@@ -21,7 +21,7 @@ PACKAGE = ROOT / "llamabranch"
 FLOORS = (
     ("errors", "distribution"),
     ("native",),
-    ("vocabulary", "model", "grammar", "sampling"),
+    ("vocabulary", "model", "grammar", "sampling", "sampler"),
     (
         "cells",
         "options",
@@ -34,7 +34,7 @@ FLOORS = (
         "context",
         "hub",
     ),
-    ("stopping", "line", "verification", "snapshot", "saving", "branch", "store"),
+    ("stopping", "line", "verification", "origin", "snapshot", "saving", "branch", "store"),
     ("speculative",),
     ("engine", "search"),
     ("measurement",),

@@ -9,7 +9,6 @@ from time import perf_counter
 
 from ..branch import Branch, random_seed
 from ..context import Context
-from ..distribution import derive_seed, seed_from_text
 from ..errors import (
     CacheFullError,
     CapacityError,
@@ -23,8 +22,9 @@ from ..speculative import Draft, Drafter, Emitted, NullDrafter, SpeculativeConfi
 from ..speculative.drafters import NO_DRAFT
 from ..speculative.round import Stream
 from ..speculative.rules import choose_rule
+from .batch import Batch
 from .drafting import Proposal, propose_together
-from .job import Job, refusal
+from .job import Job, jobs_of, refusal
 from .pricing import Market, StreamLength
 from .request import EngineStats, Event, Request, Result
 from .scheduler import Scheduler
@@ -173,32 +173,6 @@ class Engine:
             raise ConfigError(f"a request is a Request or text, not {request!r}")
         return (str(number) if request.id is None else request.id), request.n
 
-    def _jobs(self, request: Request, name: str) -> list[Job]:
-        prompt = (
-            self.target.tokenize(request.prompt)
-            if isinstance(request.prompt, str)
-            else list(request.prompt)
-        )
-        if not prompt:
-            raise ConfigError("the prompt is empty")
-        self.target.model.check_tokens(prompt)
-        params = request.sampling or self._sampling
-        first = params.seed
-        if first is None:
-            first = derive_seed(self.seed, seed_from_text(name))
-        most = self._max_tokens if request.max_tokens is None else request.max_tokens
-        return [
-            Job(
-                request,
-                name,
-                sample,
-                prompt,
-                params.but(seed=first if sample == 0 else derive_seed(first, sample)),
-                most,
-            )
-            for sample in range(request.n)
-        ]
-
     # -- the loop ----------------------------------------------------------------------------------
 
     def _run(
@@ -212,7 +186,14 @@ class Engine:
                 name, _ = self._identity(request, number)
                 wanted = [i for i in range(request.n) if (name, i) not in skip]
                 try:
-                    jobs = self._jobs(request, name)
+                    jobs = jobs_of(
+                        request,
+                        name,
+                        self.target.model,
+                        self._sampling,
+                        self._max_tokens,
+                        self.seed,
+                    )
                     scheduler.add(jobs[i] for i in wanted)
                 except LlamaBranchError as error:
                     for i in wanted:
@@ -266,9 +247,9 @@ class Engine:
             return
         yield from self._settle(scheduler, batch, rows, perf_counter() - start)
 
-    def _fill(self, scheduler: Scheduler) -> _Batch:
+    def _fill(self, scheduler: Scheduler) -> Batch:
         """Collect what the next decode computes: every stream's plan, then pieces of prompts."""
-        batch = _Batch()
+        batch = Batch()
         running = [job for job in scheduler.active if job.stream is not None]
         reading = [job for job in scheduler.active if job.stream is None]
         ctx = self.target
@@ -287,7 +268,7 @@ class Engine:
                 batch.add_reading(job, branch, job.to_read[branch.position :][:left])
         return batch
 
-    def _make_drafts(self, running: list[Job], batch: _Batch) -> list[tuple[Job, Draft]]:
+    def _make_drafts(self, running: list[Job], batch: Batch) -> list[tuple[Job, Draft]]:
         drafts_now = self._drafts and not self._is_cramped
         self._is_cramped = False
         if not drafts_now:
@@ -314,7 +295,7 @@ class Engine:
         made = [(job, draft) for (job, _), draft in zip(proposals, drafts, strict=True)]
         return made + [(job, NO_DRAFT) for job in plain]
 
-    def _decode(self, batch: _Batch) -> list[LogitsRow]:
+    def _decode(self, batch: Batch) -> list[LogitsRow]:
         replaced = [
             row for job, _ in batch.parts if job.branch is not None for row in job.branch.given_up()
         ]
@@ -323,7 +304,7 @@ class Engine:
         return rows
 
     def _make_room(
-        self, scheduler: Scheduler, batch: _Batch, error: CacheFullError
+        self, scheduler: Scheduler, batch: Batch, error: CacheFullError
     ) -> Iterator[Event]:
         """Draft no more for once; then let the newest job give way; the last has said what it can."""
         for job in scheduler.active:
@@ -343,7 +324,7 @@ class Engine:
     # -- after the decode --------------------------------------------------------------------------
 
     def _settle(
-        self, scheduler: Scheduler, batch: _Batch, rows: list[LogitsRow], verify_s: float
+        self, scheduler: Scheduler, batch: Batch, rows: list[LogitsRow], verify_s: float
     ) -> Iterator[Event]:
         at = n_emitted = 0
         for job, n in batch.parts:
@@ -412,33 +393,3 @@ class Engine:
         except CapacityError:  # no room to draft is no reason to stop
             line = NullDrafter().line(branch, rule)
         return Stream(branch, line, self._market.length(), rule, job.stats)
-
-
-class _Batch:
-    """What one decode computes: parts in order, each a job and its number of tokens."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.seqs: list[int] = []
-        self.wants: list[bool] = []
-        self.parts: list[tuple[Job, int]] = []
-        self.n_plans = 0
-        self.n_drafted = self.n_read = 0
-        self.draft_s = 0.0
-
-    def add_plan(self, job: Job, branch: Branch, tokens: list[int]) -> None:
-        """Add a stream's pending token and draft: every row is wanted."""
-        self._add(job, branch, tokens, [True] * len(tokens))
-        self.n_plans += 1
-        self.n_drafted += len(tokens) - 1
-
-    def add_reading(self, job: Job, branch: Branch, tokens: list[int]) -> None:
-        """Add a piece of a prompt: the row after its very end is wanted."""
-        last = len(tokens) == job.n_unread
-        self._add(job, branch, tokens, [False] * (len(tokens) - 1) + [last])
-
-    def _add(self, job: Job, branch: Branch, tokens: list[int], wants: list[bool]) -> None:
-        self.tokens += tokens
-        self.seqs += [branch.seq_id] * len(tokens)
-        self.wants += wants
-        self.parts.append((job, len(tokens)))

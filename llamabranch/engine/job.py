@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..branch import Branch
-from ..errors import LlamaBranchError
+from ..distribution import derive_seed, seed_from_text
+from ..errors import ConfigError, LlamaBranchError
+from ..model import Model
 from ..sampling import SamplingParams
 from ..speculative import Emitted, SpeculativeStats
 from ..speculative.round import Stream
 from ..speculative.transcript import Transcript
 from .request import Request, Result
 
-__all__ = ["Job", "refusal"]
+__all__ = ["Job", "jobs_of", "refusal"]
 
 
 class Job:
@@ -105,6 +107,41 @@ class Job:
             n_preempted=self.n_preempted,
             error=error,
         )
+
+
+def jobs_of(
+    request: Request,
+    name: str,
+    model: Model,
+    sampling: SamplingParams,
+    max_tokens: int | None,
+    seed: int,
+) -> list[Job]:
+    """Return a job for each text of ``request``; what it leaves open is taken from the engine's own.
+
+    Raises:
+        ConfigError: an empty prompt. TokenizeError: text or token ids the model does not know.
+    """
+    prompt = (
+        model.tokenize(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
+    )
+    if not prompt:
+        raise ConfigError("the prompt is empty")
+    model.check_tokens(prompt)
+    params = request.sampling or sampling
+    first = derive_seed(seed, seed_from_text(name)) if params.seed is None else params.seed
+    most = max_tokens if request.max_tokens is None else request.max_tokens
+    return [
+        Job(
+            request,
+            name,
+            sample,
+            prompt,
+            params.but(seed=first if sample == 0 else derive_seed(first, sample)),
+            most,
+        )
+        for sample in range(request.n)
+    ]
 
 
 def refusal(request: Request, name: str, sample: int, error: LlamaBranchError) -> Result:

@@ -7,7 +7,10 @@ Nothing above this package imports ``llama_cpp``. Callers validate with what thi
 from .context import ContextHandle, ContextOptions
 from .grammar import GrammarHandle, json_schema_to_gbnf
 from .handle import forkable_lock
-from .library import (
+from .model import ModelHandle
+from .sampler import CandidateBuffer, SamplerHandle
+from .state_layout import StateLayout
+from .system import (
     engine_versions,
     last_log_lines,
     max_sequences,
@@ -16,9 +19,6 @@ from .library import (
     system_info,
     uses_amx,
 )
-from .model import ModelHandle
-from .sampler import CandidateBuffer, SamplerHandle
-from .state_layout import StateLayout
 
 __all__ = [
     "CandidateBuffer",

@@ -10,9 +10,9 @@ from llama_cpp import llama_cpp as C
 from llama_cpp.llama_grammar import json_schema_to_gbnf as _convert
 
 from ..errors import GrammarError
-from .library import forget_log_lines, last_log_lines
 from .model import ModelHandle
 from .sampler import CandidateBuffer, SamplerHandle
+from .system import forget_log_lines, last_log_lines
 
 
 def json_schema_to_gbnf(schema: str) -> str:

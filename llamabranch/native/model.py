@@ -11,8 +11,15 @@ from llama_cpp import llama_cpp as C
 
 from ..errors import ModelLoadError, TokenizeError
 from .handle import Handle
-from .library import forget_log_lines, last_log_lines, supports_gpu_offload
+from .system import forget_log_lines, last_log_lines, supports_gpu_offload
 
+_FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K",
+    11: "Q3_K_S", 12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S",
+    17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS", 21: "Q2_K_S", 22: "IQ3_XS",
+    23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
+    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16",
+}  # fmt: skip
 _VOCAB_TYPES = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 
 
@@ -81,6 +88,10 @@ class ModelHandle(Handle):
         buffer = ctypes.create_string_buffer(512)
         C.llama_model_desc(self.ptr, buffer, len(buffer))
         return buffer.value.decode("utf-8", "replace")
+
+    def file_type(self, value: str) -> str:
+        """Return the name of what stands in the metadata as ``general.file_type``, or "unknown"."""
+        return _FILE_TYPES.get(int(value), "unknown") if value.isdigit() else "unknown"
 
     def metadata(self) -> dict[str, str]:
         """Return the GGUF's scalar metadata as llama.cpp prints it."""

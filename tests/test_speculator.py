@@ -6,6 +6,7 @@ Numbers are compared to the bit, and what a branch holds after random work with 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -571,6 +572,32 @@ def test_explanation_names_drafter_length_and_outcome(ctx: Context, draft_ctx: C
     words = speculator.explain()
     for part in (speculator.drafter.name, "drafts:", "stood", "c =", "v ="):
         assert part in words
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_plain_steps_are_counted_and_the_reader_s_time_is_not(
+    ctx: Context, draft_ctx: Context, drafts: bool
+) -> None:
+    """Steps nobody is asked in are counted together, also those of a generation that is closed."""
+    drafter = lb.ModelDrafter(draft_ctx) if drafts else None
+    speculator = Speculator(ctx, drafter, SpeculativeConfig(draft_k="auto"))
+    read_s = 0.0
+    start = time.perf_counter()
+    generation = speculator.generate(PROMPTS[0], max_tokens=60, sampling=WARM)
+    for n, _ in enumerate(generation, start=1):
+        began = time.perf_counter()
+        time.sleep(0.01)
+        read_s += time.perf_counter() - began
+        if n == 30:
+            break
+    generation.close()
+    assert 0.0 < generation.elapsed_s <= time.perf_counter() - start - read_s
+    stats = generation.stats
+    rounds = stats.num_drafts + stats.num_plain_steps
+    assert rounds == stats.target_forward_passes == sum(stats.target_decodes_by_n.values())
+    assert rounds + stats.num_accepted_tokens >= 29  # the first token needs no decode
+    assert stats.plain_time_s > 0
+    assert stats.stop_reasons["off"] >= (3 if drafts else 29)
 
 
 def test_statistics_add_up(ctx: Context, draft_ctx: Context) -> None:

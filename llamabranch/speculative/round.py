@@ -110,7 +110,7 @@ class Stream:
 
     def _say_plain(self, verify_s: float, since: float) -> list[Emitted]:
         """End a round without a draft that took ``verify_s`` for its decode, and was at it ``since``."""
-        self.pending = self._plain()
+        self.pending = said = self._plain()
         if self._draft is NO_DRAFT:
             n, all_verify_s, all_settle_s = self._rested
             self._rested = (n + 1, all_verify_s + verify_s, all_settle_s + perf_counter() - since)
@@ -119,7 +119,7 @@ class Stream:
             settle_s = perf_counter() - since
             self.stats.sample_time_s += settle_s
             self._count(0, 1, verify_s, settle_s)
-        return [self.pending]
+        return [said]
 
     def report(self) -> None:
         """Count the plain steps that nobody was asked in."""

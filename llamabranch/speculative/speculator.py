@@ -144,7 +144,6 @@ class Generation:
     Attributes:
         stats: counts and times; complete at the end.
         seed: what its draws are made of.
-        elapsed_s: seconds spent inside the loop, the prompt's prefill not counted.
     """
 
     def __init__(
@@ -156,7 +155,6 @@ class Generation:
         n_alternatives: int,
     ) -> None:
         self.seed = branch.seed
-        self.elapsed_s = 0.0
         self.stats = SpeculativeStats()
         self._transcript = transcript
         # The loop does not know this object: a generation that is forgotten ends at once.
@@ -178,20 +176,21 @@ class Generation:
         return self._transcript.finish_reason
 
     @property
+    def elapsed_s(self) -> float:
+        """Seconds spent inside the loop, the prompt's prefill not counted."""
+        return self._transcript.elapsed_s
+
+    @property
     def tokens_per_s(self) -> float:
         """Tokens a second of the loop, nan before the first."""
         n = len(self._transcript.tokens)
         return n / self.elapsed_s if self.elapsed_s > 0 else float("nan")
 
     def __iter__(self) -> Iterator[Emitted]:
-        return self
+        return self._events
 
     def __next__(self) -> Emitted:
-        start = perf_counter()
-        try:
-            return next(self._events)
-        finally:
-            self.elapsed_s += perf_counter() - start
+        return next(self._events)
 
     def finish(self) -> Generation:
         """Run to the end; return itself."""
@@ -213,6 +212,7 @@ def _run(
     stats: SpeculativeStats,
 ) -> Generator[Emitted, None, None]:
     base = branch.position
+    start = perf_counter()
     try:
         stream = speculator.open_stream(branch, stats, n_alternatives)
         try:
@@ -223,7 +223,11 @@ def _run(
                 )
                 shown = transcript.add(now.pop(0))
                 if shown is not None:
-                    yield shown
+                    transcript.elapsed_s += perf_counter() - start
+                    try:
+                        yield shown
+                    finally:
+                        start = perf_counter()
         finally:
             if not owned and not branch.ctx.closed:
                 settle_at(branch, base + len(transcript.tokens), stream.pending)
@@ -236,3 +240,4 @@ def _run(
         speculator.stats.add(stats)
         if owned and not branch.ctx.closed:
             branch.prune()
+        transcript.elapsed_s += perf_counter() - start

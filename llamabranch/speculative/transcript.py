@@ -26,6 +26,7 @@ class Transcript:
         texts: what was shown with each token; joined they are the text.
         finish_reason: "stop" (end token or stop string), "length", or None while it goes on; whoever
             runs it may write "capacity" or "cancelled".
+        elapsed_s: seconds it took so far, if whoever runs it counts them.
     """
 
     def __init__(self, max_tokens: int | None, stop: Sequence[str] = ()) -> None:
@@ -36,6 +37,7 @@ class Transcript:
         self.tokens: list[int] = []
         self.texts: list[str] = []
         self.finish_reason: str | None = "length" if max_tokens == 0 else None
+        self.elapsed_s = 0.0
 
     @property
     def text(self) -> str:

@@ -158,7 +158,7 @@ def test_trial_waits_until_reading_what_was_missed_is_cheap() -> None:
 
 
 def test_unlucky_stretch_does_not_switch_a_good_drafter_off() -> None:
-    """It has to lose the time of a few steps: chance alone rarely takes that from one that gains."""
+    """It has to lose the time of a few rounds: chance alone rarely takes that from one that gains."""
     worlds = [
         World(GoodputLength(16), always(0.7), rng=np.random.default_rng(seed)).run(1000)
         for seed in range(10)

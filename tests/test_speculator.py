@@ -446,6 +446,26 @@ def test_reseeded_branch_keeps_its_acceptance(ctx: Context, other_ctx: Context) 
         speculator.forget(branch)
 
 
+@pytest.mark.parametrize("width", [1, 2])
+def test_settings_changed_between_generations_reach_the_draft(
+    ctx: Context, other_ctx: Context, width: int
+) -> None:
+    """A line that is kept goes on with what its branch draws by now; so does that of a fork."""
+    speculator = Speculator(ctx, lb.ModelDrafter(other_ctx, width=width))
+    with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
+        for params in (WARM, WARM.but(temperature=2.0, top_k=0, top_p=1.0, min_p=0.0), GREEDY, WARM):
+            branch.resample(params)
+            generation = speculator.generate(branch, max_tokens=20).finish()
+            assert generation.stats.conditional_rates_per_pos[0] == 1.0
+            with branch.fork() as child:
+                usual = child.produce().token
+                child.steer({usual: -50.0})
+                stats = speculator.generate(child, max_tokens=20).finish().stats
+                assert usual not in child.tokens[branch.position : branch.position + 1]
+                assert stats.conditional_rates_per_pos[0] == 1.0
+        speculator.forget(branch)
+
+
 def test_rewind_into_the_prompt_is_followed(ctx: Context, draft_ctx: Context) -> None:
     """What is said after a prompt that was cut short belongs to the grammar, not to the prompt."""
     speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx))

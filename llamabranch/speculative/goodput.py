@@ -106,9 +106,9 @@ class GoodputLength:
 
     WARM_UP_PLAIN, WARM_UP_DRAFTS, WARM_UP_K = 3, 4, 3
     RATE_ROUNDS = 32  # how many rounds the going rate looks back, about
-    LOSS_STEPS = 8  # how many plain steps' time a drafter may lose before it is switched off
+    LOST_ROUNDS = 8  # the time of how many of its rounds a drafter may lose before it is switched off
     REFRESH = 64  # rounds after which a plain step measures t(1) again
-    PAUSE, LONGEST_PAUSE = 48, 1024  # plain steps between trials
+    PAUSE, LONGEST_PAUSE = 16, 1024  # plain steps between trials
     TRIAL_SHARE = 0.02  # of the time since the last trial
     LOOK_EVERY = 8  # plain steps between questions whether a trial is due
     VAIN_ASKS = 8  # how often a drafter with nothing to propose is asked in a trial
@@ -122,7 +122,7 @@ class GoodputLength:
         self._profiles: dict[str, Profile] = {}
         self._profile = Profile()
         self._target_s: dict[int, float] = {}
-        self._settle_s = {False: 0.0, True: 0.0}  # of rounds with a draft, and of those without
+        self._settle_s = {False: 0.0, True: 0.0}  # by whether there was a draft
         self._costs: list[float] = []  # seconds of a round with k tokens; made anew when stale
         self._n_plain = self._n_drafts = self._since_plain = 0
         self._n_behind = 0
@@ -294,7 +294,7 @@ class GoodputLength:
             profile.lost_s = max(0.0, profile.lost_s + seconds - tokens * plain_s)
         if profile.on:
             hopeless = profile.n_drafts >= self.WARM_UP_DRAFTS and self.best()[1] <= 1.0
-            if hopeless or profile.lost_s > self.LOSS_STEPS * plain_s:
+            if hopeless or profile.lost_s * profile.rounds > self.LOST_ROUNDS * profile.seconds:
                 profile.switch(on=False, pause=profile.pause or self.PAUSE)
         elif not report.entropies:  # nothing to propose says nothing: ask again, but not for ever
             profile.asked_in_vain += 1

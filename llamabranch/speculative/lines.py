@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..branch import Branch
 from ..cells import n_common
 from ..errors import CapacityError
+from ..sampling import SamplingParams
 from .drafters import Drafter, DraftLine, NullDrafter
 
 __all__ = ["LineBook"]
@@ -31,7 +32,7 @@ class LineBook:
         """Return the line that drafts for ``branch`` from where it stands."""
         self._close_pruned()
         found = self._kept.get(branch)
-        if found is not None and found.fits(branch, rule) and found.seed == branch.seed:
+        if found is not None and found.fits(branch, rule) and found.draws_like(branch):
             del self._kept[branch]
             found.line.observe(n_common(found.tokens, branch.tokens))
             return found.line
@@ -48,7 +49,7 @@ class LineBook:
                 self._kept.pop(oldest).line.close()
 
     def _make(self, branch: Branch, rule: str) -> DraftLine:
-        relative: Branch | None = branch  # reseeded, it takes a fork of its own line
+        relative: Branch | None = branch  # reseeded or steered, it takes a fork of its own line
         while relative is not None:
             found = self._kept.get(relative)
             if found is not None and found.fits(branch, rule):
@@ -63,7 +64,9 @@ class LineBook:
         if line is self._idle:
             return
         if keep and branch.state != "pruned" and not branch.ctx.closed:
-            self._kept[branch] = _Kept(line, rule, branch.n_prompt, branch.seed, branch.tokens)
+            self._kept[branch] = _Kept(
+                line, rule, branch.n_prompt, branch.seed, branch.sampling, branch.tokens
+            )
         else:
             line.close()
 
@@ -86,8 +89,13 @@ class _Kept:
     rule: str
     n_prompt: int
     seed: int
+    sampling: SamplingParams
     tokens: Sequence[int]
 
     def fits(self, branch: Branch, rule: str) -> bool:
         """Return whether the line may serve ``branch``: a prompt cut short is another prompt."""
         return self.rule == rule and self.n_prompt == branch.n_prompt
+
+    def draws_like(self, branch: Branch) -> bool:
+        """Return whether the line still drafts with the seed and the settings of ``branch``."""
+        return self.seed == branch.seed and self.sampling == branch.sampling

@@ -77,37 +77,39 @@ class ModelDrafter:
         """
         if self.width > 1 and rule != "seeded":
             raise ConfigError(f"token trees need the seeded rule, not {rule!r}")
-        params = self.sampling or target.sampling
         if target.ctx.model.compatibility(self.ctx.model).path == "text":
             # Its draws must not be the target's: there is nothing to gain, and the token rule forbids it.
+            params = self.sampling or target.sampling
             params = params.but(seed=derive_seed(target.seed, 0), logit_bias={})
             return TranslatingLine(Branch.create(self.ctx, params), target.ctx.model)
+        branch = Branch.create(self.ctx, self.settings(target), target.grammar)
+        kind = ModelLine if self.width == 1 else TreeLine
+        return kind(self, branch, target, rule)
+
+    def settings(self, target: Branch) -> SamplingParams:
+        """Return what drafts for ``target`` are drawn by."""
+        params = self.sampling or target.sampling
         ours, theirs = self.ctx.n_vocab, target.ctx.n_vocab
         bias = {token: value for token, value in params.logit_bias.items() if token < ours}
         # Families pad their vocabularies differently: what only the draft has is never drawn.
         bias |= dict.fromkeys(range(theirs, ours), -math.inf)
         params = params.but(seed=target.seed, logit_bias=bias)
-        if self.width == 1:
-            branch = Branch.create(self.ctx, params, target.grammar)
-            return ModelLine(branch, target.n_prompt, rule)
-        greedy = params.temperature == 0.0
-        if greedy:  # the runners-up count too, after all that is set but the temperature
+        if self.width > 1 and params.temperature == 0.0:
+            # The runners-up count too, after all that is set but the temperature.
             params = params.but(temperature=1.0)
-        branch = Branch.create(self.ctx, params, target.grammar)
-        return TreeLine(branch, target.n_prompt, rule, self.width, greedy)
+        return params
 
 
 class ModelLine:
     """A branch of the draft model that follows the target's line and runs ahead of it."""
 
-    def __init__(
-        self, branch: Branch, n_prompt: int, rule: str, width: int = 1, greedy: bool = False
-    ) -> None:
+    def __init__(self, drafter: ModelDrafter, branch: Branch, target: Branch, rule: str) -> None:
         self.branch = branch
-        self.n_prompt = n_prompt
+        self.n_prompt = target.n_prompt
+        self._drafter = drafter
         self._rule = rule
-        self._width = width
-        self._greedy = greedy  # rank a tree's candidates without noise
+        # A tree's candidates are ranked without noise where the target's draws have none.
+        self._greedy = (drafter.sampling or target.sampling).temperature == 0.0
         self._noise = 0  # the seed of this draft's draws under the rejection rules
         self._ahead: Branch | None = None  # where it drafts if its memory cannot be truncated
 
@@ -183,8 +185,12 @@ class ModelLine:
         """Return a line in the same state that drafts for ``target``."""
         branch = self.branch.fork()
         branch.detach()  # lines end in any order
-        branch.reseed(target.seed)
-        return type(self)(branch, self.n_prompt, self._rule, self._width, self._greedy)
+        params = self._drafter.settings(target)
+        if params == branch.sampling.but(seed=params.seed):
+            branch.reseed(target.seed)
+        else:
+            branch.resample(params)
+        return type(self)(self._drafter, branch, target, self._rule)
 
     def close(self) -> None:
         """Free its sequences."""
@@ -203,7 +209,7 @@ class TreeLine(ModelLine):
     """
 
     def _draft(self, draft: Draft, length: DraftLength, limit: int) -> None:
-        width, store = self._width, BranchStore(self.branch.ctx)
+        width, store = self._drafter.width, BranchStore(self.branch.ctx)
         nodes: list[tuple[float, int, int]] = []  # value, token, parent
         level: list[tuple[Branch, int, float]] = [(self.branch, -1, 0.0)]
         is_end = self.branch.ctx.model.is_end

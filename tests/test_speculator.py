@@ -453,7 +453,12 @@ def test_settings_changed_between_generations_reach_the_draft(
     """A line that is kept goes on with what its branch draws by now; so does that of a fork."""
     speculator = Speculator(ctx, lb.ModelDrafter(other_ctx, width=width))
     with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
-        for params in (WARM, WARM.but(temperature=2.0, top_k=0, top_p=1.0, min_p=0.0), GREEDY, WARM):
+        for params in (
+            WARM,
+            WARM.but(temperature=2.0, top_k=0, top_p=1.0, min_p=0.0),
+            GREEDY,
+            WARM,
+        ):
             branch.resample(params)
             generation = speculator.generate(branch, max_tokens=20).finish()
             assert generation.stats.conditional_rates_per_pos[0] == 1.0

@@ -106,7 +106,7 @@ class GoodputLength:
 
     WARM_UP_PLAIN, WARM_UP_DRAFTS, WARM_UP_K = 3, 4, 3
     RATE_ROUNDS = 32  # how many rounds the going rate looks back, about
-    LOST_ROUNDS = 8  # the time of how many of its rounds a drafter may lose before it is switched off
+    LOST_ROUNDS = 8  # a drafter that has lost the time of so many of its rounds is switched off
     REFRESH = 64  # rounds after which a plain step measures t(1) again
     PAUSE, LONGEST_PAUSE = 16, 1024  # plain steps between trials
     TRIAL_SHARE = 0.02  # of the time since the last trial

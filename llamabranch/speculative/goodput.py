@@ -107,6 +107,7 @@ class GoodputLength:
     WARM_UP_PLAIN, WARM_UP_DRAFTS, WARM_UP_K = 3, 4, 3
     RATE_ROUNDS = 32  # how many rounds the going rate looks back, about
     LOST_ROUNDS = 8  # a drafter that has lost the time of so many of its rounds is switched off
+    DOUBT = 0.6  # over the number of drafts: how far off the chance that was learned may be
     REFRESH = 64  # rounds after which a plain step measures t(1) again
     PAUSE, LONGEST_PAUSE = 16, 1024  # plain steps between trials
     TRIAL_SHARE = 0.02  # of the time since the last trial
@@ -175,9 +176,12 @@ class GoodputLength:
         profile, plain = self._profile, 1.0 / self._plain_s
         return max(plain, profile.tokens / profile.seconds) if profile.rounds > 1 else plain
 
-    def best(self) -> tuple[int, float]:
-        """Return the length with the best expected rate at the mean chance, and its speedup."""
-        costs, chance = self._round_costs(), self._profile.mean_chance
+    def best(self, doubt: float = 0.0) -> tuple[int, float]:
+        """Return the length with the best expected rate at the mean chance, and its speedup.
+
+        ``doubt`` is by how much the chance may be higher than it seems.
+        """
+        costs, chance = self._round_costs(), min(1.0, self._profile.mean_chance + doubt)
         rates, expected, reach = [1.0 / costs[0]], 1.0, 1.0
         for cost in costs[1:]:
             reach *= chance
@@ -293,7 +297,8 @@ class GoodputLength:
             profile.rounds = keep * profile.rounds + 1
             profile.lost_s = max(0.0, profile.lost_s + seconds - tokens * plain_s)
         if profile.on:
-            hopeless = profile.n_drafts >= self.WARM_UP_DRAFTS and self.best()[1] <= 1.0
+            n = profile.n_drafts
+            hopeless = n >= self.WARM_UP_DRAFTS and self.best(self.DOUBT / n)[1] <= 1.0
             if hopeless or profile.lost_s * profile.rounds > self.LOST_ROUNDS * profile.seconds:
                 profile.switch(on=False, pause=profile.pause or self.PAUSE)
         elif not report.entropies:  # nothing to propose says nothing: ask again, but not for ever

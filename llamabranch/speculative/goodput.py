@@ -214,8 +214,10 @@ class GoodputLength:
         """Return whether a drafter that is off should be tried again."""
         if profile.paused < profile.pause:
             return False
-        # Reading many tokens at once costs about a fifth of a step for each.
-        cost = profile.step_s * (1 + self._n_behind / 5) + self._round_costs()[1] - self._plain_s
+        # Reading many tokens at once costs about a fifth of a step for each. In a chain that others
+        # are asked in, a drafter has missed what was said in its own pause.
+        n_behind = max(self._n_behind, profile.paused)
+        cost = profile.step_s * (1 + n_behind / 5) + self._round_costs()[1] - self._plain_s
         return cost < self.TRIAL_SHARE * profile.paused_s
 
     def consider(self, drafter: str) -> bool:

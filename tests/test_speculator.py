@@ -15,7 +15,7 @@ import pytest
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Draft, SamplingParams, SpeculativeConfig, Speculator
-from llamabranch.speculative.length import DraftLength
+from llamabranch.speculative.length import DraftLength, FixedLength
 
 PROMPTS = [
     "Once upon a time there was a king who had three daughters, and the youngest",
@@ -623,6 +623,34 @@ def test_plain_steps_are_counted_and_the_reader_s_time_is_not(
     assert rounds + stats.num_accepted_tokens >= 29  # the first token needs no decode
     assert stats.plain_time_s > 0
     assert stats.stop_reasons["off"] >= (3 if drafts else 29)
+
+
+def test_single_slow_step_is_counted_but_not_learned(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one pause of the machine would make plain decoding look slow, and any draft worth it."""
+    learned: list[tuple[int, float]] = []
+
+    class Spy(FixedLength):
+        def learn_plain(self, n: int, verify_s: float, settle_s: float) -> None:
+            learned.append((n, verify_s))
+
+    commit, n_commits = Branch.commit, 0
+
+    def slow(branch: Branch, token: int) -> None:
+        nonlocal n_commits
+        n_commits += 1
+        if n_commits == 5:
+            time.sleep(2.0)
+        commit(branch, token)
+
+    monkeypatch.setattr(Branch, "commit", slow)
+    speculator = Speculator(ctx)
+    speculator.length = Spy(0)
+    stats = speculator.generate(PROMPTS[0], max_tokens=20, sampling=WARM).finish().stats
+    assert [n for n, _ in learned] == [19]
+    assert learned[0][1] < 1.0
+    assert stats.plain_time_s > 2.0
 
 
 def test_statistics_add_up(ctx: Context, draft_ctx: Context) -> None:

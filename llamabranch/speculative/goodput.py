@@ -107,6 +107,7 @@ class GoodputLength:
     WARM_UP_PLAIN, WARM_UP_DRAFTS, WARM_UP_K = 3, 4, 3
     RATE_ROUNDS = 32  # how many rounds the going rate looks back, about
     LOST_ROUNDS = 8  # a drafter that has lost the time of so many of its rounds is switched off
+    WORTH = 1.03  # of plain speed: what drafting must promise to be on, times being noisy
     DOUBT = 0.6  # over the number of drafts: how far off the chance that was learned may be
     REFRESH = 64  # rounds after which a plain step measures t(1) again
     PAUSE, LONGEST_PAUSE = 16, 1024  # plain steps between trials
@@ -150,9 +151,11 @@ class GoodputLength:
     def _round_costs(self) -> list[float]:
         if not self._costs:
             step_s, width = self._profile.step_s, self._width
-            settle_s = self._settle_s[True] or self._settle_s[False]
+            # Times are noisy, but more tokens never take less: a draft is not free because of noise.
+            least_s, settle_s = self._time(1), max(self._settle_s.values())
             self._costs = [
-                k * step_s + self._time(1 + k * width) + settle_s for k in range(self.limit + 1)
+                k * step_s + max(least_s, self._time(1 + k * width)) + settle_s
+                for k in range(self.limit + 1)
             ]
             self._costs[0] = self._plain_s
         return self._costs
@@ -267,10 +270,10 @@ class GoodputLength:
         self._judge(reported, report)
 
     def learn_plain(self, n: int, verify_s: float, settle_s: float) -> None:
-        """Take in ``n`` plain steps in which the drafter was not asked, and what all of them took."""
+        """Take in ``n`` plain steps in which the drafter was not asked; seconds are medians."""
         self._n_plain += n
-        self._learn_costs(1, verify_s / n, settle_s / n, n)
-        self._let_pass(n, verify_s + settle_s)
+        self._learn_costs(1, verify_s, settle_s, n)
+        self._let_pass(n, n * (verify_s + settle_s))
 
     def _learn_costs(self, n: int, verify_s: float, settle_s: float, times: int) -> None:
         drafted = n > 1
@@ -300,14 +303,14 @@ class GoodputLength:
             profile.lost_s = max(0.0, profile.lost_s + seconds - tokens * plain_s)
         if profile.on:
             n = profile.n_drafts
-            hopeless = n >= self.WARM_UP_DRAFTS and self.best(self.DOUBT / n)[1] <= 1.0
+            hopeless = n >= self.WARM_UP_DRAFTS and self.best(self.DOUBT / n)[1] < self.WORTH
             if hopeless or profile.lost_s * profile.rounds > self.LOST_ROUNDS * profile.seconds:
                 profile.switch(on=False, pause=profile.pause or self.PAUSE)
         elif not report.entropies:  # nothing to propose says nothing: ask again, but not for ever
             profile.asked_in_vain += 1
             if profile.asked_in_vain == self.VAIN_ASKS:
                 profile.rest(profile.pause)
-        elif self.best()[1] > 1.0:
+        elif self.best()[1] >= self.WORTH:
             profile.switch(on=True, pause=self.PAUSE)
         else:
             profile.rest(min(2 * profile.pause, self.LONGEST_PAUSE))

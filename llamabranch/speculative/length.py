@@ -63,7 +63,10 @@ class DraftLength(Protocol):
         """Take in a round."""
 
     def learn_plain(self, n: int, verify_s: float, settle_s: float) -> None:
-        """Take in ``n`` plain steps in which the drafter was not asked, and what all of them took."""
+        """Take in ``n`` plain steps in which the drafter was not asked, and the seconds of most of them.
+
+        Medians, since a single step may be far too slow.
+        """
 
     def explain(self) -> str:
         """Return in words and numbers what it does and why."""

@@ -8,6 +8,7 @@ Planning and settling are apart so that many streams can share that decode.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ from .rules import DraftTree, verify, verify_tree
 from .stats import SpeculativeStats
 
 __all__ = ["Emitted", "Stream", "settle_at"]
+
+_MOST_RESTED = 64  # plain steps that are counted together
 
 
 class Emitted(NamedTuple):
@@ -69,7 +72,7 @@ class Stream:
         self._draft = Draft()
         self._n_told = 0  # what the line has read; it catches up when it is asked next
         self._n_resting = 0  # plain steps to come before it is asked
-        self._rested = (0, 0.0, 0.0)  # those that have come: decodes, their seconds, all else
+        self._rested: list[tuple[float, float]] = []  # seconds of those that came: decode, the rest
 
     def begin(self) -> Emitted:
         """Say the first token: it needs no decode, the branch's logits are there."""
@@ -112,8 +115,9 @@ class Stream:
         """End a round without a draft that took ``verify_s`` for its decode, and was at it ``since``."""
         self.pending = said = self._plain()
         if self._draft is NO_DRAFT:
-            n, all_verify_s, all_settle_s = self._rested
-            self._rested = (n + 1, all_verify_s + verify_s, all_settle_s + perf_counter() - since)
+            self._rested.append((verify_s, perf_counter() - since))
+            if len(self._rested) == _MOST_RESTED:
+                self.report()
         else:
             self.line.observe(self.branch.position)
             settle_s = perf_counter() - since
@@ -123,11 +127,12 @@ class Stream:
 
     def report(self) -> None:
         """Count the plain steps that nobody was asked in."""
-        n, verify_s, settle_s = self._rested
-        if n:
-            self.stats.count_plain(n, verify_s, settle_s, NO_DRAFT.stopped)
-            self.length.learn_plain(n, verify_s, settle_s)
-            self._rested = (0, 0.0, 0.0)
+        if self._rested:
+            verify_s, settle_s = zip(*self._rested, strict=True)
+            n = len(self._rested)
+            self._rested.clear()
+            self.stats.count_plain(n, sum(verify_s), sum(settle_s), NO_DRAFT.stopped)
+            self.length.learn_plain(n, median(verify_s), median(settle_s))
 
     def plan(self, limit: int) -> list[int]:
         """Return what to decode: the pending token and a draft of at most ``limit`` tokens."""

@@ -13,6 +13,7 @@ from .context import Context
 from .distribution import Distribution, log_base
 from .errors import BranchStateError, ConfigError
 from .grammar import Grammar
+from .model import decode_utf8
 from .rows import LogitsRow
 from .sampler import Sampler
 from .sampling import SamplingParams
@@ -120,8 +121,12 @@ class Line:
 
     @property
     def sampling(self) -> SamplingParams:
-        """The settings in force."""
-        return self._sampler.params
+        """The settings in force; a seed that was given is the branch's own, also after ``reseed``."""
+        params = self._sampler.params
+        # Forks share a sampler, so what it was made with tells nothing of the seed in force.
+        if params.seed is None or params.seed == self._seed:
+            return params
+        return params.but(seed=self._seed)
 
     @property
     def grammar(self) -> Grammar | None:
@@ -367,8 +372,13 @@ class Line:
         return self._pending
 
     def _pending_bytes(self) -> bytes:
-        pending = b""
-        # A UTF-8 character has at most four bytes: no more tokens than that can hold its start.
-        for token in self._tokens[max(self._n_prompt, len(self._tokens) - 4) :]:
-            pending = self._ctx.model.text_after(token, pending)[1]
-        return pending
+        model = self._ctx.model
+        tail = b""
+        if model.has_text:
+            # Of a UTF-8 character at most three bytes can wait for more. Tokens without text may lie
+            # between them, so bytes are counted, not tokens.
+            for token in reversed(self._tokens[self._n_prompt :]):
+                tail = model.piece(token) + tail
+                if len(tail) >= 3:
+                    break
+        return decode_utf8(tail)[1]

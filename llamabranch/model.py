@@ -16,7 +16,7 @@ from .native import ModelHandle, uses_amx
 from .native.gguf_header import check_header
 from .vocabulary import VocabularyReport, compare
 
-__all__ = ["Model", "TextDecoder"]
+__all__ = ["Model", "TextDecoder", "decode_utf8"]
 
 
 class Model:
@@ -327,10 +327,7 @@ class Model:
             text = self._texts[token]
             if text is not None:
                 return text, b""
-        data = pending + self.piece(token)
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        text = decoder.decode(data)
-        left = decoder.getstate()[0]
+        text, left = decode_utf8(pending + self.piece(token))
         if not pending and not left:
             self._texts[token] = text
         return text, left
@@ -397,3 +394,9 @@ class TextDecoder:
         """Return what is left as replacement characters, and forget it."""
         left, self._pending = self._pending, b""
         return left.decode("utf-8", "replace")
+
+
+def decode_utf8(data: bytes) -> tuple[str, bytes]:
+    """Return the text of ``data``, and the bytes at its end that are not yet a whole character."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    return decoder.decode(data), decoder.getstate()[0]

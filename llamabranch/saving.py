@@ -49,7 +49,7 @@ class SavableLine(VerifiableLine):
                 array.flags.writeable = False
             return Snapshot(
                 origin,
-                self._sampler.params,
+                self.sampling,
                 self._sampler.grammar,
                 self._seed,
                 self._n_prompt,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from conftest import audit
 
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams
@@ -78,6 +79,61 @@ def test_reseeding_back_restores_the_draw(ctx: Context) -> None:
     branch.reseed(99)
     branch.reseed(11)
     assert branch.produce() == first
+
+
+def _reseeded(branch: Branch) -> Branch:
+    branch.reseed(99)
+    return branch
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        _reseeded,
+        lambda branch: branch.fork_many(2)[1],
+        lambda branch: Branch.restore(branch.ctx, branch.fork_many(1)[0].snapshot()),
+    ],
+    ids=["reseed", "fork_many", "restore"],
+)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda branch: branch.steer({}),
+        lambda branch: branch.resample(branch.sampling),
+        lambda branch: branch.resample(branch.sampling.but(logit_bias={7: 0.0})),
+        lambda branch: branch.resample(SamplingParams(temperature=1.0)),
+    ],
+    ids=["steer", "resample", "resample with a bias", "resample without a seed"],
+)
+def test_changing_settings_keeps_the_seed(
+    made: Callable[[Branch], Branch], change: Callable[[Branch], None], ctx: Context
+) -> None:
+    branch = made(Branch.start(ctx, STORY, sampling=WARM))
+    seed, twin = branch.seed, branch.fork()
+    assert seed != WARM.seed
+    change(branch)
+    assert branch.seed == seed
+    assert said(branch) == said(twin)
+
+
+def test_steered_children_of_fork_many_still_differ(ctx: Context) -> None:
+    children = Branch.start(ctx, STORY, sampling=WARM).fork_many(4)
+    for child in children:
+        child.steer({5: -1.0})
+    assert len({tuple(said(child)) for child in children}) == 4
+
+
+def test_sampling_tells_the_seed_in_force(ctx: Context, other_ctx: Context) -> None:
+    root = Branch.start(ctx, STORY, sampling=WARM)
+    child = root.fork_many(1)[0]
+    assert (root.sampling, child.sampling) == (WARM, WARM.but(seed=child.seed))
+    again = Branch.start(other_ctx, STORY, sampling=child.sampling)
+    assert said(again) == said(child)
+    child.resample(WARM)  # a seed that is given is taken
+    assert child.seed == WARM.seed
+    free = Branch.start(ctx, STORY, temperature=1.0)
+    free.reseed(5)
+    assert free.sampling.seed is None  # nobody asked for one text in the settings
 
 
 def test_same_seed_gives_the_same_text_whatever_else_shares_cache_and_batch(
@@ -155,6 +211,33 @@ def test_characters_split_over_tokens_appear_whole(toy: lb.Model) -> None:
         branch.rewind(branch.position - 1)  # in the middle of the last character
         branch.steer({byte[data[-1:]]: 1e6})
         assert branch.produce().text == "世"
+
+
+@pytest.mark.parametrize("n_silent", [0, 1, 2, 3, 4, 9])
+@pytest.mark.parametrize("n_bytes", [1, 2, 3])
+def test_rewind_into_a_character_keeps_its_bytes_whatever_lies_between(
+    n_bytes: int, n_silent: int, toy: lb.Model
+) -> None:
+    byte = {toy.piece(t): t for t in range(toy.n_vocab)}
+    assert toy.bos is not None
+    data = "🙂".encode()
+    with Context(toy, n_ctx=256, n_threads=1) as ctx:
+        branch = Branch.start(ctx, "x", temperature=0.0)
+        for value in data[:n_bytes]:
+            branch.commit(byte[bytes([value])])
+            for _ in range(n_silent):
+                branch.commit(toy.bos)  # a control token has no text
+        position = branch.position
+        for value in data[n_bytes:]:
+            branch.commit(byte[bytes([value])])
+        branch.rewind(position)
+        assert branch.snapshot().pending == data[:n_bytes]
+        texts = []
+        for value in data[n_bytes:]:
+            branch.steer({byte[bytes([value])]: 1e6})
+            texts.append(branch.step().text)
+        assert "".join(texts) == "🙂"
+        audit(ctx)
 
 
 def test_generation_ends_at_an_end_token_that_is_not_yielded(ctx: Context) -> None:

@@ -61,11 +61,12 @@ class SavableLine(VerifiableLine):
     def save(self, path: str | PathLike[str]) -> None:
         """Write this branch to a file, all of it or nothing; see ``load``.
 
-        K/V, tokens, settings, grammar, seed, surprisals and logits; not its children.
+        K/V, tokens, settings, grammar, seed, surprisals and logits; not its children. A symbolic link
+        is followed, the mode of a file that is replaced is kept.
 
         Raises:
             BranchStateError: pruned. UnsupportedError: this memory cannot be saved.
-            SnapshotError: the file cannot be written.
+            SnapshotError: the file cannot be written, or ``path`` is a pipe, a device or a folder.
         """
         self.snapshot().write(path)
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .context import Context
-from .errors import CacheFullError, LlamaBranchError, SnapshotError
+from .errors import CacheFullError, ConfigError, LlamaBranchError, SnapshotError
 from .grammar import Grammar
 from .native import engine_versions
 from .origin import Origin
@@ -81,8 +81,12 @@ class Snapshot:
     def write(self, path: str | PathLike[str]) -> None:
         """Write a file that is either there in full or not at all; an old one is replaced.
 
+        It is written beside its place and renamed. A symbolic link is followed, an old file's mode is
+        kept; a new one can be read by its owner only, since all of the text is in it.
+
         Raises:
-            SnapshotError: it cannot be written.
+            ConfigError: not a path.
+            SnapshotError: it cannot be written, or what is there is a pipe, a device or a folder.
         """
         try:
             metadata = json.dumps(self._metadata(), separators=(",", ":")).encode()
@@ -99,9 +103,10 @@ class Snapshot:
             _MAGIC, _VERSION, len(metadata), len(self.tokens), len(self.surprisals),
             len(self.logits), 0, len(self.state), digest.digest(),
         )  # fmt: skip
-        path = Path(path)
+        place = _path(path)
         try:
-            handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+            target, replaced = _destination(place)
+            handle, name = tempfile.mkstemp(prefix=f".{target.name[:32]}.", dir=target.parent)
             try:
                 with open(handle, "wb") as file:
                     file.write(header)
@@ -109,14 +114,16 @@ class Snapshot:
                     file.write(metadata)
                     for array in self._arrays:
                         file.write(_raw(array))
+                    if replaced is not None:
+                        _inherit(file.fileno(), replaced)
                     file.flush()
                     os.fsync(file.fileno())
-                os.replace(name, path)
+                os.replace(name, target)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(name)
                 raise
-            _sync_folder(path.parent)
+            _sync_folder(target.parent)
         except (OSError, ValueError) as error:  # ValueError: a path with a null byte
             raise SnapshotError(f"the snapshot cannot be written: {error}") from error
 
@@ -147,6 +154,7 @@ class Snapshot:
             SnapshotError: no such file, damaged, not a snapshot, or not one for ``ctx``.
             CacheFullError: ``ctx`` has not enough free cells.
         """
+        path = _path(path)
         try:
             # A pipe or a device would block or never end.
             if not stat.S_ISREG(os.stat(path).st_mode):
@@ -242,6 +250,42 @@ class Snapshot:
 def _raw(array: npt.NDArray[np.generic]) -> memoryview:
     """Return the array's bytes, little-endian whatever the machine."""
     return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).view(np.uint8).data
+
+
+def _path(path: str | PathLike[str]) -> Path:
+    """Return ``path``; a number is none, though the system's calls take one for an open file."""
+    try:
+        return Path(path)
+    except TypeError:
+        raise ConfigError(f"a path is text or path-like, not {path!r}") from None
+
+
+def _destination(path: Path) -> tuple[Path, os.stat_result | None]:
+    """Return the file behind ``path``, and what is known of it if it is there.
+
+    A rename would put a regular file in the place of whatever is there, so that must be one already.
+    """
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        found = None
+    if found is not None and not stat.S_ISREG(found.st_mode):
+        raise SnapshotError(
+            f"the snapshot cannot be written: {path} is not a regular file",
+            hint="give the path of a file; a pipe or a device cannot be written all or nothing",
+        )
+    return Path(os.path.realpath(path)), found
+
+
+def _inherit(handle: int, replaced: os.stat_result) -> None:
+    """Give an open file the mode of the one it will replace, and its owner where that is allowed."""
+    if hasattr(os, "fchown") and (replaced.st_uid, replaced.st_gid) != (os.getuid(), os.getgid()):
+        with contextlib.suppress(OSError):
+            os.fchown(handle, replaced.st_uid, replaced.st_gid)
+    mode = stat.S_IMODE(replaced.st_mode)
+    # After the owner, whose change may narrow it; there are file systems where all have one mode.
+    if hasattr(os, "fchmod") and stat.S_IMODE(os.fstat(handle).st_mode) != mode:
+        os.fchmod(handle, mode)
 
 
 def _sync_folder(folder: Path) -> None:

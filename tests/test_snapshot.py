@@ -6,6 +6,8 @@ import gc
 import hashlib
 import json
 import os
+import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -21,6 +23,7 @@ import toys
 import llamabranch as lb
 from llamabranch.errors import (
     CacheFullError,
+    ConfigError,
     LlamaBranchError,
     SequencesExhaustedError,
     SnapshotError,
@@ -338,6 +341,86 @@ def test_a_failed_write_leaves_the_old_file(
     branch.save(path)
     assert path.read_bytes() != old
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644, 0o664, 0o400])
+def test_replacing_a_file_keeps_its_mode(mode: int, small_ctx: lb.Context, tmp_path: Path) -> None:
+    branch = lb.Branch.start(small_ctx, [2, 3], seed=1)
+    path = tmp_path / "x.branch"
+    path.write_bytes(b"old")
+    path.chmod(mode)
+    branch.save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert lb.Branch.load(small_ctx, path).tokens == branch.tokens
+
+
+def test_a_new_file_is_its_owners_only(small_ctx: lb.Context, tmp_path: Path) -> None:
+    path = tmp_path / "x.branch"
+    lb.Branch.start(small_ctx, [2, 3], seed=1).save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["to a file", "to nothing yet"])
+def test_saving_follows_a_symlink(is_there: bool, small_ctx: lb.Context, tmp_path: Path) -> None:
+    branch = lb.Branch.start(small_ctx, [2, 3], seed=1)
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    target, link, second = folder / "x.branch", tmp_path / "link", tmp_path / "link to link"
+    if is_there:
+        target.write_bytes(b"old")
+        target.chmod(0o640)
+    link.symlink_to(Path("elsewhere") / "x.branch")
+    second.symlink_to("link")
+    branch.save(second)
+    assert link.is_symlink()
+    assert second.is_symlink()
+    assert not target.is_symlink()
+    assert stat.S_IMODE(target.stat().st_mode) == (0o640 if is_there else 0o600)
+    assert lb.Branch.load(small_ctx, target).tokens == branch.tokens
+    assert list(folder.iterdir()) == [target]
+    assert sorted(tmp_path.iterdir()) == [folder, link, second]
+
+
+def test_saving_replaces_nothing_but_regular_files(
+    small_ctx: lb.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    branch = lb.Branch.start(small_ctx, [2, 3], seed=1)
+    fifo, folder, loop = tmp_path / "pipe", tmp_path / "folder", tmp_path / "loop"
+    os.mkfifo(fifo)
+    folder.mkdir()
+    loop.symlink_to(loop)
+    links = [tmp_path / name for name in ("to the pipe", "to the null device", "to the folder")]
+    for link, to in zip(links, (fifo, Path(os.devnull), folder), strict=True):
+        link.symlink_to(to)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket")  # its whole path may be too long
+        before = {path: path.lstat() for path in tmp_path.iterdir()}
+        for path in before:
+            with pytest.raises(SnapshotError, match="written"):
+                branch.save(path)
+        assert {path: path.lstat() for path in tmp_path.iterdir()} == before
+        with pytest.raises(SnapshotError, match="regular") as refused:
+            branch.save(fifo)
+        assert refused.value.hint
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+
+
+def test_a_long_name_can_be_saved_to(small_ctx: lb.Context, tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 255)
+    lb.Branch.start(small_ctx, [2, 3], seed=1).save(path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_open_file_is_no_path(small_ctx: lb.Context, tmp_path: Path) -> None:
+    branch = lb.Branch.start(small_ctx, [2, 3], seed=1)
+    with (tmp_path / "open").open("w+b") as file:
+        for number in (file.fileno(), True, None):
+            with pytest.raises(ConfigError, match="path"):
+                branch.save(number)  # type: ignore[arg-type]
+            with pytest.raises(ConfigError, match="path"):
+                lb.Branch.load(small_ctx, number)  # type: ignore[arg-type]
+        file.write(b"still open")
 
 
 def test_what_is_no_file_is_refused(small_ctx: lb.Context, tmp_path: Path) -> None:

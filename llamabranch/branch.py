@@ -174,8 +174,9 @@ class Branch(SavableLine):
 
         It ends at an end token (not committed, and yielded only to carry text that was held back for
         a stop string), after ``max_tokens``, or when the text contains a stop string: text from there
-        on is not yielded. ``finish_reason`` says which. Without ``max_tokens`` it goes on until the
-        model stops or the cache is full.
+        on is not yielded, but the tokens that completed it are, and stay: ``tokens`` and ``text`` of
+        the branch hold the stop string. ``finish_reason`` says which. Without ``max_tokens`` it goes
+        on until the model stops or the cache is full.
 
         Raises:
             CacheFullError: no cell is left; the branch holds all tokens that were yielded.

@@ -96,12 +96,16 @@ class Line:
 
     @property
     def tokens(self) -> list[int]:
-        """All token ids, prompt and inherited ones included; a copy."""
+        """All token ids, prompt, inherited ones and those of a stop string included; a copy."""
         return list(self._tokens)
 
     @property
     def text(self) -> str:
-        """The text of all tokens but control tokens."""
+        """The text of all tokens but control tokens.
+
+        Of a generation that a stop string ended it holds that string, as ``tokens`` does; what the
+        generation yielded leaves it out.
+        """
         return b"".join(map(self._ctx.model.piece, self._tokens)).decode("utf-8", "replace")
 
     @property
@@ -178,21 +182,65 @@ class Line:
             self._ctx.model.check_tokens((token,))
             return -self._need_row().logprob(token) / log_base(base)
 
-    def perplexity(self, since: str = "fork") -> float:
-        """Return exp(mean surprisal) of the committed tokens.
+    def perplexity(self, since: str = "prompt") -> float:
+        """Return exp(mean surprisal) of the committed tokens, under the model's own distribution.
 
         Args:
-            since: "fork" = those after the fork point, "prompt" = all that were generated on this
-                line. Prompt tokens have no surprisal here: they were read, not predicted.
+            since: "prompt" = all that were generated on this line, inherited ones included, so that
+                branches can be compared wherever they were forked; "fork" = those after the fork
+                point. Prompt tokens have no surprisal here: they were read, not predicted. Nor has
+                the first token of a branch without a prompt, which nothing came before.
 
-        Returns:
-            nan if there are no such tokens.
+        Raises:
+            BranchStateError: there are no such tokens, or some were taken without a surprisal.
+            ConfigError: an unknown ``since``.
         """
+        with self._lock:
+            counted = self._scored(since)
+            if not counted:
+                raise BranchStateError(
+                    f"no token was generated since the {since}: there is no perplexity",
+                    hint="generate or extend first; log_likelihood() is 0 there",
+                )
+            try:
+                return math.exp(math.fsum(counted) / len(counted))
+            except OverflowError:
+                return math.inf
+
+    def log_likelihood(self, since: str = "prompt", base: str = "nats") -> float:
+        """Return the sum of log p of the committed tokens, under the model's own distribution.
+
+        0 where there are none. It falls with every token: compare texts of one length by it, and
+        others by ``perplexity``.
+
+        Args:
+            since: "prompt" or "fork", as for ``perplexity``.
+            base: "nats" or "bits".
+
+        Raises:
+            BranchStateError: some tokens were taken without a surprisal.
+            ConfigError: an unknown ``since`` or ``base``.
+        """
+        with self._lock:
+            divisor = log_base(base)
+            try:
+                return math.fsum(-surprisal for surprisal in self._scored(since)) / divisor
+            except OverflowError:
+                return -math.inf
+
+    def _scored(self, since: str) -> list[float]:
+        """Return the surprisals of the tokens since the prompt or the fork, nats."""
         if since not in ("fork", "prompt"):
             raise ConfigError(f"since must be 'fork' or 'prompt', not {since!r}")
-        skip = max(0, self.fork_position - self._n_prompt) if since == "fork" else 0
-        counted = self._surprisals[skip:]
-        return math.exp(math.fsum(counted) / len(counted)) if counted else math.nan
+        start = self.fork_position if since == "fork" else 0
+        counted = self._surprisals[max(start, self._n_prompt, 1) - self._n_prompt :]
+        if any(map(math.isnan, counted)):
+            # Of tokens that were followed, not predicted; an order by NaN would be none.
+            raise BranchStateError(
+                f"{sum(map(math.isnan, counted))} of {len(counted)} tokens have no surprisal",
+                hint="they were taken without their logits; extend a new branch by them",
+            )
+        return counted
 
     def next_row(self) -> LogitsRow:
         """Return the logits after the last token as they lie, valid while the lock is held."""

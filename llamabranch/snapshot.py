@@ -221,6 +221,8 @@ class Snapshot:
         _check_room(ctx, n, len(self.state))
         if not 0 <= self.n_prompt <= n or len(self.surprisals) != n - self.n_prompt:
             raise SnapshotError("the snapshot contradicts itself: prompt, tokens and surprisals")
+        if (self.surprisals == -np.inf).any():  # NaN is that of a token that was not predicted
+            raise SnapshotError("the snapshot has tokens that are more than certain")
         if n and (self.tokens.min() < 0 or self.tokens.max() >= n_vocab):
             raise SnapshotError("the snapshot names tokens that the vocabulary does not have")
         if len(self.logits) != (n_vocab if n else 0) or not (self.logits < np.inf).all():

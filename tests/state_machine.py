@@ -334,6 +334,7 @@ class Machine(TwinWorlds):
                 (ConfigError, lambda: branch.rewind(-1)),
                 (ConfigError, lambda: branch.fork_many(-1)),
                 (ConfigError, lambda: branch.perplexity("birth")),
+                (ConfigError, lambda: branch.log_likelihood("birth")),
                 (ConfigError, lambda: self.store.step([branch, branch])),
             ]
         if self.dead is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from llamabranch.errors import (
     ConfigError,
     GrammarError,
     SequencesExhaustedError,
+    SnapshotError,
     TokenizeError,
 )
 from llamabranch.store import BranchStore
@@ -344,19 +346,95 @@ def test_extend_returns_the_rows_of_its_tokens(ctx: Context) -> None:
 
 def test_perplexity_counts_what_was_generated(ctx: Context) -> None:
     root = Branch.start(ctx, STORY, sampling=WARM)
-    assert math.isnan(root.perplexity())
     first = [t.logprob for t in root.generate(4)]
     child = root.fork()
-    assert math.isnan(child.perplexity())
     child.reseed(3)
     second = [t.logprob for t in child.generate(5)]
-    assert root.perplexity() == pytest.approx(math.exp(-np.mean(first)))
-    assert child.perplexity() == pytest.approx(math.exp(-np.mean(second)))
-    assert child.perplexity("prompt") == pytest.approx(math.exp(-np.mean(first + second)))
+    for measure, of in (
+        (Branch.perplexity, lambda logprobs: math.exp(-np.mean(logprobs))),
+        (Branch.log_likelihood, sum),
+    ):
+        assert measure(root) == pytest.approx(of(first))
+        assert measure(child) == pytest.approx(of(first + second))
+        assert measure(child, "prompt") == measure(child)
+        assert measure(child, "fork") == pytest.approx(of(second))
+        assert measure(root, "fork") == measure(root)
+        with pytest.raises(ConfigError, match="since"):
+            measure(child, "birth")
+    assert child.log_likelihood(base="bits") == pytest.approx(child.log_likelihood() / math.log(2))
+    with pytest.raises(ConfigError, match="base"):
+        child.log_likelihood(base="dits")
     child.rewind(child.position - 2)
-    assert child.perplexity() == pytest.approx(math.exp(-np.mean(second[:3])))
-    with pytest.raises(ConfigError, match="since"):
-        child.perplexity("birth")
+    assert child.perplexity("fork") == pytest.approx(math.exp(-np.mean(second[:3])))
+
+
+def test_children_forked_at_different_places_are_compared_over_all_they_generated(
+    ctx: Context,
+) -> None:
+    root = Branch.start(ctx, STORY, sampling=WARM)
+    early = root.fork()
+    said(root, 10)
+    late = root.fork()
+    said(early, 12)
+    said(late, 2)
+    assert late.tokens == early.tokens  # the same text, drawn with the same seed
+    assert late.perplexity() == early.perplexity()
+    assert late.log_likelihood() == early.log_likelihood()
+
+
+def test_nothing_generated_has_no_perplexity_and_likelihood_one(ctx: Context) -> None:
+    root = Branch.start(ctx, STORY, sampling=WARM)
+    with pytest.raises(BranchStateError, match="no token was generated") as refused:
+        root.perplexity()
+    assert refused.value.hint
+    said(root, 3)
+    child = root.fork()
+    assert child.perplexity() == root.perplexity()
+    with pytest.raises(BranchStateError, match="since the fork"):
+        child.perplexity("fork")
+    assert child.log_likelihood("fork") == 0.0
+    assert math.copysign(1.0, child.log_likelihood("fork")) == 1.0
+    with pytest.raises(BranchStateError):
+        min([root, child], key=lambda branch: branch.perplexity("fork"))
+    assert Branch.create(ctx).log_likelihood() == 0.0
+
+
+def test_text_read_without_a_prompt_is_scored_from_its_second_token(
+    ctx: Context, other_ctx: Context
+) -> None:
+    tokens = ctx.tokenize(STORY)
+    whole, rest = Branch.create(ctx), Branch.start(other_ctx, tokens[:1])
+    whole.extend(tokens)
+    rest.extend(tokens[1:])
+    assert whole.perplexity() == rest.perplexity()
+    assert whole.log_likelihood() == rest.log_likelihood()
+    first = Branch.create(ctx)
+    first.extend(tokens[:1])
+    assert first.log_likelihood() == 0.0
+    with pytest.raises(BranchStateError):
+        first.perplexity()
+
+
+def test_tokens_without_a_surprisal_are_not_scored(ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY, sampling=WARM)
+    branch.follow([5, 6])
+    said(branch, 3)
+    for measure in (Branch.perplexity, Branch.log_likelihood):
+        with pytest.raises(BranchStateError, match="2 of 5 tokens have no surprisal"):
+            measure(branch)
+
+
+def test_impossible_text_has_infinite_perplexity(ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY, sampling=WARM)
+    said(branch, 2)
+    unlikely = replace(branch.snapshot(), surprisals=np.array([1e308, 1e308]))
+    assert Branch.restore(ctx, unlikely).perplexity() == math.inf
+    assert Branch.restore(ctx, unlikely).log_likelihood() == -math.inf
+    with pytest.raises(SnapshotError, match="certain"):
+        Branch.restore(ctx, replace(unlikely, surprisals=np.array([-math.inf, 1.0])))
+    never = replace(branch.snapshot(), surprisals=np.array([math.inf, 1.0]))
+    assert Branch.restore(ctx, never).perplexity() == math.inf
+    assert Branch.restore(ctx, never).log_likelihood() == -math.inf
 
 
 def test_bias_is_inherited_and_can_end(ctx: Context) -> None:

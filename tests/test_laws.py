@@ -13,7 +13,6 @@ llama.cpp's allocator tells which branches lie in order (equal to the bit) and w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -58,14 +57,14 @@ class Facts:
     choice: Distribution
     produced: lb.Produced
     entropy: float
-    perplexity: float
+    log_likelihood: float
     text: str
 
 
 def facts(branch: Branch) -> Facts:
     return Facts(
         branch.logits, branch.distribution(), branch.produce(), branch.entropy(),
-        branch.perplexity("prompt"), branch.text,
+        branch.log_likelihood(), branch.text,
     )  # fmt: skip
 
 
@@ -75,7 +74,7 @@ def assert_same(one: Facts, two: Facts) -> None:
     assert np.array_equal(one.choice.logprobs, two.choice.logprobs)
     assert one.produced == two.produced
     assert one.entropy == two.entropy
-    assert one.perplexity == two.perplexity or math.isnan(one.perplexity + two.perplexity)
+    assert one.log_likelihood == two.log_likelihood
     assert one.text == two.text
 
 

@@ -23,7 +23,7 @@ Facts = tuple[list[int], list[float], float, lb.Produced]
 
 
 def facts(branch: Branch) -> Facts:
-    return branch.tokens, branch.logits.tolist(), branch.perplexity("prompt"), branch.produce()
+    return branch.tokens, branch.logits.tolist(), branch.log_likelihood(), branch.produce()
 
 
 def same(one: Branch, two: Branch) -> bool:

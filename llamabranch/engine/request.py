@@ -23,7 +23,7 @@ class Request:
         max_tokens: the most tokens to say; None = the engine's.
         sampling: settings; None = the engine's. Without a seed the request gets one derived from the
             job's seed and its id, so that neither order nor neighbours matter.
-        stop: strings that end the text; they are not part of it.
+        stop: strings that end the text; a result's ``text`` leaves them out, its ``tokens`` hold them.
         grammar: what the text must follow.
         n: how many texts, all from one prefill; the i-th is drawn from a seed derived from the first's.
 
@@ -58,7 +58,8 @@ class Result:
     """What came of one text of a request.
 
     ``finish_reason`` is "stop", "length", "capacity" (the cache cannot hold it), "cancelled" or "error";
-    under the last three ``error`` or the text so far tell more. ``tokens`` holds no end token.
+    under the last three ``error`` or the text so far tell more. ``text`` ends before a stop string,
+    ``tokens`` hold the tokens that completed it, but no end token.
     """
 
     id: str

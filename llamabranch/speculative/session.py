@@ -29,7 +29,7 @@ class InferenceSession:
         sampling, grammar: as for ``Branch.start``.
         config: how much to draft when ``next_token`` is given a drafter.
         max_tokens: the most tokens to say; None = until the model ends or the cache is full.
-        stop: strings that end the text; they are not part of it.
+        stop: strings that end the text. ``text`` leaves them out, ``tokens`` hold what completed them.
 
     Attributes:
         branch: the line of thought; it holds the tokens of all finished rounds.
@@ -69,12 +69,12 @@ class InferenceSession:
 
     @property
     def tokens(self) -> list[int]:
-        """The ids that ``next_token`` has returned, a copy."""
+        """The ids that ``next_token`` has returned, a copy: with those of a stop string."""
         return list(self._transcript.tokens)
 
     @property
     def text(self) -> str:
-        """Their text."""
+        """Their text, without the stop string that ended it."""
         return self._transcript.text
 
     @property

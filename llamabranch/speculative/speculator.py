@@ -81,7 +81,8 @@ class Speculator:
                 knows of it, or of a branch it was forked from, is kept for the next time.
             max_tokens: the most tokens to say; None = until the model ends or the cache is full.
             sampling, grammar: as for ``Branch.start``.
-            stop: strings that end the text; they are not part of it.
+            stop: strings that end the text. ``text`` leaves them out; ``tokens``, and a branch that is
+                continued, hold the tokens that completed them.
             top_logprobs: how many alternatives to report with each token.
 
         Raises:
@@ -162,12 +163,12 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """What was yielded, joined."""
+        """What was yielded, joined: without the stop string that ended it."""
         return self._transcript.text
 
     @property
     def tokens(self) -> list[int]:
-        """The ids of what was yielded, a copy; end tokens are not among them."""
+        """The ids of what was yielded, a copy: with those of a stop string, without end tokens."""
         return list(self._transcript.tokens)
 
     @property

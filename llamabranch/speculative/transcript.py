@@ -16,14 +16,14 @@ class Transcript:
 
     Args:
         max_tokens: the most tokens to say; None = until the model ends.
-        stop: strings that end the text; they are not part of it.
+        stop: strings that end the text; the text leaves them out, the tokens hold them.
 
     Raises:
         ConfigError: a negative limit, or an empty stop string.
 
     Attributes:
-        tokens: ids; end tokens are not among them.
-        texts: what was shown with each token; joined they are the text.
+        tokens: ids, those of a stop string included; end tokens are not among them.
+        texts: what was shown with each token; joined they are the text, without the stop string.
         finish_reason: "stop" (end token or stop string), "length", or None while it goes on; whoever
             runs it may write "capacity" or "cancelled".
         elapsed_s: seconds it took so far, if whoever runs it counts them.

@@ -7,15 +7,18 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
+from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
+from .arguments import whole
 from .context import Context
 from .distribution import derive_seed
 from .errors import BranchStateError, ConfigError
 from .grammar import Grammar
 from .line import Produced
+from .model import TokenIds, token_list
 from .sampler import Sampler
 from .sampling import SamplingParams
 from .saving import SavableLine
@@ -68,7 +71,7 @@ class Branch(SavableLine):
     def start(
         cls,
         ctx: Context,
-        prompt: str | Sequence[int],
+        prompt: str | TokenIds,
         *,
         grammar: Grammar | str | None = None,
         sampling: SamplingParams | None = None,
@@ -85,7 +88,7 @@ class Branch(SavableLine):
         params = (sampling or SamplingParams()).but(**settings)
         branch = cls.create(ctx, params, grammar)
         try:
-            tokens = ctx.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+            tokens = ctx.tokenize(prompt) if isinstance(prompt, str) else token_list(prompt)
             branch.prefill(tokens or _beginning(ctx))
         except BaseException:
             branch.prune()
@@ -118,14 +121,14 @@ class Branch(SavableLine):
 
     # -- moving ------------------------------------------------------------------------------------
 
-    def prefill(self, tokens: Sequence[int]) -> None:
+    def prefill(self, tokens: TokenIds) -> None:
         """Read ``tokens`` in chunks. They count for penalties, not for the grammar.
 
         Raises:
             TokenizeError, CacheFullError, DecodeError: the branch is as before.
         """
         with self._lock:
-            tokens = list(tokens)
+            tokens = token_list(tokens)
             self.check_prefill(tokens)
             rows = self.decode_run(tokens, "last", self.given_up())
             self.take_prompt(tokens, rows[-1])
@@ -147,13 +150,15 @@ class Branch(SavableLine):
                 self._check()
             return self._produced
 
-    def commit(self, token: int) -> None:
+    def commit(self, token: SupportsIndex) -> None:
         """Take ``token`` as the next one: decode it and let the sampler remember it.
 
         Raises:
             TokenizeError, GrammarError, CacheFullError, DecodeError: the branch is as before.
         """
         with self._lock:
+            self._check()
+            token = self._ctx.model.token_id(token)
             surprisal = self.check_commit(token)
             self.take(token, surprisal, self._decoder.advance(self._seq_id, token, self._row))
 
@@ -181,8 +186,8 @@ class Branch(SavableLine):
         Raises:
             CacheFullError: no cell is left; the branch holds all tokens that were yielded.
         """
-        if max_tokens is not None and max_tokens < 0:
-            raise ConfigError(f"max_tokens must not be negative, is {max_tokens}")
+        if max_tokens is not None:
+            max_tokens = whole("max_tokens", max_tokens, 0)
         stops = StopStrings(stop)
         return self._generate(max_tokens, stops)
 
@@ -208,7 +213,7 @@ class Branch(SavableLine):
         if self._finish_reason is None:
             self._finish_reason = "length"
 
-    def extend(self, tokens: Sequence[int], logits: str = "all") -> list[npt.NDArray[np.float32]]:
+    def extend(self, tokens: TokenIds, logits: str = "all") -> list[npt.NDArray[np.float32]]:
         """Decode several tokens at once and take them as the next ones.
 
         Args:
@@ -224,7 +229,7 @@ class Branch(SavableLine):
         with self._lock:
             if logits not in ("all", "last"):
                 raise ConfigError(f"logits must be 'all' or 'last', not {logits!r}")
-            tokens = list(tokens)
+            tokens = token_list(tokens)
             if not tokens:
                 raise ConfigError("nothing to extend by: no tokens")
             self._ctx.model.check_tokens(tokens)
@@ -261,8 +266,7 @@ class Branch(SavableLine):
         Raises:
             SequencesExhaustedError: not enough sequences; none is forked.
         """
-        if n < 0:
-            raise ConfigError(f"cannot fork {n} times")
+        n = whole("n", n, 0)
         children: list[Branch] = []
         try:
             for i in range(n):
@@ -276,11 +280,10 @@ class Branch(SavableLine):
 
     def reseed(self, seed: int | None = None) -> None:
         """Draw differently from here on; without a ``seed`` a new one is picked."""
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise ConfigError(f"seed must be an integer, not {seed!r}")
+        seed = random_seed() if seed is None else whole("seed", seed)
         with self._lock:
             self._check()
-            self._seed = random_seed() if seed is None else seed
+            self._seed = seed
             self._produced = None
 
     def steer(self, bias: Mapping[int, float]) -> None:
@@ -314,10 +317,7 @@ class Branch(SavableLine):
         """
         with self._lock:
             self._check()
-            if isinstance(position, bool) or not isinstance(position, int):
-                raise ConfigError(f"a position is an integer, not {position!r}")
-            if not 0 <= position <= len(self._tokens):
-                raise ConfigError(f"position {position} is not in 0 to {len(self._tokens)}")
+            position = whole("position", position, 0, len(self._tokens))
             if position == len(self._tokens):
                 return
             self._truncate(position)

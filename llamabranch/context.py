@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
+from .arguments import plain_int, whole
 from .capabilities import Capabilities
 from .distribution import log_base
 from .errors import BranchStateError, ConfigError, UnsupportedError
+from .model import TokenIds, token_list
 from .rows import LogitsRow
 from .sampler import Sampler
 from .sampling import SamplingParams
@@ -47,20 +49,21 @@ class Context(SharedCache):
     them; branches take them from the top. One lock serialises all calls from many threads.
     """
 
-    def _check_raw(self, *seq_ids: int) -> None:
+    def _check_raw(self, *seq_ids: int) -> list[int]:
         self._check_open()
         self._collect_forgotten()
-        for seq_id in seq_ids:
-            self._check_seq(seq_id)
+        checked = [self._check_seq(seq_id) for seq_id in seq_ids]
+        for seq_id in checked:
             if seq_id in self._leases:
                 raise BranchStateError(
                     f"sequence {seq_id} is leased to {self._leases.holder(seq_id)!r}"
                 )
+        return checked
 
     # -- raw calls ---------------------------------------------------------------------------------
 
     def decode(
-        self, tokens: Sequence[int], position: int, seq_id: int = 0, logits: str = "last"
+        self, tokens: TokenIds, position: int, seq_id: int = 0, logits: str = "last"
     ) -> None:
         """Decode ``tokens`` at ``position``, ``position`` + 1, ... of a sequence, in chunks.
 
@@ -76,15 +79,15 @@ class Context(SharedCache):
             memory cannot drop them (``capabilities.can_truncate``); after Ctrl-C, too.
         """
         with self._lock:
-            self._check_raw(seq_id)
+            (seq_id,) = self._check_raw(seq_id)
             if logits not in ("last", "all", "none"):
                 raise ConfigError(f"logits must be 'last', 'all' or 'none', not {logits!r}")
-            tokens = list(tokens)
+            tokens = token_list(tokens)
             if not tokens:
                 raise ConfigError("nothing to decode: no tokens")
             self.model.check_tokens(tokens)
             end = self._decoder.cells.next_position(seq_id)
-            if position != end:
+            if plain_int(position) != end:
                 raise ConfigError(
                     f"sequence {seq_id} ends at position {end}, so tokens cannot go to {position!r}",
                     hint=f"decode at position {end}, or remove positions with kv_cache_remove first",
@@ -101,12 +104,13 @@ class Context(SharedCache):
     def _row(self, row: int) -> LogitsRow:
         self._check_open()
         n = len(self._last_rows)
-        if isinstance(row, bool) or not isinstance(row, int) or not -n <= row < n:
+        number = plain_int(row)
+        if number is None or not -n <= number < n:
             raise ConfigError(
                 f"no logits row {row!r}: the last decode kept {n}",
                 hint="decode with logits='last' or 'all' first",
             )
-        return self._last_rows[row]
+        return self._last_rows[number]
 
     def logits(self, row: int = -1) -> Logits:
         """Return a row of the last raw ``decode``, float32 (V,), a copy; -1 is the last one.
@@ -142,11 +146,11 @@ class Context(SharedCache):
             return row.entropy() / log_base(base)
 
     def model_surprisal(
-        self, token: int, base: str = "nats", logits: Logits | None = None
+        self, token: SupportsIndex, base: str = "nats", logits: Logits | None = None
     ) -> float:
         """Return -log p(token) under softmax(logits) in "nats" or "bits"; default: the last row."""
         with self._lock:
-            self.model.check_tokens((token,))
+            token = self.model.token_id(token)
             row = self._row(-1) if logits is None else LogitsRow(self._check_logits(logits))
             return -row.logprob(token) / log_base(base)
 
@@ -162,7 +166,7 @@ class Context(SharedCache):
         What ``dst`` held before is dropped.
         """
         with self._lock:
-            self._check_raw(src, dst)
+            src, dst = self._check_raw(src, dst)
             if src != dst:
                 self._decoder.share(src, dst)
 
@@ -173,7 +177,8 @@ class Context(SharedCache):
             UnsupportedError: this memory cannot drop a part of a sequence; nothing has changed.
         """
         with self._lock:
-            self._check_raw(seq_id)
+            (seq_id,) = self._check_raw(seq_id)
+            start, end = whole("start", start), whole("end", end)
             if start < 0 or end < -1 or (end != -1 and end < start):
                 raise ConfigError(f"no such range of positions: [{start}, {end})")
             stop = (1 << 31) if end == -1 else end
@@ -193,7 +198,7 @@ class Context(SharedCache):
     def kv_seq_keep(self, seq_id: int) -> None:
         """Drop every other sequence that no branch has leased."""
         with self._lock:
-            self._check_raw(seq_id)
+            (seq_id,) = self._check_raw(seq_id)
             for other in range(self.n_seq_max):
                 if other != seq_id and other not in self._leases:
                     self._decoder.drop(other, 0)
@@ -218,8 +223,7 @@ class Context(SharedCache):
         """Return how many tokens a sequence holds."""
         with self._lock:
             self._check_open()
-            self._check_seq(seq_id)
-            return self._decoder.cells.length(seq_id)
+            return self._decoder.cells.length(self._check_seq(seq_id))
 
     def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = False
@@ -227,6 +231,6 @@ class Context(SharedCache):
         """Return ``model.tokenize(...)``."""
         return self.model.tokenize(text, add_special=add_special, parse_special=parse_special)
 
-    def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
+    def detokenize(self, tokens: TokenIds, *, special: bool = False) -> str:
         """Return ``model.detokenize(...)``."""
         return self.model.detokenize(tokens, special=special)

@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from .arguments import whole
 from .errors import ConfigError
 
 __all__ = ["Distribution", "exponential_noise", "gumbel_noise", "uniform"]
@@ -47,6 +48,8 @@ def _mix(x: int) -> int:
 
 
 def _key(seed: int, position: int, purpose: int) -> int:
+    if type(seed) is not int or type(position) is not int:  # fixed-width integers would overflow
+        seed, position = whole("seed", seed), whole("position", position)
     key = _mix((seed + _GOLDEN) & _MASK)
     key = _mix((key ^ (position + 1) * _GOLDEN) & _MASK)
     return _mix(key ^ (purpose + 1) * _MIX_2 & _MASK)
@@ -256,7 +259,7 @@ class Distribution:
 
     def top(self, k: int) -> list[tuple[int, float]]:
         """Return the ``k`` most probable tokens with their log-probabilities, best first."""
-        order = np.lexsort((self.ids, -self.logprobs))[:k]
+        order = np.lexsort((self.ids, -self.logprobs))[: whole("k", k, 0)]
         return [(int(self.ids[i]), float(self.logprobs[i])) for i in order]
 
     def without(self, token: int) -> Distribution:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -176,10 +176,10 @@ class Line:
         with self._lock:
             return self._need_row().entropy() / log_base(base)
 
-    def surprisal(self, token: int, base: str = "nats") -> float:
+    def surprisal(self, token: SupportsIndex, base: str = "nats") -> float:
         """Return -log p(token) under the model's own next-token distribution."""
         with self._lock:
-            self._ctx.model.check_tokens((token,))
+            token = self._ctx.model.token_id(token)
             return -self._need_row().logprob(token) / log_base(base)
 
     def perplexity(self, since: str = "prompt") -> float:
@@ -319,13 +319,15 @@ class Line:
             raise
 
     def check_commit(self, token: int) -> float:
-        """Raise unless ``take`` may follow the decode of ``token``; return its surprisal, nats."""
+        """Raise unless ``take`` may follow the decode of ``token``; return its surprisal, nats.
+
+        Whoever calls it has made it a token of the vocabulary.
+        """
         if self._decoder.cells.next_position(self._seq_id) != len(self._tokens):
             self._check()
             self._catch_up()
         row = self._need_row()
-        self._ctx.model.check_tokens((token,))
-        if not self._sampler.allows(token):
+        if not self._sampler.is_stateless and not self._sampler.allows(token):
             self._sampler.accept(token)  # raises GrammarError, with the reason
         return -row.logprob(token)
 

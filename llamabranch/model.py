@@ -5,18 +5,52 @@ from __future__ import annotations
 import codecs
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
+from typing import SupportsIndex
 
+import numpy as np
+import numpy.typing as npt
+
+from .arguments import plain_int, whole
 from .errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedError
 from .native import ModelHandle, uses_amx
 from .native.gguf_header import check_header
 from .vocabulary import VocabularyReport, compare
 
-__all__ = ["Model", "TextDecoder", "decode_utf8"]
+__all__ = ["Model", "TextDecoder", "TokenIds", "decode_utf8", "token_list"]
+
+# What is taken as token ids: NumPy integers and arrays of them, too.
+TokenIds = Iterable[SupportsIndex] | npt.NDArray[np.integer]
+
+_TEXT = (str, bytes, bytearray, memoryview)
+
+
+def token_list(tokens: TokenIds) -> list[int]:
+    """Return token ids as a list of plain integers; what is none is left to ``check_tokens``.
+
+    Raises:
+        TokenizeError: text or bytes, whose characters are no token ids, an array of anything but
+            integers, or nothing that can be listed.
+    """
+    if isinstance(tokens, np.ndarray):
+        if tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size):
+            return [int(token) for token in tokens.tolist()]
+        raise TokenizeError(
+            f"token ids are a list of integers, not an array of {tokens.dtype} of shape {tokens.shape}"
+        )
+    if isinstance(tokens, _TEXT) or not isinstance(tokens, Iterable):
+        raise TokenizeError(
+            f"token ids are a list of integers, not {tokens!r:.40}",
+            hint="turn text into tokens with tokenize(text), bytes into text with decode()",
+        )
+    found = list(tokens)
+    if all(type(token) is int for token in found):
+        return found  # type: ignore[return-value]
+    return [token if (n := plain_int(token)) is None else n for token in found]  # type: ignore[misc]
 
 
 class Model:
@@ -35,7 +69,7 @@ class Model:
 
     Raises:
         ModelLoadError: no such file, not a GGUF, or one that llama.cpp cannot run; with the reason.
-        ConfigError: ``extra_buffers`` is none of these.
+        ConfigError: ``extra_buffers`` is none of these, ``n_gpu_layers`` no integer of 32 bits.
     """
 
     def __init__(
@@ -52,6 +86,7 @@ class Model:
     ) -> None:
         if extra_buffers not in (True, False, "auto"):
             raise ConfigError(f"extra_buffers must be 'auto', True or False, not {extra_buffers!r}")
+        n_gpu_layers = whole("n_gpu_layers", n_gpu_layers, -(2**31), 2**31 - 1)
         self.path = Path(path)
         check_header(self.path, vocab_only=vocab_only)
         self._handle = ModelHandle(
@@ -238,8 +273,21 @@ class Model:
         """Return True if ``token`` ends a generation."""
         return token in self._ends
 
+    def token_id(self, token: SupportsIndex) -> int:
+        """Return one token id as a plain integer.
+
+        Raises:
+            TokenizeError: not an integer of the vocabulary.
+        """
+        found = plain_int(token)
+        if found is None or not 0 <= found < self.n_vocab:
+            raise TokenizeError(
+                f"token {token!r} is not in the vocabulary (0 to {self.n_vocab - 1})"
+            )
+        return found
+
     def check_tokens(self, tokens: Sequence[int]) -> None:
-        """Raise TokenizeError unless every id is an integer of the vocabulary."""
+        """Raise TokenizeError unless every id is a plain integer of the vocabulary."""
         n_vocab = self.n_vocab
         for token in tokens:
             if type(token) is int and 0 <= token < n_vocab:
@@ -292,28 +340,29 @@ class Model:
             if character.encode() not in self._vocabulary_texts:
                 raise TokenizeError(f"the vocabulary has no token for the character {character!r}")
 
-    def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
+    def detokenize(self, tokens: TokenIds, *, special: bool = False) -> str:
         """Return the text of ``tokens``; with ``special`` control tokens are spelled out.
 
         Raises:
             TokenizeError: an id out of range, or no vocabulary.
         """
         self._need_text()
+        tokens = token_list(tokens)
         self.check_tokens(tokens)
         return self.handle.detokenize(tokens, special).decode("utf-8", "replace")
 
-    def piece(self, token: int) -> bytes:
+    def piece(self, token: SupportsIndex) -> bytes:
         """Return the bytes ``token`` adds to a text; control tokens add none.
 
         Raises:
             TokenizeError: the id is out of range.
         """
         try:
-            piece = self._pieces[token] if token >= 0 else None
+            piece = self._pieces[token] if token >= 0 else None  # type: ignore[operator]
         except (IndexError, TypeError):
             piece = None
         if piece is None:
-            self.check_tokens((token,))
+            token = self.token_id(token)
             piece = self.handle.piece(token, special=False) if self.has_text else b""
             self._pieces[token] = piece
         return piece
@@ -384,9 +433,9 @@ class TextDecoder:
         self._model = model
         self._pending = b""
 
-    def feed(self, token: int) -> str:
+    def feed(self, token: SupportsIndex) -> str:
         """Return the text that ``token`` completes; may be empty."""
-        self._model.check_tokens((token,))
+        token = self._model.token_id(token)
         text, self._pending = self._model.text_after(token, self._pending)
         return text
 

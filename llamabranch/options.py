@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 
+from .arguments import real, whole
 from .errors import ConfigError
 from .model import Model
 from .native import ContextOptions, max_sequences
@@ -21,14 +22,6 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _whole(name: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} must be an integer, not {value!r}")
-    if not low <= value <= high:
-        raise ConfigError(f"{name} must be from {low} to {high}, not {value}")
-    return value
 
 
 def resolve_kv_type(
@@ -77,23 +70,23 @@ def context_options(
     Raises:
         ConfigError: a value llama.cpp would abort on, or ignore.
     """
-    n_ctx = _whole("n_ctx", n_ctx, 1, 2**31 - 256)
-    n_seq_max = _whole("n_seq_max", n_seq_max, 1, max_sequences())
-    n_batch = min(_whole("n_batch", n_batch, 1, 2**24), n_ctx)
+    n_ctx = whole("n_ctx", n_ctx, 1, 2**31 - 256)
+    n_seq_max = whole("n_seq_max", n_seq_max, 1, max_sequences())
+    n_batch = min(whole("n_batch", n_batch, 1, 2**24), n_ctx)
     if n_seq_max > n_batch:
         raise ConfigError(
             f"n_seq_max ({n_seq_max}) must not exceed n_batch ({n_batch}) or n_ctx ({n_ctx}): "
             f"every sequence may need a row of logits"
         )
     if n_ubatch is not None:
-        n_ubatch = min(_whole("n_ubatch", n_ubatch, 1, 2**24), n_batch)
+        n_ubatch = min(whole("n_ubatch", n_ubatch, 1, 2**24), n_batch)
     if n_outputs_max is None:
         n_outputs_max = max(n_seq_max, min(n_batch, 256))
-    n_outputs_max = _whole("n_outputs_max", n_outputs_max, n_seq_max, n_batch)
+    n_outputs_max = whole("n_outputs_max", n_outputs_max, n_seq_max, n_batch)
     cores = available_cores()
-    n_threads = cores if n_threads is None else _whole("n_threads", n_threads, 1, 512)
+    n_threads = cores if n_threads is None else whole("n_threads", n_threads, 1, 512)
     n_threads_batch = (
-        n_threads if n_threads_batch is None else _whole("n_threads_batch", n_threads_batch, 1, 512)
+        n_threads if n_threads_batch is None else whole("n_threads_batch", n_threads_batch, 1, 512)
     )
     if flash_attention not in ("auto", True, False):
         raise ConfigError(f"flash_attention must be 'auto', True or False, not {flash_attention!r}")
@@ -112,8 +105,7 @@ def context_options(
     }
     for name, value in floats.items():
         low = -1.0 if name.startswith("yarn") else 0.0
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ConfigError(f"{name} must be a number, not {value!r}")
+        floats[name] = value = real(name, value)
         if not (low <= value < math.inf):
             raise ConfigError(f"{name} must be at least {low:g} and finite, not {value}")
     return ContextOptions(
@@ -130,6 +122,6 @@ def context_options(
         swa_full=bool(swa_full),
         offload_kqv=bool(offload_kqv),
         rope_scaling=ROPE_SCALING[rope_scaling],
-        yarn_orig_ctx=_whole("yarn_orig_ctx", yarn_orig_ctx, 0, 2**31 - 1),
+        yarn_orig_ctx=whole("yarn_orig_ctx", yarn_orig_ctx, 0, 2**31 - 1),
         **floats,
     )

@@ -9,7 +9,8 @@ its coin is taken from the same noise and the sampler is applied for certain or 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from .distribution import MIXTURE, Distribution, candidates, uniform
 from .errors import ConfigError, GrammarError
 from .grammar import Grammar
-from .model import Model
+from .model import Model, TokenIds, token_list
 from .native import CandidateBuffer, GrammarHandle, SamplerHandle
 from .sampling import SamplingParams
 
@@ -213,35 +214,36 @@ class Sampler:
     def _xtc_falls(self, position: int, seed: int) -> bool:
         return uniform(seed, position, MIXTURE) < self.params.xtc_probability
 
-    def allows(self, token: int) -> bool:
+    def allows(self, token: SupportsIndex) -> bool:
         """Return True unless the grammar forbids ``token`` here."""
-        self.model.check_tokens((token,))
+        token = self.model.token_id(token)
         if self._grammar_state is None:
             return True
         if self._grammar_done:
             return False
         return self._grammar_state.allows(token, self._buffer)
 
-    def accept(self, token: int) -> None:
+    def accept(self, token: SupportsIndex) -> None:
         """Remember a token that was generated.
 
         Raises:
             GrammarError: the grammar forbids it; nothing has changed.
         """
+        token = self.model.token_id(token)
         if self._grammar_state is not None:
             if not self.allows(token):
                 text = self.model.piece(token)
                 raise GrammarError(f"the grammar does not allow token {token} ({text!r}) here")
             self._grammar_state.accept(token)
             self._grammar_done = self.model.is_end(token)
-        else:
-            self.model.check_tokens((token,))
         if self._history is not None:
             self._history.accept(token)
 
-    def accept_prompt(self, tokens: Iterable[int]) -> None:
+    def accept_prompt(self, tokens: TokenIds) -> None:
         """Remember prompt tokens: they count for penalties, not for the grammar."""
         if self._history is not None:
+            tokens = token_list(tokens)
+            self.model.check_tokens(tokens)
             for token in tokens:
                 self._history.accept(token)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
+from .arguments import real, whole
 from .errors import ConfigError
 
 __all__ = ["SamplingParams"]
@@ -91,19 +92,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, (low, high, low_open) in _RANGES.items():
-            value = getattr(self, name)
-            whole = name in _INTEGERS
-            kinds = (int,) if whole else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kinds):
-                kind = "an integer" if whole else "a number"
-                raise ConfigError(f"{name} must be {kind}, not {value!r}")
+            value: float = getattr(self, name)
+            value = whole(name, value) if name in _INTEGERS else real(name, value)
             if not (low <= value <= high) or (low_open and value == low):
                 bracket = "(" if low_open else "["
                 raise ConfigError(f"{name} must be in {bracket}{low:g}, {high:g}], not {value!r}")
-        if self.seed is not None and (
-            isinstance(self.seed, bool) or not isinstance(self.seed, int)
-        ):
-            raise ConfigError(f"seed must be an integer or None, not {self.seed!r}")
+            object.__setattr__(self, name, value)
+        if self.seed is not None:
+            object.__setattr__(self, "seed", whole("seed", self.seed))
         breakers: object = self.dry_sequence_breakers
         if isinstance(breakers, str):
             raise ConfigError("dry_sequence_breakers must be a sequence of strings, not one string")
@@ -112,10 +108,10 @@ class SamplingParams:
             raise ConfigError("dry_sequence_breakers must be strings that are not empty")
         if not all(b.isprintable() or b.isspace() for b in self.dry_sequence_breakers):
             raise ConfigError("dry_sequence_breakers must be printable text")
-        bias = dict(self.logit_bias)
-        for token, value in bias.items():
-            if not isinstance(token, int) or not isinstance(value, (int, float)):
-                raise ConfigError(f"logit_bias maps token ids to numbers, not {token!r}: {value!r}")
+        bias = {}
+        for given, added in dict(self.logit_bias).items():
+            token, value = whole("a token of logit_bias", given), real("logit_bias", added)
+            bias[token] = value
             if math.isnan(value) or value == math.inf:
                 raise ConfigError(
                     f"logit_bias of token {token} must be finite or -inf, not {value}"

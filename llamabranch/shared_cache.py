@@ -11,6 +11,7 @@ from types import TracebackType
 
 from typing_extensions import Self
 
+from .arguments import real, whole
 from .capabilities import probe
 from .cells import Usage, n_common
 from .decoder import Decoder
@@ -82,7 +83,7 @@ class SharedCache:
         self.options = options
         self.n_ctx = handle.n_ctx
         self.n_batch = handle.n_batch
-        self.n_seq_max = n_seq_max
+        self.n_seq_max = n_seq_max = options.n_seq_max
         self.n_vocab = model.n_vocab
         self._owns_model = False
         self._lock = handle.lock
@@ -162,7 +163,8 @@ class SharedCache:
         Raises:
             ConfigError: ``seconds`` is not a positive number.
         """
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        seconds = real("a time limit", seconds)
+        if not seconds > 0:
             raise ConfigError(f"a time limit is a positive number of seconds, not {seconds!r}")
         passed = threading.Event()
 
@@ -267,14 +269,14 @@ class SharedCache:
             raise interruption
         return True
 
-    def _check_seq(self, seq_id: int) -> None:
-        if isinstance(seq_id, bool) or not isinstance(seq_id, int):
-            raise ConfigError(f"a sequence id is an integer, not {seq_id!r}")
+    def _check_seq(self, seq_id: int) -> int:
+        seq_id = whole("a sequence id", seq_id)
         if not 0 <= seq_id < self.n_seq_max:
             raise ConfigError(
                 f"sequence id {seq_id} is out of range 0 to {self.n_seq_max - 1}",
                 hint="open the context with a larger n_seq_max",
             )
+        return seq_id
 
     # -- accounting --------------------------------------------------------------------------------
 

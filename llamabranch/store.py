@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from typing import SupportsIndex
 
 from .branch import Branch
 from .context import Context
 from .errors import BranchStateError, ConfigError
 from .line import Produced
+from .model import TokenIds, token_list
 from .rows import LogitsRow
 
 __all__ = ["BranchStore"]
@@ -23,7 +25,7 @@ class BranchStore:
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
 
-    def prefill(self, prompts: Mapping[Branch, Sequence[int]]) -> None:
+    def prefill(self, prompts: Mapping[Branch, TokenIds]) -> None:
         """Let each branch read its tokens; all prompts are packed into as few decodes as possible.
 
         Raises:
@@ -31,7 +33,7 @@ class BranchStore:
             BranchStateError, TokenizeError, CacheFullError, DecodeError: no branch has changed.
         """
         with self._ctx.lock:
-            work = {branch: list(tokens) for branch, tokens in prompts.items()}
+            work = {branch: token_list(tokens) for branch, tokens in prompts.items()}
             for branch, tokens in work.items():
                 self._check(branch)
                 branch.check_prefill(tokens)
@@ -45,14 +47,14 @@ class BranchStore:
         For drafters, which follow other branches. Raises what ``commit`` raises.
         """
         with self._ctx.lock:
-            work = {branch: list(tokens) for branch, tokens in texts.items() if tokens}
+            work = {branch: token_list(tokens) for branch, tokens in texts.items() if tokens}
             for branch in work:
                 self._check(branch)
             rows = self._decode(work)
             for branch, tokens in work.items():
                 branch.take_followed(tokens, rows[branch])
 
-    def commit(self, tokens: Mapping[Branch, int]) -> None:
+    def commit(self, tokens: Mapping[Branch, SupportsIndex]) -> None:
         """Take one token for each branch.
 
         Raises:
@@ -60,12 +62,14 @@ class BranchStore:
             no branch has changed.
         """
         with self._ctx.lock:
+            taken: dict[Branch, int] = {}
             surprisals = {}
-            for branch, token in tokens.items():
+            for branch, given in tokens.items():
                 self._check(branch)
+                taken[branch] = token = self._ctx.model.token_id(given)
                 surprisals[branch] = branch.check_commit(token)
-            rows = self._decode({branch: [token] for branch, token in tokens.items()})
-            for branch, token in tokens.items():
+            rows = self._decode({branch: [token] for branch, token in taken.items()})
+            for branch, token in taken.items():
                 branch.take(token, surprisals[branch], rows[branch])
 
     def step(self, branches: Iterable[Branch]) -> dict[Branch, Produced]:

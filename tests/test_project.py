@@ -19,7 +19,7 @@ PACKAGE = ROOT / "llamabranch"
 
 # Who may import whom: a module imports from earlier in its own row and from the rows above it.
 FLOORS = (
-    ("errors", "distribution"),
+    ("errors", "arguments", "distribution"),
     ("native",),
     ("vocabulary", "model", "grammar", "sampling", "sampler"),
     (

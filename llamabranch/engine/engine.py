@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Generator, Iter
 from contextlib import closing
 from time import perf_counter
 
+from ..arguments import whole
 from ..branch import Branch, random_seed
 from ..context import Context
 from ..errors import (
@@ -47,7 +48,8 @@ class Engine:
         seed: what seeds of requests without one are derived from; None picks one.
 
     Raises:
-        ConfigError: token trees, which cannot share a decode. VocabularyMismatchError: the drafter.
+        ConfigError: token trees, which cannot share a decode; a bad limit or seed.
+        VocabularyMismatchError: the drafter.
 
     Attributes:
         stats: totals over all jobs so far.
@@ -71,10 +73,10 @@ class Engine:
         self.drafter.check(target.model)
         self.config = config or SpeculativeConfig()
         self.stats = EngineStats()
-        self.seed = random_seed() if seed is None else seed
+        self.seed = random_seed() if seed is None else whole("seed", seed)
         self._seed_given = seed is not None
         self._sampling = sampling or SamplingParams()
-        self._max_tokens = max_tokens
+        self._max_tokens = None if max_tokens is None else whole("max_tokens", max_tokens, 0)
         self._market = Market(self.config)
         self._drafts = drafter is not None and target.capabilities.can_truncate
         self._cancelled: set[str] = set()

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from ..arguments import whole
 from ..errors import ConfigError, LlamaBranchError
 from ..grammar import Grammar
+from ..model import token_list
 from ..sampling import SamplingParams
 from ..speculative import Emitted, SpeculativeStats
 
@@ -40,17 +44,20 @@ class Request:
     n: int = 1
 
     def __post_init__(self) -> None:
+        given: object = self.prompt
+        if isinstance(given, np.ndarray):
+            object.__setattr__(self, "prompt", token_list(given))
         if isinstance(self.prompt, bytes) or not isinstance(self.prompt, Sequence):
             raise ConfigError(f"a prompt is text or a list of token ids, not {self.prompt!r}")
+        if not isinstance(self.prompt, str) and any(type(t) is not int for t in self.prompt):
+            object.__setattr__(self, "prompt", token_list(self.prompt))
         if isinstance(self.stop, str) or not isinstance(self.stop, Sequence):
             raise ConfigError(f"stop must be a sequence of strings, not {self.stop!r}")
-        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
-            raise ConfigError(f"n must be a positive integer, not {self.n!r}")
+        object.__setattr__(self, "n", whole("n", self.n, 1))
         if self.id is not None and not isinstance(self.id, str):
             raise ConfigError(f"an id is a string, not {self.id!r}")
-        most = self.max_tokens
-        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
-            raise ConfigError(f"max_tokens must be an integer of at least 0, not {most!r}")
+        if self.max_tokens is not None:
+            object.__setattr__(self, "max_tokens", whole("max_tokens", self.max_tokens, 0))
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..arguments import plain_int, real
 from ..errors import ConfigError
 from .rules import RULES
 
@@ -34,15 +35,23 @@ class SpeculativeConfig:
     rule: str = "auto"
 
     def __post_init__(self) -> None:
-        limit = self.max_draft_tokens
-        if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= 256:
-            raise ConfigError(f"max_draft_tokens must be from 1 to 256, not {limit!r}")
-        if self.draft_k != "auto":
-            k = self.draft_k
-            if isinstance(k, (bool, str)) or not isinstance(k, int) or not 0 <= k <= 256:
-                raise ConfigError(f"draft_k must be 'auto' or from 0 to 256, not {k!r}")
+        limit = plain_int(self.max_draft_tokens)
+        if limit is None or not 1 <= limit <= 256:
+            raise ConfigError(
+                f"max_draft_tokens must be from 1 to 256, not {self.max_draft_tokens!r}"
+            )
+        object.__setattr__(self, "max_draft_tokens", limit)
+        if not isinstance(self.draft_k, str):
+            k = plain_int(self.draft_k)
+            if k is None or not 0 <= k <= 256:
+                raise ConfigError(f"draft_k must be 'auto' or from 0 to 256, not {self.draft_k!r}")
+            object.__setattr__(self, "draft_k", k)
+        elif self.draft_k != "auto":
+            raise ConfigError(f"draft_k must be 'auto' or from 0 to 256, not {self.draft_k!r}")
         if self.rule not in ("auto", *RULES):
             raise ConfigError(f"unknown rule {self.rule!r}: use 'auto' or one of {RULES}")
-        stop = self.entropy_stop
-        if stop is not None and (isinstance(stop, bool) or not stop >= 0):
-            raise ConfigError(f"entropy_stop must be None or at least 0 nats, not {stop!r}")
+        if self.entropy_stop is not None:
+            stop = real("entropy_stop", self.entropy_stop)
+            if not stop >= 0:
+                raise ConfigError(f"entropy_stop must be None or at least 0 nats, not {stop!r}")
+            object.__setattr__(self, "entropy_stop", stop)

@@ -17,6 +17,7 @@ from functools import partial
 from time import perf_counter
 from weakref import WeakKeyDictionary
 
+from ..arguments import real, whole
 from ..branch import Branch
 from ..errors import ConfigError
 from ..model import Model
@@ -44,9 +45,8 @@ class PromptLookupDrafter:
     name = "lookup"
 
     def __init__(self, max_ngram: int = 4, min_ngram: int = 2) -> None:
-        _check_lengths("max_ngram", max_ngram, "min_ngram", min_ngram)
-        self.max_ngram = max_ngram
-        self.min_ngram = min_ngram
+        self.max_ngram = whole("max_ngram", max_ngram, 1, 64)
+        self.min_ngram = whole("min_ngram", min_ngram, 1, self.max_ngram)
         self._policy = _Policy(self.name, most=1, floor=0.0, factor=0.0, offset=math.inf)
 
     def check(self, target: Model) -> None:
@@ -95,16 +95,20 @@ class SuffixDrafter:
         max_occurrences: int = 32,
         shared_tokens: int = 16384,
     ) -> None:
-        _check_lengths("max_match", max_match, "min_match", min_match)
+        max_match = whole("max_match", max_match, 1, 64)
+        min_match = whole("min_match", min_match, 1, max_match)
+        min_probability = real("min_probability", min_probability)
+        factor, offset = real("factor", factor), real("offset", offset)
         if not 0 <= min_probability <= 1:
             raise ConfigError(f"min_probability must be from 0 to 1, not {min_probability!r}")
         if not (math.isfinite(factor) and factor >= 0 and math.isfinite(offset)):
             raise ConfigError(
                 f"factor {factor!r} and offset {offset!r} must be numbers, factor >= 0"
             )
-        _check_whole("max_occurrences", max_occurrences, 1, 4096)
+        max_occurrences = whole("max_occurrences", max_occurrences, 1, 4096)
+        shared_tokens = whole("shared_tokens", shared_tokens, 0)
         if shared_tokens != 0:
-            _check_whole("shared_tokens", shared_tokens, 8 * max_match, 1 << 24)
+            whole("shared_tokens", shared_tokens, 8 * max_match, 1 << 24)
         self.lengths = doubling(min_match, max_match)
         self.shared_tokens = shared_tokens
         self._policy = _Policy(self.name, max_occurrences, min_probability, factor, offset)
@@ -300,13 +304,3 @@ def _all_or_none(makers: Sequence[Callable[[], DraftLine]]) -> list[DraftLine]:
             line.close()
         raise
     return lines
-
-
-def _check_whole(name: str, value: int, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name} must be an integer from {low} to {high}, not {value!r}")
-
-
-def _check_lengths(longest_name: str, longest: int, shortest_name: str, shortest: int) -> None:
-    _check_whole(longest_name, longest, 1, 64)
-    _check_whole(shortest_name, shortest, 1, longest)

@@ -8,6 +8,7 @@ from time import perf_counter
 
 import numpy as np
 
+from ..arguments import whole
 from ..branch import Branch
 from ..context import Context
 from ..distribution import DRAFT, Distribution, derive_seed, gumbel_noise
@@ -48,8 +49,7 @@ class ModelDrafter:
         width: int = 1,
         translate: bool = True,
     ) -> None:
-        if isinstance(width, bool) or not isinstance(width, int) or not 1 <= width <= 16:
-            raise ConfigError(f"width must be from 1 to 16, not {width!r}")
+        width = whole("width", width, 1, 16)
         self.ctx = ctx
         self.sampling = sampling
         self.width = width

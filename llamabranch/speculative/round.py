@@ -16,6 +16,7 @@ from ..branch import Branch
 from ..distribution import Distribution
 from ..errors import CapacityError
 from ..line import Produced
+from ..model import token_list
 from ..rows import LogitsRow
 from ..verification import Judge
 from .drafters import NO_DRAFT, Draft, DraftLine
@@ -171,6 +172,7 @@ class Stream:
     def _fitting(self, draft: Draft) -> int:
         """Return how many of the draft's tokens the target can verify."""
         ctx = self.branch.ctx
+        draft.tokens = token_list(draft.tokens)
         ctx.model.check_tokens(draft.tokens)
         fits = ctx.options.n_outputs_max - 1
         if draft.parents is None:

@@ -9,6 +9,7 @@ from ..branch import Branch
 from ..context import Context
 from ..errors import ClosedError, ConfigError
 from ..grammar import Grammar
+from ..model import TokenIds
 from ..sampling import SamplingParams
 from .config import SpeculativeConfig
 from .drafters import Drafter
@@ -39,7 +40,7 @@ class InferenceSession:
     def __init__(
         self,
         target: Context,
-        prompt: str | Sequence[int] | Branch,
+        prompt: str | TokenIds | Branch,
         *,
         sampling: SamplingParams | None = None,
         grammar: Grammar | str | None = None,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from time import perf_counter
 
+from ..arguments import whole
 from ..branch import Branch
 from ..context import Context
 from ..errors import CapacityError, ConfigError
 from ..grammar import Grammar
+from ..model import TokenIds
 from ..sampling import SamplingParams
 from .config import SpeculativeConfig
 from .drafters import Drafter, NullDrafter
@@ -65,7 +67,7 @@ class Speculator:
 
     def generate(
         self,
-        prompt: str | Sequence[int] | Branch,
+        prompt: str | TokenIds | Branch,
         *,
         max_tokens: int | None = 128,
         sampling: SamplingParams | None = None,
@@ -89,8 +91,7 @@ class Speculator:
             ConfigError, TokenizeError, GrammarError, CapacityError: nothing was started.
         """
         transcript = Transcript(max_tokens, stop)
-        if top_logprobs < 0:
-            raise ConfigError(f"top_logprobs must not be negative, is {top_logprobs}")
+        top_logprobs = whole("top_logprobs", top_logprobs, 0)
         owned = not isinstance(prompt, Branch)
         if isinstance(prompt, Branch):
             if sampling is not None or grammar is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..arguments import whole
 from ..distribution import Distribution
 from ..errors import ConfigError
 
@@ -122,8 +123,7 @@ def best_draft_length(a: float, c: float, v: VerifyCost = 1.0, limit: int = 16) 
     Raises:
         ConfigError: a value out of range.
     """
-    if limit < 0:
-        raise ConfigError(f"a limit of draft lengths must not be negative, is {limit}")
+    limit = whole("a limit of draft lengths", limit, 0)
     return max(range(limit + 1), key=lambda gamma: speedup(a, gamma, c, v))
 
 
@@ -191,5 +191,5 @@ def match_probability(target: Distribution, draft: Distribution) -> float:
 def _check(a: float, gamma: int, least: int = 0) -> None:
     if not 0.0 <= a <= 1.0:
         raise ConfigError(f"an acceptance rate must be from 0 to 1, not {a}")
-    if gamma < least:
+    if whole("a draft length", gamma) < least:
         raise ConfigError(f"a draft length must be at least {least}, not {gamma}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import ConfigError
+from ..arguments import whole
 from ..stopping import StopStrings
 from .round import Emitted
 
@@ -19,7 +19,7 @@ class Transcript:
         stop: strings that end the text; the text leaves them out, the tokens hold them.
 
     Raises:
-        ConfigError: a negative limit, or an empty stop string.
+        ConfigError: a limit that is no integer or negative, or an empty stop string.
 
     Attributes:
         tokens: ids, those of a stop string included; end tokens are not among them.
@@ -30,8 +30,8 @@ class Transcript:
     """
 
     def __init__(self, max_tokens: int | None, stop: Sequence[str] = ()) -> None:
-        if max_tokens is not None and max_tokens < 0:
-            raise ConfigError(f"max_tokens must not be negative, is {max_tokens}")
+        if max_tokens is not None:
+            max_tokens = whole("max_tokens", max_tokens, 0)
         self._max_tokens = max_tokens
         self._stops = StopStrings(stop)
         self.tokens: list[int] = []

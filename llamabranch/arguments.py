@@ -1,0 +1,67 @@
+"""Numbers as users give them, made plain Python ones: checked once, where they come in.
+
+NumPy's integers and floats count as numbers, and whatever else Python takes for an index or a real
+number; truth values do not. What is computed with, saved or handed to C is always int or float.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from numbers import Real
+from operator import index
+
+import numpy as np
+
+from .errors import ConfigError
+
+__all__ = ["plain_int", "real", "whole"]
+
+
+def plain_int(value: object) -> int | None:
+    """Return an integer of any kind as int; None for everything else, truth values and text too."""
+    if type(value) is int:
+        return value
+    if isinstance(value, (bool, np.bool_)):
+        return None
+    try:
+        return int(index(value))  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def whole(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
+    """Return ``value`` as int.
+
+    Raises:
+        ConfigError: not an integer, or not from ``low`` to ``high``; says which argument.
+    """
+    found = plain_int(value)
+    if found is None:
+        raise ConfigError(f"{name} must be an integer, not {value!r}")
+    if (low is not None and found < low) or (high is not None and found > high):
+        if low is None:
+            bounds = f"at most {high}"
+        else:
+            bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ConfigError(f"{name} must be {bounds}, not {found}")
+    return found
+
+
+def real(name: str, value: object) -> float:
+    """Return ``value`` as int or float, whichever it is; it may be infinite or NaN.
+
+    Raises:
+        ConfigError: not a number; says which argument.
+    """
+    if type(value) is float:
+        return value
+    found = plain_int(value)
+    if found is not None:
+        return found
+    if not isinstance(value, bool) and isinstance(value, Real):
+        try:
+            return float(value)
+        except OverflowError:  # a fraction of huge integers
+            return math.copysign(math.inf, 1 if value > Fraction(0) else -1)
+    raise ConfigError(f"{name} must be a number, not {value!r}")

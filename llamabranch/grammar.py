@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .errors import GrammarError
-from .native import json_schema_to_gbnf
+from .gbnf import Gbnf
+from .json_schema import gbnf_of_schema
 
 __all__ = ["Grammar"]
-
-_MAX_DEPTH = 200
-_MAX_REPEAT = 2000
-_SCHEMA_KEYWORDS = {
-    "$ref", "additionalProperties", "allOf", "anyOf", "const", "enum", "format", "items", "maxItems",
-    "maxLength", "minItems", "minLength", "oneOf", "pattern", "prefixItems", "properties", "required",
-    "type",
-}  # fmt: skip
-_SCHEMA_NOTES = {
-    "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description",
-    "examples", "readOnly", "title", "writeOnly",
-}  # fmt: skip
-_SCHEMA_FORMATS = {"date", "time", "date-time", "uuid"}
 
 
 @dataclass(frozen=True)
@@ -31,11 +18,13 @@ class Grammar:
     """A GBNF grammar that the generated text must follow; its start symbol is ``root``.
 
     Raises:
-        GrammarError: empty, nested too deep, or with repetitions that llama.cpp cannot expand. Whether
-            the grammar parses is known once a branch with a model uses it.
+        GrammarError: empty, one that llama.cpp does not take (with the line, the column and the reason),
+            nested too deep, or with repetitions that llama.cpp cannot expand. Whether a token written
+            as ``<text>`` exists is known once a branch with a model uses the grammar.
     """
 
     gbnf: str
+    token_texts: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.gbnf, str) or not self.gbnf.strip():
@@ -44,63 +33,23 @@ class Grammar:
             self.gbnf.encode("utf-8")
         except UnicodeEncodeError as error:
             raise GrammarError(f"the grammar is not valid Unicode: {error}") from error
-        # Strings, character classes and comments may contain any bracket.
-        plain = re.sub(r'"(\\.|[^"\\])*"|\[(\\.|[^\]\\])*\]|#[^\n]*', " ", self.gbnf)
-        depth = deepest = 0
-        for character in plain:
-            depth += (character == "(") - (character == ")")
-            deepest = max(deepest, depth)
-        if deepest > _MAX_DEPTH:
+        if "\0" in self.gbnf:
             raise GrammarError(
-                f"the grammar nests {deepest} deep; llama.cpp's parser recurses and would overflow "
-                f"(limit {_MAX_DEPTH})"
+                "the grammar contains a NUL character: llama.cpp would stop reading there"
             )
-        for low, comma, high in re.findall(r"\{\s*(\d*)\s*(,?)\s*(\d*)\s*\}", plain):
-            at_least = int(low or 0)
-            at_most = int(high) if high else (at_least if not comma else None)
-            if at_most is not None and at_most < at_least:
-                raise GrammarError(f"repetition {{{low},{high}}} is backwards")
-            if max(at_least, at_most or 0) > _MAX_REPEAT:
-                raise GrammarError(
-                    f"repetition {{{low}{comma}{high}}} is above the limit of {_MAX_REPEAT}"
-                )
+        object.__setattr__(self, "token_texts", tuple(Gbnf(self.gbnf).token_texts))
 
     @classmethod
     def from_json_schema(cls, schema: str | Mapping[str, object]) -> Grammar:
-        """Return the grammar of all JSON texts that the schema admits.
+        """Return a grammar whose texts are valid JSON that fits the schema.
 
         Raises:
-            GrammarError: not a schema, or one with a keyword that llama-cpp-python's converter would
-                silently ignore.
+            GrammarError: not a schema, one that no text fits, or one with something that cannot be
+                kept, by name.
         """
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        try:
-            parsed = json.loads(text)
-        except ValueError as error:
-            raise GrammarError(f"the JSON schema is not JSON: {error}") from error
-        _check_schema(parsed)
-        return cls(json_schema_to_gbnf(text))
-
-
-def _check_schema(schema: object) -> None:
-    """Refuse what the converter does not look at: a text could break it and still pass."""
-    if isinstance(schema, bool):
-        return
-    if not isinstance(schema, dict):
-        raise GrammarError(f"a JSON schema is an object, not {schema!r}")
-    ignored = sorted(set(schema) - _SCHEMA_KEYWORDS - _SCHEMA_NOTES)
-    if ignored:
-        raise GrammarError(f"the JSON-schema keyword {ignored[0]!r} is not supported")
-    form = schema.get("format")
-    if form is not None and form not in _SCHEMA_FORMATS:
-        raise GrammarError(f"the JSON-schema format {form!r} is not supported")
-    for name in ("properties", "$defs", "definitions"):
-        for inner in schema.get(name, {}).values():
-            _check_schema(inner)
-    for name in ("oneOf", "anyOf", "allOf", "prefixItems"):
-        for inner in schema.get(name, []):
-            _check_schema(inner)
-    for name in ("additionalProperties", "items"):
-        inner = schema.get(name, True)
-        for one in inner if isinstance(inner, list) else [inner]:
-            _check_schema(one)
+        if not isinstance(schema, str):
+            try:
+                schema = json.dumps(schema)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise GrammarError(f"the JSON schema is not JSON: {error}") from error
+        return cls(gbnf_of_schema(schema))

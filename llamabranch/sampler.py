@@ -82,6 +82,11 @@ class Sampler:
             return None
         if not self.model.has_text:
             raise GrammarError("a grammar needs a model with a vocabulary")
+        for text in self.grammar.token_texts:
+            if len(self.model.handle.tokenize(text.encode(), False, True)) != 1:
+                raise GrammarError(
+                    f"the grammar names {text!r}, which is no token of this vocabulary"
+                )
         return GrammarHandle(self.model.handle, self.grammar.gbnf)
 
     def _build_history(self) -> SamplerHandle | None:

@@ -25,6 +25,7 @@ from benchmarks.prompts import PROMPTS
 from llamabranch.measurement import (
     CallClock,
     DecodeClock,
+    Interval,
     Maker,
     Sample,
     Series,
@@ -174,6 +175,46 @@ def test_ratio_is_the_median_of_ratios_within_a_run() -> None:
     fast, slow = slow_machine_in_run_two
     assert fast.ratio(slow) == Spread(2.0, 2.0, 3.0)
     assert fast.rate == Spread(12.0, 3.0, 12.0)
+
+
+@pytest.mark.parametrize("n", [6, 7, 8, 9, 12, 13, 20, 36, 100])
+def test_interval_of_the_median_covers_it_in_95_of_100(n: int) -> None:
+    """Each of n ratios is below the true median with chance 1/2: that alone gives the coverage."""
+    values = [float(i) for i in range(n)]
+    found = Interval.of(values[::-1])
+    below, above = int(found.low), int(found.high)
+    assert below == n - 1 - above
+
+    def covered(low: int, high: int) -> float:
+        """Chance that more than ``low`` and at most ``high`` of n tosses are heads."""
+        return float(sum(math.comb(n, k) for k in range(low + 1, high + 1)) / 2**n)
+
+    assert covered(below, above) >= 0.95
+    assert covered(below + 1, above - 1) < 0.95  # no narrower one would do
+    assert found.n == n
+    assert found.low <= found.median <= found.high
+
+
+def test_too_few_pairs_have_no_interval_and_decide_nothing() -> None:
+    for n in range(6):
+        found = Interval.of([2.0] * n)
+        assert math.isnan(found.low) and math.isnan(found.high)
+        assert found.verdict == "inconclusive"
+    assert Interval.of([]).as_dict() == {"median": None, "low": None, "high": None, "n": 0}
+    assert Interval.of([2.0] * 6).verdict == "faster"
+    assert Interval.of([0.5] * 6).verdict == "slower"
+    assert Interval.of([0.5] * 6 + [math.nan]).n == 6
+
+
+def test_interval_of_a_series_compares_item_by_item() -> None:
+    def series(*seconds: float) -> Series:
+        runs = [Total(), Total()]
+        for i, s in enumerate(seconds):
+            runs[i % 2].add(Sample(10, s))
+        return Series(runs)
+
+    found = series(1, 1, 1, 1, 1, 1).interval(series(2, 3, 2, 3, 2, 3))
+    assert (found.low, found.median, found.high, found.n) == (2.0, 2.5, 3.0, 6)
 
 
 def test_spread_of_nothing_is_nan() -> None:

@@ -8,10 +8,12 @@ import os
 import pickle
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import toys
 
 import llamabranch as lb
 from llamabranch import Branch, Context, errors
@@ -558,3 +560,38 @@ def test_builtin_bases_let_plain_python_catch_them() -> None:
     assert issubclass(BranchStateError, RuntimeError)
     assert issubclass(CacheFullError, errors.CapacityError)
     assert issubclass(SequencesExhaustedError, errors.CapacityError)
+
+
+@pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
+def test_kv_type_too_wide_for_the_heads_is_refused_with_the_reason(
+    kv_type: str, tmp_path: Path
+) -> None:
+    path = toys.write_toy(tmp_path / "narrow.gguf", n_embd=32)  # two heads of 16, blocks of 32
+    with lb.Model(path) as model:
+        with pytest.raises(ConfigError, match=f"{kv_type} with block size 32 .*=16") as caught:
+            lb.Context(model, n_ctx=256, kv_type=kv_type)
+        assert "enabling" not in str(caught.value)  # what it said on the way there
+        assert "kv_type" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("level", "shows_error", "shows_info"),
+    [("none", False, False), ("error", True, False), ("warn", True, False), ("info", True, True)],
+)
+def test_log_level_shows_that_level_and_what_is_worse(
+    level: str,
+    shows_error: bool,
+    shows_info: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with lb.Model(toys.write_toy(tmp_path / "narrow.gguf", n_embd=32)) as model:
+        lb.set_log_level(level)
+        try:
+            with pytest.raises(ConfigError):
+                lb.Context(model, n_ctx=256, kv_type="q8_0")
+        finally:
+            lb.set_log_level("none")
+    shown = capsys.readouterr().err
+    assert ("does not divide" in shown) == shows_error
+    assert ("enabling flash_attn" in shown) == shows_info

@@ -7,17 +7,19 @@ stand with a chance that may depend on the entropy it shows and may change while
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from llamabranch import SpeculativeConfig
+import llamabranch as lb
+from llamabranch import Draft, SpeculativeConfig
 from llamabranch.errors import ConfigError
+from llamabranch.speculative.drafters import propose
 from llamabranch.speculative.goodput import GoodputLength, draft_length
-from llamabranch.speculative.length import FixedLength, RoundReport
+from llamabranch.speculative.length import DraftLength, FixedLength, RoundReport
 
 Chance = Callable[[float], float]  # of a token, given the entropy it was drawn at
 
@@ -341,11 +343,167 @@ def test_drafters_of_a_chain_have_profiles_of_their_own() -> None:
     assert length.step_cost() > 10 * cost
 
 
+# -- drafters that fill only their tokens ------------------------------------------------------------
+
+
+@dataclass
+class BareLine:
+    """Proposes ``draft`` after any text, and asks nobody how long it should be.
+
+    ``truth``, where given, is what the target says: it is copied, else its tokens are lies.
+    """
+
+    n: int = 5
+    truth: Sequence[int] = ()
+    start: int = 0
+
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+        at = len(tokens) - self.start
+        if self.truth:
+            return Draft(tokens=list(self.truth[at : at + min(self.n, limit)]))
+        return Draft(tokens=[2 + len(tokens) % 50] * min(self.n, limit))
+
+    def observe(self, n_tokens: int) -> None:
+        return None
+
+    def fork(self, target: lb.Branch) -> BareLine:
+        return self
+
+    def close(self) -> None:
+        return None
+
+
+@dataclass
+class BareDrafter:
+    truth: Sequence[int] = ()
+    name: str = "bare"
+
+    def check(self, target: lb.Model) -> None:
+        """Fit anything."""
+
+    def line(self, target: lb.Branch, rule: str) -> BareLine:
+        return BareLine(truth=self.truth, start=target.position)
+
+
+def _run_bare(p: float, n_rounds: int) -> tuple[GoodputLength, list[int], float]:
+    """Return the controller, the drafts' lengths and the speed over plain decoding."""
+    length, line = GoodputLength(16), BareLine(n=6)
+    rng = np.random.default_rng(3)
+    n_tokens, seconds, drafted = 0, 0.0, []
+    for _ in range(n_rounds):
+        draft = Draft(stopped="off")
+        if length.plain_steps(1) == 0:
+            draft = propose(line, [0], length, 16)
+        n = draft.n_steps
+        accepted = 0
+        while accepted < n and rng.random() < p:
+            accepted += 1
+        spent = 1.0 + 0.2 * n
+        length.learn(
+            RoundReport(
+                "", draft.stopped != "off", draft.entropies, n, accepted, 1 + n, 0.01 * n, spent
+            )
+        )
+        n_tokens += 1 + accepted
+        seconds += spent + 0.01 * n
+        drafted.append(n)
+    return length, drafted, n_tokens / seconds
+
+
+def test_drafter_that_fills_only_tokens_is_switched_off_where_it_does_not_pay() -> None:
+    length, drafted, speed = _run_bare(0.0, 3000)
+    assert not length.is_on
+    assert max(drafted) <= GoodputLength.WARM_UP_K
+    assert sum(n > 0 for n in drafted[1000:]) < 30
+    assert speed > 0.97
+    assert "drafting is off" in length.explain()
+    assert "chance 0.0" in length.explain()
+
+
+def test_drafter_that_fills_only_tokens_is_used_where_it_pays() -> None:
+    length, drafted, speed = _run_bare(0.9, 1000)
+    assert length.is_on
+    assert sum(drafted[-100:]) > 4 * 100
+    assert speed > 1.5
+    assert "chance 0.9" in length.explain() or "chance 0.8" in length.explain()
+
+
+def test_bare_draft_is_cut_by_length_alone_and_never_changed_in_place() -> None:
+    class Short(FixedLength):
+        reads_entropy = True
+
+    length = Short(2)
+    length.reads_entropy = True
+    kept = Draft(tokens=[5, 6, 7, 8], parents=[-1, -1, 0, 2])
+
+    class Keeper(BareLine):
+        def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+            return kept
+
+    cut = propose(Keeper(), [0], length, 16)
+    assert (cut.tokens, cut.parents, cut.stopped) == ([5, 6, 7], [-1, -1, 0], "length")
+    assert cut.seconds > 0
+    assert len(cut.entropies) == 3 and all(map(math.isnan, cut.entropies))
+    assert (kept.tokens, kept.entropies, kept.seconds) == ([5, 6, 7, 8], [], 0.0)
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_bare_drafter_under_auto_is_measured_and_the_text_is_plain(
+    ctx: lb.Context, honest: bool
+) -> None:
+    """In 0.1 it drafted 157 tokens, 14 of which stood, and was "still measuring"."""
+    settings = lb.SamplingParams(temperature=0.8, seed=3)
+    prompt = ctx.tokenize("Once upon a time")
+    plain = lb.Speculator(ctx).generate(prompt, max_tokens=60, sampling=settings).finish().tokens
+    # Generation draws the first token before it asks anybody.
+    drafter = BareDrafter(truth=plain if honest else ())
+    config = SpeculativeConfig(draft_k="auto")
+    speculator = lb.Speculator(ctx, drafter, config)
+    drafted = speculator.generate(prompt, max_tokens=60, sampling=settings).finish()
+    assert drafted.tokens == plain
+    assert drafted.stats.num_draft_tokens > 0
+    assert drafted.stats.draft_time_s > 0
+    said = speculator.explain()
+    assert "still measuring" not in said
+    chance = float(said.split("stands with chance ")[1].split(",")[0])
+    assert (chance > 0.5) == honest
+    if not honest:  # never more at once than a warm-up tries
+        assert drafted.stats.num_draft_tokens <= 3 * drafted.stats.num_drafts
+
+
+def test_bare_drafter_of_an_engine_is_measured_too(ctx: lb.Context) -> None:
+    engine = lb.Engine(ctx, BareDrafter(), SpeculativeConfig(draft_k="auto"))
+    settings = lb.SamplingParams(temperature=0.8, seed=3)
+    engine.generate([lb.Request("Once upon a time", max_tokens=40, sampling=settings)])
+    said = engine.explain()
+    assert "unknown" not in said
+    assert float(said.split("stands with chance ")[1].split("\n")[0].split(";")[0]) < 0.5
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_auto_rule_is_what_the_documentation_says(
+    ctx: lb.Context, draft_ctx: lb.Context, width: int, seed: int | None, temperature: float
+) -> None:
+    """The docstring of 0.1 promised "else token", which no code path picks."""
+    speculator = lb.Speculator(ctx, lb.ModelDrafter(draft_ctx, width=width))
+    with lb.Branch.start(ctx, "A", temperature=temperature, seed=seed) as branch:
+        found = speculator.rule_for(branch)
+    expected = "seeded" if width > 1 or seed is not None or temperature == 0 else "block"
+    assert found == expected
+    said = " ".join((SpeculativeConfig.__doc__ or "").split())
+    assert '"auto" is seeded where a seed was given, the temperature is 0 or the drafter' in said
+    assert "else block; it is never token" in said
+
+
 # -- words -------------------------------------------------------------------------------------------
 
 
 def test_explanation_says_what_and_why() -> None:
-    assert "measuring" in GoodputLength(16).explain()
+    assert "no plain step and no draft yet" in GoodputLength(16).explain()
+    plain = World(GoodputLength(16), always(0.9), speaks=0.0).run(10).length.explain()
+    assert "still measuring: no draft yet" in plain
     on = World(GoodputLength(16), always(0.9)).run(300).length.explain()
     assert "tokens a draft" in on
     assert "0.9" in on  # the chance that it measured

@@ -21,7 +21,17 @@ PACKAGE = ROOT / "llamabranch"
 FLOORS = (
     ("errors", "arguments", "distribution"),
     ("native",),
-    ("vocabulary", "model", "grammar", "sampling", "sampler"),
+    (
+        "vocabulary",
+        "model",
+        "gbnf",
+        "characters",
+        "pattern",
+        "json_schema",
+        "grammar",
+        "sampling",
+        "sampler",
+    ),
     (
         "cells",
         "options",

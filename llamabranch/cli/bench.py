@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from llamabranch import ConfigError, Context, Drafter, SamplingParams
-from llamabranch.measurement import PairBench
+from llamabranch.measurement import Machine, PairBench, load_average
 
 from . import options
 from .bench_report import BenchReport
@@ -63,7 +63,8 @@ def bench(
     """Measure a pair: what drafting costs and brings here, and the best setting to use.
 
     Plain and speculative decoding take turns on the same prompts with the same seeds; figures are
-    medians of the runs. With no options the bundled pair is measured.
+    medians of the runs. A best setting is named only where a 95 % interval of its speedup lies above
+    1. With no options the bundled pair is measured.
     """
     screen = Screen(color=not no_color)
     with reporting(screen, debug=debug), ExitStack() as stack:
@@ -104,6 +105,7 @@ def bench(
         read = partial(wrap_in_template, context) if chat else context.tokenize
         n_tokens = max_tokens or (16 if quick else 64)
         n_runs = runs or (1 if quick else 3)
+        machine = Machine.now()
         with Interruption([context, *contexts.values()]) as interruption:
             report = PairBench(
                 context,
@@ -113,6 +115,7 @@ def bench(
                 lengths=(*range(1, (longest or (2 if quick else 8)) + 1), "auto"),
                 n_tokens=n_tokens,
                 n_runs=n_runs,
+                n_pairs=1 if quick else 12,
                 verify_s=0.0 if quick else 2.0,
                 progress=screen.progress,
                 stop=lambda: interruption.asked,
@@ -120,6 +123,8 @@ def bench(
         screen.progress("")
         told = BenchReport(
             report=report,
+            machine=machine,
+            load_after=load_average(),
             target=context,
             target_name=target_name,
             drafters=parts,

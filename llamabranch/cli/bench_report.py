@@ -10,16 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llamabranch import ConfigError, Context, Model, UnsupportedError
-from llamabranch.measurement import Cell, Curve, PairReport, Spread, save_plot
+from llamabranch.measurement import Cell, Curve, Interval, Machine, PairReport, Spread, save_plot
 
 from .render import Screen, number
 
 
 @dataclass(frozen=True)
 class BenchReport:
-    """What was measured of a pair, and what it was measured with."""
+    """What was measured of a pair, and what it was measured with.
+
+    ``machine`` is as it was before, ``load_after`` the load average when it ended.
+    """
 
     report: PairReport
+    machine: Machine
+    load_after: float | None
     target: Context
     target_name: str
     drafters: Sequence[str]
@@ -33,7 +38,7 @@ class BenchReport:
     # -- the setting to use ------------------------------------------------------------------------
 
     def command(self) -> str | None:
-        """Return the command line of the best setting, None where nothing was compared."""
+        """Return the command line of the setting to use, None where none is established."""
         report = self.report
         words = ["llamabranch", "speculate", "--target", self.target_name]
         if report.best is not None:
@@ -41,7 +46,7 @@ class BenchReport:
             words += ["--draft-length", str(report.best.length)]
             if self.temperature > 0:
                 words += ["--rule", report.best.rule]
-        elif report.lengths:
+        elif report.verdict == "slower":
             words += ["--draft", "none"]
         else:
             return None
@@ -49,23 +54,57 @@ class BenchReport:
 
     def _advice(self) -> str:
         report = self.report
-        fastest = report.fastest_draft
+        best, verdict = report.best, report.verdict
         if not self.drafters:
             return "There is no drafter, so there is nothing to choose."
-        if fastest is None:
+        if verdict == "nothing compared":
             return "Nothing was compared."
-        if report.best is None:
+        if verdict == "nothing drafted":
             return (
-                f"Drafting does not pay here: at best, with draft length {fastest.length} and rule "
-                f"{fastest.rule}, it is {fastest.speedup.median:.2f} times plain decoding. Use"
+                "Inconclusive: nothing was drafted, so all settings are plain decoding and differ by "
+                "noise. Give prompts that the drafter can continue, or another --draft."
             )
-        best = report.best
+        if best is None:
+            return self._no_best(report.confirmed)
         rule = f" and rule {best.rule}" if self.temperature > 0 else ""
         same = ", with the very text of plain decoding" if best.rule == "seeded" else ""
         return (
-            f"Best: draft length {best.length}{rule}, {best.speedup.median:.2f} times plain "
+            f"Best: draft length {best.length}{rule}, {_measured(best)} times plain "
             f"decoding{same}. Use"
         )
+
+    def _no_best(self, found: Cell | None) -> str:
+        if found is None:
+            return (
+                "Inconclusive: the fastest setting was not measured again before the interruption."
+            )
+        setting = f"draft length {found.length} and rule {found.rule}"
+        if not found.drafts:
+            return (
+                f"Inconclusive: {setting} seemed the fastest, but drafted nothing when it was measured "
+                "again. Give prompts that the drafter can continue, or another --draft."
+            )
+        if self.report.verdict == "slower":
+            return (
+                f"Drafting does not pay here: at best, with {setting}, it is {_measured(found)} times "
+                "plain decoding. Use"
+            )
+        n = found.interval.n
+        more = max(4 * self.n_runs, math.ceil(12 / self.n_prompts))
+        complaint = self.machine.complaint(self.n_threads)
+        return (
+            f"Inconclusive: with {setting}, the fastest here, drafting is {_measured(found)} times plain "
+            f"decoding, by {n} {'pair' if n == 1 else 'pairs'} of texts: no setting is named unless all "
+            f"of the interval lies above 1. To decide it, measure more: --runs {more}, longer texts "
+            "(--max-tokens), more prompts"
+            + (f"; {complaint}." if complaint else ", nothing else running on the machine.")
+            + " Until then plain decoding (--draft none) is the safe choice."
+        )
+
+    @property
+    def n_threads(self) -> int:
+        """The threads that the target decodes with."""
+        return self.target.options.n_threads
 
     # -- text --------------------------------------------------------------------------------------
 
@@ -73,15 +112,24 @@ class BenchReport:
         """Print everything that was measured."""
         report = self.report
         screen.line(self._heading())
+        screen.line()
+        after = "unknown" if self.load_after is None else f"{self.load_after:.2f}"
+        screen.line(f"Machine: {self.machine.describe(self.n_threads)}; load {after} after.")
+        complaint = self.machine.complaint(self.n_threads)
+        if complaint:
+            screen.line(f"The figures are noisy: {complaint}.")
         if report.t:
             screen.line()
             screen.line(
                 f"v(n): a target decode of n tokens over one of 1, which takes "
                 f"{1e3 * report.t[1]:.3f} ms"
             )
-            screen.table(
-                ("n", *map(str, report.v)), [("v(n)", *(f"{v:.2f}" for v in report.v.values()))]
-            )
+            intervals = report.v_intervals
+            rows = [("v(n)", *(f"{v:.2f}" for v in report.v.values()))]
+            for name in ("low", "high"):
+                ends = [number(getattr(each, name), 2) for each in intervals.values()]
+                rows.append((f"95 % {name}", "", *ends))
+            screen.table(("n", *map(str, report.v)), rows)
         if report.plain.runs:
             screen.line()
             screen.line(f"Plain decoding: {_spread(report.plain.rate, 1)} tokens a second")
@@ -95,6 +143,8 @@ class BenchReport:
             self._positions(screen)
         if report.rules:
             self._table(screen, "Rules:", report.rules, "length, rule")
+        if report.confirmed is not None:
+            self._table(screen, "The fastest, measured again:", [report.confirmed], "length, rule")
         screen.line()
         screen.line(self._advice())
         command = self.command()
@@ -107,13 +157,13 @@ class BenchReport:
         drafters = " + ".join(self.drafters) or "none"
         return (
             f"target {model.name} ({model.n_params / 1e6:.1f}M, {model.file_type}), drafter "
-            f"{drafters}; temperature {self.temperature:g}, threads {self.target.options.n_threads}, "
+            f"{drafters}; temperature {self.temperature:g}, threads {self.n_threads}, "
             f"{self.n_prompts} prompts x {self.n_tokens} tokens, medians of {self.n_runs} runs "
             "(lowest to highest)"
         )
 
     def _table(self, screen: Screen, title: str, cells: Sequence[Cell], first: str) -> None:
-        best = self.report.best
+        best, candidate = self.report.best, self.report.candidate
         rows = []
         for cell in cells:
             name = f"{cell.length}" if first == "length" else f"{cell.length}, {cell.rule}"
@@ -123,16 +173,18 @@ class BenchReport:
                     name,
                     _spread(cell.series.rate, 1),
                     _spread(cell.speedup, 2),
+                    _between(cell.interval),
                     number(self.report.predicted(cell), 2),
                     number(100 * stats.draft_acceptance_rate, 1, " %"),
                     number(stats.mean_acceptance_length, 2),
-                    "best" if cell is best else "",
+                    "best" if cell is best else "fastest" if cell is candidate else "",
                 )
             )
         screen.line()
         screen.line(title)
         columns = (
-            first, "tokens a second", "x plain", "theory", "accepted / drafted", "tokens a round", "",
+            first, "tokens a second", "x plain", "95 %", "theory", "accepted / drafted",
+            "tokens a round", "",
         )  # fmt: skip
         screen.table(columns, rows)
 
@@ -158,7 +210,8 @@ class BenchReport:
             "drafters": list(self.drafters),
             "draft_models": [_described(model) for model in self.draft_models],
             "temperature": self.temperature,
-            "n_threads": self.target.options.n_threads,
+            "n_threads": self.n_threads,
+            "machine": self.machine.as_dict() | {"load_after": self.load_after},
             "n_prompts": self.n_prompts,
             "n_tokens": self.n_tokens,
             "n_runs": self.n_runs,
@@ -166,12 +219,15 @@ class BenchReport:
             "interrupted": report.stopped,
             "t1_s": report.t.get(1),
             "v": report.v,
+            "v_interval": {n: each.as_dict() for n, each in report.v_intervals.items()},
             "c": report.c,
             "a": report.a,
             "plain": {"tokens_per_s": report.plain.rate.as_dict()} if report.plain.runs else None,
             "lengths": [self._cell(cell) for cell in report.lengths],
             "rules": [self._cell(cell) for cell in report.rules],
             "theory": [{"draft_length": k, "speedup": gain} for k, gain in report.curve()],
+            "confirmed": None if report.confirmed is None else self._cell(report.confirmed),
+            "verdict": report.verdict,
             "best": None if best is None else self._cell(best),
             "command": self.command(),
         }
@@ -184,6 +240,7 @@ class BenchReport:
             "rule": cell.rule,
             "tokens_per_s": cell.series.rate.as_dict(),
             "speedup": cell.speedup.as_dict(),
+            "speedup_interval": cell.interval.as_dict(),
             "theory": self.report.predicted(cell),
             "same_text": same,
             "compared_text": compared,
@@ -269,6 +326,19 @@ def _spread(spread: Spread, digits: int) -> str:
         return "-"
     low, high = f"{spread.low:.{digits}f}", f"{spread.high:.{digits}f}"
     return f"{spread.median:.{digits}f} ({low} to {high})"
+
+
+def _between(interval: Interval) -> str:
+    if math.isnan(interval.low):
+        return "-"
+    return f"{interval.low:.2f} to {interval.high:.2f}"
+
+
+def _measured(cell: Cell) -> str:
+    """Return the speedup with what noise leaves open."""
+    interval = cell.interval
+    open_range = "no 95 % interval from so few" if math.isnan(interval.low) else _between(interval)
+    return f"{interval.median:.2f} ({open_range})"
 
 
 def _known(value: object) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from llamabranch import (
     Generation,
     SpeculativeStats,
 )
+from llamabranch.measurement import Interval
 
 from .render import Interruption
 
-_REPEAT_BELOW_S = 1.0  # shorter runs are repeated, because a clock and a cold cache would decide
-_N_REPEATS = 3
+_N_PAIRS = 12  # as many have a 95 % interval that two outliers on either side do not widen
+_REPEAT_FOR_S = 6.0  # seconds after which no further pair is begun: long runs are not repeated
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,16 @@ def run(
 
 @dataclass(frozen=True)
 class Comparison:
-    """Speculative against plain decoding of the same prompt with the same seed."""
+    """Speculative against plain decoding of the same prompt with the same seed.
+
+    ``interval`` is of the speedup, by pairs of runs one right after the other.
+    """
 
     speculative: Run
     plain: Run
     speculative_tokens_per_s: float  # medians over the repeats
     plain_tokens_per_s: float
+    interval: Interval
 
     @property
     def speedup(self) -> float:
@@ -96,6 +102,13 @@ class Comparison:
         if self.plain_tokens_per_s == 0:
             return 0.0
         return self.speculative_tokens_per_s / self.plain_tokens_per_s
+
+    @property
+    def verdict(self) -> str:
+        """ "faster", "slower" or "inconclusive"; "nothing drafted" where both decoded plainly."""
+        if self.speculative.stats.num_draft_tokens == 0:
+            return "nothing drafted"
+        return self.interval.verdict
 
     @property
     def same_text(self) -> bool:
@@ -111,23 +124,32 @@ def compare(
 ) -> Comparison | None:
     """Time plain decoding beside a speculative run, turn by turn; None if interrupted.
 
-    Short runs are repeated in alternation and their medians compared.
+    Short runs are repeated, in one order and then in the other, and their medians compared.
     """
+    drafted, undrafted = [first], []
     try:
-        drafted, undrafted = [first], [run(plain, None, interruption)]
-        n = _N_REPEATS if first.elapsed_s + undrafted[0].elapsed_s < _REPEAT_BELOW_S else 1
-        while len(undrafted) < n:
-            drafted.append(run(speculative, None, interruption))
-            undrafted.append(run(plain, None, interruption))
+        undrafted.append(run(plain, None, interruption))
+        spent = first.elapsed_s + undrafted[0].elapsed_s
+        while len(undrafted) < _N_PAIRS and spent < _REPEAT_FOR_S:
+            rivals = [(drafted, speculative), (undrafted, plain)]
+            for runs, start in rivals if len(drafted) % 2 == 0 else reversed(rivals):
+                runs.append(run(start, None, interruption))
+                spent += runs[-1].elapsed_s
     except (KeyboardInterrupt, DecodeInterruptedError):
         return None
     if interruption.asked:
         return None
+    pairs = zip(drafted, undrafted, strict=True)
+    ratios = [
+        ours.tokens_per_s / theirs.tokens_per_s if theirs.tokens_per_s else math.nan
+        for ours, theirs in pairs
+    ]
     return Comparison(
         speculative=first,
         plain=undrafted[0],
         speculative_tokens_per_s=statistics.median(each.tokens_per_s for each in drafted),
         plain_tokens_per_s=statistics.median(each.tokens_per_s for each in undrafted),
+        interval=Interval.of(ratios),
     )
 
 

@@ -59,7 +59,8 @@ Rule = Annotated[
     str,
     typer.Option(
         metavar="auto|seeded|token|block",
-        help="Which drafted tokens stand; auto is seeded with a seed, else block.",
+        help="Which drafted tokens stand; auto is seeded with a seed, at temperature 0 and for trees, "
+        "else block.",
         rich_help_panel=_DRAFTING,
     ),
 ]

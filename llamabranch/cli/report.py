@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from llamabranch import Divergence, Emitted, Model
+from llamabranch.measurement import Interval, Machine, load_average
 
 from .compare import Comparison, Run, round_cost
 from .render import Screen, number
@@ -16,7 +17,8 @@ class Outcome:
     """A finished run, and what is needed to explain it.
 
     ``same_text_expected``: the rule promises the very text of plain decoding, not only its
-    distribution. ``divergence`` is None also where the texts are equal or need not be.
+    distribution. ``divergence`` is None also where the texts are equal or need not be. ``machine`` is
+    as it was before.
     """
 
     model: Model
@@ -30,6 +32,8 @@ class Outcome:
     comparison: Comparison | None = None
     divergence: Divergence | None = None
     with_logprobs: bool = False
+    machine: Machine | None = None
+    n_threads: int = 1
 
     def as_json(self) -> dict[str, object]:
         """Return everything, ready for JSON."""
@@ -54,6 +58,12 @@ class Outcome:
                 "tokens_per_s": comparison.plain_tokens_per_s,
             }
             answer["speedup"] = comparison.speedup
+            answer["speedup_interval"] = comparison.interval.as_dict()
+            answer["speedup_verdict"] = comparison.verdict
+            if self.machine is not None:
+                load = {"load_after": load_average()}
+                answer["machine"] = self.machine.as_dict() | load
+                answer["n_threads"] = self.n_threads
             answer["same_text"] = comparison.same_text
             answer["same_text_expected"] = self.same_text_expected
             answer["batch_invariant"] = self.batch_invariant
@@ -101,6 +111,7 @@ class Outcome:
             paragraphs.append(self.explanation)
         if comparison is not None:
             paragraphs += [self._about_the_texts(comparison), self._about_the_speed(comparison)]
+            paragraphs.append(self._about_the_machine())
         for paragraph in filter(None, paragraphs):
             screen.line()
             screen.line(paragraph)
@@ -126,6 +137,7 @@ class Outcome:
             ("tokens", str(len(self.first.tokens)), str(len(plain.tokens))),
             ("tokens a second", f"{fast:.1f}", f"{slow:.1f}"),
             ("speedup", f"{comparison.speedup:.2f}", "1"),
+            ("95 % interval", _between(comparison.interval), ""),
         ]
         if self.same_text_expected:
             rows.append(("same text", "yes" if comparison.same_text else "no", ""))
@@ -161,10 +173,25 @@ class Outcome:
         return "nothing" if token is None else repr(self._piece(token))
 
     def _about_the_speed(self, comparison: Comparison) -> str:
-        if not self.drafted or comparison.speedup >= 1:
+        verdict = comparison.verdict
+        if not self.drafted:
             return ""
-        stats = self.first.stats
-        parts = ["Slower than plain decoding here."]
+        parts = []
+        if verdict == "inconclusive":
+            parts.append(_inconclusive(comparison.interval))
+        elif verdict == "nothing drafted":
+            parts.append(
+                "Inconclusive: nothing was drafted, so both decoded plainly and differ by noise and by "
+                "the time it takes to ask."
+            )
+        elif verdict == "slower":
+            parts.append("Slower than plain decoding here.")
+        if comparison.speedup < 1:
+            parts += self._why_no_faster(comparison)
+        return " ".join(parts)
+
+    def _why_no_faster(self, comparison: Comparison) -> list[str]:
+        stats, parts = self.first.stats, []
         if stats.num_plain_steps > stats.num_drafts / 8:  # the last round of a text is often one
             n_rounds = stats.num_drafts + stats.num_plain_steps
             parts.append(
@@ -178,4 +205,31 @@ class Outcome:
                 f"Looking for something to draft took {1e3 * stats.draft_time_s:.2f} of "
                 f"{1e3 * self.first.elapsed_s:.2f} ms."
             )
-        return " ".join(parts)
+        return parts
+
+    def _about_the_machine(self) -> str:
+        if self.machine is None:
+            return ""
+        load = load_average()
+        after = "unknown" if load is None else f"{load:.2f}"
+        text = f"Machine: {self.machine.describe(self.n_threads)}; load {after} after."
+        complaint = self.machine.complaint(self.n_threads)
+        return f"{text} The times are noisy: {complaint}." if complaint else text
+
+
+def _between(interval: Interval) -> str:
+    if math.isnan(interval.low):
+        return "-"
+    return f"{interval.low:.2f} to {interval.high:.2f}"
+
+
+def _inconclusive(interval: Interval) -> str:
+    pairs = "1 pair of runs was" if interval.n == 1 else f"{interval.n} pairs of runs were"
+    found = "fewer than 6 have no interval"
+    if not math.isnan(interval.low):
+        found = f"their 95 % interval is {_between(interval)}"
+    return (
+        f"Inconclusive: {pairs} timed, and {found}. To decide whether drafting is faster, "
+        "let nothing else run on the machine, generate more (--max-tokens), or measure with "
+        "`llamabranch bench`."
+    )

@@ -25,6 +25,7 @@ from llamabranch import (
     Speculator,
     first_divergence,
 )
+from llamabranch.measurement import Machine
 
 from . import options
 from .compare import Comparison, compare, run
@@ -167,6 +168,7 @@ def speculate(
         plain = Speculator(context, NullDrafter(), config)
         rule = _rule_in_effect(speculator, sampling)
         same_text_expected = not parts or rule == "seeded" or temperature == 0
+        machine = Machine.now()
         with Interruption([context, *drafting_contexts(drafter)]) as interruption:
             # The first decodes of a context are slower than the rest, whoever makes them.
             # They teach the draft length nothing: hence a speculator of their own.
@@ -202,6 +204,8 @@ def speculate(
             comparison=comparison,
             divergence=divergence,
             with_logprobs=top_logprobs > 0,
+            machine=machine,
+            n_threads=context.options.n_threads,
         )
         if as_json:
             print_json(outcome.as_json())

@@ -9,7 +9,7 @@ from time import perf_counter
 from ..branch import Branch
 from ..context import Context
 from ..errors import CapacityError
-from ..speculative.drafters import Draft
+from ..speculative.drafters import Draft, propose
 from ..speculative.models import ModelLine
 from ..speculative.round import Stream
 from ..store import BranchStore
@@ -36,7 +36,7 @@ def propose_together(proposals: Sequence[Proposal]) -> list[Draft]:
             groups.setdefault(id(line.branch.ctx), []).append(i)
         else:
             limit = min(proposal.limit, proposal.stream.length.limit)
-            drafts[i] = line.propose(proposal.tokens, proposal.stream.length, limit)
+            drafts[i] = propose(line, proposal.tokens, proposal.stream.length, limit)
     for members in groups.values():
         made = _Together([proposals[i] for i in members]).run()
         for i, draft in zip(members, made, strict=True):

@@ -123,7 +123,9 @@ class Market:
         if isinstance(self.config.draft_k, int):
             return f"always {self.config.draft_k} tokens a draft: the length is fixed"
         state = "on" if self._on else f"off until round {self._until}"
-        chances = ", ".join(f"{n} {p.mean_chance:.2f}" for n, p in self.profiles.items())
+        chances = ", ".join(
+            f"{name} {profile.mean_chance:.2f}".strip() for name, profile in self.profiles.items()
+        )
         return (
             f"drafting is {state}; the engine earns {self._rate:.0f} tokens/s; "
             f"a drafted token stands with chance {chances or 'unknown'}"

@@ -12,7 +12,7 @@ from ..speculative import SpeculativeStats
 from .timing import Spread, Stopped
 from .workloads import never
 
-__all__ = ["CallClock", "DecodeClock", "draft_cost", "verify_costs"]
+__all__ = ["CallClock", "DecodeClock", "draft_cost", "verify_costs", "verify_times"]
 
 
 class CallClock:
@@ -73,11 +73,25 @@ def verify_costs(
     least_s: float = 0.0,
     stop: Callable[[], bool] = never,
 ) -> dict[int, float]:
-    """Return t(n): median seconds of one decode of n tokens of one sequence, all rows of logits.
+    """Return t(n): the median of :func:`verify_times` for each size, seconds. v(n) is t(n) / t(1)."""
+    times = verify_times(ctx, sizes, n_prefix=n_prefix, repeats=repeats, least_s=least_s, stop=stop)
+    return {n: Spread.of(seconds).median for n, seconds in times.items()}
+
+
+def verify_times(
+    ctx: Context,
+    sizes: Sequence[int],
+    *,
+    n_prefix: int,
+    repeats: int,
+    least_s: float = 0.0,
+    stop: Callable[[], bool] = never,
+) -> dict[int, list[float]]:
+    """Return the seconds of decodes of n tokens of one sequence, all rows of logits, turn by turn.
 
     The sizes take turns, so that a machine that changes speed changes it for all; each is decoded
     ``repeats`` times, and more until ``least_s`` seconds have passed. Only the time inside
-    ``llama_decode`` counts. v(n) is t(n) / t(1).
+    ``llama_decode`` counts.
 
     Raises:
         Stopped: ``stop()`` said so. UnsupportedError: memory whose tail cannot be dropped.
@@ -103,7 +117,7 @@ def verify_costs(
                 turn += 1
     finally:
         ctx.kv_cache_clear()
-    return {n: Spread.of(seconds).median for n, seconds in times.items()}
+    return times
 
 
 def draft_cost(stats: SpeculativeStats, step_s: float) -> float:

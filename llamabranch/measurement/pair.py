@@ -10,15 +10,15 @@ from ..context import Context
 from ..errors import DecodeInterruptedError
 from ..sampling import SamplingParams
 from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats, theory
-from .costs import draft_cost, verify_costs
-from .timing import Maker, Series, Spread, Stopped, interleave
+from .costs import draft_cost, verify_times
+from .timing import Interval, Maker, Series, Spread, Stopped, interleave
 from .workloads import never, plain, speculative
 
 __all__ = ["Cell", "PairBench", "PairReport"]
 
 RULES = ("seeded", "token", "block")
 _PLAIN = "plain"
-_N_REPEATS = 5  # decodes of each size for v(n), at least
+_N_REPEATS = 6  # decodes of each size for v(n), at least: fewer have no interval
 _NEARLY = 0.98  # so much of the best, and a setting that gives the text of plain decoding is better
 
 
@@ -41,26 +41,54 @@ class Cell:
         """Tokens a second over those of plain decoding, taken within each run."""
         return self.series.ratio(self.base)
 
+    @property
+    def interval(self) -> Interval:
+        """The same, taken within each pair of texts, with what noise leaves open."""
+        return self.series.interval(self.base)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything was drafted: else it is plain decoding, and faster or slower by chance."""
+        return self.stats.num_draft_tokens > 0
+
 
 @dataclass
 class PairReport:
     """What was measured; after an interruption, so far.
 
-    ``t`` are the seconds of a target decode of n tokens, empty where the memory cannot drop a tail.
-    ``lengths`` are the cells of the sweep over draft lengths, all under the rule "seeded"; ``rules``
-    those of the sweep over rules, empty at temperature 0, where the rules are one.
+    ``times`` are the seconds of target decodes of n tokens, empty where the memory cannot drop a
+    tail. ``lengths`` are the cells of the sweep over draft lengths, all under the rule "seeded";
+    ``rules`` those of the sweep over rules, empty at temperature 0, where the rules are one.
+    ``confirmed`` is the fastest of them measured once more, beside plain decoding alone: the largest of
+    many noisy figures is too large, and says nothing of whether it is above 1.
     """
 
-    t: dict[int, float] = field(default_factory=dict)
+    times: dict[int, list[float]] = field(default_factory=dict)
     plain: Series = field(default_factory=Series)
     lengths: list[Cell] = field(default_factory=list)
     rules: list[Cell] = field(default_factory=list)
+    confirmed: Cell | None = None
     stopped: bool = False
+
+    @property
+    def t(self) -> dict[int, float]:
+        """t(n): median seconds of a target decode of n tokens."""
+        return {n: Spread.of(seconds).median for n, seconds in self.times.items()}
 
     @property
     def v(self) -> dict[int, float]:
         """v(n): the time of a target decode of n tokens over that of one."""
-        return {n: seconds / self.t[1] for n, seconds in self.t.items()}
+        t = self.t
+        return {n: seconds / t[1] for n, seconds in t.items()}
+
+    @property
+    def v_intervals(self) -> dict[int, Interval]:
+        """The same, taken within each turn, with what noise leaves open."""
+        return {
+            n: Interval.of([mine / one for mine, one in zip(seconds, self.times[1], strict=True)])
+            for n, seconds in self.times.items()
+            if n > 1
+        }
 
     @property
     def fixed(self) -> list[Cell]:
@@ -102,12 +130,12 @@ class PairReport:
         return math.nan if math.isnan(a + c + v) else theory.speedup(a, k, c, v)
 
     @property
-    def best(self) -> Cell | None:
-        """The setting to use, None where plain decoding is the fastest.
+    def candidate(self) -> Cell | None:
+        """The setting that seems the fastest of those that drafted anything, None if none did.
 
         Of settings that are nearly the same the first: those under the rule "seeded" come first.
         """
-        cells = [cell for cell in (*self.lengths, *self.rules) if cell.speedup.median > 1]
+        cells = [cell for cell in (*self.lengths, *self.rules) if cell.drafts]
         most = max((cell.speedup.median for cell in cells), default=math.nan)
         seeded = [cell for cell in cells if cell.rule == "seeded"]
         for group in (seeded, cells):
@@ -117,10 +145,24 @@ class PairReport:
         return None
 
     @property
-    def fastest_draft(self) -> Cell | None:
-        """The fastest of the settings that draft, whether it pays or not."""
-        cells = [*self.lengths, *self.rules]
-        return max(cells, key=lambda cell: cell.speedup.median, default=None)
+    def verdict(self) -> str:
+        """What came out: "faster", "slower" or "inconclusive", about drafting at its fastest here.
+
+        "nothing compared" and "nothing drafted" say why there is no more to tell. "faster" and
+        "slower" need the whole interval of ``confirmed`` to lie above 1, or below.
+        """
+        if not self.lengths:
+            return "nothing compared"
+        if self.candidate is None:
+            return "nothing drafted"
+        if self.confirmed is None or not self.confirmed.drafts:
+            return "inconclusive"
+        return self.confirmed.interval.verdict
+
+    @property
+    def best(self) -> Cell | None:
+        """The setting to use, measured once more; None where that is not established."""
+        return self.confirmed if self.verdict == "faster" else None
 
 
 class PairBench:
@@ -134,6 +176,7 @@ class PairBench:
         sampling: the seed is set by the runs.
         lengths: draft lengths, numbers and "auto".
         n_tokens, n_runs: tokens a prompt, and how often all of it is done.
+        n_pairs: texts, at least, that the fastest setting and plain decoding are compared by.
         verify_s: seconds, at least, to measure v(n) for.
         progress: told what is being done.
         stop: asked between tokens whether to end here.
@@ -149,6 +192,7 @@ class PairBench:
         lengths: Sequence[int | str] = (*range(1, 9), "auto"),
         n_tokens: int = 64,
         n_runs: int = 3,
+        n_pairs: int = 12,
         verify_s: float = 2.0,
         progress: Callable[[str], None] = lambda text: None,
         stop: Callable[[], bool] = never,
@@ -160,19 +204,20 @@ class PairBench:
         self._lengths = lengths
         self._n_tokens = n_tokens
         self._n_runs = n_runs
+        self._n_pairs = n_pairs
         self._verify_s = verify_s
         self._progress = progress
         self._stop = stop
 
     def run(self) -> PairReport:
-        """Measure: v(n), then all lengths, then the rules at the best length and at "auto".
+        """Measure v(n), all lengths, the rules at the best length and at "auto"; then confirm the best.
 
         Raises:
             CapacityError: a prompt with its tokens does not fit into the context.
         """
         report = PairReport()
         try:
-            report.t = self._verify_costs()
+            report.times = self._verify_times()
             self._warm_up()
         except (Stopped, DecodeInterruptedError):
             report.stopped = True
@@ -184,10 +229,20 @@ class PairBench:
             chosen = [k] if "auto" not in self._lengths else [k, "auto"]
             duels = [(length, rule) for length in chosen for rule in RULES]
             _, report.rules = self._measure("rules", duels)
+        candidate = report.candidate
+        if candidate is not None and not self._stop():
+            report.confirmed = self._confirm(candidate)
         report.stopped = self._stop()
         return report
 
-    def _verify_costs(self) -> dict[int, float]:
+    def _confirm(self, candidate: Cell) -> Cell | None:
+        """Measure a setting again, with seeds that had no part in its choice."""
+        n_runs = max(self._n_runs, math.ceil(self._n_pairs / len(self._prompts)))
+        setting = (candidate.length, candidate.rule)
+        _, cells = self._measure("the fastest", [setting], n_runs=n_runs, first_run=self._n_runs)
+        return cells[0] if cells else None
+
+    def _verify_times(self) -> dict[int, list[float]]:
         target = self._target
         if not target.capabilities.can_truncate:
             return {}
@@ -195,7 +250,7 @@ class PairBench:
         sizes = range(1, longest + 2)
         self._progress(f"a target decode of 1 to {longest + 1} tokens")
         n_prefix = max(1, min(128, target.n_ctx - longest - 2))
-        return verify_costs(
+        return verify_times(
             target,
             sizes,
             n_prefix=n_prefix,
@@ -211,11 +266,16 @@ class PairBench:
             maker(-1)(0)
 
     def _measure(
-        self, what: str, settings: Sequence[tuple[int | str, str]]
+        self,
+        what: str,
+        settings: Sequence[tuple[int | str, str]],
+        n_runs: int | None = None,
+        first_run: int = 0,
     ) -> tuple[Series, list[Cell]]:
+        makers = self._makers(settings, self._n_tokens)
         found = interleave(
-            self._makers(settings, self._n_tokens),
-            n_runs=self._n_runs,
+            {name: _from_run(first_run, maker) for name, maker in makers.items()},
+            n_runs=self._n_runs if n_runs is None else n_runs,
             n_items=len(self._prompts),
             warm_up=False,
             progress=lambda text: self._progress(f"{what}: {text}" if text else ""),
@@ -237,3 +297,8 @@ class PairBench:
                     target, prompts, n_tokens, sampling, self._drafter, config, stop=stop
                 )
         return makers
+
+
+def _from_run(first: int, maker: Maker) -> Maker:
+    """Return ``maker`` with its runs counted from ``first``: they decide the seeds."""
+    return lambda run: maker(first + run)

@@ -1,4 +1,4 @@
-"""Samples, interleaved runs, medians, spread and ratios; knows nothing of models.
+"""Samples, interleaved runs, medians, spread, ratios and their intervals; knows nothing of models.
 
 A machine changes speed while it is measured. So rivals are never timed one after another: each prompt is
 given to all of them in turn, in one order and then in the other, and ratios are taken within a run.
@@ -17,6 +17,7 @@ from ..errors import DecodeInterruptedError
 from ..speculative import SpeculativeStats
 
 __all__ = [
+    "Interval",
     "Maker",
     "Sample",
     "Series",
@@ -43,6 +44,11 @@ class Sample:
     seconds: float
     tokens: tuple[int, ...] | None = None
     stats: SpeculativeStats | None = None
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, nan without a token."""
+        return self.n_tokens / self.seconds if self.n_tokens and self.seconds > 0 else math.nan
 
 
 Work = Callable[[int], Sample]  # does the work for the item of that number
@@ -71,22 +77,73 @@ class Spread:
         return {name: None if math.isnan(x) else x for name, x in values.items()}
 
 
+@dataclass(frozen=True)
+class Interval:
+    """The median of ratios with a confidence interval that assumes nothing of how they are spread.
+
+    ``low`` and ``high`` are order statistics: the median lies outside them only if fewer than so many
+    of ``n`` independent ratios fall on one side of it, and each side is a toss of a coin (the sign
+    test turned round). ``low`` and ``high`` are nan where ``n`` is too small for that confidence:
+    below 6 for 95 %.
+    """
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+    CONFIDENCE = 0.95
+
+    @classmethod
+    def of(cls, values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+        """Return the interval of the median of ``values``; those that are nan are left out."""
+        known = sorted(value for value in values if not math.isnan(value))
+        n = len(known)
+        if n == 0:
+            return cls(math.nan, math.nan, math.nan, 0)
+        outside, below = 0, 0  # how many of each side lie outside; 2^n times the chance of fewer
+        while 2 * (below + math.comb(n, outside)) <= (1 - confidence) * 2**n:
+            below += math.comb(n, outside)
+            outside += 1
+        median = statistics.median(known)
+        if outside == 0:
+            return cls(median, math.nan, math.nan, n)
+        return cls(median, known[outside - 1], known[n - outside], n)
+
+    @property
+    def verdict(self) -> str:
+        """ "faster" or "slower" than 1 where the whole interval is, else "inconclusive"."""
+        if self.low > 1:
+            return "faster"
+        return "slower" if self.high < 1 else "inconclusive"
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Return it for JSON."""
+        values = {"median": self.median, "low": self.low, "high": self.high, "n": self.n}
+        return {name: None if math.isnan(x) else x for name, x in values.items()}
+
+
 @dataclass
 class Total:
     """What one run of one rival came to."""
 
     n_tokens: int = 0
     seconds: float = 0.0
-    texts: list[tuple[int, ...] | None] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
     stats: SpeculativeStats = field(default_factory=SpeculativeStats)
 
     def add(self, sample: Sample) -> None:
         """Count a sample in."""
         self.n_tokens += sample.n_tokens
         self.seconds += sample.seconds
-        self.texts.append(sample.tokens)
+        self.samples.append(sample)
         if sample.stats is not None:
             self.stats.add(sample.stats)
+
+    @property
+    def texts(self) -> list[tuple[int, ...] | None]:
+        """The token ids of each item, None where they were not kept."""
+        return [sample.tokens for sample in self.samples]
 
     @property
     def rate(self) -> float:
@@ -114,6 +171,16 @@ class Series:
         """Return how much faster this is than ``base``: the median of the ratios within each run."""
         pairs = zip(self.rates, base.rates, strict=True)
         return Spread.of([mine / theirs for mine, theirs in pairs])
+
+    def interval(self, base: Series) -> Interval:
+        """Return how much faster this is than ``base``, item by item: each was timed beside the other."""
+        return Interval.of(
+            [
+                mine.rate / theirs.rate
+                for my_run, their_run in zip(self.runs, base.runs, strict=True)
+                for mine, theirs in zip(my_run.samples, their_run.samples, strict=True)
+            ]
+        )
 
     @property
     def stats(self) -> SpeculativeStats:

@@ -5,7 +5,7 @@ Nothing above this package imports ``llama_cpp``. Callers validate with what thi
 """
 
 from .context import ContextHandle, ContextOptions
-from .grammar import GrammarHandle, json_schema_to_gbnf
+from .grammar import GrammarHandle
 from .handle import forkable_lock
 from .model import ModelHandle
 from .sampler import CandidateBuffer, SamplerHandle
@@ -30,7 +30,6 @@ __all__ = [
     "StateLayout",
     "engine_versions",
     "forkable_lock",
-    "json_schema_to_gbnf",
     "last_log_lines",
     "max_sequences",
     "set_log_level",

@@ -15,13 +15,15 @@ from llama_cpp import llama_cpp as C
 from ..errors import ConfigError
 from .handle import forkable_lock
 
-# Rows of ggml_log_level: none, info, warn, error, debug, continue.
-_SEVERITY = {0: 4, 1: 1, 2: 2, 3: 3, 4: 0, 5: -1}
+# ggml_log_level as ggml.h has it: none, debug, info, warn, error, continue. (llama-cpp-python's own table
+# is that of an older ggml.h: there an error counts as debugging.)
+_SEVERITY = {0: 4, 1: 0, 2: 1, 3: 2, 4: 3, 5: -1}
+_WARNING, _ERROR = 2, 3
 _THRESHOLDS = {"debug": 0, "info": 1, "warn": 2, "warning": 2, "error": 3, "none": 5}
 
 _threshold = _THRESHOLDS["none"]
 _last_severity = 0
-_recent: deque[str] = deque(maxlen=16)
+_recent: deque[tuple[int, str]] = deque(maxlen=16)
 _recent_lock = forkable_lock()
 
 
@@ -32,12 +34,12 @@ def _on_log(level: int, text: bytes | None, _user_data: Any) -> None:
     if severity < 0:  # the continuation of the line before
         severity = _last_severity
     _last_severity = severity
-    if severity < 2 and severity < _threshold:
+    if severity < _WARNING and severity < _threshold:
         return
     line = (text or b"").decode("utf-8", "replace")
-    if severity >= 2 and line.strip():
+    if severity >= _WARNING and line.strip():
         with _recent_lock:
-            _recent.append(line.strip())
+            _recent.append((severity, line.strip()))
     if severity >= _threshold:
         sys.stderr.write(line)
 
@@ -59,9 +61,11 @@ def set_log_level(level: str) -> None:
 
 
 def last_log_lines(n: int = 3) -> list[str]:
-    """Return llama.cpp's last ``n`` warnings and errors, oldest first."""
+    """Return llama.cpp's last ``n`` errors, oldest first; where there is none, its last warnings."""
     with _recent_lock:
-        return list(_recent)[-n:]
+        recent = list(_recent)
+    errors = [line for severity, line in recent if severity >= _ERROR]
+    return (errors or [line for _, line in recent])[-n:]
 
 
 def forget_log_lines() -> None:

@@ -21,9 +21,10 @@ class SpeculativeConfig:
         max_draft_tokens: the most "auto" may draft a round.
         entropy_stop: end a draft before a token whose distribution has more than this entropy, nats;
             None = never. The decision never looks at the drawn token, so it is lossless.
-        rule: what stands of a draft: "seeded", "token", "block" or "auto". "auto" is seeded where the
-            user gave a seed, else block where the draft samples, else token; at temperature 0 all are
-            the same. All are lossless; under "seeded" the text is moreover that of plain decoding.
+        rule: what stands of a draft: "seeded", "token", "block" or "auto". "auto" is seeded where a
+            seed was given, the temperature is 0 or the drafter proposes trees, else block; it is never
+            token. All are lossless; under "seeded" the text is moreover that of plain decoding, and at
+            temperature 0 it is under all of them.
 
     Raises:
         ConfigError: a value out of range.

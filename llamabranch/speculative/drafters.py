@@ -6,8 +6,10 @@ stand and proposes what may follow; it is told how much of that stood and forget
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import Protocol
 
 from ..branch import Branch
@@ -15,20 +17,21 @@ from ..distribution import Distribution
 from ..model import Model
 from .length import DraftLength
 
-__all__ = ["NO_DRAFT", "Draft", "DraftLine", "Drafter", "NullDrafter"]
+__all__ = ["NO_DRAFT", "Draft", "DraftLine", "Drafter", "NullDrafter", "propose"]
 
 
 @dataclass
 class Draft:
-    """What a line proposes, and which ``drafter`` it is from.
+    """What a line proposes, and which ``drafter`` it is from. Only ``tokens`` must be filled.
 
     ``sources[i]`` is what ``tokens[i]`` was really drawn from; left empty they are taken as certain.
     ``parents`` make it a tree: -1 = right after the text, None = a chain; every beginning of the list
     must be a tree too, so that it can be cut to what fits. ``entropies`` (nats) are
     those of the draft's own distributions, one for each step that was thought about, drawn or not;
-    NaN where the length does not read them. ``n_read`` tokens were new to the drafter.
-    ``seconds`` and ``n_decodes`` are what it cost, ``stopped`` says why it is not longer: "length",
-    "entropy", "goodput", "end", "capacity", "no evidence" or "off".
+    NaN where the length does not read them. A line that leaves them out has not asked the length how
+    far to draft; then it is asked afterwards, without an entropy. ``n_read`` tokens were new to the
+    drafter. ``seconds`` (measured if 0) and ``n_decodes`` are what it cost, ``stopped`` says why it is
+    not longer: "length", "entropy", "goodput", "end", "capacity", "no evidence" or "off".
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -84,6 +87,36 @@ class DraftLine(Protocol):
 
     def close(self) -> None:
         """Give back what the line holds."""
+
+
+def propose(line: DraftLine, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+    """Return what ``line`` proposes, its time measured and its length asked for if it did neither.
+
+    What the length does not want is cut from the end: it decides by what earlier drafts yielded and
+    never sees these tokens, so it is as lossless as not to have drawn them.
+    """
+    start = perf_counter()
+    draft = line.propose(tokens, length, limit)
+    if not draft.tokens or draft.entropies or not length.reads_entropy:
+        return draft
+    seconds = draft.seconds or perf_counter() - start
+    parents = None if draft.parents is None else list(draft.parents)
+    draft = replace(  # the line may keep what it returned
+        draft, tokens=list(draft.tokens), sources=list(draft.sources), parents=parents,
+        entropies=[], seconds=seconds,
+    )  # fmt: skip
+    if not length.consider(draft.drafter):
+        draft.cut(0)
+        draft.stopped = "off"
+        return draft
+    depths = draft.depths()
+    for step in range(draft.n_steps):
+        draft.entropies.append(math.nan)
+        if not length.goes_on(step, math.nan):
+            draft.stopped = length.reason
+            draft.cut(next(i for i, depth in enumerate(depths) if depth > step))
+            break
+    return draft
 
 
 class Drafter(Protocol):

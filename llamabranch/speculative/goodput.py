@@ -14,6 +14,7 @@ __all__ = ["GoodputLength", "Profile", "draft_length", "interpolate", "smooth"]
 
 _EDGES = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)  # nats
 _N_BUCKETS = len(_EDGES) + 1
+_UNKNOWN = _N_BUCKETS  # the bucket of tokens whose drafter tells no entropy
 # What a bucket learns of a token drawn in it, and what those beside it do.
 _SHARED = ((-2, 0.1), (-1, 0.3), (0, 1.0), (1, 0.3), (2, 0.1))
 
@@ -22,9 +23,11 @@ _SHARED = ((-2, 0.1), (-1, 0.3), (0, 1.0), (1, 0.3), (2, 0.1))
 class Profile:
     """What is known of one drafter: how often its tokens stand, by entropy, and what they cost."""
 
-    tried: list[float] = field(default_factory=lambda: [1.0] * _N_BUCKETS)
-    stood: list[float] = field(default_factory=lambda: [0.5] * _N_BUCKETS)  # prior: one in two
-    seen: list[float] = field(default_factory=lambda: [0.0] * _N_BUCKETS)
+    tried: list[float] = field(default_factory=lambda: [1.0] * (_N_BUCKETS + 1))
+    stood: list[float] = field(
+        default_factory=lambda: [0.5] * (_N_BUCKETS + 1)
+    )  # prior: one in two
+    seen: list[float] = field(default_factory=lambda: [0.0] * (_N_BUCKETS + 1))
     step_s: float = 0.0
     n_drafts: int = 0
     # Whether it is asked, and what the rounds in which it was asked yielded.
@@ -40,7 +43,7 @@ class Profile:
     asked_in_vain: int = 0
 
     def chance(self, entropy: float) -> float:
-        bucket = bisect.bisect(_EDGES, entropy)
+        bucket = _bucket(entropy)
         return self.stood[bucket] / self.tried[bucket]
 
     @property
@@ -54,7 +57,7 @@ class Profile:
 
     def learn(self, report: RoundReport) -> None:
         self.n_drafts += 1
-        buckets = [bisect.bisect(_EDGES, entropy) for entropy in report.entropies]
+        buckets = [_bucket(entropy) for entropy in report.entropies]
         for bucket in buckets:
             self.seen[bucket] = 0.995 * self.seen[bucket] + 1.0
         tested = min(report.n_steps, report.n_accepted + 1)
@@ -66,9 +69,9 @@ class Profile:
             self.step_s = smooth(self.step_s, report.draft_s / report.n_steps)
 
     def _test(self, bucket: int, *, stood: bool) -> None:
-        for offset, weight in _SHARED:
+        for offset, weight in ((0, 1.0),) if bucket == _UNKNOWN else _SHARED:
             at = bucket + offset
-            if 0 <= at < _N_BUCKETS:
+            if 0 <= at < _N_BUCKETS or at == bucket:
                 keep = 1.0 - 0.01 * weight
                 self.tried[at] = keep * self.tried[at] + weight
                 self.stood[at] = keep * self.stood[at] + weight * stood
@@ -319,8 +322,13 @@ class GoodputLength:
 
     def explain(self) -> str:
         """Return what it chose, and the measurements it chose by."""
-        if 1 not in self._target_s or not self._n_drafts:
-            return "still measuring: no draft and no plain step have been timed yet"
+        missing = [
+            name
+            for name, known in (("plain step", 1 in self._target_s), ("draft", self._n_drafts > 0))
+            if not known
+        ]
+        if missing:
+            return "still measuring: " + " and ".join(f"no {name}" for name in missing) + " yet"
         k, speedup = self.best()
         costs = (
             f"a drafted token stands with chance {self._profile.mean_chance:.2f}, a draft step costs "
@@ -333,6 +341,10 @@ class GoodputLength:
             f"about {k} tokens a draft, more where the draft is sure, fewer where it is not: "
             f"expected {speedup:.2f} of plain speed; {costs}"
         )
+
+
+def _bucket(entropy: float) -> int:
+    return _UNKNOWN if math.isnan(entropy) else bisect.bisect(_EDGES, entropy)
 
 
 def interpolate(seconds: Mapping[int, float], n: int) -> float:

@@ -13,7 +13,8 @@ __all__ = ["DraftLength", "FixedLength", "RoundReport"]
 class RoundReport(NamedTuple):
     """What a round cost and yielded; a plain step is a round without a draft.
 
-    ``entropies`` (nats) are of the draft's distributions, one for each step that was thought about;
+    ``entropies`` (nats) are of the draft's distributions, one for each step that was thought about,
+    NaN where the drafter does not tell;
     ``n_steps`` were drawn (of a tree, its levels) and ``n_accepted`` stood. ``n_verified`` tokens were in
     the target's decode. ``asked`` says whether the drafter was asked at all. Times in seconds: drafting,
     the target's decode, and ``settle_s`` the rest: the rule, text, clean-up. Before it drew, the drafter
@@ -57,7 +58,10 @@ class DraftLength(Protocol):
         """
 
     def goes_on(self, n_drafted: int, entropy: float) -> bool:
-        """Return whether to draw one more after ``n_drafted``, from a distribution of ``entropy``."""
+        """Return whether to draw one more after ``n_drafted``, from a distribution of ``entropy``.
+
+        NaN is an entropy that nobody knows.
+        """
 
     def learn(self, report: RoundReport) -> None:
         """Take in a round."""

@@ -21,7 +21,7 @@ from ..arguments import real, whole
 from ..branch import Branch
 from ..errors import ConfigError
 from ..model import Model
-from .drafters import Draft, Drafter, DraftLine
+from .drafters import Draft, Drafter, DraftLine, propose
 from .length import DraftLength
 from .ngrams import Guess, Segment, SharedIndex, TokenIndex, doubling
 
@@ -274,7 +274,7 @@ class _ChainLine:
         draft = Draft()
         for line in self._lines:
             seconds, n_decodes = draft.seconds, draft.n_decodes
-            draft = line.propose(tokens, length, limit)
+            draft = propose(line, tokens, length, limit)
             draft.seconds += seconds
             draft.n_decodes += n_decodes
             if draft.tokens:

@@ -19,7 +19,7 @@ from ..line import Produced
 from ..model import token_list
 from ..rows import LogitsRow
 from ..verification import Judge
-from .drafters import NO_DRAFT, Draft, DraftLine
+from .drafters import NO_DRAFT, Draft, DraftLine, propose
 from .length import DraftLength, RoundReport
 from .rules import DraftTree, verify, verify_tree
 from .stats import SpeculativeStats
@@ -140,7 +140,8 @@ class Stream:
         asked = self.ask(limit)
         if asked is None:
             return self.take(NO_DRAFT)
-        return self.take(self.line.propose(asked, self.length, min(limit, self.length.limit)))
+        limit = min(limit, self.length.limit)
+        return self.take(propose(self.line, asked, self.length, limit))
 
     def ask(self, limit: int) -> list[int] | None:
         """Return the tokens the line should continue, None if there is to be no draft."""

@@ -638,6 +638,55 @@ def test_cancelled_request_keeps_what_it_said(
     assert engine.generate(requests[:1])[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("when", ["begins", "is made", "ends", "is closed", "fails"])
+def test_cancelling_survives_other_streams_of_the_engine(
+    when: str, ctx: Context, alone: Alone
+) -> None:
+    """What is cancelled belongs to a stream: others begin and end between the call and the step."""
+    engine = Engine(ctx)
+    request = Request(TALE, id="a", max_tokens=60, sampling=WARM)
+    stream = engine.stream([request])
+    other = engine.stream([Request(TALE, id="b", max_tokens=3, sampling=WARM)])
+    said = [next(stream)]
+    if when != "begins":
+        next(other)
+    engine.cancel("a")
+    match when:
+        case "begins":
+            next(other)
+        case "is made":
+            engine.stream(["never begun"])
+        case "ends":
+            assert list(other)[-1].result is not None
+        case "is closed":
+            other.close()
+        case "fails":
+            with pytest.raises(ConfigError):
+                engine.stream([request, request])
+    said += stream
+    result = said[-1].result
+    assert result is not None
+    assert (result.finish_reason, len(result.tokens)) == ("cancelled", 1)
+    assert alone.said(request, result)[0][:1] == result.tokens
+    if when in ("begins", "is made", "fails"):  # it was not meant
+        ended = [event.result for event in other if event.result is not None]
+        assert [r.finish_reason for r in ended] == ["length"]
+    assert_clean(ctx)
+
+
+def test_cancelling_reaches_every_open_stream_and_no_later_one(ctx: Context) -> None:
+    engine = Engine(ctx, seed=1)
+    streams = [engine.stream([Request(TALE, id="a", max_tokens=40)]) for _ in range(3)]
+    next(streams[0])
+    engine.cancel("a")  # two of them have not begun
+    later = engine.stream([Request(TALE, id="a", max_tokens=4)])
+    reasons = []
+    for stream in (*streams, later):
+        reasons += [event.result.finish_reason for event in stream if event.result is not None]
+    assert reasons == ["cancelled"] * 3 + ["length"]
+    assert_clean(ctx)
+
+
 def test_asynchronous_stream_leaves_the_loop_free(
     ctx: Context, draft_ctx: Context, alone: Alone
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterable, Iterator
 from contextlib import closing
 from time import perf_counter
@@ -77,8 +78,9 @@ class Engine:
         self._max_tokens = max_tokens
         self._market = Market(self.config)
         self._drafts = drafter is not None and target.capabilities.can_truncate
-        self._cancelled: set[str] = set()
-        self._is_cramped = False  # the last decode found no room with its drafts
+        # What is cancelled, and whether the cache is cramped, each stream keeps for itself. A scheduler
+        # that is dropped takes itself off the list; all of that is atomic, so ``cancel`` needs no lock.
+        self._schedulers: list[weakref.ref[Scheduler]] = []
 
     # -- use ---------------------------------------------------------------------------------------
 
@@ -132,8 +134,9 @@ class Engine:
             if name in seen:
                 raise ConfigError(f"two requests have the id {name!r}")
             seen.add(name)
-        self._cancelled.clear()  # what was meant for an earlier job
-        return self._run(listed, frozenset(skip))
+        scheduler = Scheduler(self.target)
+        self._schedulers.append(weakref.ref(scheduler, self._schedulers.remove))
+        return self._run(scheduler, listed, frozenset(skip))
 
     async def astream(self, requests: Iterable[Request | str]) -> AsyncIterator[Event]:
         """Yield what ``stream`` yields, without blocking the event loop: decoding runs in a thread."""
@@ -152,8 +155,14 @@ class Engine:
             await asyncio.to_thread(events.close)
 
     def cancel(self, request_id: str) -> None:
-        """End a request with what it has said, at the next step. From any thread."""
-        self._cancelled.add(request_id)
+        """End a request with what it has said, at its next step. From any thread.
+
+        It is meant for the streams that are open now, each of which has requests with ids of its own;
+        one that has no such request, or not any more, ignores it.
+        """
+        for scheduler in [ref() for ref in list(self._schedulers)]:
+            if scheduler is not None:
+                scheduler.cancelled.add(request_id)
 
     def explain(self) -> str:
         """Return in words and numbers how it drafts."""
@@ -176,9 +185,11 @@ class Engine:
     # -- the loop ----------------------------------------------------------------------------------
 
     def _run(
-        self, requests: list[Request | str], skip: frozenset[tuple[str, int]]
+        self,
+        scheduler: Scheduler,
+        requests: list[Request | str],
+        skip: frozenset[tuple[str, int]],
     ) -> Generator[Event, None, None]:
-        scheduler = Scheduler(self.target)
         start = perf_counter()
         try:
             for number, given in enumerate(requests):
@@ -205,7 +216,6 @@ class Engine:
         finally:
             for job in [*scheduler.active, *scheduler.waiting]:
                 job.release()
-            self._cancelled.clear()
             self.stats.elapsed_s += perf_counter() - start
 
     @staticmethod
@@ -226,9 +236,9 @@ class Engine:
         return Event(job.name, job.sample, result=result)
 
     def _step(self, scheduler: Scheduler) -> Iterator[Event]:
-        if self._cancelled:
+        if scheduler.cancelled:
             for job in [*scheduler.active, *scheduler.waiting]:
-                if job.name in self._cancelled:
+                if job.name in scheduler.cancelled:
                     yield self._end(scheduler, job, "cancelled")
         if scheduler.waiting:
             shared = scheduler.n_shared
@@ -254,7 +264,7 @@ class Engine:
         reading = [job for job in scheduler.active if job.stream is None]
         ctx = self.target
         room = min(ctx.n_batch, ctx.options.n_outputs_max) - len(running) - len(reading)
-        for job, draft in self._make_drafts(running, batch):
+        for job, draft in self._make_drafts(scheduler, running, batch):
             stream = job.stream
             if stream is not None:
                 if draft.tokens:
@@ -268,9 +278,11 @@ class Engine:
                 batch.add_reading(job, branch, job.to_read[branch.position :][:left])
         return batch
 
-    def _make_drafts(self, running: list[Job], batch: Batch) -> list[tuple[Job, Draft]]:
-        drafts_now = self._drafts and not self._is_cramped
-        self._is_cramped = False
+    def _make_drafts(
+        self, scheduler: Scheduler, running: list[Job], batch: Batch
+    ) -> list[tuple[Job, Draft]]:
+        drafts_now = self._drafts and not scheduler.is_cramped
+        scheduler.is_cramped = False
         if not drafts_now:
             return [(job, NO_DRAFT) for job in running]
         proposals: list[tuple[Job, Proposal]] = []
@@ -315,7 +327,7 @@ class Engine:
             for job, n in batch.parts:
                 if job.stream is not None and n > 1:
                     job.stats.count_stop("no room to verify")
-            self._is_cramped = True
+            scheduler.is_cramped = True
         elif scheduler.preempt() is not None:
             self.stats.preemptions += 1
         else:

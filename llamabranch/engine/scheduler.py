@@ -29,6 +29,8 @@ class Scheduler:
         self.active: list[Job] = []
         self._arrivals = 0
         self.n_shared = 0
+        self.cancelled: set[str] = set()  # ids; written by any thread
+        self.is_cramped = False  # the last decode found no room with its drafts
 
     def add(self, jobs: Iterable[Job]) -> None:
         """Queue jobs behind those that wait."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import math
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +37,7 @@ from llamabranch import (
 from llamabranch.errors import (
     CacheFullError,
     ConfigError,
+    DecodeInterruptedError,
     GrammarError,
     SequencesExhaustedError,
     TokenizeError,
@@ -531,13 +534,193 @@ def test_others_may_hold_a_part_of_the_cache(
     assert_clean(ctx, draft_ctx)
 
 
+# -- others take the sequences ---------------------------------------------------------------------
+
+
+def take_all(ctx: Context) -> list[Branch]:
+    return [Branch.create(ctx) for _ in range(ctx.n_seq_free)]
+
+
 def test_others_may_not_hold_every_sequence(ctx: Context) -> None:
-    guests = [Branch.create(ctx) for _ in range(ctx.n_seq_max)]
-    with pytest.raises(SequencesExhaustedError):
-        Engine(ctx).generate(["text"])
+    guests = take_all(ctx)
+    requests: list[Request | str] = [Request([5] * 2000), Request(TALE, n=2), "text"]
+    for wait_s in (0, 0.05):
+        results = Engine(ctx, wait_s=wait_s).generate(requests)
+        assert [(r.id, r.sample) for r in results] == [("0", 0), ("1", 0), ("1", 1), ("2", 0)]
+        kinds = (CacheFullError, *[SequencesExhaustedError] * 3)  # what never fits does not wait
+        for result, kind in zip(results, kinds, strict=True):
+            assert (result.finish_reason, result.tokens) == ("capacity", [])
+            assert isinstance(result.error, kind)
+            assert result.error.hint
     for guest in guests:
         guest.prune()
     assert_clean(ctx)
+
+
+@pytest.mark.parametrize("which", ["none", "model"])
+def test_results_outlive_the_sequences(
+    which: str, ctx: Context, draft_ctx: Context, alone: Alone
+) -> None:
+    """A guest takes each sequence that a text gives back: the others finish, the rest is refused."""
+    requests = [Request(p, max_tokens=8 + i, sampling=WARM) for i, p in enumerate(PROMPTS * 3)]
+    guests: list[Branch] = []
+
+    def on_event(event: Event) -> None:
+        if event.result is not None:
+            guests.extend(take_all(ctx))
+
+    engine = Engine(ctx, make(which, draft_ctx), wait_s=0)
+    results = engine.generate(requests, on_event=on_event)
+    assert [result.id for result in results] == [str(i) for i in range(15)]
+    n_done = sum(result.error is None for result in results)
+    assert 8 <= n_done < 15
+    for request, result in zip(requests, results, strict=True):
+        if result.error is None:
+            alone.check(request, result)
+        else:
+            assert (result.finish_reason, result.tokens) == ("capacity", [])
+            assert isinstance(result.error, SequencesExhaustedError)
+    for guest in guests:
+        guest.prune()
+    assert_clean(ctx, draft_ctx)
+
+
+def test_preempted_text_whose_sequence_is_taken_is_not_lost(target: lb.Model, alone: Alone) -> None:
+    endless = SamplingParams(temperature=0.8, seed=1, logit_bias={target.eos or 0: -1e9})
+    request = Request(TALE, n=3, max_tokens=120, sampling=endless)
+    guests: list[Branch] = []
+    with Context(target, n_ctx=256, n_seq_max=3, n_threads=1) as ctx:
+        engine = Engine(ctx, wait_s=0)
+
+        def on_event(_event: Event) -> None:
+            if engine.stats.preemptions:
+                guests.extend(take_all(ctx))
+
+        results = engine.generate([request], on_event=on_event)
+        errors = [type(r.error) for r in results if r.error is not None]
+        assert SequencesExhaustedError in errors
+        assert set(errors) <= {SequencesExhaustedError, CacheFullError}
+        for result in results:
+            tokens, text, _ = alone.said(request, result)
+            assert result.tokens
+            assert result.tokens == tokens[: len(result.tokens)]
+            assert text.startswith(result.text)
+            if result.error is not None:
+                assert (result.finish_reason, result.n_preempted > 0) == ("capacity", True)
+        for guest in guests:
+            guest.prune()
+        assert_clean(ctx)
+
+
+def on_wait(
+    monkeypatch: pytest.MonkeyPatch, action: Callable[[int], None], *, most: int = 1000
+) -> None:
+    """Let ``action`` happen instead of each wait for a sequence; it is given their number."""
+    count = itertools.count(1)
+
+    def no_sleep(_seconds: float) -> None:
+        n = next(count)
+        assert n < most, "it waits for ever"
+        action(n)
+
+    monkeypatch.setattr("llamabranch.engine.engine.sleep", no_sleep, raising=False)
+
+
+def test_engine_waits_while_others_are_at_work(
+    ctx: Context, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [Request(p, max_tokens=8, sampling=WARM) for p in PROMPTS]
+    guests = take_all(ctx)
+    guests[0].prefill([7])
+
+    def work(n: int) -> None:
+        if n < 100:
+            guests[0].commit(7)
+        elif n < 110:  # this long it may be still
+            pass
+        else:
+            while guests:
+                guests.pop().prune()
+
+    on_wait(monkeypatch, work)
+    results = Engine(ctx, wait_s=0.5).generate(requests)
+    for request, result in zip(requests, results, strict=True):
+        alone.check(request, result)
+    assert_clean(ctx)
+
+
+def test_engine_does_not_wait_where_nobody_works(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+    on_wait(monkeypatch, waits.append)
+    guests = take_all(ctx)
+    (result,) = Engine(ctx, wait_s=0.5).generate(["text"])
+    assert isinstance(result.error, SequencesExhaustedError)
+    assert len(waits) == 25
+    for guest in guests:
+        guest.prune()
+    assert_clean(ctx)
+
+
+def test_request_can_be_cancelled_while_it_waits_for_a_sequence(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(ctx, wait_s=math.inf)
+    on_wait(monkeypatch, lambda n: engine.cancel("0") if n == 5 else None)
+    guests = take_all(ctx)
+    (result,) = engine.generate(["text"])
+    assert (result.finish_reason, result.error) == ("cancelled", None)
+    for guest in guests:
+        guest.prune()
+    assert_clean(ctx)
+
+
+def test_task_can_be_cancelled_while_it_waits_for_a_sequence(ctx: Context) -> None:
+    guests = take_all(ctx)
+
+    async def consume() -> None:
+        async for _ in Engine(ctx, wait_s=math.inf).astream(["text"]):
+            pass
+
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(asyncio.wait_for(consume(), 0.1))
+    for guest in guests:
+        guest.prune()
+    assert_clean(ctx)
+
+
+def test_engines_in_threads_share_the_sequences(target: lb.Model, alone: Alone) -> None:
+    requests = [Request(p, max_tokens=12, sampling=WARM) for p in PROMPTS]
+    with Context(target, n_ctx=1024, n_seq_max=2, n_threads=1) as ctx:
+        with ThreadPoolExecutor(4) as pool:
+            engines = [Engine(ctx, wait_s=math.inf) for _ in range(4)]
+            jobs = [pool.submit(engine.generate, requests) for engine in engines]
+            for job in jobs:
+                for request, result in zip(requests, job.result(), strict=True):
+                    alone.check(request, result)
+        assert_clean(ctx)
+
+
+def test_what_has_ended_is_told_before_what_has_failed(ctx: Context) -> None:
+    engine = Engine(ctx)
+    stream = engine.stream([Request(p, max_tokens=30) for p in PROMPTS])
+    next(stream)
+    engine.cancel("1")
+    ctx.interrupt()
+    ended: list[Result] = []
+    with pytest.raises(DecodeInterruptedError):
+        for event in stream:
+            if event.result is not None:
+                ended.append(event.result)
+    assert [(result.id, result.finish_reason) for result in ended] == [("1", "cancelled")]
+    assert_clean(ctx)
+
+
+@pytest.mark.parametrize("wait_s", [-1, math.nan, True, "2", None], ids=str)
+def test_wait_is_a_number_of_seconds(wait_s: object, ctx: Context) -> None:
+    with pytest.raises(ConfigError, match="wait_s"):
+        Engine(ctx, wait_s=wait_s)  # type: ignore[arg-type]
 
 
 # -- events ----------------------------------------------------------------------------------------

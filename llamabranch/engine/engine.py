@@ -6,7 +6,7 @@ import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterable, Iterator
 from contextlib import closing
-from time import perf_counter
+from time import perf_counter, sleep
 
 from ..branch import Branch, random_seed
 from ..context import Context
@@ -32,6 +32,8 @@ from .scheduler import Scheduler
 
 __all__ = ["Engine"]
 
+_POLL_S = 0.02  # how often to look whether others have given a sequence back
+
 
 class Engine:
     """Continues any number of prompts over the sequences of one context.
@@ -46,9 +48,13 @@ class Engine:
         sampling: settings of requests that have none of their own.
         max_tokens: the limit of requests that have none of their own.
         seed: what seeds of requests without one are derived from; None picks one.
+        wait_s: how long to wait, in seconds, when others hold every sequence of the context and none of
+            its own requests is running. It counts only while nothing is decoded there; 0 = not at all.
+            Then the waiting requests end with "capacity".
 
     Raises:
-        ConfigError: token trees, which cannot share a decode. VocabularyMismatchError: the drafter.
+        ConfigError: token trees, which cannot share a decode; ``wait_s`` is not a number of at least 0.
+        VocabularyMismatchError: the drafter.
 
     Attributes:
         stats: totals over all jobs so far.
@@ -64,7 +70,10 @@ class Engine:
         sampling: SamplingParams | None = None,
         max_tokens: int | None = 128,
         seed: int | None = None,
+        wait_s: float = 2.0,
     ) -> None:
+        if isinstance(wait_s, bool) or not isinstance(wait_s, (int, float)) or not wait_s >= 0:
+            raise ConfigError(f"wait_s must be a number of seconds of at least 0, not {wait_s!r}")
         self.target = target
         self.drafter: Drafter = drafter or NullDrafter()
         if getattr(self.drafter, "width", 1) > 1:
@@ -76,6 +85,7 @@ class Engine:
         self._seed_given = seed is not None
         self._sampling = sampling or SamplingParams()
         self._max_tokens = max_tokens
+        self._wait_s = wait_s
         self._market = Market(self.config)
         self._drafts = drafter is not None and target.capabilities.can_truncate
         # What is cancelled, and whether the cache is cramped, each stream keeps for itself. A scheduler
@@ -127,6 +137,11 @@ class Engine:
         Raises:
             ConfigError: two requests with the same id.
         """
+        return self._begin(requests, skip)[1]
+
+    def _begin(
+        self, requests: Iterable[Request | str], skip: Collection[tuple[str, int]] = ()
+    ) -> tuple[Scheduler, Generator[Event, None, None]]:
         listed = list(requests)
         seen: set[str] = set()
         for number, request in enumerate(listed):
@@ -136,11 +151,11 @@ class Engine:
             seen.add(name)
         scheduler = Scheduler(self.target)
         self._schedulers.append(weakref.ref(scheduler, self._schedulers.remove))
-        return self._run(scheduler, listed, frozenset(skip))
+        return scheduler, self._run(scheduler, listed, frozenset(skip))
 
     async def astream(self, requests: Iterable[Request | str]) -> AsyncIterator[Event]:
         """Yield what ``stream`` yields, without blocking the event loop: decoding runs in a thread."""
-        events = self.stream(requests)
+        scheduler, events = self._begin(requests)
         step: asyncio.Future[Event | None] | None = None
         try:
             while True:
@@ -150,6 +165,7 @@ class Engine:
                     return
                 yield event
         finally:
+            scheduler.is_abandoned = True
             if step is not None:  # a cancelled task leaves its thread in the middle of a step
                 await asyncio.gather(step, return_exceptions=True)
             await asyncio.to_thread(events.close)
@@ -209,10 +225,23 @@ class Engine:
                 except LlamaBranchError as error:
                     for i in wanted:
                         yield self._refuse(request, name, i, error)
-            while not scheduler.is_idle:
+            patience = _Patience(self.target, self._wait_s)
+            while not (scheduler.is_idle or scheduler.is_abandoned):
+                events: list[Event] = []
+                failure: LlamaBranchError | None = None
                 with self.target.lock:  # its rows are valid until anybody else decodes
-                    events = list(self._step(scheduler))
+                    try:
+                        for event in self._step(scheduler):
+                            events.append(event)
+                    except LlamaBranchError as error:
+                        failure = error  # what has ended before it is told first
                 yield from events
+                if failure is not None:
+                    raise failure
+                if scheduler.no_sequence is None:
+                    patience.renew()
+                elif not patience.wait():
+                    yield from self._give_up(scheduler, scheduler.no_sequence)
         finally:
             for job in [*scheduler.active, *scheduler.waiting]:
                 job.release()
@@ -234,6 +263,14 @@ class Engine:
         self.stats.speculative.add(job.stats)
         self.stats.generated_tokens += len(result.tokens)
         return Event(job.name, job.sample, result=result)
+
+    def _give_up(self, scheduler: Scheduler, error: LlamaBranchError) -> Iterator[Event]:
+        """End every request: there is no sequence to be had for any."""
+        with self.target.lock:
+            events = [
+                self._end(scheduler, job, "capacity", error) for job in list(scheduler.waiting)
+            ]
+        yield from events
 
     def _step(self, scheduler: Scheduler) -> Iterator[Event]:
         if scheduler.cancelled:
@@ -405,3 +442,32 @@ class Engine:
         except CapacityError:  # no room to draft is no reason to stop
             line = NullDrafter().line(branch, rule)
         return Stream(branch, line, self._market.length(), rule, job.stats)
+
+
+class _Patience:
+    """How long to wait for a sequence that others hold: as long as they are at work, and a while."""
+
+    def __init__(self, ctx: Context, wait_s: float) -> None:
+        self._ctx = ctx
+        self._wait_s = wait_s
+        self._n_idle = 0
+        self._n_decodes = -1
+
+    def renew(self) -> None:
+        """Begin anew: there was a sequence."""
+        self._n_idle = 0
+
+    def wait(self) -> bool:
+        """Wait a little; False if it has been for nothing for too long.
+
+        Looks are counted, not seconds: a machine that stands still does not end it.
+        """
+        n_decodes = self._ctx.decoder.n_decodes
+        if n_decodes != self._n_decodes:
+            self._n_decodes = n_decodes
+            self._n_idle = 0
+        if self._n_idle * _POLL_S >= self._wait_s:
+            return False
+        self._n_idle += 1
+        sleep(_POLL_S)
+        return True

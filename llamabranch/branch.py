@@ -16,6 +16,7 @@ from .distribution import derive_seed
 from .errors import BranchStateError, ConfigError
 from .grammar import Grammar
 from .line import Produced
+from .model import token_list
 from .sampler import Sampler
 from .sampling import SamplingParams
 from .saving import SavableLine
@@ -85,8 +86,7 @@ class Branch(SavableLine):
         params = (sampling or SamplingParams()).but(**settings)
         branch = cls.create(ctx, params, grammar)
         try:
-            tokens = ctx.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
-            branch.prefill(tokens or _beginning(ctx))
+            branch.prefill(ctx.model.prompt_tokens(prompt))
         except BaseException:
             branch.prune()
             raise
@@ -125,7 +125,7 @@ class Branch(SavableLine):
             TokenizeError, CacheFullError, DecodeError: the branch is as before.
         """
         with self._lock:
-            tokens = list(tokens)
+            tokens = token_list(tokens)
             self.check_prefill(tokens)
             rows = self.decode_run(tokens, "last", self.given_up())
             self.take_prompt(tokens, rows[-1])
@@ -223,7 +223,7 @@ class Branch(SavableLine):
         with self._lock:
             if logits not in ("all", "last"):
                 raise ConfigError(f"logits must be 'all' or 'last', not {logits!r}")
-            tokens = list(tokens)
+            tokens = token_list(tokens)
             if not tokens:
                 raise ConfigError("nothing to extend by: no tokens")
             self._ctx.model.check_tokens(tokens)
@@ -386,10 +386,3 @@ class Branch(SavableLine):
 def random_seed() -> int:
     """Return a seed from the operating system's entropy."""
     return int.from_bytes(os.urandom(8), "little") >> 1
-
-
-def _beginning(ctx: Context) -> list[int]:
-    token = ctx.model.bos if ctx.model.bos is not None else ctx.model.eos
-    if token is None:
-        raise ConfigError("the prompt is empty and the model has no beginning token")
-    return [token]

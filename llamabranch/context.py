@@ -10,6 +10,7 @@ import numpy.typing as npt
 from .capabilities import Capabilities
 from .distribution import log_base
 from .errors import BranchStateError, ConfigError, UnsupportedError
+from .model import token_list
 from .rows import LogitsRow
 from .sampler import Sampler
 from .sampling import SamplingParams
@@ -79,7 +80,7 @@ class Context(SharedCache):
             self._check_raw(seq_id)
             if logits not in ("last", "all", "none"):
                 raise ConfigError(f"logits must be 'last', 'all' or 'none', not {logits!r}")
-            tokens = list(tokens)
+            tokens = token_list(tokens)
             if not tokens:
                 raise ConfigError("nothing to decode: no tokens")
             self.model.check_tokens(tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -16,7 +16,23 @@ from .native import ModelHandle, uses_amx
 from .native.gguf_header import check_header
 from .vocabulary import VocabularyReport, compare
 
-__all__ = ["Model", "TextDecoder"]
+__all__ = ["Model", "TextDecoder", "token_list"]
+
+_TEXT = (str, bytes, bytearray, memoryview)
+
+
+def token_list(tokens: Iterable[int]) -> list[int]:
+    """Return token ids as a list; whether a vocabulary has them is not looked at.
+
+    Raises:
+        TokenizeError: text or bytes, whose characters are no token ids, or nothing that can be listed.
+    """
+    if isinstance(tokens, _TEXT) or not isinstance(tokens, Iterable):
+        raise TokenizeError(
+            f"token ids are a list of integers, not {tokens!r:.40}",
+            hint="turn text into tokens with tokenize(text), bytes into text with decode()",
+        )
+    return list(tokens)
 
 
 class Model:
@@ -241,10 +257,42 @@ class Model:
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise TokenizeError unless every id is an integer of the vocabulary."""
         n_vocab = self.n_vocab
+        if isinstance(tokens, _TEXT):  # bytes are integers, too
+            token_list(tokens)
         for token in tokens:
             if type(token) is int and 0 <= token < n_vocab:
                 continue
             raise TokenizeError(f"token {token!r} is not in the vocabulary (0 to {n_vocab - 1})")
+
+    def prompt_tokens(self, prompt: str | Iterable[int]) -> list[int]:
+        """Return the token ids of a prompt, at least one.
+
+        Text gets the model's beginning token if it has one; ids are taken as they are. An empty prompt is
+        the beginning token, or where there is none the end token, after which texts begin, too.
+
+        Raises:
+            ConfigError: neither text nor ids, or empty where the model has no such token.
+            TokenizeError: as ``tokenize``, or an id that is not in the vocabulary.
+        """
+        if isinstance(prompt, str):
+            tokens = self.tokenize(prompt)
+        elif isinstance(prompt, _TEXT) or not isinstance(prompt, Iterable):
+            raise ConfigError(
+                f"a prompt is text or a list of token ids, not {prompt!r:.40}",
+                hint="decode bytes first: prompt.decode()" if isinstance(prompt, _TEXT) else None,
+            )
+        else:
+            tokens = list(prompt)
+            self.check_tokens(tokens)
+        if tokens:
+            return tokens
+        token = self.bos if self.bos is not None else self.eos
+        if token is None:
+            raise ConfigError(
+                "the prompt is empty and the model has no beginning token",
+                hint="give at least one token",
+            )
+        return [token]
 
     def _need_text(self) -> None:
         if not self.has_text:
@@ -299,6 +347,7 @@ class Model:
             TokenizeError: an id out of range, or no vocabulary.
         """
         self._need_text()
+        tokens = token_list(tokens)
         self.check_tokens(tokens)
         return self.handle.detokenize(tokens, special).decode("utf-8", "replace")
 

@@ -9,6 +9,7 @@ from .branch import Branch
 from .context import Context
 from .errors import BranchStateError, ConfigError
 from .line import Produced
+from .model import token_list
 from .rows import LogitsRow
 
 __all__ = ["BranchStore"]
@@ -31,7 +32,7 @@ class BranchStore:
             BranchStateError, TokenizeError, CacheFullError, DecodeError: no branch has changed.
         """
         with self._ctx.lock:
-            work = {branch: list(tokens) for branch, tokens in prompts.items()}
+            work = {branch: token_list(tokens) for branch, tokens in prompts.items()}
             for branch, tokens in work.items():
                 self._check(branch)
                 branch.check_prefill(tokens)
@@ -45,7 +46,7 @@ class BranchStore:
         For drafters, which follow other branches. Raises what ``commit`` raises.
         """
         with self._ctx.lock:
-            work = {branch: list(tokens) for branch, tokens in texts.items() if tokens}
+            work = {branch: token_list(tokens) for branch, tokens in texts.items() if tokens}
             for branch in work:
                 self._check(branch)
             rows = self._decode(work)

@@ -12,7 +12,7 @@ import math
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -394,10 +394,9 @@ def test_request_that_cannot_be_served_gets_its_own_error(
     bad: dict[str, tuple[Request, str, type[Exception]]] = {
         name: (request, reason, kind)
         for name, request, reason, kind in (
-            ("long", Request([5] * 1024, id="long"), "capacity", CacheFullError),
+            ("long", Request([5] * 1025, id="long"), "capacity", CacheFullError),
             ("ids", Request([5, 10**6], id="ids", n=2), "error", TokenizeError),
             ("text", Request("half a pair: \ud800", id="text"), "error", TokenizeError),
-            ("empty", Request([], id="empty"), "error", ConfigError),
             ("stop", Request("x", id="stop", stop=("",)), "error", ConfigError),
             ("grammar", Request("x", id="grammar", grammar="root ::= ("), "error", GrammarError),
             ("no root", Request("x", id="no root", grammar='a ::= "b"'), "error", GrammarError),
@@ -416,6 +415,43 @@ def test_request_that_cannot_be_served_gets_its_own_error(
         if request.id is None:
             alone.check(request, results[str(number), 0])
     assert_clean(ctx, draft_ctx)
+
+
+@pytest.mark.parametrize("which", ["none", "model", "lookup"])
+def test_empty_prompt_is_the_beginning_token_as_alone(
+    which: str, ctx: Context, draft_ctx: Context, alone: Alone
+) -> None:
+    grammar = 'root ::= [a-zA-Z ,.]+ "!"'
+    empty: tuple[str, list[int]] = ("", [])
+    requests = [
+        Request(p, max_tokens=16, sampling=s, grammar=g, n=2)
+        for p in empty
+        for s, g in itertools.product((WARM, PENALISED), (None, grammar))
+    ]
+    engine = Engine(ctx, make(which, draft_ctx))
+    results = engine.generate([*requests, Request(TALE, max_tokens=4)])
+    assert len(results) == 17
+    for result in results[:-1]:
+        assert (result.n_prompt, result.error) == (1, None)
+        assert result.tokens
+        alone.check(requests[int(result.id)], result)
+    assert_clean(ctx, draft_ctx)
+
+
+def test_empty_prompt_without_a_beginning_token_is_that_requests_error(tmp_path: Path) -> None:
+    tokens = tuple("@ABCDEFGHIJ")  # from 12 tokens on llama.cpp takes number 11 for the end
+    names = {f"tokenizer.ggml.{name}_token_id": None for name in ("bos", "eos")}
+    metadata: dict[str, toys.Value | None] = {**names, "tokenizer.ggml.add_bos_token": None}
+    path = toys.write_llama(tmp_path / "toy.gguf", vocab=toys.Vocabulary(tokens), metadata=metadata)
+    with lb.Model(path) as model, Context(model, n_ctx=256, n_threads=1) as ctx:
+        assert model.bos is model.eos is None
+        with pytest.raises(ConfigError, match="no beginning token"):
+            Branch.start(ctx, "")
+        results = Engine(ctx).generate([Request([]), Request([5], max_tokens=3)])
+        assert isinstance(results[0].error, ConfigError)
+        assert results[0].error.hint
+        assert (len(results[1].tokens), results[1].finish_reason) == (3, "length")
+        assert_clean(ctx)
 
 
 def test_ids_are_unique(ctx: Context) -> None:
@@ -504,6 +540,41 @@ def test_text_that_fills_the_cache_says_all_that_fits(
             assert isinstance(result.error, CacheFullError)
             assert len(result.tokens) == 256 - result.n_prompt + 1  # the last one needs no cell
         assert_clean(ctx, draft_ctx)
+
+
+@pytest.mark.parametrize("which", ["none", "model", "lookup"])
+@pytest.mark.parametrize("n_free", [-1, 0, 1, 2])
+def test_prompt_that_fills_the_context_says_what_it_says_alone(
+    n_free: int, which: str, target: lb.Model, draft_ctx: Context
+) -> None:
+    """The last token of all needs no cell: a prompt of n_ctx tokens is followed by one."""
+    prompt = [5] * (256 - n_free)
+    params = SamplingParams(temperature=0.8, seed=1, logit_bias={target.eos or 0: -1e9})
+    limits = (0, 1, 2, 3, 4, None)
+    requests: list[Request] = []
+    for i, most in enumerate(limits):
+        requests.append(Request(prompt, id=str(i), max_tokens=most, sampling=params))
+        requests.append(Request("The wolf", id=f"w{i}", max_tokens=5, sampling=WARM))
+    with Context(target, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
+        engine = Engine(ctx, make(which, draft_ctx), SpeculativeConfig(draft_k=4), max_tokens=None)
+        found = by_name(engine.generate(requests))
+        assert_clean(ctx, draft_ctx)
+        for i, most in enumerate(limits):
+            result = found[str(i), 0]
+            if n_free < 0:
+                assert (result.finish_reason, result.tokens) == ("capacity", [])
+                with pytest.raises(CacheFullError):
+                    lb.Speculator(ctx).generate(prompt)
+            else:
+                generation = lb.Speculator(ctx).generate(prompt, max_tokens=most, sampling=params)
+                with suppress(CacheFullError):
+                    generation.finish()
+                assert result.tokens == generation.tokens
+                assert result.finish_reason == generation.finish_reason
+                fitting = n_free + 1
+                assert len(result.tokens) == (fitting if most is None else min(fitting, most))
+            assert isinstance(result.error, CacheFullError) == (result.finish_reason == "capacity")
+            assert found[f"w{i}", 0].finish_reason == "length"
 
 
 @pytest.mark.parametrize(("n_ctx", "n_seq_max"), [(256, 1), (256, 6), (2048, 2)])

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from contextlib import closing
 from time import perf_counter, sleep
 
@@ -111,11 +119,11 @@ class Engine:
         A request that cannot be served gets its error in its result; the others finish.
 
         Raises:
-            ConfigError: two requests with the same id.
+            ConfigError: two requests with the same id, or no list of requests.
         """
         order: dict[tuple[str, int], int] = {}
         results: list[Result] = []
-        listed = list(requests)
+        listed = _listed(requests)
         for number, request in enumerate(listed):
             name, n = self._identity(request, number)
             order.update({(name, sample): len(order) + sample for sample in range(n)})
@@ -135,14 +143,15 @@ class Engine:
         What the texts hold is freed when the iterator ends or is closed.
 
         Raises:
-            ConfigError: two requests with the same id.
+            ConfigError: two requests with the same id, or no list of requests.
         """
         return self._begin(requests, skip)[1]
 
     def _begin(
         self, requests: Iterable[Request | str], skip: Collection[tuple[str, int]] = ()
     ) -> tuple[Scheduler, Generator[Event, None, None]]:
-        listed = list(requests)
+        listed = _listed(requests)
+        skip = _skipped(skip)
         seen: set[str] = set()
         for number, request in enumerate(listed):
             name, _ = self._identity(request, number)
@@ -151,7 +160,7 @@ class Engine:
             seen.add(name)
         scheduler = Scheduler(self.target)
         self._schedulers.append(weakref.ref(scheduler, self._schedulers.remove))
-        return scheduler, self._run(scheduler, listed, frozenset(skip))
+        return scheduler, self._run(scheduler, listed, skip)
 
     async def astream(self, requests: Iterable[Request | str]) -> AsyncIterator[Event]:
         """Yield what ``stream`` yields, without blocking the event loop: decoding runs in a thread."""
@@ -195,7 +204,10 @@ class Engine:
         if isinstance(request, str):
             return str(number), 1
         if not isinstance(request, Request):
-            raise ConfigError(f"a request is a Request or text, not {request!r}")
+            raise ConfigError(
+                f"a request is a Request or text, not {request!r:.40}",
+                hint="give token ids as Request([1, 2, 3]), bytes as text: prompt.decode()",
+            )
         return (str(number) if request.id is None else request.id), request.n
 
     # -- the loop ----------------------------------------------------------------------------------
@@ -442,6 +454,31 @@ class Engine:
         except CapacityError:  # no room to draft is no reason to stop
             line = NullDrafter().line(branch, rule)
         return Stream(branch, line, self._market.length(), rule, job.stats)
+
+
+def _listed(requests: Iterable[Request | str]) -> list[Request | str]:
+    """Return the requests as a list; one prompt alone would be taken for as many as it has letters."""
+    one = (str, bytes, bytearray, memoryview, Request)
+    if isinstance(requests, (*one, Mapping)) or not isinstance(requests, Iterable):
+        raise ConfigError(
+            f"requests are a list of prompts or Requests, not {requests!r:.40}",
+            hint="put a single one into a list: [prompt]" if isinstance(requests, one) else None,
+        )
+    return list(requests)
+
+
+def _skipped(skip: Collection[tuple[str, int]]) -> frozenset[tuple[str, int]]:
+    """Return ``skip`` as a set, once it is known to be pairs of id and sample."""
+    pairs = list(skip) if isinstance(skip, Iterable) else [skip]
+    for pair in pairs:
+        match pair:
+            case (str(), int()):
+                continue
+        raise ConfigError(
+            f"skip is a collection of pairs (id, sample), not of {pair!r:.40}",
+            hint='for example [("0", 0), ("0", 1)]',
+        )
+    return frozenset(pairs)
 
 
 class _Patience:

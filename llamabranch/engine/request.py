@@ -18,7 +18,7 @@ class Request:
     """One prompt to continue.
 
     Args:
-        prompt: text or token ids.
+        prompt: text or token ids; an empty one is the model's beginning token.
         id: a name of its own; None = its number in the job, as text.
         max_tokens: the most tokens to say; None = the engine's.
         sampling: settings; None = the engine's. Without a seed the request gets one derived from the
@@ -40,8 +40,12 @@ class Request:
     n: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.prompt, bytes) or not isinstance(self.prompt, Sequence):
-            raise ConfigError(f"a prompt is text or a list of token ids, not {self.prompt!r}")
+        is_bytes = isinstance(self.prompt, (bytes, bytearray, memoryview))
+        if is_bytes or not isinstance(self.prompt, Sequence):
+            raise ConfigError(
+                f"a prompt is text or a list of token ids, not {self.prompt!r:.40}",
+                hint="decode bytes first: prompt.decode()" if is_bytes else None,
+            )
         if isinstance(self.stop, str) or not isinstance(self.stop, Sequence):
             raise ConfigError(f"stop must be a sequence of strings, not {self.stop!r}")
         if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:

@@ -46,10 +46,11 @@ class Scheduler:
         refused: list[tuple[Job, LlamaBranchError]] = []
         before, self.no_sequence = self.no_sequence, None
         for job in list(self.waiting):
-            need = len(job.to_read) + 1
-            if need > self._ctx.n_ctx:
-                refused.append((job, self._too_long(need)))
+            n_read = len(job.to_read)
+            if n_read > self._ctx.n_ctx:
+                refused.append((job, self._too_long(n_read)))
                 continue
+            need = n_read + 1  # and its next token, which only the last one of all can do without
             if (self.active or before) and self._ctx.n_seq_free == 0:
                 self.no_sequence = None if self.active else before
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,14 +14,14 @@ import numpy.typing as npt
 
 from .context import Context
 from .distribution import derive_seed
-from .errors import BranchStateError, ConfigError
+from .errors import BranchStateError, ConfigError, LlamaBranchError
 from .grammar import Grammar
 from .line import Produced
 from .model import token_list
 from .sampler import Sampler
 from .sampling import SamplingParams
 from .saving import SavableLine
-from .stopping import StopStrings
+from .stopping import NO_TOKEN, StopStrings
 
 __all__ = ["Branch", "Produced"]
 
@@ -178,7 +179,8 @@ class Branch(SavableLine):
         model stops or the cache is full.
 
         Raises:
-            CacheFullError: no cell is left; the branch holds all tokens that were yielded.
+            CacheFullError: no cell is left; the branch holds all tokens that were yielded. Before this
+            and any other error, text that was held back comes with ``is_stop`` and the token id -1.
         """
         if max_tokens is not None and max_tokens < 0:
             raise ConfigError(f"max_tokens must not be negative, is {max_tokens}")
@@ -189,7 +191,13 @@ class Branch(SavableLine):
         self._finish_reason = None
         n = 0
         while max_tokens is None or n < max_tokens:
-            produced = self.step()
+            try:
+                produced = self.step()
+            except LlamaBranchError:
+                held = stops.flush()
+                if held:
+                    yield Produced(NO_TOKEN, held, True, math.nan, math.nan)
+                raise
             if produced.is_stop:
                 held = stops.flush()
                 if held:

@@ -269,18 +269,23 @@ class Engine:
         job: Job,
         reason: str,
         error: LlamaBranchError | None = None,
-    ) -> Event:
+    ) -> Iterator[Event]:
         scheduler.remove(job)
+        held = job.transcript.break_off()
+        if held is not None:
+            yield Event(job.name, job.sample, emitted=held)
         result = job.result(reason, error)
         self.stats.speculative.add(job.stats)
         self.stats.generated_tokens += len(result.tokens)
-        return Event(job.name, job.sample, result=result)
+        yield Event(job.name, job.sample, result=result)
 
     def _give_up(self, scheduler: Scheduler, error: LlamaBranchError) -> Iterator[Event]:
         """End every request: there is no sequence to be had for any."""
         with self.target.lock:
             events = [
-                self._end(scheduler, job, "capacity", error) for job in list(scheduler.waiting)
+                event
+                for job in list(scheduler.waiting)
+                for event in self._end(scheduler, job, "capacity", error)
             ]
         yield from events
 
@@ -288,12 +293,12 @@ class Engine:
         if scheduler.cancelled:
             for job in [*scheduler.active, *scheduler.waiting]:
                 if job.name in scheduler.cancelled:
-                    yield self._end(scheduler, job, "cancelled")
+                    yield from self._end(scheduler, job, "cancelled")
         if scheduler.waiting:
             shared = scheduler.n_shared
             for job, error in scheduler.admit():
                 reason = "capacity" if isinstance(error, CapacityError) else "error"
-                yield self._end(scheduler, job, reason, error)
+                yield from self._end(scheduler, job, reason, error)
             self.stats.shared_prompt_tokens += scheduler.n_shared - shared
         if not scheduler.active:
             return
@@ -380,7 +385,7 @@ class Engine:
         elif scheduler.preempt() is not None:
             self.stats.preemptions += 1
         else:
-            yield self._end(scheduler, scheduler.active[0], "capacity", error)
+            yield from self._end(scheduler, scheduler.active[0], "capacity", error)
 
     # -- after the decode --------------------------------------------------------------------------
 
@@ -401,14 +406,14 @@ class Engine:
             except DecodeInterruptedError:
                 raise  # it is meant for all
             except LlamaBranchError as error:
-                yield self._end(scheduler, job, "error", error)
+                yield from self._end(scheduler, job, "error", error)
                 continue
             shown = job.say(said)
             n_emitted += len(said)
             for emitted in shown:
                 yield Event(job.name, job.sample, emitted=emitted)
             if job.transcript.finish_reason is not None:
-                yield self._end(scheduler, job, job.transcript.finish_reason)
+                yield from self._end(scheduler, job, job.transcript.finish_reason)
         if self._drafts and batch.n_plans and batch.n_plans == len(batch.parts):
             self._market.learn(
                 batch.n_plans,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,14 +16,14 @@ import numpy.typing as npt
 from .arguments import whole
 from .context import Context
 from .distribution import derive_seed
-from .errors import BranchStateError, ConfigError
+from .errors import BranchStateError, ConfigError, LlamaBranchError
 from .grammar import Grammar
 from .line import Produced
 from .model import TokenIds, token_list
 from .sampler import Sampler
 from .sampling import SamplingParams
 from .saving import SavableLine
-from .stopping import StopStrings
+from .stopping import NO_TOKEN, StopStrings
 
 __all__ = ["Branch", "Produced"]
 
@@ -88,8 +89,7 @@ class Branch(SavableLine):
         params = (sampling or SamplingParams()).but(**settings)
         branch = cls.create(ctx, params, grammar)
         try:
-            tokens = ctx.tokenize(prompt) if isinstance(prompt, str) else token_list(prompt)
-            branch.prefill(tokens or _beginning(ctx))
+            branch.prefill(ctx.model.prompt_tokens(prompt))
         except BaseException:
             branch.prune()
             raise
@@ -184,7 +184,8 @@ class Branch(SavableLine):
         on until the model stops or the cache is full.
 
         Raises:
-            CacheFullError: no cell is left; the branch holds all tokens that were yielded.
+            CacheFullError: no cell is left; the branch holds all tokens that were yielded. Before this
+            and any other error, text that was held back comes with ``is_stop`` and the token id -1.
         """
         if max_tokens is not None:
             max_tokens = whole("max_tokens", max_tokens, 0)
@@ -195,7 +196,13 @@ class Branch(SavableLine):
         self._finish_reason = None
         n = 0
         while max_tokens is None or n < max_tokens:
-            produced = self.step()
+            try:
+                produced = self.step()
+            except LlamaBranchError:
+                held = stops.flush()
+                if held:
+                    yield Produced(NO_TOKEN, held, True, math.nan, math.nan)
+                raise
             if produced.is_stop:
                 held = stops.flush()
                 if held:
@@ -387,10 +394,3 @@ class Branch(SavableLine):
 def random_seed() -> int:
     """Return a seed from the operating system's entropy."""
     return int.from_bytes(os.urandom(8), "little") >> 1
-
-
-def _beginning(ctx: Context) -> list[int]:
-    token = ctx.model.bos if ctx.model.bos is not None else ctx.model.eos
-    if token is None:
-        raise ConfigError("the prompt is empty and the model has no beginning token")
-    return [token]

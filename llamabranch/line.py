@@ -27,6 +27,9 @@ class Produced(NamedTuple):
     ``text`` is what it completes (a character split over several tokens comes with its last),
     ``is_stop`` whether it ends the generation. ``logprob`` and ``entropy`` (nats) are those of the
     model's own distribution, before any sampling setting.
+
+    With ``is_stop`` it is no token of the text, but may carry text that was held back for a stop
+    string: then ``token`` is the end token, or -1 (without numbers: NaN) where an error ends it.
     """
 
     token: int

@@ -289,10 +289,42 @@ class Model:
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise TokenizeError unless every id is a plain integer of the vocabulary."""
         n_vocab = self.n_vocab
+        if isinstance(tokens, _TEXT):  # bytes are integers, too
+            token_list(tokens)
         for token in tokens:
             if type(token) is int and 0 <= token < n_vocab:
                 continue
             raise TokenizeError(f"token {token!r} is not in the vocabulary (0 to {n_vocab - 1})")
+
+    def prompt_tokens(self, prompt: str | TokenIds) -> list[int]:
+        """Return the token ids of a prompt, at least one.
+
+        Text gets the model's beginning token if it has one; ids are taken as they are. An empty prompt is
+        the beginning token, or where there is none the end token, after which texts begin, too.
+
+        Raises:
+            ConfigError: neither text nor ids, or empty where the model has no such token.
+            TokenizeError: as ``tokenize``, or an id that is not in the vocabulary.
+        """
+        if isinstance(prompt, str):
+            tokens = self.tokenize(prompt)
+        elif isinstance(prompt, _TEXT) or not isinstance(prompt, Iterable):
+            raise ConfigError(
+                f"a prompt is text or a list of token ids, not {prompt!r:.40}",
+                hint="decode bytes first: prompt.decode()" if isinstance(prompt, _TEXT) else None,
+            )
+        else:
+            tokens = token_list(prompt)
+            self.check_tokens(tokens)
+        if tokens:
+            return tokens
+        token = self.bos if self.bos is not None else self.eos
+        if token is None:
+            raise ConfigError(
+                "the prompt is empty and the model has no beginning token",
+                hint="give at least one token",
+            )
+        return [token]
 
     def _need_text(self) -> None:
         if not self.has_text:

@@ -1,4 +1,9 @@
-"""Stop strings, found in a stream that arrives piece by piece."""
+"""Stop strings, found in a stream that arrives piece by piece.
+
+What could become a stop string is held back. A text that ends in another way gets it at its end: with the
+last token it may have, with its end token, or, where there is neither (the cache is full, the request is
+cancelled, a call fails), in an item of its own with ``is_stop`` and the id ``NO_TOKEN``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,9 @@ from collections.abc import Sequence
 
 from .errors import ConfigError
 
-__all__ = ["StopStrings"]
+__all__ = ["NO_TOKEN", "StopStrings"]
+
+NO_TOKEN = -1  # llama.cpp's LLAMA_TOKEN_NULL
 
 
 class StopStrings:
@@ -47,6 +54,11 @@ class StopStrings:
         """Return what to show of the next piece, and of what was held if it is the ``last``."""
         shown = self.feed(text)
         return shown + self.flush() if last else shown
+
+    @property
+    def held(self) -> str:
+        """What is held back now."""
+        return self._held
 
     def _overlap(self, stop: str) -> int:
         """Return how many characters at the end of what is held could begin ``stop``."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import math
 import tracemalloc
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,6 +37,7 @@ from llamabranch import (
 from llamabranch.errors import (
     CacheFullError,
     ConfigError,
+    DecodeInterruptedError,
     GrammarError,
     SequencesExhaustedError,
     TokenizeError,
@@ -232,7 +235,10 @@ def test_any_load_says_what_each_request_says_alone(
                 result = found[str(request.id), sample]
                 if result.finish_reason == "cancelled":
                     assert request.id in doomed
-                    assert alone.said(request, result)[1].startswith(result.text)
+                    # Text held back for a stop string is given out when it is cancelled.
+                    n_said, decoder = len(result.tokens), target.text_decoder()
+                    assert alone.said(request, result)[0][:n_said] == result.tokens
+                    assert result.text == "".join(map(decoder.feed, result.tokens))
                 else:
                     alone.check(request, result)
         assert_clean(ctx, draft_ctx)
@@ -391,10 +397,9 @@ def test_request_that_cannot_be_served_gets_its_own_error(
     bad: dict[str, tuple[Request, str, type[Exception]]] = {
         name: (request, reason, kind)
         for name, request, reason, kind in (
-            ("long", Request([5] * 1024, id="long"), "capacity", CacheFullError),
+            ("long", Request([5] * 1025, id="long"), "capacity", CacheFullError),
             ("ids", Request([5, 10**6], id="ids", n=2), "error", TokenizeError),
             ("text", Request("half a pair: \ud800", id="text"), "error", TokenizeError),
-            ("empty", Request([], id="empty"), "error", ConfigError),
             ("stop", Request("x", id="stop", stop=("",)), "error", ConfigError),
             ("grammar", Request("x", id="grammar", grammar="root ::= ("), "error", GrammarError),
             ("no root", Request("x", id="no root", grammar='a ::= "b"'), "error", GrammarError),
@@ -413,6 +418,43 @@ def test_request_that_cannot_be_served_gets_its_own_error(
         if request.id is None:
             alone.check(request, results[str(number), 0])
     assert_clean(ctx, draft_ctx)
+
+
+@pytest.mark.parametrize("which", ["none", "model", "lookup"])
+def test_empty_prompt_is_the_beginning_token_as_alone(
+    which: str, ctx: Context, draft_ctx: Context, alone: Alone
+) -> None:
+    grammar = 'root ::= [a-zA-Z ,.]+ "!"'
+    empty: tuple[str, list[int]] = ("", [])
+    requests = [
+        Request(p, max_tokens=16, sampling=s, grammar=g, n=2)
+        for p in empty
+        for s, g in itertools.product((WARM, PENALISED), (None, grammar))
+    ]
+    engine = Engine(ctx, make(which, draft_ctx))
+    results = engine.generate([*requests, Request(TALE, max_tokens=4)])
+    assert len(results) == 17
+    for result in results[:-1]:
+        assert (result.n_prompt, result.error) == (1, None)
+        assert result.tokens
+        alone.check(requests[int(result.id)], result)
+    assert_clean(ctx, draft_ctx)
+
+
+def test_empty_prompt_without_a_beginning_token_is_that_requests_error(tmp_path: Path) -> None:
+    tokens = tuple("@ABCDEFGHIJ")  # from 12 tokens on llama.cpp takes number 11 for the end
+    names = {f"tokenizer.ggml.{name}_token_id": None for name in ("bos", "eos")}
+    metadata: dict[str, toys.Value | None] = {**names, "tokenizer.ggml.add_bos_token": None}
+    path = toys.write_llama(tmp_path / "toy.gguf", vocab=toys.Vocabulary(tokens), metadata=metadata)
+    with lb.Model(path) as model, Context(model, n_ctx=256, n_threads=1) as ctx:
+        assert model.bos is model.eos is None
+        with pytest.raises(ConfigError, match="no beginning token"):
+            Branch.start(ctx, "")
+        results = Engine(ctx).generate([Request([]), Request([5], max_tokens=3)])
+        assert isinstance(results[0].error, ConfigError)
+        assert results[0].error.hint
+        assert (len(results[1].tokens), results[1].finish_reason) == (3, "length")
+        assert_clean(ctx)
 
 
 def test_ids_are_unique(ctx: Context) -> None:
@@ -503,6 +545,41 @@ def test_text_that_fills_the_cache_says_all_that_fits(
         assert_clean(ctx, draft_ctx)
 
 
+@pytest.mark.parametrize("which", ["none", "model", "lookup"])
+@pytest.mark.parametrize("n_free", [-1, 0, 1, 2])
+def test_prompt_that_fills_the_context_says_what_it_says_alone(
+    n_free: int, which: str, target: lb.Model, draft_ctx: Context
+) -> None:
+    """The last token of all needs no cell: a prompt of n_ctx tokens is followed by one."""
+    prompt = [5] * (256 - n_free)
+    params = SamplingParams(temperature=0.8, seed=1, logit_bias={target.eos or 0: -1e9})
+    limits = (0, 1, 2, 3, 4, None)
+    requests: list[Request] = []
+    for i, most in enumerate(limits):
+        requests.append(Request(prompt, id=str(i), max_tokens=most, sampling=params))
+        requests.append(Request("The wolf", id=f"w{i}", max_tokens=5, sampling=WARM))
+    with Context(target, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
+        engine = Engine(ctx, make(which, draft_ctx), SpeculativeConfig(draft_k=4), max_tokens=None)
+        found = by_name(engine.generate(requests))
+        assert_clean(ctx, draft_ctx)
+        for i, most in enumerate(limits):
+            result = found[str(i), 0]
+            if n_free < 0:
+                assert (result.finish_reason, result.tokens) == ("capacity", [])
+                with pytest.raises(CacheFullError):
+                    lb.Speculator(ctx).generate(prompt)
+            else:
+                generation = lb.Speculator(ctx).generate(prompt, max_tokens=most, sampling=params)
+                with suppress(CacheFullError):
+                    generation.finish()
+                assert result.tokens == generation.tokens
+                assert result.finish_reason == generation.finish_reason
+                fitting = n_free + 1
+                assert len(result.tokens) == (fitting if most is None else min(fitting, most))
+            assert isinstance(result.error, CacheFullError) == (result.finish_reason == "capacity")
+            assert found[f"w{i}", 0].finish_reason == "length"
+
+
 @pytest.mark.parametrize(("n_ctx", "n_seq_max"), [(256, 1), (256, 6), (2048, 2)])
 def test_small_draft_context_slows_down_but_changes_nothing(
     n_ctx: int, n_seq_max: int, ctx: Context, draft: lb.Model, alone: Alone
@@ -531,13 +608,193 @@ def test_others_may_hold_a_part_of_the_cache(
     assert_clean(ctx, draft_ctx)
 
 
+# -- others take the sequences ---------------------------------------------------------------------
+
+
+def take_all(ctx: Context) -> list[Branch]:
+    return [Branch.create(ctx) for _ in range(ctx.n_seq_free)]
+
+
 def test_others_may_not_hold_every_sequence(ctx: Context) -> None:
-    guests = [Branch.create(ctx) for _ in range(ctx.n_seq_max)]
-    with pytest.raises(SequencesExhaustedError):
-        Engine(ctx).generate(["text"])
+    guests = take_all(ctx)
+    requests: list[Request | str] = [Request([5] * 2000), Request(TALE, n=2), "text"]
+    for wait_s in (0, 0.05):
+        results = Engine(ctx, wait_s=wait_s).generate(requests)
+        assert [(r.id, r.sample) for r in results] == [("0", 0), ("1", 0), ("1", 1), ("2", 0)]
+        kinds = (CacheFullError, *[SequencesExhaustedError] * 3)  # what never fits does not wait
+        for result, kind in zip(results, kinds, strict=True):
+            assert (result.finish_reason, result.tokens) == ("capacity", [])
+            assert isinstance(result.error, kind)
+            assert result.error.hint
     for guest in guests:
         guest.prune()
     assert_clean(ctx)
+
+
+@pytest.mark.parametrize("which", ["none", "model"])
+def test_results_outlive_the_sequences(
+    which: str, ctx: Context, draft_ctx: Context, alone: Alone
+) -> None:
+    """A guest takes each sequence that a text gives back: the others finish, the rest is refused."""
+    requests = [Request(p, max_tokens=8 + i, sampling=WARM) for i, p in enumerate(PROMPTS * 3)]
+    guests: list[Branch] = []
+
+    def on_event(event: Event) -> None:
+        if event.result is not None:
+            guests.extend(take_all(ctx))
+
+    engine = Engine(ctx, make(which, draft_ctx), wait_s=0)
+    results = engine.generate(requests, on_event=on_event)
+    assert [result.id for result in results] == [str(i) for i in range(15)]
+    n_done = sum(result.error is None for result in results)
+    assert 8 <= n_done < 15
+    for request, result in zip(requests, results, strict=True):
+        if result.error is None:
+            alone.check(request, result)
+        else:
+            assert (result.finish_reason, result.tokens) == ("capacity", [])
+            assert isinstance(result.error, SequencesExhaustedError)
+    for guest in guests:
+        guest.prune()
+    assert_clean(ctx, draft_ctx)
+
+
+def test_preempted_text_whose_sequence_is_taken_is_not_lost(target: lb.Model, alone: Alone) -> None:
+    endless = SamplingParams(temperature=0.8, seed=1, logit_bias={target.eos or 0: -1e9})
+    request = Request(TALE, n=3, max_tokens=120, sampling=endless)
+    guests: list[Branch] = []
+    with Context(target, n_ctx=256, n_seq_max=3, n_threads=1) as ctx:
+        engine = Engine(ctx, wait_s=0)
+
+        def on_event(_event: Event) -> None:
+            if engine.stats.preemptions:
+                guests.extend(take_all(ctx))
+
+        results = engine.generate([request], on_event=on_event)
+        errors = [type(r.error) for r in results if r.error is not None]
+        assert SequencesExhaustedError in errors
+        assert set(errors) <= {SequencesExhaustedError, CacheFullError}
+        for result in results:
+            tokens, text, _ = alone.said(request, result)
+            assert result.tokens
+            assert result.tokens == tokens[: len(result.tokens)]
+            assert text.startswith(result.text)
+            if result.error is not None:
+                assert (result.finish_reason, result.n_preempted > 0) == ("capacity", True)
+        for guest in guests:
+            guest.prune()
+        assert_clean(ctx)
+
+
+def on_wait(
+    monkeypatch: pytest.MonkeyPatch, action: Callable[[int], None], *, most: int = 1000
+) -> None:
+    """Let ``action`` happen instead of each wait for a sequence; it is given their number."""
+    count = itertools.count(1)
+
+    def no_sleep(_seconds: float) -> None:
+        n = next(count)
+        assert n < most, "it waits for ever"
+        action(n)
+
+    monkeypatch.setattr("llamabranch.engine.engine.sleep", no_sleep, raising=False)
+
+
+def test_engine_waits_while_others_are_at_work(
+    ctx: Context, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [Request(p, max_tokens=8, sampling=WARM) for p in PROMPTS]
+    guests = take_all(ctx)
+    guests[0].prefill([7])
+
+    def work(n: int) -> None:
+        if n < 100:
+            guests[0].commit(7)
+        elif n < 110:  # this long it may be still
+            pass
+        else:
+            while guests:
+                guests.pop().prune()
+
+    on_wait(monkeypatch, work)
+    results = Engine(ctx, wait_s=0.5).generate(requests)
+    for request, result in zip(requests, results, strict=True):
+        alone.check(request, result)
+    assert_clean(ctx)
+
+
+def test_engine_does_not_wait_where_nobody_works(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+    on_wait(monkeypatch, waits.append)
+    guests = take_all(ctx)
+    (result,) = Engine(ctx, wait_s=0.5).generate(["text"])
+    assert isinstance(result.error, SequencesExhaustedError)
+    assert len(waits) == 25
+    for guest in guests:
+        guest.prune()
+    assert_clean(ctx)
+
+
+def test_request_can_be_cancelled_while_it_waits_for_a_sequence(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(ctx, wait_s=math.inf)
+    on_wait(monkeypatch, lambda n: engine.cancel("0") if n == 5 else None)
+    guests = take_all(ctx)
+    (result,) = engine.generate(["text"])
+    assert (result.finish_reason, result.error) == ("cancelled", None)
+    for guest in guests:
+        guest.prune()
+    assert_clean(ctx)
+
+
+def test_task_can_be_cancelled_while_it_waits_for_a_sequence(ctx: Context) -> None:
+    guests = take_all(ctx)
+
+    async def consume() -> None:
+        async for _ in Engine(ctx, wait_s=math.inf).astream(["text"]):
+            pass
+
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(asyncio.wait_for(consume(), 0.1))
+    for guest in guests:
+        guest.prune()
+    assert_clean(ctx)
+
+
+def test_engines_in_threads_share_the_sequences(target: lb.Model, alone: Alone) -> None:
+    requests = [Request(p, max_tokens=12, sampling=WARM) for p in PROMPTS]
+    with Context(target, n_ctx=1024, n_seq_max=2, n_threads=1) as ctx:
+        with ThreadPoolExecutor(4) as pool:
+            engines = [Engine(ctx, wait_s=math.inf) for _ in range(4)]
+            jobs = [pool.submit(engine.generate, requests) for engine in engines]
+            for job in jobs:
+                for request, result in zip(requests, job.result(), strict=True):
+                    alone.check(request, result)
+        assert_clean(ctx)
+
+
+def test_what_has_ended_is_told_before_what_has_failed(ctx: Context) -> None:
+    engine = Engine(ctx)
+    stream = engine.stream([Request(p, max_tokens=30) for p in PROMPTS])
+    next(stream)
+    engine.cancel("1")
+    ctx.interrupt()
+    ended: list[Result] = []
+    with pytest.raises(DecodeInterruptedError):
+        for event in stream:
+            if event.result is not None:
+                ended.append(event.result)
+    assert [(result.id, result.finish_reason) for result in ended] == [("1", "cancelled")]
+    assert_clean(ctx)
+
+
+@pytest.mark.parametrize("wait_s", [-1, math.nan, True, "2", None], ids=str)
+def test_wait_is_a_number_of_seconds(wait_s: object, ctx: Context) -> None:
+    with pytest.raises(ConfigError, match="wait_s"):
+        Engine(ctx, wait_s=wait_s)  # type: ignore[arg-type]
 
 
 # -- events ----------------------------------------------------------------------------------------
@@ -636,6 +893,55 @@ def test_cancelled_request_keeps_what_it_said(
     assert_clean(ctx, draft_ctx)
     engine.cancel("0")  # too late, and not meant for the next job
     assert engine.generate(requests[:1])[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("when", ["begins", "is made", "ends", "is closed", "fails"])
+def test_cancelling_survives_other_streams_of_the_engine(
+    when: str, ctx: Context, alone: Alone
+) -> None:
+    """What is cancelled belongs to a stream: others begin and end between the call and the step."""
+    engine = Engine(ctx)
+    request = Request(TALE, id="a", max_tokens=60, sampling=WARM)
+    stream = engine.stream([request])
+    other = engine.stream([Request(TALE, id="b", max_tokens=3, sampling=WARM)])
+    said = [next(stream)]
+    if when != "begins":
+        next(other)
+    engine.cancel("a")
+    match when:
+        case "begins":
+            next(other)
+        case "is made":
+            engine.stream(["never begun"])
+        case "ends":
+            assert list(other)[-1].result is not None
+        case "is closed":
+            other.close()
+        case "fails":
+            with pytest.raises(ConfigError):
+                engine.stream([request, request])
+    said += stream
+    result = said[-1].result
+    assert result is not None
+    assert (result.finish_reason, len(result.tokens)) == ("cancelled", 1)
+    assert alone.said(request, result)[0][:1] == result.tokens
+    if when in ("begins", "is made", "fails"):  # it was not meant
+        ended = [event.result for event in other if event.result is not None]
+        assert [r.finish_reason for r in ended] == ["length"]
+    assert_clean(ctx)
+
+
+def test_cancelling_reaches_every_open_stream_and_no_later_one(ctx: Context) -> None:
+    engine = Engine(ctx, seed=1)
+    streams = [engine.stream([Request(TALE, id="a", max_tokens=40)]) for _ in range(3)]
+    next(streams[0])
+    engine.cancel("a")  # two of them have not begun
+    later = engine.stream([Request(TALE, id="a", max_tokens=4)])
+    reasons = []
+    for stream in (*streams, later):
+        reasons += [event.result.finish_reason for event in stream if event.result is not None]
+    assert reasons == ["cancelled"] * 3 + ["length"]
+    assert_clean(ctx)
 
 
 def test_asynchronous_stream_leaves_the_loop_free(

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterable, Iterator
+import weakref
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from contextlib import closing
-from time import perf_counter
+from time import perf_counter, sleep
 
 from ..arguments import whole
 from ..branch import Branch, random_seed
@@ -32,6 +41,8 @@ from .scheduler import Scheduler
 
 __all__ = ["Engine"]
 
+_POLL_S = 0.02  # how often to look whether others have given a sequence back
+
 
 class Engine:
     """Continues any number of prompts over the sequences of one context.
@@ -46,9 +57,12 @@ class Engine:
         sampling: settings of requests that have none of their own.
         max_tokens: the limit of requests that have none of their own.
         seed: what seeds of requests without one are derived from; None picks one.
+        wait_s: how long to wait, in seconds, when others hold every sequence of the context and none of
+            its own requests is running. It counts only while nothing is decoded there; 0 = not at all.
+            Then the waiting requests end with "capacity".
 
     Raises:
-        ConfigError: token trees, which cannot share a decode; a bad limit or seed.
+        ConfigError: token trees, which cannot share a decode; a bad limit, seed or ``wait_s``.
         VocabularyMismatchError: the drafter.
 
     Attributes:
@@ -65,7 +79,10 @@ class Engine:
         sampling: SamplingParams | None = None,
         max_tokens: int | None = 128,
         seed: int | None = None,
+        wait_s: float = 2.0,
     ) -> None:
+        if isinstance(wait_s, bool) or not isinstance(wait_s, (int, float)) or not wait_s >= 0:
+            raise ConfigError(f"wait_s must be a number of seconds of at least 0, not {wait_s!r}")
         self.target = target
         self.drafter: Drafter = drafter or NullDrafter()
         if getattr(self.drafter, "width", 1) > 1:
@@ -77,10 +94,12 @@ class Engine:
         self._seed_given = seed is not None
         self._sampling = sampling or SamplingParams()
         self._max_tokens = None if max_tokens is None else whole("max_tokens", max_tokens, 0)
+        self._wait_s = wait_s
         self._market = Market(self.config)
         self._drafts = drafter is not None and target.capabilities.can_truncate
-        self._cancelled: set[str] = set()
-        self._is_cramped = False  # the last decode found no room with its drafts
+        # What is cancelled, and whether the cache is cramped, each stream keeps for itself. A scheduler
+        # that is dropped takes itself off the list; all of that is atomic, so ``cancel`` needs no lock.
+        self._schedulers: list[weakref.ref[Scheduler]] = []
 
     # -- use ---------------------------------------------------------------------------------------
 
@@ -101,11 +120,11 @@ class Engine:
         A request that cannot be served gets its error in its result; the others finish.
 
         Raises:
-            ConfigError: two requests with the same id.
+            ConfigError: two requests with the same id, or no list of requests.
         """
         order: dict[tuple[str, int], int] = {}
         results: list[Result] = []
-        listed = list(requests)
+        listed = _listed(requests)
         for number, request in enumerate(listed):
             name, n = self._identity(request, number)
             order.update({(name, sample): len(order) + sample for sample in range(n)})
@@ -125,21 +144,28 @@ class Engine:
         What the texts hold is freed when the iterator ends or is closed.
 
         Raises:
-            ConfigError: two requests with the same id.
+            ConfigError: two requests with the same id, or no list of requests.
         """
-        listed = list(requests)
+        return self._begin(requests, skip)[1]
+
+    def _begin(
+        self, requests: Iterable[Request | str], skip: Collection[tuple[str, int]] = ()
+    ) -> tuple[Scheduler, Generator[Event, None, None]]:
+        listed = _listed(requests)
+        skip = _skipped(skip)
         seen: set[str] = set()
         for number, request in enumerate(listed):
             name, _ = self._identity(request, number)
             if name in seen:
                 raise ConfigError(f"two requests have the id {name!r}")
             seen.add(name)
-        self._cancelled.clear()  # what was meant for an earlier job
-        return self._run(listed, frozenset(skip))
+        scheduler = Scheduler(self.target)
+        self._schedulers.append(weakref.ref(scheduler, self._schedulers.remove))
+        return scheduler, self._run(scheduler, listed, skip)
 
     async def astream(self, requests: Iterable[Request | str]) -> AsyncIterator[Event]:
         """Yield what ``stream`` yields, without blocking the event loop: decoding runs in a thread."""
-        events = self.stream(requests)
+        scheduler, events = self._begin(requests)
         step: asyncio.Future[Event | None] | None = None
         try:
             while True:
@@ -149,13 +175,20 @@ class Engine:
                     return
                 yield event
         finally:
+            scheduler.is_abandoned = True
             if step is not None:  # a cancelled task leaves its thread in the middle of a step
                 await asyncio.gather(step, return_exceptions=True)
             await asyncio.to_thread(events.close)
 
     def cancel(self, request_id: str) -> None:
-        """End a request with what it has said, at the next step. From any thread."""
-        self._cancelled.add(request_id)
+        """End a request with what it has said, at its next step. From any thread.
+
+        It is meant for the streams that are open now, each of which has requests with ids of its own;
+        one that has no such request, or not any more, ignores it.
+        """
+        for scheduler in [ref() for ref in list(self._schedulers)]:
+            if scheduler is not None:
+                scheduler.cancelled.add(request_id)
 
     def explain(self) -> str:
         """Return in words and numbers how it drafts."""
@@ -172,15 +205,20 @@ class Engine:
         if isinstance(request, str):
             return str(number), 1
         if not isinstance(request, Request):
-            raise ConfigError(f"a request is a Request or text, not {request!r}")
+            raise ConfigError(
+                f"a request is a Request or text, not {request!r:.40}",
+                hint="give token ids as Request([1, 2, 3]), bytes as text: prompt.decode()",
+            )
         return (str(number) if request.id is None else request.id), request.n
 
     # -- the loop ----------------------------------------------------------------------------------
 
     def _run(
-        self, requests: list[Request | str], skip: frozenset[tuple[str, int]]
+        self,
+        scheduler: Scheduler,
+        requests: list[Request | str],
+        skip: frozenset[tuple[str, int]],
     ) -> Generator[Event, None, None]:
-        scheduler = Scheduler(self.target)
         start = perf_counter()
         try:
             for number, given in enumerate(requests):
@@ -200,14 +238,26 @@ class Engine:
                 except LlamaBranchError as error:
                     for i in wanted:
                         yield self._refuse(request, name, i, error)
-            while not scheduler.is_idle:
+            patience = _Patience(self.target, self._wait_s)
+            while not (scheduler.is_idle or scheduler.is_abandoned):
+                events: list[Event] = []
+                failure: LlamaBranchError | None = None
                 with self.target.lock:  # its rows are valid until anybody else decodes
-                    events = list(self._step(scheduler))
+                    try:
+                        for event in self._step(scheduler):
+                            events.append(event)
+                    except LlamaBranchError as error:
+                        failure = error  # what has ended before it is told first
                 yield from events
+                if failure is not None:
+                    raise failure
+                if scheduler.no_sequence is None:
+                    patience.renew()
+                elif not patience.wait():
+                    yield from self._give_up(scheduler, scheduler.no_sequence)
         finally:
             for job in [*scheduler.active, *scheduler.waiting]:
                 job.release()
-            self._cancelled.clear()
             self.stats.elapsed_s += perf_counter() - start
 
     @staticmethod
@@ -220,23 +270,36 @@ class Engine:
         job: Job,
         reason: str,
         error: LlamaBranchError | None = None,
-    ) -> Event:
+    ) -> Iterator[Event]:
         scheduler.remove(job)
+        held = job.transcript.break_off()
+        if held is not None:
+            yield Event(job.name, job.sample, emitted=held)
         result = job.result(reason, error)
         self.stats.speculative.add(job.stats)
         self.stats.generated_tokens += len(result.tokens)
-        return Event(job.name, job.sample, result=result)
+        yield Event(job.name, job.sample, result=result)
+
+    def _give_up(self, scheduler: Scheduler, error: LlamaBranchError) -> Iterator[Event]:
+        """End every request: there is no sequence to be had for any."""
+        with self.target.lock:
+            events = [
+                event
+                for job in list(scheduler.waiting)
+                for event in self._end(scheduler, job, "capacity", error)
+            ]
+        yield from events
 
     def _step(self, scheduler: Scheduler) -> Iterator[Event]:
-        if self._cancelled:
+        if scheduler.cancelled:
             for job in [*scheduler.active, *scheduler.waiting]:
-                if job.name in self._cancelled:
-                    yield self._end(scheduler, job, "cancelled")
+                if job.name in scheduler.cancelled:
+                    yield from self._end(scheduler, job, "cancelled")
         if scheduler.waiting:
             shared = scheduler.n_shared
             for job, error in scheduler.admit():
                 reason = "capacity" if isinstance(error, CapacityError) else "error"
-                yield self._end(scheduler, job, reason, error)
+                yield from self._end(scheduler, job, reason, error)
             self.stats.shared_prompt_tokens += scheduler.n_shared - shared
         if not scheduler.active:
             return
@@ -256,7 +319,7 @@ class Engine:
         reading = [job for job in scheduler.active if job.stream is None]
         ctx = self.target
         room = min(ctx.n_batch, ctx.options.n_outputs_max) - len(running) - len(reading)
-        for job, draft in self._make_drafts(running, batch):
+        for job, draft in self._make_drafts(scheduler, running, batch):
             stream = job.stream
             if stream is not None:
                 if draft.tokens:
@@ -270,9 +333,11 @@ class Engine:
                 batch.add_reading(job, branch, job.to_read[branch.position :][:left])
         return batch
 
-    def _make_drafts(self, running: list[Job], batch: Batch) -> list[tuple[Job, Draft]]:
-        drafts_now = self._drafts and not self._is_cramped
-        self._is_cramped = False
+    def _make_drafts(
+        self, scheduler: Scheduler, running: list[Job], batch: Batch
+    ) -> list[tuple[Job, Draft]]:
+        drafts_now = self._drafts and not scheduler.is_cramped
+        scheduler.is_cramped = False
         if not drafts_now:
             return [(job, NO_DRAFT) for job in running]
         proposals: list[tuple[Job, Proposal]] = []
@@ -317,11 +382,11 @@ class Engine:
             for job, n in batch.parts:
                 if job.stream is not None and n > 1:
                     job.stats.count_stop("no room to verify")
-            self._is_cramped = True
+            scheduler.is_cramped = True
         elif scheduler.preempt() is not None:
             self.stats.preemptions += 1
         else:
-            yield self._end(scheduler, scheduler.active[0], "capacity", error)
+            yield from self._end(scheduler, scheduler.active[0], "capacity", error)
 
     # -- after the decode --------------------------------------------------------------------------
 
@@ -342,14 +407,14 @@ class Engine:
             except DecodeInterruptedError:
                 raise  # it is meant for all
             except LlamaBranchError as error:
-                yield self._end(scheduler, job, "error", error)
+                yield from self._end(scheduler, job, "error", error)
                 continue
             shown = job.say(said)
             n_emitted += len(said)
             for emitted in shown:
                 yield Event(job.name, job.sample, emitted=emitted)
             if job.transcript.finish_reason is not None:
-                yield self._end(scheduler, job, job.transcript.finish_reason)
+                yield from self._end(scheduler, job, job.transcript.finish_reason)
         if self._drafts and batch.n_plans and batch.n_plans == len(batch.parts):
             self._market.learn(
                 batch.n_plans,
@@ -395,3 +460,57 @@ class Engine:
         except CapacityError:  # no room to draft is no reason to stop
             line = NullDrafter().line(branch, rule)
         return Stream(branch, line, self._market.length(), rule, job.stats)
+
+
+def _listed(requests: Iterable[Request | str]) -> list[Request | str]:
+    """Return the requests as a list; one prompt alone would be taken for as many as it has letters."""
+    one = (str, bytes, bytearray, memoryview, Request)
+    if isinstance(requests, (*one, Mapping)) or not isinstance(requests, Iterable):
+        raise ConfigError(
+            f"requests are a list of prompts or Requests, not {requests!r:.40}",
+            hint="put a single one into a list: [prompt]" if isinstance(requests, one) else None,
+        )
+    return list(requests)
+
+
+def _skipped(skip: Collection[tuple[str, int]]) -> frozenset[tuple[str, int]]:
+    """Return ``skip`` as a set, once it is known to be pairs of id and sample."""
+    pairs = list(skip) if isinstance(skip, Iterable) else [skip]
+    for pair in pairs:
+        match pair:
+            case (str(), int()):
+                continue
+        raise ConfigError(
+            f"skip is a collection of pairs (id, sample), not of {pair!r:.40}",
+            hint='for example [("0", 0), ("0", 1)]',
+        )
+    return frozenset(pairs)
+
+
+class _Patience:
+    """How long to wait for a sequence that others hold: as long as they are at work, and a while."""
+
+    def __init__(self, ctx: Context, wait_s: float) -> None:
+        self._ctx = ctx
+        self._wait_s = wait_s
+        self._n_idle = 0
+        self._n_decodes = -1
+
+    def renew(self) -> None:
+        """Begin anew: there was a sequence."""
+        self._n_idle = 0
+
+    def wait(self) -> bool:
+        """Wait a little; False if it has been for nothing for too long.
+
+        Looks are counted, not seconds: a machine that stands still does not end it.
+        """
+        n_decodes = self._ctx.decoder.n_decodes
+        if n_decodes != self._n_decodes:
+            self._n_decodes = n_decodes
+            self._n_idle = 0
+        if self._n_idle * _POLL_S >= self._wait_s:
+            return False
+        self._n_idle += 1
+        sleep(_POLL_S)
+        return True

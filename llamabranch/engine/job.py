@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..branch import Branch
 from ..distribution import derive_seed, seed_from_text
-from ..errors import ConfigError, LlamaBranchError
+from ..errors import LlamaBranchError
 from ..model import Model
 from ..sampling import SamplingParams
 from ..speculative import Emitted, SpeculativeStats
@@ -120,14 +120,10 @@ def jobs_of(
     """Return a job for each text of ``request``; what it leaves open is taken from the engine's own.
 
     Raises:
-        ConfigError: an empty prompt. TokenizeError: text or token ids the model does not know.
+        ConfigError: an empty prompt for a model without a beginning token, or a bad stop string.
+        TokenizeError: text or token ids the model does not know.
     """
-    prompt = (
-        model.tokenize(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
-    )
-    if not prompt:
-        raise ConfigError("the prompt is empty")
-    model.check_tokens(prompt)
+    prompt = model.prompt_tokens(request.prompt)
     params = request.sampling or sampling
     first = derive_seed(seed, seed_from_text(name)) if params.seed is None else params.seed
     most = max_tokens if request.max_tokens is None else request.max_tokens

@@ -27,8 +27,19 @@ def read_requests(
     the argument ``sampling``, and so is a request without settings). Empty lines are skipped.
 
     Raises:
-        ConfigError: a line that is no request; says which line.
+        ConfigError: a line that is no request, and says which line; or one text instead of lines.
     """
+    if isinstance(lines, (str, bytes, bytearray)):
+        raise ConfigError(
+            f"requests are read from lines, not from {type(lines).__name__}",
+            hint="give an open file, or text.splitlines()",
+        )
+    return _requests(lines, json_lines, sampling)
+
+
+def _requests(
+    lines: Iterable[str], json_lines: bool, sampling: SamplingParams | None
+) -> Iterator[Request]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -22,7 +22,7 @@ class Request:
     """One prompt to continue.
 
     Args:
-        prompt: text or token ids.
+        prompt: text or token ids; an empty one is the model's beginning token.
         id: a name of its own; None = its number in the job, as text.
         max_tokens: the most tokens to say; None = the engine's.
         sampling: settings; None = the engine's. Without a seed the request gets one derived from the
@@ -44,11 +44,12 @@ class Request:
     n: int = 1
 
     def __post_init__(self) -> None:
-        given: object = self.prompt
-        if isinstance(given, np.ndarray):
-            object.__setattr__(self, "prompt", token_list(given))
-        if isinstance(self.prompt, bytes) or not isinstance(self.prompt, Sequence):
-            raise ConfigError(f"a prompt is text or a list of token ids, not {self.prompt!r}")
+        is_bytes = isinstance(self.prompt, (bytes, bytearray, memoryview))
+        if is_bytes or not isinstance(self.prompt, (Sequence, np.ndarray)):
+            raise ConfigError(
+                f"a prompt is text or a list of token ids, not {self.prompt!r:.40}",
+                hint="decode bytes first: prompt.decode()" if is_bytes else None,
+            )
         if not isinstance(self.prompt, str) and any(type(t) is not int for t in self.prompt):
             object.__setattr__(self, "prompt", token_list(self.prompt))
         if isinstance(self.stop, str) or not isinstance(self.stop, Sequence):

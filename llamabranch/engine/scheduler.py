@@ -29,6 +29,10 @@ class Scheduler:
         self.active: list[Job] = []
         self._arrivals = 0
         self.n_shared = 0
+        self.cancelled: set[str] = set()  # ids; written by any thread
+        self.is_cramped = False  # the last decode found no room with its drafts
+        self.is_abandoned = False  # nobody listens any more
+        self.no_sequence: SequencesExhaustedError | None = None  # why nobody could be admitted
 
     def add(self, jobs: Iterable[Job]) -> None:
         """Queue jobs behind those that wait."""
@@ -37,16 +41,18 @@ class Scheduler:
     def admit(self) -> list[tuple[Job, LlamaBranchError]]:
         """Give sequences to waiting jobs; return those that cannot be served, with the reason.
 
-        Raises:
-            SequencesExhaustedError: others than this scheduler's jobs hold all sequences.
+        Where others hold the sequences, the jobs go on waiting; ``no_sequence`` says so if none is in.
         """
         refused: list[tuple[Job, LlamaBranchError]] = []
+        before, self.no_sequence = self.no_sequence, None
         for job in list(self.waiting):
-            need = len(job.to_read) + 1
-            if need > self._ctx.n_ctx:
-                refused.append((job, self._too_long(need)))
+            n_read = len(job.to_read)
+            if n_read > self._ctx.n_ctx:
+                refused.append((job, self._too_long(n_read)))
                 continue
-            if self.active and self._ctx.n_seq_free == 0:
+            need = n_read + 1  # and its next token, which only the last one of all can do without
+            if (self.active or before) and self._ctx.n_seq_free == 0:
+                self.no_sequence = None if self.active else before
                 break
             source, n_shared = self._best_prefix(job)
             if n_shared and source is not None and source.position < n_shared:
@@ -56,9 +62,8 @@ class Scheduler:
                 break
             try:
                 branch = Branch.create(self._ctx, job.sampling, job.request.grammar)
-            except SequencesExhaustedError:
-                if not self.active:
-                    raise
+            except SequencesExhaustedError as error:
+                self.no_sequence = None if self.active else error
                 break
             except LlamaBranchError as error:  # its grammar or its settings
                 refused.append((job, error))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..branch import Branch
 from ..context import Context
 from ..distribution import gumbel_noise
+from ..model import token_list
 from ..sampling import SamplingParams
 
 __all__ = ["Divergence", "first_divergence"]
@@ -44,8 +45,9 @@ def first_divergence(
     Decodes the common prefix once, on a branch of its own.
 
     Raises:
-        CapacityError: no sequence or no cells for that.
+        CapacityError: no sequence or no cells for that. TokenizeError: no token ids.
     """
+    prompt, left, right = token_list(prompt), token_list(left), token_list(right)
     same = next(
         (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
         min(len(left), len(right)),

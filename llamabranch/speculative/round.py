@@ -36,6 +36,9 @@ class Emitted(NamedTuple):
     whole), "corrected" (the target's own where a draft fell), "plain" (no draft). ``logprob`` and
     ``entropy`` (nats) are those of the target's own distribution, whatever the source, and so are the
     ``alternatives`` that were asked for: (token, log-probability), best first.
+
+    With ``is_stop`` it is no token of the text, but may carry text that was held back for a stop
+    string: then ``token`` is the end token, or -1 (without numbers: NaN) where it ended without one.
     """
 
     token: int

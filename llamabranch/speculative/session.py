@@ -7,7 +7,7 @@ from types import TracebackType
 
 from ..branch import Branch
 from ..context import Context
-from ..errors import ClosedError, ConfigError
+from ..errors import ClosedError, ConfigError, LlamaBranchError
 from ..grammar import Grammar
 from ..model import TokenIds
 from ..sampling import SamplingParams
@@ -75,7 +75,8 @@ class InferenceSession:
 
     @property
     def text(self) -> str:
-        """Their text, without the stop string that ended it."""
+        """Their text, without the stop string that ended it; after an error and after ``close`` with
+        what was held back for a stop string."""
         return self._transcript.text
 
     @property
@@ -98,7 +99,11 @@ class InferenceSession:
         if self.finish_reason is not None:
             return None
         if not self._said:
-            self._said = self._round(drafter)
+            try:
+                self._said = self._round(drafter)
+            except LlamaBranchError:  # when there is room again, it can go on
+                self._transcript.is_stuck = True
+                raise
         shown = self._transcript.add(self._said.pop(0))
         self.stats.num_emitted_tokens = len(self.tokens)
         return shown
@@ -129,6 +134,7 @@ class InferenceSession:
         if self._closed:
             return
         self._closed = True
+        self._transcript.break_off()
         for speculator in self._speculators.values():
             speculator.forget(self.branch)
         if self.branch.ctx.closed:

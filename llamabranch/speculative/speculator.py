@@ -8,7 +8,7 @@ from time import perf_counter
 from ..arguments import whole
 from ..branch import Branch
 from ..context import Context
-from ..errors import CapacityError, ConfigError
+from ..errors import CapacityError, ConfigError, LlamaBranchError
 from ..grammar import Grammar
 from ..model import TokenIds
 from ..sampling import SamplingParams
@@ -164,7 +164,8 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """What was yielded, joined: without the stop string that ended it."""
+        """What was yielded, joined: without the stop string that ended it, and once it is closed with
+        what was held back for one."""
         return self._transcript.text
 
     @property
@@ -215,6 +216,7 @@ def _run(
 ) -> Generator[Emitted, None, None]:
     base = branch.position
     start = perf_counter()
+    is_heard = True
     try:
         stream = speculator.open_stream(branch, stats, n_alternatives)
         try:
@@ -226,18 +228,29 @@ def _run(
                 shown = transcript.add(now.pop(0))
                 if shown is not None:
                     transcript.elapsed_s += perf_counter() - start
+                    is_heard = False
                     try:
                         yield shown
+                        is_heard = True
                     finally:
                         start = perf_counter()
         finally:
             if not owned and not branch.ctx.closed:
                 settle_at(branch, base + len(transcript.tokens), stream.pending)
             speculator.close_stream(stream, keep=not owned)
-    except CapacityError:
-        transcript.finish_reason = "capacity"
+    except LlamaBranchError as error:
+        if isinstance(error, CapacityError):
+            transcript.finish_reason = "capacity"
+        held = transcript.break_off()
+        if held is not None and is_heard:  # a generator that is being closed may not yield
+            transcript.elapsed_s += perf_counter() - start
+            try:
+                yield held
+            finally:
+                start = perf_counter()
         raise
     finally:
+        transcript.break_off()
         stats.num_emitted_tokens = len(transcript.tokens)
         speculator.stats.add(stats)
         if owned and not branch.ctx.closed:

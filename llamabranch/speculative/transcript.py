@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ..arguments import whole
-from ..stopping import StopStrings
+from ..stopping import NO_TOKEN, StopStrings
 from .round import Emitted
 
 __all__ = ["Transcript"]
@@ -26,6 +27,7 @@ class Transcript:
         texts: what was shown with each token; joined they are the text, without the stop string.
         finish_reason: "stop" (end token or stop string), "length", or None while it goes on; whoever
             runs it may write "capacity" or "cancelled".
+        is_stuck: it cannot go on for now, though it may again: the text has what is held back, too.
         elapsed_s: seconds it took so far, if whoever runs it counts them.
     """
 
@@ -37,12 +39,13 @@ class Transcript:
         self.tokens: list[int] = []
         self.texts: list[str] = []
         self.finish_reason: str | None = "length" if max_tokens == 0 else None
+        self.is_stuck = False
         self.elapsed_s = 0.0
 
     @property
     def text(self) -> str:
         """What was shown, joined."""
-        return "".join(self.texts)
+        return "".join(self.texts) + (self._stops.held if self.is_stuck else "")
 
     @property
     def draft_limit(self) -> int:
@@ -54,6 +57,7 @@ class Transcript:
 
         An end token is shown only to carry text that was held back for a stop string.
         """
+        self.is_stuck = False
         if emitted.is_stop:
             self.finish_reason = "stop"
             held = self._stops.flush()
@@ -70,3 +74,14 @@ class Transcript:
         elif last:
             self.finish_reason = "length"
         return emitted.with_text(text)
+
+    def break_off(self) -> Emitted | None:
+        """End it without an end token; return what carries the text held back, None if there is none.
+
+        After a text has ended by itself, or the second time, nothing is held back any more.
+        """
+        held = self._stops.flush()
+        if not held:
+            return None
+        self.texts.append(held)
+        return Emitted(NO_TOKEN, held, "plain", True, math.nan, math.nan)

@@ -1,0 +1,232 @@
+"""Text that is held back for a stop string comes at last, however a generation ends.
+
+The stop string is the text's own next words, so that something is held back wherever it ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+import llamabranch as lb
+from llamabranch import Branch, Context, Engine, Request, SamplingParams
+from llamabranch.errors import CacheFullError, CapacityError, DecodeInterruptedError, GrammarError
+
+N_CTX = 256
+N_PROMPT = 240
+DRAFTERS = ("none", "model", "lookup")
+
+
+@pytest.fixture(scope="module")
+def params(target: lb.Model) -> SamplingParams:
+    bias = {target.eos or 0: -math.inf}
+    return SamplingParams(temperature=0.8, seed=3, logit_bias=bias)
+
+
+@pytest.fixture(scope="module")
+def said(target: lb.Model, params: SamplingParams) -> list[str]:
+    """The text token by token, well beyond what the small context holds."""
+    with (
+        Context(target, n_ctx=1024, n_seq_max=1, n_threads=1) as ctx,
+        Branch.start(ctx, [5] * N_PROMPT, sampling=params) as branch,
+    ):
+        return [produced.text for produced in branch.generate(60)]
+
+
+@pytest.fixture
+def small(target: lb.Model) -> Iterator[Context]:
+    with Context(target, n_ctx=N_CTX, n_seq_max=4, n_threads=1) as ctx:
+        yield ctx
+        assert ctx.usage().cells_used == 0
+        ctx.audit()
+
+
+def make(which: str, draft: Context) -> lb.Drafter | None:
+    return {
+        "none": None,
+        "model": lb.ModelDrafter(draft),
+        "lookup": lb.PromptLookupDrafter(max_ngram=3, min_ngram=1),
+    }[which]
+
+
+def stop_after(said: list[str], n: int) -> tuple[str, ...]:
+    """Return a string that is nearly complete after ``n`` tokens, and is then not continued."""
+    return ("".join(said[n - 4 : n]) + "\x00",)
+
+
+def shown(items: list[lb.Emitted] | list[lb.Produced]) -> str:
+    """Return what a listener has heard; what ends the text is no token of it."""
+    for item in items:
+        assert item.is_stop == (item.token == -1)
+    assert not any(item.is_stop for item in items[:-1])
+    return "".join(item.text for item in items)
+
+
+def test_branch_gives_it_out_before_it_says_that_the_cache_is_full(
+    small: Context, said: list[str], params: SamplingParams
+) -> None:
+    n = N_CTX - N_PROMPT
+    with Branch.start(small, [5] * N_PROMPT, sampling=params) as branch:
+        items: list[lb.Produced] = []
+        with pytest.raises(CacheFullError):
+            for item in branch.generate(stop=stop_after(said, n)):
+                items.append(item)
+        assert shown(items) == "".join(said[:n])
+        assert [item.token for item in items[:-1]] == branch.generated
+        assert items[-1].is_stop
+        assert math.isnan(items[-1].logprob)
+    # Without anything held back nothing comes in its place.
+    with Branch.start(small, [5] * N_PROMPT, sampling=params) as branch:
+        items = []
+        with pytest.raises(CacheFullError):
+            for item in branch.generate(stop=["\x00"]):
+                items.append(item)
+        assert not items[-1].is_stop
+        assert len(items) == n
+
+
+def test_branch_gives_it_out_before_any_other_error(
+    ctx: Context, said: list[str], params: SamplingParams
+) -> None:
+    with Branch.start(ctx, [5] * N_PROMPT, sampling=params) as branch:
+        items: list[lb.Produced] = []
+        with pytest.raises(DecodeInterruptedError):
+            for item in branch.generate(stop=stop_after(said, 6)):
+                items.append(item)
+                if len(items) == 6:
+                    ctx.interrupt()
+        assert shown(items) == "".join(said[:6])
+
+
+@pytest.mark.parametrize("which", DRAFTERS)
+def test_generation_gives_it_out_before_it_says_that_the_cache_is_full(
+    which: str, small: Context, draft_ctx: Context, said: list[str], params: SamplingParams
+) -> None:
+    n = N_CTX - N_PROMPT + 1  # the last one needs no cell
+    speculator = lb.Speculator(small, make(which, draft_ctx), lb.SpeculativeConfig(draft_k=3))
+    generation = speculator.generate(
+        [5] * N_PROMPT, max_tokens=None, sampling=params, stop=stop_after(said, n)
+    )
+    items: list[lb.Emitted] = []
+    with pytest.raises(CacheFullError):
+        for item in generation:
+            items.append(item)
+    assert shown(items) == generation.text == "".join(said[:n])
+    assert [item.token for item in items[:-1]] == generation.tokens
+    assert generation.finish_reason == "capacity"
+    assert list(generation) == []
+
+
+@pytest.mark.parametrize("how", ["close", "interrupt", "close at the full cache"])
+def test_generation_that_is_ended_has_it_in_its_text(
+    how: str, ctx: Context, small: Context, said: list[str], params: SamplingParams
+) -> None:
+    at_end = how == "close at the full cache"
+    n = N_CTX - N_PROMPT + 1 if at_end else 6
+    context = small if at_end else ctx
+    branch = Branch.start(context, [5] * N_PROMPT, sampling=params)
+    generation = lb.Speculator(context).generate(branch, max_tokens=None, stop=stop_after(said, n))
+    items = list(itertools.islice(generation, n))
+    assert shown(items) != "".join(said[:n])
+    if how == "interrupt":
+        ctx.interrupt()
+        with pytest.raises(DecodeInterruptedError):
+            for item in generation:
+                items.append(item)
+        assert shown(items) == "".join(said[:n])
+    with suppress(CapacityError):  # the branch has no cell for the last one
+        generation.close()
+    assert generation.text == "".join(said[:n])
+    assert len(generation.tokens) == n
+    branch.prune()
+
+
+@pytest.mark.parametrize("which", DRAFTERS)
+def test_session_has_it_in_its_text_and_goes_on_when_there_is_room(
+    which: str, small: Context, draft_ctx: Context, said: list[str], params: SamplingParams
+) -> None:
+    n = 9
+    guest = Branch.start(small, [7] * (N_CTX - N_PROMPT - n + 1))
+    drafter = make(which, draft_ctx)
+    stop = "".join(said[n - 4 : n + 2])  # complete two tokens later
+    config = lb.SpeculativeConfig(draft_k=2)
+    with lb.InferenceSession(
+        small, [5] * N_PROMPT, sampling=params, stop=[stop], config=config
+    ) as session:
+        heard = ""
+        with pytest.raises(CacheFullError):
+            while (item := session.next_token(drafter)) is not None:
+                heard += item.text
+        assert session.text == "".join(said[:n])
+        assert session.text.startswith(heard)
+        assert heard != session.text
+        with pytest.raises(CacheFullError):
+            session.next_token(drafter)
+        assert session.text == "".join(said[:n])
+        guest.prune()
+        while (item := session.next_token(drafter)) is not None:
+            heard += item.text
+        assert session.finish_reason == "stop"
+        assert session.text == heard == "".join(said[: n - 4])
+
+
+def test_closed_session_has_it_in_its_text(
+    ctx: Context, said: list[str], params: SamplingParams
+) -> None:
+    session = lb.InferenceSession(ctx, [5] * N_PROMPT, sampling=params, stop=stop_after(said, 6))
+    heard = "".join(item.text for _ in range(6) if (item := session.next_token()) is not None)
+    assert session.text == heard
+    session.close()
+    session.close()
+    assert session.text == "".join(said[:6])
+    assert len(session.text) > len(heard)
+
+
+@pytest.mark.parametrize("which", DRAFTERS)
+@pytest.mark.parametrize("end", ["capacity", "cancelled"])
+def test_engine_gives_it_out(
+    end: str,
+    which: str,
+    small: Context,
+    draft_ctx: Context,
+    said: list[str],
+    params: SamplingParams,
+) -> None:
+    n = N_CTX - N_PROMPT + 1 if end == "capacity" else 6
+    request = Request([5] * N_PROMPT, max_tokens=None, sampling=params, stop=stop_after(said, n))
+    config = lb.SpeculativeConfig(draft_k=3 if end == "capacity" else 0)
+    engine = Engine(small, make(which, draft_ctx), config, max_tokens=None)
+    items: list[lb.Emitted] = []
+    result = None
+    for event in engine.stream([request]):
+        assert result is None
+        result = event.result
+        if event.emitted is not None:
+            items.append(event.emitted)
+            if end == "cancelled" and len(items) == n:
+                engine.cancel("0")
+    assert result is not None
+    assert result.finish_reason == end
+    assert len(result.tokens) == n
+    assert shown(items) == result.text == "".join(said[:n])
+
+
+def test_engine_gives_it_out_before_a_requests_error(small_toy: lb.Model) -> None:
+    """After "ab" only a letter may follow that the vocabulary lacks."""
+    grammar = 'root ::= "ab" "z"'
+    with Context(small_toy, n_ctx=256, n_threads=1) as ctx:
+        params = SamplingParams(seed=1)
+        request = Request("abc", max_tokens=9, sampling=params, grammar=grammar, stop=("abc",))
+        (result,) = Engine(ctx).generate([request])
+        assert isinstance(result.error, GrammarError)
+        assert result.text == "ab"
+        branch = Branch.start(ctx, "abc", sampling=params, grammar=grammar)
+        items: list[lb.Produced] = []
+        with pytest.raises(GrammarError):
+            for item in branch.generate(9, stop=["abc"]):
+                items.append(item)
+        assert shown(items) == "ab"

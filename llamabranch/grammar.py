@@ -73,13 +73,15 @@ class Grammar:
             GrammarError: not a schema, or one with a keyword that llama-cpp-python's converter would
                 silently ignore.
         """
-        text = schema if isinstance(schema, str) else json.dumps(schema)
         try:
+            text = schema if isinstance(schema, str) else json.dumps(schema)
             parsed = json.loads(text)
-        except ValueError as error:
+            _check_schema(parsed)
+            return cls(json_schema_to_gbnf(text))
+        except (ValueError, TypeError) as error:
             raise GrammarError(f"the JSON schema is not JSON: {error}") from error
-        _check_schema(parsed)
-        return cls(json_schema_to_gbnf(text))
+        except RecursionError:
+            raise GrammarError("the JSON schema is nested too deep") from None
 
 
 def _check_schema(schema: object) -> None:
@@ -92,13 +94,19 @@ def _check_schema(schema: object) -> None:
     if ignored:
         raise GrammarError(f"the JSON-schema keyword {ignored[0]!r} is not supported")
     form = schema.get("format")
-    if form is not None and form not in _SCHEMA_FORMATS:
+    if form is not None and form not in sorted(_SCHEMA_FORMATS):
         raise GrammarError(f"the JSON-schema format {form!r} is not supported")
     for name in ("properties", "$defs", "definitions"):
-        for inner in schema.get(name, {}).values():
+        inside = schema.get(name, {})
+        if not isinstance(inside, dict):
+            raise GrammarError(f"{name!r} of a JSON schema is an object, not {inside!r}")
+        for inner in inside.values():
             _check_schema(inner)
     for name in ("oneOf", "anyOf", "allOf", "prefixItems"):
-        for inner in schema.get(name, []):
+        listed = schema.get(name, [])
+        if not isinstance(listed, list):
+            raise GrammarError(f"{name!r} of a JSON schema is a list, not {listed!r}")
+        for inner in listed:
             _check_schema(inner)
     for name in ("additionalProperties", "items"):
         inner = schema.get(name, True)

@@ -21,6 +21,7 @@ Target = Annotated[
     typer.Option(
         "--target",
         "-t",
+        "-m",
         help="A GGUF path, or a name from `llamabranch models`. Default: the bundled target.",
         rich_help_panel=_MODELS,
     ),
@@ -30,6 +31,7 @@ Draft = Annotated[
     typer.Option(
         "--draft",
         "-d",
+        "-md",
         help="A GGUF path, a name, `lookup`, `suffix`, a chain such as `suffix+NAME`, or `none`. "
         "Default: the draft listed with the target.",
         rich_help_panel=_MODELS,
@@ -134,7 +136,12 @@ NCtx = Annotated[
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.", rich_help_panel=_RUNTIME)]
 GpuLayers = Annotated[
     int | None,
-    typer.Option(help="Layers to put on the GPU; -1 is all.", rich_help_panel=_RUNTIME),
+    typer.Option(
+        "--gpu-layers",
+        "-ngl",
+        help="Layers to put on the GPU; -1 is all.",
+        rich_help_panel=_RUNTIME,
+    ),
 ]
 KvType = Annotated[
     str | None,
@@ -147,6 +154,7 @@ TargetModel = Annotated[
         "--target-model",
         "--target",
         "-t",
+        "-m",
         help="A GGUF path, or a name from `llamabranch models`. Default: the bundled target.",
         rich_help_panel=_MODELS,
     ),
@@ -157,6 +165,7 @@ DraftModel = Annotated[
         "--draft-model",
         "--draft",
         "-d",
+        "-md",
         help="A GGUF path, a name, `lookup`, `suffix`, a chain such as `suffix+NAME`, or `none`. "
         "Default: the draft listed with the target.",
         rich_help_panel=_MODELS,

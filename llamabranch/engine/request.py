@@ -12,6 +12,8 @@ from ..speculative import Emitted, SpeculativeStats
 
 __all__ = ["EngineStats", "Event", "Request", "Result"]
 
+_MOST_TEXTS = 100_000  # of one request; each takes some kilobytes from the start
+
 
 @dataclass(frozen=True)
 class Request:
@@ -46,6 +48,10 @@ class Request:
             raise ConfigError(f"stop must be a sequence of strings, not {self.stop!r}")
         if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
             raise ConfigError(f"n must be a positive integer, not {self.n!r}")
+        if self.n > _MOST_TEXTS:
+            raise ConfigError(
+                f"n must be at most {_MOST_TEXTS}, not {self.n}", hint="make several requests of it"
+            )
         if self.id is not None and not isinstance(self.id, str):
             raise ConfigError(f"an id is a string, not {self.id!r}")
         most = self.max_tokens

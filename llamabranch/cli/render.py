@@ -331,6 +331,12 @@ def _raising_on_ctrl_c() -> Iterator[None]:
     if not ours:
         yield
         return
+
+    def on_lost(lost: sys.UnraisableHookArgs) -> None:
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            hook(lost)
+
+    hook, sys.unraisablehook = sys.unraisablehook, on_lost
     previous = signal.signal(signal.SIGINT, on_signal)
     try:
         yield
@@ -338,6 +344,7 @@ def _raising_on_ctrl_c() -> Iterator[None]:
             raise KeyboardInterrupt
     finally:
         signal.signal(signal.SIGINT, previous)
+        sys.unraisablehook = hook
 
 
 def _trace(debug: bool) -> None:

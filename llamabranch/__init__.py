@@ -1,5 +1,6 @@
 """Fork a local model's mind: a branch/fork runtime for llama.cpp."""
 
+from . import startup  # noqa: F401  (first: the other imports take half a second)
 from .branch import Branch
 from .capabilities import Capabilities
 from .cells import Usage

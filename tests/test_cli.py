@@ -560,6 +560,107 @@ def test_draft_without_a_vocabulary_fails_with_a_reason(tmp_path: Path) -> None:
     assert result.stdout == ""
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("theory",),
+        ("theory", "--json"),
+        ("models",),
+        ("--help",),
+        ("speculate", "-n", "4"),
+        ("speculate", "-n", "4", "--json"),
+        ("generate", "-p", "The king", "-n", "4"),
+    ],
+    ids=" ".join,
+)
+def test_full_standard_output_is_an_error_in_one_line(arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1, done.stderr
+    first, *rest = done.stderr.splitlines()
+    assert first == "error: cannot write to standard output: No space left on device"
+    assert all(line.startswith("hint: ") for line in rest)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="closes descriptors as POSIX has them")
+@pytest.mark.parametrize(
+    ("arguments", "number", "code", "message"),
+    [
+        (("speculate", "-", "-n", "4"), 0, 2, "standard input is closed"),
+        (("generate", "-i", "-", "-n", "4"), 0, 2, "standard input is closed"),
+        (("bench", "--quick", "-i", "-"), 0, 2, "standard input is closed"),
+        (("theory",), 1, 1, "standard output is closed"),
+        (("theory", "--json"), 1, 1, "standard output is closed"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_closed_stream_is_an_error_in_one_line(
+    arguments: tuple[str, ...], number: int, code: int, message: str
+) -> None:
+    done = subprocess.run(
+        [*COMMAND, *arguments],
+        preexec_fn=lambda: os.close(number),
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    first, *rest = done.stderr.splitlines()
+    assert first == f"error: {message}"
+    assert len(rest) == 1
+    assert rest[0].startswith("hint: ")
+
+
+def test_standard_input_that_is_not_utf8_is_wrong_usage() -> None:
+    done = subprocess.run(
+        [*COMMAND, "speculate", "-"], input=b"a\xffb", capture_output=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"error: cannot read standard input: ")
+
+
+def test_output_that_is_not_utf8_loses_nothing() -> None:
+    def lines_of(*arguments: str) -> tuple[str, str]:
+        done = subprocess.run(
+            [*COMMAND, "speculate", "Die Königin ♕", "-n", "8", "--seed", "1", *arguments],
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout, done.stderr
+
+    whole = run_json("Die Königin ♕", "-n", "8", "--seed", "1")
+    out, _ = lines_of("--json")
+    assert json.loads(out)["text"] == whole["text"]
+    out, err = lines_of()
+    assert out.startswith("Die K\\xf6nigin \\u2655")
+    assert "PYTHONIOENCODING=utf-8" in err
+
+
+@pytest.mark.parametrize("depth", [200, 20_000])
+def test_schema_that_nests_too_deep_is_wrong_usage(depth: int, tmp_path: Path) -> None:
+    path = tmp_path / "schema.json"
+    inside, ends = '{"type": "array", "items": ' * depth, "}" * depth
+    path.write_text(inside + '{"type": "integer"}' + ends, encoding="utf-8")
+    result = run("speculate", "--json-schema", str(path), "-n", "4")
+    assert result.exit_code == (0 if depth == 200 else 2), result.output
+    if depth > 200:
+        assert result.stderr == "error: the JSON schema is nested too deep\n"
+
+
+@pytest.mark.parametrize("schema", ['{"properties": 5}', '{"anyOf": 5}', '{"format": [1]}', "{"])
+def test_schema_that_is_none_is_wrong_usage(schema: str) -> None:
+    result = run("speculate", "--json-schema", schema)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: ")
+    assert "bug" not in result.stderr
+
+
 # -- inspect ---------------------------------------------------------------------------------------
 
 

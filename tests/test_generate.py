@@ -152,7 +152,13 @@ def test_settings_of_a_line_are_added_to_those_of_the_command() -> None:
     "line",
     ["{", "5", "{}", '{"prompt": 5}', '{"prompt": "a", "temprature": 1}', '{"prompt": "a", "n": 0}',
      '{"prompt": "a", "sampling": {"heat": 1}}', '{"prompt": "a", "sampling": [1]}',
-     '{"prompt": "a", "max_tokens": "many"}'],
+     '{"prompt": "a", "max_tokens": "many"}', '{"prompt": "a", "grammar": 5}',
+     '{"prompt": "a", "grammar": ""}', '{"prompt": "a", "sampling": {"logit_bias": [1]}}',
+     '{"prompt": "a", "sampling": {"logit_bias": {"x": 1}}}', '{"prompt": "a", "stop": [5]}',
+     '{"prompt": "a", "stop": 5}', '{"prompt": "a", "id": "\\ud800"}',
+     '{"prompt": "a", "n": 100000000}', '{"prompt": "a", "sampling": [["top_k", 3]]}',
+     '{"prompt": ' + "[" * 100_000, '{"prompt": "a", "seed": "x"}'],
+    ids=lambda line: line[:60],
 )  # fmt: skip
 def test_line_that_is_no_request_is_named(line: str) -> None:
     with pytest.raises(ConfigError, match="line 2 is no request"):
@@ -207,6 +213,121 @@ def test_resuming_refuses_a_file_of_other_prompts(tmp_path: Path) -> None:
     result = run("--prompts", "The king", "--output", str(path), "--resume")
     assert result.exit_code == 2
     assert "line 1 is no result" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (["--seed", "3"], "--seed was 2, not 3"),
+        (["--samples", "3"], "--samples was 1, not 3"),
+        (["--temperature", "0.5"], "the sampling settings"),
+        (["-n", "9"], "the sampling settings"),
+        (["--stop", "the"], "the sampling settings"),
+        (["--rule", "block"], "--rule was auto, not block"),
+        (["--kv-type", "f16"], "--kv-type was auto, not f16"),
+        (["--target", "tale-draft", "--draft", "none"], "the model (--target-model) differs"),
+        (["--prompts", "The queen"], "the prompts (--prompts, --input) differ"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_resuming_refuses_other_settings_and_says_which(
+    changed: list[str], named: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "out.jsonl"
+    begun = ["--prompts", "The king", "-n", "4", "--seed", "2", "--output", str(path)]
+    assert run(*begun).exit_code == 0
+    before = path.read_bytes()
+    result = run(*begun, "--resume", *changed)
+    assert result.exit_code == 2, result.output
+    assert named in " ".join(result.stderr.split())
+    assert "resume with the settings it was begun with" in " ".join(result.stderr.split())
+    assert path.read_bytes() == before
+
+
+def test_job_without_a_seed_is_resumed_with_the_one_that_was_picked(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    begun = ["--prompts", "The king", "The wolf", "--samples", "2", "-n", "6"]
+    # Plain decoding: without a seed a draft would change what is drawn, though not its distribution.
+    begun += ["--draft", "none", "--output", str(path)]
+    assert run(*begun).exit_code == 0
+    whole = path.read_text("utf-8").splitlines(keepends=True)
+    path.write_text(whole[0], encoding="utf-8")
+    assert run(*begun, "--resume").exit_code == 0
+
+    def texts_of(records: list[str]) -> dict[tuple[object, object], object]:
+        return {(r["id"], r["sample"]): (r["seed"], r["text"]) for r in map(json.loads, records)}
+
+    assert texts_of(path.read_text("utf-8").splitlines()) == texts_of(whole)
+
+
+def test_what_changes_no_text_may_change_when_resuming(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    begun = ["--prompts", *SEED_PROMPTS, "-n", "6", "--seed", "2"]
+    assert run(*begun, "--output", str(path)).exit_code == 0
+    whole = path.read_text("utf-8").splitlines(keepends=True)
+    path.write_text("".join(whole[:2]), encoding="utf-8")
+    again = [*begun, "--output", str(path), "--resume", "--draft", "lookup", "--parallel", "2"]
+    assert run(*again).exit_code == 0
+    assert {(r["id"], r["text"]) for r in lines(path)} == {
+        (r["id"], r["text"]) for r in map(json.loads, whole)
+    }
+
+
+def test_resuming_leaves_a_file_alone_that_is_not_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    begun = ["--prompts", "The king", "-n", "4", "--output", str(path), "--resume"]
+    old = json.dumps({"id": "0", "sample": 0, "prompt": "The king", "text": ""}) + "\n"
+    for text, message in [
+        ("Dear diary", "line 1 is no result"),  # without an end of line: not a torn result
+        (old + "more", "line 2 is no result"),
+        (old, "does not say what it was made with"),
+    ]:
+        path.write_text(text, encoding="utf-8")
+        result = run(*begun)
+        assert result.exit_code == 2, result.output
+        assert message in " ".join(result.stderr.split())
+        assert path.read_text("utf-8") == text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_full_disk_is_an_error_that_says_how_to_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.symlink_to("/dev/full")
+    result = run("--prompts", "The king", "The wolf", "-n", "4", "--output", str(path))
+    assert result.exit_code == 1, result.output
+    assert result.stderr.startswith(f"error: cannot write {path}: No space left on device\nhint: ")
+    assert "--resume" in result.stderr
+    assert len(result.stderr.splitlines()) == 2
+
+
+def test_full_disk_keeps_what_was_written_and_the_rest_is_resumed(tmp_path: Path) -> None:
+    """The process may write so many bytes to a file; the next result tears, as on a full disk."""
+    resource = pytest.importorskip("resource")
+    path, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    begun = ["--prompts", *SEED_PROMPTS, "-n", "8", "--seed", "2"]
+    assert run(*begun, "--output", str(whole)).exit_code == 0
+    size = whole.stat().st_size
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write then fails, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
+
+    done = subprocess.run(
+        [*COMMAND, *begun, "--output", str(path), "--threads", "1"],
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith(f"error: cannot write {path}: ")
+    assert "bug" not in done.stderr
+    assert path.stat().st_size == size // 2
+    assert run(*begun, "--output", str(path), "--resume").exit_code == 0
+    assert {(r["id"], r["text"]) for r in lines(path)} == {
+        (r["id"], r["text"]) for r in lines(whole)
+    }
+    assert len(lines(path)) == len(SEED_PROMPTS)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
@@ -284,6 +405,20 @@ def test_one_bad_request_does_not_stop_the_others() -> None:
     assert "bad: token 99999999" in result.stderr
     assert "The king" in result.stdout
     assert "failed" in result.stdout
+
+
+def test_half_a_surrogate_pair_loses_no_result() -> None:
+    stdin = '{"prompt": "The king"}\n{"prompt": "\\ud800", "id": "half"}\n'
+    result = run("--input", "-", "-n", "4", "--json", stdin=stdin)
+    assert result.exit_code == 1
+    results = {record["id"]: record for record in json.loads(result.stdout)["results"]}
+    assert results["half"]["prompt"] == "\ud800"
+    assert "Unicode" in results["half"]["error"]
+    assert results["0"]["text"]
+    shown = run("--input", "-", "-n", "4", stdin=stdin)
+    assert shown.exit_code == 1
+    assert "The king" in shown.stdout
+    assert "bug" not in shown.stderr
 
 
 def test_request_settings_of_the_command_reach_every_text() -> None:

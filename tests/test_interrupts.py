@@ -6,6 +6,7 @@ come at a known moment. Logits are compared with those from before, or with a cl
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import random
@@ -509,6 +510,97 @@ def test_recurrent_memory_is_never_left_half_computed(kind_ctx: Context, decodes
     assert decodes.answers[-1] == (32, expected)
 
 
+# -- while a model loads ---------------------------------------------------------------------------
+
+LOADING = ("loaded meta data", "load_tensors", "llama_context: constructing", "llama_kv_cache")
+
+
+class InterruptingStderr:
+    """Sends the process a Ctrl-C when llama.cpp logs a certain line."""
+
+    def __init__(self, line: str) -> None:
+        self.line = line
+        self.n_sent = 0
+
+    def write(self, text: str) -> int:
+        if self.line in text and not self.n_sent:
+            self.n_sent += 1
+            ctrl_c()
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("line", LOADING)
+def test_ctrl_c_while_a_model_loads_reaches_the_caller_and_frees_everything(
+    line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while llama.cpp logs: ctypes would print the exception and go on without it."""
+    made: list[str] = []
+    freed: list[str] = []
+
+    def count(name: str, into: list[str], made_one: bool) -> None:
+        real = getattr(C, name)
+
+        def counted(*arguments: object) -> object:
+            result = real(*arguments)
+            if result or not made_one:
+                into.append(name)
+            return result
+
+        monkeypatch.setattr(C, name, counted)
+
+    count("llama_model_load_from_file", made, True)
+    count("llama_init_from_model", made, True)
+    count("llama_model_free", freed, False)
+    count("llama_free", freed, False)
+    stderr = InterruptingStderr(line)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    lb.set_log_level("debug")
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            lb.load("tale-target", n_ctx=256, n_threads=1)
+    finally:
+        lb.set_log_level("none")
+    assert stderr.n_sent == 1, "llama.cpp did not log such a line"
+    gc.collect()
+    assert len(freed) == len(made)
+    with lb.load("tale-target", n_ctx=256, n_threads=1) as ctx:
+        assert Branch.start(ctx, "Once upon a time", seed=1).step().text
+
+
+@pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
+def test_ctrl_c_in_the_progress_of_a_load_reaches_the_caller(at: float) -> None:
+    def progress(fraction: float) -> None:
+        if fraction >= at:
+            ctrl_c()
+
+    with pytest.raises(KeyboardInterrupt):
+        lb.load("tale-target", n_ctx=256, n_threads=1, progress=progress)
+
+
+def test_progress_is_called_in_the_thread_that_loads_the_model() -> None:
+    threads = set()
+    lb.load(
+        "tale-draft",
+        n_ctx=256,
+        n_threads=1,
+        progress=lambda _: threads.add(threading.get_ident()),
+    ).close()
+    assert threads == {threading.get_ident()}
+
+
+def test_models_load_when_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("_thread.start_new_thread", refuse)
+    seen: list[float] = []
+    lb.load("tale-draft", n_ctx=256, n_threads=1, progress=seen.append).close()
+    assert seen[-1] == 1.0
+
+
 # -- the command line ------------------------------------------------------------------------------
 
 COMMAND = [sys.executable, "-m", "llamabranch.cli"]
@@ -552,3 +644,121 @@ def test_ctrl_c_while_a_prompt_is_read_ends_the_command(arguments: list[str]) ->
     assert done.returncode == 130, done.stderr
     assert done.stderr.strip().splitlines()[-1] == "interrupted"
     assert "Traceback" not in done.stderr
+
+
+LOADING_COMMAND = """
+import os, signal, sys
+from llamabranch.cli.app import app
+class Interrupting:
+    encoding, sent = "utf-8", False
+    def write(self, text):
+        if "load_tensors" in text and not self.sent:
+            Interrupting.sent = True
+            os.kill(os.getpid(), signal.SIGINT)
+        return real.write(text)
+    def __getattr__(self, name):
+        return getattr(real, name)
+real, sys.stderr = sys.stderr, Interrupting()
+app(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("command", ["speculate", "inspect", "generate"])
+def test_ctrl_c_while_a_model_loads_ends_the_command(command: str) -> None:
+    arguments = ["-p", "The king"] if command == "generate" else []
+    done = subprocess.run(
+        [sys.executable, "-c", LOADING_COMMAND, command, *arguments, "--verbose"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.strip().splitlines()[-1] == "interrupted"
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+FINALIZER = """
+import os, signal, sys
+from llamabranch import hub
+from llamabranch.cli.app import app
+class Interrupting:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            pass
+real = hub.resolve
+def resolve(name):
+    Interrupting()
+    hub.resolve = real
+    return real(name)
+hub.resolve = resolve
+app(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments", [["speculate", "-n", "100"], ["generate", "-p", "a"], ["inspect"]], ids=" ".join
+)
+def test_ctrl_c_that_python_loses_in_a_finalizer_ends_the_command(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FINALIZER, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+IMPORTING = """
+import os, signal, sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == os.environ["INTERRUPTED_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+"""
+ENDING = """
+import atexit, os, signal
+atexit.register(os.kill, os.getpid(), signal.SIGINT)
+"""
+
+
+def run_with_customisation(
+    code: str, folder: Path, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    (folder / "sitecustomize.py").write_text(code, encoding="utf-8")
+    paths = [str(folder), str(Path(lb.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["llamabranch.branch", "numpy", "llama_cpp", "llamabranch.engine", "llamabranch.cli"]
+    + ["typer", "rich.console", "llamabranch.cli.theory"],
+)
+def test_ctrl_c_while_the_command_is_imported_ends_it(module: str, tmp_path: Path) -> None:
+    done = run_with_customisation(IMPORTING, tmp_path, "theory", INTERRUPTED_AT=module)
+    assert (done.returncode, done.stderr, done.stdout) == (130, "interrupted\n", "")
+
+
+def test_ctrl_c_when_the_command_has_ended_shows_no_traceback(tmp_path: Path) -> None:
+    done = run_with_customisation(ENDING, tmp_path, "theory")
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    assert "Speedup" in done.stdout
+
+
+def test_program_that_imports_the_library_keeps_its_ctrl_c() -> None:
+    code = "import signal, llamabranch; print(signal.getsignal(signal.SIGINT).__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "default_int_handler\n"

@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
+from llamabranch.startup import quit_interrupted, quit_on_ctrl_c
+
 from .bench import bench
+from .commands import Command, Commands, reopen_closed_streams
 from .generate import ManyPrompts, generate
 from .inspect import inspect
 from .models import models
@@ -18,6 +21,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="llamabranch",
+    cls=Commands,
     help="Fork, score and rewind lines of thought on llama.cpp; speculative decoding.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -43,14 +47,19 @@ def _root(
     pass
 
 
-app.command()(speculate)
+app.command(cls=Command)(speculate)
 app.command(cls=ManyPrompts)(generate)
-app.command()(bench)
-app.command()(inspect)
-app.command()(models)
-app.command()(theory)
+app.command(cls=Command)(bench)
+app.command(cls=Command)(inspect)
+app.command(cls=Command)(models)
+app.command(cls=Command)(theory)
 
 
 def main() -> None:
     """Run the command line and exit: 0 done, 1 failure, 2 wrong usage, 130 interrupted."""
-    app()
+    quit_on_ctrl_c()  # until a command begins, and after it has ended
+    reopen_closed_streams()
+    try:
+        app()
+    except KeyboardInterrupt:
+        quit_interrupted()

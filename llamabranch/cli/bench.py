@@ -67,7 +67,7 @@ def bench(
     1. With no options the bundled pair is measured.
     """
     screen = Screen(color=not no_color)
-    with reporting(screen, debug=debug), ExitStack() as stack:
+    with reporting(screen, debug=debug, as_json=as_json), ExitStack() as stack:
         # Everything that can be wrong in the arguments is found before a model loads.
         sampling = SamplingParams(
             temperature=temperature,
@@ -76,7 +76,8 @@ def bench(
             min_p=min_p,
             repeat_penalty=repeat_penalty,
         )
-        given = [request.prompt for request in read_prompts(prompts or (), input_file, sampling)]
+        source = read_prompts(prompts or (), input_file)
+        given = [request.prompt for request in source.requests(sampling)]
         if input_file is not None and not given:
             raise ConfigError(f"{input_file} has no prompts")
         texts = given or list(PROMPTS[:1] if quick else PROMPTS)

@@ -5,30 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from time import perf_counter
-from typing import IO
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from typer.core import TyperCommand
 
 from llamabranch import (
     ConfigError,
     DecodeInterruptedError,
     Engine,
     Event,
+    Grammar,
     Request,
     Result,
     SamplingParams,
     SpeculativeConfig,
-    read_results,
-    write_result,
 )
 
 from . import options
+from .commands import Command
 from .drafting import drafting_contexts, drafting_models, make_drafter
 from .render import (
     EXIT_FAILURE,
@@ -39,8 +36,10 @@ from .render import (
     print_json,
     reporting,
 )
+from .results import JobSettings, ResultFile
 from .setup import (
     choose_models,
+    digest,
     loading_options,
     open_context,
     parse_grammar,
@@ -54,7 +53,7 @@ _CELLS_PER_TEXT = 512  # of the cache, unless --n-ctx says otherwise
 _LEAST_CELLS = 2048
 
 
-class ManyPrompts(TyperCommand):
+class ManyPrompts(Command):
     """Takes several prompts after one ``--prompts``, and ``_`` for ``-`` in the names of options."""
 
     def parse_args(  # type: ignore[override]  # typer has a click of its own, or not
@@ -134,7 +133,7 @@ def generate(
     its prompt has alone. What ends is printed, or written to --output, at once.
     """
     screen = Screen(color=not no_color)
-    with reporting(screen, debug=debug), ExitStack() as stack:
+    with reporting(screen, debug=debug, as_json=as_json), ExitStack() as stack:
         # Everything that can be wrong in the arguments is found before a model loads.
         config = SpeculativeConfig(
             draft_k=parse_length(gamma), entropy_stop=entropy_stop, rule=rule
@@ -149,6 +148,7 @@ def generate(
         limits = parse_grammar(grammar, json_schema)
         if resume and output is None:
             raise typer.BadParameter("needs --output", param_hint="--resume")
+        source = read_prompts(prompts or (), input_file)
         requests = [
             replace(
                 request,
@@ -157,11 +157,25 @@ def generate(
                 grammar=request.grammar or limits,
                 n=max(request.n, samples),
             )
-            for i, request in enumerate(read_prompts(prompts or (), input_file, sampling))
+            for i, request in enumerate(source.requests(sampling))
         ]
         if not requests:
             raise ConfigError("there is nothing to continue", hint="give --prompts or --input")
-        done = set() if output is None else _done(output, requests, resume=resume)
+        settings = JobSettings(
+            prompts=source.digest,
+            sampling=_sampling_digest(
+                sampling, limits, max_tokens=max_tokens, stop=stop, end=ignore_end, chat=chat
+            ),
+            samples=samples,
+            rule=rule,
+            kv_type=kv_type or "auto",
+            seed=seed,
+            seed_given=seed is not None,
+        )
+        file = None
+        if output is not None:
+            file = stack.enter_context(ResultFile(output, settings, requests, resume=resume))
+            settings = file.job
         target_name, parts = choose_models(target, "none" if auto_regressive else draft)
 
         cells = n_ctx or max(_LEAST_CELLS, _CELLS_PER_TEXT * parallel)
@@ -179,10 +193,13 @@ def generate(
             config,
             sampling=sampling,
             max_tokens=max_tokens,
-            seed=seed,
+            seed=settings.seed if settings.seed_given else None,
         )
-        file = None if output is None else stack.enter_context(_appending(output))
-        job = _Job(engine, requests, done, screen, file, quiet=as_json)
+        if settings.seed is not None:  # a resumed job goes on with the seed that was picked for it
+            engine.seed = settings.seed
+        if file is not None:
+            file.open(context.model.fingerprint, engine.seed)
+        job = _Job(engine, requests, screen, file, quiet=as_json)
         interrupted = job.run(ignore_end=ignore_end, chat=chat)
         if as_json:
             print_json(job.as_json(interrupted))
@@ -195,39 +212,26 @@ def generate(
             raise typer.Exit(EXIT_FAILURE)
 
 
-# -- files -----------------------------------------------------------------------------------------
-
-
-def _done(output: Path, requests: Sequence[Request], *, resume: bool) -> set[tuple[str, int]]:
-    """Return what ``output`` holds already, by id and sample; a torn last line is cut off."""
-    if not resume:
-        if output.is_file() and output.stat().st_size:
-            raise ConfigError(
-                f"{output} is there already", hint="go on with --resume, or name another file"
-            )
-        return set()
-    prompts = {request.id: request.prompt for request in requests}
-    done = set()
-    for record in read_results(output):
-        name, sample = str(record["id"]), record.get("sample", 0)
-        if name not in prompts or record.get("prompt") != prompts[name]:
-            raise ConfigError(
-                f"{output} is of other prompts: it has a result {name!r}",
-                hint="resume with the prompts it was begun with, or name another file",
-            )
-        if isinstance(sample, int):
-            done.add((name, sample))
-    return done
-
-
-@contextmanager
-def _appending(output: Path) -> Iterator[IO[str]]:
-    try:
-        file = output.open("a", encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write {output}: {error}") from None
-    with file:
-        yield file
+def _sampling_digest(
+    sampling: SamplingParams,
+    grammar: Grammar | None,
+    *,
+    max_tokens: int,
+    stop: Sequence[str] | None,
+    end: bool,
+    chat: bool,
+) -> str:
+    """Return a digest of everything on the command line that says how to draw and when to stop."""
+    return digest(
+        {
+            "sampling": asdict(sampling),
+            "grammar": None if grammar is None else grammar.gbnf,
+            "max_tokens": max_tokens,
+            "stop": list(stop or ()),
+            "ignore_end": end,
+            "chat": chat,
+        }
+    )
 
 
 # -- the job ---------------------------------------------------------------------------------------
@@ -239,15 +243,15 @@ class _Job:
 
     engine: Engine
     requests: Sequence[Request]
-    done: set[tuple[str, int]]
     screen: Screen
-    file: IO[str] | None
+    file: ResultFile | None
     quiet: bool
     results: list[Result] = field(default_factory=list)
     n_failed: int = 0
 
     def __post_init__(self) -> None:
         self.prompts = {str(request.id): request.prompt for request in self.requests}
+        self.done = set() if self.file is None else self.file.done
 
     def run(self, *, ignore_end: bool, chat: bool) -> bool:
         """Run all requests; return whether it was interrupted."""
@@ -283,7 +287,7 @@ class _Job:
         result.prompt = self.prompts[result.id]  # not what a chat template made of it
         self.n_failed += result.error is not None and not result.tokens
         if self.file is not None:
-            write_result(self.file, result)
+            self.file.write(result)
         else:
             self.results.append(result)
             if not self.quiet:

@@ -33,7 +33,7 @@ def inspect(
     With two models, print both and whether the second can draft for the first; if not, why.
     """
     screen = Screen(color=not no_color)
-    with reporting(screen, debug=debug), ExitStack() as stack:
+    with reporting(screen, debug=debug, as_json=as_json), ExitStack() as stack:
         names = [model] if draft is None else [model, draft]
         for name in names:
             hub.resolve(name)

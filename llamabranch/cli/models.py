@@ -19,7 +19,7 @@ def models(
     --target and --draft take.
     """
     screen = Screen(color=not no_color)
-    with reporting(screen, debug=debug):
+    with reporting(screen, debug=debug, as_json=as_json):
         found = [(entry, hub.locate(entry)) for entry in hub.catalogue()]
         if as_json:
             print_json(

@@ -21,6 +21,7 @@ Target = Annotated[
     typer.Option(
         "--target",
         "-t",
+        "-m",
         help="A GGUF path, or a name from `llamabranch models`. Default: the bundled target.",
         rich_help_panel=_MODELS,
     ),
@@ -30,6 +31,7 @@ Draft = Annotated[
     typer.Option(
         "--draft",
         "-d",
+        "-md",
         help="A GGUF path, a name, `lookup`, `suffix`, a chain such as `suffix+NAME`, or `none`. "
         "Default: the draft listed with the target.",
         rich_help_panel=_MODELS,
@@ -135,7 +137,12 @@ NCtx = Annotated[
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.", rich_help_panel=_RUNTIME)]
 GpuLayers = Annotated[
     int | None,
-    typer.Option(help="Layers to put on the GPU; -1 is all.", rich_help_panel=_RUNTIME),
+    typer.Option(
+        "--gpu-layers",
+        "-ngl",
+        help="Layers to put on the GPU; -1 is all.",
+        rich_help_panel=_RUNTIME,
+    ),
 ]
 KvType = Annotated[
     str | None,
@@ -148,6 +155,7 @@ TargetModel = Annotated[
         "--target-model",
         "--target",
         "-t",
+        "-m",
         help="A GGUF path, or a name from `llamabranch models`. Default: the bundled target.",
         rich_help_panel=_MODELS,
     ),
@@ -158,6 +166,7 @@ DraftModel = Annotated[
         "--draft-model",
         "--draft",
         "-d",
+        "-md",
         help="A GGUF path, a name, `lookup`, `suffix`, a chain such as `suffix+NAME`, or `none`. "
         "Default: the draft listed with the target.",
         rich_help_panel=_MODELS,

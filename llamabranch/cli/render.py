@@ -6,6 +6,7 @@ terminal only, and neither with ``--no-color`` nor when ``NO_COLOR`` is set.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Literal
+from typing import IO, Literal
 
 import typer
 from rich.color import ColorSystem
@@ -31,8 +32,10 @@ from llamabranch import (
     Context,
     DecodeInterruptedError,
     Emitted,
+    GrammarError,
     LlamaBranchError,
 )
+from llamabranch.startup import EXIT_INTERRUPTED, quit_interrupted
 
 SOURCE_STYLES = {"drafted": "green", "bonus": "bold cyan", "corrected": "yellow", "plain": ""}
 SOURCE_LABELS = {
@@ -43,7 +46,10 @@ SOURCE_LABELS = {
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+class OutputError(LlamaBranchError):
+    """What was to be written cannot be: the disk is full, or standard output is closed."""
 
 
 class Screen:
@@ -56,13 +62,28 @@ class Screen:
         if not self.out.is_terminal:
             self.out.width = 10_000  # a pipe has no width, and names must stay whole
         self.colored = self.out.color_system not in (None, "windows")
+        self._said_escaped = False
 
     def write(self, text: str, style: str = "") -> None:
-        """Write text as it is, at once, and styled if the screen has colours."""
+        """Write text as it is, at once, and styled if the screen has colours.
+
+        Characters that the encoding of standard output lacks are written as escapes.
+
+        Raises:
+            OutputError: standard output is closed, or its disk is full.
+        """
         if self.colored and style:
             text = _styled(text, style)
-        self.out.file.write(text)
-        self.out.file.flush()
+        encoding = getattr(self.out.file, "encoding", None) or "utf-8"
+        if not _fits(text, encoding):
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
+            if not self._said_escaped:
+                self._said_escaped = True
+                self.note(
+                    f"standard output is {encoding}: characters it lacks are written as escapes; "
+                    "PYTHONIOENCODING=utf-8 writes them as they are"
+                )
+        _write(self.out.file, text)
 
     def emit(self, token: Emitted) -> None:
         """Write one generated token in the colour of its source."""
@@ -74,7 +95,7 @@ class Screen:
             line = Text()
             for source, label in SOURCE_LABELS.items():
                 line.append("■ ", style=SOURCE_STYLES[source]).append(label + "   ")
-            self.out.print(line)
+            self._print(line)
 
     def table(
         self,
@@ -91,26 +112,35 @@ class Screen:
             table.add_column(column, justify=justify, overflow="fold")
         for row in rows:
             table.add_row(*row)
-        with self.out.capture() as capture:
+        with _failures_of_standard_output(), self.out.capture() as capture:
             self.out.print(table)
         self.write("".join(line.rstrip() + "\n" for line in capture.get().splitlines()))
 
     def line(self, text: str = "", style: str = "") -> None:
         """Print a line of text."""
-        self.out.print(Text(text, style=style))
+        self._print(Text(text, style=style))
+
+    def _print(self, text: Text) -> None:
+        # Everything on standard output goes through ``write``.
+        # Rich writes the empty rest when it ends.
+        with _failures_of_standard_output(), self.out.capture() as capture:
+            self.out.print(text)
+        self.write(capture.get())
 
     def note(self, text: str) -> None:
         """Print a remark to standard error."""
-        self.err.print(Text(text, style="dim"), soft_wrap=not self.err.is_terminal)
+        with contextlib.suppress(OSError):
+            self.err.print(Text(text, style="dim"), soft_wrap=not self.err.is_terminal)
 
     def error(self, message: str, hint: str | None = None) -> None:
         """Print an error as one line, and its hint, to standard error."""
         head = Text("error: ", style="bold red").append(" ".join(message.split()), style="not bold")
-        self.err.print(head, soft_wrap=True)
-        if hint:
-            self.err.print(
-                Text("hint: ", style="bold").append(hint, style="not bold"), soft_wrap=True
-            )
+        with contextlib.suppress(OSError):  # there is nowhere else to say it
+            self.err.print(head, soft_wrap=True)
+            if hint:
+                self.err.print(
+                    Text("hint: ", style="bold").append(hint, style="not bold"), soft_wrap=True
+                )
 
     def progress(self, text: str) -> None:
         """Write what is being done over the last such line, "" to clear it; nothing to a pipe.
@@ -141,10 +171,79 @@ def _styled(text: str, style: str) -> str:
     )
 
 
+def _fits(text: str, encoding: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _write(file: IO[str], text: str) -> None:
+    if sys.stdout is None:  # Python's way to say that it was closed when the process began
+        raise OutputError("standard output is closed", hint="send it to a file or a pipe")
+    with _failures_of_standard_output():
+        file.write(text)
+        file.flush()
+
+
+@contextmanager
+def _failures_of_standard_output() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        leave_standard_output()
+        raise OutputError(
+            f"cannot write to standard output: {error.strerror or error}",
+            hint="free some space, or send it elsewhere",
+        ) from None
+
+
+def leave_standard_output() -> None:
+    """Send what is still in its buffer nowhere: the interpreter would fail on it when it ends."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+_answered = False  # whether the command under way has printed its JSON object
+
+
 def print_json(value: Mapping[str, object]) -> None:
-    """Print one JSON object and nothing else."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
+    """Print one JSON object and nothing else: null for numbers that do not exist.
+
+    Raises:
+        OutputError: standard output is closed, or its disk is full.
+    """
+    global _answered
+    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    # JSON can spell every character in ASCII, also half a surrogate pair.
+    if not _fits(text, getattr(sys.stdout, "encoding", None) or "utf-8"):
+        text = json.dumps(json.loads(text))
+    _write(sys.stdout, text + "\n")
+    _answered = True
+
+
+def print_json_error(error: BaseException, message: str, hint: str | None) -> None:
+    """Print the JSON object of a command that failed, unless it has printed its answer."""
+    if _answered or isinstance(error, OutputError):
+        return
+    described = {"type": type(error).__name__, "message": message, "hint": hint}
+    with contextlib.suppress(OutputError, BrokenPipeError):
+        print_json({"error": described})
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return value
 
 
 def number(value: float, digits: int, unit: str = "") -> str:
@@ -161,35 +260,91 @@ def decimal_size(n_bytes: float) -> str:
 
 
 @contextmanager
-def reporting(screen: Screen, *, debug: bool) -> Iterator[None]:
+def reporting(screen: Screen, *, debug: bool, as_json: bool = False) -> Iterator[None]:
     """Turn exceptions into one line on standard error and an exit code.
 
     A wrong name, file or setting exits with 2, any other failure with 1, Ctrl-C with 130.
-    ``debug`` prints the traceback too.
+    ``debug`` prints the traceback too, ``as_json`` the error as a JSON object to standard output.
     """
+    global _answered
+    _answered = False
+
+    def fail(error: BaseException, message: str, hint: str | None, code: int) -> typer.Exit:
+        _trace(debug)
+        screen.error(message, hint)
+        if as_json:
+            print_json_error(error, message, hint)
+        return typer.Exit(code)
+
     try:
-        yield
-    except (KeyboardInterrupt, DecodeInterruptedError):
+        with _raising_on_ctrl_c():
+            yield
+    except (KeyboardInterrupt, DecodeInterruptedError) as error:
         _trace(debug)
         screen.note("interrupted")
+        if as_json:
+            print_json_error(error, "interrupted", None)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except LlamaBranchError as error:
-        _trace(debug)
-        screen.error(error.message, error.hint)
-        raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE) from None
+        is_usage = isinstance(error, (ConfigError, GrammarError))
+        code = EXIT_USAGE if is_usage else EXIT_FAILURE
+        raise fail(error, error.message, error.hint, code) from None
     except BrokenPipeError:
         # The reader went away, as `| head` does: there is nobody left to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        leave_standard_output()
         raise typer.Exit(EXIT_FAILURE) from None
+    except OSError as error:
+        what = "" if error.filename is None else f"{error.filename}: "
+        message = f"{what}{error.strerror or error}"
+        raise fail(error, message, None if debug else "--debug shows where", EXIT_FAILURE) from None
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
     except Exception as error:
-        _trace(debug)
-        screen.error(
+        raise fail(
+            error,
             f"unexpected {type(error).__name__}: {error}",
             None if debug else "this is a bug in llamabranch; --debug shows where",
-        )
-        raise typer.Exit(EXIT_FAILURE) from None
+            EXIT_FAILURE,
+        ) from None
+
+
+_interrupted = False  # whether the command under way has got a Ctrl-C that raises
+
+
+@contextmanager
+def _raising_on_ctrl_c() -> Iterator[None]:
+    """Raise KeyboardInterrupt at a Ctrl-C, at the latest at the end.
+
+    Python prints and forgets what is raised in a finalizer, or in a callback that C calls.
+    """
+    global _interrupted
+    _interrupted = False
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        global _interrupted
+        _interrupted = True
+        raise KeyboardInterrupt
+
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(
+        signal.SIGINT
+    ) in (signal.default_int_handler, quit_interrupted)
+    if not ours:
+        yield
+        return
+
+    def on_lost(lost: sys.UnraisableHookArgs) -> None:
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            hook(lost)
+
+    hook, sys.unraisablehook = sys.unraisablehook, on_lost
+    previous = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield
+        if _interrupted:
+            raise KeyboardInterrupt
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        sys.unraisablehook = hook
 
 
 def _trace(debug: bool) -> None:
@@ -208,6 +363,7 @@ class Interruption:
         self._contexts = contexts
 
     def __enter__(self) -> Interruption:
+        self.asked = _interrupted  # one that Python lost, as in a finalizer
         self._listening = threading.current_thread() is threading.main_thread()
         if self._listening:
             self._previous = signal.signal(signal.SIGINT, self._on_signal)

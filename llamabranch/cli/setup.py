@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -57,23 +60,66 @@ def _read(path: Path) -> str:
         raise ConfigError(f"cannot read {path}: {error}") from None
 
 
-def read_prompts(
-    prompts: Sequence[str], input_file: str | None, sampling: SamplingParams
-) -> Iterator[Request]:
-    """Yield the prompts that were given, and those of a file, one a line or JSON objects (.jsonl)."""
-    yield from (Request(prompt, sampling=sampling) for prompt in prompts)
+@dataclass(frozen=True)
+class PromptSource:
+    """Where a job's prompts come from: those of the command line, and the lines of a file."""
+
+    prompts: tuple[str, ...]
+    lines: tuple[str, ...] = ()
+    json_lines: bool = False
+
+    def requests(self, sampling: SamplingParams) -> Iterator[Request]:
+        """Yield a request for each prompt; ``sampling`` is what a line leaves open.
+
+        Raises:
+            ConfigError: a line that is no request; says which line.
+        """
+        yield from (Request(prompt, sampling=sampling) for prompt in self.prompts)
+        yield from read_requests(self.lines, json_lines=self.json_lines, sampling=sampling)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex, 16 digits) of the prompts; empty lines do not count."""
+        lines = [line.rstrip("\r") for line in self.lines if line.strip()]
+        return digest([list(self.prompts), lines, self.json_lines])
+
+
+def digest(value: object) -> str:
+    """Return the first 16 hex digits of the SHA-256 of ``value`` as JSON."""
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
+
+
+def read_prompts(prompts: Sequence[str], input_file: str | None) -> PromptSource:
+    """Return the prompts that were given, and those of a file, one a line or JSON objects (.jsonl)."""
     if input_file is None:
-        return
+        return PromptSource(tuple(prompts))
+    if input_file == "-":
+        text = read_standard_input()
+        json_lines = text.lstrip().startswith("{")
+    else:
+        text = _read(Path(input_file))
+        json_lines = Path(input_file).suffix in (".jsonl", ".ndjson")
+    return PromptSource(tuple(prompts), tuple(text.split("\n")), json_lines)
+
+
+def read_standard_input() -> str:
+    """Return all of standard input, as UTF-8.
+
+    Raises:
+        ConfigError: it is closed, or not UTF-8.
+    """
+    if sys.stdin is None:  # Python's way to say that it was closed when the process began
+        raise ConfigError(
+            "standard input is closed", hint="pipe the prompt in, or give it as an argument"
+        )
     try:
-        if input_file == "-":
-            text = sys.stdin.read()
-            json_lines = text.lstrip().startswith("{")
-        else:
-            text = Path(input_file).read_text(encoding="utf-8")
-            json_lines = Path(input_file).suffix in (".jsonl", ".ndjson")
+        text = sys.stdin.buffer.read().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {input_file}: {error}") from None
-    yield from read_requests(text.split("\n"), json_lines=json_lines, sampling=sampling)
+        raise ConfigError(
+            f"cannot read standard input: {error}", hint="it must be text in UTF-8"
+        ) from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def choose_models(target: str | None, draft: str | None) -> tuple[str, tuple[str, ...]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -38,6 +37,7 @@ from .setup import (
     open_context,
     parse_grammar,
     parse_length,
+    read_standard_input,
     wrap_in_template,
 )
 
@@ -119,7 +119,7 @@ def speculate(
     checks them in one pass; what comes out is the target's own text.
     """
     screen = Screen(color=not no_color)
-    with reporting(screen, debug=debug), ExitStack() as stack:
+    with reporting(screen, debug=debug, as_json=as_json), ExitStack() as stack:
         loading = loading_options(n_ctx, threads, gpu_layers, kv_type)
         if compare_plain and seed is None:
             seed = secrets.randbits(31)
@@ -141,7 +141,7 @@ def speculate(
         )
         limits = parse_grammar(grammar, json_schema)
         if prompt == "-":
-            prompt = sys.stdin.read()
+            prompt = read_standard_input()
         target_name, parts = choose_models(target, draft)
         if draft_width > 1 and not has_model(parts):
             raise ConfigError("a token tree needs a draft model", hint="name one with --draft")

@@ -32,7 +32,7 @@ def theory(
     E is the tokens a round; "often seen" is a formula that is wrong, for comparison.
     """
     screen = Screen(color=not no_color)
-    with reporting(screen, debug=debug):
+    with reporting(screen, debug=debug, as_json=as_json):
         cost = _parse_cost(verify_cost)
         rates, costs = acceptance or ACCEPTANCES, draft_cost or DRAFT_COSTS
         rows = formulas.table(rates, draft_length or DRAFT_LENGTHS, costs, cost)

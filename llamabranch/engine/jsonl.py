@@ -8,13 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from ..errors import ConfigError
+from ..errors import ConfigError, LlamaBranchError
+from ..grammar import Grammar
 from ..sampling import SamplingParams
 from .request import Request, Result
 
 __all__ = ["read_requests", "read_results", "write_result"]
 
 _FIELDS = {"prompt", "id", "max_tokens", "stop", "grammar", "n", "seed", "sampling"}
+_BEGINNING = b'{"id": '  # of every line that `write_result` writes
 
 
 def read_requests(
@@ -48,8 +50,11 @@ def _requests(
             continue
         try:
             yield _request(json.loads(line), sampling)
-        except (ConfigError, ValueError, TypeError) as error:
-            raise ConfigError(f"line {number} is no request: {error}") from error
+        except RecursionError:
+            raise ConfigError(f"line {number} is no request: it is nested too deep") from None
+        except (LlamaBranchError, ValueError, TypeError) as error:
+            hint = error.hint if isinstance(error, LlamaBranchError) else None
+            raise ConfigError(f"line {number} is no request: {error}", hint=hint) from error
 
 
 def _request(data: object, sampling: SamplingParams | None) -> Request:
@@ -63,28 +68,59 @@ def _request(data: object, sampling: SamplingParams | None) -> Request:
     prompt = data.get("prompt")
     if not isinstance(prompt, (str, list)):
         raise ConfigError("the prompt must be text or a list of token ids")
-    settings = dict(data.get("sampling") or {})
-    if data.get("seed") is not None:
-        settings["seed"] = data["seed"]
-    if settings:
-        if "logit_bias" in settings:  # JSON has only text keys
-            settings["logit_bias"] = {int(k): v for k, v in settings["logit_bias"].items()}
-        sampling = (sampling or SamplingParams()).but(**settings)
-    identity, stop = data.get("id"), data.get("stop") or ()
+    identity, stop, grammar = data.get("id"), data.get("stop") or (), data.get("grammar")
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"stop must be text or a list of texts, not {stop!r}")
     return Request(
         prompt,
-        id=None if identity is None else str(identity),
+        id=None if identity is None else _identity(identity),
         max_tokens=data.get("max_tokens"),
-        sampling=sampling,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        grammar=data.get("grammar"),
+        sampling=_settings(data, sampling),
+        stop=texts,
+        grammar=None if grammar is None else Grammar(grammar),
         n=data.get("n", 1),
     )
 
 
-def write_result(file: IO[str], result: Result) -> None:
-    """Append one line and push it to the disk: what stands there survives the process."""
+def _identity(value: object) -> str:
+    text = str(value)
+    if not _is_unicode(text):
+        raise ConfigError(f"the id {text!r} is not valid Unicode")
+    return text
+
+
+def _settings(data: Mapping[str, object], sampling: SamplingParams | None) -> SamplingParams | None:
+    given = data.get("sampling")
+    if given is not None and not isinstance(given, dict):
+        raise ConfigError(f"sampling must be an object of settings, not {given!r}")
+    settings = dict(given or {})
+    if data.get("seed") is not None:
+        settings["seed"] = data["seed"]
+    if not settings:
+        return sampling
+    if "logit_bias" in settings:
+        bias = settings["logit_bias"]
+        if not isinstance(bias, dict):
+            raise ConfigError(f"logit_bias must be an object of token ids, not {bias!r}")
+        settings["logit_bias"] = {int(k): v for k, v in bias.items()}  # JSON has only text keys
+    return (sampling or SamplingParams()).but(**settings)
+
+
+def write_result(file: IO[str], result: Result, job: Mapping[str, object] | None = None) -> None:
+    """Append one line and push it to the disk: what stands there survives the process.
+
+    Args:
+        file: an open text file.
+        result: what to write.
+        job: what the text was made with, if it is to be known later; it becomes the field ``job``.
+
+    Raises:
+        OSError: the disk is full, or the file cannot be written for another reason.
+    """
     record = result.as_dict()
+    if job is not None:
+        record["job"] = dict(job)
     line = json.dumps(record, ensure_ascii=False)
     if not _is_unicode(line):  # a prompt with half a surrogate pair, refused but reported
         line = json.dumps(record)
@@ -97,22 +133,27 @@ def read_results(path: Path) -> list[Mapping[str, object]]:
     """Return the whole records of a file that was perhaps cut off, and cut off its torn last line.
 
     Raises:
-        ConfigError: a line before the last that is no record.
+        ConfigError: a line that is no record, or a torn one that is not the beginning of one; the
+            file is as it was.
     """
     if not path.exists():
         return []
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
+    torn = data[len(whole) :]
+    if torn[: len(_BEGINNING)] != _BEGINNING[: len(torn)]:  # it may be a file that is not ours
+        n_lines = whole.count(b"\n")
+        raise ConfigError(f"{path}, line {n_lines + 1} is no result, and not the beginning of one")
     records: list[Mapping[str, object]] = []
-    for number, line in enumerate(whole.splitlines(), 1):
+    for number, line in enumerate(whole.split(b"\n")[:-1], 1):
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number} is no result: {error}") from error
         if not isinstance(record, dict) or "id" not in record:
             raise ConfigError(f"{path}, line {number} is no result: it has no id")
         records.append(record)
-    if len(whole) < len(data):
+    if torn:
         with path.open("r+b") as file:
             file.truncate(len(whole))
     return records

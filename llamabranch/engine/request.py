@@ -16,6 +16,8 @@ from ..speculative import Emitted, SpeculativeStats
 
 __all__ = ["EngineStats", "Event", "Request", "Result"]
 
+_MOST_TEXTS = 100_000  # of one request; each takes some kilobytes from the start
+
 
 @dataclass(frozen=True)
 class Request:
@@ -55,6 +57,10 @@ class Request:
         if isinstance(self.stop, str) or not isinstance(self.stop, Sequence):
             raise ConfigError(f"stop must be a sequence of strings, not {self.stop!r}")
         object.__setattr__(self, "n", whole("n", self.n, 1))
+        if self.n > _MOST_TEXTS:
+            raise ConfigError(
+                f"n must be at most {_MOST_TEXTS}, not {self.n}", hint="make several requests of it"
+            )
         if self.id is not None and not isinstance(self.id, str):
             raise ConfigError(f"an id is a string, not {self.id!r}")
         if self.max_tokens is not None:

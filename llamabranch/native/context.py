@@ -13,12 +13,14 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as C
 
 from ..errors import ConfigError, UsageError
+from .apart import call_apart
 from .handle import Handle, forkable_lock, generation
 from .model import ModelHandle
 from .state_layout import State
@@ -123,13 +125,6 @@ class ContextHandle(Handle):
         params.no_perf = True
         _check_threads(max(options.n_threads, options.n_threads_batch))
         forget_log_lines()
-        ptr = C.llama_init_from_model(model.ptr, params)
-        if not ptr:
-            reason = "; ".join(last_log_lines()) or "no reason given"
-            raise ConfigError(
-                f"llama.cpp cannot open a context: {reason}",
-                hint="lower n_ctx, or use another kv_type or flash_attention",
-            )
         self.lock = forkable_lock()
         self._stop = bytearray(2)
         stop, lock = self._stop, self.lock
@@ -139,7 +134,25 @@ class ContextHandle(Handle):
             with lock:
                 C.llama_free(ptr)
 
-        super().__init__(ptr, free, name="context", parent=model)
+        def create() -> None:
+            ptr = C.llama_init_from_model(model.ptr, params)
+            if ptr:  # from here on whoever drops this object frees the context
+                Handle.__init__(self, ptr, free, name="context", parent=model)
+
+        self._ptr: Any = None
+        try:
+            call_apart(create)
+        except BaseException:
+            if self._ptr:
+                self.close()
+            raise
+        ptr = self._ptr
+        if not ptr:
+            reason = "; ".join(last_log_lines()) or "no reason given"
+            raise ConfigError(
+                f"llama.cpp cannot open a context: {reason}",
+                hint="lower n_ctx, or use another kv_type or flash_attention",
+            )
         _close_at_exit(self)
         self._address = ctypes.cast(ptr, ctypes.c_void_p).value
         self._memory = C.llama_get_memory(ptr)

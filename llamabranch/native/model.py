@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 from llama_cpp import llama_cpp as C
 
 from ..errors import ModelLoadError, TokenizeError
+from .apart import call_apart
 from .handle import Handle
 from .system import forget_log_lines, last_log_lines, supports_gpu_offload
 
@@ -46,28 +49,38 @@ class ModelHandle(Handle):
         params.check_tensors = check_tensors
         params.vocab_only = vocab_only
         params.use_extra_bufts = extra_buffers
-        failures: list[BaseException] = []
-        if progress is not None:
-            # An exception must not cross C: it is kept, loading is stopped, and it is raised below.
-            def on_progress(value: float, _user_data: object) -> bool:
-                try:
-                    progress(value)
-                except BaseException as error:
-                    failures.append(error)
-                    return False
-                return True
+        stopped = False
+        fractions: SimpleQueue[float] = SimpleQueue()
 
-            params.progress_callback = C.llama_progress_callback(on_progress)
+        # Called in the thread that loads; ``progress`` itself is called in the caller's.
+        def on_progress(value: float, _user_data: object) -> bool:
+            if progress is not None:
+                fractions.put(float(value))
+            return not stopped
+
+        params.progress_callback = C.llama_progress_callback(on_progress)
+
+        def load() -> None:
+            ptr = C.llama_model_load_from_file(str(path).encode(), params)
+            if ptr:  # from here on whoever drops this object frees the model
+                Handle.__init__(self, ptr, C.llama_model_free, name="model")
+
+        def stop() -> None:
+            nonlocal stopped
+            stopped = True
+
         forget_log_lines()
-        ptr = C.llama_model_load_from_file(str(path).encode(), params)
-        if failures:
-            if ptr:
-                C.llama_model_free(ptr)
-            raise failures[0]
+        self._ptr: Any = None
+        try:
+            call_apart(load, messages=fractions, hear=progress, stop=stop)
+        except BaseException:
+            if self._ptr:
+                self.close()
+            raise
+        ptr = self._ptr
         if not ptr:
             reason = "; ".join(last_log_lines()) or "no reason given"
             raise ModelLoadError(f"llama.cpp cannot load {path}: {reason}")
-        super().__init__(ptr, C.llama_model_free, name="model")
         self.on_gpu = n_gpu_layers != 0 and supports_gpu_offload()
         self._vocab = C.llama_model_get_vocab(ptr)
         self.n_vocab = int(C.llama_vocab_n_tokens(self._vocab))

@@ -8,6 +8,7 @@ decode of n tokens, both in units of a target decode of one token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,9 @@ __all__ = [
 ]
 
 VerifyCost = float | Callable[[int], float]
+
+_SUMMED = 1000  # up to here term by term, beyond by the closed form
+_LONGEST = 2**53  # beyond, a float no longer counts single tokens
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,11 @@ def expected_tokens(a: float, gamma: int) -> float:
         ConfigError: ``a`` outside 0 to 1, or ``gamma`` negative.
     """
     _check(a, gamma)
-    return sum(a**i for i in range(gamma + 1))
+    if gamma <= _SUMMED:
+        return sum(a**i for i in range(gamma + 1))
+    if a in (0.0, 1.0):
+        return 1.0 + a * gamma
+    return -math.expm1((gamma + 1) * math.log(a)) / (1.0 - a)
 
 
 def accepted_share(a: float, gamma: int) -> float:
@@ -104,13 +112,13 @@ def speedup(a: float, gamma: int, c: float = 0.0, v: VerifyCost = 1.0) -> float:
     Raises:
         ConfigError: a value out of range.
     """
-    if not c >= 0.0:
+    if not 0.0 <= c < math.inf:
         raise ConfigError(f"a draft step cannot cost {c} target steps")
     tokens = expected_tokens(a, gamma)
     if gamma == 0:
         return 1.0
     cost = v(gamma + 1) if callable(v) else v
-    if not cost > 0.0:
+    if not 0.0 < cost < math.inf:
         raise ConfigError(f"a target decode of {gamma + 1} tokens cannot cost {cost} steps")
     return tokens / (gamma * c + cost)
 
@@ -193,3 +201,5 @@ def _check(a: float, gamma: int, least: int = 0) -> None:
         raise ConfigError(f"an acceptance rate must be from 0 to 1, not {a}")
     if whole("a draft length", gamma) < least:
         raise ConfigError(f"a draft length must be at least {least}, not {gamma}")
+    if gamma > _LONGEST:
+        raise ConfigError(f"a draft length must be at most {_LONGEST}, not {gamma}")

@@ -1,0 +1,141 @@
+"""What all commands share: how their arguments are read, and how wrong ones are answered."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from inspect import Parameter, Signature
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from llamabranch.startup import EXIT_INTERRUPTED
+
+from .render import EXIT_FAILURE, Screen, leave_standard_output, print_json_error
+
+# Typer brings a Click of its own, or uses the one that is installed: this is the class of either.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+_KV_TYPE = "--kv-type sets the type of both K and V"
+_DOWNLOAD = "nothing is downloaded: `hf download REPOSITORY FILE`, then give the path of the file"
+_BATCHED = "`llamabranch generate --parallel N` decodes several texts at a time"
+_MANY_THREADS = "--threads holds for prompts too"
+_LAYERS = "-ngl holds for target and draft"
+_CHAT = "--chat wraps a prompt in the chat template"
+# Options of llama.cpp's tools that Click would read as a short option with text behind it, as it reads
+# -n128: -hf as -h, -ctk as "-c tk". What is not mentioned has no counterpart here.
+LLAMA_CPP_OPTIONS: dict[str, str] = {
+    **dict.fromkeys(("-hf", "-hfr", "-hff", "-hft", "-hfd", "-hfrd", "-hfv", "-mu", "-dr"), _DOWNLOAD),
+    **dict.fromkeys(("-ctk", "-ctv", "-ctkd", "-ctvd"), _KV_TYPE),
+    **dict.fromkeys(("-np", "-ns", "-cb", "-nocb"), _BATCHED),
+    **dict.fromkeys(("-tb", "-td", "-tbd"), _MANY_THREADS),
+    **dict.fromkeys(("-ngld",), _LAYERS),
+    **dict.fromkeys(("-cnv", "-no-cnv", "-st", "-sys", "-sysf"), _CHAT),
+    "-cd": "-c holds for target and draft",
+    "-fa": "flash attention is used where the model can",
+    "-kvu": "the cache is always shared by all sequences",
+    "-jf": "--json-schema takes a file too",
+    **dict.fromkeys(
+        (
+            "-ag", "-bf", "-bs", "-Cr", "-Crb", "-cl", "-cmoe", "-cmoed", "-co", "-cram", "-ctxcp",
+            "-dev", "-devd", "-dio", "-dkvc", "-dt", "-fit", "-fitc", "-fitt", "-gan", "-gaw", "-if",
+            "-ins", "-lcd", "-lcs", "-lm", "-lv", "-mg", "-mli", "-mm", "-mmu", "-mv", "-ncmoe",
+            "-ncmoed", "-ndio", "-nkvo", "-nopo", "-npl", "-npp", "-nr", "-ntg", "-ofreq", "-ot",
+            "-otd", "-pps", "-ps", "-ptc", "-rea", "-sm", "-sp", "-sps", "-to", "-tps", "-ts", "-ub",
+        ),
+        "",
+    ),
+}  # fmt: skip
+
+
+class Command(TyperCommand):
+    """A command that refuses options of llama.cpp's tools by name instead of misreading them."""
+
+    def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
+        """Return its own parameters and the hidden ones that only say what to use instead."""
+        own = super().get_params(ctx)  # type: ignore[arg-type]
+        known = {name for param in own for name in param.opts}
+        return [*own, *(option for option in _refused_options() if option.opts[0] not in known)]
+
+
+@cache
+def _refused_options() -> list[Any]:
+    # Typer makes them, from the signature of a command that does nothing: how Click's own classes are
+    # called differs from version to version.
+    def nothing() -> None:
+        pass
+
+    known = {
+        f"refused_{name.strip('-').replace('-', '_')}": Annotated[
+            bool,
+            typer.Option(name, hidden=True, expose_value=False, callback=_refuse(name, instead)),
+        ]
+        for name, instead in LLAMA_CPP_OPTIONS.items()
+    }
+    nothing.__annotations__ = dict(known)
+    nothing.__signature__ = Signature(  # type: ignore[attr-defined]
+        [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+            for name, kind in known.items()
+        ]
+    )
+    holder = typer.Typer(add_completion=False)
+    holder.command()(nothing)
+    return list(typer.main.get_command(holder).params)
+
+
+def _refuse(name: str, instead: str) -> Callable[..., None]:
+    def refuse(ctx: typer.Context, value: bool) -> None:
+        if value:
+            raise UsageError(f"No such option: {name}" + (f" ({instead})" if instead else ""), ctx)
+
+    return refuse
+
+
+class Commands(TyperGroup):
+    """The commands: where ``--json`` is asked for, wrong usage is a JSON object too."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Parse what stands before the command."""
+        self._arguments = tuple(args)
+        with _answering(args):
+            return super().parse_args(ctx, args)  # type: ignore[arg-type]
+
+    def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
+        """Parse the rest and run the command."""
+        with _answering(self._arguments):
+            return super().invoke(ctx)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _answering(arguments: Sequence[str]) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        if "--json" in arguments:
+            print_json_error(error, error.format_message(), None)  # type: ignore[attr-defined]
+        raise
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # from what Click prints itself: help and version
+        leave_standard_output()
+        Screen().error(f"cannot write to standard output: {error.strerror or error}")
+        raise typer.Exit(EXIT_FAILURE) from None
+    except KeyboardInterrupt:  # between two steps of the command line itself
+        Screen().note("interrupted")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def reopen_closed_streams() -> None:
+    """Open what was closed of standard input, output and error on nothing.
+
+    The next file that is opened would take its number, and get what is meant for the terminal.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number

@@ -1,0 +1,177 @@
+"""The file of a job's results: what is in it already, what it was made with, and how it grows."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from llamabranch import ConfigError, Request, Result, read_results, write_result
+
+from .render import OutputError
+
+# What decides the texts of a job, and what it is called on the command line.
+_NAMES = {
+    "model": "the model (--target-model)",
+    "kv_type": "--kv-type",
+    "prompts": "the prompts (--prompts, --input)",
+    "samples": "--samples",
+    "sampling": "the sampling settings (--temperature, --top-k, ..., --max-tokens, --stop, "
+    "--ignore-end, --grammar, --json-schema, --chat)",
+    "rule": "--rule",
+    "seed": "--seed",
+}
+_SHOWN = {"kv_type", "samples", "rule", "seed"}  # the others are digests
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """What decides the texts of a job; every record of its file carries it.
+
+    ``model``, ``prompts`` and ``sampling`` are digests. Drafter, draft length and the number of texts
+    at a time are missing because they change no text. ``seed`` None: not known yet.
+    """
+
+    prompts: str
+    sampling: str
+    samples: int
+    rule: str
+    kv_type: str
+    seed: int | None
+    seed_given: bool
+    model: str | None = None
+
+    def differences(self, record: Mapping[str, object]) -> list[str]:
+        """Return in words what is otherwise in ``record``; what is not known yet is no difference."""
+        ours = asdict(self)
+        found = []
+        for field, name in _NAMES.items():
+            if ours[field] is None or record.get(field) == ours[field]:
+                continue
+            was = f" was {record.get(field)}, not {ours[field]}" if field in _SHOWN else " differ"
+            found.append(name + (" differs" if field == "model" else was))
+        return found
+
+
+class ResultFile:
+    """A file that results are appended to, one JSON object a line, each with the job's settings.
+
+    Raises:
+        ConfigError: it is there already and not to be resumed, or is of another job.
+    """
+
+    def __init__(
+        self, path: Path, job: JobSettings, requests: Sequence[Request], *, resume: bool
+    ) -> None:
+        self.path = path
+        self.job = job
+        self.done: set[tuple[str, int]] = set()
+        self._file: IO[str] | None = None
+        self._records: list[Mapping[str, object]] = []
+        if not resume:
+            if path.is_file() and path.stat().st_size:
+                raise ConfigError(
+                    f"{path} is there already", hint="go on with --resume, or name another file"
+                )
+            return
+        try:
+            records = read_results(path)
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+        prompts = {request.id: request.prompt for request in requests}
+        for record in records:
+            name, sample = str(record["id"]), record.get("sample", 0)
+            if name not in prompts or record.get("prompt") != _listed(prompts[name]):
+                raise ConfigError(
+                    f"{path} is of other prompts: it has a result {name!r}",
+                    hint="resume with the prompts it was begun with, or name another file",
+                )
+            if isinstance(sample, int):
+                self.done.add((name, sample))
+            self._records.append(_job_of(record, path))
+        if self._records:
+            self._take_seed(self._records[0])
+        self._check()
+
+    def _take_seed(self, record: Mapping[str, object]) -> None:
+        """Go on with the seed of the file, unless another one was given."""
+        seed = record.get("seed")
+        if isinstance(seed, int) and self.job.seed in (None, seed):
+            given = record.get("seed_given") is True
+            self.job = replace(self.job, seed=seed, seed_given=given)
+
+    def _check(self) -> None:
+        for record in self._records:
+            found = self.job.differences(record)
+            if found:
+                raise ConfigError(
+                    f"{self.path} was made with other settings: {'; '.join(found)}",
+                    hint="resume with the settings it was begun with, or name another file",
+                )
+
+    def open(self, model: str, seed: int) -> None:
+        """Open it for appending, now that the model's fingerprint and the seed are known.
+
+        Raises:
+            ConfigError: it was made with another model, or cannot be written.
+        """
+        self.job = replace(self.job, model=model[:16], seed=seed)
+        self._check()
+        self._records.clear()
+        try:
+            self._file = self.path.open("a", encoding="utf-8", newline="\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write {self.path}: {error.strerror or error}") from None
+
+    def write(self, result: Result) -> None:
+        """Append one result and push it to the disk.
+
+        Raises:
+            OutputError: the disk is full or broken; what was written before is kept.
+        """
+        if self._file is None:
+            raise RuntimeError("the file of results is not open")
+        try:
+            write_result(self._file, result, asdict(self.job))
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def __enter__(self) -> ResultFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.close()  # after a failed write it tries once more, and fails once more
+        except OSError as failure:
+            if error is None:
+                raise self._failed(failure) from None
+
+    def _failed(self, error: OSError) -> OutputError:
+        hint = "what is in it is kept; --resume goes on from there"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = "free some space; " + hint
+        return OutputError(f"cannot write {self.path}: {error.strerror or error}", hint=hint)
+
+
+def _listed(prompt: str | Sequence[int]) -> str | list[int]:
+    return prompt if isinstance(prompt, str) else list(prompt)
+
+
+def _job_of(record: Mapping[str, object], path: Path) -> Mapping[str, object]:
+    job = record.get("job")
+    if not isinstance(job, dict):
+        raise ConfigError(
+            f"{path} does not say what it was made with: the result {record['id']!r} has no job",
+            hint="version 0.1.0 wrote such files; they cannot be resumed safely: name another file",
+        )
+    return job

@@ -26,7 +26,11 @@ import llamabranch as lb
 from llamabranch import Branch, Context, DecodeInterruptedError, SamplingParams
 from llamabranch.errors import ConfigError
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals are sent as POSIX has them")
+pytestmark = [
+    pytest.mark.skipif(os.name == "nt", reason="signals are sent as POSIX has them"),
+    # What the long prompts make of the models does not matter here.
+    pytest.mark.filterwarnings("ignore::llamabranch.ContextLengthWarning"),
+]
 
 N_LONG = 2600  # tokens: long enough for the bundled target that a decode is watched for signals
 ROUNDING = 0.05  # nats; a wrong state moves several

@@ -25,6 +25,8 @@ FLOORS = (
     (
         "cells",
         "options",
+        "machine_profile",
+        "threads",
         "rows",
         "leases",
         "parking",

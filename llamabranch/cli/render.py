@@ -13,10 +13,11 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Literal
+from typing import Literal, TextIO
 
 import typer
 from rich.color import ColorSystem
@@ -32,6 +33,7 @@ from llamabranch import (
     DecodeInterruptedError,
     Emitted,
     LlamaBranchError,
+    LlamaBranchWarning,
 )
 
 SOURCE_STYLES = {"drafted": "green", "bonus": "bold cyan", "corrected": "yellow", "plain": ""}
@@ -165,10 +167,12 @@ def reporting(screen: Screen, *, debug: bool) -> Iterator[None]:
     """Turn exceptions into one line on standard error and an exit code.
 
     A wrong name, file or setting exits with 2, any other failure with 1, Ctrl-C with 130.
-    ``debug`` prints the traceback too.
+    ``debug`` prints the traceback too. Warnings of the library become one line each.
     """
     try:
-        yield
+        with warnings.catch_warnings():
+            _show_warnings(screen)
+            yield
     except (KeyboardInterrupt, DecodeInterruptedError):
         _trace(debug)
         screen.note("interrupted")
@@ -190,6 +194,26 @@ def reporting(screen: Screen, *, debug: bool) -> Iterator[None]:
             None if debug else "this is a bug in llamabranch; --debug shows where",
         )
         raise typer.Exit(EXIT_FAILURE) from None
+
+
+def _show_warnings(screen: Screen) -> None:
+    """Print this library's warnings as lines of ``screen``, until the filters are restored."""
+    inner = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if issubclass(category, LlamaBranchWarning):
+            screen.note(f"warning: {message}")
+        else:
+            inner(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
 
 
 def _trace(debug: bool) -> None:

@@ -27,10 +27,14 @@ class Context(SharedCache):
 
     Args:
         model: a :class:`Model`; several contexts may share it.
-        n_ctx: cells of the cache, shared by all sequences; rounded up to a multiple of 256.
-        n_seq_max: sequences (branches) at a time, 1 to 256.
+        n_ctx: cells of the cache, shared by all sequences; rounded up to a multiple of 256. Default:
+            2048, or what the model was trained for if that is less.
+        n_seq_max: sequences (branches) at a time, 1 to 256; default 8.
         n_batch: tokens per decode at most; n_ubatch: tokens computed at once (default n_batch).
-        n_threads, n_threads_batch: for one token and for many; default: the cores this process may use.
+        n_threads, n_threads_batch: for one token and for many. Default: what is fastest when the context
+            opens, of one thread, half of the cores this process may use, and all; kept for the next
+            time. All cores where ``LLAMABRANCH_PROFILE=0``, and for one token where the number would
+            change logits: flash attention over more than 256 cells of f16 or f32 K/V.
         flash_attention: "auto", True or False.
         kv_type: "f16", "bf16", "q8_0", ...; "auto" is bf16 where that makes the context
             batch-invariant and f16 elsewhere.
@@ -44,6 +48,12 @@ class Context(SharedCache):
     Raises:
         ConfigError: a bad option, or llama.cpp cannot open the context (the reason is given).
         UnsupportedError: the model cannot generate, or ``batch_invariant=True`` cannot hold.
+
+    Warns:
+        ContextLengthWarning: a text may get longer than the model was trained for. At once if ``n_ctx``
+            is larger and not meant for several sequences (``n_seq_max`` is not given, or 1), else when
+            a sequence does. Not where rope settings are given, nor with recurrent memory.
+        PerformanceWarning: once, if decoding becomes far slower because other programs use the cores.
 
     Sequences 0 to n_seq_max - 1 are open to the raw calls of this class unless a branch has leased
     them; branches take them from the top. One lock serialises all calls from many threads.

@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterable, Sequence
 from .cells import CellLedger
 from .errors import CacheFullError, DecodeError, DecodeInterruptedError
 from .native import ContextHandle, StateLayout
+from .options import warn_of_length
 from .parking import Parking
 from .rows import LogitsRow
+from .threads import ThreadWatch
 
 __all__ = ["Decoder"]
 
 _INTERRUPTED = 2
 _END = 1 << 31
+_WATCHED = ThreadWatch.EVERY - 1
 
 
 class Decoder:
@@ -31,6 +34,12 @@ class Decoder:
         self.parking: Parking | None = None  # where order among cells matters
         self.compact: Callable[[], bool] = lambda: False  # write all sequences anew, if that can be
         self.layout: StateLayout | None = None  # learned when the context opens
+        self.n_trained = (
+            _END  # positions the model was trained for; no limit once that was warned of
+        )
+        self.watch: ThreadWatch | None = (
+            None  # times every few decodes, where several threads compute
+        )
         self._live: list[LogitsRow] = []
 
     def close(self) -> None:
@@ -55,13 +64,15 @@ class Decoder:
         handle = self.handle
         handle.ptr  # noqa: B018  (raises ClosedError)
         position = self.cells.next_position(seq_id)
+        if position >= self.n_trained:
+            self._leave_trained()
         self._protect_rows(1, () if replaced is None else (replaced,))
         handle.tokens[0] = token
         handle.positions[0] = position
         handle.seqs[0] = seq_id
         handle.wants_logits[0] = 1
         try:
-            code = handle.decode(1)
+            code = handle.decode(1) if self.n_decodes & _WATCHED else self._watched(1)
             if code == 1 and self._make_room(() if replaced is None else (replaced,)):
                 return self.advance(seq_id, token, replaced)
             if code == 0:
@@ -96,6 +107,8 @@ class Decoder:
                 at = self.cells.next_position(seq_id)
             positions.append(at)
             ends[seq_id] = at + 1
+        if max(ends.values()) > self.n_trained:
+            self._leave_trained()
         n_outputs = sum(wants_logits)
         self._protect_rows(n_outputs, replaced)
         handle.tokens[:n] = tokens
@@ -104,7 +117,7 @@ class Decoder:
         handle.wants_logits[:n] = wants_logits
         starts = {seq_id: self.cells.next_position(seq_id) for seq_id in ends}
         try:
-            code = handle.decode(n)
+            code = handle.decode(n) if self.n_decodes & _WATCHED else self._watched(n)
             if code == 1 and self._make_room(replaced):
                 return self.decode(tokens, seqs, wants_logits, replaced)
             if code == 0:
@@ -117,6 +130,14 @@ class Decoder:
             self._undo(starts, replaced)
             raise
         raise self._failure(code, starts, n, replaced)
+
+    def _leave_trained(self) -> None:
+        trained, self.n_trained = self.n_trained, _END
+        warn_of_length("a sequence gets", trained, self.handle.n_ctx)
+
+    def _watched(self, n: int) -> int:
+        watch = self.watch
+        return self.handle.decode(n) if watch is None else watch.decode(n)
 
     def _read(self, n_outputs: int) -> list[LogitsRow]:
         """Return the rows of the decode that has just succeeded."""
@@ -160,6 +181,8 @@ class Decoder:
         handle = self.handle
         handle.ptr  # noqa: B018  (raises ClosedError)
         n = len(tokens)
+        if max(positions) >= self.n_trained:
+            self._leave_trained()
         self._protect_rows(n, ())
         handle.tokens[:n] = tokens
         handle.positions[:n] = positions

@@ -18,11 +18,20 @@
     └── VocabularyMismatchError           two models that do not speak the same tokens
 
 Every error can be pickled and carries an optional ``hint``: what the user can do about it.
+
+Warnings, for what works but not as its user would want:
+
+    LlamaBranchWarning (UserWarning)
+    ├── ContextLengthWarning              texts get longer than the model was trained for
+    └── PerformanceWarning                decoding is far slower than it could be
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 __all__ = [
     "BranchStateError",
@@ -30,17 +39,21 @@ __all__ = [
     "CapacityError",
     "ClosedError",
     "ConfigError",
+    "ContextLengthWarning",
     "DecodeError",
     "DecodeInterruptedError",
     "GrammarError",
     "LlamaBranchError",
+    "LlamaBranchWarning",
     "ModelLoadError",
+    "PerformanceWarning",
     "SequencesExhaustedError",
     "SnapshotError",
     "TokenizeError",
     "UnsupportedError",
     "UsageError",
     "VocabularyMismatchError",
+    "warn",
 ]
 
 
@@ -140,3 +153,26 @@ class UnsupportedError(LlamaBranchError):
 
 class VocabularyMismatchError(LlamaBranchError):
     """Two models that do not speak the same tokens."""
+
+
+class LlamaBranchWarning(UserWarning):
+    """Base of every warning of this library."""
+
+
+class ContextLengthWarning(LlamaBranchWarning):
+    """Texts may get, or have become, longer than the model was trained for."""
+
+
+class PerformanceWarning(LlamaBranchWarning):
+    """Decoding is far slower than it could be."""
+
+
+_PACKAGE = str(Path(__file__).parent)
+
+
+def warn(message: str, category: type[LlamaBranchWarning]) -> None:
+    """Warn at the line outside this package that made the call."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

@@ -88,8 +88,8 @@ class ModelOptions(TypedDict, total=False):
 class ContextOptions(TypedDict, total=False):
     """Options of `load` that go to `Context`."""
 
-    n_ctx: int
-    n_seq_max: int
+    n_ctx: int | None
+    n_seq_max: int | None
     n_batch: int
     n_ubatch: int | None
     n_threads: int | None

@@ -6,12 +6,21 @@ import math
 import os
 
 from .arguments import real, whole
-from .errors import ConfigError
+from .errors import ConfigError, ContextLengthWarning, warn
 from .model import Model
 from .native import ContextOptions, max_sequences
 from .native.context import FLASH_ATTENTION, KV_TYPES, ROPE_SCALING
 
-__all__ = ["available_cores", "context_options", "resolve_kv_type"]
+__all__ = [
+    "available_cores",
+    "context_options",
+    "resolve_kv_type",
+    "threads_change_logits",
+]
+
+DEFAULT_N_CTX = 2048
+DEFAULT_N_SEQ_MAX = 8
+_STEP = 256  # llama.cpp rounds the cells of a cache up to a multiple of this
 
 # Measured: with these, flash attention on, and Q8_0 weights, logits do not depend on the batch.
 INVARIANT_KV_TYPES = ("bf16", "q8_0")
@@ -22,6 +31,44 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def trained_length(
+    model: Model, rope_scaling: str | None, rope_freq_base: float, rope_freq_scale: float
+) -> int | None:
+    """Return the tokens a text may have before it leaves what the model was trained for.
+
+    None where that is not known: a recurrent state has no positions, and rope settings of one's own
+    stretch them.
+    """
+    stretched = rope_scaling not in (None, "none") or rope_freq_base or rope_freq_scale
+    if model.n_ctx_train <= 0 or model.memory_type == "recurrent" or stretched:
+        return None
+    return model.n_ctx_train
+
+
+def default_n_ctx(trained: int | None) -> int:
+    """Return the number of cells of a context whose user did not say: no more than was trained."""
+    # llama.cpp has no smaller cache than its step of 256.
+    return DEFAULT_N_CTX if trained is None else max(_STEP, min(DEFAULT_N_CTX, trained))
+
+
+def warn_of_length(what: str, trained: int, n_ctx: int) -> None:
+    """Warn that texts leave what the model was trained for; ``what`` does."""
+    warn(
+        f"{what} more than the {trained} tokens this model was trained for: beyond them, text is often "
+        f"gibberish. Lower n_ctx, or stretch the positions with RoPE scaling, such as "
+        f"rope_scaling='yarn', rope_freq_scale={trained / n_ctx:.3g}",
+        ContextLengthWarning,
+    )
+
+
+def threads_change_logits(kv_type: str, flash_attention: bool | str, n_ctx: int) -> bool:
+    """Return True if logits can depend, by rounding, on the number of threads.
+
+    llama.cpp's flash attention cuts 512 cells and more of F16 or F32 K/V into a part for each thread.
+    """
+    return kv_type in ("f16", "f32") and flash_attention is not False and n_ctx > _STEP
 
 
 def resolve_kv_type(

@@ -19,9 +19,18 @@ from .errors import ConfigError, DecodeError, DecodeInterruptedError, Unsupporte
 from .leases import Leases, Replayable
 from .model import Model
 from .native import ContextHandle, max_sequences
-from .options import context_options, resolve_kv_type
+from .options import (
+    DEFAULT_N_SEQ_MAX,
+    context_options,
+    default_n_ctx,
+    resolve_kv_type,
+    threads_change_logits,
+    trained_length,
+    warn_of_length,
+)
 from .parking import Parking
 from .rows import LogitsRow
+from .threads import ThreadTuner, ThreadWatch
 
 __all__ = ["SharedCache"]
 
@@ -37,8 +46,8 @@ class SharedCache:
         self,
         model: Model,
         *,
-        n_ctx: int = 2048,
-        n_seq_max: int = 8,
+        n_ctx: int | None = None,
+        n_seq_max: int | None = None,
         n_batch: int = 512,
         n_ubatch: int | None = None,
         n_threads: int | None = None,
@@ -66,6 +75,11 @@ class SharedCache:
                 f"batch_invariant must be 'auto', True or False, not {batch_invariant!r}"
             )
         self.model = model
+        trained = trained_length(model, rope_scaling, rope_freq_base, rope_freq_scale)
+        # One who asks for many cells and several sequences wants many texts; else, a long one.
+        one_text = n_ctx is not None and n_seq_max in (None, 1)
+        n_ctx = default_n_ctx(trained) if n_ctx is None else n_ctx
+        n_seq_max = DEFAULT_N_SEQ_MAX if n_seq_max is None else n_seq_max
         self.kv_type = resolve_kv_type(model, kv_type, flash_attention, batch_invariant)
         options = context_options(
             n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=n_batch, n_ubatch=n_ubatch,
@@ -76,11 +90,19 @@ class SharedCache:
             yarn_attn_factor=yarn_attn_factor, yarn_beta_fast=yarn_beta_fast,
             yarn_beta_slow=yarn_beta_slow, yarn_orig_ctx=yarn_orig_ctx,
         )  # fmt: skip
+        warned = False
+        if trained is not None and one_text and n_ctx > trained:
+            warned = True
+            warn_of_length(f"n_ctx={n_ctx} is", trained, n_ctx)
+        changes_logits = model.memory_type != "recurrent" and threads_change_logits(
+            self.kv_type, flash_attention, n_ctx
+        )
+        tuner = ThreadTuner(model, n_threads, n_threads_batch, changes_logits=changes_logits)
+        options = replace(options, n_threads=tuner.n_threads, n_threads_batch=tuner.n_threads_batch)
         handle = ContextHandle(model.handle, options)
         if not handle.has_memory:
             handle.close()
             raise UnsupportedError(f"{model.name} has no memory: it cannot generate")
-        self.options = options
         self.n_ctx = handle.n_ctx
         self.n_batch = handle.n_batch
         self.n_seq_max = n_seq_max = options.n_seq_max
@@ -91,6 +113,7 @@ class SharedCache:
         self._leases = Leases(n_seq_max)
         self._last_rows: list[LogitsRow] = []
         try:
+            tuner.tune(handle)
             self.capabilities = probe(
                 self._decoder,
                 model,
@@ -102,6 +125,12 @@ class SharedCache:
         except BaseException:
             handle.close()
             raise
+        self.options = replace(
+            options, n_threads=tuner.n_threads, n_threads_batch=tuner.n_threads_batch
+        )
+        if trained is not None and not warned:
+            self._decoder.n_trained = trained
+        self._decoder.watch = ThreadWatch.of(handle, model, tuner)
         self._decoder.can_truncate = self.capabilities.can_truncate
         if self.capabilities.batch_invariant and n_seq_max < max_sequences():
             cells = self._decoder.cells

@@ -7,6 +7,7 @@ fight for cores. Every context is audited against llama.cpp's own positions when
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,9 @@ import pytest
 import toys
 
 import llamabranch as lb
+
+# Nothing is measured and judged by its time, here and in the processes that tests start.
+os.environ["LLAMABRANCH_PROFILE"] = "0"
 
 DATA = Path(lb.__file__).parent / "data"
 

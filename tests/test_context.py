@@ -7,7 +7,7 @@ import inspect
 import os
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from llamabranch.errors import (
     CacheFullError,
     ClosedError,
     ConfigError,
+    ContextLengthWarning,
     DecodeError,
     LlamaBranchError,
     SequencesExhaustedError,
@@ -595,3 +596,96 @@ def test_log_level_shows_that_level_and_what_is_worse(
     shown = capsys.readouterr().err
     assert ("does not divide" in shown) == shows_error
     assert ("enabling flash_attn" in shown) == shows_info
+
+
+# -- the length the model was trained for ----------------------------------------------------------
+
+TRAINED = 1024  # the bundled pair
+
+
+@pytest.fixture
+def short_toy(tmp_path: Path) -> Iterator[lb.Model]:
+    """A model that was trained for 300 tokens."""
+    with lb.Model(toys.write_llama(tmp_path / "short.gguf", n_ctx_train=300)) as model:
+        yield model
+
+
+def test_default_context_is_not_longer_than_the_model_was_trained_for(
+    target: lb.Model, toy: lb.Model, short_toy: lb.Model
+) -> None:
+    for model, n_ctx in ((target, TRAINED), (toy, 2048), (short_toy, 512)):
+        with Context(model, n_threads=1) as ctx:
+            assert ctx.n_ctx == n_ctx  # 300 tokens need 512 cells: llama.cpp has multiples of 256
+    with Context(target, n_threads=1, n_ctx=None, n_seq_max=None) as ctx:
+        assert (ctx.n_ctx, ctx.n_seq_max) == (TRAINED, 8)
+
+
+@pytest.mark.parametrize("options", [{}, {"n_seq_max": 1}], ids=str)
+def test_longer_context_warns_once_with_rope_scaling_as_the_hint(
+    options: dict[str, Any], target: lb.Model
+) -> None:
+    message = r"n_ctx=2048 .* 1024 tokens .*rope_scaling='yarn', rope_freq_scale=0.5"
+    with pytest.warns(ContextLengthWarning, match=message) as caught:
+        ctx = Context(target, n_ctx=2048, n_threads=1, **options)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    with ctx:
+        ctx.decode([5] * (TRAINED + 3), 0)  # said already
+    with pytest.warns(ContextLengthWarning), lb.load(n_ctx=2048, n_threads=1):
+        pass
+
+
+def test_many_sequences_may_share_more_cells_until_one_gets_too_long(short_toy: lb.Model) -> None:
+    with Context(short_toy, n_ctx=1024, n_seq_max=3, n_batch=64, n_threads=1) as ctx:
+        branch = Branch.create(ctx)
+        branch.prefill([2] * 299)
+        ctx.decode([2] * 300, 0)
+        branch.commit(3)
+        before = branch.logits
+        with pytest.raises(ContextLengthWarning, match="a sequence gets more than the 300 tokens"):
+            branch.commit(4)  # warnings are errors in this suite: nothing has happened
+        assert len(branch.tokens) == 300
+        assert np.array_equal(branch.logits, before)
+        branch.commit(4)  # it was said
+        ctx.decode([2] * 10, 300)
+        ctx.audit()
+
+
+@pytest.mark.parametrize("way", ["decode", "prefill", "extend"])
+def test_every_way_of_decoding_notices_the_trained_length(way: str, short_toy: lb.Model) -> None:
+    with Context(short_toy, n_ctx=1024, n_seq_max=4, n_batch=128, n_threads=1) as ctx:
+        branch = Branch.create(ctx)
+        branch.prefill([2] * 298)
+        with pytest.warns(ContextLengthWarning) as caught:
+            if way == "decode":
+                ctx.decode([2] * 301, 0)
+            elif way == "prefill":
+                branch.prefill([2] * 50)
+            else:
+                branch.extend([3, 4, 5])
+        assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rope_scaling": "yarn", "rope_freq_scale": 0.5},
+        {"rope_scaling": "linear", "rope_freq_scale": 0.5},
+        {"rope_freq_base": 50_000.0},
+    ],
+    ids=str,
+)
+def test_rope_settings_of_ones_own_stretch_the_length(
+    options: dict[str, Any], short_toy: lb.Model
+) -> None:
+    with Context(short_toy, n_threads=1, **options) as ctx:
+        assert ctx.n_ctx == 2048
+        ctx.decode([2] * 301, 0)
+    with Context(short_toy, n_threads=1) as ctx:  # YaRN changes llama.cpp's own number
+        assert ctx.n_ctx == 512
+
+
+def test_recurrent_memory_has_no_trained_length(tmp_path: Path) -> None:
+    path = toys.write_mamba(tmp_path / "mamba.gguf", n_ctx_train=300)
+    with lb.Model(path) as model, Context(model, n_ctx=512, n_threads=1) as ctx:
+        ctx.decode([2] * 301, 0)

@@ -27,7 +27,11 @@ import llamabranch as lb
 from llamabranch import Branch, Context, DecodeInterruptedError, SamplingParams
 from llamabranch.errors import ConfigError
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals are sent as POSIX has them")
+pytestmark = [
+    pytest.mark.skipif(os.name == "nt", reason="signals are sent as POSIX has them"),
+    # What the long prompts make of the models does not matter here.
+    pytest.mark.filterwarnings("ignore::llamabranch.ContextLengthWarning"),
+]
 
 N_LONG = 2600  # tokens: long enough for the bundled target that a decode is watched for signals
 ROUNDING = 0.05  # nats; a wrong state moves several
@@ -744,8 +748,16 @@ def run_with_customisation(
 
 @pytest.mark.parametrize(
     "module",
-    ["llamabranch.branch", "numpy", "llama_cpp", "llamabranch.engine", "llamabranch.cli"]
-    + ["typer", "rich.console", "llamabranch.cli.theory"],
+    [
+        "llamabranch.branch",
+        "numpy",
+        "llama_cpp",
+        "llamabranch.engine",
+        "llamabranch.cli",
+        "typer",
+        "rich.console",
+        "llamabranch.cli.theory",
+    ],
 )
 def test_ctrl_c_while_the_command_is_imported_ends_it(module: str, tmp_path: Path) -> None:
     done = run_with_customisation(IMPORTING, tmp_path, "theory", INTERRUPTED_AT=module)

@@ -34,7 +34,7 @@ def model(request: pytest.FixtureRequest) -> lb.Model:
 class Alone:
     """Lines decoded token by token in a clean cache; what they share is decoded once."""
 
-    def __init__(self, model: lb.Model, n_ctx: int = 2048) -> None:
+    def __init__(self, model: lb.Model, n_ctx: int = 1024) -> None:
         self.ctx = Context(model, n_ctx=n_ctx, n_seq_max=1, n_threads=1)
         self.tokens: list[int] = []
         self.rows: list[Logits] = []

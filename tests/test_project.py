@@ -35,6 +35,8 @@ FLOORS = (
     (
         "cells",
         "options",
+        "machine_profile",
+        "threads",
         "rows",
         "leases",
         "parking",

@@ -158,6 +158,7 @@ def test_branches_that_threads_forget_come_back(ctx: Context) -> None:
 # -- the GIL ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore::llamabranch.ContextLengthWarning")
 @pytest.mark.parametrize("n", [1, 64, 1900], ids=["one token", "a batch", "watched for signals"])
 def test_decoding_frees_the_gil(n: int, target: lb.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread counts between the entry of llama.cpp's decode and its return.

@@ -178,7 +178,9 @@ def generate(
             settings = file.job
         target_name, parts = choose_models(target, "none" if auto_regressive else draft)
 
-        cells = n_ctx or max(_LEAST_CELLS, _CELLS_PER_TEXT * parallel)
+        cells = n_ctx
+        if cells is None and parallel > 1:  # for one text the library's default will do
+            cells = max(_LEAST_CELLS, _CELLS_PER_TEXT * parallel)
         loading = loading_options(cells, threads, gpu_layers, kv_type)
         loading["n_seq_max"] = parallel
         open_model = partial(open_context, screen, stack, loading, verbose, 0)

@@ -14,10 +14,11 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import IO, Literal
+from typing import IO, Literal, TextIO
 
 import typer
 from rich.color import ColorSystem
@@ -34,6 +35,7 @@ from llamabranch import (
     Emitted,
     GrammarError,
     LlamaBranchError,
+    LlamaBranchWarning,
 )
 from llamabranch.startup import EXIT_INTERRUPTED, quit_interrupted
 
@@ -265,6 +267,7 @@ def reporting(screen: Screen, *, debug: bool, as_json: bool = False) -> Iterator
 
     A wrong name, file or setting exits with 2, any other failure with 1, Ctrl-C with 130.
     ``debug`` prints the traceback too, ``as_json`` the error as a JSON object to standard output.
+    Warnings of the library become one line each.
     """
     global _answered
     _answered = False
@@ -277,7 +280,8 @@ def reporting(screen: Screen, *, debug: bool, as_json: bool = False) -> Iterator
         return typer.Exit(code)
 
     try:
-        with _raising_on_ctrl_c():
+        with _raising_on_ctrl_c(), warnings.catch_warnings():
+            _show_warnings(screen)
             yield
     except (KeyboardInterrupt, DecodeInterruptedError) as error:
         _trace(debug)
@@ -345,6 +349,26 @@ def _raising_on_ctrl_c() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, previous)
         sys.unraisablehook = hook
+
+
+def _show_warnings(screen: Screen) -> None:
+    """Print this library's warnings as lines of ``screen``, until the filters are restored."""
+    inner = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if issubclass(category, LlamaBranchWarning):
+            screen.note(f"warning: {message}")
+        else:
+            inner(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
 
 
 def _trace(debug: bool) -> None:

@@ -25,6 +25,7 @@ from .handle import Handle, forkable_lock, generation
 from .model import ModelHandle
 from .state_layout import State
 from .system import forget_log_lines, last_log_lines
+from .threadpool import ThreadPool
 
 Rows = npt.NDArray[np.float32]
 
@@ -128,16 +129,22 @@ class ContextHandle(Handle):
         self.lock = forkable_lock()
         self._stop = bytearray(2)
         stop, lock = self._stop, self.lock
+        pools: list[ThreadPool | None] = []
 
         def free(ptr: object) -> None:
             stop[0] = 1  # a thread may be decoding: when the model is closed, or at exit
             with lock:
                 C.llama_free(ptr)
+                for pool in pools:
+                    if pool is not None:
+                        pool.free()
 
         def create() -> None:
             ptr = C.llama_init_from_model(model.ptr, params)
             if ptr:  # from here on whoever drops this object frees the context
                 Handle.__init__(self, ptr, free, name="context", parent=model)
+                n_threads = max(options.n_threads, options.n_threads_batch)
+                pools.append(ThreadPool.attach(ptr, n_threads))
 
         self._ptr: Any = None
         try:
@@ -284,6 +291,10 @@ class ContextHandle(Handle):
         self._rows = np.empty((0, self.n_vocab), dtype=np.float32)
         # It starts with n_seq_max rows and moves the buffer when it needs more.
         self.row_capacity = self._n_seq_max
+
+    def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
+        """Compute one token, and many, with so many threads: at most those it was opened with."""
+        C.llama_set_n_threads(self.ptr, n_threads, n_threads_batch)
 
     def synchronize(self) -> None:
         C.llama_synchronize(self.ptr)

@@ -1,0 +1,111 @@
+"""What was measured on this machine, kept in one small JSON file between processes.
+
+``{"version": 1, "threads": {key: entry, ...}, ...}``: one section for each kind of measurement, in it
+one entry for each thing measured. What entries mean is known to those who write them; a section that this
+version does not know is kept as it is. Measurements can be repeated, so a file that is missing,
+damaged or cannot be written is no error, and of two processes that write at once the last one wins.
+
+``LLAMABRANCH_PROFILE=0`` turns off everything that depends on measured times; another value is the
+path of the file. The default is ``$XDG_CACHE_HOME/llamabranch/profile.json`` (``~/.cache``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from .native import forkable_lock
+
+__all__ = ["Entry", "is_off", "profile_path", "read_entry", "write_entry"]
+
+Entry = dict[str, object]
+
+VERSION = 1
+MAX_ENTRIES = 256  # a section; the oldest go first
+
+_VARIABLE = "LLAMABRANCH_PROFILE"
+_lock = forkable_lock()
+
+
+def is_off() -> bool:
+    """Return True if nothing may be measured, kept or judged by its time."""
+    return os.environ.get(_VARIABLE) == "0"
+
+
+def profile_path() -> Path | None:
+    """Return where the file is or would be; None if it is turned off, or there is no place for it."""
+    if is_off():
+        return None
+    try:
+        if given := os.environ.get(_VARIABLE):
+            return Path(given).expanduser()
+        if sys.platform == "win32":
+            base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        else:
+            base = Path(os.environ.get("XDG_CACHE_HOME") or "")
+            if not base.is_absolute():  # the XDG specification says to ignore such a value
+                base = Path.home() / ".cache"
+    except RuntimeError:  # the user has no home
+        return None
+    return base / "llamabranch" / "profile.json"
+
+
+def read_entry(section: str, key: str) -> Entry | None:
+    """Return what was kept, or None."""
+    path = profile_path()
+    known = None if path is None else _read(path)
+    entry = _section(known or {}, section).get(key)
+    return entry if isinstance(entry, dict) else None
+
+
+def write_entry(section: str, key: str, entry: Entry) -> None:
+    """Keep ``entry``, of JSON values; the file is there in full or as it was."""
+    path = profile_path()
+    if path is None:
+        return
+    with _lock:
+        known = _read(path)
+        if known is None:
+            return
+        entries = _section(known, section)
+        entries.pop(key, None)
+        entries[key] = entry  # the youngest comes last
+        for old in list(entries)[:-MAX_ENTRIES]:
+            del entries[old]
+        _replace(path, {**known, "version": VERSION, section: entries})
+
+
+def _read(path: Path) -> dict[str, object] | None:
+    """Return the file's content, empty if it is missing or damaged; None if a later version wrote it."""
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    version = known.get("version") if isinstance(known, dict) else None
+    if not isinstance(version, int):
+        return {}
+    return None if version > VERSION else known
+
+
+def _section(known: dict[str, object], name: str) -> dict[str, object]:
+    section = known.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _replace(path: Path, content: dict[str, object]) -> None:
+    beside = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        number, beside = tempfile.mkstemp(prefix=path.name + ".", dir=path.parent)
+        with os.fdopen(number, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+        os.replace(beside, path)
+        beside = ""
+    except OSError:  # no place to write: it is measured again next time
+        pass
+    finally:
+        if beside:
+            Path(beside).unlink(missing_ok=True)

@@ -23,7 +23,6 @@ from .handle import Handle, forkable_lock, generation
 from .model import ModelHandle
 from .state_layout import State
 from .system import forget_log_lines, last_log_lines
-from .threadpool import ThreadPool
 
 Rows = npt.NDArray[np.float32]
 
@@ -134,14 +133,11 @@ class ContextHandle(Handle):
         self.lock = forkable_lock()
         self._stop = bytearray(2)
         stop, lock = self._stop, self.lock
-        pool = ThreadPool.attach(ptr, max(options.n_threads, options.n_threads_batch))
 
         def free(ptr: object) -> None:
             stop[0] = 1  # a thread may be decoding: when the model is closed, or at exit
             with lock:
                 C.llama_free(ptr)
-                if pool is not None:
-                    pool.free()
 
         super().__init__(ptr, free, name="context", parent=model)
         _close_at_exit(self)

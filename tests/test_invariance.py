@@ -34,8 +34,8 @@ def model(request: pytest.FixtureRequest) -> lb.Model:
 class Alone:
     """Lines decoded token by token in a clean cache; what they share is decoded once."""
 
-    def __init__(self, model: lb.Model, n_ctx: int = 1024) -> None:
-        self.ctx = Context(model, n_ctx=n_ctx, n_seq_max=1, n_threads=1)
+    def __init__(self, model: lb.Model, n_ctx: int = 2048) -> None:
+        self.ctx = Context(model, n_ctx=n_ctx, n_seq_max=2, n_threads=1)
         self.tokens: list[int] = []
         self.rows: list[Logits] = []
 
@@ -188,6 +188,7 @@ def test_verified_trees(shared: Context, alone: Alone) -> None:
         check(bystander, alone)
 
 
+@pytest.mark.filterwarnings("ignore::llamabranch.ContextLengthWarning")
 @pytest.mark.parametrize("n", [600, 1500])
 def test_long_contexts(n: int, shared: Context, alone: Alone) -> None:
     rng = np.random.default_rng(n)

@@ -25,7 +25,6 @@ from .handle import Handle, forkable_lock, generation
 from .model import ModelHandle
 from .state_layout import State
 from .system import forget_log_lines, last_log_lines
-from .threadpool import ThreadPool
 
 Rows = npt.NDArray[np.float32]
 
@@ -129,22 +128,16 @@ class ContextHandle(Handle):
         self.lock = forkable_lock()
         self._stop = bytearray(2)
         stop, lock = self._stop, self.lock
-        pools: list[ThreadPool | None] = []
 
         def free(ptr: object) -> None:
             stop[0] = 1  # a thread may be decoding: when the model is closed, or at exit
             with lock:
                 C.llama_free(ptr)
-                for pool in pools:
-                    if pool is not None:
-                        pool.free()
 
         def create() -> None:
             ptr = C.llama_init_from_model(model.ptr, params)
             if ptr:  # from here on whoever drops this object frees the context
                 Handle.__init__(self, ptr, free, name="context", parent=model)
-                n_threads = max(options.n_threads, options.n_threads_batch)
-                pools.append(ThreadPool.attach(ptr, n_threads))
 
         self._ptr: Any = None
         try:

@@ -267,6 +267,7 @@ class Branch(SavableLine):
             for i in range(n):
                 children.append(self.fork())
                 children[-1].reseed(derive_seed(self._seed, i + 1))
+                children[-1]._seed_given = self._seed_given
         except BaseException:
             for child in children:
                 child.prune()
@@ -280,6 +281,7 @@ class Branch(SavableLine):
         with self._lock:
             self._check()
             self._seed = random_seed() if seed is None else seed
+            self._seed_given |= seed is not None
             self._produced = None
 
     def steer(self, bias: Mapping[int, float]) -> None:
@@ -300,6 +302,7 @@ class Branch(SavableLine):
             self._sampler = sampler
             if sampling.seed is not None:
                 self._seed = sampling.seed
+                self._seed_given = True
             self._produced = None
 
     def rewind(self, position: int) -> None:

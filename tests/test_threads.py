@@ -284,7 +284,7 @@ MUTUAL = """
 import faulthandler, sys, threading
 import llamabranch as lb
 
-faulthandler.dump_traceback_later(100, exit=True)  # a deadlock ends here, with where each thread waits
+faulthandler.dump_traceback_later(240, exit=True)  # a deadlock ends here, with where each thread waits
 sys.setswitchinterval(1e-6)
 target, draft = (lb.Model(path) for path in sys.argv[1:3])
 left, right = (lb.Context(m, n_ctx=512, n_seq_max=4, n_threads=1) for m in (target, draft))
@@ -347,7 +347,7 @@ def test_contexts_that_draft_for_each_other_wait_for_nobody(
         [sys.executable, "-c", MUTUAL, str(target.path), str(draft.path), one, other],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -279,6 +279,7 @@ class Branch(SavableLine):
             for i in range(n):
                 children.append(self.fork())
                 children[-1].reseed(derive_seed(self._seed, i + 1))
+                children[-1]._seed_given = self._seed_given
         except BaseException:
             for child in children:
                 child.prune()
@@ -287,10 +288,12 @@ class Branch(SavableLine):
 
     def reseed(self, seed: int | None = None) -> None:
         """Draw differently from here on; without a ``seed`` a new one is picked."""
+        given = seed is not None
         seed = random_seed() if seed is None else whole("seed", seed)
         with self._lock:
             self._check()
             self._seed = seed
+            self._seed_given |= given
             self._produced = None
 
     def steer(self, bias: Mapping[int, float]) -> None:
@@ -311,6 +314,7 @@ class Branch(SavableLine):
             self._sampler = sampler
             if sampling.seed is not None:
                 self._seed = sampling.seed
+                self._seed_given = True
             self._produced = None
 
     def rewind(self, position: int) -> None:

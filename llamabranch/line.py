@@ -49,6 +49,8 @@ class Line:
         self._lock = ctx.lock
         self._sampler = sampler
         self._seed = seed
+        given = sampler.params.seed is not None
+        self._seed_given: bool = given if source is None else source._seed_given
         self._tokens: list[int] = []
         self._n_prompt = 0
         self._surprisals: list[float] = []
@@ -149,6 +151,11 @@ class Line:
     def seed(self) -> int:
         """What its draws are made of."""
         return self._seed
+
+    @property
+    def seed_given(self) -> bool:
+        """True if its seed, or the one that is derived from, was chosen by the user, not picked here."""
+        return self._seed_given
 
     @property
     def is_stop(self) -> bool:
@@ -334,8 +341,8 @@ class Line:
             self._sampler.accept(token)  # raises GrammarError, with the reason
         return -row.logprob(token)
 
-    def take(self, token: int, surprisal: float, row: LogitsRow) -> None:
-        """Take a decoded token; ``row`` follows it."""
+    def take(self, token: int, surprisal: float, row: LogitsRow | None) -> None:
+        """Take a token; ``row`` follows it, None if it could not be decoded yet."""
         n = len(self._tokens)
         try:
             if not self._sampler.is_stateless:

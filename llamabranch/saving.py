@@ -56,6 +56,7 @@ class SavableLine(VerifiableLine):
                 self._finish_reason,
                 self.pending,
                 *arrays,
+                seed_given=self._seed_given,
             )
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -131,5 +132,6 @@ class SavableLine(VerifiableLine):
         self._surprisals = snapshot.surprisals.tolist()
         self._sampler = sampler
         self._seed = snapshot.seed
+        self._seed_given = snapshot.seed_given
         self._pending = snapshot.pending
         self._finish_reason = snapshot.finish_reason

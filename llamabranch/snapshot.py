@@ -63,6 +63,7 @@ class Snapshot:
     surprisals: npt.NDArray[np.float64]
     logits: npt.NDArray[np.float32]
     state: npt.NDArray[np.uint8]
+    seed_given: bool = False
 
     @property
     def n_bytes(self) -> int:
@@ -141,6 +142,7 @@ class Snapshot:
             "sampling": sampling,
             "grammar": None if self.grammar is None else self.grammar.gbnf,
             "seed": self.seed,
+            "seed_given": self.seed_given,
             "n_prompt": self.n_prompt,
             "finish_reason": self.finish_reason,
             "pending": self.pending.hex(),
@@ -352,6 +354,8 @@ def _parse(metadata: bytes) -> Snapshot:
         # A character has at most four bytes, so three can be pending.
         if len(pending) > 3 or finish_reason not in (None, "stop", "length"):
             raise ValueError("an impossible state of the text")
+        sampling = _sampling(about.get("sampling", dict))
+        seed_given = about.maybe("seed_given", bool)
         return Snapshot(
             origin=Origin(
                 fingerprint=origin.get("fingerprint", str),
@@ -363,7 +367,7 @@ def _parse(metadata: bytes) -> Snapshot:
                 flash_attention=origin.maybe("flash_attention", bool),
                 rope=origin.get("rope", str),
             ),
-            sampling=_sampling(about.get("sampling", dict)),
+            sampling=sampling,
             grammar=None if grammar is None else Grammar(grammar),
             seed=about.get("seed", int),
             n_prompt=about.get("n_prompt", int),
@@ -373,6 +377,8 @@ def _parse(metadata: bytes) -> Snapshot:
             surprisals=np.empty(0, np.float64),
             logits=np.empty(0, np.float32),
             state=np.empty(0, np.uint8),
+            # Files of version 0.1 do not say.
+            seed_given=sampling.seed is not None if seed_given is None else seed_given,
         )
     except (ValueError, TypeError, RecursionError, LlamaBranchError) as error:
         raise SnapshotError(f"the snapshot's metadata makes no sense: {error}") from error

@@ -246,6 +246,31 @@ def test_full_cache_ends_a_session_where_plain_decoding_ends(
         assert len(tokens[0]) >= 16
 
 
+@pytest.mark.parametrize("max_tokens", [16, 17, None])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_session_closes_in_a_full_cache_and_its_branch_holds_what_was_returned(
+    drafts: bool, max_tokens: int | None, target: lb.Model, draft_ctx: Context
+) -> None:
+    drafter = lb.ModelDrafter(draft_ctx) if drafts else None
+    with Context(target, n_ctx=256, n_seq_max=2, n_threads=1) as ctx:
+        branch = Branch.start(ctx, [5] * 240, sampling=WARM)
+        session = InferenceSession(ctx, branch, max_tokens=max_tokens)
+        if max_tokens is None:
+            with pytest.raises(CacheFullError):
+                drain(session, lambda i: drafter)
+        else:
+            drain(session, lambda i: drafter)
+            assert session.finish_reason == "length"
+        session.close()
+        assert branch.generated == session.tokens
+        assert len(session.tokens) == (max_tokens or 17)
+        branch.rewind(240)  # and it can be used on
+        assert [t.token for t in branch.generate(16)] == session.tokens[:16]
+        branch.prune()
+        ctx.audit()
+    assert draft_ctx.usage().cells_used == 0
+
+
 # -- misuse ----------------------------------------------------------------------------------------
 
 

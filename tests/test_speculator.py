@@ -6,9 +6,11 @@ Numbers are compared to the bit, and what a branch holds after random work with 
 from __future__ import annotations
 
 import gc
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -671,3 +673,176 @@ def test_statistics_add_up(ctx: Context, draft_ctx: Context) -> None:
     low, high = stats.alpha_interval
     assert 0 <= low <= stats.alpha_hat <= high <= 1
     assert sum(stats.stop_reasons.values()) == stats.target_forward_passes
+
+
+# -- dead ends ---------------------------------------------------------------------------------------
+
+SENTENCE = r"""
+    root ::= "The " ("king" | "witch" | "frog") " " ("slept" | "wept") " and " last "."
+    last ::= "sang" | "danced"
+"""
+
+
+def no_end(model: lb.Model) -> dict[int, float]:
+    """Return the bias that ``--ignore-end`` sets."""
+    return {token: -np.inf for token in range(model.n_vocab) if model.is_end(token)}
+
+
+def until_error(tokens: Iterator[lb.Emitted] | Iterator[lb.Produced]) -> list[Said]:
+    """Return what comes before the error that must come."""
+    said: list[Said] = []
+    with pytest.raises(lb.GrammarError, match="no token"):
+        said.extend((t.token, t.text, t.logprob, t.entropy, ()) for t in tokens)
+    return said
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "which",
+    ["model", "same model", "wrong", "lookup", "chain", "tree of 2", "tree of the same model"],
+)
+def test_grammar_that_ends_without_an_end_token_loses_nothing(
+    which: str, temperature: float, ctx: Context, draft_ctx: Context, other_ctx: Context
+) -> None:
+    """The whole sentence is said before the error, and a branch that was given holds it."""
+    for seed in range(3):
+        params = SamplingParams(temperature=temperature, seed=seed, logit_bias=no_end(ctx.model))
+        with Branch.start(ctx, PROMPTS[0], sampling=params, grammar=SENTENCE) as branch:
+            expected = until_error(branch.generate(60))
+            held = branch.tokens
+        assert "".join(text for _, text, *_ in expected).endswith(("sang.", "danced."))
+        drafter = make(which, draft_ctx, other_ctx)
+        for draft_k in (3, 16):
+            speculator = Speculator(ctx, drafter, SpeculativeConfig(draft_k=draft_k))
+            asked = speculator.generate(PROMPTS[0], sampling=params, grammar=SENTENCE)
+            assert until_error(iter(asked)) == expected
+            with Branch.start(ctx, PROMPTS[0], sampling=params, grammar=SENTENCE) as branch:
+                given = speculator.generate(branch)
+                assert until_error(iter(given)) == expected
+                assert given.tokens == branch.generated
+                assert branch.tokens == held
+                speculator.forget(branch)
+            if which == "same model":
+                assert asked.stats.draft_acceptance_rate == 1.0
+    assert ctx.usage().cells_used == draft_ctx.usage().cells_used == 0
+    assert other_ctx.usage().cells_used == 0
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("which", ["model", "same model", "wrong"])
+def test_rejection_rules_reach_the_end_of_a_grammar_too(
+    which: str, rule: str, ctx: Context, draft_ctx: Context, other_ctx: Context
+) -> None:
+    drafter = make(which, draft_ctx, other_ctx)
+    speculator = Speculator(ctx, drafter, SpeculativeConfig(draft_k=16, rule=rule))
+    for seed in range(6):
+        params = SamplingParams(temperature=1.0, seed=seed, logit_bias=no_end(ctx.model))
+        said = until_error(iter(speculator.generate(PROMPTS[0], sampling=params, grammar=SENTENCE)))
+        text = "".join(text for _, text, *_ in said)
+        assert re.fullmatch(r"The (king|witch|frog) (slept|wept) and (sang|danced)\.", text), text
+
+
+def test_limit_at_the_end_of_a_grammar_is_no_error(
+    ctx: Context, draft_ctx: Context, other_ctx: Context
+) -> None:
+    params = WARM.but(logit_bias=no_end(ctx.model))
+    with Branch.start(ctx, PROMPTS[0], sampling=params, grammar=SENTENCE) as branch:
+        expected = [token for token, *_ in until_error(branch.generate(60))]
+    for which in ("same model", "tree of the same model"):
+        speculator = Speculator(
+            ctx, make(which, draft_ctx, other_ctx), SpeculativeConfig(draft_k=16)
+        )
+        generation = speculator.generate(
+            PROMPTS[0], sampling=params, grammar=SENTENCE, max_tokens=len(expected)
+        ).finish()
+        assert generation.tokens == expected
+        assert generation.finish_reason == "length"
+
+
+# -- seeds given later -------------------------------------------------------------------------------
+
+
+def test_seed_that_is_given_later_gives_the_text_of_plain_decoding(
+    ctx: Context, draft_ctx: Context, tmp_path: Path
+) -> None:
+    """A branch without a seed that gets one: from there on "auto" is the seeded rule."""
+    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=4))
+
+    def check(branch: Branch) -> None:
+        assert speculator.rule_for(branch) == "seeded"
+        with branch.fork() as twin:
+            expected = [t.token for t in twin.generate(40)]
+        assert speculator.generate(branch, max_tokens=40).finish().tokens == expected
+        speculator.forget(branch)
+
+    def unseeded() -> Branch:
+        branch = Branch.start(ctx, PROMPTS[0], temperature=0.8)
+        assert speculator.rule_for(branch) == "block"
+        return branch
+
+    with unseeded() as branch:
+        branch.reseed(5)
+        for child in branch.fork_many(2):
+            check(child)
+            child.prune()
+        branch.save(tmp_path / "seeded.branch")
+        with Branch.load(ctx, tmp_path / "seeded.branch") as loaded:
+            check(loaded)
+        check(branch)
+    with unseeded() as branch:
+        branch.resample(SamplingParams(temperature=0.9, seed=6))
+        branch.resample(SamplingParams(temperature=0.8))  # the seed stays
+        check(branch)
+    with unseeded() as branch:
+        branch.reseed()  # picked here, as the first one was
+        assert speculator.rule_for(branch) == "block"
+        assert all(speculator.rule_for(child) == "block" for child in branch.fork_many(2))
+        with Branch.restore(ctx, branch.snapshot()) as restored:
+            assert speculator.rule_for(restored) == "block"
+
+
+# -- a full cache ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["none", "model", "wrong"])
+@pytest.mark.parametrize("max_tokens", [15, 16, 17, 18, None])
+def test_branch_holds_what_was_said_when_the_cache_is_full(
+    max_tokens: int | None, which: str, target: lb.Model, draft_ctx: Context, other_ctx: Context
+) -> None:
+    """16 cells are left; the 17th token is said without one, by a prompt and on a branch alike."""
+    prompt, full = [5] * 200, max_tokens is None or max_tokens > 17
+    with Context(target, n_ctx=256, n_seq_max=3, n_threads=1, batch_invariant=True) as ctx:
+        others = Branch.start(ctx, [7] * 40)
+        speculator = Speculator(ctx, make(which, draft_ctx, other_ctx))
+
+        def finish(generation: lb.Generation) -> list[int]:
+            if full:
+                with pytest.raises(lb.CacheFullError):
+                    generation.finish()
+            else:
+                generation.finish()
+            assert generation.finish_reason == ("capacity" if full else "length")
+            assert len(generation.tokens) == min(max_tokens or 17, 17)
+            return generation.tokens
+
+        said = finish(speculator.generate(prompt, max_tokens=max_tokens, sampling=WARM))
+        branch = Branch.start(ctx, prompt, sampling=WARM)
+        assert finish(speculator.generate(branch, max_tokens=max_tokens)) == said
+        assert branch.generated == said
+        ctx.audit()
+        twin = branch.fork()
+        if len(said) == 17:
+            with pytest.raises(lb.CacheFullError):
+                _ = branch.logits
+            assert branch.tokens == twin.tokens == prompt + said
+        others.prune()
+        with Branch.start(other_ctx, branch.tokens) as again:
+            for one in (branch, twin):  # there is room: both go on as if nothing had been
+                assert np.array_equal(one.logits, again.logits)
+        assert twin.step() == branch.step()
+        assert not np.isnan(branch.perplexity())
+        twin.prune()
+        branch.prune()
+        speculator.forget(branch)
+        ctx.audit()
+        assert ctx.usage().cells_used == draft_ctx.usage().cells_used == 0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from llama_cpp import llama_cpp as C
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context
 from llamabranch.errors import ClosedError, DecodeInterruptedError
+from llamabranch.speculative.length import DraftLength
 
 WARM = lb.SamplingParams(temperature=0.8, seed=2)
 PROMPTS = ("Once upon a time", "The king", "The queen had", "A wolf")
@@ -273,3 +277,229 @@ def test_interrupts_from_many_threads_stop_no_more_than_they_say(ctx: Context) -
         ctx.decoder.handle.resume()
         again.prefill(branch.tokens)
         assert np.array_equal(again.logits, branch.logits)
+
+
+# -- drafting across threads -----------------------------------------------------------------------
+
+MUTUAL = """
+import faulthandler, sys, threading
+import llamabranch as lb
+
+faulthandler.dump_traceback_later(240, exit=True)  # a deadlock ends here, with where each thread waits
+sys.setswitchinterval(1e-6)
+target, draft = (lb.Model(path) for path in sys.argv[1:3])
+left, right = (lb.Context(m, n_ctx=512, n_seq_max=4, n_threads=1) for m in (target, draft))
+config = lb.SpeculativeConfig(draft_k=3)
+warm = lb.SamplingParams(temperature=0.8, seed=2)
+start = threading.Barrier(2)
+
+def speculator(ctx, other):
+    speculator = lb.Speculator(ctx, lb.ModelDrafter(other), config)
+    generations = [speculator.generate("The king", max_tokens=40, sampling=warm) for _ in range(2)]
+    return [t.token for pair in zip(*generations) for t in pair]
+
+def session(ctx, other):
+    drafter = lb.ModelDrafter(other)
+    with lb.InferenceSession(ctx, "The king", sampling=warm, max_tokens=60) as told:
+        while told.next_token(drafter) is not None:
+            pass
+        return told.tokens
+
+def engine(ctx, other):
+    engine = lb.Engine(ctx, lb.ModelDrafter(other), config, seed=4, max_tokens=40)
+    return [result.tokens for result in engine.generate(["The queen", "A wolf", "Once"])]
+
+acts = {act.__name__: act for act in (speculator, session, engine)}
+jobs = [(acts[sys.argv[3]], left, right), (acts[sys.argv[4]], right, left)]
+alone = [act(ctx, other) for act, ctx, other in jobs]
+said = [None, None]
+
+def run(i):
+    act, ctx, other = jobs[i]
+    start.wait()
+    said[i] = [act(ctx, other) for _ in range(3)]
+
+threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert said == [[alone[0]] * 3, [alone[1]] * 3]
+for ctx in (left, right):
+    ctx.audit()
+    assert ctx.usage().cells_used == 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("speculator", "speculator"),
+        ("engine", "engine"),
+        ("session", "session"),
+        ("engine", "speculator"),
+    ],
+)
+def test_contexts_that_draft_for_each_other_wait_for_nobody(
+    one: str, other: str, target: lb.Model, draft: lb.Model
+) -> None:
+    """Each is the other's drafter. In a process of its own, whose watchdog ends it if it hangs."""
+    done = subprocess.run(
+        [sys.executable, "-c", MUTUAL, str(target.path), str(draft.path), one, other],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+class Watched:
+    """A drafter that passes everything on, and notes what is asked of it while a lock is held."""
+
+    def __init__(self, drafter: lb.Drafter, lock: threading.RLock) -> None:
+        self._drafter = drafter
+        self._lock = lock
+        self.name = drafter.name
+        self.asked: set[str] = set()
+        self.asked_under_lock: set[str] = set()
+
+    def note(self, what: str) -> None:
+        """Let another thread try the lock: it is free unless this one holds it."""
+        free: list[bool] = []
+
+        def attempt() -> None:
+            free.append(self._lock.acquire(blocking=False))
+            if free[0]:
+                self._lock.release()
+
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join()
+        self.asked.add(what)
+        if not free[0]:
+            self.asked_under_lock.add(what)
+
+    def check(self, target: lb.Model) -> None:
+        self._drafter.check(target)
+
+    def line(self, target: Branch, rule: str) -> WatchedLine:
+        self.note("line")
+        return WatchedLine(self, self._drafter.line(target, rule))
+
+
+class WatchedLine:
+    """A line that only one caller may use at a time, and that is closed once."""
+
+    def __init__(self, drafter: Watched, line: lb.DraftLine) -> None:
+        self._drafter = drafter
+        self._line = line
+        self._busy = threading.Lock()
+        self._closed = False
+
+    @contextmanager
+    def _used(self, what: str) -> Iterator[None]:
+        assert self._busy.acquire(blocking=False), "two threads use one line"
+        try:
+            assert not self._closed, "a closed line is used"
+            self._drafter.note(what)
+            yield
+        finally:
+            self._busy.release()
+
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> lb.Draft:
+        with self._used("propose"):
+            return self._line.propose(tokens, length, limit)
+
+    def observe(self, n_tokens: int) -> None:
+        with self._used("observe"):
+            self._line.observe(n_tokens)
+
+    def fork(self, target: Branch) -> WatchedLine:
+        with self._used("fork"):
+            return WatchedLine(self._drafter, self._line.fork(target))
+
+    def close(self) -> None:
+        with self._used("close"):
+            self._line.close()
+        self._closed = True
+
+
+def test_no_drafter_is_asked_while_the_target_is_locked(ctx: Context, draft_ctx: Context) -> None:
+    """Whoever held both would deadlock with a thread that takes them the other way round."""
+    watched = Watched(lb.ModelDrafter(draft_ctx), ctx.lock)
+    speculator = lb.Speculator(ctx, watched, lb.SpeculativeConfig(draft_k=4))
+    with Branch.start(ctx, "The king", sampling=WARM) as root:
+        speculator.generate(root, max_tokens=20).finish()
+        with root.fork() as child:
+            list(itertools.islice(speculator.generate(child), 7))
+            speculator.forget(child)
+        speculator.forget(root)
+    with lb.InferenceSession(ctx, "A wolf", sampling=WARM) as told:
+        for _ in range(20):
+            told.next_token(watched)
+    with Branch.start(ctx, [5] * (ctx.n_ctx - 40)):  # and where there is no room for a draft
+        with pytest.raises(lb.CacheFullError):
+            speculator.generate("The king", max_tokens=None, sampling=WARM).finish()
+        engine = lb.Engine(ctx, watched, lb.SpeculativeConfig(draft_k=4), seed=1, max_tokens=60)
+        results = engine.generate(["The queen", "A wolf", lb.Request("Once", max_tokens=3)])
+        assert engine.stats.preemptions > 0
+        assert {result.finish_reason for result in results} >= {"length"}
+    assert watched.asked == {"line", "propose", "observe", "fork", "close"}
+    assert watched.asked_under_lock == set()
+
+
+@pytest.mark.parametrize("kind", ["model", "chain"])
+@pytest.mark.parametrize("draft_k", [3, "auto"])
+def test_threads_share_a_speculator(
+    draft_k: int | str, kind: str, ctx: Context, draft: lb.Model
+) -> None:
+    """What each says alone, also where lines must be closed to make room for others."""
+    with Context(draft, n_ctx=512, n_seq_max=3, n_threads=1) as small:
+        drafter: lb.Drafter = lb.ModelDrafter(small)
+        if kind == "chain":
+            drafter = lb.ChainDrafter([lb.PromptLookupDrafter(min_ngram=1), drafter])
+        watched = Watched(drafter, threading.RLock())
+        config = lb.SpeculativeConfig(draft_k=draft_k)
+        speculator = lb.Speculator(ctx, watched, config)
+        n_said = [0]
+        count = threading.Lock()
+
+        def tell(prompt: str, seed: int) -> list[list[int]]:
+            said = []
+            params = lb.SamplingParams(temperature=0.8, seed=seed)
+            for n in (3, 12):
+                with Branch.start(ctx, prompt, sampling=params) as root:
+                    said.append(speculator.generate(root, max_tokens=n).finish().tokens)
+                    with root.fork() as child:
+                        said.append(speculator.generate(child, max_tokens=n).finish().tokens)
+                    speculator.generate(root, max_tokens=2).finish()
+                    root.rewind(root.position - 1)
+                    said.append(speculator.generate(root, max_tokens=n).finish().tokens)
+                    assert speculator.explain()
+                with count:
+                    n_said[0] += 3 * n + 2
+            return said
+
+        def plain(prompt: str, seed: int) -> list[list[int]]:
+            said = []
+            for n in (3, 12):
+                params = lb.SamplingParams(temperature=0.8, seed=seed)
+                with Branch.start(ctx, prompt, sampling=params) as root:
+                    text = [t.token for t in root.generate(2 * n + 1)]
+                    said += [text[:n], text[n : 2 * n], text[n + 1 : 2 * n + 1]]
+            return said
+
+        jobs = [(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+        expected = [plain(*job) for job in jobs]
+        for _ in range(4):
+            assert together(*(lambda job=job: tell(*job) for job in jobs)) == expected
+        assert speculator.stats.num_emitted_tokens == n_said[0]
+        assert watched.asked >= {"line", "propose", "observe", "fork", "close"}
+        gc.collect()
+        speculator.forget(Branch.create(ctx))  # nothing is kept for it
+        with Branch.start(ctx, "The king", sampling=WARM) as last:
+            speculator.generate(last, max_tokens=2).finish()  # closes the lines of pruned branches
+            speculator.forget(last)
+        assert small.usage().cells_used == 0
+        small.audit()

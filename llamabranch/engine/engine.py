@@ -242,12 +242,11 @@ class Engine:
             while not (scheduler.is_idle or scheduler.is_abandoned):
                 events: list[Event] = []
                 failure: LlamaBranchError | None = None
-                with self.target.lock:  # its rows are valid until anybody else decodes
-                    try:
-                        for event in self._step(scheduler):
-                            events.append(event)
-                    except LlamaBranchError as error:
-                        failure = error  # what has ended before it is told first
+                try:
+                    for event in self._step(scheduler):
+                        events.append(event)
+                except LlamaBranchError as error:
+                    failure = error  # what has ended before it is told first
                 yield from events
                 if failure is not None:
                     raise failure
@@ -282,13 +281,8 @@ class Engine:
 
     def _give_up(self, scheduler: Scheduler, error: LlamaBranchError) -> Iterator[Event]:
         """End every request: there is no sequence to be had for any."""
-        with self.target.lock:
-            events = [
-                event
-                for job in list(scheduler.waiting)
-                for event in self._end(scheduler, job, "capacity", error)
-            ]
-        yield from events
+        for job in list(scheduler.waiting):
+            yield from self._end(scheduler, job, "capacity", error)
 
     def _step(self, scheduler: Scheduler) -> Iterator[Event]:
         if scheduler.cancelled:
@@ -304,13 +298,18 @@ class Engine:
         if not scheduler.active:
             return
         batch = self._fill(scheduler)
-        start = perf_counter()
+        # No drafter is called under the lock: its context may be the target of another thread, whose
+        # drafter's context is this one.
         try:
-            rows = self._decode(batch)
+            with self.target.lock:  # its rows are valid until anybody else decodes
+                start = perf_counter()
+                rows = self._decode(batch)
+                verify_s = perf_counter() - start
+                outcomes = self._settle(batch, rows, verify_s)
         except CacheFullError as error:
             yield from self._make_room(scheduler, batch, error)
             return
-        yield from self._settle(scheduler, batch, rows, perf_counter() - start)
+        yield from self._conclude(scheduler, batch, outcomes, verify_s)
 
     def _fill(self, scheduler: Scheduler) -> Batch:
         """Collect what the next decode computes: every stream's plan, then pieces of prompts."""
@@ -391,30 +390,58 @@ class Engine:
     # -- after the decode --------------------------------------------------------------------------
 
     def _settle(
-        self, scheduler: Scheduler, batch: Batch, rows: list[LogitsRow], verify_s: float
-    ) -> Iterator[Event]:
-        at = n_emitted = 0
+        self, batch: Batch, rows: list[LogitsRow], verify_s: float
+    ) -> list[list[Emitted] | LlamaBranchError]:
+        """Take in what was decoded: for each part what it says, or why its text ends here."""
+        at = 0
+        outcomes: list[list[Emitted] | LlamaBranchError] = []
         for job, n in batch.parts:
             n_rows = n if job.stream is not None else int(n == job.n_unread)
             its_rows = rows[at : at + n_rows]
             at += n_rows
             try:
                 if job.stream is not None:
-                    said = job.stream.settle(its_rows, verify_s * n / len(batch.tokens))
+                    outcomes.append(job.stream.settle(its_rows, verify_s * n / len(batch.tokens)))
                 else:
-                    self.stats.prompt_tokens += n
-                    said = self._read(job, n, its_rows[0] if its_rows else None)
+                    self._read(job, n, its_rows[0] if its_rows else None)
+                    outcomes.append([])
             except DecodeInterruptedError:
                 raise  # it is meant for all
             except LlamaBranchError as error:
-                yield from self._end(scheduler, job, "error", error)
-                continue
+                outcomes.append(error)
+        return outcomes
+
+    def _conclude(
+        self,
+        scheduler: Scheduler,
+        batch: Batch,
+        outcomes: list[list[Emitted] | LlamaBranchError],
+        verify_s: float,
+    ) -> Iterator[Event]:
+        """Tell the drafters, begin where a prompt is read, pass on what is said."""
+        n_emitted = 0
+        for (job, n), outcome in zip(batch.parts, outcomes, strict=True):
+            failed = outcome if isinstance(outcome, LlamaBranchError) else None
+            said = [] if isinstance(outcome, LlamaBranchError) else outcome
+            if failed is None:
+                try:
+                    if job.stream is not None:
+                        job.stream.conclude()
+                    else:
+                        self.stats.prompt_tokens += n
+                        said = [] if job.n_unread else self._begin_text(job)
+                except DecodeInterruptedError:
+                    raise
+                except LlamaBranchError as error:
+                    failed = error
             shown = job.say(said)
             n_emitted += len(said)
             for emitted in shown:
                 yield Event(job.name, job.sample, emitted=emitted)
             if job.transcript.finish_reason is not None:
                 yield from self._end(scheduler, job, job.transcript.finish_reason)
+            elif failed is not None:
+                yield from self._end(scheduler, job, "error", failed)
         if self._drafts and batch.n_plans and batch.n_plans == len(batch.parts):
             self._market.learn(
                 batch.n_plans,
@@ -426,8 +453,8 @@ class Engine:
                 batch.n_read,
             )
 
-    def _read(self, job: Job, n: int, row: LogitsRow | None) -> list[Emitted]:
-        """Take ``n`` tokens of its prompt in; with the last of them, whose ``row`` it is, it runs."""
+    def _read(self, job: Job, n: int, row: LogitsRow | None) -> None:
+        """Take ``n`` tokens of its prompt in; ``row`` follows the last of them."""
         branch = job.branch
         if branch is None:
             raise RuntimeError("a job reads on a branch")
@@ -438,8 +465,12 @@ class Engine:
             branch.take_prompt(tokens[:n_prompt], row if n <= n_prompt else None)
         if n > n_prompt:
             branch.take_followed(tokens[n_prompt:], row)
-        if row is None:
-            return []
+
+    def _begin_text(self, job: Job) -> list[Emitted]:
+        """Let a job run whose prompt is read; return its first word."""
+        branch = job.branch
+        if branch is None:
+            raise RuntimeError("a job runs on a branch")
         job.stream = self._open(job, branch)
         if job.pending is not None:  # it was preempted: it goes on after its last word
             job.stream.pending = job.pending

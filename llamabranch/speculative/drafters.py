@@ -17,7 +17,7 @@ from ..distribution import Distribution
 from ..model import Model
 from .length import DraftLength
 
-__all__ = ["NO_DRAFT", "Draft", "DraftLine", "Drafter", "NullDrafter", "propose"]
+__all__ = ["NO_DRAFT", "Draft", "DraftLine", "Drafter", "NullDrafter", "NullLine", "propose"]
 
 
 @dataclass
@@ -146,18 +146,22 @@ class NullDrafter:
 
     def line(self, target: Branch, rule: str) -> DraftLine:
         """Return a line that never proposes."""
-        return _NullLine()
+        return NullLine()
 
 
-class _NullLine:
+class NullLine:
+    """Proposes nothing and holds nothing."""
+
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+        """Return an empty draft."""
         return Draft()
 
     def observe(self, n_tokens: int) -> None:
-        return None
+        """Nothing to forget."""
 
     def fork(self, target: Branch) -> DraftLine:
+        """Return itself: it has no state."""
         return self
 
     def close(self) -> None:
-        return None
+        """Nothing to give back."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import bisect
 import math
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..native import forkable_lock
 from .config import SpeculativeConfig
 from .length import DraftLength, FixedLength, RoundReport
 
@@ -92,6 +94,17 @@ class Profile:
         self.rest(pause)
 
 
+class _Drafting(threading.local):
+    """What concerns the draft at hand: each thread may be at another."""
+
+    def __init__(self) -> None:
+        self.profile: Profile | None = None  # of the drafter that was considered
+        self.n_behind = 0
+        self.reach = 1.0
+        self.going_rate = 0.0
+        self.reason = "length"
+
+
 class GoodputLength:
     """The length with the most expected tokens a second, learned while it runs.
 
@@ -105,6 +118,8 @@ class GoodputLength:
     it is asked, the time its rounds lost or won against plain steps is added up, and where it has lost
     the time of a few it is switched off. It is tried again after ever longer pauses, and only when the
     trial would cost little of the time since the last.
+
+    Many threads may draft by it: what is learned is shared, what concerns one draft is each thread's own.
     """
 
     WARM_UP_PLAIN, WARM_UP_DRAFTS, WARM_UP_K = 3, 4, 3
@@ -121,28 +136,34 @@ class GoodputLength:
 
     def __init__(self, limit: int, entropy_stop: float | None = None, width: int = 1) -> None:
         self.limit = limit
-        self.reason = "length"
+        self._lock = forkable_lock()
+        self._now = _Drafting()
         self._entropy_stop = entropy_stop
         self._width = width
         self._profiles: dict[str, Profile] = {}
-        self._profile = Profile()
+        self._profile = Profile()  # of the drafter that was asked last
         self._target_s: dict[int, float] = {}
         self._settle_s = {False: 0.0, True: 0.0}  # by whether there was a draft
         self._costs: list[float] = []  # seconds of a round with k tokens; made anew when stale
+        self._costs_of = self._profile
         self._n_plain = self._n_drafts = self._since_plain = 0
-        self._n_behind = 0
-        self._reach = 1.0
-        self._going_rate = 0.0
+
+    @property
+    def reason(self) -> str:
+        """Why ``goes_on`` last said no to this thread."""
+        return self._now.reason
 
     # -- what is known -----------------------------------------------------------------------------
 
     def step_cost(self) -> float:
         """Return c: a draft step's time over a plain target step's, nan before it is measured."""
-        return self._profile.step_s / self._target_s[1] if 1 in self._target_s else math.nan
+        with self._lock:
+            return self._profile.step_s / self._target_s[1] if 1 in self._target_s else math.nan
 
     def verify_cost(self, n: int) -> float:
         """Return v(n): the target's time for n tokens over its time for one, interpolated."""
-        return self._time(n) / self._target_s[1] if 1 in self._target_s else math.nan
+        with self._lock:
+            return self._time(n) / self._target_s[1] if 1 in self._target_s else math.nan
 
     def _time(self, n: int) -> float:
         return interpolate(self._target_s, n)
@@ -151,9 +172,10 @@ class GoodputLength:
     def _plain_s(self) -> float:
         return self._time(1) + self._settle_s[False]
 
-    def _round_costs(self) -> list[float]:
-        if not self._costs:
-            step_s, width = self._profile.step_s, self._width
+    def _round_costs(self, profile: Profile) -> list[float]:
+        if not self._costs or self._costs_of is not profile:
+            self._costs_of = profile
+            step_s, width = profile.step_s, self._width
             # Times are noisy, but more tokens never take less: a draft is not free because of noise.
             least_s, settle_s = self._time(1), max(self._settle_s.values())
             self._costs = [
@@ -163,10 +185,10 @@ class GoodputLength:
             self._costs[0] = self._plain_s
         return self._costs
 
-    def _pays(self, k: int, chance: float) -> bool:
+    def _pays(self, profile: Profile, k: int, chance: float) -> bool:
         """Return whether to draft on after ``k`` tokens; the next one stands with ``chance``."""
-        costs, mean, rate = self._round_costs(), self._profile.mean_chance, self._going_rate
-        reach, gained = self._reach, 0.0
+        costs, mean, rate = self._round_costs(profile), profile.mean_chance, self._now.going_rate
+        reach, gained = self._now.reach, 0.0
         for longer in range(k + 1, self.limit + 1):
             reach *= chance
             gained += reach
@@ -177,9 +199,9 @@ class GoodputLength:
             chance = mean
         return False
 
-    def _rate(self) -> float:
+    def _rate(self, profile: Profile) -> float:
         """Return the tokens a second of late, those of plain decoding at least."""
-        profile, plain = self._profile, 1.0 / self._plain_s
+        plain = 1.0 / self._plain_s
         return max(plain, profile.tokens / profile.seconds) if profile.rounds > 1 else plain
 
     def best(self, doubt: float = 0.0) -> tuple[int, float]:
@@ -187,7 +209,9 @@ class GoodputLength:
 
         ``doubt`` is by how much the chance may be higher than it seems.
         """
-        costs, chance = self._round_costs(), min(1.0, self._profile.mean_chance + doubt)
+        with self._lock:
+            costs = self._round_costs(self._profile)
+            chance = min(1.0, self._profile.mean_chance + doubt)
         rates, expected, reach = [1.0 / costs[0]], 1.0, 1.0
         for cost in costs[1:]:
             reach *= chance
@@ -199,22 +223,24 @@ class GoodputLength:
     @property
     def is_on(self) -> bool:
         """True while a drafter is asked every round."""
-        return not self._profiles or any(profile.on for profile in self._profiles.values())
+        with self._lock:
+            return not self._profiles or any(profile.on for profile in self._profiles.values())
 
     # -- decisions ---------------------------------------------------------------------------------
 
     def plain_steps(self, n_behind: int) -> int:
         """Return how many plain steps come before the drafter is asked: none while it is on."""
-        if self._n_plain < self.WARM_UP_PLAIN:
-            return self.WARM_UP_PLAIN - self._n_plain
-        self._n_behind = n_behind
-        if self.is_on:
-            self._since_plain += 1
-            if self._since_plain > self.REFRESH:
-                self._since_plain = 0
-                return 1
-            return 0
-        return 0 if any(map(self._is_due, self._profiles.values())) else self.LOOK_EVERY
+        with self._lock:
+            if self._n_plain < self.WARM_UP_PLAIN:
+                return self.WARM_UP_PLAIN - self._n_plain
+            self._now.n_behind = n_behind
+            if self.is_on:
+                self._since_plain += 1
+                if self._since_plain > self.REFRESH:
+                    self._since_plain = 0
+                    return 1
+                return 0
+            return 0 if any(map(self._is_due, self._profiles.values())) else self.LOOK_EVERY
 
     def _is_due(self, profile: Profile) -> bool:
         """Return whether a drafter that is off should be tried again."""
@@ -222,61 +248,67 @@ class GoodputLength:
             return False
         # Reading many tokens at once costs about a fifth of a step for each. In a chain that others
         # are asked in, a drafter has missed what was said in its own pause.
-        n_behind = max(self._n_behind, profile.paused)
-        cost = profile.step_s * (1 + n_behind / 5) + self._round_costs()[1] - self._plain_s
+        n_behind = max(self._now.n_behind, profile.paused)
+        round_s = self._round_costs(self._profile)[1]
+        cost = profile.step_s * (1 + n_behind / 5) + round_s - self._plain_s
         return cost < self.TRIAL_SHARE * profile.paused_s
 
     def consider(self, drafter: str) -> bool:
         """Return whether this drafter should propose; what follows is about it."""
-        profile = self._profiles.setdefault(drafter, Profile())
-        if profile is not self._profile:
-            self._profile, self._costs = profile, []
-        profile.trial = not profile.on and self._is_due(profile)
-        return profile.on or profile.trial
+        with self._lock:
+            profile = self._profiles.setdefault(drafter, Profile())
+            self._profile = self._now.profile = profile
+            profile.trial = not profile.on and self._is_due(profile)
+            return profile.on or profile.trial
 
     def goes_on(self, n_drafted: int, entropy: float) -> bool:
         """Return whether to draw one more after ``n_drafted``, from a distribution of ``entropy``."""
-        if n_drafted == 0:
-            self._reach = 1.0
-            self._going_rate = self._rate()
-        self.reason = "length"
-        if n_drafted >= self.limit:
-            return False
-        if self._entropy_stop is not None and entropy > self._entropy_stop:
-            self.reason = "entropy"
-            return False
-        self.reason = "goodput"
-        profile = self._profile
-        if profile.n_drafts < self.WARM_UP_DRAFTS:
-            return n_drafted < self.WARM_UP_K
-        chance = profile.chance(entropy)
-        if not (profile.trial and n_drafted == 0) and not self._pays(n_drafted, chance):
-            return False
-        self._reach *= chance
-        return True
+        with self._lock:
+            now = self._now
+            profile = now.profile or self._profile
+            if n_drafted == 0:
+                now.reach = 1.0
+                now.going_rate = self._rate(profile)
+            now.reason = "length"
+            if n_drafted >= self.limit:
+                return False
+            if self._entropy_stop is not None and entropy > self._entropy_stop:
+                now.reason = "entropy"
+                return False
+            now.reason = "goodput"
+            if profile.n_drafts < self.WARM_UP_DRAFTS:
+                return n_drafted < self.WARM_UP_K
+            chance = profile.chance(entropy)
+            is_trial = profile.trial and n_drafted == 0
+            if not is_trial and not self._pays(profile, n_drafted, chance):
+                return False
+            now.reach *= chance
+            return True
 
     # -- learning ----------------------------------------------------------------------------------
 
     def learn(self, report: RoundReport) -> None:
         """Take in a round."""
-        self._learn_costs(report.n_verified, report.verify_s, report.settle_s, 1)
-        reported = self._profiles.get(report.drafter) if report.asked else None
-        self._let_pass(1, report.verify_s + report.settle_s, reported)
-        if not report.asked:
-            self._n_plain += 1
-            return
-        if reported is None:
-            reported = self._profiles[report.drafter] = Profile()
-        if report.entropies:
-            reported.learn(report)
-            self._n_drafts += 1
-        self._judge(reported, report)
+        with self._lock:
+            self._learn_costs(report.n_verified, report.verify_s, report.settle_s, 1)
+            reported = self._profiles.get(report.drafter) if report.asked else None
+            self._let_pass(1, report.verify_s + report.settle_s, reported)
+            if not report.asked:
+                self._n_plain += 1
+                return
+            if reported is None:
+                reported = self._profiles[report.drafter] = Profile()
+            if report.entropies:
+                reported.learn(report)
+                self._n_drafts += 1
+            self._judge(reported, report)
 
     def learn_plain(self, n: int, verify_s: float, settle_s: float) -> None:
         """Take in ``n`` plain steps in which the drafter was not asked; seconds are medians."""
-        self._n_plain += n
-        self._learn_costs(1, verify_s, settle_s, n)
-        self._let_pass(n, n * (verify_s + settle_s))
+        with self._lock:
+            self._n_plain += n
+            self._learn_costs(1, verify_s, settle_s, n)
+            self._let_pass(n, n * (verify_s + settle_s))
 
     def _learn_costs(self, n: int, verify_s: float, settle_s: float, times: int) -> None:
         drafted = n > 1
@@ -293,8 +325,7 @@ class GoodputLength:
 
     def _judge(self, profile: Profile, report: RoundReport) -> None:
         """Switch a drafter on or off by what the rounds in which it was asked yielded."""
-        if profile is not self._profile:
-            self._profile, self._costs = profile, []
+        self._profile = profile
         plain_s = self._plain_s
         if not report.caught_up:  # reading a prompt says nothing of what follows
             tokens = 1 + report.n_accepted
@@ -322,6 +353,10 @@ class GoodputLength:
 
     def explain(self) -> str:
         """Return what it chose, and the measurements it chose by."""
+        with self._lock:
+            return self._explanation()
+
+    def _explanation(self) -> str:
         missing = [
             name
             for name, known in (("plain step", 1 in self._target_s), ("draft", self._n_drafts > 0))

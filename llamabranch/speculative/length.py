@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -39,11 +40,17 @@ class RoundReport(NamedTuple):
 
 
 class DraftLength(Protocol):
-    """Decides, before each drafted token is drawn, whether it is worth drawing."""
+    """Decides, before each drafted token is drawn, whether it is worth drawing.
+
+    A draft is made in one thread; where a speculator is shared, others may be at theirs meanwhile.
+    """
 
     limit: int  # the most tokens a draft may have
-    reason: str  # why ``goes_on`` last said no: "length", "entropy" or "goodput"
     reads_entropy: bool  # whether it decides or learns by entropies; else they may be NaN
+
+    @property
+    def reason(self) -> str:
+        """Why ``goes_on`` last said no to this thread: "length", "entropy" or "goodput"."""
 
     def plain_steps(self, n_behind: int) -> int:
         """Return how many plain steps come before the drafter is asked; 0 = it is asked now.
@@ -76,14 +83,23 @@ class DraftLength(Protocol):
         """Return in words and numbers what it does and why."""
 
 
+class _Reason(threading.local):
+    reason = "length"
+
+
 class FixedLength:
     """Always the same number, or fewer where the entropy is above a limit (nats)."""
 
     def __init__(self, k: int, entropy_stop: float | None = None) -> None:
         self.limit = k
-        self.reason = "length"
+        self._now = _Reason()
         self.reads_entropy = entropy_stop is not None
         self._entropy_stop = entropy_stop
+
+    @property
+    def reason(self) -> str:
+        """Why ``goes_on`` last said no to this thread."""
+        return self._now.reason
 
     def plain_steps(self, n_behind: int) -> int:
         """Return 0, or any number if none are drafted."""
@@ -96,7 +112,7 @@ class FixedLength:
     def goes_on(self, n_drafted: int, entropy: float) -> bool:
         """Return True while below the number and the entropy limit."""
         too_open = self._entropy_stop is not None and entropy > self._entropy_stop
-        self.reason = "entropy" if too_open else "length"
+        self._now.reason = "entropy" if too_open else "length"
         return n_drafted < self.limit and not too_open
 
     def learn(self, report: RoundReport) -> None:

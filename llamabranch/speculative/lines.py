@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..branch import Branch
 from ..cells import n_common
 from ..errors import CapacityError
+from ..native import forkable_lock
 from ..sampling import SamplingParams
-from .drafters import Drafter, DraftLine, NullDrafter
+from .drafters import Drafter, DraftLine, NullLine
 
 __all__ = ["LineBook"]
+
+_IDLE = NullLine()  # stands in while there is no room for a line; it has no state
 
 
 class LineBook:
@@ -21,19 +24,21 @@ class LineBook:
     A branch without a line gets a fork of its nearest ancestor's, or a new one. A line is told by
     ``observe`` how much of what it knows still holds for its branch. When the drafter's context runs out
     of sequences, the lines that have waited longest are closed.
+
+    Many threads may use one book. A line belongs to whoever took it out, or marked it as being forked;
+    the book's own lock is never held while a line works, since that may wait for a context.
     """
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
+        self._lock = forkable_lock()
         self._kept: weakref.WeakKeyDictionary[Branch, _Kept] = weakref.WeakKeyDictionary()
-        self._idle: DraftLine | None = None  # stands in while there is no room for a line
 
     def take(self, branch: Branch, rule: str) -> DraftLine:
         """Return the line that drafts for ``branch`` from where it stands."""
         self._close_pruned()
-        found = self._kept.get(branch)
-        if found is not None and found.fits(branch, rule) and found.draws_like(branch):
-            del self._kept[branch]
+        found = self._pop(branch, lambda kept: kept.fits(branch, rule) and kept.draws_like(branch))
+        if found is not None:
             found.line.observe(n_common(found.tokens, branch.tokens))
             return found.line
         while True:
@@ -42,46 +47,87 @@ class LineBook:
                 self.forget(branch)
                 return line
             except CapacityError:
-                if not self._kept:  # no room to draft is no reason to stop
-                    self._idle = self._idle or NullDrafter().line(branch, rule)
-                    return self._idle
-                oldest = next(iter(self._kept))
-                self._kept.pop(oldest).line.close()
+                oldest = self._pop_oldest()
+                if oldest is None:  # no room to draft is no reason to stop
+                    return _IDLE
+                oldest.line.close()
 
     def _make(self, branch: Branch, rule: str) -> DraftLine:
         relative: Branch | None = branch  # reseeded or steered, it takes a fork of its own line
         while relative is not None:
-            found = self._kept.get(relative)
-            if found is not None and found.fits(branch, rule):
-                line = found.line.fork(branch)
-                line.observe(n_common(found.tokens, branch.tokens))
-                return line
+            with self._lock:
+                found = self._kept.get(relative)
+                usable = found is not None and not found.is_forked and found.fits(branch, rule)
+                if found is not None and usable:
+                    found.is_forked = True
+            if found is not None and usable:
+                try:
+                    line = found.line.fork(branch)
+                    line.observe(n_common(found.tokens, branch.tokens))
+                    return line
+                finally:
+                    self._end_fork(relative, found)
             relative = relative.parent
         return self._drafter.line(branch, rule)
 
+    def _end_fork(self, branch: Branch, kept: _Kept) -> None:
+        with self._lock:
+            kept.is_forked = False
+            is_kept = self._kept.get(branch) is kept
+        if not is_kept:  # it was forgotten or replaced meanwhile
+            kept.line.close()
+
     def give_back(self, branch: Branch, line: DraftLine, rule: str, *, keep: bool) -> None:
         """Keep ``line`` for the next time ``branch`` goes on, or close it."""
-        if line is self._idle:
+        if line is _IDLE:
             return
-        if keep and branch.state != "pruned" and not branch.ctx.closed:
-            self._kept[branch] = _Kept(
-                line, rule, branch.n_prompt, branch.seed, branch.sampling, branch.tokens
-            )
-        else:
+        if not keep or branch.state == "pruned" or branch.ctx.closed:
             line.close()
+            return
+        kept = _Kept(line, rule, branch.n_prompt, branch.seed, branch.sampling, branch.tokens)
+        with self._lock:
+            before = self._pop_free(branch)
+            self._kept[branch] = kept
+        if before is not None:
+            before.close()
 
     def forget(self, branch: Branch) -> None:
         """Close the line of ``branch`` if one is kept."""
-        found = self._kept.pop(branch, None)
-        if found is not None:
-            found.line.close()
+        with self._lock:
+            line = self._pop_free(branch)
+        if line is not None:
+            line.close()
+
+    def _pop(self, branch: Branch, fits: Callable[[_Kept], bool]) -> _Kept | None:
+        """Take out the line of ``branch`` if it fits and nobody is forking it."""
+        with self._lock:
+            found = self._kept.get(branch)
+            if found is None or found.is_forked or not fits(found):
+                return None
+            return self._kept.pop(branch, None)
+
+    def _pop_oldest(self) -> _Kept | None:
+        with self._lock:
+            for branch, kept in list(self._kept.items()):
+                if not kept.is_forked:
+                    return self._kept.pop(branch, None)
+            return None
 
     def _close_pruned(self) -> None:
-        for branch in [b for b in self._kept if b.state == "pruned"]:
-            self._kept.pop(branch).line.close()
+        with self._lock:
+            pruned = [branch for branch in list(self._kept) if branch.state == "pruned"]
+            lines = [self._pop_free(branch) for branch in pruned]
+        for line in lines:
+            if line is not None:
+                line.close()
+
+    def _pop_free(self, branch: Branch) -> DraftLine | None:
+        """Take out what is kept for ``branch``; return its line, None if its forker will close it."""
+        kept = self._kept.pop(branch, None)
+        return None if kept is None or kept.is_forked else kept.line
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Kept:
     """A line, and what it was told of its branch."""
 
@@ -91,6 +137,7 @@ class _Kept:
     seed: int
     sampling: SamplingParams
     tokens: Sequence[int]
+    is_forked: bool = False  # by a thread that is at it: nobody else may use the line
 
     def fits(self, branch: Branch, rule: str) -> bool:
         """Return whether the line may serve ``branch``: a prompt cut short is another prompt."""

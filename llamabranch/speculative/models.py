@@ -226,6 +226,8 @@ class TreeLine(ModelLine):
                         nodes.append((value + logprob, token, node))
                         if not is_end(token):
                             found.append((value + logprob, len(nodes) - 1, token, branch))
+                if not found:
+                    draft.stopped = "end"
                 if depth + 1 == limit or not found:
                     break
                 found.sort(key=lambda f: (-f[0], f[1]))
@@ -246,7 +248,10 @@ class TreeLine(ModelLine):
 
 def _candidates(branch: Branch, width: int, greedy: bool) -> list[tuple[int, float]]:
     """Return the tokens the target is most likely to draw, with the logarithm of that chance."""
-    choices = branch.distribution()
+    try:
+        choices = branch.distribution()
+    except GrammarError:  # a dead end: the target will say so if it gets there
+        return []
     if greedy:
         return choices.top(width)
     keys = choices.logprobs + gumbel_noise(branch.seed, branch.position, choices.ids)

@@ -3,6 +3,10 @@
 A stream always holds one token that is said but not yet decoded: the *pending* one. It goes into the
 target together with the draft that follows it, so a round costs one target decode whatever stands.
 Planning and settling are apart so that many streams can share that decode.
+
+A drafter may work on a context that another thread's text is decoded on, while this text's context
+drafts for that one. So what needs the target's lock (decode, ``settle``) and what may need the
+drafter's (``plan``, ``conclude``) never overlap: no thread waits for one with the other in hand.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import NamedTuple
 
 from ..branch import Branch
 from ..distribution import Distribution
-from ..errors import CapacityError
+from ..errors import CapacityError, ConfigError, DecodeError, GrammarError
 from ..line import Produced
 from ..model import token_list
 from ..rows import LogitsRow
@@ -54,6 +58,27 @@ class Emitted(NamedTuple):
         return self if text == self.text else self._replace(text=text)
 
 
+class _DeadEnd(Exception):
+    """The target has no distribution after entry ``at`` of a plan; the cause says why."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(at)
+        self.at = at
+
+    @property
+    def reason(self) -> BaseException:
+        return self.__cause__ or self
+
+
+class _Settled(NamedTuple):
+    """A round that was settled and is not yet counted; times in seconds."""
+
+    n_accepted: int
+    n_verified: int
+    verify_s: float
+    settle_s: float
+
+
 class Stream:
     """A branch being continued, the line that drafts for it, and its pending token."""
 
@@ -77,6 +102,7 @@ class Stream:
         self._n_told = 0  # what the line has read; it catches up when it is asked next
         self._n_resting = 0  # plain steps to come before it is asked
         self._rested: list[tuple[float, float]] = []  # seconds of those that came: decode, the rest
+        self._settled: _Settled | None = None  # what the line and the length are still to be told
 
     def begin(self) -> Emitted:
         """Say the first token: it needs no decode, the branch's logits are there."""
@@ -89,45 +115,63 @@ class Stream:
         """Run one round alone; return what it says, at most ``limit`` + 1 tokens."""
         if self._n_resting:
             self._n_resting -= 1
-            with self.branch.ctx.lock:
-                return self._step()
-        planned = self.plan(limit)
-        with self.branch.ctx.lock:  # its rows are valid until anybody else decodes
-            if len(planned) > 1:
+            said = self._step()
+        else:
+            planned = self.plan(limit)
+            settled = self._verified(planned) if len(planned) > 1 else None
+            said = self._step() if settled is None else settled
+        self.conclude()
+        return said
+
+    def _verified(self, planned: Sequence[int]) -> list[Emitted] | None:
+        """Decode and settle a plan with a draft; None if there is no room for it."""
+        try:
+            with self.branch.ctx.lock:  # its rows are valid until anybody else decodes
                 start = perf_counter()
-                try:
-                    rows = self.verify(planned)
-                    return self.settle(rows, perf_counter() - start)
-                except CapacityError:
-                    self.stats.count_stop("no room to verify")
-                    self._draft = NO_DRAFT
-                    self.line.observe(self.branch.position + 1)
-                except BaseException:
-                    self.branch.abandon()
-                    raise
-            return self._step()
+                rows = self.verify(planned)
+                return self.settle(rows, perf_counter() - start)
+        except CapacityError:
+            self.stats.count_stop("no room to verify")
+            self._draft = NO_DRAFT
+            self.line.observe(self.branch.position + 1)
+            return None
+        except BaseException:
+            self.branch.abandon()
+            raise
 
     def _step(self) -> list[Emitted]:
         """Run a round without a draft: the same as settling an empty one, and quicker."""
-        branch, pending = self.branch, self.pending or self.begin()
-        start = perf_counter()
-        branch.commit(pending.token)
-        verified = perf_counter()
-        return self._say_plain(verified - start, verified)
+        branch = self.branch
+        with branch.ctx.lock:
+            pending = self.pending or self.begin()
+            start = perf_counter()
+            branch.commit(pending.token)
+            verified = perf_counter()
+            return self._say_plain(verified - start, verified)
 
     def _say_plain(self, verify_s: float, since: float) -> list[Emitted]:
         """End a round without a draft that took ``verify_s`` for its decode, and was at it ``since``."""
         self.pending = said = self._plain()
+        settle_s = perf_counter() - since
         if self._draft is NO_DRAFT:
-            self._rested.append((verify_s, perf_counter() - since))
-            if len(self._rested) == _MOST_RESTED:
-                self.report()
+            self._rested.append((verify_s, settle_s))
         else:
-            self.line.observe(self.branch.position)
-            settle_s = perf_counter() - since
-            self.stats.sample_time_s += settle_s
-            self._count(0, 1, verify_s, settle_s)
+            self._settled = _Settled(0, 1, verify_s, settle_s)
         return [said]
+
+    def conclude(self) -> None:
+        """Tell the line and the length what became of the round; the target's lock is not held."""
+        settled, self._settled = self._settled, None
+        if settled is None:
+            if len(self._rested) >= _MOST_RESTED:
+                self.report()
+            return
+        start = perf_counter()
+        self.line.observe(self.branch.position)
+        rollback_s = perf_counter() - start
+        self.stats.sample_time_s += settled.settle_s
+        self.stats.rollback_time_s += rollback_s
+        self._count(settled, settled.settle_s + rollback_s)
 
     def report(self) -> None:
         """Count the plain steps that nobody was asked in."""
@@ -198,7 +242,10 @@ class Stream:
         return [-1, *(parent + 1 for parent in self._draft.parents or ())]
 
     def settle(self, rows: Sequence[LogitsRow], verify_s: float) -> list[Emitted]:
-        """Take what stands of the plan whose logits are ``rows``; return what is said now."""
+        """Take what stands of the plan whose logits are ``rows``; return what is said now.
+
+        ``conclude`` must follow, once the target's lock is free.
+        """
         start = perf_counter()
         branch, draft = self.branch, self._draft
         if self.pending is None:
@@ -212,6 +259,9 @@ class Stream:
         path, following = self._verdict(plan, judge)
         n = len(path)
         is_end = branch.ctx.model.is_end
+        is_dead_end = following is None
+        if following is None:  # the last word of the draft waits; the next round will say why
+            following = plan[path.pop()]
         ends = [at for at, i in enumerate(path) if is_end(plan[i])]
         if ends:  # the draft was right that it ends here, whatever it proposed to follow
             n, following = ends[0] + 1, plan[path[ends[0]]]
@@ -227,38 +277,60 @@ class Stream:
             for i, row, text in zip(path, kept_rows, texts[1:], strict=False)
         ]
         whole = n == len(draft.tokens) if parents is None else kept[-1] not in parents
-        source = "bonus" if whole else "corrected"
+        source = "drafted" if is_dead_end else "bonus" if whole else "corrected"
         last = kept_rows[-1]
         self.pending = self._emitted(branch.describe(following, last), last, source)
         said.append(self.pending)
-        settled = perf_counter()
-        self.line.observe(branch.position)
-        self.stats.sample_time_s += settled - start
-        ended = perf_counter()
-        self.stats.rollback_time_s += ended - settled
-        self._count(n, len(plan), verify_s, ended - start)
+        self._settled = _Settled(n, len(plan), verify_s, perf_counter() - start)
         return said
 
-    def _verdict(self, plan: list[int], judge: Judge) -> tuple[list[int], int]:
-        """Return which entries of the plan stand after the pending one, and what follows them."""
+    def _verdict(self, plan: list[int], judge: Judge) -> tuple[list[int], int | None]:
+        """Return which entries of the plan stand after the pending one, and what follows them.
+
+        None follows where the target has nothing to go on with: a grammar that is complete, say, with
+        the end token biased away.
+
+        Raises:
+            GrammarError, ConfigError: that is so right after the pending token.
+        """
         branch, draft = self.branch, self._draft
         is_end = branch.ctx.model.is_end
 
         def target(i: int) -> Distribution:
             if i and is_end(plan[i]):  # nothing follows an end: what is drawn here is not said
                 return Distribution.point(plan[i])
-            return judge.distribution(i)
+            try:
+                return judge.distribution(i)
+            except (ConfigError, GrammarError) as error:
+                raise _DeadEnd(i) from error
 
         seed, first = branch.seed, branch.position + 1
         if draft.parents is not None:
             tree = DraftTree(draft.tokens, draft.parents)
-            found = verify_tree(tree, lambda node: target(node + 1), seed=seed, position=first)
+            try:
+                found = verify_tree(tree, lambda node: target(node + 1), seed=seed, position=first)
+            except _DeadEnd as dead:
+                if dead.at == 0:
+                    raise dead.reason from None
+                return [node + 1 for node in tree.path(dead.at - 1)], None
             return [node + 1 for node in found.path], found.token
         sources = draft.sources
         if not sources and self.rule != "seeded":
             sources = [Distribution.point(token) for token in draft.tokens]
-        verdict = verify(self.rule, draft.tokens, sources, target, seed=seed, position=first)
-        return list(range(1, verdict.n_accepted + 1)), verdict.token
+        n = len(draft.tokens)
+        while True:
+            try:
+                verdict = verify(
+                    self.rule, draft.tokens[:n], sources[:n], target, seed=seed, position=first
+                )
+                return list(range(1, verdict.n_accepted + 1)), verdict.token
+            except _DeadEnd as dead:
+                if dead.at == 0:
+                    raise dead.reason from None
+                if dead.at == n:  # all before it stand, and the rule asked what follows
+                    return list(range(1, n + 1)), None
+                # The block rule looks before it decides: a draft that ends there is judged as a whole.
+                n = dead.at
 
     def _plain(self) -> Emitted:
         """Return what the branch says next, from the logits after its last token."""
@@ -271,7 +343,8 @@ class Stream:
         top = tuple(row.top(self._n_alternatives)) if self._n_alternatives else ()
         return Emitted(said.token, said.text, source, said.is_stop, said.logprob, said.entropy, top)
 
-    def _count(self, n_accepted: int, n_verified: int, verify_s: float, settle_s: float) -> None:
+    def _count(self, settled: _Settled, settle_s: float) -> None:
+        n_accepted, n_verified, verify_s, _ = settled
         stats, draft = self.stats, self._draft
         stats.count_decode(n_verified, verify_s)
         n_steps = draft.n_steps
@@ -299,10 +372,21 @@ class Stream:
 
 
 def settle_at(branch: Branch, position: int, pending: Emitted | None) -> None:
-    """Leave the branch with exactly its first ``position`` tokens, the pending one decoded."""
+    """Leave the branch with exactly its first ``position`` tokens, the pending one among them.
+
+    Where that one cannot be decoded (no cell is free), the branch holds it all the same, and decodes
+    it when its logits are asked for.
+    """
     if branch.state == "pruned":
         return
     if branch.position > position:
         branch.rewind(position)
     elif pending is not None and branch.position == position - 1:
-        branch.commit(pending.token)
+        try:
+            branch.commit(pending.token)
+        except (CapacityError, DecodeError, KeyboardInterrupt) as error:
+            with branch.ctx.lock:
+                if branch.position < position:
+                    branch.take(pending.token, -pending.logprob, None)
+            if not isinstance(error, CapacityError):
+                raise

@@ -11,6 +11,7 @@ from ..context import Context
 from ..errors import CapacityError, ConfigError, LlamaBranchError
 from ..grammar import Grammar
 from ..model import TokenIds
+from ..native import forkable_lock
 from ..sampling import SamplingParams
 from .config import SpeculativeConfig
 from .drafters import Drafter, NullDrafter
@@ -27,6 +28,8 @@ __all__ = ["Emitted", "Generation", "Speculator"]
 
 class Speculator:
     """Continues prompts or branches of ``target``, helped by ``drafter``.
+
+    Many threads may share one, each with generations and branches of its own.
 
     Args:
         target: the context whose text it is.
@@ -56,12 +59,13 @@ class Speculator:
             self.length = draft_length(self.config, getattr(self.drafter, "width", 1))
         self.stats = SpeculativeStats()
         self._lines = LineBook(self.drafter)
+        self._lock = forkable_lock()
 
     def rule_for(self, branch: Branch) -> str:
         """Return the acceptance rule that the configuration means for ``branch``."""
         return choose_rule(
             self.config.rule,
-            seed_given=branch.sampling.seed is not None or getattr(self.drafter, "width", 1) > 1,
+            seed_given=branch.seed_given or getattr(self.drafter, "width", 1) > 1,
             temperature=branch.sampling.temperature,
         )
 
@@ -79,8 +83,9 @@ class Speculator:
 
         Args:
             prompt: text, token ids, or a branch. A branch is continued in place with its own sampling
-                and grammar; at the end it holds exactly the tokens that were yielded. What the drafter
-                knows of it, or of a branch it was forked from, is kept for the next time.
+                and grammar; at the end it holds exactly the tokens that were yielded, also where the
+                cache had no cell for the last. What the drafter knows of it, or of a branch it was
+                forked from, is kept for the next time.
             max_tokens: the most tokens to say; None = until the model ends or the cache is full.
             sampling, grammar: as for ``Branch.start``.
             stop: strings that end the text. ``text`` leaves them out; ``tokens``, and a branch that is
@@ -116,11 +121,18 @@ class Speculator:
         stream.report()
         self._lines.give_back(stream.branch, stream.line, stream.rule, keep=keep)
 
+    def add_stats(self, stats: SpeculativeStats) -> None:
+        """Count a generation that has ended."""
+        with self._lock:
+            self.stats.add(stats)
+
     def explain(self) -> str:
         """Return in words and numbers how it drafts, why, and what came of it."""
         if isinstance(self.drafter, NullDrafter):
             return "plain decoding: there is no drafter"
-        stats = self.stats
+        stats = SpeculativeStats()
+        with self._lock:
+            stats.add(self.stats)
         lines = [f"drafter: {self.drafter.name}; {self.length.explain()}"]
         if stats.num_drafts:
             low, high = stats.alpha_interval
@@ -235,9 +247,11 @@ def _run(
                     finally:
                         start = perf_counter()
         finally:
-            if not owned and not branch.ctx.closed:
-                settle_at(branch, base + len(transcript.tokens), stream.pending)
-            speculator.close_stream(stream, keep=not owned)
+            try:
+                if not owned and not branch.ctx.closed:
+                    settle_at(branch, base + len(transcript.tokens), stream.pending)
+            finally:
+                speculator.close_stream(stream, keep=not owned)
     except LlamaBranchError as error:
         if isinstance(error, CapacityError):
             transcript.finish_reason = "capacity"
@@ -252,7 +266,7 @@ def _run(
     finally:
         transcript.break_off()
         stats.num_emitted_tokens = len(transcript.tokens)
-        speculator.stats.add(stats)
+        speculator.add_stats(stats)
         if owned and not branch.ctx.closed:
             branch.prune()
         transcript.elapsed_s += perf_counter() - start

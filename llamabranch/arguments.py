@@ -7,6 +7,7 @@ number; truth values do not. What is computed with, saved or handed to C is alwa
 from __future__ import annotations
 
 import math
+import sys
 from fractions import Fraction
 from numbers import Real
 from operator import index
@@ -15,7 +16,9 @@ import numpy as np
 
 from .errors import ConfigError
 
-__all__ = ["plain_int", "real", "whole"]
+__all__ = ["plain_int", "real", "shown", "whole"]
+
+_LARGEST = int(sys.float_info.max)
 
 
 def plain_int(value: object) -> int | None:
@@ -28,6 +31,13 @@ def plain_int(value: object) -> int | None:
         return int(index(value))  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def shown(value: object) -> str:
+    """Return ``value`` for a message; Python writes no integer of more than 4,300 digits."""
+    if isinstance(value, int) and value.bit_length() > 1024:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)
 
 
 def whole(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
@@ -44,12 +54,14 @@ def whole(name: str, value: object, low: int | None = None, high: int | None = N
             bounds = f"at most {high}"
         else:
             bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise ConfigError(f"{name} must be {bounds}, not {found}")
+        raise ConfigError(f"{name} must be {bounds}, not {shown(found)}")
     return found
 
 
 def real(name: str, value: object) -> float:
     """Return ``value`` as int or float, whichever it is; it may be infinite or NaN.
+
+    What no float can hold is infinite.
 
     Raises:
         ConfigError: not a number; says which argument.
@@ -58,10 +70,10 @@ def real(name: str, value: object) -> float:
         return value
     found = plain_int(value)
     if found is not None:
-        return found
+        return found if abs(found) <= _LARGEST else math.copysign(math.inf, found > 0 or -1)
     if not isinstance(value, bool) and isinstance(value, Real):
         try:
             return float(value)
         except OverflowError:  # a fraction of huge integers
-            return math.copysign(math.inf, 1 if value > Fraction(0) else -1)
+            return math.copysign(math.inf, value > Fraction(0) or -1)
     raise ConfigError(f"{name} must be a number, not {value!r}")

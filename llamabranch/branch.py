@@ -157,7 +157,6 @@ class Branch(SavableLine):
             TokenizeError, GrammarError, CacheFullError, DecodeError: the branch is as before.
         """
         with self._lock:
-            self._check()
             token = self._ctx.model.token_id(token)
             surprisal = self.check_commit(token)
             self.take(token, surprisal, self._decoder.advance(self._seq_id, token, self._row))

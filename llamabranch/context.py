@@ -7,7 +7,7 @@ from typing import SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from .arguments import plain_int, whole
+from .arguments import plain_int, shown, whole
 from .capabilities import Capabilities
 from .distribution import log_base
 from .errors import BranchStateError, ConfigError, UnsupportedError
@@ -99,7 +99,7 @@ class Context(SharedCache):
             end = self._decoder.cells.next_position(seq_id)
             if plain_int(position) != end:
                 raise ConfigError(
-                    f"sequence {seq_id} ends at position {end}, so tokens cannot go to {position!r}",
+                    f"sequence {seq_id} ends at position {end}, so tokens cannot go to {shown(position)}",
                     hint=f"decode at position {end}, or remove positions with kv_cache_remove first",
                 )
             self._keep_last_rows(self._decoder.decode_run(tokens, seq_id, logits))
@@ -117,7 +117,7 @@ class Context(SharedCache):
         number = plain_int(row)
         if number is None or not -n <= number < n:
             raise ConfigError(
-                f"no logits row {row!r}: the last decode kept {n}",
+                f"no logits row {shown(row)}: the last decode kept {n}",
                 hint="decode with logits='last' or 'all' first",
             )
         return self._last_rows[number]
@@ -190,7 +190,7 @@ class Context(SharedCache):
             (seq_id,) = self._check_raw(seq_id)
             start, end = whole("start", start), whole("end", end)
             if start < 0 or end < -1 or (end != -1 and end < start):
-                raise ConfigError(f"no such range of positions: [{start}, {end})")
+                raise ConfigError(f"no such range of positions: [{shown(start)}, {shown(end)})")
             stop = (1 << 31) if end == -1 else end
             length = self._decoder.cells.next_position(seq_id)
             if start >= min(stop, length):

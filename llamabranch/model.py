@@ -15,7 +15,7 @@ from typing import SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from .arguments import plain_int, whole
+from .arguments import plain_int, shown, whole
 from .errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedError
 from .native import ModelHandle, uses_amx
 from .native.gguf_header import check_header
@@ -279,10 +279,12 @@ class Model:
         Raises:
             TokenizeError: not an integer of the vocabulary.
         """
+        if type(token) is int and 0 <= token < self.n_vocab:
+            return token
         found = plain_int(token)
         if found is None or not 0 <= found < self.n_vocab:
             raise TokenizeError(
-                f"token {token!r} is not in the vocabulary (0 to {self.n_vocab - 1})"
+                f"token {shown(token)} is not in the vocabulary (0 to {self.n_vocab - 1})"
             )
         return found
 
@@ -294,7 +296,9 @@ class Model:
         for token in tokens:
             if type(token) is int and 0 <= token < n_vocab:
                 continue
-            raise TokenizeError(f"token {token!r} is not in the vocabulary (0 to {n_vocab - 1})")
+            raise TokenizeError(
+                f"token {shown(token)} is not in the vocabulary (0 to {n_vocab - 1})"
+            )
 
     def prompt_tokens(self, prompt: str | TokenIds) -> list[int]:
         """Return the token ids of a prompt, at least one.

@@ -15,6 +15,7 @@ from typing import SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
+from .arguments import shown
 from .distribution import MIXTURE, Distribution, candidates, uniform
 from .errors import ConfigError, GrammarError
 from .grammar import Grammar
@@ -46,7 +47,7 @@ class Sampler:
         bad = [token for token in params.logit_bias if not 0 <= token < model.n_vocab]
         if bad:
             raise ConfigError(
-                f"logit_bias names token {bad[0]}, the last one is {model.n_vocab - 1}"
+                f"logit_bias names token {shown(bad[0])}, the last one is {model.n_vocab - 1}"
             )
         self.model = model
         self.params = params

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from .arguments import real, whole
+from .arguments import real, shown, whole
 from .errors import ConfigError
 
 __all__ = ["SamplingParams"]
@@ -92,12 +92,15 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, (low, high, low_open) in _RANGES.items():
-            value: float = getattr(self, name)
-            value = whole(name, value) if name in _INTEGERS else real(name, value)
+            given = getattr(self, name)
+            value = whole(name, given) if name in _INTEGERS else real(name, given)
             if not (low <= value <= high) or (low_open and value == low):
                 bracket = "(" if low_open else "["
-                raise ConfigError(f"{name} must be in {bracket}{low:g}, {high:g}], not {value!r}")
-            object.__setattr__(self, name, value)
+                raise ConfigError(
+                    f"{name} must be in {bracket}{low:g}, {high:g}], not {shown(value)}"
+                )
+            if value is not given:
+                object.__setattr__(self, name, value)
         if self.seed is not None:
             object.__setattr__(self, "seed", whole("seed", self.seed))
         breakers: object = self.dry_sequence_breakers
@@ -109,12 +112,12 @@ class SamplingParams:
         if not all(b.isprintable() or b.isspace() for b in self.dry_sequence_breakers):
             raise ConfigError("dry_sequence_breakers must be printable text")
         bias = {}
-        for given, added in dict(self.logit_bias).items():
-            token, value = whole("a token of logit_bias", given), real("logit_bias", added)
+        for key, added in dict(self.logit_bias).items():
+            token, value = whole("a token of logit_bias", key), real("logit_bias", added)
             bias[token] = value
             if math.isnan(value) or value == math.inf:
                 raise ConfigError(
-                    f"logit_bias of token {token} must be finite or -inf, not {value}"
+                    f"logit_bias of token {shown(token)} must be finite or -inf, not {value}"
                 )
         object.__setattr__(self, "logit_bias", bias)
 

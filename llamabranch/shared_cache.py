@@ -11,7 +11,7 @@ from types import TracebackType
 
 from typing_extensions import Self
 
-from .arguments import real, whole
+from .arguments import real, shown, whole
 from .capabilities import probe
 from .cells import Usage, n_common
 from .decoder import Decoder
@@ -302,7 +302,7 @@ class SharedCache:
         seq_id = whole("a sequence id", seq_id)
         if not 0 <= seq_id < self.n_seq_max:
             raise ConfigError(
-                f"sequence id {seq_id} is out of range 0 to {self.n_seq_max - 1}",
+                f"sequence id {shown(seq_id)} is out of range 0 to {self.n_seq_max - 1}",
                 hint="open the context with a larger n_seq_max",
             )
         return seq_id

@@ -58,6 +58,8 @@ def test_floats_of_any_kind_are_plain_ones(value: object) -> None:
 def test_other_real_numbers_are_floats() -> None:
     assert real("x", Fraction(1, 4)) == 0.25
     assert real("x", Fraction(10**400)) == math.inf
+    assert real("x", 10**400) == math.inf
+    assert real("x", -(10**400)) == -math.inf
     assert real("x", Fraction(-(10**400))) == -math.inf
     assert real("x", np.longdouble(2)) == 2.0
     assert math.isnan(real("x", np.float32("nan")))
@@ -81,6 +83,29 @@ def test_bounds_are_said() -> None:
     ):
         with pytest.raises(ConfigError, match=f"^n must be {said}, not {value}$"):
             whole("n", value, low, high)
+
+
+def test_huge_integers_are_refused_like_others(ctx: lb.Context) -> None:
+    huge = 10**5000  # Python does not write it
+    branch = lb.Branch.start(ctx, STORY, temperature=0.0)
+    calls: list[Callable[[], object]] = [
+        lambda: whole("n", huge, 0, 5), lambda: whole("n", -huge, 0), lambda: branch.rewind(huge),
+        lambda: lb.SamplingParams(top_k=huge), lambda: lb.SamplingParams(temperature=huge),
+        lambda: lb.SamplingParams(logit_bias={1: huge}), lambda: lb.Context(ctx.model, n_ctx=huge),
+        lambda: lb.SpeculativeConfig(draft_k=huge), lambda: branch.steer({huge: 1.0}),
+        lambda: lb.SpeculativeConfig(max_draft_tokens=huge), lambda: ctx.decode([1], huge),
+        lambda: ctx.logits(huge), lambda: ctx.kv_cache_size(huge),
+        lambda: lb.Context(ctx.model, yarn_beta_fast=-huge),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(ConfigError):
+            call()
+    for call in (lambda: branch.commit(huge), lambda: branch.extend([huge])):
+        with pytest.raises(TokenizeError, match="bits"):
+            call()
+    assert list(branch.generate(2))
+    branch.reseed(huge)
+    assert branch.step()
 
 
 # -- counts ----------------------------------------------------------------------------------------

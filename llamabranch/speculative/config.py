@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..arguments import plain_int, real
+from ..arguments import plain_int, real, shown
 from ..errors import ConfigError
 from .rules import RULES
 
@@ -39,16 +39,18 @@ class SpeculativeConfig:
         limit = plain_int(self.max_draft_tokens)
         if limit is None or not 1 <= limit <= 256:
             raise ConfigError(
-                f"max_draft_tokens must be from 1 to 256, not {self.max_draft_tokens!r}"
+                f"max_draft_tokens must be from 1 to 256, not {shown(self.max_draft_tokens)}"
             )
         object.__setattr__(self, "max_draft_tokens", limit)
         if not isinstance(self.draft_k, str):
             k = plain_int(self.draft_k)
             if k is None or not 0 <= k <= 256:
-                raise ConfigError(f"draft_k must be 'auto' or from 0 to 256, not {self.draft_k!r}")
+                raise ConfigError(
+                    f"draft_k must be 'auto' or from 0 to 256, not {shown(self.draft_k)}"
+                )
             object.__setattr__(self, "draft_k", k)
         elif self.draft_k != "auto":
-            raise ConfigError(f"draft_k must be 'auto' or from 0 to 256, not {self.draft_k!r}")
+            raise ConfigError(f"draft_k must be 'auto' or from 0 to 256, not {shown(self.draft_k)}")
         if self.rule not in ("auto", *RULES):
             raise ConfigError(f"unknown rule {self.rule!r}: use 'auto' or one of {RULES}")
         if self.entropy_stop is not None:

@@ -115,24 +115,22 @@ def _batch_difference(decoder: Decoder, model: Model) -> float:
         return 0.0  # every decode is of one token
     line = _tokens(model, min(8, decoder.handle.n_batch))
     other = list(reversed(line))
+    n_rows = min(len(line), decoder.handle.n_outputs_max)  # more in one decode is an abort
     alone = []
     for token in line:
         row = decoder.decode([token], [0], [True])[0]
         alone.append(row.array.copy())
     _empty(decoder)
     if decoder.cells.n_seq_max < 2 or decoder.handle.n_batch < 2 * len(line):
-        rows = decoder.decode_run(line, 0, "all")
-        together = [row.array.copy() for row in rows]
+        tokens, seqs = line, [0] * len(line)
     else:
-        tokens: list[int] = []
-        seqs: list[int] = []
-        for mine, theirs in zip(line, other, strict=True):
-            tokens += [theirs, mine]
-            seqs += [1, 0]
-        rows = decoder.decode(tokens, seqs, [seq == 0 for seq in seqs])
-        together = [row.array.copy() for row in rows]
+        tokens = [token for pair in zip(other, line, strict=True) for token in pair]
+        seqs = [1, 0] * len(line)
+    mine = [i for i, seq in enumerate(seqs) if seq == 0][-n_rows:]
+    rows = decoder.decode(tokens, seqs, [i in mine for i in range(len(seqs))])
+    together = [row.array.copy() for row in rows]
     _empty(decoder)
-    return _largest_difference(alone, together)
+    return _largest_difference(alone[-n_rows:], together)
 
 
 def _largest_difference(

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import toys
 from crash_harness import World, case, must_raise, refuses
 
-from llamabranch import Branch, Context, Model, SamplingParams
+from llamabranch import (
+    Branch,
+    BranchStore,
+    Context,
+    Engine,
+    Model,
+    ModelDrafter,
+    Request,
+    SamplingParams,
+    SpeculativeConfig,
+    Speculator,
+)
 from llamabranch.errors import (
     BranchStateError,
     CacheFullError,
@@ -199,6 +211,39 @@ def kv_type_that_does_not_fit_the_heads(w: World) -> None:
         )
         with Context(model, n_ctx=256, n_threads=1) as ctx:
             ctx.decode([3], 0)
+
+
+def _few_rows(w: World, n_seq_max: int, n_outputs_max: int) -> None:
+    """Everything that asks for rows works where a decode may have few; llama.cpp aborts at one more."""
+    for kv_type in ("auto", "q8_0", "f16"):
+        opening = partial(w.context, n_outputs_max=n_outputs_max, kv_type=kv_type)
+        with opening(n_seq_max=n_seq_max) as ctx, opening(n_seq_max=n_seq_max) as draft_ctx:
+            assert ctx.capabilities.batch_invariant == (kv_type != "f16")
+            ctx.decode(list(range(60, 80)), 0, logits="all")
+            assert len([ctx.logits(row) for row in range(20)]) == 20
+            ctx.kv_cache_clear()
+            for width in {1, min(2, n_seq_max)}:
+                drafter = ModelDrafter(draft_ctx, width=width)
+                config = SpeculativeConfig(draft_k=6)
+                sampling = SamplingParams(seed=1)
+                Speculator(ctx, drafter, config).generate(
+                    [60, 61], max_tokens=12, sampling=sampling
+                ).finish()
+            engine = Engine(ctx, ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=6), seed=1)
+            for result in engine.generate([Request("ab", max_tokens=12, n=6)]):
+                assert result.error is None
+            branches = [Branch.create(ctx) for _ in range(n_seq_max)]
+            store = BranchStore(ctx)
+            store.prefill({branch: [60 + i] * 20 for i, branch in enumerate(branches)})
+            store.step(branches)
+            branches[0].extend([60] * 20)
+            ctx.audit()
+
+
+for _n_seq_max, _n_outputs_max in ((s, n) for s in (1, 2, 3) for n in range(s, 10)):
+    case("options", f"{_n_seq_max}_sequences_{_n_outputs_max}_rows")(
+        partial(_few_rows, n_seq_max=_n_seq_max, n_outputs_max=_n_outputs_max)
+    )
 
 
 @case("options")

@@ -94,7 +94,7 @@ def _agrees(text: str, model: lb.Model) -> bool:
         taken = all(len(model.handle.tokenize(n.encode(), False, True)) == 1 for n in names)
     except GrammarError as error:
         taken = False
-        if any(word in str(error) for word in ("above the limit", "backwards", "nested")):
+        if any(word in str(error) for word in ("the limit", "backwards", "nested", "left rec")):
             return False  # stricter than the parser, which would hang, overflow or drop the limit
     try:
         GrammarHandle(model.handle, text).close()

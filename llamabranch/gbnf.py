@@ -44,6 +44,7 @@ class Gbnf:
         self._depth = 0
         self._numbers: dict[str, int] = {}
         self._n_symbols = 0
+        self._end = 0  # above the number of every rule defined
         self.rules: dict[int, list[Sequence]] = {}
         self.token_texts: list[str] = []
         self._skip(_LINES)
@@ -53,8 +54,10 @@ class Gbnf:
             raise GrammarError("the grammar does not parse: it has no rule")
         if root not in self._numbers:
             raise GrammarError(f"the grammar has no rule {root!r}: that is where it begins")
+        # A name that only a rule since replaced has used is no fault, unless later ones are defined.
+        used = {symbol for ways in self.rules.values() for way in ways for symbol in way}
         for name, number in self._numbers.items():
-            if number not in self.rules:
+            if number not in self.rules and (number in used or number < self._end):
                 raise GrammarError(f"the grammar does not parse: the rule {name!r} is not defined")
         self.root = self._numbers[root]
         self._names = {number: name for name, number in self._numbers.items()}
@@ -100,6 +103,10 @@ class Gbnf:
         self._n_symbols += 1
         return self._n_symbols - 1
 
+    def _define(self, number: int, ways: list[Sequence]) -> None:
+        self.rules[number] = ways
+        self._end = max(self._end, number + 1)
+
     # -- llama_grammar_parser ----------------------------------------------------------------------
 
     def _rule(self) -> None:
@@ -110,7 +117,7 @@ class Gbnf:
         number = self._number_of(name)
         self._expect("::=")
         self._skip(_LINES)
-        self.rules[number] = self._alternatives(nested=False)
+        self._define(number, self._alternatives(nested=False))
         if self._next() not in ("\r", "\n", ""):
             raise self._fail(f"expected a new line or the end, found {self._next()!r}")
         self._skip(_LINES)
@@ -152,7 +159,8 @@ class Gbnf:
                     # One of the rules that llama.cpp makes stands for all: they differ in their number.
                     number = self._new()
                     self._n_symbols += n_optional - 1
-                    self.rules[number] = [[*item, number] if high is None else item, []]
+                    self._define(number, [[*item, number] if high is None else item, []])
+                    self._end = max(self._end, self._n_symbols)
                     sequence.append(number)
                 continue
             if c == "(":
@@ -188,7 +196,7 @@ class Gbnf:
         self._skip(_LINES)
         before = self._n_symbols
         number = self._new()
-        self.rules[number] = self._alternatives(nested=True)
+        self._define(number, self._alternatives(nested=True))
         self._depth -= 1
         n_rules = max(1, self._n_symbols - before)
         self._expect(")")

@@ -27,6 +27,12 @@ __all__ = ["Sampler"]
 
 LogitsArray = npt.NDArray[np.float32]
 
+_FLOAT_MAX = float(np.finfo(np.float32).max)
+_SAFE = 1e37  # what is below stays in range when a little is added
+_LOGIT = 1e6  # no model's logits are larger
+_LEAST = 5e-324
+_LEAST_NORMAL = 1e-300
+
 
 class Sampler:
     """Turns a row of logits into the distribution to draw from, and remembers what was drawn.
@@ -64,6 +70,8 @@ class Sampler:
         # Where top-k comes first the others need not be looked at: only its candidates go to llama.cpp.
         no_mask = self._history is None and self._grammar_state is None
         cuts_first = no_mask and self._cut is not None and params.top_n_sigma <= 0
+        self._watches_heat = self._may_spoil_heat()
+        self._overflows = self._may_overflow()
         self._first_k = params.top_k if cuts_first and params.top_k < model.n_vocab else 0
         self._plain_argmax = self._greedy and all(
             stage is None
@@ -76,7 +84,8 @@ class Sampler:
         bias = self.params.logit_bias
         if not bias:
             return None
-        return np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), np.float32)
+        values = np.array([float(value) for value in bias.values()], dtype=np.float32)
+        return np.array(list(bias), dtype=np.int64), values
 
     def _build_grammar(self) -> GrammarHandle | None:
         if self.grammar is None:
@@ -143,10 +152,29 @@ class Sampler:
         p = self.params
         if self._greedy or (p.temperature == 1.0 and p.dynatemp_range == 0.0):
             return None
-        joins = self._cut is not None and self._xtc is None  # nothing in between: one call less
+        # Nothing in between: one call less.
+        joins = self._cut is not None and self._xtc is None and not self._may_spoil_heat()
         chain = self._cut if joins and self._cut else SamplerHandle.chain(self.model.handle)
         chain.add("temp_ext", p.temperature, p.dynatemp_range, p.dynatemp_exponent)
         return None if joins else chain
+
+    def _reach(self) -> float:
+        """Return a bound on how large a logit can become before the temperature divides it."""
+        bias = (abs(value) for value in self.params.logit_bias.values() if value > -math.inf)
+        reach = _LOGIT + max(bias, default=0.0)
+        repeat = self.params.repeat_penalty if self.params.penalises else 1.0
+        return reach * max(repeat, 1.0 / max(repeat, _LEAST_NORMAL))
+
+    def _may_overflow(self) -> bool:
+        """Return True if penalties could leave the range of a 32-bit float."""
+        p = self.params
+        return p.uses_history and (self._reach() > _SAFE or p.dry_multiplier > 1.0)
+
+    def _may_spoil_heat(self) -> bool:
+        """Return True if masked tokens or a division that overflows could spoil the temperature."""
+        p = self.params
+        reach = self._reach() / p.temperature if p.temperature > 0.0 else 0.0
+        return p.dynatemp_range > 0.0 or p.dry_multiplier > 0.0 or reach > _SAFE
 
     # -- use ---------------------------------------------------------------------------------------
 
@@ -192,11 +220,16 @@ class Sampler:
             self._apply_grammar(self._grammar_state)
         if self._history is not None:
             self._history.apply(buffer)
+            if self._overflows:
+                self._restrain(logits)
         if self._cut is not None:
             self._cut.apply(buffer)
         if self._xtc is not None and self._xtc_falls(position, seed):
+            self._drop_masked()
             self._xtc.apply(buffer)
         if self._heat is not None:
+            if self._watches_heat:
+                return self._heated(self._heat)
             self._heat.apply(buffer)
         ids, left = buffer.read()
         if self._greedy:
@@ -216,6 +249,54 @@ class Sampler:
         if not keep.any():
             raise GrammarError("the grammar allows no token of this vocabulary here")
         self._buffer.fill(left[keep], ids[keep])
+
+    def _drop_masked(self) -> None:
+        """Take masked tokens out: XTC and dynamic temperature count them as candidates."""
+        ids, left = self._buffer.read()
+        masked = left == -np.inf
+        if masked.any() and not masked.all():
+            self._buffer.fill(left[~masked], ids[~masked])
+
+    def _restrain(self, logits: LogitsArray) -> None:
+        """Bring logits back that penalties have carried out of the range of a 32-bit float."""
+        ids, left = self._buffer.read()
+        over = left == np.inf
+        if over.any():
+            # Divided by next to nothing they are infinitely far above the others, and in proportion.
+            before = logits[ids[over]].astype(np.float64)
+            left[over] = _FLOAT_MAX * (before / before.max())
+        elif (left == -np.inf).all():
+            allowed = logits[ids] > -np.inf  # all were penalised beyond measure: alike, then
+            left[allowed] = -_FLOAT_MAX
+        else:
+            return
+        self._buffer.fill(left, ids)
+
+    def _heated(self, heat: SamplerHandle) -> Distribution:
+        """Apply the temperature, in 64 bits where 32 cannot hold what comes out."""
+        self._drop_masked()
+        ids, before = self._buffer.read()
+        heat.apply(self._buffer)
+        found, left = self._buffer.read()
+        if not len(left) or math.isfinite(left.max()) or not math.isfinite(before.max()):
+            return Distribution.from_logits(left, found)
+        x = before.astype(np.float64) - float(before.max())
+        with np.errstate(over="ignore"):
+            return Distribution.from_logits(x / self._temperature(x), ids)
+
+    def _temperature(self, x: npt.NDArray[np.float64]) -> float:
+        """Return the temperature for logits whose largest is 0, as llama.cpp's temp_ext finds it."""
+        p = self.params
+        if p.dynatemp_range == 0.0 or len(x) < 2:
+            return p.temperature
+        probs = np.exp(x)
+        probs /= probs.sum()
+        some = probs[probs > 0.0]
+        entropy = -float((some * np.log(some)).sum()) / math.log(len(x))
+        low = max(0.0, p.temperature - p.dynatemp_range)
+        high = p.temperature + p.dynatemp_range
+        found: float = low + (high - low) * min(1.0, max(0.0, entropy)) ** p.dynatemp_exponent
+        return max(found, _LEAST)  # 0 takes the most probable token
 
     def _xtc_falls(self, position: int, seed: int) -> bool:
         return uniform(seed, position, MIXTURE) < self.params.xtc_probability

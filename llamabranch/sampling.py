@@ -11,6 +11,8 @@ from .errors import ConfigError
 
 __all__ = ["SamplingParams"]
 
+_FLOAT_MAX = (2 - 2**-23) * 2.0**127
+
 # Name: smallest value, largest value, and whether the smallest itself is excluded.
 _RANGES: dict[str, tuple[float, float, bool]] = {
     "temperature": (0.0, 1e4, False),
@@ -115,10 +117,13 @@ class SamplingParams:
         for key, added in dict(self.logit_bias).items():
             token, value = whole("a token of logit_bias", key), real("logit_bias", added)
             bias[token] = value
-            if math.isnan(value) or value == math.inf:
+            if value != value or value > _FLOAT_MAX:
                 raise ConfigError(
-                    f"logit_bias of token {shown(token)} must be finite or -inf, not {value}"
+                    f"logit_bias of token {shown(token)} must be at most {_FLOAT_MAX:.4g} (the largest "
+                    f"32-bit float), or -inf, not {value if isinstance(value, float) else 'more'}"
                 )
+            if value < -_FLOAT_MAX:
+                bias[token] = -math.inf  # as good as
         object.__setattr__(self, "logit_bias", bias)
 
     def but(self, **changes: object) -> SamplingParams:

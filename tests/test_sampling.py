@@ -96,7 +96,7 @@ def _cut(x: Floats, p: SamplingParams) -> Floats:
 def _xtc(x: Floats, p: SamplingParams) -> Floats:
     probs = _softmax(x)
     order = np.argsort(-probs, kind="stable")
-    above = int((probs >= p.xtc_threshold).sum())
+    above = int(((probs >= p.xtc_threshold) & (x > -math.inf)).sum())
     return x if above < 2 else _keep(x, order[above - 1 :])
 
 
@@ -114,7 +114,8 @@ def _heated(x: Floats, p: SamplingParams) -> Floats:
             temperature = 1.0
     if temperature <= 0:
         return _keep(x, np.array([x.argmax()]))
-    return np.asarray(x / temperature)
+    with np.errstate(over="ignore"):
+        return np.asarray((x - x.max()) / temperature)
 
 
 def reference(
@@ -188,7 +189,83 @@ TOGETHER: list[dict[str, Any]] = [
     {"typical_p": 0.9, "logit_bias": {3: -200.0}},
     {"typical_p": 0.9, "top_n_sigma": 2.0},
     {"temperature": 0.6, "dynatemp_range": 0.3, "top_k": 20, "logit_bias": {9: 2.0, 1: -math.inf}},
+    # what is masked is no candidate of the dynamic temperature
+    {"temperature": 0.8, "dynatemp_range": 0.5, "logit_bias": dict.fromkeys(range(9), -math.inf)},
+    {"temperature": 0.8, "dynatemp_range": 0.5, "top_n_sigma": 1.0},
+    {"temperature": 0.8, "dynatemp_range": 0.7, "dynatemp_exponent": 2.0, "top_n_sigma": 2.0},
 ]
+# In range, but beyond what 32-bit floats can hold on the way.
+EXTREME: list[dict[str, Any]] = [
+    *({"temperature": t} for t in (1e-30, 1e-36, 1e-38, 1e-39, 1e-40, 1e-44, 1e-60, 5e-324)),
+    {"temperature": 1e-39, "top_k": 7, "top_p": 0.9, "min_p": 0.1},
+    {"temperature": 1e-39, "logit_bias": {3: -math.inf}},
+    {"temperature": 1e-39, "dynatemp_range": 1e-40},
+    *({"logit_bias": {3: b}} for b in (1e30, 3e38, 3.4e38, -3e38, -3.4e38)),
+    *({"temperature": 0.1, "logit_bias": {3: b}} for b in (1e38, 3.4e38, -3.4e38)),
+    {"temperature": 1e-20, "logit_bias": {3: 1e29, 4: 1e29}},
+    {"temperature": 0.7, "top_n_sigma": 1.0, "logit_bias": {3: 3.4e38, 4: 3.4e38}},
+    {"temperature": 0.7, "typical_p": 0.9, "top_p": 0.9, "logit_bias": {3: 3.4e38}},
+]
+
+
+@pytest.mark.parametrize("settings", EXTREME, ids=str)
+def test_values_in_range_never_fail_at_the_draw(settings: dict[str, Any], toy: lb.Model) -> None:
+    params = SamplingParams(**{**OFF, **settings})
+    sampler = Sampler(toy, params)
+    for row in _rows(toy.n_vocab):
+        for shift in (0.0, -100.0):  # all logits below zero: the division ends at -inf
+            shifted = (row + np.float32(shift)).astype(np.float32)
+            _same(sampler.distribution(shifted), reference(shifted, params))
+
+
+def test_dynamic_temperature_close_to_zero_is_the_most_probable_token(toy: lb.Model) -> None:
+    for row in _rows(toy.n_vocab):
+        probs = _softmax(row.astype(np.float64))
+        evenness = -float((probs * np.log(probs)).sum()) / math.log(len(row))
+        for coldest in (1e-30, 1e-39, 1e-42, 1e-60):  # where the temperature ends up
+            exponent = min(1e4, math.log(coldest) / math.log(evenness))
+            params = SamplingParams(
+                temperature=0.5,
+                dynatemp_range=0.5,
+                dynatemp_exponent=exponent,
+                top_k=0,
+                top_p=1.0,
+                min_p=0.0,
+            )
+            choice = Sampler(toy, params).distribution(row)
+            assert choice.prob(int(row.argmax())) == 1.0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
+@pytest.mark.parametrize("penalty", [1e-30, 1e-37, 4e-39, 1e-40, 1e-50, 5e-324, 1e4])
+def test_repeat_penalty_close_to_zero_repeats_the_most_probable_said(
+    penalty: float, temperature: float, toy: lb.Model
+) -> None:
+    settings = {**OFF, "temperature": temperature, "repeat_penalty": penalty}
+    sampler = Sampler(toy, SamplingParams(**settings))
+    sampler.accept_prompt([5, 7, 9])
+    for row in _rows(toy.n_vocab):
+        row[[5, 7, 9]] = 1.0, 2.0, -3.0
+        choice = sampler.distribution(row)
+        if penalty < 1.0:
+            assert choice.argmax() == 7
+            assert choice.prob(7) == 1.0
+        else:
+            assert choice.prob(9) == 0.0
+
+
+def test_penalties_beyond_measure_leave_the_only_token_a_grammar_allows(toy: lb.Model) -> None:
+    """DRY took the last candidate's logit to -inf: then nothing was left to draw."""
+    a = toy.tokenize("a", add_special=False)[0]
+    for multiplier in (1.0, 1e4):
+        params = SamplingParams(
+            temperature=0.5, dry_multiplier=multiplier, dry_base=1e4, dry_sequence_breakers=()
+        )
+        sampler = Sampler(toy, params, Grammar('root ::= "a"{60}'))
+        for position in range(60):
+            choice = sampler.distribution(_rows(toy.n_vocab)[position % 6])
+            assert choice.ids.tolist() == [a]
+            sampler.accept(a)
 
 
 @pytest.mark.parametrize("settings", [*ALONE, *TOGETHER], ids=str)
@@ -345,6 +422,32 @@ def test_xtc_drops_the_likely_tokens_or_does_nothing(
     assert 30 < fell < 90  # of 120 fair coins; the seed is fixed
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_n_sigma": 1.0},
+        {"top_n_sigma": 0.5, "top_p": 0.9},
+        {"logit_bias": {3: -math.inf}},
+        {"logit_bias": dict.fromkeys(range(100), -math.inf), "temperature": 0.7},
+        {"logit_bias": {3: -math.inf}, "temperature": 0.0},
+        {"logit_bias": {3: -math.inf}, "temperature": 0.7, "dynatemp_range": 0.3},
+        {"logit_bias": dict.fromkeys(range(254), -math.inf), "min_keep": 8},
+    ],
+    ids=lambda s: str(s)[:60],
+)
+@pytest.mark.parametrize("threshold", [0.0, 0.05])
+def test_xtc_does_not_see_masked_tokens(
+    threshold: float, settings: dict[str, Any], toy: lb.Model
+) -> None:
+    params = SamplingParams(
+        **{**OFF, "xtc_probability": 1.0, "xtc_threshold": threshold, **settings}
+    )
+    sampler = Sampler(toy, params)
+    for row in _rows(toy.n_vocab):
+        # Of fewer candidates than min_keep XTC takes none.
+        _same(sampler.distribution(row), reference(row, params, xtc=params.min_keep == 1))
+
+
 @pytest.mark.parametrize(("probability", "threshold"), [(0.0, 0.1), (1.0, 0.6)])
 def test_xtc_that_is_off_changes_nothing(
     probability: float, threshold: float, toy: lb.Model
@@ -448,6 +551,8 @@ def test_bias_for_a_token_that_does_not_exist_is_refused(small_toy: lb.Model) ->
         {"logit_bias": {1: "b"}},
         {"logit_bias": {1: math.nan}},
         {"logit_bias": {1: math.inf}},
+        {"logit_bias": {1: 3.5e38}},
+        {"logit_bias": {1: 10**400}},
     ],
     ids=str,
 )
@@ -471,6 +576,11 @@ def test_settings_are_values() -> None:
     assert pickle.loads(pickle.dumps(params)) == params
     with pytest.raises(AttributeError):
         params.seed = 4  # type: ignore[misc]
+
+
+def test_bias_below_all_32_bit_floats_forbids() -> None:
+    params = SamplingParams(logit_bias={1: -1e39, 2: -(10**400), 3: -3.4e38})
+    assert params.logit_bias == {1: -math.inf, 2: -math.inf, 3: -3.4e38}
 
 
 def test_bias_is_copied() -> None:

@@ -11,11 +11,12 @@ import typer
 
 from llamabranch import ConfigError, Context, Drafter, SamplingParams
 from llamabranch.measurement import Machine, PairBench, load_average
+from llamabranch.startup import EXIT_INTERRUPTED
 
 from . import options
 from .bench_report import BenchReport
 from .drafting import COPYING, drafting_models, make_drafter
-from .render import EXIT_INTERRUPTED, Interruption, Screen, print_json, reporting
+from .render import Interruption, Screen, print_json, reporting
 from .setup import (
     choose_models,
     loading_options,

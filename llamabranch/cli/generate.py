@@ -23,13 +23,13 @@ from llamabranch import (
     SamplingParams,
     SpeculativeConfig,
 )
+from llamabranch.startup import EXIT_INTERRUPTED
 
 from . import options
 from .commands import Command
 from .drafting import drafting_contexts, drafting_models, make_drafter
 from .render import (
     EXIT_FAILURE,
-    EXIT_INTERRUPTED,
     Interruption,
     Screen,
     number,

@@ -25,11 +25,12 @@ from llamabranch import (
     first_divergence,
 )
 from llamabranch.measurement import Machine
+from llamabranch.startup import EXIT_INTERRUPTED
 
 from . import options
 from .compare import Comparison, compare, run
 from .drafting import drafting_contexts, drafting_models, has_model, make_drafter, tree_sequences
-from .render import EXIT_INTERRUPTED, Interruption, Screen, print_json, reporting
+from .render import Interruption, Screen, print_json, reporting
 from .report import Outcome
 from .setup import (
     choose_models,

@@ -744,8 +744,10 @@ def run_with_customisation(
 
 @pytest.mark.parametrize(
     "module",
-    ["llamabranch.branch", "numpy", "llama_cpp", "llamabranch.engine", "llamabranch.cli"]
-    + ["typer", "rich.console", "llamabranch.cli.theory"],
+    [
+        *("llamabranch.branch", "numpy", "llama_cpp", "llamabranch.engine", "llamabranch.cli"),
+        *("typer", "rich.console", "llamabranch.cli.theory"),
+    ],
 )
 def test_ctrl_c_while_the_command_is_imported_ends_it(module: str, tmp_path: Path) -> None:
     done = run_with_customisation(IMPORTING, tmp_path, "theory", INTERRUPTED_AT=module)

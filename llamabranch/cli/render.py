@@ -34,8 +34,8 @@ from llamabranch import (
     Emitted,
     GrammarError,
     LlamaBranchError,
+    startup,
 )
-from llamabranch.startup import EXIT_INTERRUPTED, quit_interrupted
 
 SOURCE_STYLES = {"drafted": "green", "bonus": "bold cyan", "corrected": "yellow", "plain": ""}
 SOURCE_LABELS = {
@@ -46,6 +46,7 @@ SOURCE_LABELS = {
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = startup.EXIT_INTERRUPTED
 
 
 class OutputError(LlamaBranchError):
@@ -327,7 +328,7 @@ def _raising_on_ctrl_c() -> Iterator[None]:
 
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(
         signal.SIGINT
-    ) in (signal.default_int_handler, quit_interrupted)
+    ) in (signal.default_int_handler, startup.quit_interrupted)
     if not ours:
         yield
         return

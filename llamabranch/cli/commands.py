@@ -12,7 +12,14 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from .render import EXIT_FAILURE, EXIT_INTERRUPTED, Screen, leave_standard_output, print_json_error
+from .render import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    Screen,
+    begin_answer,
+    leave_standard_output,
+    print_json_error,
+)
 
 # Typer brings a Click of its own, or uses the one that is installed: this is the class of either.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -99,6 +106,7 @@ class Commands(TyperGroup):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse what stands before the command."""
         self._arguments = tuple(args)
+        begin_answer()
         with _answering(args):
             return super().parse_args(ctx, args)
 

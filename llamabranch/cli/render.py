@@ -228,6 +228,12 @@ def print_json(value: Mapping[str, object]) -> None:
     _answered = True
 
 
+def begin_answer() -> None:
+    """Note that a command begins: it has printed no JSON object yet."""
+    global _answered
+    _answered = False
+
+
 def print_json_error(error: BaseException, message: str, hint: str | None) -> None:
     """Print the JSON object of a command that failed, unless it has printed its answer."""
     if _answered or isinstance(error, OutputError):
@@ -267,8 +273,6 @@ def reporting(screen: Screen, *, debug: bool, as_json: bool = False) -> Iterator
     A wrong name, file or setting exits with 2, any other failure with 1, Ctrl-C with 130.
     ``debug`` prints the traceback too, ``as_json`` the error as a JSON object to standard output.
     """
-    global _answered
-    _answered = False
 
     def fail(error: BaseException, message: str, hint: str | None, code: int) -> typer.Exit:
         _trace(debug)

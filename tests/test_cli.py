@@ -653,7 +653,7 @@ def test_other_options_of_llama_cpp_are_refused_by_name(
 
 def test_value_that_looks_like_an_option_of_llama_cpp_is_a_value() -> None:
     assert run("speculate", "--stop", "-hf", "-n", "2").exit_code == 0
-    assert run("speculate", "-n2", "-k2", "--", "-fa").exit_code == 0
+    assert run("speculate", "-n2", "-k2", "-dlookup").exit_code == 0
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

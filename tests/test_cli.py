@@ -568,6 +568,102 @@ def test_draft_without_a_vocabulary_fails_with_a_reason(tmp_path: Path) -> None:
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "kind", "message"),
+    [
+        (("theory", "-c", "inf"), 2, "ConfigError", "cannot cost inf"),
+        (("theory", "--verify-cost", "inf"), 2, "ConfigError", "cannot cost inf"),
+        (("theory", "-k", "9" * 400), 2, "ConfigError", "at most"),
+        (("theory", "-k", "x"), 2, "BadParameter", "--draft-length"),
+        (("theory", "--nope"), 2, "NoSuchOption", "--nope"),
+        (("speculate", "--gpu-layers"), 2, "", "--gpu-layers"),
+        (("speculate", "--target", "tale-targte"), 2, "ConfigError", "tale-targte"),
+        (("speculate", "--grammar", "a", "--json-schema", "{}"), 2, "BadParameter", "exclude"),
+        (("speculate", "-hf", "owner/name"), 2, "UsageError", "-hf"),
+        (("generate", "-p", "a", "--samples", "100000000"), 2, "ConfigError", "at most"),
+        (("inspect", "GARBAGE"), 1, "ModelLoadError", "garbage.gguf"),
+        (("bench", "--target", "GARBAGE", "--draft", "none"), 1, "ModelLoadError", "garbage.gguf"),
+        (("nope",), 2, "UsageError", "nope"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else None,
+)
+def test_failed_command_with_json_prints_its_error_as_json(
+    arguments: tuple[str, ...], code: int, kind: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "garbage.gguf"
+    path.write_bytes(b"GGUF" + bytes(64))
+    given = [str(path) if argument == "GARBAGE" else argument for argument in arguments]
+    result = run(*given, "--json")
+    assert result.exit_code == code, result.output
+    (error,) = json.loads(result.stdout).values()
+    assert set(error) == {"type", "message", "hint"}
+    assert error["type"] == kind or not kind
+    assert message in error["message"]
+    assert result.stderr
+    assert run(*given).stdout == ""
+
+
+def test_json_has_no_number_that_json_does_not_know() -> None:
+    # The speedup overflows: the cost is a number, if a useless one.
+    result = run("theory", "--json", "--verify-cost", "1e-323", "--c", "0")
+    assert result.exit_code == 0, result.stderr
+
+    def refuse(name: str) -> float:
+        raise AssertionError(f"{name} is not JSON")
+
+    answer = json.loads(result.stdout, parse_constant=refuse)
+    assert answer["table"][0]["speedups"] == [None]
+
+
+def test_theory_of_very_long_drafts_ends() -> None:
+    answer = json.loads(
+        run("theory", "-k", "99999999999", "-a", "0.75", "-a", "1", "--json").stdout
+    )
+    assert [row["expected_tokens"] for row in answer["table"]] == [pytest.approx(4), 1e11]
+
+
+def test_layers_for_the_gpu_have_the_name_of_llama_cpp() -> None:
+    for arguments in (
+        ("speculate", "-n", "2"),
+        ("generate", "-p", "a", "b", "-n", "2"),
+        ("inspect",),
+    ):
+        result = run(*arguments, "-ngl", "0")
+        assert result.exit_code == 0, result.stderr
+    assert run("speculate", "-ngl", "many").exit_code == 2
+    result = run("speculate", "-m", "tale-target", "-md", "lookup", "-n", "2", "--explain")
+    assert "drafter: lookup" in result.stdout
+    answer = json.loads(
+        run("generate", "-m", "tale-draft", "-md", "none", "-p", "a", "--json").stdout
+    )
+    assert answer["explain"] == "plain decoding: there is no drafter"
+
+
+@pytest.mark.parametrize(
+    "command", ["speculate", "generate", "bench", "inspect", "models", "theory"]
+)
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        *(("-hf", "hf download"), ("-ctk", "--kv-type"), ("-ctv", "--kv-type"), ("-fa", "flash")),
+        *(("-np", "--parallel"), ("-tb", "--threads"), ("-ngld", "-ngl"), ("-ts", ""), ("-ot", "")),
+    ],
+)
+def test_other_options_of_llama_cpp_are_refused_by_name(
+    command: str, option: str, instead: str
+) -> None:
+    result = run(command, option, "x")
+    assert result.exit_code == 2
+    said = " ".join(result.stderr.replace("│", " ").split())
+    assert f"No such option: {option}" in said
+    assert instead in said
+
+
+def test_value_that_looks_like_an_option_of_llama_cpp_is_a_value() -> None:
+    assert run("speculate", "--stop", "-hf", "-n", "2").exit_code == 0
+    assert run("speculate", "-n2", "-k2", "-dlookup").exit_code == 0
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize(
     "arguments",
@@ -759,7 +855,7 @@ def test_models_marks_what_is_present(tmp_path: Path) -> None:
 
 def test_version_and_help() -> None:
     assert run("--version").stdout.startswith("llamabranch 0.")
-    for command in ("speculate", "inspect", "models", "theory"):
+    for command in ("speculate", "generate", "bench", "inspect", "models", "theory"):
         assert command in run("--help").stdout
         assert run(command, "--help").exit_code == 0
 

@@ -11,15 +11,18 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import typer
+import typer.core
 
 import llamabranch
+from llamabranch.cli import app
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "llamabranch"
 
 # Who may import whom: a module imports from earlier in its own row and from the rows above it.
 FLOORS = (
-    ("errors", "arguments", "distribution"),
+    ("startup", "errors", "arguments", "distribution"),
     ("native",),
     (
         "vocabulary",
@@ -48,7 +51,7 @@ FLOORS = (
     ),
     ("stopping", "line", "verification", "origin", "snapshot", "saving", "branch", "store"),
     ("speculative",),
-    ("engine", "search"),
+    ("engine",),
     ("measurement",),
     ("cli",),
 )
@@ -98,11 +101,29 @@ def test_file_imports_from_its_floor_or_below(path: Path) -> None:
         return
     assert unit in RANK, f"give {unit} its place in FLOORS"
     if unit == "cli":
-        allowed = {"", "cli", "hub", "measurement"}  # the public API and two modules of it
+        allowed = {"", "cli", "hub", "measurement", "startup"}  # the public API, and what else
         assert _inner_imports(path) <= allowed
         return
     above = {name for name in _inner_imports(path) if not name or RANK[name] > RANK[unit]}
     assert not above, f"{unit} imports from above: {sorted(above)}"
+
+
+def test_every_module_of_the_floors_exists() -> None:
+    assert set(RANK) == {_unit(path) for path in _sources()} - {"__init__"}
+
+
+def _floors_of_the_documents() -> list[set[str]]:
+    """Return the units that the rows of the table in docs/architecture.md name."""
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    rows = re.findall(r"^\| \d+ \| ([^|]*) \|", text, re.MULTILINE)
+    return [
+        {name.rstrip("/").removesuffix(".py") for name in re.findall(r"`(.+?)`", row)}
+        for row in rows
+    ]
+
+
+def test_floors_are_those_of_the_documents() -> None:
+    assert _floors_of_the_documents() == [set(floor) for floor in FLOORS]
 
 
 @pytest.mark.parametrize("path", _sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -201,6 +222,51 @@ def test_documented_code_runs(
     monkeypatch.chdir(tmp_path)
     exec(compile(code, where, "exec"), {"__name__": "__main__"})
     assert "Traceback" not in capsys.readouterr().err
+
+
+# -- the command line and its page -----------------------------------------------------------------
+
+
+def _commands() -> dict[str, typer.core.TyperCommand]:
+    group = typer.main.get_command(app)
+    return dict(group.commands)  # type: ignore[attr-defined]
+
+
+def _sections() -> dict[str, str]:
+    """Return the section of docs/cli.md for each command."""
+    text = (ROOT / "docs" / "cli.md").read_text("utf-8")
+    parts = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    named = ((re.match(r"`llamabranch ([a-z]+)", part), part) for part in parts)
+    return {found[1]: part for found, part in named if found}
+
+
+def test_the_page_of_the_command_line_has_a_section_for_each_command_and_no_other() -> None:
+    assert set(_sections()) == set(_commands())
+
+
+@pytest.mark.parametrize("name", sorted(_commands()))
+def test_options_of_a_command_are_those_of_its_section(name: str) -> None:
+    section = _sections()[name]
+    options = {
+        option
+        for param in _commands()[name].params
+        for option in (*param.opts, *param.secondary_opts)
+        if option.startswith("-")
+    }
+    named = set(re.findall(r"`(--?[a-z][a-z-]*)", section))
+    assert options - {"--help", "-h"} <= named, "options that docs/cli.md does not name"
+    # What the text says of options of other commands is said of them by name.
+    known = {
+        option for command in _commands().values() for p in command.params for option in p.opts
+    }
+    assert named <= known | {"--help"}, "docs/cli.md names options that do not exist"
+
+
+@pytest.mark.parametrize("name", sorted(_commands()))
+def test_option_tables_name_only_options_of_the_command(name: str) -> None:
+    options = {option for param in _commands()[name].params for option in param.opts}
+    for row in re.findall(r"^\| (`-.*?) \|", _sections()[name], re.MULTILINE):
+        assert set(re.findall(r"`(-.+?)`", row)) <= options, f"{name} has no {row}"
 
 
 def test_links_between_documents_lead_somewhere() -> None:

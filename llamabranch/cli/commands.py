@@ -12,9 +12,14 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from llamabranch.startup import EXIT_INTERRUPTED
-
-from .render import EXIT_FAILURE, Screen, leave_standard_output, print_json_error
+from .render import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    Screen,
+    begin_answer,
+    leave_standard_output,
+    print_json_error,
+)
 
 # Typer brings a Click of its own, or uses the one that is installed: this is the class of either.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -56,7 +61,7 @@ class Command(TyperCommand):
 
     def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
         """Return its own parameters and the hidden ones that only say what to use instead."""
-        own = super().get_params(ctx)  # type: ignore[arg-type]
+        own = super().get_params(ctx)
         known = {name for param in own for name in param.opts}
         return [*own, *(option for option in _refused_options() if option.opts[0] not in known)]
 
@@ -101,13 +106,14 @@ class Commands(TyperGroup):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse what stands before the command."""
         self._arguments = tuple(args)
+        begin_answer()
         with _answering(args):
-            return super().parse_args(ctx, args)  # type: ignore[arg-type]
+            return super().parse_args(ctx, args)
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
         """Parse the rest and run the command."""
         with _answering(self._arguments):
-            return super().invoke(ctx)  # type: ignore[arg-type]
+            return super().invoke(ctx)
 
 
 @contextlib.contextmanager

@@ -36,8 +36,8 @@ from llamabranch import (
     GrammarError,
     LlamaBranchError,
     LlamaBranchWarning,
+    startup,
 )
-from llamabranch.startup import EXIT_INTERRUPTED, quit_interrupted
 
 SOURCE_STYLES = {"drafted": "green", "bonus": "bold cyan", "corrected": "yellow", "plain": ""}
 SOURCE_LABELS = {
@@ -48,6 +48,7 @@ SOURCE_LABELS = {
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = startup.EXIT_INTERRUPTED
 
 
 class OutputError(LlamaBranchError):
@@ -229,6 +230,12 @@ def print_json(value: Mapping[str, object]) -> None:
     _answered = True
 
 
+def begin_answer() -> None:
+    """Note that a command begins: it has printed no JSON object yet."""
+    global _answered
+    _answered = False
+
+
 def print_json_error(error: BaseException, message: str, hint: str | None) -> None:
     """Print the JSON object of a command that failed, unless it has printed its answer."""
     if _answered or isinstance(error, OutputError):
@@ -269,8 +276,6 @@ def reporting(screen: Screen, *, debug: bool, as_json: bool = False) -> Iterator
     ``debug`` prints the traceback too, ``as_json`` the error as a JSON object to standard output.
     Warnings of the library become one line each.
     """
-    global _answered
-    _answered = False
 
     def fail(error: BaseException, message: str, hint: str | None, code: int) -> typer.Exit:
         _trace(debug)
@@ -331,7 +336,7 @@ def _raising_on_ctrl_c() -> Iterator[None]:
 
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(
         signal.SIGINT
-    ) in (signal.default_int_handler, quit_interrupted)
+    ) in (signal.default_int_handler, startup.quit_interrupted)
     if not ours:
         yield
         return

@@ -134,19 +134,20 @@ class ContextHandle(Handle):
             with lock:
                 C.llama_free(ptr)
 
+        ptr: Any = None
+
         def create() -> None:
+            nonlocal ptr
             ptr = C.llama_init_from_model(model.ptr, params)
             if ptr:  # from here on whoever drops this object frees the context
                 Handle.__init__(self, ptr, free, name="context", parent=model)
 
-        self._ptr: Any = None
         try:
             call_apart(create)
         except BaseException:
-            if self._ptr:
+            if ptr:
                 self.close()
             raise
-        ptr = self._ptr
         if not ptr:
             reason = "; ".join(last_log_lines()) or "no reason given"
             raise ConfigError(

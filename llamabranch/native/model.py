@@ -60,7 +60,10 @@ class ModelHandle(Handle):
 
         params.progress_callback = C.llama_progress_callback(on_progress)
 
+        ptr: Any = None
+
         def load() -> None:
+            nonlocal ptr
             ptr = C.llama_model_load_from_file(str(path).encode(), params)
             if ptr:  # from here on whoever drops this object frees the model
                 Handle.__init__(self, ptr, C.llama_model_free, name="model")
@@ -70,14 +73,12 @@ class ModelHandle(Handle):
             stopped = True
 
         forget_log_lines()
-        self._ptr: Any = None
         try:
             call_apart(load, messages=fractions, hear=progress, stop=stop)
         except BaseException:
-            if self._ptr:
+            if ptr:
                 self.close()
             raise
-        ptr = self._ptr
         if not ptr:
             reason = "; ".join(last_log_lines()) or "no reason given"
             raise ModelLoadError(f"llama.cpp cannot load {path}: {reason}")

@@ -750,6 +750,7 @@ def test_other_memory_types_run_batched(architecture: str, tmp_path: Path) -> No
             )
             assert found is not None
             assert found.gap < 0.05
+            assert found.explained, found
 
         # Sliding windows are not batch-invariant: a near-tie may fall the other way in company.
         exact = architecture != "gemma3"

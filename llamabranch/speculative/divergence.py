@@ -5,13 +5,15 @@ Plain and speculative text then part where so little decides: between the two la
 log-probabilities with their noise, or on which side of a truncation's boundary a token falls. Which of
 these it is, and how little it takes, is found out by trying: the sampler itself is given logits that are
 moved further and further until it draws the other token. What rounding can do is measured: the
-text is decoded once more token by token and in runs of several lengths, as verifications are.
+text is decoded once more token by token and in runs of several lengths, as verifications are, and read
+beside others.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +27,7 @@ from ..errors import ConfigError, GrammarError
 from ..grammar import Grammar
 from ..sampler import Sampler
 from ..sampling import SamplingParams
+from ..store import BranchStore
 
 __all__ = ["Divergence", "first_divergence"]
 
@@ -43,6 +46,8 @@ _RUNS = (
 )  # tokens in a decode: what shares it decides how it is rounded
 # The real decodes had neighbours that are not known here, and may differ by more than those tried.
 _SLACK = 2.0
+# Texts beside each other, tokens of each that are compared, and logits that are kept for that.
+_COMPANY, _N_STEPS, _MOST_LOGITS = 8, 64, 1 << 22
 _LEAST, _MOST = 2.0**-20, 32.0  # the smallest and the largest move that is tried, logits
 _N_BISECTIONS = 12
 # What a token may be dropped by, and the value that switches it off.
@@ -62,7 +67,7 @@ class Divergence:
         gap: by how much logits must move against each other for the one token to be drawn instead of
             the other; inf if no such move was found.
         difference: by how much logits do move against each other here, when the same text is decoded
-            in runs of other lengths; 0 in a batch-invariant context.
+            in runs of other lengths, and such texts beside others; 0 in a batch-invariant context.
         decided_by: "logits" (temperature 0: the two largest are that close), "scores" (above it:
             log-probability plus noise), "temperature" (the dynamic one, by the entropy), the setting
             on whose boundary a token lies ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma",
@@ -129,8 +134,14 @@ def first_divergence(
 
     rows = list(_rows(ctx, prompt, prefix))
     found = _Decision(make, sampling, rows, len(prompt) + same, seed)
+    whole = [*prompt, *prefix]
+    difference = (
+        found.difference
+        if len(whole) < 2
+        else max(found.difference, _difference_in_company(ctx, whole))
+    )
     gap, decided_by = max(map(found.turn, tokens))
-    return Divergence(same, (tokens[0], tokens[1]), gap, found.difference, decided_by)
+    return Divergence(same, (tokens[0], tokens[1]), gap, difference, decided_by)
 
 
 # -- what rounding does ------------------------------------------------------------------------------
@@ -159,6 +170,37 @@ def _rows(ctx: Context, prompt: Sequence[int], prefix: Sequence[int]) -> Iterato
                 _verify(branch, run)
             last = runs[-1]
             yield _verify(branch, [*last, *[last[-1]] * (n - len(last))], len(last))
+
+
+def _difference_in_company(ctx: Context, whole: Sequence[int]) -> float:
+    """Return by how much logits move where texts are decoded beside each other instead of alone.
+
+    What shares the cache counts too: sums are then made in another order, and once in a few dozen
+    tokens a K/V value is rounded the other way, which moves logits by far more than the sums do. So
+    several texts of these tokens are tried, and the logits after many of their tokens.
+    """
+    n = min(_COMPANY, ctx.n_seq_free)
+    if n < 2 or (n + 1) * len(whole) > ctx.usage().cells_free:
+        return 0.0  # too little room: what was measured alone must do
+    n_rows = min(_N_STEPS, max(1, _MOST_LOGITS // (n * ctx.n_vocab)), len(whole) - 1)
+    start = len(whole) - n_rows
+    texts = [[*whole[i:], *whole[:i]] for i in (k * len(whole) // n for k in range(n))]
+    plain = SamplingParams(temperature=0.0)
+    with ExitStack() as stack:
+        branches = [stack.enter_context(Branch.create(ctx, plain)) for _ in texts]
+        store = BranchStore(ctx)
+        store.prefill({b: text[:start] for b, text in zip(branches, texts, strict=True)})
+        together: list[list[Logits]] = []
+        for at in range(start, len(whole)):
+            store.commit({b: text[at] for b, text in zip(branches, texts, strict=True)})
+            together.append([branch.logits for branch in branches])
+    found = 0.0
+    for i, text in enumerate(texts):
+        with Branch.start(ctx, text[:start], sampling=plain) as branch:
+            for at, rows in enumerate(together, start):
+                branch.commit(text[at])
+                found = max(found, _spread(branch.logits, rows[i]))
+    return found
 
 
 def _verify(branch: Branch, run: Sequence[int], n_kept: int | None = None) -> Logits:

@@ -1079,11 +1079,10 @@ def test_other_memory_types_run_batched(architecture: str, tmp_path: Path) -> No
                 quiet.check(request, result)
                 return
             prompt, params = ctx.tokenize(str(request.prompt)), request.sampling or WARM
-            found = lb.first_divergence(
-                quiet.ctx, prompt, tokens, result.tokens, params, result.seed
-            )
+            found = lb.first_divergence(ctx, prompt, tokens, result.tokens, params, result.seed)
             assert found is not None
             assert found.gap < 0.05
+            assert found.explained, found
 
         # Sliding windows are not batch-invariant: a near-tie may fall the other way in company.
         exact = architecture != "gemma3"

@@ -262,6 +262,7 @@ def test_first_difference_of_inexact_contexts_is_a_near_tie(
             if found is not None:
                 assert left[: found.position] == right[: found.position]
                 assert 0 <= found.gap < 0.5
+                assert found.explained, found
         assert ctx.usage().cells_used == 0
 
 

@@ -87,7 +87,7 @@ class Outcome:
     def _divergence(self) -> dict[str, object] | None:
         if self.divergence is None:
             return None
-        facts = asdict(self.divergence)
+        facts = asdict(self.divergence) | {"explained": self.divergence.explained}
         if not math.isfinite(self.divergence.gap):  # JSON knows no infinity
             facts["gap"] = None
         return facts
@@ -153,19 +153,22 @@ class Outcome:
             plain, drafted = map(self._quoted, self.divergence.tokens)
             parts.append(
                 f"First difference at token {self.divergence.position}: plain decoding said {plain}, "
-                f"speculative decoding {drafted}; the two best tokens were {self.divergence.gap:.3g} "
-                "apart."
+                f"speculative decoding {drafted}. {_decided(self.divergence)}"
             )
         if self.batch_invariant:
             parts.append(
                 f"This context is batch-invariant ({self.batch_invariant_reason}), so they "
                 "should be the same: this is a bug in llamabranch."
             )
+        elif self.divergence is not None and not self.divergence.explained:
+            parts.append(
+                f"This context is not batch-invariant ({self.batch_invariant_reason}), but rounding of "
+                "this size does not explain it: this is a bug in llamabranch."
+            )
         else:
             parts.append(
                 f"This context is not batch-invariant ({self.batch_invariant_reason}): logits "
-                "change a little with what shares the batch, which decides between two tokens "
-                "that are almost equally good."
+                "change a little with what shares the batch, which decides where so little is enough."
             )
         return " ".join(parts)
 
@@ -221,6 +224,23 @@ def _between(interval: Interval) -> str:
     if math.isnan(interval.low):
         return "-"
     return f"{interval.low:.2f} to {interval.high:.2f}"
+
+
+_DECIDERS = {
+    "logits": "The two largest logits decided",
+    "scores": "Log-probability plus noise decided",
+    "temperature": "The dynamic temperature decided",
+}
+
+
+def _decided(found: Divergence) -> str:
+    by = _DECIDERS.get(found.decided_by, f"The boundary of {found.decided_by} decided")
+    if math.isinf(found.gap):
+        return "No small change of the logits turns the one into the other."
+    return (
+        f"{by}: logits must move by {found.gap:.3g} against each other to turn it, and move by "
+        f"{found.difference:.3g} between decodes here."
+    )
 
 
 def _inconclusive(interval: Interval) -> str:

@@ -70,7 +70,7 @@ class Job:
         )
 
     def divergence(self, context: Context, compared: Comparison) -> Divergence | None:
-        """Return where the two texts part; the grammar is not asked again."""
+        """Return where the two texts part."""
         prompt = self.prompt
         return first_divergence(
             context,
@@ -79,6 +79,7 @@ class Job:
             compared.speculative.tokens,
             self.sampling,
             seed=compared.plain.seed,
+            grammar=self.grammar,
         )
 
 

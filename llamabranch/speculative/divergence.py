@@ -1,35 +1,101 @@
-"""Where two texts part that should be the same, and how close a call it was."""
+"""Where two texts part that should be the same, what decided it, and whether rounding explains it.
+
+In a context that is not batch-invariant a token's logits depend a little on what it was decoded with.
+Plain and speculative text then part where so little decides: between the two largest logits, between two
+log-probabilities with their noise, or on which side of a truncation's boundary a token falls. Which of
+these it is, and how little it takes, is found out by trying: the sampler itself is given logits that are
+moved further and further until it draws the other token. What rounding can do is measured: the
+text is decoded once more token by token and in runs of several lengths, as verifications are, and read
+beside others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
 
 from ..branch import Branch
 from ..context import Context
 from ..distribution import gumbel_noise
+from ..errors import ConfigError, GrammarError
+from ..grammar import Grammar
 from ..model import token_list
+from ..sampler import Sampler
 from ..sampling import SamplingParams
+from ..store import BranchStore
 
 __all__ = ["Divergence", "first_divergence"]
+
+Logits = npt.NDArray[np.float32]
+
+_RUNS = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    9,
+    17,
+    33,
+)  # tokens in a decode: what shares it decides how it is rounded
+# The real decodes had neighbours that are not known here, and may differ by more than those tried.
+_SLACK = 2.0
+# Texts beside each other, tokens of each that are compared, and logits that are kept for that.
+_COMPANY, _N_STEPS, _MOST_LOGITS = 8, 64, 1 << 22
+_LEAST, _MOST = 2.0**-20, 32.0  # the smallest and the largest move that is tried, logits
+_N_BISECTIONS = 12
+# What a token may be dropped by, and the value that switches it off.
+_TRUNCATIONS: dict[str, float] = {
+    "top_n_sigma": -1.0, "top_k": 0, "typical_p": 1.0, "top_p": 1.0, "min_p": 0.0,
+    "xtc_probability": 0.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first token in which two continuations of a prompt differ.
+    """The first token in which two continuations of a prompt differ, and what decided between them.
 
-    ``position`` counts from the first generated token. ``gap`` is by how much the first of the two tokens
-    won when the prefix was decoded in one piece, in the units that decide: logits at temperature 0,
-    else log-probability plus noise, nats. Where logits depend on the batch, a near-tie flips: a gap
-    far above the size of such differences (0.01 to 1, by weights and K/V type) is a bug instead.
+    Args:
+        position: counts from the first generated token.
+        tokens: what the two texts have there; None = the text had ended.
+        gap: by how much logits must move against each other for the one token to be drawn instead of
+            the other; inf if no such move was found.
+        difference: by how much logits do move against each other here, when the same text is decoded
+            in runs of other lengths, and such texts beside others; 0 in a batch-invariant context.
+        decided_by: "logits" (temperature 0: the two largest are that close), "scores" (above it:
+            log-probability plus noise), "temperature" (the dynamic one, by the entropy), the setting
+            on whose boundary a token lies ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma",
+            "xtc_probability"; several are joined by "+"), or "nothing": no move of the logits does it.
     """
 
     position: int
     tokens: tuple[int | None, int | None]
     gap: float
+    difference: float
+    decided_by: str
+
+    @property
+    def explained(self) -> bool:
+        """True if rounding explains it: the gap is of the size of the measured difference, or below.
+
+        Else something other than rounding made the texts differ: other settings or another seed than
+        were given here, or a bug.
+        """
+        return self.gap <= _SLACK * self.difference
 
     def __str__(self) -> str:
-        return f"first difference at token {self.position}: {self.tokens}, top-2 gap {self.gap:.3g}"
+        verdict = "explained by rounding" if self.explained else "not explained by rounding"
+        return (
+            f"first difference at token {self.position}: {self.tokens}, decided by {self.decided_by}, "
+            f"gap {self.gap:.3g}; logits differ by {self.difference:.3g} between decodes: {verdict}"
+        )
 
 
 def first_divergence(
@@ -39,13 +105,16 @@ def first_divergence(
     right: Sequence[int],
     sampling: SamplingParams,
     seed: int = 0,
+    grammar: Grammar | str | None = None,
 ) -> Divergence | None:
     """Return where ``left`` and ``right``, both said after ``prompt``, differ; None if nowhere.
 
-    Decodes the common prefix once, on a branch of its own.
+    ``sampling``, ``seed`` and ``grammar`` are those that both were drawn with, under the rule "seeded"
+    (at temperature 0 under any). The common prefix is decoded several times, on branches of its own.
 
     Raises:
         CapacityError: no sequence or no cells for that. TokenizeError: no token ids.
+        GrammarError: the common prefix does not follow the grammar.
     """
     prompt, left, right = token_list(prompt), token_list(left), token_list(right)
     same = next(
@@ -54,15 +123,276 @@ def first_divergence(
     )
     if same == max(len(left), len(right)):
         return None
+    if isinstance(grammar, str):
+        grammar = Grammar(grammar)
+    if not prompt:
+        with Branch.start(ctx, prompt) as branch:  # it begins with the model's beginning token
+            prompt = branch.tokens
+    prefix = list(left[:same])
     tokens = tuple(line[same] if same < len(line) else None for line in (left, right))
-    with Branch.start(ctx, [*prompt, *left[:same]], sampling=sampling, seed=seed) as branch:
-        if sampling.temperature == 0.0:
-            with ctx.lock:  # the row is valid until anybody else decodes
-                (_, first), (_, second) = branch.next_row().top(2)
-            gap = first - second
-        else:
-            choices = branch.distribution()
-            keys = choices.logprobs + gumbel_noise(seed, branch.position, choices.ids)
-            ordered = sorted(keys.tolist(), reverse=True)
-            gap = ordered[0] - ordered[1] if len(ordered) > 1 else float("inf")
-    return Divergence(same, (tokens[0], tokens[1]), gap)
+
+    def make(params: SamplingParams) -> Sampler:
+        return Sampler(ctx.model, params, grammar).replay(prompt, prefix)
+
+    rows = list(_rows(ctx, prompt, prefix))
+    found = _Decision(make, sampling, rows, len(prompt) + same, seed)
+    whole = [*prompt, *prefix]
+    difference = (
+        found.difference
+        if len(whole) < 2
+        else max(found.difference, _difference_in_company(ctx, whole))
+    )
+    gap, decided_by = max(map(found.turn, tokens))
+    return Divergence(same, (tokens[0], tokens[1]), gap, difference, decided_by)
+
+
+# -- what rounding does ------------------------------------------------------------------------------
+
+
+def _rows(ctx: Context, prompt: Sequence[int], prefix: Sequence[int]) -> Iterator[Logits]:
+    """Yield the logits after prompt and prefix, the prefix decoded in runs of each length.
+
+    As by verifications: with a row for each token, the last run filled up with tokens that fall.
+    """
+    whole = [*prompt, *prefix]
+    # Without a prefix the end of the prompt is decoded in runs: the texts were drawn right after it.
+    start = len(prompt) if prefix else max(1, len(prompt) - max(_RUNS))
+    with Branch.start(ctx, whole[:start], temperature=0.0) as branch:
+        if start == len(whole):
+            yield branch.logits
+            return
+        n_rest = len(whole) - start
+        most = min(ctx.n_batch, ctx.options.n_outputs_max)
+        if not ctx.capabilities.can_truncate and not ctx.n_seq_free:
+            most = 1  # longer runs are verified on a fork there
+        for n in sorted({min(n, most) for n in (*_RUNS, n_rest)}):
+            branch.rewind(start)
+            runs = [whole[i : i + n] for i in range(start, len(whole), n)]
+            for run in runs[:-1]:
+                _verify(branch, run)
+            last = runs[-1]
+            yield _verify(branch, [*last, *[last[-1]] * (n - len(last))], len(last))
+
+
+def _difference_in_company(ctx: Context, whole: Sequence[int]) -> float:
+    """Return by how much logits move where texts are decoded beside each other instead of alone.
+
+    What shares the cache counts too: sums are then made in another order, and once in a few dozen
+    tokens a K/V value is rounded the other way, which moves logits by far more than the sums do. So
+    several texts of these tokens are tried, and the logits after many of their tokens.
+    """
+    n = min(_COMPANY, ctx.n_seq_free)
+    if n < 2 or (n + 1) * len(whole) > ctx.usage().cells_free:
+        return 0.0  # too little room: what was measured alone must do
+    n_rows = min(_N_STEPS, max(1, _MOST_LOGITS // (n * ctx.n_vocab)), len(whole) - 1)
+    start = len(whole) - n_rows
+    texts = [[*whole[i:], *whole[:i]] for i in (k * len(whole) // n for k in range(n))]
+    plain = SamplingParams(temperature=0.0)
+    with ExitStack() as stack:
+        branches = [stack.enter_context(Branch.create(ctx, plain)) for _ in texts]
+        store = BranchStore(ctx)
+        store.prefill({b: text[:start] for b, text in zip(branches, texts, strict=True)})
+        together: list[list[Logits]] = []
+        for at in range(start, len(whole)):
+            store.commit({b: text[at] for b, text in zip(branches, texts, strict=True)})
+            together.append([branch.logits for branch in branches])
+    found = 0.0
+    for i, text in enumerate(texts):
+        with Branch.start(ctx, text[:start], sampling=plain) as branch:
+            for at, rows in enumerate(together, start):
+                branch.commit(text[at])
+                found = max(found, _spread(branch.logits, rows[i]))
+    return found
+
+
+def _verify(branch: Branch, run: Sequence[int], n_kept: int | None = None) -> Logits:
+    """Decode ``run`` and keep its first ``n_kept`` tokens; return a copy of the logits after them."""
+    kept = list(run[:n_kept])
+    with branch.ctx.lock:
+        rows = branch.verify(run)
+        try:
+            row = rows[len(kept) - 1].array.copy()
+            branch.settle(kept, rows[: len(kept)], branch.judge(run, rows).sampler(len(kept) - 1))
+        except BaseException:
+            branch.abandon()
+            raise
+    return row
+
+
+def _spread(row: Logits, other: Logits) -> float:
+    """Return by how much logits moved against each other between two rows."""
+    known = np.isfinite(row) & np.isfinite(other)
+    moves = (row - other)[known]
+    return float(moves.max() - moves.min()) if len(moves) else 0.0
+
+
+# -- what decides ------------------------------------------------------------------------------------
+
+
+class _Decision:
+    """A draw that can be repeated with other logits."""
+
+    def __init__(
+        self,
+        make: Callable[[SamplingParams], Sampler],
+        params: SamplingParams,
+        rows: Sequence[Logits],
+        position: int,
+        seed: int,
+    ) -> None:
+        self._make = make
+        self._sampler = make(params)
+        self._row = rows[0]  # decoded token by token, as plain decoding does
+        self._others = rows[1:]
+        self._position = position
+        self._seed = seed
+        self.difference = max((_spread(self._row, row) for row in rows[1:]), default=0.0)
+
+    def _draw(self, row: Logits) -> int | None:
+        """Return the token drawn from ``row``, None where none can be."""
+        try:
+            choices = self._sampler.distribution(row, self._position, self._seed)
+        except (GrammarError, ConfigError):
+            return None
+        return choices.draw(self._seed, self._position)
+
+    def turn(self, token: int | None) -> tuple[float, str]:
+        """Return how far logits must move for ``token`` to be drawn (None: an end), and what decides."""
+        model = self._sampler.model
+        drawn = self._draw(self._row)
+        wins: Callable[[int | None], bool] = partial(_is, token)
+        if token is None:
+            ends = model.end_tokens
+            if not ends:
+                return math.inf, "nothing"
+            wins = set(ends).__contains__
+            token = max(ends, key=lambda end: float(self._row[end]))
+        if wins(drawn):
+            return 0.0, ""
+        best, moved, entropic = math.inf, self._row, False
+        for direction, by_entropy in self._directions(token, drawn):
+            far = self._least(direction, wins, best)
+            if far < best:
+                best, moved, entropic = far, self._move(direction, far), by_entropy
+        if best == math.inf:
+            return math.inf, "nothing"
+        return 2 * best, self._reason(token, drawn, moved, entropic)
+
+    def _move(self, direction: Logits, far: float) -> Logits:
+        moved: Logits = self._row + np.float32(far) * direction
+        return moved
+
+    def _least(self, direction: Logits, wins: Callable[[int | None], bool], most: float) -> float:
+        """Return the least move, below ``most``, after which the token wins; inf if there is none."""
+        low, high = 0.0, _LEAST
+        while not wins(self._draw(self._move(direction, high))):
+            low, high = high, 2 * high
+            if high > _MOST or low >= most:
+                return math.inf
+        for _ in range(_N_BISECTIONS):
+            middle = (low + high) / 2
+            if wins(self._draw(self._move(direction, middle))):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def _directions(self, token: int, drawn: int | None) -> Iterator[tuple[Logits, bool]]:
+        """Yield ways for logits to move by at most 1, and whether it is the entropy that they change.
+
+        Those that turn a draw with the least move: ``token`` rises, or ``drawn`` sinks, against the
+        other, against all others, or against those that are larger (whose mass top-p counts); and what
+        was measured. There is no formula for the least of all moves where several truncations meet.
+        """
+        row = self._row
+        ones = np.ones_like(row)
+        rises = -ones
+        rises[token] = 1.0
+        if drawn is not None:
+            against = np.zeros_like(row)
+            against[token], against[drawn] = 1.0, -1.0
+            yield against, False
+            sinks = ones.copy()
+            sinks[drawn] = -1.0
+            yield sinks, False
+            outweighed = np.where(row > row[drawn], ones, -ones)
+            yield outweighed, False
+        yield rises, False
+        lightened = np.where(row >= row[token], -ones, ones)
+        lightened[token] = 1.0
+        yield lightened, False
+        params = self._sampler.params
+        if (
+            params.temperature > 0
+        ):  # all that would be drawn before it sink, and give their places away
+            noise = gumbel_noise(self._seed, self._position, np.arange(len(row), dtype=np.int32))
+            keys = row / params.temperature + noise
+            yield np.where(keys > keys[token], -ones, ones), False
+        for other in self._others:
+            spread = _spread(other, self._row)
+            if spread > 0:
+                moves = np.where(np.isfinite(other) & np.isfinite(row), other - row, 0.0)
+                middle = (moves.max() + moves.min()) / 2
+                yield ((moves - middle) * (2 / spread)).astype(np.float32), False
+        x = row.astype(np.float64) - float(row.max())
+        logprobs = x - math.log(np.exp(x).sum())
+        entropy = -float(np.dot(np.exp(logprobs), np.where(np.isfinite(logprobs), logprobs, 0.0)))
+        if params.xtc_probability > 0:  # whether it drops any hangs on those next to its threshold
+            threshold = math.log(max(params.xtc_threshold, 1e-9))
+            for side, sign in ((logprobs >= threshold, -1.0), (logprobs < threshold, 1.0)):
+                near = np.where(side, np.abs(logprobs - threshold), np.inf)
+                crosses = np.full_like(row, -sign)
+                crosses[near.argmin()] = sign
+                yield crosses, False
+        # Towards more entropy, and towards less: by the derivative of the entropy.
+        flatter = np.where(logprobs + entropy > 0, -ones, ones)
+        yield flatter, True
+        yield -flatter, True
+
+    def _reason(self, token: int, drawn: int | None, moved: Logits, entropic: bool) -> str:
+        """Return what decides between ``drawn`` here and ``token`` where logits are ``moved``."""
+        params = self._sampler.params
+        dropped = self._dropped_by(self._row, token)
+        if not dropped and drawn is not None:
+            dropped = self._dropped_by(moved, drawn)
+        if dropped:
+            return dropped
+        if params.temperature == 0.0:
+            return "logits"
+        return "temperature" if entropic and params.dynatemp_range > 0 else "scores"
+
+    def _dropped_by(self, row: Logits, token: int) -> str:
+        """Return the settings that keep ``token`` from being drawn from ``row``, "" if it can be."""
+        params = self._sampler.params
+        used = [name for name, off in _TRUNCATIONS.items() if getattr(params, name) != off]
+        if params.temperature == 0.0 and params.typical_p == 1.0 and params.xtc_probability == 0.0:
+            return ""  # the others never drop the largest
+        if not used or self._has(row, token, ()):
+            return ""
+        for name in used:
+            if self._has(row, token, [name]):
+                return name
+        # No single one: those without which it is dropped still.
+        left = list(used)
+        for name in used:
+            fewer = [other for other in left if other != name]
+            if self._has(row, token, fewer):
+                left = fewer
+        return "+".join(left) if self._has(row, token, left) else ""
+
+    def _has(self, row: Logits, token: int, without: Sequence[str]) -> bool:
+        """Return whether ``token`` can be drawn, some truncations being off."""
+        off: dict[str, object] = {name: _TRUNCATIONS[name] for name in without}
+        params = self._sampler.params
+        if params.temperature == 0.0:  # which token is the largest left does not matter here
+            off["temperature"] = 1.0
+        try:
+            sampler = self._make(params.but(**off)) if off else self._sampler
+            choices = sampler.distribution(row, self._position, self._seed)
+        except (GrammarError, ConfigError):
+            return False
+        return bool((choices.ids == token).any())
+
+
+def _is(token: int | None, drawn: int | None) -> bool:
+    return drawn == token

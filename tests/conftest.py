@@ -12,8 +12,13 @@ from pathlib import Path
 
 import pytest
 import toys
+from hypothesis import HealthCheck, settings
 
 import llamabranch as lb
+
+# Nothing is to fail because the machine is busy.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 DATA = Path(lb.__file__).parent / "data"
 

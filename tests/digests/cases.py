@@ -114,16 +114,16 @@ SAMPLING: dict[str, Settings] = {
     "penalty last 8": {"repeat_penalty": 1.8, "penalty_last_n": 8},
     "penalty over all": {"repeat_penalty": 1.4, "presence_penalty": 0.5, "penalty_last_n": -1},
     "dry": {"dry_multiplier": 1.5},
-    "dry, base": {"dry_multiplier": 0.8, "dry_base": 3.0},
+    "dry, base": {"dry_multiplier": 0.1, "dry_base": 6.0, "dry_allowed_length": 1},
     "dry, allowed 1": {"dry_multiplier": 1.5, "dry_allowed_length": 1},
     "dry, last 20": {"dry_multiplier": 1.5, "dry_allowed_length": 1, "dry_penalty_last_n": 20},
     "dry, breakers": {
         "dry_multiplier": 1.5, "dry_allowed_length": 1, "dry_sequence_breakers": ("the", " no"),
     },
     "dry, no breakers": {
-        "dry_multiplier": 1.5, "dry_allowed_length": 1, "dry_sequence_breakers": (),
+        "dry_multiplier": 3.0, "dry_base": 2.5, "dry_allowed_length": 1, "dry_sequence_breakers": (),
     },
-    "bias": {"logit_bias": {16: 3.0, 260: -4.0, 300: 2.5}},
+    "bias": {"logit_bias": {467: -3.0, 715: -4.0, 261: 1.5, 16: 2.0}},
     "bias that forbids": {"logit_bias": dict.fromkeys(range(2, 400, 3), -math.inf)},
     "bias at temperature 0": {"temperature": 0.0, "logit_bias": {261: -8.0, 270: -math.inf}},
     "all truncations": {

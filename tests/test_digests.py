@@ -92,19 +92,25 @@ def test_another_number_is_noticed(world: World, of_0_1: record.Record) -> None:
     assert not record.compare(world, name, foreign)
 
 
-def test_near_tie_is_explained_on_another_machine_only(world: World, of_0_1: record.Record) -> None:
-    """A text that parts because a logit is off by 0.015, as another machine's rounding might have it."""
-    name, parted = "memory/llama/warm", None
+def test_near_tie_is_explained_on_another_machine_only(
+    world: World, of_0_1: record.Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text that parts because a logit is off, as another machine's rounding might have it.
+
+    Rounding is drawn large, so that some token of the text is a near tie on every machine.
+    """
+    monkeypatch.setattr(record, "NUDGE", 0.2)
+    name, n_parted = "memory/llama/warm", 0
     (was,) = of_0_1["cases"][name]["texts"]
     for token in of_0_1["texts"][was["sha256"]]["tokens"]:
-        world.nudge = {token: -0.015}
+        world.nudge = {token: -0.15}
         try:
-            other = record.make(world, [name])
+            parted = record.make(world, [name])
         finally:
             world.nudge = {}
-        if other["cases"][name]["texts"][0]["sha256"] != was["sha256"]:
-            parted = other
-            break
-    assert parted is not None
-    assert record.compare(world, name, parted, as_elsewhere=False)
-    assert not record.compare(world, name, parted, as_elsewhere=True)
+        if parted["cases"][name]["texts"][0]["sha256"] != was["sha256"]:
+            n_parted += 1
+            assert record.compare(world, name, parted)
+            if not record.compare(world, name, parted, as_elsewhere=True):
+                return
+    pytest.fail(f"of {n_parted} parted texts none was explained")

@@ -13,11 +13,15 @@ from pathlib import Path
 
 import pytest
 import toys
+from hypothesis import HealthCheck, settings
 
 import llamabranch as lb
 
 # Nothing is measured and judged by its time, here and in the processes that tests start.
 os.environ["LLAMABRANCH_PROFILE"] = "0"
+# Nothing is to fail because the machine is busy.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 DATA = Path(lb.__file__).parent / "data"
 

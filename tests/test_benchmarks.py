@@ -65,7 +65,7 @@ def program(name: str, cache: Path, *arguments: str) -> dict[str, object]:
     command += ["--cache", str(cache), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
     *tables, line = done.stdout.splitlines()
@@ -113,7 +113,7 @@ def test_speculative_benchmark_finds_the_text_of_plain_decoding(cache: Path) -> 
 def test_run_lists_every_program() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.run", "--list"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
+        cwd=ROOT, capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     steps = [line.split(":")[0] for line in done.stdout.splitlines()]
     assert {"decode", "peers", "speculative", "batch", "fork"} <= set(steps)

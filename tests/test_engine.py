@@ -199,7 +199,7 @@ LOADS = st.builds(
     derandomize=True,
     database=None,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(load=LOADS)
 def test_any_load_says_what_each_request_says_alone(
@@ -1005,13 +1005,17 @@ def test_cancelled_task_frees_everything(ctx: Context, draft_ctx: Context) -> No
     """The task dies while a thread is in the middle of a step; a generator cannot be closed then."""
     engine = Engine(ctx, make("model", draft_ctx))
 
-    async def consume() -> None:
+    async def consume(under_way: asyncio.Event) -> None:
+        n_events = 0
         async for _ in engine.astream([Request(p, max_tokens=200) for p in PROMPTS]):
-            pass
+            n_events += 1
+            if n_events == 20:
+                under_way.set()  # heard when this task waits for the thread's next step
 
     async def cancel_soon() -> None:
-        task = asyncio.ensure_future(consume())
-        await asyncio.sleep(0.05)
+        under_way = asyncio.Event()
+        task = asyncio.ensure_future(consume(under_way))
+        await under_way.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

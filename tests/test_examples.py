@@ -20,7 +20,7 @@ def output(name: str) -> str:
     """Run an example as a user would, and return what it prints; it must not complain."""
     (path,) = (path for path in EXAMPLES if path.stem == name)
     command = [sys.executable, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout

@@ -267,7 +267,7 @@ def test_memory_that_the_system_does_not_give_is_an_error_and_nothing_is_lost() 
         capture_output=True,
         text=True,
         env={**os.environ, "GGML_NO_BACKTRACE": "1"},
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.stdout.strip() == "fine", done.stderr[-2000:]

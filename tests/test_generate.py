@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from self_signal import signalled_at_line
 from typer.testing import CliRunner, Result
 
 import llamabranch as lb
@@ -20,6 +20,7 @@ from llamabranch.cli.generate import spread
 from llamabranch.engine.jsonl import read_requests, read_results, write_result
 
 COMMAND = [sys.executable, "-m", "llamabranch.cli", "generate"]
+TIMEOUT_S = 600  # for a machine that is busy with other things
 SEED_PROMPTS = (
     "What is random forest?",
     "Explain black holes",
@@ -336,14 +337,11 @@ def test_killed_run_goes_on_with_every_request_exactly_once(tmp_path: Path) -> N
     asked = [f"{prompt} {i}" for i in range(8) for prompt in SEED_PROMPTS]
     prompts.write_text("\n".join(asked), encoding="utf-8")
     common = ["--input", str(prompts), "--parallel", "3", "--seed", "4", "-n", "40"]
-    command = [*COMMAND, *common, "--output", str(path), "--threads", "1"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 60
-        while not path.exists() or path.read_bytes().count(b"\n") < 6:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
+    command = [*signalled_at_line("SIGKILL", 6, path), "generate", *common]
+    process = subprocess.run(
+        [*command, "--output", str(path), "--threads", "1"],
+        stdout=subprocess.DEVNULL, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
     assert process.returncode == -signal.SIGKILL
     n_done = path.read_bytes().count(b"\n")
     assert 6 <= n_done < len(asked), "it was over too soon to be killed"
@@ -357,18 +355,12 @@ def test_killed_run_goes_on_with_every_request_exactly_once(tmp_path: Path) -> N
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
 def test_interrupted_run_keeps_what_is_done(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    command = [*COMMAND, "--prompts", *SEED_PROMPTS, "--samples", "40", "--output", str(path)]
-    process = subprocess.Popen(
-        [*command, "--parallel", "2", "--threads", "1"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while not path.exists() or not path.stat().st_size:
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    command = [*signalled_at_line("SIGINT", 1, path), "generate", "--prompts", *SEED_PROMPTS]
+    process = subprocess.run(
+        [*command, "--samples", "40", "--output", str(path), "--parallel", "2", "--threads", "1"],
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    out, err = process.stdout, process.stderr
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "--resume" in err

@@ -62,6 +62,57 @@ class Decodes:
         self.during = lambda call: (action(), None)[1] if call == wanted else None
 
 
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Hear Ctrl-C, here and in the programs that are started: a job in the background ignores it."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+class Interrupter:
+    """A timer that interrupts once, wherever the main thread is.
+
+    Python loses what is raised in a finalizer or in a callback of the garbage collector, and only reports
+    it: then the timer is set again. Whoever is in its block gets at most one ``KeyboardInterrupt``.
+    """
+
+    def __init__(self) -> None:
+        self.n_lost = 0
+        self._is_set = False
+        self._report = sys.unraisablehook
+
+    def __enter__(self) -> Interrupter:
+        self._previous = signal.signal(signal.SIGALRM, self._ring)
+        self._report, sys.unraisablehook = sys.unraisablehook, self._hear
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        sys.unraisablehook = self._report
+        signal.signal(signal.SIGALRM, self._previous)
+
+    def start(self, seconds: float) -> None:
+        self._is_set = True
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def stop(self) -> None:
+        self._is_set = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _ring(self, _number: int, _frame: FrameType | None) -> None:
+        if self._is_set:
+            self._is_set = False
+            raise KeyboardInterrupt
+
+    def _hear(self, lost: sys.UnraisableHookArgs) -> None:
+        if lost.exc_type is KeyboardInterrupt:
+            self.n_lost += 1
+            self.start(0.002)
+        else:
+            self._report(lost)
+
+
 @pytest.fixture
 def decodes(monkeypatch: pytest.MonkeyPatch) -> Decodes:
     return Decodes(monkeypatch)
@@ -235,21 +286,14 @@ def test_ctrl_c_at_any_moment_leaves_a_line_that_goes_on(
                 if scene == "forks":
                     branch.fork().prune()
 
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
     n_interrupted = 0
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    try:
+    with Interrupter() as alarm:
         for i in range(40):
             branch = Branch.start(ctx, "Once upon a time", sampling=settings.but(seed=i))
             try:
-                # Again and again: Python loses an exception that is raised in a finalizer.
-                signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0005, 0.03), 0.02)
-                try:
-                    act(branch)
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
+                alarm.start(rng.uniform(0.0005, 0.03))
+                act(branch)
+                alarm.stop()
             except KeyboardInterrupt:
                 n_interrupted += 1
             ctx.audit()
@@ -271,8 +315,6 @@ def test_ctrl_c_at_any_moment_leaves_a_line_that_goes_on(
             branch.prune_subtree()
             del branch
             assert ctx.n_seq_free == 8, "a sequence leaked"
-    finally:
-        signal.signal(signal.SIGALRM, previous)
     assert n_interrupted >= 10
 
 
@@ -371,8 +413,11 @@ def test_interrupted_speculation_leaves_a_branch_that_goes_on(
 def test_time_limit_stops_what_takes_longer(long_ctx: Context, decodes: Decodes) -> None:
     with Branch.start(long_ctx, "Once upon a time", seed=3) as branch:
         before = branch.logits
+        start = branch.position
         with pytest.raises(DecodeInterruptedError), long_ctx.time_limit(0.01):
-            branch.prefill(long_prompt())
+            while True:  # on a busy machine the first may be over before the timer's thread runs
+                branch.prefill(long_prompt())
+                branch.rewind(start)
         assert np.array_equal(branch.logits, before)
         check_goes_on(branch, long_ctx)
 

@@ -16,7 +16,7 @@ import pytest
 import llamabranch as lb
 
 DATA = Path(lb.__file__).parent / "data"
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 
 BEGIN = """
     import gc, os, random, signal, sys, threading, time, traceback
@@ -254,7 +254,7 @@ def test_branches_as_arguments_of_forked_workers_raise_there() -> None:
                 queue = fork.Queue()
                 worker = fork.Process(target=work, args=(branch, engine, queue))
                 worker.start()
-                answers = [queue.get(timeout=60) for _ in range(2)]
+                answers = [queue.get(timeout=300) for _ in range(2)]
                 worker.join()
                 assert worker.exitcode == 0
                 assert all("forked" in answer for answer in answers), answers

@@ -182,6 +182,6 @@ def test_large_vocabulary_is_read_in_no_time(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    start = time.perf_counter()
+    start = time.process_time()  # others on the machine do not count
     check_header(tmp_path / "large.gguf")
-    assert time.perf_counter() - start < 1.5  # about 0.1 on an idle core
+    assert time.process_time() - start < 1.5  # about 0.1 on an idle core

@@ -1,0 +1,688 @@
+"""The table: each case is a name and what is run, and gives texts and numbers.
+
+Every draw has a seed, so that a text is a function of the settings. Where a draft length is "auto" it
+follows measured times: such cases are seeded or greedy, where the text does not depend on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import llamabranch as lb
+
+from .library import FREE, Prompt, Said, Settings, World, continue_branch, continue_store
+
+__all__ = ["CASES", "LEFT_OUT", "SAMPLING", "Outcome"]
+
+
+@dataclass
+class Outcome:
+    """What a case gave."""
+
+    texts: list[Said]
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+Case = Callable[[World], Outcome]
+Constraint = str | Mapping[str, object]
+Options = dict[str, Any]
+
+N = 60  # tokens of a text
+TALE = "Once upon a time there was a king who had three daughters, and the youngest"
+ECHO = (  # penalties and copying drafters have something to see in it
+    "The wolf said: let me in, let me in. The pig said: no, no, not by the hair of my chin. "
+    "The wolf said: let me in, let me in. The pig said: no, no, not by the"
+)
+TALK = "“Who is there?” cried the old woman,"
+FAR = "In a village at the edge of a great forest — far away — there lived"
+PROMPTS: dict[str, Prompt] = {"tale": TALE, "echo": ECHO, "talk": TALK, "far": FAR, "empty": ""}
+GREEDY: Settings = {"temperature": 0.0}
+WARM: Settings = {}
+HOT: Settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+BACK: Settings = {
+    "temperature": 0.9,
+    "repeat_penalty": 1.3,
+    "penalty_last_n": 32,
+    "dry_multiplier": 0.8,
+}
+
+# Settings that were mended after 0.1, which is why nothing is recorded of them.
+LEFT_OUT: dict[str, str] = {
+    "dynatemp_range with masked tokens": "masked tokens counted for the largest entropy",
+    "xtc_threshold 0": "it dropped every token but the last",
+    "steer() after reseed()": "it set the seed back to that of the settings",
+    "rule 'auto' after reseed() without a seed in the settings": "the rule followed the settings alone",
+    "an engine's request with an empty prompt, or of exactly n_ctx tokens": "it was refused",
+    "perplexity() without an argument": "its default",
+    "a text that ends because the cache is full": "how many tokens fit",
+}
+
+
+# -- one text --------------------------------------------------------------------------------------
+
+
+def plain(
+    world: World,
+    settings: Settings,
+    prompt: Prompt = ECHO,
+    *,
+    n: int = N,
+    stop: Sequence[str] = (),
+    grammar: Constraint | None = None,
+    model: str = "target",
+    **options: object,
+) -> Outcome:
+    ctx = world.context(model, **options)
+    with world.start(ctx, prompt, settings, grammar) as branch:
+        return Outcome([continue_branch(branch, n, stop)])
+
+
+SAMPLING: dict[str, Settings] = {
+    "default": {},
+    "temperature 0": {"temperature": 0.0},
+    "temperature 0.7": {"temperature": 0.7},
+    "temperature 1": {"temperature": 1.0},
+    "temperature 2": {"temperature": 2.0},
+    "only temperature": {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    "nothing": HOT,
+    "seed 0": {"seed": 0},
+    "seed -7": {"seed": -7},
+    "seed 2**40": {"seed": 2**40},
+    "dynatemp": {"dynatemp_range": 0.6},
+    "dynatemp, exponent": {"dynatemp_range": 0.6, "dynatemp_exponent": 2.5},
+    "top-k 1": {"top_k": 1},
+    "top-k 5": {**HOT, "top_k": 5},
+    "top-p": {**HOT, "top_p": 0.7},
+    "top-p, min keep": {**HOT, "top_p": 0.05, "min_keep": 6},
+    "min-p": {**HOT, "min_p": 0.12},
+    "typical-p": {**HOT, "typical_p": 0.6},
+    "typical-p at temperature 0": {"temperature": 0.0, "typical_p": 0.3},
+    "top-n-sigma": {**HOT, "top_n_sigma": 2.2, "temperature": 1.2},
+    "xtc": {**HOT, "xtc_probability": 0.6, "xtc_threshold": 0.08},
+    "xtc always": {**HOT, "xtc_probability": 1.0, "xtc_threshold": 0.05, "min_p": 0.05},
+    "xtc at temperature 0": {"temperature": 0.0, "xtc_probability": 0.5, "xtc_threshold": 0.1},
+    "repeat penalty": {"repeat_penalty": 1.4},
+    "repeat penalty at temperature 0": {"temperature": 0.0, "repeat_penalty": 1.2},
+    "frequency penalty": {"frequency_penalty": 0.7},
+    "presence penalty": {"presence_penalty": 1.1},
+    "penalty last 8": {"repeat_penalty": 1.8, "penalty_last_n": 8},
+    "penalty over all": {"repeat_penalty": 1.4, "presence_penalty": 0.5, "penalty_last_n": -1},
+    "dry": {"dry_multiplier": 1.5},
+    "dry, base": {"dry_multiplier": 0.1, "dry_base": 6.0, "dry_allowed_length": 1},
+    "dry, allowed 1": {"dry_multiplier": 1.5, "dry_allowed_length": 1},
+    "dry, last 20": {"dry_multiplier": 1.5, "dry_allowed_length": 1, "dry_penalty_last_n": 20},
+    "dry, breakers": {
+        "dry_multiplier": 1.5, "dry_allowed_length": 1, "dry_sequence_breakers": ("the", " no"),
+    },
+    "dry, no breakers": {
+        "dry_multiplier": 3.0, "dry_base": 2.5, "dry_allowed_length": 1, "dry_sequence_breakers": (),
+    },
+    "bias": {"logit_bias": {467: -3.0, 715: -4.0, 261: 1.5, 16: 2.0}},
+    "bias that forbids": {"logit_bias": dict.fromkeys(range(2, 400, 3), -math.inf)},
+    "bias at temperature 0": {"temperature": 0.0, "logit_bias": {261: -8.0, 270: -math.inf}},
+    "all truncations": {
+        "top_n_sigma": 3.0, "top_k": 30, "typical_p": 0.9, "top_p": 0.9, "min_p": 0.02, "min_keep": 2,
+    },
+    "everything": {
+        "temperature": 1.1, "top_k": 50, "typical_p": 0.95, "top_p": 0.95, "min_p": 0.01,
+        "xtc_probability": 0.3, "xtc_threshold": 0.15, "repeat_penalty": 1.1, "frequency_penalty": 0.1,
+        "presence_penalty": 0.1, "penalty_last_n": 40, "dry_multiplier": 0.5, "logit_bias": {16: 1.0},
+    },
+    "penalties and xtc": {**BACK, "xtc_probability": 0.5, "xtc_threshold": 0.1},
+}  # fmt: skip
+TEXTS: dict[str, Settings] = {
+    f"temperature {t:g}, seed {seed}": {"temperature": t, "seed": seed}
+    for t in (0.0, 0.7, 1.0)
+    for seed in ((1,) if t == 0 else (1, 12345))
+}
+STOPS: dict[str, tuple[str, ...]] = {
+    "word": ("the",),
+    "over tokens": ("ing t", " and "),
+    "first of many": ("zebra", ".", ", "),
+    "never": ("qqq",),
+}
+PAIRS: Constraint = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "brave": {"type": "boolean"},
+        "kind": {"enum": ["king", "wolf", "witch"]},
+    },
+    "required": ["name", "brave", "kind"],
+    "additionalProperties": False,
+}
+GRAMMARS: dict[str, Constraint] = {
+    "one of": 'root ::= " king" | " wolf" | " witch and a " [a-z]{3,9}',
+    "words": 'root ::= (" " [a-z]+){12} "."',
+    "lines": 'root ::= line line line\nline ::= [A-Z] [a-z ]{8,30} "." "\\n"',
+    "JSON schema": PAIRS,
+    "JSON array": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 5},
+}
+
+
+# -- branches --------------------------------------------------------------------------------------
+
+
+def forks(world: World, settings: Settings, model: str = "target", **options: object) -> Outcome:
+    """A family: what forks say, in turn and after their parent has gone on."""
+    root = world.start(world.context(model, **options), TALE, settings)
+    texts = [continue_branch(root, 10)]
+    children = root.fork_many(3)
+    twin = root.fork()
+    texts += [continue_branch(child, 20) for child in children]
+    texts.append(continue_branch(root, 20))
+    grandchild = children[1].fork()
+    grandchild.reseed(world.seed(77))
+    texts += [continue_branch(branch, 15) for branch in (grandchild, children[1], twin)]
+    numbers = {
+        f"{since} {i}": branch.perplexity(since)
+        for i, branch in enumerate((root, *children, grandchild, twin))
+        for since in ("fork", "prompt")
+    }
+    return Outcome(texts, numbers)
+
+
+def steered(world: World, settings: Settings) -> Outcome:
+    root = world.start(world.context(), TALE, settings)
+    texts = [continue_branch(root, 10)]
+    root.steer(world.bias({16: 4.0, 261: -math.inf}))
+    child = root.fork()
+    texts += [continue_branch(root, 20), continue_branch(child, 10)]
+    child.steer(world.bias({}))
+    texts.append(continue_branch(child, 15))
+    child.resample(world.params({"temperature": 1.0, "top_k": 8, "seed": 21}))
+    texts.append(continue_branch(child, 15))
+    return Outcome(texts)
+
+
+def rewound(world: World, settings: Settings, model: str = "target", **options: object) -> Outcome:
+    """Rewound and said again, said otherwise, rewound into the prompt and read on."""
+    branch = world.start(world.context(model, **options), ECHO, settings)
+    n = branch.position
+    texts = [continue_branch(branch, 30)]
+    branch.rewind(n + 12)
+    texts.append(continue_branch(branch, 18))
+    branch.rewind(n + 5)
+    branch.reseed(world.seed(3))
+    texts.append(continue_branch(branch, 20))
+    numbers = {"perplexity": branch.perplexity("prompt")}
+    branch.rewind(n - 6)
+    branch.prefill([30, 40, 50])
+    texts.append(continue_branch(branch, 20))
+    return Outcome(texts, numbers)
+
+
+def committed(world: World, settings: Settings) -> Outcome:
+    """Tokens from outside, one by one and many at once, and what is thought of them."""
+    branch = world.start(world.context(), TALE, settings)
+    numbers = {"entropy": branch.entropy(), "bits": branch.entropy("bits")}
+    numbers["surprisal"] = branch.surprisal(300)
+    numbers["bits of 16"] = branch.surprisal(16, "bits")
+    for token in (300, 16, 400):
+        branch.commit(token)
+    numbers["sum of logits"] = float(branch.logits.sum())
+    rows = branch.extend([500, 600, 700])
+    numbers |= {f"logit {i}": float(row.max()) for i, row in enumerate(rows)}
+    numbers["perplexity"] = branch.perplexity("prompt")
+    for i, (token, probability) in enumerate(branch.distribution().top(5)):
+        numbers |= {f"top {i}": float(token), f"of top {i}": probability}
+    texts = [continue_branch(branch, 30)]
+    numbers["perplexity at the end"] = branch.perplexity("prompt")
+    return Outcome(texts, numbers)
+
+
+def stored(world: World, settings: Settings, model: str = "target", **options: object) -> Outcome:
+    """Many branches in one decode: prompts, steps, commits, and one that is retained."""
+    ctx = world.context(model, **options)
+    store = lb.BranchStore(ctx)
+    branches = [
+        lb.Branch.create(ctx, world.params({**settings, "seed": seed})) for seed in (1, 2, 3)
+    ]
+    prompts = (TALE, ECHO, TALK)
+    store.prefill({b: ctx.tokenize(p) for b, p in zip(branches, prompts, strict=True)})
+    texts = continue_store(store, branches, 25)
+    store.commit({branch: 20 + i for i, branch in enumerate(branches)})
+    branches.append(branches[0].fork())
+    branches[-1].reseed(world.seed(9))
+    texts += continue_store(store, branches, 15)
+    numbers = {f"perplexity {i}": b.perplexity("prompt") for i, b in enumerate(branches)}
+    store.retain_only(branches[1])
+    texts += continue_store(store, branches[1:2], 10)
+    return Outcome(texts, numbers)
+
+
+def saved(world: World, settings: Settings, model: str = "target", **options: object) -> Outcome:
+    """Saved to a file, loaded elsewhere, gone on; and the same through memory."""
+    ctx = world.context(model, **options)
+    branch = world.start(ctx, ECHO, settings, "root ::= [^0-9]*")
+    texts = [continue_branch(branch, 20)]
+    path = world.folder / "branch.lbs"
+    branch.save(path)
+    other = world.context(model, **{"n_ctx": 512, "n_seq_max": 4, **options})
+    loaded = lb.Branch.load(other, path)
+    restored = lb.Branch.restore(ctx, branch.snapshot())
+    branches = (branch, loaded, restored)
+    texts += [continue_branch(b, 30) for b in branches]
+    numbers = {f"perplexity {i}": b.perplexity("prompt") for i, b in enumerate(branches)}
+    return Outcome(texts, numbers)
+
+
+def raw(world: World, **options: object) -> Outcome:
+    """The raw calls of a context: rows of logits, shared sequences, draws."""
+    ctx = world.context("target", **options)
+    tokens = [(7 * i + 3) % 4096 for i in range(60)]
+    ctx.decode(tokens, 0)
+    ctx.kv_seq_copy(0, 1)
+    ctx.decode([70, 71, 72], 60, seq_id=1, logits="all")
+    numbers = {f"row {i}": float(ctx.logits(i).max()) for i in range(3)}
+    numbers |= {"entropy": ctx.model_entropy(), "surprisal": ctx.model_surprisal(99, "bits")}
+    drawn = []
+    for i, settings in enumerate((GREEDY, WARM, HOT, SAMPLING["xtc"], SAMPLING["all truncations"])):
+        drawn.append(ctx.sample(world.params({**settings, "seed": i})))
+    ctx.kv_cache_remove(1, 61)
+    ctx.decode([80, 81], 61, seq_id=1)
+    drawn.append(ctx.sample(world.params(HOT)))
+    numbers["after"] = float(np.abs(ctx.logits()).sum())
+    return Outcome([Said(drawn, ctx.detokenize(drawn))], numbers)
+
+
+# -- speculation -----------------------------------------------------------------------------------
+
+DRAFTERS = (
+    "nobody", "null", "model", "same model", "own settings", "other vocabulary", "tree of 2", "tree of 5",
+    "lookup", "suffix", "chain", "chain with a tree", "useless", "adversary", "uniform",
+)  # fmt: skip
+TREES = ("tree of 2", "tree of 5", "chain with a tree")
+
+
+def speculated(
+    world: World,
+    which: str,
+    settings: Settings,
+    prompts: Sequence[Prompt] = (ECHO, TALE),
+    *,
+    n: int = 40,
+    stop: Sequence[str] = (),
+    grammar: Constraint | None = None,
+    top: int = 0,
+    target: str = "target",
+    draft: str = "draft",
+    options: Settings | None = None,
+    **config: object,
+) -> Outcome:
+    """Texts of one speculator after another: what it learned from the first helps with the next."""
+    options = options or {}
+    drafter = world.drafter(which, draft, target, **options)
+    speculator = world.speculator(world.context(target, **options), drafter, **config)
+    return Outcome(
+        [
+            world.generate(speculator, p, n, settings, stop=stop, grammar=grammar, top=top)
+            for p in prompts
+        ]
+    )
+
+
+def speculated_family(world: World, which: str, settings: Settings, **config: object) -> Outcome:
+    """Branches continued in place, forked, rewound and reseeded between generations."""
+    ctx = world.context()
+    speculator = world.speculator(ctx, world.drafter(which), **config)
+    root = world.start(ctx, TALE, settings)
+    texts = [world.generate(speculator, root, 20)]
+    children = root.fork_many(2)
+    texts += [world.generate(speculator, child, 20) for child in children]
+    root.rewind(root.position - 8)
+    texts.append(world.generate(speculator, root, 15))
+    root.reseed(world.seed(4))
+    texts.append(world.generate(speculator, root, 15, stop=("zebra",)))
+    texts.append(continue_branch(children[0], 10))
+    return Outcome(texts)
+
+
+def session(
+    world: World,
+    turns: Sequence[str],
+    settings: Settings,
+    *,
+    stop: Sequence[str] = (),
+    grammar: Constraint | None = None,
+    **config: Any,
+) -> Outcome:
+    """Token by token, each asked of another drafter; then on a branch that was given."""
+    ctx = world.context()
+    made = {which: world.drafter(which) for which in dict.fromkeys(turns)}
+    drafters = [made[which] for which in turns]
+    texts = [world.session(ctx, ECHO, drafters, 50, settings, stop=stop, grammar=grammar, **config)]
+    branch = world.start(ctx, TALE, settings, grammar)
+    texts.append(world.session(ctx, branch, drafters, 20, None, **config))
+    texts.append(continue_branch(branch, 10))
+    return Outcome(texts)
+
+
+# -- the engine ------------------------------------------------------------------------------------
+
+
+def job(world: World) -> list[lb.Request | str]:
+    """Requests of all kinds."""
+    request = world.request
+    return [
+        TALE,
+        request(ECHO),
+        request(TALK, GREEDY),
+        request(FAR, {"seed": 3, "temperature": 1.0}, max_tokens=70),
+        request(ECHO, BACK, max_tokens=30),
+        request("The king", id="samples", n=3),
+        request(list(range(40, 160)), HOT, max_tokens=12),
+        request(TALE, WARM, stop=(",", " and ")),
+        request("A name:", WARM, grammar=PAIRS),
+        request("The old woman", SAMPLING["everything"], n=2),
+        request("Nothing more", max_tokens=0),
+        request("One", GREEDY, max_tokens=1),
+        "The queen",
+        "Deep in the wood",
+    ]
+
+
+def shared_prefixes(world: World) -> list[lb.Request | str]:
+    """One long beginning, many ends; samples of the same prompt."""
+    long = f"{ECHO} hair of my chin. {TALE} went away. "
+    return [
+        long,
+        *(f"{long}{end}" for end in ("The wolf", "The pig", "She said", "He said")),
+        world.request(long, n=4),
+        world.request(long + "The wolf", {"seed": 8, "temperature": 0.6}),
+    ]
+
+
+def crowd(world: World) -> list[lb.Request | str]:
+    """More than a small cache holds."""
+    return [*(f"{TALE} {i}" for i in range(5)), world.request(ECHO, n=3)]
+
+
+def engine(
+    world: World,
+    requests: Callable[[World], list[lb.Request | str]],
+    which: str = "nobody",
+    settings: Settings = WARM,
+    *,
+    n: int = 30,
+    preempts: bool = False,
+    target: str = "target",
+    draft: str = "draft",
+    options: Settings | None = None,
+    **config: object,
+) -> Outcome:
+    drafter = world.drafter(which, draft, target)
+    made = world.engine(world.context(target, **(options or {})), drafter, settings, n, **config)
+    texts = world.run(made, requests(world))
+    assert not preempts or made.stats.preemptions, "the cache was to be too small"
+    return Outcome(texts)
+
+
+# -- other memories --------------------------------------------------------------------------------
+
+MEMORIES: dict[str, Options] = {
+    "llama": {},
+    "gemma3": {},
+    "gemma3, part of the window": {"swa_full": False},
+    "mamba": {},
+    "rwkv7": {},
+    "lfm2": {},
+}
+TOY_SETTINGS: dict[str, Settings] = {
+    "greedy": {"temperature": 0.0, "logit_bias": FREE},
+    "warm": {"temperature": 0.9, "logit_bias": FREE},
+    "penalties": {**BACK, "logit_bias": FREE},
+}
+
+
+def toy_job(world: World) -> list[lb.Request | str]:
+    return [
+        "abcabcabc",
+        world.request("the cat the cat", TOY_SETTINGS["penalties"]),
+        world.request("abcabc", TOY_SETTINGS["warm"], n=2),
+        world.request(list(range(40, 100)), TOY_SETTINGS["greedy"]),
+        "xyz",
+    ]
+
+
+def memory_cases(memory: str, options: Options) -> dict[str, Case]:
+    model = memory.split(",")[0]
+    warm = TOY_SETTINGS["warm"]
+    opened: Options = {"model": model, **options}
+    spoken: Options = {"target": model, "draft": f"{model} draft", "options": options}
+    prompts = ("abcdefgabcdefg", "the cat the cat")
+    cases: dict[str, Case] = {
+        f"{name}": partial(plain, settings=settings, prompt=prompts[1], **opened)
+        for name, settings in TOY_SETTINGS.items()
+    }
+    cases |= {
+        f"drafts of {which}, {rule}": partial(
+            speculated, which=which, settings=warm, prompts=prompts, n=40, draft_k=3, rule=rule,
+            **spoken,
+        )
+        for which, rule in (
+            ("model", "seeded"), ("model", "token"), ("model", "block"), ("same model", "seeded"),
+            ("lookup", "token"), ("suffix", "seeded"), ("chain", "block"), ("tree of 2", "seeded"),
+        )
+    }  # fmt: skip
+    cases["drafts, penalties"] = partial(
+        speculated, which="model", settings=TOY_SETTINGS["penalties"], prompts=prompts, draft_k=4,
+        **spoken,
+    )  # fmt: skip
+    cases["forks"] = partial(forks, settings=warm, **opened)
+    cases["rewound"] = partial(rewound, settings=warm, **opened)
+    cases["stored"] = partial(stored, settings=warm, **opened)
+    cases["saved"] = partial(saved, settings=warm, **opened)
+    cases["engine"] = partial(
+        engine, requests=toy_job, settings=warm, n=30, target=model, options=options
+    )
+    cases["engine, drafts"] = partial(
+        engine, requests=toy_job, which="model", settings=warm, n=30, draft_k=3, **spoken
+    )
+    return {f"memory/{memory}/{name}": case for name, case in cases.items()}
+
+
+# -- all of them -----------------------------------------------------------------------------------
+
+JOBS = {"mixed": job, "shared prefixes": shared_prefixes}
+TEMPERATURES: dict[str, Settings] = {"warm": WARM, "hot": HOT}
+
+CONTEXTS: dict[str, Options] = {
+    "f16 cache": {"kv_type": "f16"},
+    "q8_0 cache": {"kv_type": "q8_0"},
+    "f32 cache, no flash attention": {"kv_type": "f32", "flash_attention": False},
+    "small batches": {"n_batch": 16, "n_ubatch": 8},
+    "rope scaled": {"rope_scaling": "linear", "rope_freq_scale": 0.5},
+    "yarn": {"rope_scaling": "yarn", "rope_freq_scale": 0.5, "yarn_orig_ctx": 512},
+    "draft model": {"model": "draft"},
+}
+
+CASES: dict[str, Case] = {
+    **{f"sampling/{name}": partial(plain, settings=s) for name, s in SAMPLING.items()},
+    **{
+        f"prompt/{prompt}, {name}": partial(plain, settings=settings, prompt=PROMPTS[prompt])
+        for prompt in PROMPTS
+        for name, settings in TEXTS.items()
+    },
+    **{
+        f"stop/{name}, {at}": partial(plain, settings=settings, stop=stop, prompt=TALE)
+        for name, stop in STOPS.items()
+        for at, settings in {"greedy": GREEDY, "warm": WARM}.items()
+    },
+    **{
+        f"grammar/{name}, {at}": partial(plain, settings=settings, grammar=g, prompt=TALE)
+        for name, g in GRAMMARS.items()
+        for at, settings in {"greedy": GREEDY, "warm": WARM, "penalties": BACK}.items()
+    },
+    **{
+        f"context/{name}": partial(plain, settings=WARM, n=70, **options)
+        for name, options in CONTEXTS.items()
+    },
+    "context/raw": raw,
+    "context/raw, f16 cache": partial(raw, kv_type="f16"),
+    **{
+        f"branches/{run.__name__}, {name}": partial(run, settings=settings)
+        for run in (forks, steered, rewound, committed, stored, saved)
+        for name, settings in {"greedy": GREEDY, "warm": WARM, "penalties": BACK}.items()
+    },
+    **{
+        f"speculative/{which}, seeded, {k}": partial(
+            speculated, which=which, settings=WARM, draft_k=k, rule="seeded"
+        )
+        for which in DRAFTERS
+        for k in (4, "auto")
+    },
+    **{
+        f"speculative/{which}, temperature 0": partial(
+            speculated, which=which, settings=GREEDY, draft_k=5
+        )
+        for which in DRAFTERS
+    },
+    **{
+        f"speculative/{which}, {rule}, {name}": partial(
+            speculated, which=which, settings=settings, draft_k=4, rule=rule
+        )
+        for which in DRAFTERS
+        if which not in TREES
+        for rule in ("token", "block")
+        for name, settings in TEMPERATURES.items()
+    },
+    **{
+        f"speculative/model, {rule}, {k} drafted": partial(
+            speculated, which="model", settings=HOT, draft_k=k, rule=rule, max_draft_tokens=32
+        )
+        for rule in ("auto", "seeded", "token", "block")
+        for k in (0, 2, 12)
+    },
+    **{
+        f"speculative/{which}, {rule}, entropy stop": partial(
+            speculated, which=which, settings=WARM, draft_k=8, entropy_stop=1.5, rule=rule
+        )
+        for which in ("model", "suffix", "chain")
+        for rule in ("seeded", "token", "block")
+    },
+    **{
+        f"speculative/{which}, {rule}, {name}": partial(
+            speculated, which=which, settings=settings, draft_k=3, rule=rule
+        )
+        for which, rule in (
+            ("model", "seeded"),
+            ("model", "token"),
+            ("lookup", "block"),
+            ("tree of 2", "auto"),
+        )
+        for name, settings in {
+            "penalties": BACK,
+            "xtc": SAMPLING["xtc"],
+            "bias": SAMPLING["bias"],
+            "everything": SAMPLING["everything"],
+        }.items()
+    },
+    **{
+        f"speculative/{which}, {rule}, grammar {name}": partial(
+            speculated, which=which, settings=WARM, prompts=(TALE,), draft_k=3, rule=rule, grammar=g
+        )
+        for which, rule in (("model", "seeded"), ("model", "block"), ("lookup", "token"))
+        for name, g in GRAMMARS.items()
+    },
+    **{
+        f"speculative/{which}, stop {name}": partial(
+            speculated, which=which, settings=WARM, draft_k=4, stop=stop
+        )
+        for which in ("nobody", "model")
+        for name, stop in STOPS.items()
+    },
+    "speculative/model, alternatives": partial(
+        speculated, which="model", settings=WARM, draft_k=4, top=3
+    ),
+    **{
+        f"speculative/family of {which}, {rule}": partial(
+            speculated_family, which=which, settings=WARM, draft_k=4, rule=rule
+        )
+        for which, rule in (
+            ("nobody", "auto"),
+            ("model", "seeded"),
+            ("model", "token"),
+            ("model", "block"),
+            ("suffix", "seeded"),
+            ("chain", "token"),
+            ("tree of 2", "seeded"),
+        )
+    },
+    **{
+        f"session/{name}": partial(session, turns=turns, **config)
+        for name, turns, config in (
+            ("nobody", ("nobody",), {"settings": WARM}),
+            ("model", ("model",), {"settings": WARM, "draft_k": 4}),
+            ("auto", ("model",), {"settings": WARM, "draft_k": "auto"}),
+            ("greedy", ("model", "lookup"), {"settings": GREEDY, "draft_k": 4}),
+            (
+                "in turn",
+                ("nobody", "model", "lookup", "tree of 2"),
+                {"settings": WARM, "draft_k": 3},
+            ),
+            (
+                "token rule",
+                ("model", "nobody", "model"),
+                {"settings": HOT, "draft_k": 3, "rule": "token"},
+            ),
+            ("block rule", ("model",), {"settings": HOT, "draft_k": 4, "rule": "block"}),
+            (
+                "stop",
+                ("model", "nobody"),
+                {"settings": WARM, "draft_k": 4, "stop": (" and ", "the ")},
+            ),
+            ("grammar", ("model",), {"settings": WARM, "draft_k": 3, "grammar": GRAMMARS["lines"]}),
+            ("penalties", ("model", "suffix"), {"settings": BACK, "draft_k": 3}),
+        )
+    },
+    **{
+        f"engine/{name}, {which}, {k}": partial(engine, requests=requests, which=which, draft_k=k)
+        for name, requests in JOBS.items()
+        for which, k in (
+            ("nobody", 4),
+            ("model", 2),
+            ("model", 5),
+            ("model", "auto"),
+            ("lookup", 3),
+            ("lookup", "auto"),
+            ("suffix", 3),
+            ("chain", 4),
+            ("chain", "auto"),
+        )
+    },
+    **{
+        f"engine/mixed, {rule} rule, {which}": partial(
+            engine, requests=job, which=which, settings=HOT, rule=rule, draft_k=3
+        )
+        for rule in ("token", "block")
+        for which in ("model", "lookup")
+    },
+    "engine/shared prefixes, other vocabulary": partial(
+        engine, requests=shared_prefixes, which="other vocabulary", n=25, draft_k=2
+    ),
+    "engine/greedy": partial(engine, requests=job, which="model", settings=GREEDY, draft_k=4),
+    **{
+        f"engine/preempted, {which}": partial(
+            engine,
+            requests=crowd,
+            which=which,
+            n=60,
+            preempts=True,
+            draft_k=3,
+            options={"n_ctx": 256, "n_seq_max": 6, "n_batch": 64},
+        )
+        for which in ("nobody", "model", "lookup")
+    },
+    "engine/few sequences": partial(engine, requests=job, options={"n_seq_max": 2, "n_batch": 32}),
+    "engine/small batches": partial(
+        engine, requests=job, which="model", draft_k=4, options={"n_batch": 16, "n_ctx": 2048}
+    ),
+    **{k: case for m, options in MEMORIES.items() for k, case in memory_cases(m, options).items()},
+}

@@ -1,0 +1,413 @@
+"""All that the record asks of the library. Where a public name changes, only this file follows it.
+
+A ``World`` opens the models, gives each case fresh contexts, and adds what a comparison varies:
+``seed_shift`` to every seed, ``nudge`` to every logit bias.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # where it is run as a program
+
+import toys
+
+import llamabranch as lb
+from llamabranch.speculative import DraftLine
+
+from .machine import machine_key
+
+__all__ = [
+    "FREE",
+    "VERSION",
+    "Prompt",
+    "Said",
+    "Settings",
+    "World",
+    "continue_branch",
+    "continue_store",
+]
+
+DATA = Path(lb.__file__).parent / "data"
+VERSION = lb.__version__
+N_THREADS = 1
+Settings = Mapping[str, object]
+Prompt = str | Sequence[int]
+
+FREE = {1: -math.inf}  # the toys' end token: with it forbidden their texts run on
+
+
+def _renumbered(path: Path) -> Path:
+    """Write the bundled draft with its tokens in another order: it drafts through the text."""
+    source = DATA / "tale-draft-q8_0.gguf"
+    order = np.random.default_rng(1).permutation(4096).tolist()
+    return toys.write_permuted(source, path, order)
+
+
+# Where each model comes from: a file, or what writes one.
+MODELS: dict[str, Path | Callable[[Path], Path]] = {
+    "target": DATA / "tale-target-q8_0.gguf",
+    "draft": DATA / "tale-draft-q8_0.gguf",
+    "renumbered": _renumbered,
+    **{
+        f"{kind}{suffix}": lambda path, write=write, drift=drift: write(  # type: ignore[misc]
+            path, vocab="bytes", seed=2, drift=drift
+        )
+        for kind, write in {
+            "llama": toys.write_llama,
+            "gemma3": toys.write_gemma3,
+            "mamba": toys.write_mamba,
+            "rwkv7": toys.write_rwkv7,
+            "lfm2": toys.write_lfm2,
+        }.items()
+        for suffix, drift in (("", 0.0), (" draft", 0.3))
+    },
+}
+
+
+@dataclass
+class Said:
+    """A text, and what was reported of each of its tokens."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: str | None = None
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    alternatives: list[float] = field(default_factory=list)
+
+    def hear(self, event: lb.Produced | lb.Emitted) -> None:
+        """Take in what a branch, a generation, a session or an engine yielded."""
+        self.text += event.text
+        if event.is_stop:
+            return
+        self.tokens.append(event.token)
+        self.logprobs.append(event.logprob)
+        self.entropies.append(event.entropy)
+        self.alternatives += [p for _, p in getattr(event, "alternatives", ())]
+
+    @classmethod
+    def of(cls, events: Iterable[lb.Produced | lb.Emitted]) -> Said:
+        said = cls()
+        for event in events:
+            said.hear(event)
+        return said
+
+
+def continue_branch(branch: lb.Branch, n: int, stop: Sequence[str] = ()) -> Said:
+    """Let a branch say ``n`` tokens more."""
+    said = Said.of(branch.generate(n, stop))
+    said.finish = branch.finish_reason
+    return said
+
+
+def continue_store(store: lb.BranchStore, branches: Sequence[lb.Branch], n: int) -> list[Said]:
+    """Let branches say up to ``n`` tokens more, together; those that end stay."""
+    texts = {branch: Said() for branch in branches}
+    for _ in range(n):
+        for branch, produced in store.step([b for b in branches if not b.is_stop]).items():
+            texts[branch].hear(produced)
+    return list(texts.values())
+
+
+class World:
+    """Models, opened once; contexts, fresh for each case."""
+
+    def __init__(self, folder: Path) -> None:
+        self.seed_shift = 0
+        self.nudge: Mapping[int, float] = {}
+        self.folder = folder
+        self.used: set[str] = set()  # the models of the case that runs
+        self._models: dict[str, lb.Model] = {}
+        self._keys: dict[str, str] = {}
+        self._all = ExitStack()
+        self._case = ExitStack()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end_case()
+        self._all.close()
+
+    def end_case(self) -> None:
+        """Close the contexts of the case that ran."""
+        self._case.close()
+        self.used = set()
+
+    # -- models and contexts -----------------------------------------------------------------------
+
+    def file(self, name: str) -> Path:
+        """Return a model's file, written if it is a toy."""
+        source = MODELS[name]
+        if isinstance(source, Path):
+            return source
+        path = self.folder / f"{name.replace(' ', '-')}.gguf"
+        return path if path.exists() else source(path)
+
+    def key(self, name: str) -> str:
+        """Return the machine's key by a model."""
+        if name not in self._keys:
+            self._keys[name] = machine_key(self.file(name))
+        return self._keys[name]
+
+    def model(self, name: str) -> lb.Model:
+        self.used.add(name)
+        if name not in self._models:
+            self._models[name] = self._all.enter_context(lb.Model(self.file(name)))
+        return self._models[name]
+
+    def context(self, name: str = "target", **options: object) -> lb.Context:
+        """Return a fresh context: 1024 cells and 8 sequences, unless told otherwise."""
+        chosen = {"n_ctx": 1024, "n_seq_max": 8, "n_threads": N_THREADS, **options}
+        return self._case.enter_context(lb.Context(self.model(name), **chosen))  # type: ignore[arg-type]
+
+    # -- settings ----------------------------------------------------------------------------------
+
+    def bias(self, bias: Mapping[int, float]) -> dict[int, float]:
+        """Return a logit bias with the nudge added."""
+        return {t: bias.get(t, 0.0) + self.nudge.get(t, 0.0) for t in (*bias, *self.nudge)}
+
+    def seed(self, seed: int) -> int:
+        return seed + self.seed_shift
+
+    def params(self, settings: Settings) -> lb.SamplingParams:
+        """Return sampling settings; their seed is 11 unless they have one."""
+        chosen = {"seed": 11, **settings}
+        bias = chosen.get("logit_bias", {})
+        seed = chosen["seed"]
+        assert isinstance(bias, Mapping)
+        assert isinstance(seed, int)
+        chosen |= {"logit_bias": self.bias(bias), "seed": self.seed(seed)}
+        return lb.SamplingParams(**chosen)  # type: ignore[arg-type]
+
+    @staticmethod
+    def grammar(given: str | Mapping[str, object] | None) -> lb.Grammar | None:
+        """Return a grammar from GBNF text or a JSON schema."""
+        if given is None:
+            return None
+        return lb.Grammar(given) if isinstance(given, str) else lb.Grammar.from_json_schema(given)
+
+    def start(
+        self,
+        ctx: lb.Context,
+        prompt: Prompt,
+        settings: Settings,
+        grammar: str | Mapping[str, object] | None = None,
+    ) -> lb.Branch:
+        return lb.Branch.start(
+            ctx, prompt, grammar=self.grammar(grammar), sampling=self.params(settings)
+        )
+
+    # -- speculation -------------------------------------------------------------------------------
+
+    def drafter(
+        self, which: str, draft: str = "draft", same: str = "target", **options: object
+    ) -> lb.Drafter | None:
+        """Return a drafter of one kind; models get fresh contexts with ``options``."""
+        lookup, suffix = lb.PromptLookupDrafter, lb.SuffixDrafter
+        makers: dict[str, Callable[[], lb.Drafter | None]] = {
+            "nobody": lambda: None,
+            "null": lb.NullDrafter,
+            "model": lambda: lb.ModelDrafter(self.context(draft, **options)),
+            "same model": lambda: lb.ModelDrafter(self.context(same, **options)),
+            "own settings": lambda: lb.ModelDrafter(
+                self.context(draft, **options), self.params({"temperature": 1.3, "top_k": 0})
+            ),
+            "other vocabulary": lambda: lb.ModelDrafter(self.context("renumbered", **options)),
+            "tree of 2": lambda: lb.ModelDrafter(self.context(draft, **options), width=2),
+            "tree of 5": lambda: lb.ModelDrafter(self.context(draft, **options), width=5),
+            "lookup": lambda: lookup(min_ngram=1),
+            "suffix": lambda: suffix(8, 1, factor=2.0, offset=2.0, min_probability=0.0),
+            "chain": lambda: lb.ChainDrafter(
+                [
+                    lookup(max_ngram=6, min_ngram=3),
+                    suffix(),
+                    lb.ModelDrafter(self.context(draft, **options)),
+                ]
+            ),
+            "chain with a tree": lambda: lb.ChainDrafter(
+                [lookup(), lb.ModelDrafter(self.context(draft, **options), width=3)]
+            ),
+            "useless": lambda: Custom(lambda position: 7, None),
+            "adversary": lambda: Custom(lambda position: (31 * position) % 200 + 2, None),
+            "uniform": lambda: Custom(
+                None,
+                lb.Distribution.from_probs(np.full(32, 1 / 32), np.arange(40, 72, dtype=np.int32)),
+            ),
+        }
+        return makers[which]()
+
+    def speculator(
+        self, target: lb.Context, drafter: lb.Drafter | None, **config: object
+    ) -> lb.Speculator:
+        return lb.Speculator(target, drafter, lb.SpeculativeConfig(**config))  # type: ignore[arg-type]
+
+    def generate(
+        self,
+        speculator: lb.Speculator,
+        prompt: Prompt | lb.Branch,
+        n: int,
+        settings: Settings | None = None,
+        *,
+        stop: Sequence[str] = (),
+        grammar: str | Mapping[str, object] | None = None,
+        top: int = 0,
+    ) -> Said:
+        """Run a generation to its end; a branch has its own settings."""
+        generation = speculator.generate(
+            prompt,
+            max_tokens=n,
+            sampling=None if settings is None else self.params(settings),
+            grammar=self.grammar(grammar),
+            stop=stop,
+            top_logprobs=top,
+        )
+        said = Said.of(generation)
+        said.finish = generation.finish_reason
+        return said
+
+    def session(
+        self,
+        target: lb.Context,
+        prompt: Prompt | lb.Branch,
+        turns: Sequence[lb.Drafter | None],
+        n: int,
+        settings: Settings | None,
+        *,
+        stop: Sequence[str] = (),
+        grammar: str | Mapping[str, object] | None = None,
+        **config: object,
+    ) -> Said:
+        """Ask a session token by token, each time with the next of the drafters."""
+        said = Said()
+        with lb.InferenceSession(
+            target,
+            prompt,
+            sampling=None if settings is None else self.params(settings),
+            grammar=self.grammar(grammar),
+            config=lb.SpeculativeConfig(**config),  # type: ignore[arg-type]
+            max_tokens=n,
+            stop=stop,
+        ) as session:
+            turn = 0
+            while (event := session.next_token(turns[turn % len(turns)])) is not None:
+                said.hear(event)
+                turn += 1
+            said.finish = session.finish_reason
+        return said
+
+    # -- the engine --------------------------------------------------------------------------------
+
+    def request(
+        self, prompt: Prompt, settings: Settings | None = None, **options: object
+    ) -> lb.Request:
+        grammar = options.pop("grammar", None)
+        assert grammar is None or isinstance(grammar, (str, Mapping))
+        return lb.Request(
+            prompt,
+            sampling=None if settings is None else self.params(settings),
+            grammar=self.grammar(grammar),
+            **options,  # type: ignore[arg-type]
+        )
+
+    def engine(
+        self,
+        target: lb.Context,
+        drafter: lb.Drafter | None,
+        settings: Settings,
+        n: int,
+        **config: object,
+    ) -> lb.Engine:
+        """Return an engine with a seed of its own; requests may have none."""
+        sampling = self.params(settings)
+        unseeded = {f: getattr(sampling, f) for f in sampling.__dataclass_fields__} | {"seed": None}
+        return lb.Engine(
+            target,
+            drafter,
+            lb.SpeculativeConfig(**config),  # type: ignore[arg-type]
+            sampling=lb.SamplingParams(**unseeded),
+            max_tokens=n,
+            seed=self.seed(5),
+        )
+
+    @staticmethod
+    def run(engine: lb.Engine, requests: Sequence[lb.Request | str]) -> list[Said]:
+        """Return each text, in the order of the requests and their samples."""
+        heard: dict[tuple[str, int], Said] = {}
+
+        def on_event(event: lb.Event) -> None:
+            said = heard.setdefault((event.id, event.sample), Said())
+            if event.emitted is not None:
+                said.hear(event.emitted)
+
+        results = engine.generate(requests, on_event=on_event)
+        texts = []
+        for result in results:
+            said = heard[result.id, result.sample]
+            assert said.tokens == result.tokens
+            said.text, said.finish = result.text, result.finish_reason
+            texts.append(said)
+        return texts
+
+
+class Length(Protocol):
+    """What a drafter of one's own asks of whoever decides how much is drafted."""
+
+    def consider(self, drafter: str) -> bool: ...
+
+    def goes_on(self, n_drafted: int, entropy: float) -> bool: ...
+
+
+class Custom:
+    """A drafter of one's own: it proposes by position, or draws from one distribution."""
+
+    name = "custom"
+
+    def __init__(
+        self, token: Callable[[int], int] | None, distribution: lb.Distribution | None
+    ) -> None:
+        self._token = token
+        self._distribution = distribution
+
+    def check(self, target: lb.Model) -> None:
+        """Accept any target."""
+
+    def line(self, target: lb.Branch, rule: str) -> DraftLine:
+        return self
+
+    def propose(self, tokens: Sequence[int], length: Length, limit: int) -> lb.Draft:
+        start, n = len(tokens), 0
+        length.consider(self.name)
+        while n < limit and length.goes_on(n, 1.0):
+            n += 1
+        places = range(start, start + n)
+        if self._token is not None:
+            return lb.Draft([self._token(place) for place in places], drafter=self.name)
+        source = self._distribution
+        assert source is not None
+        drawn = [source.draw(99, place) for place in places]
+        return lb.Draft(drawn, [source] * n, entropies=[1.0] * n, drafter=self.name)
+
+    def observe(self, n_tokens: int) -> None:
+        """Nothing to learn."""
+
+    def fork(self, target: lb.Branch) -> DraftLine:
+        return self
+
+    def close(self) -> None:
+        """Nothing to give back."""

@@ -1,0 +1,46 @@
+"""The command line as a program that signals itself at a known moment: loading takes what it takes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+__all__ = ["signalled_at_decode", "signalled_at_line"]
+
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+from llama_cpp import llama_cpp as C
+from llamabranch.cli import main
+
+name, count, path, *arguments = sys.argv[1:]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
+real, n_decodes, is_sent = C.llama_decode, 0, False
+
+def is_time():
+    if not path:
+        return n_decodes >= int(count)
+    return os.path.exists(path) and Path(path).read_bytes().count(b"\\n") >= int(count)
+
+def decode(ctx, batch):
+    global n_decodes, is_sent
+    n_decodes += 1
+    if not is_sent and is_time():
+        is_sent = True
+        os.kill(os.getpid(), getattr(signal, name))
+    return real(ctx, batch)
+
+C.llama_decode = decode
+sys.argv = ["llamabranch", *arguments]
+main()
+"""
+
+
+def signalled_at_decode(name: str, number: int) -> list[str]:
+    """Return a command, without its arguments, that gets a signal in its decode of this number."""
+    return [sys.executable, "-c", PROGRAM, name, str(number), ""]
+
+
+def signalled_at_line(name: str, n_lines: int, path: Path) -> list[str]:
+    """Return a command that gets a signal at the first decode after ``path`` has so many lines."""
+    return [sys.executable, "-c", PROGRAM, name, str(n_lines), str(path)]

@@ -67,7 +67,7 @@ from .speculative import (
 from .store import BranchStore
 from .vocabulary import VocabularyReport
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Branch",

@@ -9,16 +9,7 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 
 import llamabranch as lb
-from llamabranch.measurement import (
-    Maker,
-    Sample,
-    Series,
-    Spread,
-    Work,
-    interleave,
-    seed_of,
-    verify_costs,
-)
+from llamabranch.bench import Maker, Sample, Series, Spread, Work, interleave, seed_of, verify_costs
 
 from . import llama_tools
 from .llama_tools import LlamaTools

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import llamabranch as lb
-from llamabranch.measurement import DecodeClock, Spread
+from llamabranch.bench import DecodeClock, Spread
 
 __all__ = ["StepCost", "step_cost"]
 

@@ -11,15 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import llamabranch as lb
-from llamabranch.measurement import (
-    Maker,
-    Sample,
-    Series,
-    interleave,
-    plain,
-    seed_of,
-    speculative,
-)
+from llamabranch.bench import Maker, Sample, Series, interleave, plain, seed_of, speculative
 
 from . import llama_tools
 from .costs import StepCost, step_cost

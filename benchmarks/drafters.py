@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import llamabranch as lb
 
 if TYPE_CHECKING:
-    from llamabranch.speculative.length import DraftLength
+    from llamabranch.speculative.length.base import DraftLength
 
-__all__ = ["HostileDrafter"]
+__all__ = ["AdversarialDrafter"]
 
 
-class HostileDrafter:
+class AdversarialDrafter:
     """Proposes tokens out of thin air, at no cost, and claims to be certain of them."""
 
     name = "hostile"
@@ -22,7 +22,7 @@ class HostileDrafter:
     def check(self, target: lb.Model) -> None:
         """Accept any target."""
 
-    def line(self, target: lb.Branch, rule: str) -> lb.DraftLine:
+    def line(self, target: lb.Branch, rule: str) -> lb.DraftState:
         """Return a new line."""
         return _HostileLine(target.ctx.model)
 
@@ -32,7 +32,7 @@ class _HostileLine:
         self._model = model
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> lb.Draft:
-        draft = lb.Draft(drafter=HostileDrafter.name)
+        draft = lb.Draft(drafter=AdversarialDrafter.name)
         if not length.consider(draft.drafter):
             draft.stopped = "off"
             return draft
@@ -48,14 +48,14 @@ class _HostileLine:
 
     def _anything(self, position: int) -> int:
         token = (position * 2654435761 >> 7) % self._model.n_vocab
-        while self._model.is_end(token):
+        while self._model.is_eog(token):
             token = (token + 1) % self._model.n_vocab
         return token
 
     def observe(self, n_tokens: int) -> None:
         return None
 
-    def fork(self, target: lb.Branch) -> lb.DraftLine:
+    def fork(self, target: lb.Branch) -> lb.DraftState:
         return self
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from time import perf_counter
 
 import llamabranch as lb
-from llamabranch.measurement import DecodeClock, Spread
+from llamabranch.bench import DecodeClock, Spread
 
 from .costs import StepCost, step_cost
 from .prompts import PROMPTS

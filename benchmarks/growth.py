@@ -15,7 +15,7 @@ from pathlib import Path
 from time import perf_counter
 
 import llamabranch as lb
-from llamabranch.measurement import CallClock, Curve, DecodeClock, Spread, save_plot
+from llamabranch.bench import CallClock, Curve, DecodeClock, Spread, save_plot
 
 from .fork import prompt_of
 from .report import Settings, emit, number, parser, table, title

@@ -15,9 +15,9 @@ from time import perf_counter
 from types import TracebackType
 
 import llamabranch as lb
-from llamabranch.measurement import Spread
-from llamabranch.rows import LogitsRow
-from llamabranch.speculative.models import ModelLine
+from llamabranch.bench import Spread
+from llamabranch.context.logits import LogitsRow
+from llamabranch.speculative.drafters.model import ModelLine
 from llamabranch.speculative.round import Stream
 
 from .prompts import PROMPTS
@@ -49,7 +49,7 @@ def parts_of(ctx: lb.Context) -> Names:
         "describing the token": (lb.Branch, ("describe",)),
         "bookkeeping, produce": (lb.Branch, ("produce", "next_row", "draw")),
         "bookkeeping, commit": (
-            lb.Branch, ("commit", "check_commit", "take", "follow", "take_followed"),
+            lb.Branch, ("commit", "check_commit", "take", "follow", "append_unscored"),
         ),
         "bookkeeping, round": (lb.Branch, ("verify", "judge", "settle", "rewind")),
     }  # fmt: skip

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Protocol, cast
 from unittest import mock
 
-from llamabranch.measurement import Sample
+from llamabranch.bench import Sample
 
 from .llama_tools import has_amx
 

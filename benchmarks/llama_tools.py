@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 import llamabranch as lb
-from llamabranch.measurement import Sample
+from llamabranch.bench import Sample
 
 __all__ = ["LlamaTools", "ToolError", "build", "has_amx", "parse_report"]
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import llamabranch as lb
-from llamabranch.measurement import Series, Spread
+from llamabranch.bench import Series, Spread
 
 from .prompts import PROMPTS
 

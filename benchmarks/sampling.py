@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 import llamabranch as lb
-from llamabranch.measurement import Spread, median_time
-from llamabranch.rows import LogitsRow
+from llamabranch.bench import Spread, median_time
+from llamabranch.context.logits import LogitsRow
 
 from .costs import step_cost
 from .report import Settings, emit, number, parser, table, title
@@ -46,7 +46,7 @@ def main() -> None:
         rows: list[tuple[str, ...]] = []
         results: dict[str, object] = {}
         for name, changes in SETTINGS.items():
-            params = lb.SamplingParams(seed=1).but(**changes)
+            params = lb.SamplingParams(seed=1).replace(**changes)
             drawing = _drawing(ctx.model, params, logits, settings.tokens)
             with lb.Branch.start(ctx, [2, 3, 4], sampling=params) as branch:
                 step = step_cost(branch, settings.tokens)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 import llamabranch as lb
 from llamabranch import theory
-from llamabranch.measurement import (
+from llamabranch.bench import (
     Maker,
     Series,
     draft_cost,
@@ -23,7 +23,7 @@ from llamabranch.measurement import (
 )
 
 from .ballast import cached_useless
-from .drafters import HostileDrafter
+from .drafters import AdversarialDrafter
 from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, percent, pm, series_json, table, title
 
@@ -91,7 +91,7 @@ class Cells:
                 [lb.SuffixDrafter(), lb.ModelDrafter(draft)]
             ),
             USELESS: lambda: lb.ModelDrafter(useless),
-            "hostile": HostileDrafter,
+            "hostile": AdversarialDrafter,
         }
         self._title = title(target.model, draft.model)
 

@@ -22,7 +22,7 @@ SETTINGS = lb.SamplingParams(temperature=0.75)
 
 def alone(target: lb.Context, result: lb.Result) -> str:
     """Return what plain decoding says to the same prompt with nobody else there."""
-    sampling = SETTINGS.but(seed=result.seed)
+    sampling = SETTINGS.replace(seed=result.seed)
     with lb.Branch.start(target, result.prompt, sampling=sampling) as branch:
         return "".join(t.text for t in branch.generate(MAX_TOKENS))
 

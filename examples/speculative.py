@@ -43,7 +43,7 @@ def main() -> None:
             trial.rewind(start + n)
             trial.promote()
             main_branch = trial
-            if target.model.is_end(verdict):
+            if target.model.is_eog(verdict):
                 break
 
             # 7. BONUS (or correction): the target's own token, also when everything was accepted.

@@ -17,7 +17,7 @@ def main() -> None:
         output.append(target.sample(GREEDY))  # said, but not decoded yet: the pending token
         iterations = drafted = accepted = 0
 
-        while len(output) - n_prompt < MAX_TOKENS and not target.model.is_end(output[-1]):
+        while len(output) - n_prompt < MAX_TOKENS and not target.model.is_eog(output[-1]):
             # 1. DRAFT with the small model, after it has read what it missed; stop where it is unsure.
             draft.decode(output[draft.kv_cache_size(0) :], draft.kv_cache_size(0))
             guesses: list[int] = []

@@ -1,11 +1,8 @@
 """Fork a local model's mind: a branch/fork runtime for llama.cpp."""
 
 from . import startup  # noqa: F401  (first: the other imports take half a second)
-from .branch import Branch
-from .capabilities import Capabilities
-from .cells import Usage
-from .context import Context
-from .distribution import Distribution
+from .branch import Branch, BranchStore, Produced, Snapshot
+from .context import Capabilities, Context, Usage
 from .engine import (
     Engine,
     EngineStats,
@@ -37,20 +34,18 @@ from .errors import (
     UsageError,
     VocabularyMismatchError,
 )
-from .grammar import Grammar
-from .hub import CatalogueEntry, catalogue, load, resolve
-from .line import Produced
-from .model import Model, TextDecoder
+from .hub import CatalogueEntry, catalogue, resolve
+from .load import load
+from .model import Model, TextDecoder, VocabularyReport
 from .native import set_log_level, system_info
-from .sampler import Sampler
-from .sampling import SamplingParams
-from .snapshot import Snapshot
+from .sampling import Distribution, Sampler, SamplingParams
+from .sampling.grammar import Grammar
 from .speculative import (
     ChainDrafter,
     Divergence,
     Draft,
     Drafter,
-    DraftLine,
+    DraftState,
     Emitted,
     Generation,
     InferenceSession,
@@ -64,8 +59,6 @@ from .speculative import (
     first_divergence,
     theory,
 )
-from .store import BranchStore
-from .vocabulary import VocabularyReport
 
 __version__ = "0.2.0"
 
@@ -87,7 +80,7 @@ __all__ = [
     "Distribution",
     "Divergence",
     "Draft",
-    "DraftLine",
+    "DraftState",
     "Drafter",
     "Emitted",
     "Engine",

@@ -152,7 +152,7 @@ class TwinWorlds(RuleBasedStateMachine):
         return [(a * 7919 + i * i * 31 + 1) % self.model.n_vocab for i in range(n)]
 
     def settings(self, sampling: int, seed: int) -> SamplingParams:
-        return SAMPLINGS[sampling].but(seed=seed)
+        return SAMPLINGS[sampling].replace(seed=seed)
 
     def born(self, real: Callable[[], Branch], reference: Callable[[], ReferenceBranch]) -> None:
         """Add the branch that both worlds make, if they can."""
@@ -201,7 +201,7 @@ class TwinWorlds(RuleBasedStateMachine):
         assert usage.cells_used == len(uses)
         assert usage.cells_shared == sum(n > 1 for n in uses.values())
         assert usage.cells_total == N_CELLS
-        assert usage.cells_used + usage.cells_parked <= N_CELLS
+        assert usage.cells_used + usage.cells_reserved <= N_CELLS
         assert self.ctx.n_seq_free == len(self.world.free_seqs())
         self.ctx.audit()
         assert len(self.real) == len(self.world.branches)

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from llamabranch import ConfigError, Context, Drafter, SamplingParams
-from llamabranch.measurement import Machine, PairBench, load_average
+from llamabranch.bench import Machine, PairBench, load_average
 from llamabranch.startup import EXIT_INTERRUPTED
 
 from . import options
@@ -103,7 +103,7 @@ def bench(
                 screen.note(f"{model.name} has another vocabulary: it drafts through the text")
         if ignore_end:
             ends = dict.fromkeys(context.model.end_tokens, -math.inf)
-            sampling = sampling.but(logit_bias=ends)
+            sampling = sampling.replace(logit_bias=ends)
         read = partial(wrap_in_template, context) if chat else context.tokenize
         n_tokens = max_tokens or (16 if quick else 64)
         n_runs = runs or (1 if quick else 3)

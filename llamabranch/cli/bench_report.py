@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llamabranch import ConfigError, Context, Model, UnsupportedError
-from llamabranch.measurement import Cell, Curve, Interval, Machine, PairReport, Spread, save_plot
+from llamabranch.bench import Cell, Curve, Interval, Machine, PairReport, Spread, save_plot
 
 from .render import Screen, number
 

@@ -14,7 +14,7 @@ from llamabranch import (
     Generation,
     SpeculativeStats,
 )
-from llamabranch.measurement import Interval
+from llamabranch.bench import Interval
 
 from .render import Interruption
 

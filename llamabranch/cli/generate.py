@@ -280,7 +280,7 @@ class _Job:
         if ignore_end and request.sampling is not None:
             ends = dict.fromkeys(context.model.end_tokens, -math.inf)
             bias = {**request.sampling.logit_bias, **ends}
-            request = replace(request, sampling=request.sampling.but(logit_bias=bias))
+            request = replace(request, sampling=request.sampling.replace(logit_bias=bias))
         if chat and isinstance(request.prompt, str):
             request = replace(request, prompt=wrap_in_template(context, request.prompt))
         return request

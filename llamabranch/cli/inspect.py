@@ -9,6 +9,7 @@ import typer
 
 from llamabranch import Context, Model, VocabularyReport, hub
 
+from ..load import LoadOptions, load
 from . import options
 from .render import Screen, decimal_size, print_json, reporting
 
@@ -37,16 +38,14 @@ def inspect(
         names = [model] if draft is None else [model, draft]
         for name in names:
             hub.resolve(name)
-        loading = hub.LoadOptions(n_ctx=N_CTX)
+        loading = LoadOptions(n_ctx=N_CTX)
         if gpu_layers is not None:
             loading["n_gpu_layers"] = gpu_layers
         contexts = []
         for name in names:
             with screen.loading(name) as progress:
                 contexts.append(
-                    stack.enter_context(
-                        hub.load(name, progress=progress, verbose=verbose, **loading)
-                    )
+                    stack.enter_context(load(name, progress=progress, verbose=verbose, **loading))
                 )
         report = None
         if len(contexts) == 2:

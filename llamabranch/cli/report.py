@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from llamabranch import Divergence, Emitted, Model
-from llamabranch.measurement import Interval, Machine, load_average
+from llamabranch.bench import Interval, Machine, load_average
 
 from .compare import Comparison, Run, round_cost
 from .render import Screen, number

@@ -23,6 +23,7 @@ from llamabranch import (
     read_requests,
 )
 
+from ..load import LoadOptions, load
 from .drafting import parse_draft
 from .render import Screen
 
@@ -139,9 +140,9 @@ def choose_models(target: str | None, draft: str | None) -> tuple[str, tuple[str
 
 def loading_options(
     n_ctx: int | None, threads: int | None, gpu_layers: int | None, kv_type: str | None
-) -> hub.LoadOptions:
+) -> LoadOptions:
     """Return how to open contexts; what is None is left to the library."""
-    loading = hub.LoadOptions()
+    loading = LoadOptions()
     if n_ctx is not None:
         loading["n_ctx"] = n_ctx
     if threads is not None:
@@ -157,7 +158,7 @@ def loading_options(
 def open_context(
     screen: Screen,
     stack: ExitStack,
-    loading: hub.LoadOptions,
+    loading: LoadOptions,
     verbose: bool,
     n_seq_least: int,
     name: str,
@@ -167,7 +168,7 @@ def open_context(
     if n_seq_least > N_SEQ:
         settings["n_seq_max"] = n_seq_least
     with screen.loading(name) as progress:
-        return stack.enter_context(hub.load(name, progress=progress, verbose=verbose, **settings))
+        return stack.enter_context(load(name, progress=progress, verbose=verbose, **settings))
 
 
 def wrap_in_template(context: Context, prompt: str) -> list[int]:

@@ -24,7 +24,7 @@ from llamabranch import (
     Speculator,
     first_divergence,
 )
-from llamabranch.measurement import Machine
+from llamabranch.bench import Machine
 from llamabranch.startup import EXIT_INTERRUPTED
 
 from . import options

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from ..branch import Branch
+from ..branch import Branch, BranchStore
 from ..context import Context
 from ..errors import CapacityError
-from ..speculative.drafters import Draft, propose
-from ..speculative.models import ModelLine
+from ..speculative.drafters.base import Draft, propose
+from ..speculative.drafters.model import ModelLine
 from ..speculative.round import Stream
-from ..store import BranchStore
 
 __all__ = ["Proposal", "propose_together"]
 

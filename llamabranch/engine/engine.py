@@ -17,8 +17,10 @@ from contextlib import closing
 from time import perf_counter, sleep
 
 from ..arguments import whole
-from ..branch import Branch, random_seed
+from ..branch import Branch
+from ..branch.branch import random_seed
 from ..context import Context
+from ..context.logits import LogitsRow
 from ..errors import (
     CacheFullError,
     CapacityError,
@@ -26,10 +28,9 @@ from ..errors import (
     DecodeInterruptedError,
     LlamaBranchError,
 )
-from ..rows import LogitsRow
 from ..sampling import SamplingParams
 from ..speculative import Draft, Drafter, Emitted, NullDrafter, SpeculativeConfig
-from ..speculative.drafters import NO_DRAFT
+from ..speculative.drafters.base import NO_DRAFT
 from ..speculative.round import Stream
 from ..speculative.rules import choose_rule
 from .batch import Batch
@@ -363,7 +364,10 @@ class Engine:
 
     def _decode(self, batch: Batch) -> list[LogitsRow]:
         replaced = [
-            row for job, _ in batch.parts if job.branch is not None for row in job.branch.given_up()
+            row
+            for job, _ in batch.parts
+            if job.branch is not None
+            for row in job.branch.expiring_rows()
         ]
         rows = self.target.decoder.decode(batch.tokens, batch.seqs, batch.wants, replaced)
         self.stats.target_forward_passes += 1
@@ -462,9 +466,9 @@ class Engine:
         tokens = job.to_read[start : start + n]
         n_prompt = max(0, len(job.prompt) - start)
         if n_prompt:
-            branch.take_prompt(tokens[:n_prompt], row if n <= n_prompt else None)
+            branch.append_prompt(tokens[:n_prompt], row if n <= n_prompt else None)
         if n > n_prompt:
-            branch.take_followed(tokens[n_prompt:], row)
+            branch.append_unscored(tokens[n_prompt:], row)
 
     def _begin_text(self, job: Job) -> list[Emitted]:
         """Let a job run whose prompt is read; return its first word."""

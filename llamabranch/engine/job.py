@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..branch import Branch
-from ..distribution import derive_seed, seed_from_text
 from ..errors import LlamaBranchError
 from ..model import Model
 from ..sampling import SamplingParams
+from ..sampling.noise import derive_seed, seed_from_text
 from ..speculative import Emitted, SpeculativeStats
+from ..speculative.output import OutputBuffer
 from ..speculative.round import Stream
-from ..speculative.transcript import Transcript
 from .request import Request, Result
 
 __all__ = ["Job", "jobs_of", "refusal"]
@@ -38,7 +38,7 @@ class Job:
         self.sample = sample
         self.prompt = prompt
         self.sampling = sampling
-        self.transcript = Transcript(max_tokens, request.stop)
+        self.transcript = OutputBuffer(max_tokens, request.stop)
         self.stats = SpeculativeStats()
         self.branch: Branch | None = None
         self.stream: Stream | None = None
@@ -133,7 +133,7 @@ def jobs_of(
             name,
             sample,
             prompt,
-            params.but(seed=first if sample == 0 else derive_seed(first, sample)),
+            params.replace(seed=first if sample == 0 else derive_seed(first, sample)),
             most,
         )
         for sample in range(request.n)

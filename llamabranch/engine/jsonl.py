@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import IO
 
 from ..errors import ConfigError, LlamaBranchError
-from ..grammar import Grammar
 from ..sampling import SamplingParams
+from ..sampling.grammar import Grammar
 from .request import Request, Result
 
 __all__ = ["read_requests", "read_results", "write_result"]
@@ -104,7 +104,7 @@ def _settings(data: Mapping[str, object], sampling: SamplingParams | None) -> Sa
         if not isinstance(bias, dict):
             raise ConfigError(f"logit_bias must be an object of token ids, not {bias!r}")
         settings["logit_bias"] = {int(k): v for k, v in bias.items()}  # JSON has only text keys
-    return (sampling or SamplingParams()).but(**settings)
+    return (sampling or SamplingParams()).replace(**settings)
 
 
 def write_result(file: IO[str], result: Result, job: Mapping[str, object] | None = None) -> None:

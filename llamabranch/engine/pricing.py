@@ -8,8 +8,8 @@ expected to add are at least what the engine would earn in the time it takes.
 from __future__ import annotations
 
 from ..speculative.config import SpeculativeConfig
-from ..speculative.goodput import Profile, interpolate, smooth
-from ..speculative.length import CATCH_UP, DraftLength, FixedLength, RoundReport
+from ..speculative.length.auto import Profile, interpolate, smooth
+from ..speculative.length.base import CATCH_UP, DraftLength, FixedLength, RoundReport
 
 __all__ = ["Market", "StreamLength"]
 
@@ -180,7 +180,7 @@ class StreamLength:
         if report.asked and report.entropies:
             self._profile.learn(report)
 
-    def learn_plain(self, n: int, verify_s: float, settle_s: float) -> None:
+    def learn_plain(self, n: int, verify_s: float, overhead_s: float) -> None:
         """Nothing to learn: the engine tells the market."""
 
     def explain(self) -> str:

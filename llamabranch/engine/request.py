@@ -9,9 +9,9 @@ import numpy as np
 
 from ..arguments import whole
 from ..errors import ConfigError, LlamaBranchError
-from ..grammar import Grammar
 from ..model import token_list
 from ..sampling import SamplingParams
+from ..sampling.grammar import Grammar
 from ..speculative import Emitted, SpeculativeStats
 
 __all__ = ["EngineStats", "Event", "Request", "Result"]

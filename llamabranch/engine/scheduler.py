@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterable
 
 from ..branch import Branch
-from ..cells import n_common
 from ..context import Context
+from ..context.cell_ledger import n_common
 from ..errors import CacheFullError, LlamaBranchError, SequencesExhaustedError
 from .job import Job
 

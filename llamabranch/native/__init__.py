@@ -5,12 +5,8 @@ Nothing above this package imports ``llama_cpp``. Callers validate with what thi
 """
 
 from .context import ContextHandle, ContextOptions
-from .grammar import GrammarHandle
 from .handle import forkable_lock
-from .model import ModelHandle
-from .sampler import CandidateBuffer, SamplerHandle
-from .state_layout import StateLayout
-from .system import (
+from .library import (
     engine_versions,
     last_log_lines,
     max_sequences,
@@ -19,6 +15,9 @@ from .system import (
     system_info,
     uses_amx,
 )
+from .model import ModelHandle
+from .sampler import CandidateBuffer, GrammarHandle, SamplerHandle
+from .state_layout import StateLayout
 
 __all__ = [
     "CandidateBuffer",

@@ -22,9 +22,9 @@ from llama_cpp import llama_cpp as C
 from ..errors import ConfigError, UsageError
 from .apart import call_apart
 from .handle import Handle, forkable_lock, generation
+from .library import forget_log_lines, last_log_lines
 from .model import ModelHandle
 from .state_layout import State
-from .system import forget_log_lines, last_log_lines
 
 Rows = npt.NDArray[np.float32]
 

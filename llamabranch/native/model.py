@@ -14,7 +14,7 @@ from llama_cpp import llama_cpp as C
 from ..errors import ModelLoadError, TokenizeError
 from .apart import call_apart
 from .handle import Handle
-from .system import forget_log_lines, last_log_lines, supports_gpu_offload
+from .library import forget_log_lines, last_log_lines, supports_gpu_offload
 
 _FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K",
@@ -134,7 +134,7 @@ class ModelHandle(Handle):
         """Return get_add_bos, get_add_eos, ..."""
         return bool(getattr(C, f"llama_vocab_{name}")(self.vocab))
 
-    def is_end(self, token: int) -> bool:
+    def is_eog(self, token: int) -> bool:
         return bool(C.llama_vocab_is_eog(self.vocab, token))
 
     def is_control(self, token: int) -> bool:

@@ -11,8 +11,12 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as C
 from typing_extensions import Self
 
+from ..errors import GrammarError
 from .handle import Handle
+from .library import forget_log_lines, last_log_lines
 from .model import ModelHandle
+
+__all__ = []
 
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
@@ -105,3 +109,25 @@ class CandidateBuffer:
         first = ((self._start.value or 0) - self._address) // _CANDIDATE.itemsize
         last = first + self._array.size
         return self._ids[first:last].copy(), self._logits[first:last].copy()
+
+
+class GrammarHandle(SamplerHandle):
+    """A grammar with its state: where in the grammar the text stands.
+
+    The caller has checked the text: the parser prints what it refuses to standard error, past the log.
+    """
+
+    def __init__(self, model: ModelHandle, gbnf: str, root: str = "root") -> None:
+        forget_log_lines()
+        ptr = C.llama_sampler_init_grammar(model.vocab, gbnf.encode(), root.encode())
+        if not ptr:
+            reason = "; ".join(last_log_lines()) or "llama.cpp printed the reason to standard error"
+            raise GrammarError(f"llama.cpp does not take the grammar: {reason}")
+        super().__init__(ptr, model)
+
+    def allows(self, token: int, probe: CandidateBuffer) -> bool:
+        """Return True if ``token`` may come next; accepting another one would end the process."""
+        probe.fill(np.zeros(1, dtype=np.float32), np.array([token], dtype=np.int32))
+        self.apply(probe)
+        _, logits = probe.read()
+        return len(logits) == 1 and bool(logits[0] > -np.inf)

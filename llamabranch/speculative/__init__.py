@@ -21,9 +21,10 @@ theory.py      what it can gain, from acceptance and costs
 
 from .config import SpeculativeConfig
 from .divergence import Divergence, first_divergence
-from .drafters import Draft, Drafter, DraftLine, NullDrafter
-from .lookup import ChainDrafter, PromptLookupDrafter, SuffixDrafter
-from .models import ModelDrafter
+from .drafters.base import Draft, Drafter, DraftState, NullDrafter
+from .drafters.chain import ChainDrafter
+from .drafters.copying import PromptLookupDrafter, SuffixDrafter
+from .drafters.model import ModelDrafter
 from .round import Emitted
 from .session import InferenceSession
 from .speculator import Generation, Speculator
@@ -33,7 +34,7 @@ __all__ = [
     "ChainDrafter",
     "Divergence",
     "Draft",
-    "DraftLine",
+    "DraftState",
     "Drafter",
     "Emitted",
     "Generation",

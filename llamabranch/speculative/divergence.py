@@ -20,15 +20,13 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ..branch import Branch
+from ..branch import Branch, BranchStore
 from ..context import Context
-from ..distribution import gumbel_noise
 from ..errors import ConfigError, GrammarError
-from ..grammar import Grammar
 from ..model import token_list
-from ..sampler import Sampler
-from ..sampling import SamplingParams
-from ..store import BranchStore
+from ..sampling import Sampler, SamplingParams
+from ..sampling.grammar import Grammar
+from ..sampling.noise import gumbel_noise
 
 __all__ = ["Divergence", "first_divergence"]
 
@@ -387,7 +385,7 @@ class _Decision:
         if params.temperature == 0.0:  # which token is the largest left does not matter here
             off["temperature"] = 1.0
         try:
-            sampler = self._make(params.but(**off)) if off else self._sampler
+            sampler = self._make(params.replace(**off)) if off else self._sampler
             choices = sampler.distribution(row, self._position, self._seed)
         except (GrammarError, ConfigError):
             return False

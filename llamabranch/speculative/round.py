@@ -16,15 +16,14 @@ from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
-from ..branch import Branch
-from ..distribution import Distribution
+from ..branch import Branch, Produced
+from ..branch.verification import TargetDistributions
+from ..context.logits import LogitsRow
 from ..errors import CapacityError, ConfigError, DecodeError, GrammarError
-from ..line import Produced
 from ..model import token_list
-from ..rows import LogitsRow
-from ..verification import Judge
-from .drafters import NO_DRAFT, Draft, DraftLine, propose
-from .length import DraftLength, RoundReport
+from ..sampling import Distribution
+from .drafters.base import NO_DRAFT, Draft, DraftState, propose
+from .length.base import DraftLength, RoundReport
 from .rules import DraftTree, verify, verify_tree
 from .stats import SpeculativeStats
 
@@ -76,7 +75,7 @@ class _Settled(NamedTuple):
     n_accepted: int
     n_verified: int
     verify_s: float
-    settle_s: float
+    overhead_s: float
 
 
 class Stream:
@@ -85,7 +84,7 @@ class Stream:
     def __init__(
         self,
         branch: Branch,
-        line: DraftLine,
+        line: DraftState,
         length: DraftLength,
         rule: str,
         stats: SpeculativeStats,
@@ -152,11 +151,11 @@ class Stream:
     def _say_plain(self, verify_s: float, since: float) -> list[Emitted]:
         """End a round without a draft that took ``verify_s`` for its decode, and was at it ``since``."""
         self.pending = said = self._plain()
-        settle_s = perf_counter() - since
+        overhead_s = perf_counter() - since
         if self._draft is NO_DRAFT:
-            self._rested.append((verify_s, settle_s))
+            self._rested.append((verify_s, overhead_s))
         else:
-            self._settled = _Settled(0, 1, verify_s, settle_s)
+            self._settled = _Settled(0, 1, verify_s, overhead_s)
         return [said]
 
     def conclude(self) -> None:
@@ -169,18 +168,18 @@ class Stream:
         start = perf_counter()
         self.line.observe(self.branch.position)
         rollback_s = perf_counter() - start
-        self.stats.sample_time_s += settled.settle_s
+        self.stats.sample_time_s += settled.overhead_s
         self.stats.rollback_time_s += rollback_s
-        self._count(settled, settled.settle_s + rollback_s)
+        self._count(settled, settled.overhead_s + rollback_s)
 
     def report(self) -> None:
         """Count the plain steps that nobody was asked in."""
         if self._rested:
-            verify_s, settle_s = zip(*self._rested, strict=True)
+            verify_s, overhead_s = zip(*self._rested, strict=True)
             n = len(self._rested)
             self._rested.clear()
-            self.stats.count_plain(n, sum(verify_s), sum(settle_s), NO_DRAFT.stopped)
-            self.length.learn_plain(n, median(verify_s), median(settle_s))
+            self.stats.count_plain(n, sum(verify_s), sum(overhead_s), NO_DRAFT.stopped)
+            self.length.learn_plain(n, median(verify_s), median(overhead_s))
 
     def plan(self, limit: int) -> list[int]:
         """Return what to decode: the pending token and a draft of at most ``limit`` tokens."""
@@ -258,11 +257,11 @@ class Stream:
         judge = branch.judge(plan, rows, parents)
         path, following = self._verdict(plan, judge)
         n = len(path)
-        is_end = branch.ctx.model.is_end
+        is_eog = branch.ctx.model.is_eog
         is_dead_end = following is None
         if following is None:  # the last word of the draft waits; the next round will say why
             following = plan[path.pop()]
-        ends = [at for at, i in enumerate(path) if is_end(plan[i])]
+        ends = [at for at, i in enumerate(path) if is_eog(plan[i])]
         if ends:  # the draft was right that it ends here, whatever it proposed to follow
             n, following = ends[0] + 1, plan[path[ends[0]]]
             del path[ends[0] :]
@@ -284,7 +283,7 @@ class Stream:
         self._settled = _Settled(n, len(plan), verify_s, perf_counter() - start)
         return said
 
-    def _verdict(self, plan: list[int], judge: Judge) -> tuple[list[int], int | None]:
+    def _verdict(self, plan: list[int], judge: TargetDistributions) -> tuple[list[int], int | None]:
         """Return which entries of the plan stand after the pending one, and what follows them.
 
         None follows where the target has nothing to go on with: a grammar that is complete, say, with
@@ -294,10 +293,10 @@ class Stream:
             GrammarError, ConfigError: that is so right after the pending token.
         """
         branch, draft = self.branch, self._draft
-        is_end = branch.ctx.model.is_end
+        is_eog = branch.ctx.model.is_eog
 
         def target(i: int) -> Distribution:
-            if i and is_end(plan[i]):  # nothing follows an end: what is drawn here is not said
+            if i and is_eog(plan[i]):  # nothing follows an end: what is drawn here is not said
                 return Distribution.point(plan[i])
             try:
                 return judge.distribution(i)
@@ -343,7 +342,7 @@ class Stream:
         top = tuple(row.top(self._n_alternatives)) if self._n_alternatives else ()
         return Emitted(said.token, said.text, source, said.is_stop, said.logprob, said.entropy, top)
 
-    def _count(self, settled: _Settled, settle_s: float) -> None:
+    def _count(self, settled: _Settled, overhead_s: float) -> None:
         n_accepted, n_verified, verify_s, _ = settled
         stats, draft = self.stats, self._draft
         stats.count_decode(n_verified, verify_s)
@@ -365,7 +364,7 @@ class Stream:
                 n_verified=n_verified,
                 draft_s=draft.seconds,
                 verify_s=verify_s,
-                settle_s=settle_s,
+                overhead_s=overhead_s,
                 n_read=draft.n_read,
             )
         )

@@ -19,8 +19,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..distribution import Distribution, derive_seed, uniform
 from ..errors import ConfigError
+from ..sampling import Distribution
+from ..sampling.noise import derive_seed, uniform
 
 __all__ = [
     "RULES",

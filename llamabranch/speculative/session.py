@@ -8,15 +8,15 @@ from types import TracebackType
 from ..branch import Branch
 from ..context import Context
 from ..errors import ClosedError, ConfigError, LlamaBranchError
-from ..grammar import Grammar
 from ..model import TokenIds
 from ..sampling import SamplingParams
+from ..sampling.grammar import Grammar
 from .config import SpeculativeConfig
-from .drafters import Drafter
+from .drafters.base import Drafter
+from .output import OutputBuffer
 from .round import Emitted, settle_at
 from .speculator import Speculator
 from .stats import SpeculativeStats
-from .transcript import Transcript
 
 __all__ = ["InferenceSession"]
 
@@ -49,7 +49,7 @@ class InferenceSession:
         stop: Sequence[str] = (),
     ) -> None:
         self.stats = SpeculativeStats()
-        self._transcript = Transcript(max_tokens, stop)
+        self._transcript = OutputBuffer(max_tokens, stop)
         self._target = target
         self._config = config
         # By identity: a drafter need not be hashable; the speculator keeps it alive.

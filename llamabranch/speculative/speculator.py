@@ -9,19 +9,19 @@ from ..arguments import whole
 from ..branch import Branch
 from ..context import Context
 from ..errors import CapacityError, ConfigError, LlamaBranchError
-from ..grammar import Grammar
 from ..model import TokenIds
 from ..native import forkable_lock
 from ..sampling import SamplingParams
+from ..sampling.grammar import Grammar
 from .config import SpeculativeConfig
-from .drafters import Drafter, NullDrafter
-from .goodput import draft_length
-from .length import DraftLength, FixedLength
-from .lines import LineBook
+from .draft_cache import DraftCache
+from .drafters.base import Drafter, NullDrafter
+from .length.auto import draft_length
+from .length.base import DraftLength, FixedLength
+from .output import OutputBuffer
 from .round import Emitted, Stream, settle_at
 from .rules import choose_rule
 from .stats import SpeculativeStats
-from .transcript import Transcript
 
 __all__ = ["Emitted", "Generation", "Speculator"]
 
@@ -58,7 +58,7 @@ class Speculator:
         if not isinstance(self.drafter, NullDrafter):
             self.length = draft_length(self.config, getattr(self.drafter, "width", 1))
         self.stats = SpeculativeStats()
-        self._lines = LineBook(self.drafter)
+        self._lines = DraftCache(self.drafter)
         self._lock = forkable_lock()
 
     def rule_for(self, branch: Branch) -> str:
@@ -95,7 +95,7 @@ class Speculator:
         Raises:
             ConfigError, TokenizeError, GrammarError, CapacityError: nothing was started.
         """
-        transcript = Transcript(max_tokens, stop)
+        transcript = OutputBuffer(max_tokens, stop)
         top_logprobs = whole("top_logprobs", top_logprobs, 0)
         owned = not isinstance(prompt, Branch)
         if isinstance(prompt, Branch):
@@ -165,7 +165,7 @@ class Generation:
         speculator: Speculator,
         branch: Branch,
         owned: bool,
-        transcript: Transcript,
+        transcript: OutputBuffer,
         n_alternatives: int,
     ) -> None:
         self.seed = branch.seed
@@ -222,7 +222,7 @@ def _run(
     speculator: Speculator,
     branch: Branch,
     owned: bool,
-    transcript: Transcript,
+    transcript: OutputBuffer,
     n_alternatives: int,
     stats: SpeculativeStats,
 ) -> Generator[Emitted, None, None]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..arguments import whole
-from ..distribution import Distribution
 from ..errors import ConfigError
+from ..sampling import Distribution
 
 __all__ = [
     "Prediction",

@@ -123,7 +123,7 @@ def no_vocabulary(w: World) -> None:
         must_raise(
             (UnsupportedError, TokenizeError), lambda: model.apply_chat_template([("user", "a")])
         )
-        assert not model.is_end(5)
+        assert not model.is_eog(5)
         assert (model.bos, model.eos, model.piece(3)) == (None, None, b"")
         branch = Branch.start(ctx, [1, 2], dry_multiplier=0.8, repeat_penalty=1.1, seed=1)
         for _ in range(5):
@@ -180,7 +180,7 @@ def odd_texts(w: World) -> None:
         assert w.model.detokenize(w.model.tokenize(text, add_special=False)) == text
     assert w.model.tokenize("<|bos|>", add_special=False, parse_special=True) == [0]
     assert w.model.detokenize([]) == ""
-    assert not any(w.model.is_end(token) for token in (-1, 258, 1 << 40))
+    assert not any(w.model.is_eog(token) for token in (-1, 258, 1 << 40))
 
 
 @case("text")

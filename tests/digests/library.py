@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # where it is run as a pr
 import toys
 
 import llamabranch as lb
-from llamabranch.speculative import DraftLine
+from llamabranch.speculative import DraftState
 
 from .machine import machine_key
 
@@ -387,7 +387,7 @@ class Custom:
     def check(self, target: lb.Model) -> None:
         """Accept any target."""
 
-    def line(self, target: lb.Branch, rule: str) -> DraftLine:
+    def line(self, target: lb.Branch, rule: str) -> DraftState:
         return self
 
     def propose(self, tokens: Sequence[int], length: Length, limit: int) -> lb.Draft:
@@ -406,7 +406,7 @@ class Custom:
     def observe(self, n_tokens: int) -> None:
         """Nothing to learn."""
 
-    def fork(self, target: lb.Branch) -> DraftLine:
+    def fork(self, target: lb.Branch) -> DraftState:
         return self
 
     def close(self) -> None:

@@ -1,0 +1,93 @@
+"""What figures were taken on: the processor, its cores, how busy they were, and the build."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..context.params import available_cores
+from ..native import engine_versions, system_info
+
+__all__ = ["Machine", "load_average"]
+
+
+def load_average() -> float | None:
+    """Return how many processes ran or waited to run in the last minute; None where nobody counts."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (AttributeError, OSError):
+        return None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine as it was before a measurement.
+
+    ``cores`` are those this process may use, ``load`` the load average of the minute before,
+    ``features`` what of the processor's instructions llama.cpp was compiled to use.
+    """
+
+    processor: str
+    cores: int
+    load: float | None
+    llama_cpp_python: str
+    llama_cpp: str
+    features: tuple[str, ...]
+
+    @classmethod
+    def now(cls) -> Machine:
+        """Look."""
+        versions = engine_versions()
+        return cls(
+            processor=_processor(),
+            cores=available_cores(),
+            load=load_average(),
+            llama_cpp_python=versions["llama_cpp_python"],
+            llama_cpp=versions["llama_cpp"],
+            features=tuple(re.findall(r"(\w+) = 1\b", system_info())),
+        )
+
+    def describe(self, n_threads: int) -> str:
+        """Return it as a line of text, for a measurement with so many threads."""
+        load = "unknown" if self.load is None else f"{self.load:.2f}"
+        return (
+            f"processor {self.processor}, {_count(self.cores, 'core')}, {_count(n_threads, 'thread')}, "
+            f"load {load} before; llama-cpp-python {self.llama_cpp_python}"
+            f"{self.llama_cpp and f' (llama.cpp {self.llama_cpp})'}, compiled for "
+            f"{' '.join(self.features) or 'no special instructions'}"
+        )
+
+    def complaint(self, n_threads: int) -> str:
+        """Return why figures taken with so many threads are not to be trusted, "" if nothing is known."""
+        if n_threads > self.cores:
+            return (
+                f"{n_threads} threads share {_count(self.cores, 'core')}: measure with --threads "
+                f"{self.cores} or fewer"
+            )
+        if self.load is not None and self.load + n_threads > self.cores + 0.5:
+            return (
+                f"other programs kept the machine busy (load {self.load:.2f} before, "
+                f"{_count(self.cores, 'core')}): end them and measure again"
+            )
+        return ""
+
+    def as_dict(self) -> dict[str, object]:
+        """Return it for JSON."""
+        return asdict(self) | {"features": list(self.features)}
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "unknown"

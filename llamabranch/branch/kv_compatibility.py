@@ -1,0 +1,75 @@
+"""What the K/V of a sequence depends on beside its tokens: whether two contexts compute the same."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+from ..context import Context
+from ..errors import SnapshotError, UnsupportedError
+
+__all__ = ["KVCompatibility"]
+
+
+@dataclass(frozen=True)
+class KVCompatibility:
+    """What the K/V of a sequence depends on beside its tokens."""
+
+    fingerprint: str
+    architecture: str
+    n_layer: int
+    n_embd: int
+    n_vocab: int
+    kv_type: str
+    flash_attention: bool | None
+    rope: str
+
+    @classmethod
+    def of(cls, ctx: Context) -> KVCompatibility:
+        """Return the context's own.
+
+        Raises:
+            UnsupportedError: this memory writes states in a form that cannot be checked.
+        """
+        layout = ctx.decoder.layout
+        if layout is None:
+            raise UnsupportedError(
+                f"the memory of {ctx.model.name} cannot be saved: its K/V has a form unknown here"
+            )
+        model = ctx.model
+        try:
+            fingerprint = model.fingerprint
+        except OSError as error:
+            raise SnapshotError(f"the model's file cannot be read any more: {error}") from error
+        return cls(
+            fingerprint=fingerprint,
+            architecture=model.architecture,
+            n_layer=model.n_layer,
+            n_embd=model.n_embd,
+            n_vocab=model.n_vocab,
+            kv_type=ctx.kv_type,
+            flash_attention=layout.flash_attention,
+            rope=_rope(ctx),
+        )
+
+    def check(self, ctx: Context) -> None:
+        """Raise SnapshotError unless ``ctx`` computes the same K/V."""
+        ours = asdict(KVCompatibility.of(ctx))
+        for name, theirs in asdict(self).items():
+            if theirs != ours[name]:
+                what = "another model" if name == "fingerprint" else f"another {name}"
+                raise SnapshotError(
+                    f"the snapshot is of {what}: {theirs!r:.80}, this context has {ours[name]!r}",
+                    hint="open the context with the model and settings it was saved with",
+                )
+
+
+def _rope(ctx: Context) -> str:
+    """Return how positions are turned; keys are stored turned."""
+    options = ctx.options
+    names = [f.name for f in fields(options) if f.name.startswith(("rope_", "yarn_"))]
+    parts = [f"{name}={getattr(options, name):g}" for name in names]
+    scaling = f"{ctx.model.architecture}.rope.scaling."
+    trained = ctx.model.metadata.get(f"{scaling}original_context_length", "")
+    if trained.isdigit() and ctx.model.metadata.get(f"{scaling}type") != "yarn":
+        parts.append(f"long={ctx.n_ctx > int(trained)}")  # LongRoPE has factors for each side
+    return " ".join(parts)

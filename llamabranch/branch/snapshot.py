@@ -1,0 +1,397 @@
+"""A branch outside its context: what is kept of it, and the file it is kept in.
+
+A file is a fixed header, metadata as JSON, and the raw arrays; two SHA-256 cover all of it. It is read
+with suspicion: sizes are checked before anything is allocated, and the K/V is checked cell by cell before
+llama.cpp sees it, because a checksum can be recomputed by whoever changes the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import struct
+import tempfile
+from dataclasses import asdict, dataclass, fields, replace
+from os import PathLike
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ..context import Context
+from ..errors import CacheFullError, ConfigError, LlamaBranchError, SnapshotError
+from ..native import engine_versions
+from ..sampling import Sampler, SamplingParams
+from ..sampling.grammar import Grammar
+from .kv_compatibility import KVCompatibility
+
+__all__ = ["Snapshot"]
+
+_MAGIC = b"\x89LBRANCH"
+_VERSION = 1
+# Magic, version, bytes of metadata, tokens, surprisals, logits, reserved, bytes of K/V, SHA-256 of the
+# arrays; after it the SHA-256 of this header and the metadata.
+_HEADER = struct.Struct("<8sIIIIIIQ32s")
+_DIGEST_BYTES = 32
+_MAX_METADATA_BYTES = 16 << 20
+_MAX_TOKENS = 1 << 30
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """A branch copied out of its context: all that it takes to go on elsewhere, to the bit.
+
+    ``tokens`` int32 (n,), ``surprisals`` float64 (n - n_prompt,), ``logits`` float32 (V,) or (0,) for an
+    empty branch, ``state`` uint8: llama.cpp's K/V of the sequence. Read-only, shared by nobody.
+    """
+
+    origin: KVCompatibility
+    sampling: SamplingParams
+    grammar: Grammar | None
+    seed: int
+    n_prompt: int
+    finish_reason: str | None
+    pending: bytes
+    tokens: npt.NDArray[np.int32]
+    surprisals: npt.NDArray[np.float64]
+    logits: npt.NDArray[np.float32]
+    state: npt.NDArray[np.uint8]
+    seed_given: bool = False
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the arrays in bytes."""
+        return sum(array.nbytes for array in self._arrays)
+
+    @property
+    def _arrays(self) -> tuple[npt.NDArray[np.generic], ...]:
+        return self.tokens, self.surprisals, self.logits, self.state
+
+    def __repr__(self) -> str:
+        return f"<Snapshot of {len(self.tokens)} tokens, {self.n_bytes} bytes>"
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def write(self, path: str | PathLike[str]) -> None:
+        """Write a file that is either there in full or not at all; an old one is replaced.
+
+        It is written beside its place and renamed. A symbolic link is followed, an old file's mode is
+        kept; a new one can be read by its owner only, since all of the text is in it.
+
+        Raises:
+            ConfigError: not a path.
+            SnapshotError: it cannot be written, or what is there is a pipe, a device or a folder.
+        """
+        try:
+            metadata = json.dumps(self._metadata(), separators=(",", ":")).encode()
+        except ValueError as error:  # Python writes no integer of more than 4,300 digits
+            raise SnapshotError(f"the settings cannot be written: {error}") from error
+        if len(metadata) > _MAX_METADATA_BYTES:
+            raise SnapshotError(
+                f"the grammar or the logit bias is too large: {len(metadata)} bytes"
+            )
+        digest = hashlib.sha256()
+        for array in self._arrays:
+            digest.update(_raw(array))
+        header = _HEADER.pack(
+            _MAGIC, _VERSION, len(metadata), len(self.tokens), len(self.surprisals),
+            len(self.logits), 0, len(self.state), digest.digest(),
+        )  # fmt: skip
+        place = _path(path)
+        try:
+            target, replaced = _destination(place)
+            handle, name = tempfile.mkstemp(prefix=f".{target.name[:32]}.", dir=target.parent)
+            try:
+                with open(handle, "wb") as file:
+                    file.write(header)
+                    file.write(hashlib.sha256(header + metadata).digest())
+                    file.write(metadata)
+                    for array in self._arrays:
+                        file.write(_raw(array))
+                    if replaced is not None:
+                        _inherit(file.fileno(), replaced)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(name, target)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+                raise
+            _sync_folder(target.parent)
+        except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+            raise SnapshotError(f"the snapshot cannot be written: {error}") from error
+
+    def _metadata(self) -> dict[str, object]:
+        sampling: dict[str, object] = {
+            f.name: getattr(self.sampling, f.name) for f in fields(self.sampling)
+        }
+        sampling["logit_bias"] = [  # JSON has no infinity
+            [token, None if value == -np.inf else value]
+            for token, value in self.sampling.logit_bias.items()
+        ]
+        return {
+            "engine": engine_versions(),
+            "origin": asdict(self.origin),
+            "sampling": sampling,
+            "grammar": None if self.grammar is None else self.grammar.gbnf,
+            "seed": self.seed,
+            "seed_given": self.seed_given,
+            "n_prompt": self.n_prompt,
+            "finish_reason": self.finish_reason,
+            "pending": self.pending.hex(),
+        }
+
+    @classmethod
+    def read(cls, path: str | PathLike[str], ctx: Context | None = None) -> Snapshot:
+        """Read a file; with ``ctx`` only if that context can take it, known before the K/V is read.
+
+        Raises:
+            SnapshotError: no such file, damaged, not a snapshot, or not one for ``ctx``.
+            CacheFullError: ``ctx`` has not enough free cells.
+        """
+        path = _path(path)
+        try:
+            # A pipe or a device would block or never end.
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise SnapshotError(f"{path} is not a file")
+            with open(path, "rb") as file:
+                return cls._read(file, ctx)
+        except (OSError, ValueError) as error:
+            raise SnapshotError(f"the snapshot cannot be read: {error}") from error
+
+    @classmethod
+    def _read(cls, file: BinaryIO, ctx: Context | None) -> Snapshot:
+        header = file.read(_HEADER.size)
+        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+            raise SnapshotError("not a snapshot: it does not begin like one")
+        _, version, n_metadata, n_tokens, n_surprisals, n_logits, reserved, n_state, digest = (
+            _HEADER.unpack(header)
+        )
+        if version != _VERSION:
+            raise SnapshotError(f"the snapshot has format {version}, this library reads {_VERSION}")
+        n_body = 4 * n_tokens + 8 * n_surprisals + 4 * n_logits + n_state
+        size = os.fstat(file.fileno()).st_size
+        if (
+            reserved
+            or n_metadata > _MAX_METADATA_BYTES
+            or n_tokens > _MAX_TOKENS
+            or n_surprisals > n_tokens
+            or size != _HEADER.size + _DIGEST_BYTES + n_metadata + n_body
+        ):
+            raise SnapshotError("the snapshot is damaged: its size is not what it says")
+        expected = file.read(_DIGEST_BYTES)
+        metadata = file.read(n_metadata)
+        if hashlib.sha256(header + metadata).digest() != expected:
+            raise SnapshotError("the snapshot is damaged: its checksum differs")
+        about = _parse(metadata)
+        if ctx is not None:
+            about.origin.check(ctx)
+            if n_logits > ctx.n_vocab:
+                raise SnapshotError("the snapshot's logits do not fit the vocabulary")
+            _check_room(ctx, n_tokens, n_state)
+        body = memoryview(file.read(n_body))
+        if len(body) != n_body or hashlib.sha256(body).digest() != digest:
+            raise SnapshotError("the snapshot is damaged: its checksum differs")
+        ends = np.cumsum([4 * n_tokens, 8 * n_surprisals, 4 * n_logits])
+        return replace(
+            about,
+            tokens=np.frombuffer(body[: ends[0]], "<i4"),
+            surprisals=np.frombuffer(body[ends[0] : ends[1]], "<f8"),
+            logits=np.frombuffer(body[ends[1] : ends[2]], "<f4"),
+            state=np.frombuffer(body[ends[2] :], np.uint8),
+        )
+
+    # -- trust -------------------------------------------------------------------------------------
+
+    def check(self, ctx: Context) -> None:
+        """Raise unless this can go on in ``ctx`` as far as can be known without llama.cpp.
+
+        Raises:
+            SnapshotError: another model or settings, or parts that contradict each other.
+            CacheFullError: not enough free cells.
+        """
+        self.origin.check(ctx)
+        n = len(self.tokens)
+        n_vocab = ctx.n_vocab
+        _check_room(ctx, n, len(self.state))
+        if not 0 <= self.n_prompt <= n or len(self.surprisals) != n - self.n_prompt:
+            raise SnapshotError("the snapshot contradicts itself: prompt, tokens and surprisals")
+        if (self.surprisals == -np.inf).any():  # NaN is that of a token that was not predicted
+            raise SnapshotError("the snapshot has tokens that are more than certain")
+        if n and (self.tokens.min() < 0 or self.tokens.max() >= n_vocab):
+            raise SnapshotError("the snapshot names tokens that the vocabulary does not have")
+        if len(self.logits) != (n_vocab if n else 0) or not (self.logits < np.inf).all():
+            raise SnapshotError(
+                "the snapshot's logits do not fit the vocabulary, or are no numbers"
+            )
+        layout = ctx.decoder.layout
+        if n and layout is not None:
+            layout.check(self.state, n)
+        elif len(self.state):
+            raise SnapshotError("the snapshot has K/V but no tokens")
+
+    def sampler(self, ctx: Context) -> Sampler:
+        """Return a sampler that has seen the tokens.
+
+        Raises:
+            SnapshotError: its settings or its grammar do not fit the tokens or the model.
+        """
+        tokens = self.tokens.tolist()
+        try:
+            fresh = Sampler(ctx.model, self.sampling, self.grammar)
+            return fresh.replay(tokens[: self.n_prompt], tokens[self.n_prompt :])
+        except LlamaBranchError as error:
+            raise SnapshotError(f"the snapshot cannot be taken up: {error}") from error
+
+
+def _raw(array: npt.NDArray[np.generic]) -> memoryview:
+    """Return the array's bytes, little-endian whatever the machine."""
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).view(np.uint8).data
+
+
+def _path(path: str | PathLike[str]) -> Path:
+    """Return ``path``; a number is none, though the system's calls take one for an open file."""
+    try:
+        return Path(path)
+    except TypeError:
+        raise ConfigError(f"a path is text or path-like, not {path!r}") from None
+
+
+def _destination(path: Path) -> tuple[Path, os.stat_result | None]:
+    """Return the file behind ``path``, and what is known of it if it is there.
+
+    A rename would put a regular file in the place of whatever is there, so that must be one already.
+    """
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        found = None
+    if found is not None and not stat.S_ISREG(found.st_mode):
+        raise SnapshotError(
+            f"the snapshot cannot be written: {path} is not a regular file",
+            hint="give the path of a file; a pipe or a device cannot be written all or nothing",
+        )
+    return Path(os.path.realpath(path)), found
+
+
+def _inherit(handle: int, replaced: os.stat_result) -> None:
+    """Give an open file the mode of the one it will replace, and its owner where that is allowed."""
+    if hasattr(os, "fchown") and (replaced.st_uid, replaced.st_gid) != (os.getuid(), os.getgid()):
+        with contextlib.suppress(OSError):
+            os.fchown(handle, replaced.st_uid, replaced.st_gid)
+    mode = stat.S_IMODE(replaced.st_mode)
+    # After the owner, whose change may narrow it; there are file systems where all have one mode.
+    if hasattr(os, "fchmod") and stat.S_IMODE(os.fstat(handle).st_mode) != mode:
+        os.fchmod(handle, mode)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename last; there are systems that cannot open a folder."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def no_room(n_tokens: int, ctx: Context) -> CacheFullError:
+    usage = ctx.usage()
+    return CacheFullError(
+        f"the cache is full: the snapshot's {n_tokens} tokens need cells, {usage.cells_free} of "
+        f"{usage.cells_total} are free",
+        hint="prune branches, or open the context with a larger n_ctx",
+    )
+
+
+def _check_room(ctx: Context, n_tokens: int, n_state: int) -> None:
+    """Raise unless so many tokens fit, and so many bytes can be theirs."""
+    layout = ctx.decoder.layout
+    if layout is None:
+        return
+    if layout.needs_cells and n_tokens > ctx.usage().cells_free:
+        raise no_room(n_tokens, ctx)
+    if n_state > layout.max_bytes(n_tokens):
+        raise SnapshotError(f"{n_state} bytes of K/V are too many for {n_tokens} tokens")
+
+
+# -- metadata --------------------------------------------------------------------------------------
+
+
+class _Object:
+    """A JSON object whose fields are asked for by type; whatever else is there raises ValueError."""
+
+    def __init__(self, value: object) -> None:
+        if not isinstance(value, dict):
+            raise ValueError(f"not an object: {value!r:.40}")
+        self.fields: dict[str, object] = value
+
+    def get(self, name: str, kind: type[T]) -> T:
+        value = self.fields.get(name)
+        if not isinstance(value, kind) or type(value) is not kind:  # True is no integer here
+            raise ValueError(f"{name} is {value!r:.40}")
+        return value
+
+    def maybe(self, name: str, kind: type[T]) -> T | None:
+        return None if self.fields.get(name) is None else self.get(name, kind)
+
+
+def _parse(metadata: bytes) -> Snapshot:
+    """Return the snapshot that the metadata describes, without its arrays."""
+    try:
+        about = _Object(json.loads(metadata))
+        origin = _Object(about.get("origin", dict))
+        grammar = about.maybe("grammar", str)
+        pending = bytes.fromhex(about.get("pending", str))
+        finish_reason = about.maybe("finish_reason", str)
+        # A character has at most four bytes, so three can be pending.
+        if len(pending) > 3 or finish_reason not in (None, "stop", "length"):
+            raise ValueError("an impossible state of the text")
+        sampling = _sampling(about.get("sampling", dict))
+        seed_given = about.maybe("seed_given", bool)
+        return Snapshot(
+            origin=KVCompatibility(
+                fingerprint=origin.get("fingerprint", str),
+                architecture=origin.get("architecture", str),
+                n_layer=origin.get("n_layer", int),
+                n_embd=origin.get("n_embd", int),
+                n_vocab=origin.get("n_vocab", int),
+                kv_type=origin.get("kv_type", str),
+                flash_attention=origin.maybe("flash_attention", bool),
+                rope=origin.get("rope", str),
+            ),
+            sampling=sampling,
+            grammar=None if grammar is None else Grammar(grammar),
+            seed=about.get("seed", int),
+            n_prompt=about.get("n_prompt", int),
+            finish_reason=finish_reason,
+            pending=pending,
+            tokens=np.empty(0, np.int32),
+            surprisals=np.empty(0, np.float64),
+            logits=np.empty(0, np.float32),
+            state=np.empty(0, np.uint8),
+            # Files of version 0.1 do not say.
+            seed_given=sampling.seed is not None if seed_given is None else seed_given,
+        )
+    except (ValueError, TypeError, RecursionError, LlamaBranchError) as error:
+        raise SnapshotError(f"the snapshot's metadata makes no sense: {error}") from error
+
+
+def _sampling(settings: dict[str, object]) -> SamplingParams:
+    settings = dict(settings)
+    bias: dict[int, float] = {}
+    pairs = settings.pop("logit_bias", [])
+    breakers = settings.get("dry_sequence_breakers", [])
+    if not isinstance(pairs, list) or not isinstance(breakers, list):
+        raise ValueError("lists are expected in the sampling settings")
+    for token, value in pairs:
+        if type(token) is not int or type(value) not in (int, float, type(None)):
+            raise ValueError("the logit bias is not made of numbers")
+        bias[token] = -np.inf if value is None else float(value)
+    return SamplingParams().replace(logit_bias=bias, **settings)

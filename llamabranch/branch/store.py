@@ -1,0 +1,170 @@
+"""Many branches in one decode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import SupportsIndex
+
+from ..context import Context
+from ..context.logits import LogitsRow
+from ..errors import BranchStateError, ConfigError
+from ..model import TokenIds, token_list
+from .branch import Branch
+from .sequence import Produced
+
+__all__ = ["BranchStore"]
+
+
+class BranchStore:
+    """Moves branches of one context together: one llama.cpp decode for all of them.
+
+    Every call is a transaction: all branches move, or an error is raised and none has.
+    """
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+
+    def prefill(self, prompts: Mapping[Branch, TokenIds]) -> None:
+        """Let each branch read its tokens; all prompts are packed into as few decodes as possible.
+
+        Raises:
+            ConfigError: a branch of another context, or no tokens for one.
+            BranchStateError, TokenizeError, CacheFullError, DecodeError: no branch has changed.
+        """
+        with self._ctx.lock:
+            work = {branch: token_list(tokens) for branch, tokens in prompts.items()}
+            for branch, tokens in work.items():
+                self._check(branch)
+                branch.check_prefill(tokens)
+            rows = self._decode(work)
+            for branch, tokens in work.items():
+                branch.append_prompt(tokens, rows[branch])
+
+    def follow(self, texts: Mapping[Branch, Sequence[int]]) -> None:
+        """Take tokens for each branch, whatever they are, in as few decodes as possible.
+
+        For drafters, which follow other branches. Raises what ``commit`` raises.
+        """
+        with self._ctx.lock:
+            work = {branch: token_list(tokens) for branch, tokens in texts.items() if tokens}
+            for branch in work:
+                self._check(branch)
+            rows = self._decode(work)
+            for branch, tokens in work.items():
+                branch.append_unscored(tokens, rows[branch])
+
+    def commit(self, tokens: Mapping[Branch, SupportsIndex]) -> None:
+        """Take one token for each branch.
+
+        Raises:
+            ConfigError, BranchStateError, TokenizeError, GrammarError, CacheFullError, DecodeError:
+            no branch has changed.
+        """
+        with self._ctx.lock:
+            taken: dict[Branch, int] = {}
+            surprisals = {}
+            for branch, given in tokens.items():
+                self._check(branch)
+                taken[branch] = token = self._ctx.model.token_id(given)
+                surprisals[branch] = branch.check_commit(token)
+            rows = self._decode({branch: [token] for branch, token in taken.items()})
+            for branch, token in taken.items():
+                branch.take(token, surprisals[branch], rows[branch])
+
+    def step(self, branches: Iterable[Branch]) -> dict[Branch, Produced]:
+        """Produce and commit one token for each branch; a branch whose token ends it stays.
+
+        Raises:
+            ConfigError: the same branch twice. And what ``commit`` raises.
+        """
+        with self._ctx.lock:
+            listed = list(branches)
+            if len(set(listed)) != len(listed):
+                raise ConfigError("the same branch stands twice in one step")
+            for branch in listed:
+                self._check(branch)
+            produced = {branch: branch.produce() for branch in listed}
+            self.commit({b: p.token for b, p in produced.items() if not p.is_stop})
+            for branch, said in produced.items():
+                if said.is_stop:
+                    branch.finish()
+            return produced
+
+    def retain_only(self, winner: Branch) -> None:
+        """Prune every branch of the context but ``winner``, which becomes a root."""
+        with self._ctx.lock:
+            self._check(winner)
+            roots = {self._root(branch) for branch in self._branches()}
+            winner.detach()
+            for child in winner.children:
+                child.prune_subtree()
+            for root in roots:
+                if root is not winner:
+                    root.prune_subtree()
+
+    def tree(self) -> str:
+        """Return the living branches as an indented tree, for printing."""
+        with self._ctx.lock:
+            lines: list[str] = []
+
+            def add(branch: Branch, depth: int) -> None:
+                lines.append("  " * depth + repr(branch))
+                for child in branch.children:
+                    add(child, depth + 1)
+
+            for branch in self._branches():
+                if branch.parent is None or branch.parent.state == "pruned":
+                    add(branch, 0)
+            return "\n".join(lines)
+
+    def _branches(self) -> list[Branch]:
+        return [holder for holder in self._ctx.holders() if isinstance(holder, Branch)]
+
+    @staticmethod
+    def _root(branch: Branch) -> Branch:
+        while branch.parent is not None and branch.parent.state != "pruned":
+            branch = branch.parent
+        return branch
+
+    def _check(self, branch: Branch) -> None:
+        if branch.ctx is not self._ctx:
+            raise ConfigError("the branch lives in another context")
+        if branch.state == "pruned":
+            raise BranchStateError("the branch is pruned")
+
+    def _decode(self, work: Mapping[Branch, Sequence[int]]) -> dict[Branch, LogitsRow]:
+        """Decode all tokens, packed to n_batch; return each branch's last row."""
+        if not work:
+            return {}
+        decoder = self._ctx.decoder
+        size = self._ctx.n_batch
+        starts = {branch.seq_id: branch.position for branch in work}
+        packed = list(
+            chain.from_iterable(
+                ((branch, token, i == len(tokens) - 1) for i, token in enumerate(tokens))
+                for branch, tokens in work.items()
+            )
+        )
+        expiring_rows = [row for branch in work for row in branch.expiring_rows()]
+        rows: dict[Branch, LogitsRow] = {}
+        if len(packed) > size:
+            decoder.make_room(len(packed))
+        try:
+            for low in range(0, len(packed), size):
+                for row in rows.values():
+                    row.keep()
+                pack = packed[low : low + size]
+                new = decoder.decode(
+                    [token for _, token, _ in pack],
+                    [branch.seq_id for branch, _, _ in pack],
+                    [last for _, _, last in pack],
+                    expiring_rows if len(packed) <= size else (),
+                )
+                rows.update(zip((b for b, _, last in pack if last), new, strict=True))
+        except BaseException:
+            for seq_id, start in starts.items():
+                if decoder.cells.next_position(seq_id) > start:
+                    decoder.cut(seq_id, start)
+            raise
+        return rows

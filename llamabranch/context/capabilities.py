@@ -1,0 +1,139 @@
+"""What a context's memory can do, found out by trying when it opens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import UnsupportedError
+from ..model import Model
+from ..native import StateLayout
+from .decoder import Decoder
+from .params import INVARIANT_KV_TYPES
+
+__all__ = ["Capabilities", "probe"]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What this context's memory can do; found out when it opens.
+
+    Args:
+        can_truncate: the tail of a sequence can be dropped.
+        can_share: sequences can share cells.
+        sliding_window: size of the attention window in tokens, 0 if there is none.
+        recurrent: some of the memory is a state instead of cells.
+        batch_invariant: a token's logits do not depend, to the bit, on what else is in the batch or the
+            cache. (One exception, which ``usage().in_order`` tells: the cache ran full while raw
+            sequences or an unfinished prompt kept the branches from being written anew.)
+        batch_invariant_reason: why, or why not.
+    """
+
+    can_truncate: bool
+    can_share: bool
+    sliding_window: int
+    recurrent: bool
+    batch_invariant: bool
+    batch_invariant_reason: str
+
+
+def probe(
+    decoder: Decoder,
+    model: Model,
+    *,
+    kv_type: str,
+    flash_attention: bool | str,
+    swa_full: bool,
+    batch_invariant: bool | str,
+) -> Capabilities:
+    """Try the empty context out and leave it empty.
+
+    Raises:
+        UnsupportedError: ``batch_invariant`` is True and cannot hold.
+    """
+    recurrent = model.memory_type in ("recurrent", "hybrid")
+    # A window that is not kept in full answers "removed" and then computes from what is lost.
+    window = model.n_swa if model.memory_type == "sliding-window" else 0
+    decoder.decode_run(_tokens(model, 2), 0, "none")
+    decoder.layout = StateLayout.learn(decoder.handle.state(0), n_tokens=2)
+    can_truncate = not (window and not swa_full) and decoder.drop(0, 1)
+    _empty(decoder)
+    invariant, reason = False, "not asked for"
+    if batch_invariant is not False:
+        reason = _why_not_invariant(model, kv_type, flash_attention)
+        if not reason:  # a short self-check cannot refute the rule: f16 differs after 500 tokens
+            difference = _batch_difference(decoder, model)
+            if difference == 0.0:
+                invariant, reason = True, "checked: the self-check's logits are equal to the bit"
+            else:
+                reason = f"self-check: logits differ by up to {difference:.2g} between batches"
+        if batch_invariant is True and not invariant:
+            raise UnsupportedError(
+                f"this context cannot be batch-invariant: {reason}",
+                hint="use Q8_0 weights on the CPU, kv_type bf16 or q8_0, and flash attention",
+            )
+    return Capabilities(
+        can_truncate=can_truncate,
+        can_share=True,
+        sliding_window=window,
+        recurrent=recurrent,
+        batch_invariant=invariant,
+        batch_invariant_reason=reason,
+    )
+
+
+def _tokens(model: Model, n: int) -> list[int]:
+    return [(7 * i + 3) % model.n_vocab for i in range(n)]
+
+
+def _empty(decoder: Decoder) -> None:
+    decoder.handle.clear()
+    decoder.cells.clear()
+
+
+def _why_not_invariant(model: Model, kv_type: str, flash_attention: bool | str) -> str:
+    """Return the rule that excludes exact batches, "" if none does."""
+    if model.file_type != "Q8_0":
+        return f"the weights are {model.file_type}, not Q8_0"
+    if kv_type not in INVARIANT_KV_TYPES:
+        return f"the K/V type is {kv_type}, not bf16 or q8_0"
+    if flash_attention is False:
+        return "flash attention is off"
+    if model.on_gpu:
+        return "layers may run on a GPU"
+    if model.memory_type != "attention":
+        return f"not established for {model.memory_type} memory"
+    return ""
+
+
+def _batch_difference(decoder: Decoder, model: Model) -> float:
+    """Return the largest difference between a line decoded alone and in company."""
+    if decoder.handle.n_batch < 2:
+        return 0.0  # every decode is of one token
+    line = _tokens(model, min(8, decoder.handle.n_batch))
+    other = list(reversed(line))
+    n_rows = min(len(line), decoder.handle.n_outputs_max)  # more in one decode is an abort
+    alone = []
+    for token in line:
+        row = decoder.decode([token], [0], [True])[0]
+        alone.append(row.array.copy())
+    _empty(decoder)
+    if decoder.cells.n_seq_max < 2 or decoder.handle.n_batch < 2 * len(line):
+        tokens, seqs = line, [0] * len(line)
+    else:
+        tokens = [token for pair in zip(other, line, strict=True) for token in pair]
+        seqs = [1, 0] * len(line)
+    mine = [i for i, seq in enumerate(seqs) if seq == 0][-n_rows:]
+    rows = decoder.decode(tokens, seqs, [i in mine for i in range(len(seqs))])
+    together = [row.array.copy() for row in rows]
+    _empty(decoder)
+    return _largest_difference(alone[-n_rows:], together)
+
+
+def _largest_difference(
+    left: Sequence[npt.NDArray[np.float32]], right: Sequence[npt.NDArray[np.float32]]
+) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(left, right, strict=True))

@@ -1,0 +1,218 @@
+"""Who uses which cells of the K/V cache: bookkeeping in pure Python, checked against llama.cpp.
+
+A fork shares its prefix's cells, so what a set of sequences costs is not the sum of their lengths. Cells
+are written in *runs*: one sequence's uninterrupted appends. A sequence refers to slices of runs, its own
+and inherited ones; a cell is free when no sequence refers to it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["CellLedger", "Usage", "n_common"]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How full a context's cache is, in cells (one cell holds one token's K and V).
+
+    ``cells_shared`` are used by two or more sequences, ``sequences`` gives the tokens of each sequence
+    that holds any. ``cells_reserved`` are free, but for now kept from use, so that no sequence gets a cell
+    below its earlier ones; ``in_order`` is False once that could not be kept up (see ``cell_order.py``).
+    """
+
+    cells_total: int
+    cells_used: int
+    cells_shared: int
+    sequences: dict[int, int]
+    cells_reserved: int = 0
+    in_order: bool = True
+
+    @property
+    def cells_free(self) -> int:
+        """Cells nobody uses."""
+        return self.cells_total - self.cells_used
+
+
+class _Run:
+    """Cells written one after another by one sequence, each with the write_index it was written."""
+
+    __slots__ = ("owner", "write_indices")
+
+    def __init__(self, owner: int, write_indices: list[int]) -> None:
+        self.owner = owner
+        self.write_indices = write_indices
+
+
+@dataclass
+class _Slice:
+    run: _Run
+    low: int
+    high: int
+    position: int  # of the first cell
+
+    @property
+    def end(self) -> int:
+        return self.position + self.high - self.low
+
+
+@dataclass
+class _Sequence:
+    next_position: int = 0
+    slices: list[_Slice] = field(default_factory=list)
+
+
+class CellLedger:
+    """What every sequence holds; mirrors decode, copy and remove of llama.cpp's unified cache."""
+
+    def __init__(self, n_cells: int, n_seq_max: int) -> None:
+        self.n_cells = n_cells
+        self.n_seq_max = n_seq_max
+        self.clock = 0  # cells written so far; a later one lies higher, if no hole was left to fill
+        self._sequences = [_Sequence() for _ in range(n_seq_max)]
+
+    def next_position(self, seq_id: int) -> int:
+        """Return where the next token of ``seq_id`` goes: its largest position + 1, 0 if empty."""
+        return self._sequences[seq_id].next_position
+
+    def first_position(self, seq_id: int) -> int:
+        """Return the smallest position of ``seq_id``, -1 if it is empty."""
+        slices = self._sequences[seq_id].slices
+        return slices[0].position if slices else -1
+
+    def length(self, seq_id: int) -> int:
+        """Return how many cells ``seq_id`` refers to."""
+        return sum(s.high - s.low for s in self._sequences[seq_id].slices)
+
+    def append(self, seq_id: int, n: int, write_indices: Sequence[int] | None = None) -> None:
+        """Record ``n`` new tokens at the end of ``seq_id``, written now or at ``write_indices``."""
+        if write_indices is None:
+            write_indices = range(self.clock, self.clock + n)
+            self.clock += n
+        sequence = self._sequences[seq_id]
+        if sequence.slices:
+            last = sequence.slices[-1]
+            run = last.run
+            if run.owner == seq_id and len(run.write_indices) == last.high:
+                run.write_indices.extend(write_indices)
+                last.high += n
+                sequence.next_position += n
+                return
+        run = _Run(seq_id, list(write_indices))
+        sequence.slices.append(_Slice(run, 0, n, sequence.next_position))
+        sequence.next_position += n
+
+    def last_write_index(self, seq_id: int) -> int:
+        """Return when the newest cell of ``seq_id`` was written, -1 if it is empty."""
+        slices = self._sequences[seq_id].slices
+        return slices[-1].run.write_indices[slices[-1].high - 1] if slices else -1
+
+    def exclusive(self, seq_id: int, start: int, end: int) -> tuple[int | None, int]:
+        """Return the first position in [start, end) that no other sequence shares, and how many."""
+        first, n = None, 0
+        for s in reversed(self._sequences[seq_id].slices):
+            if s.end <= start:
+                break
+            low = max(s.low, s.low + start - s.position)
+            high = min(s.high, s.low + end - s.position)
+            if self._owner_shares(seq_id, s.run, low, high):
+                continue
+            shared = sorted(
+                (t.low, t.high) for i, other in enumerate(self._sequences) if i != seq_id
+                for t in other.slices if t.run is s.run
+            )  # fmt: skip
+            alone, at = None, low
+            for t_low, t_high in (*shared, (high, high)):
+                if at < min(t_low, high):
+                    n += min(t_low, high) - at
+                    alone = at if alone is None else alone
+                at = max(at, t_high)
+            if alone is not None:
+                first = s.position + alone - s.low
+        return first, n
+
+    def _owner_shares(self, seq_id: int, run: _Run, low: int, high: int) -> bool:
+        """Return whether the sequence that wrote [low, high) holds all of it and is another one.
+
+        So it is where a fork is pruned: the others, who may be many, need not be asked.
+        """
+        return run.owner != seq_id and any(
+            t.run is run and t.low <= low and high <= t.high
+            for t in self._sequences[run.owner].slices
+        )
+
+    def write_index(self, seq_id: int, position: int) -> int:
+        """Return when the cell of ``position`` was written."""
+        for s in reversed(self._sequences[seq_id].slices):
+            if s.position <= position < s.end:
+                return s.run.write_indices[s.low + position - s.position]
+        raise KeyError(position)
+
+    def copy(self, source: int, target: int, start: int, end: int) -> None:
+        """Let the empty ``target`` refer to what ``source`` has in positions [start, end)."""
+        kept = []
+        for s in self._sequences[source].slices:
+            low, high = max(s.position, start), min(s.end, end)
+            if low < high:
+                kept.append(_Slice(s.run, s.low + low - s.position, s.low + high - s.position, low))
+        self._sequences[target] = _Sequence(kept[-1].end if kept else 0, kept)
+
+    def remove(self, seq_id: int, start: int, end: int) -> None:
+        """Record that ``seq_id`` gave up its positions in [start, end)."""
+        sequence = self._sequences[seq_id]
+        kept = []
+        for s in sequence.slices:
+            if s.end <= start or s.position >= end:
+                kept.append(s)
+                continue
+            if s.position < start:
+                kept.append(_Slice(s.run, s.low, s.low + start - s.position, s.position))
+            if s.end > end:
+                kept.append(_Slice(s.run, s.low + end - s.position, s.high, end))
+        sequence.slices = kept
+        sequence.next_position = kept[-1].end if kept else 0
+        if kept and kept[-1].run.owner == seq_id:
+            # Cells nobody refers to any more are forgotten, so that appends go on in the same run.
+            run, high = kept[-1].run, kept[-1].high
+            for other in self._sequences:
+                for s in other.slices:
+                    if s.run is run and s.high > high:
+                        return
+            del run.write_indices[high:]
+
+    def clear(self) -> None:
+        """Record that every sequence is empty."""
+        self._sequences = [_Sequence() for _ in self._sequences]
+
+    def usage(self) -> Usage:
+        """Count the cells in use, each once, and those that two or more sequences use."""
+        edges: dict[_Run, list[tuple[int, int]]] = {}
+        for sequence in self._sequences:
+            for s in sequence.slices:
+                edges.setdefault(s.run, []).extend(((s.low, 1), (s.high, -1)))
+        used = shared = 0
+        for steps in edges.values():
+            depth = previous = 0
+            for at, change in sorted(steps):
+                used += (at - previous) * (depth > 0)
+                shared += (at - previous) * (depth > 1)
+                depth += change
+                previous = at
+        lengths = {i: self.length(i) for i, s in enumerate(self._sequences) if s.slices}
+        return Usage(self.n_cells, used, shared, lengths)
+
+
+def n_common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return how many tokens two lists begin with alike."""
+    n = min(len(left), len(right))
+    if left[:n] == right[:n]:
+        return n
+    low, high = 0, n  # they agree up to low, and differ before high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

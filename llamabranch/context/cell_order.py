@@ -1,0 +1,80 @@
+"""Keeping the cells of every sequence in the order of its tokens.
+
+llama.cpp's attention adds up in the order of the cells. A sequence whose later token lies in a lower cell
+than an earlier one gets the same logits but for rounding, and a rounding may turn a word. New cells are
+taken from the lowest free one on, so a hole left below a living sequence is what would break the order.
+Where order is promised such cells are not freed but *parked*: tagged with a sequence nobody
+uses. They are freed when no living sequence lies above them, or when the cache is full: then all
+sequences are written anew, in order, or, where that cannot be, the promise ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..native import ContextHandle
+from .cell_ledger import CellLedger
+
+__all__ = ["CellOrder"]
+
+
+class CellOrder:
+    """Cells that hold nothing any more but must not be used again yet."""
+
+    def __init__(self, handle: ContextHandle, cells: CellLedger, seq_id: int) -> None:
+        self._handle = handle
+        self._cells = cells
+        self._seq_id = seq_id
+        self._lowest: int | None = None  # the write_index the oldest parked cell was written
+        self.n_cells = 0
+        self.in_order = True  # False once parked cells had to be freed below a living sequence
+
+    def take(self, seq_id: int, start: int, end: int) -> None:
+        """Park what a drop of [start, end) would free below a living sequence."""
+        cells = self._cells
+        high = min(end, cells.next_position(seq_id))
+        low, n_cells = cells.exclusive(seq_id, start, high)
+        if low is None:
+            return
+        write_index = cells.write_index(seq_id, low)
+        others = (s for s in range(cells.n_seq_max) if s != seq_id)
+        above = high < cells.next_position(seq_id) or any(
+            cells.last_write_index(other) > write_index for other in others
+        )
+        if above:
+            self._handle.copy(seq_id, self._seq_id, low, high)
+            self._add(write_index, n_cells)
+
+    def take_tree(self, leaves: Sequence[int], start: int, write_index: int, n_cells: int) -> None:
+        """Park the ``n_cells`` of a tree, written from ``write_index`` on, that nobody will keep."""
+        for leaf in leaves:
+            self._handle.copy(leaf, self._seq_id, start, -1)
+        self._add(write_index, n_cells)
+
+    def _add(self, write_index: int, n_cells: int) -> None:
+        self._lowest = write_index if self._lowest is None else min(self._lowest, write_index)
+        self.n_cells += n_cells
+
+    def free_if_unneeded(self) -> None:
+        """Free all of it if every living sequence lies below."""
+        if self._lowest is None:
+            return
+        cells = self._cells
+        if all(cells.last_write_index(s) < self._lowest for s in range(cells.n_seq_max)):
+            self._handle.remove(self._seq_id, 0, -1)
+            self.forget()
+
+    def free(self) -> None:
+        """Free all of it although sequences lie above: their order is no longer promised."""
+        self._handle.remove(self._seq_id, 0, -1)
+        self.forget()
+        self.in_order = False
+
+    def forget(self) -> None:
+        """Note that nothing is parked."""
+        self._lowest, self.n_cells = None, 0
+
+    def begin_anew(self) -> None:
+        """Note that the cache is empty: whatever comes now is in order."""
+        self.forget()
+        self.in_order = True

@@ -1,0 +1,89 @@
+"""Which sequences are lent, and to whom."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+from ..errors import SequencesExhaustedError
+
+__all__ = ["Replayable", "SequenceIds"]
+
+
+@runtime_checkable
+class Replayable(Protocol):
+    """A holder that can say which tokens its sequence holds."""
+
+    @property
+    def seq_id(self) -> int:
+        """The leased sequence."""
+
+    @property
+    def position(self) -> int:
+        """How many tokens it holds."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Their ids."""
+
+
+class SequenceIds:
+    """Sequence ids lent to holders, who are known weakly: a forgotten holder's lease comes back.
+
+    Garbage collection runs at any moment, also in the middle of a decode, so it only notes the
+    sequence; ``forgotten`` hands the notes out when it is safe to empty those sequences.
+    """
+
+    def __init__(self, n_seq_max: int) -> None:
+        self.n_seq_max = n_seq_max
+        self._holders: dict[int, weakref.ref[object]] = {}
+        self._notes: deque[int] = deque()
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._holders
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def holder(self, seq_id: int) -> object:
+        """Return who holds ``seq_id``; None if nobody does, or nobody any more."""
+        ref = self._holders.get(seq_id)
+        return None if ref is None else ref()
+
+    def lend(self, holder: object, is_empty: Callable[[int], bool]) -> int:
+        """Lend the highest sequence that is neither lent nor in use.
+
+        Raises:
+            SequencesExhaustedError: there is none; says who holds them.
+        """
+        for seq_id in range(self.n_seq_max - 1, -1, -1):
+            if seq_id not in self._holders and is_empty(seq_id):
+                weakref.finalize(holder, self._notes.append, seq_id).atexit = False
+                self._holders[seq_id] = weakref.ref(holder)
+                return seq_id
+        holders = "; ".join(f"{s} by {ref()!r}" for s, ref in sorted(self._holders.items()))
+        raw = [s for s in range(self.n_seq_max) if s not in self._holders]
+        raise SequencesExhaustedError(
+            f"all {self.n_seq_max} sequences are taken: {holders or 'none by branches'}"
+            + (f"; {raw} by raw calls" if raw else ""),
+            hint="prune a branch, or open the context with a larger n_seq_max",
+        )
+
+    def end(self, seq_id: int) -> None:
+        """Forget the lease."""
+        del self._holders[seq_id]
+
+    def forgotten(self, *, noted: bool = True) -> list[int]:
+        """Return the sequences whose holders were garbage collected, until their leases end.
+
+        With ``noted`` false also those whose note another thread is about to write.
+        """
+        n = len(self._notes)
+        if noted and not n:
+            return []
+        found = [seq_id for seq_id, ref in self._holders.items() if ref() is None]
+        for _ in range(n):
+            self._notes.popleft()
+        return found

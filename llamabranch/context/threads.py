@@ -1,0 +1,305 @@
+"""How many threads a context computes with: measured when it opens, watched while it decodes.
+
+The threads of a decode wait for one another some hundred times a token, and OpenMP's spin meanwhile. On
+idle cores that is what makes them fast. Where another program holds one of the cores, each wait may
+last until that program is descheduled: two threads can then be a hundred times slower than one. No
+number is right everywhere, so a few decodes are timed each way.
+
+The number changes no logits, with one exception: with flash attention over 512 or more cells of F16 or
+F32 K/V, llama.cpp cuts the attention of a single token into a part for each thread and adds the parts
+up. There the number for single tokens is not measured: the same seed must give the same text.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import threading
+import time
+from dataclasses import dataclass
+
+from ..errors import PerformanceWarning, warn
+from ..machine_profile import is_off, read_entry, write_entry
+from ..model import Model
+from ..native import ContextHandle, engine_versions
+from .params import available_cores
+
+__all__ = ["ThreadTuner", "ThreadWatch", "candidates"]
+
+_SECTION = "threads"
+
+_BLOCK_S = 0.005  # decode for so long with each number of threads ...
+_BLOCK_DECODES = 24  # ... at most so often ...
+_BLOCK_LEAST = 8  # ... and at least so often ...
+_BLOCK_LIMIT_S = 0.1  # ... but not longer than this: then the decode under way is stopped.
+_BATCH = 8  # tokens of the batch that stands for all batches: a drafted round, or some texts
+_PAUSE_S = 0.005  # the threads of the last number spin for a moment
+_WORTH = 0.9  # more threads must take less than this share of the time of fewer
+_IDLE = 0.8  # threads that got less than this share of their cores were in company
+_STALE = 3.0  # what takes so many times as long as when it was kept is measured anew
+
+
+def candidates(cores: int) -> list[int]:
+    """Return the numbers of threads worth trying: one, half of the cores, all of them."""
+    return sorted({1, max(1, cores // 2), cores})
+
+
+@dataclass(frozen=True)
+class _Timing:
+    """Mean seconds of a decode, inf if none ended in time, and whether the cores were idle."""
+
+    seconds: float
+    idle: bool
+
+
+class ThreadTuner:
+    """Finds the numbers of threads for one context, unless they are given.
+
+    What was measured on idle cores is kept for this machine and model (see ``machine_profile.py``); a
+    later context decodes a few tokens to see whether it still holds. What was measured beside other
+    programs is used, but not kept.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        n_threads: int | None,
+        n_threads_batch: int | None,
+        *,
+        changes_logits: bool,
+    ) -> None:
+        self._model = model
+        self._fixed = changes_logits
+        self._given_batch = n_threads_batch
+        self._cores = available_cores()
+        # Work on a GPU is not the threads'.
+        self._measures = n_threads is None and self._cores > 1 and not model.on_gpu and not is_off()
+        if changes_logits and n_threads_batch is not None:
+            self._measures = False
+        self._kept = self._read() if self._measures else None
+        if n_threads is None:
+            n_threads = self._cores
+            if self._kept is not None and max(self._kept[:2]) == 1 and not changes_logits:
+                n_threads = 1  # nothing that could have become worse: no threads are started
+        self.n_threads = n_threads
+        self.step_s: float | None = None  # what a decode of one token can take, if it was measured
+        self.n_threads_batch = n_threads if n_threads_batch is None else n_threads_batch
+
+    def tune(self, handle: ContextHandle) -> None:
+        """Choose, on an empty context that was opened with these numbers; it is empty afterwards."""
+        if not self._measures or self.n_threads == 1:
+            return
+        try:
+            _decode(handle, 1, 0)  # however long it takes: it reads the weights into memory
+            n_threads, n_threads_batch = self._still_good(handle) or self._measure(handle)
+        finally:
+            handle.clear()
+        if not self._fixed:
+            self.n_threads = n_threads
+        self.n_threads_batch = self._given_batch or n_threads_batch
+        handle.set_threads(self.n_threads, self.n_threads_batch)
+
+    # -- what is kept ------------------------------------------------------------------------------
+
+    def _key(self) -> str | None:
+        try:
+            print_ = self._model.fingerprint[:32]
+        except OSError:  # the file is gone
+            return None
+        engine = engine_versions()["llama_cpp_python"]
+        return f"{platform.node()} {platform.machine()} {self._cores} cores, {engine}, {print_}"
+
+    def _read(self) -> tuple[int, int, float] | None:
+        """Return the kept numbers of threads, and the seconds of the decode that is tried again."""
+        key = self._key()
+        entry = None if key is None else read_entry(_SECTION, key)
+        if entry is None:
+            return None
+        one, many = entry.get("n_threads"), entry.get("n_threads_batch")
+        times = entry.get("step_ms" if one != 1 else "batch_ms")
+        if not (type(one) is int and type(many) is int and isinstance(times, dict)):
+            return None
+        ms = times.get(str(one if one != 1 else many))
+        if not (isinstance(ms, (int, float)) and ms > 0 and min(one, many) >= 1):
+            return None
+        return None if max(one, many) > self._cores else (one, many, ms / 1000)
+
+    def _still_good(self, handle: ContextHandle) -> tuple[int, int] | None:
+        if self._kept is None:
+            return None
+        one, many, seconds = self._kept
+        n_tokens, n_threads = (1, one) if one != 1 else (_batch_size(handle), many)
+        if _time(handle, n_tokens, n_threads).seconds > _STALE * seconds:
+            return None
+        self.step_s = seconds if n_tokens == 1 else None
+        return one, many
+
+    # -- measuring ---------------------------------------------------------------------------------
+
+    def _measure(self, handle: ContextHandle) -> tuple[int, int]:
+        numbers = candidates(self._cores)
+        singles = {n: _time(handle, 1, n) for n in numbers}
+        one = _best(singles)
+        self.step_s = singles[one].seconds if singles[one].seconds < math.inf else None
+        n_tokens = _batch_size(handle)
+        if self._given_batch is not None or n_tokens == 1:
+            return one, one
+        batches = {n: _time(handle, n_tokens, n) for n in numbers}
+        many = _best(batches)
+        timings = [*singles.values(), *batches.values()]
+        key = self._key()
+        if key is not None and all(timing.idle for timing in timings):
+            entry: dict[str, object] = {
+                "n_threads": one,
+                "n_threads_batch": many,
+                "step_ms": _in_ms(singles),
+                "batch_ms": _in_ms(batches),
+                "batch_tokens": n_tokens,
+                "measured": time.strftime("%Y-%m-%d"),
+            }
+            write_entry(_SECTION, key, entry)
+        return one, many
+
+
+def _batch_size(handle: ContextHandle) -> int:
+    return min(_BATCH, handle.n_batch)
+
+
+def _best(timings: dict[int, _Timing]) -> int:
+    """Return the number of threads that is fastest; of nearly equal ones the smaller."""
+    best, *others = timings
+    for n in others:
+        if timings[n].seconds < _WORTH * timings[best].seconds:
+            best = n
+    # Nothing ended in time: so large a model spends its time computing, not waiting.
+    return best if timings[best].seconds < math.inf else max(timings)
+
+
+def _in_ms(timings: dict[int, _Timing]) -> dict[str, float]:
+    known = {n: timing.seconds for n, timing in timings.items() if timing.seconds < math.inf}
+    return {str(n): round(1000 * seconds, 4) for n, seconds in known.items()}
+
+
+def _decode(handle: ContextHandle, n_tokens: int, position: int) -> bool:
+    """Decode ``n_tokens`` at ``position`` of sequence 0; False if that was stopped."""
+    for i in range(n_tokens):
+        handle.tokens[i] = (7 * i + 3) % handle.n_vocab
+        handle.positions[i] = position + i
+    handle.seqs[:n_tokens] = 0
+    handle.wants_logits[:n_tokens] = 0
+    handle.wants_logits[n_tokens - 1] = 1
+    code = handle.decode(n_tokens)
+    handle.synchronize()
+    return code == 0
+
+
+def _time(handle: ContextHandle, n_tokens: int, n_threads: int) -> _Timing:
+    """Time decodes of ``n_tokens`` of one sequence, from an empty memory; bounded in time."""
+    time.sleep(_PAUSE_S)
+    handle.set_threads(n_threads, n_threads)
+    handle.clear()
+    alarm = threading.Timer(_BLOCK_LIMIT_S, handle.stop)
+    alarm.daemon = True
+    n, spent, cpu = 0, 0.0, 0.0
+    most = min(_BLOCK_DECODES, handle.n_ctx // n_tokens - 1)
+    alarm.start()
+    try:
+        in_time = _decode(handle, n_tokens, 0)  # starts the threads and builds the graph
+        while in_time and n < most and (n < _BLOCK_LEAST or spent < _BLOCK_S):
+            cpu_start, start = time.process_time(), time.perf_counter()
+            in_time = _decode(handle, n_tokens, (n + 1) * n_tokens)
+            if in_time:
+                n += 1
+                spent += time.perf_counter() - start
+                cpu += time.process_time() - cpu_start
+    finally:
+        alarm.cancel()
+        alarm.join()
+        handle.resume()
+    if n == 0:
+        return _Timing(math.inf, idle=True)
+    return _Timing(spent / n, idle=cpu >= _IDLE * spent * n_threads)
+
+
+@dataclass
+class _Lap:
+    """Some decodes of one size: how many, their seconds, and the processor time of all threads."""
+
+    n: int = 0
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+
+
+class ThreadWatch:
+    """Notices that threads wait for cores that other programs use, and says so once.
+
+    It times one decode in eight, of small batches. Two laps in a row that are far slower than one was,
+    or than was measured when the context opened, may as well mean a longer context: but then the
+    threads are busy all the time. Where they also got less of their cores than that, it warns.
+    """
+
+    EVERY = 8  # a power of two
+    LARGEST = 16  # tokens of a decode that is watched
+
+    LAP = 4
+    LAPS = 2
+    SLOW = 5.0  # times the fastest lap
+    LEAST_S = 0.002  # a lap whose decodes take less is not slow, whatever it is beside
+
+    def __init__(
+        self, handle: ContextHandle, n_threads: int, n_threads_batch: int, step_s: float | None
+    ) -> None:
+        self._handle = handle
+        self._n_threads = (n_threads, n_threads_batch)
+        self._laps: dict[int, _Lap] = {}
+        self._fastest: dict[int, float] = {} if step_s is None else {1: step_s}
+        self._n_slow: dict[int, int] = {}
+        self._warned = False
+
+    @classmethod
+    def of(cls, handle: ContextHandle, model: Model, tuner: ThreadTuner) -> ThreadWatch | None:
+        """Return a watch, or None where there is nothing to watch."""
+        if is_off() or model.on_gpu or max(tuner.n_threads, tuner.n_threads_batch) == 1:
+            return None
+        return cls(handle, tuner.n_threads, tuner.n_threads_batch, tuner.step_s)
+
+    def decode(self, n: int) -> int:
+        """Decode the first ``n`` entries of the batch arrays, timed; return llama.cpp's code.
+
+        Raises:
+            PerformanceWarning: only where warnings are errors.
+        """
+        if self._warned or n > self.LARGEST or self._n_threads[n > 1] == 1:
+            return self._handle.decode(n)
+        cpu, start = time.process_time(), time.perf_counter()
+        code = self._handle.decode(n)
+        if code == 0:
+            self.note(n, time.perf_counter() - start, time.process_time() - cpu)
+        return code
+
+    def note(self, n: int, seconds: float, cpu_s: float) -> None:
+        """Count a decode of ``n`` tokens in: its seconds, and the processor time of all threads."""
+        lap = self._laps.setdefault(n, _Lap())
+        lap.n += 1
+        lap.seconds += seconds
+        lap.cpu_s += cpu_s
+        if lap.n == self.LAP:
+            self._end(n, self._laps.pop(n))
+
+    def _end(self, n: int, lap: _Lap) -> None:
+        mean = lap.seconds / lap.n
+        fastest = self._fastest[n] = min(mean, self._fastest.get(n, mean))
+        n_threads = self._n_threads[n > 1]
+        slow = mean >= max(self.SLOW * fastest, self.LEAST_S)
+        in_company = lap.cpu_s < _IDLE * lap.seconds * n_threads
+        self._n_slow[n] = self._n_slow.get(n, 0) + 1 if slow and in_company else 0
+        if self._n_slow[n] < self.LAPS:
+            return
+        self._warned = True
+        what = "one token" if n == 1 else f"{n} tokens"
+        warn(
+            f"decoding {what} with {n_threads} threads now takes {1000 * mean:.3g} ms, it has taken "
+            f"{1000 * fastest:.3g} ms: other programs use the cores, and llama.cpp's threads wait "
+            f"for each other. Create the context with n_threads=1, or let the cores become idle.",
+            PerformanceWarning,
+        )

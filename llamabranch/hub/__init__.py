@@ -1,0 +1,23 @@
+"""Names to model files."""
+
+from .catalogue import (
+    BUNDLED_DRAFT,
+    BUNDLED_TARGET,
+    CatalogueEntry,
+    catalogue,
+    draft_for,
+    locate,
+    parse_catalogue,
+    resolve,
+)
+
+__all__ = [
+    "BUNDLED_DRAFT",
+    "BUNDLED_TARGET",
+    "CatalogueEntry",
+    "catalogue",
+    "draft_for",
+    "locate",
+    "parse_catalogue",
+    "resolve",
+]

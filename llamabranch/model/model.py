@@ -1,0 +1,432 @@
+"""A loaded model: its facts, its vocabulary, and whether another model speaks the same tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import SupportsIndex
+
+from ..arguments import plain_int, shown, whole
+from ..errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedError
+from ..native import ModelHandle, uses_amx
+from ..native.gguf_check import check_header
+from .text import TEXT_TYPES, TextDecoder, TokenIds, decode_utf8, token_list
+from .vocabulary import VocabularyReport, compare
+
+__all__ = ["Model"]
+
+
+class Model:
+    """A GGUF loaded by llama.cpp. Contexts of one model share its weights.
+
+    Args:
+        path: the GGUF file (of a split model, the first part).
+        n_gpu_layers: layers to put on the GPU; -1 = all, if this build has a GPU backend.
+        use_mmap: map the file instead of reading it.
+        use_mlock: keep the weights in memory.
+        check_tensors: look for NaN and infinity in the weights (slower to load).
+        vocab_only: load the vocabulary without the weights; such a model opens no context.
+        extra_buffers: let llama.cpp lay the weights out anew for this processor. "auto" = yes, but not
+            for Intel's AMX: a build by GCC 12 was seen to end the process there, at the first decode.
+        progress: called with 0.0 to 1.0 while loading; an exception in it stops the loading.
+
+    Raises:
+        ModelLoadError: no such file, not a GGUF, or one that llama.cpp cannot run; with the reason.
+        ConfigError: ``extra_buffers`` is none of these, ``n_gpu_layers`` no integer of 32 bits.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        *,
+        n_gpu_layers: int = -1,
+        use_mmap: bool = True,
+        use_mlock: bool = False,
+        check_tensors: bool = False,
+        vocab_only: bool = False,
+        extra_buffers: bool | str = "auto",
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        if extra_buffers not in (True, False, "auto"):
+            raise ConfigError(f"extra_buffers must be 'auto', True or False, not {extra_buffers!r}")
+        n_gpu_layers = whole("n_gpu_layers", n_gpu_layers, -(2**31), 2**31 - 1)
+        self.path = Path(path)
+        check_header(self.path, vocab_only=vocab_only)
+        self._handle = ModelHandle(
+            self.path,
+            n_gpu_layers=n_gpu_layers,
+            use_mmap=use_mmap,
+            use_mlock=use_mlock,
+            check_tensors=check_tensors,
+            vocab_only=vocab_only,
+            extra_buffers=not uses_amx() if extra_buffers == "auto" else bool(extra_buffers),
+            progress=progress,
+        )
+        self.vocab_only = vocab_only
+        self.n_vocab = self._handle.n_vocab
+        if self.n_vocab <= 0:
+            self._handle.close()
+            raise ModelLoadError(f"{self.path} has an empty vocabulary")
+        # Comparing two vocabularies of 128k tokens takes a second.
+        self._reports: weakref.WeakKeyDictionary[Model, VocabularyReport] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._pieces: list[bytes | None] = [None] * self.n_vocab
+        self._texts: list[str | None] = [None] * self.n_vocab
+        self._ends = frozenset(self._end_tokens())
+
+    def _end_tokens(self) -> list[int]:
+        if not self.has_text:
+            return []
+        return [token for token in range(self.n_vocab) if self._handle.is_eog(token)]
+
+    # -- life --------------------------------------------------------------------------------------
+
+    @property
+    def handle(self) -> ModelHandle:
+        """The native handle; for the layers above, not for users."""
+        self._handle.ptr  # noqa: B018  (raises ClosedError)
+        return self._handle
+
+    @property
+    def closed(self) -> bool:
+        """True after ``close()``."""
+        return self._handle.closed
+
+    def close(self) -> None:
+        """Free the model, and before it every context that still uses it. Idempotent."""
+        self._handle.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Model {self.name!r}{' closed' if self.closed else ''}>"
+
+    # -- facts -------------------------------------------------------------------------------------
+
+    @cached_property
+    def metadata(self) -> dict[str, str]:
+        """The GGUF's scalar metadata, as text."""
+        return self.handle.metadata()
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the architecture: "llama", "qwen2", "gemma3", "mamba", ..."""
+        return self.metadata.get("general.architecture", "unknown")
+
+    @property
+    def name(self) -> str:
+        """The model's own name, or its file's."""
+        return self.path.stem if self.closed else self.metadata.get("general.name", self.path.stem)
+
+    @cached_property
+    def description(self) -> str:
+        """llama.cpp's one-line description."""
+        return self.handle.description()
+
+    @cached_property
+    def file_type(self) -> str:
+        """The quantization most weights have: "Q8_0", "F16", "Q4_K_M", ..."""
+        return self.handle.file_type(self.metadata.get("general.file_type", ""))
+
+    @cached_property
+    def n_params(self) -> int:
+        """Number of parameters."""
+        return self.handle.number("n_params")
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """Size of all tensors, bytes."""
+        return self.handle.number("size")
+
+    @cached_property
+    def n_ctx_train(self) -> int:
+        """Context length the model was trained for, tokens."""
+        return self.handle.number("n_ctx_train")
+
+    @cached_property
+    def n_layer(self) -> int:
+        """Number of layers."""
+        return self.handle.number("n_layer")
+
+    @cached_property
+    def n_embd(self) -> int:
+        """Width of the hidden state."""
+        return self.handle.number("n_embd")
+
+    @cached_property
+    def n_swa(self) -> int:
+        """Size of the sliding attention window in tokens, 0 if there is none."""
+        return self.handle.number("n_swa")
+
+    @cached_property
+    def memory_type(self) -> str:
+        """How it remembers: "attention", "sliding-window", "recurrent", "hybrid" or "none"."""
+        handle = self.handle
+        if handle.number("is_hybrid"):
+            return "hybrid"
+        if handle.number("is_recurrent"):
+            return "recurrent"
+        if self.metadata.get(f"{self.architecture}.attention.causal") == "false":
+            return "none"
+        return "sliding-window" if self.n_swa > 0 else "attention"
+
+    @property
+    def can_generate(self) -> bool:
+        """True if it is a decoder that predicts the next token (not an embedding model)."""
+        handle = self.handle
+        return bool(handle.number("has_decoder")) and (
+            not handle.number("has_encoder") and self.memory_type != "none"
+        )
+
+    @property
+    def on_gpu(self) -> bool:
+        """True if layers may lie on a GPU."""
+        return self._handle.on_gpu
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) over the file's size, first and last MiB: the same file, the same print."""
+        digest = hashlib.sha256()
+        size = self.path.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with self.path.open("rb") as file:
+            digest.update(file.read(1 << 20))
+            file.seek(max(0, size - (1 << 20)))
+            digest.update(file.read())
+        return digest.hexdigest()
+
+    # -- vocabulary --------------------------------------------------------------------------------
+
+    @property
+    def vocab_type(self) -> str:
+        """The tokenizer's kind: "bpe", "spm", "wpm", ..., or "none"."""
+        return self._handle.vocab_type
+
+    @property
+    def has_text(self) -> bool:
+        """True if the model can turn text into tokens and back."""
+        return self._handle.vocab_type != "none"
+
+    @cached_property
+    def bos(self) -> int | None:
+        """Id of the beginning-of-sequence token, if there is one."""
+        return self.handle.special("bos")
+
+    @cached_property
+    def eos(self) -> int | None:
+        """Id of the end-of-sequence token, if there is one."""
+        return self.handle.special("eos")
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """All ids that end a generation."""
+        return self._ends
+
+    def is_eog(self, token: int) -> bool:
+        """Return True if ``token`` ends a generation."""
+        return token in self._ends
+
+    def token_id(self, token: SupportsIndex) -> int:
+        """Return one token id as a plain integer.
+
+        Raises:
+            TokenizeError: not an integer of the vocabulary.
+        """
+        if type(token) is int and 0 <= token < self.n_vocab:
+            return token
+        found = plain_int(token)
+        if found is None or not 0 <= found < self.n_vocab:
+            raise TokenizeError(
+                f"token {shown(token)} is not in the vocabulary (0 to {self.n_vocab - 1})"
+            )
+        return found
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raise TokenizeError unless every id is a plain integer of the vocabulary."""
+        n_vocab = self.n_vocab
+        if isinstance(tokens, TEXT_TYPES):  # bytes are integers, too
+            token_list(tokens)
+        for token in tokens:
+            if type(token) is int and 0 <= token < n_vocab:
+                continue
+            raise TokenizeError(
+                f"token {shown(token)} is not in the vocabulary (0 to {n_vocab - 1})"
+            )
+
+    def prompt_tokens(self, prompt: str | TokenIds) -> list[int]:
+        """Return the token ids of a prompt, at least one.
+
+        Text gets the model's beginning token if it has one; ids are taken as they are. An empty prompt is
+        the beginning token, or where there is none the end token, after which texts begin, too.
+
+        Raises:
+            ConfigError: neither text nor ids, or empty where the model has no such token.
+            TokenizeError: as ``tokenize``, or an id that is not in the vocabulary.
+        """
+        if isinstance(prompt, str):
+            tokens = self.tokenize(prompt)
+        elif isinstance(prompt, TEXT_TYPES) or not isinstance(prompt, Iterable):
+            raise ConfigError(
+                f"a prompt is text or a list of token ids, not {prompt!r:.40}",
+                hint="decode bytes first: prompt.decode()"
+                if isinstance(prompt, TEXT_TYPES)
+                else None,
+            )
+        else:
+            tokens = token_list(prompt)
+            self.check_tokens(tokens)
+        if tokens:
+            return tokens
+        token = self.bos if self.bos is not None else self.eos
+        if token is None:
+            raise ConfigError(
+                "the prompt is empty and the model has no beginning token",
+                hint="give at least one token",
+            )
+        return [token]
+
+    def _need_text(self) -> None:
+        if not self.has_text:
+            raise TokenizeError(f"{self.name} has no vocabulary: it takes token ids, not text")
+
+    def tokenize(
+        self, text: str, *, add_special: bool = True, parse_special: bool = False
+    ) -> list[int]:
+        """Return the token ids of ``text``.
+
+        Args:
+            text: any string.
+            add_special: add the beginning (or end) token if the model was trained with one.
+            parse_special: read control tokens such as ``<|im_start|>`` written in the text as such.
+
+        Raises:
+            TokenizeError: the model has no vocabulary, or llama.cpp cannot encode the text.
+        """
+        self._need_text()
+        if not isinstance(text, str):
+            raise TokenizeError(f"text must be str, not {type(text).__name__}")
+        if add_special and self.bos is None and self._handle.flag("get_add_bos"):
+            add_special = False  # asks for a token it does not have: llama.cpp would abort
+        try:
+            data = text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise TokenizeError(f"the text is not valid Unicode: {error}") from error
+        if text and self.vocab_type == "spm" and not self._spm_knows_bytes:
+            self._check_spm_text(text)
+        return self.handle.tokenize(data, add_special, parse_special)
+
+    @cached_property
+    def _vocabulary_texts(self) -> frozenset[bytes]:
+        return frozenset(self._handle.token_text(token) for token in range(self.n_vocab))
+
+    @cached_property
+    def _spm_knows_bytes(self) -> bool:
+        return b"<0x00>" in self._vocabulary_texts
+
+    def _check_spm_text(self, text: str) -> None:
+        # Without byte tokens llama.cpp throws on any character that is not a token of its own.
+        if self.metadata.get("tokenizer.ggml.add_space_prefix") != "false":
+            text = " " + text
+        for character in set(text.replace(" ", "\u2581")):
+            if character.encode() not in self._vocabulary_texts:
+                raise TokenizeError(f"the vocabulary has no token for the character {character!r}")
+
+    def detokenize(self, tokens: TokenIds, *, special: bool = False) -> str:
+        """Return the text of ``tokens``; with ``special`` control tokens are spelled out.
+
+        Raises:
+            TokenizeError: an id out of range, or no vocabulary.
+        """
+        self._need_text()
+        tokens = token_list(tokens)
+        self.check_tokens(tokens)
+        return self.handle.detokenize(tokens, special).decode("utf-8", "replace")
+
+    def piece(self, token: SupportsIndex) -> bytes:
+        """Return the bytes ``token`` adds to a text; control tokens add none.
+
+        Raises:
+            TokenizeError: the id is out of range.
+        """
+        try:
+            piece = self._pieces[token] if token >= 0 else None  # type: ignore[operator]
+        except (IndexError, TypeError):
+            piece = None
+        if piece is None:
+            token = self.token_id(token)
+            piece = self.handle.piece(token, special=False) if self.has_text else b""
+            self._pieces[token] = piece
+        return piece
+
+    def text_after(self, token: int, pending: bytes) -> tuple[str, bytes]:
+        """Return what ``token`` completes after ``pending`` bytes, and the bytes still pending.
+
+        A character whose UTF-8 bytes come in several tokens appears with the last of them.
+        """
+        if not pending:
+            text = self._texts[token]
+            if text is not None:
+                return text, b""
+        text, left = decode_utf8(pending + self.piece(token))
+        if not pending and not left:
+            self._texts[token] = text
+        return text, left
+
+    def text_decoder(self) -> TextDecoder:
+        """Return a streaming decoder for one line of tokens."""
+        return TextDecoder(self)
+
+    # -- chat --------------------------------------------------------------------------------------
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own chat template (Jinja source), or None."""
+        return self.handle.chat_template()
+
+    def apply_chat_template(
+        self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """Return the prompt for ``messages`` of (role, content), as the model was trained on it.
+
+        llama.cpp recognises the well-known templates; it does not run Jinja.
+
+        Raises:
+            UnsupportedError: the model has no template, or one that llama.cpp does not know.
+        """
+        template = self.chat_template
+        if template is None:
+            raise UnsupportedError(f"{self.name} has no chat template")
+        text = self.handle.apply_chat_template(template, messages, add_generation_prompt)
+        if text is None:
+            raise UnsupportedError("llama.cpp does not know this model's chat template")
+        return text
+
+    # -- pairs -------------------------------------------------------------------------------------
+
+    def compatibility(self, draft: Model) -> VocabularyReport:
+        """Return whether ``draft`` can draft for this model token by token, and if not, why."""
+        report = self._reports.get(draft)
+        if report is None:
+            report = self._reports[draft] = compare(self, draft)
+        return report
+
+    def entry(self, token: int) -> tuple[bytes, bool]:
+        """Return how the vocabulary spells ``token``, and whether it is a control token."""
+        if not self.has_text:
+            return str(token).encode(), False
+        return self._handle.token_text(token), self._handle.is_control(token)

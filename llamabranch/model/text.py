@@ -1,0 +1,140 @@
+"""Text from tokens: a streaming UTF-8 decoder, and stop strings found in the stream."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import Protocol, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arguments import plain_int
+from ..errors import ConfigError, TokenizeError
+
+__all__ = ["NO_TOKEN", "StopStrings", "TextDecoder", "TokenIds", "decode_utf8", "token_list"]
+
+# What is taken as token ids: NumPy integers and arrays of them, too.
+TokenIds = Iterable[SupportsIndex] | npt.NDArray[np.integer]
+
+
+TEXT_TYPES = (str, bytes, bytearray, memoryview)
+
+
+def token_list(tokens: TokenIds) -> list[int]:
+    """Return token ids as a list of plain integers; what is none is left to ``check_tokens``.
+
+    Raises:
+        TokenizeError: text or bytes, whose characters are no token ids, an array of anything but
+            integers, or nothing that can be listed.
+    """
+    if isinstance(tokens, np.ndarray):
+        if tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size):
+            return [int(token) for token in tokens.tolist()]
+        raise TokenizeError(
+            f"token ids are a list of integers, not an array of {tokens.dtype} of shape {tokens.shape}"
+        )
+    if isinstance(tokens, TEXT_TYPES) or not isinstance(tokens, Iterable):
+        raise TokenizeError(
+            f"token ids are a list of integers, not {tokens!r:.40}",
+            hint="turn text into tokens with tokenize(text), bytes into text with decode()",
+        )
+    found = list(tokens)
+    if all(type(token) is int for token in found):
+        return found  # type: ignore[return-value]
+    return [token if (n := plain_int(token)) is None else n for token in found]  # type: ignore[misc]
+
+
+class TextSource(Protocol):
+    """What a decoder needs of a model."""
+
+    def token_id(self, token: SupportsIndex) -> int:
+        """Return it as a plain integer, or raise TokenizeError."""
+
+    def text_after(self, token: int, pending: bytes) -> tuple[str, bytes]:
+        """Return the text that ``token`` completes, and the bytes that stay incomplete."""
+
+
+class TextDecoder:
+    """Turns tokens into text one by one without ever splitting a UTF-8 character."""
+
+    def __init__(self, model: TextSource) -> None:
+        self._model = model
+        self._pending = b""
+
+    def feed(self, token: SupportsIndex) -> str:
+        """Return the text that ``token`` completes; may be empty."""
+        token = self._model.token_id(token)
+        text, self._pending = self._model.text_after(token, self._pending)
+        return text
+
+    def flush(self) -> str:
+        """Return what is left as replacement characters, and forget it."""
+        left, self._pending = self._pending, b""
+        return left.decode("utf-8", "replace")
+
+
+def decode_utf8(data: bytes) -> tuple[str, bytes]:
+    """Return the text of ``data``, and the bytes at its end that are not yet a whole character."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    return decoder.decode(data), decoder.getstate()[0]
+
+
+NO_TOKEN = -1  # llama.cpp's LLAMA_TOKEN_NULL
+
+
+class StopStrings:
+    """Watches a stream for any of some strings and holds back what may become one.
+
+    Raises:
+        ConfigError: an empty stop string, or one string where a sequence belongs.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if isinstance(stops, str):
+            raise ConfigError("stop must be a sequence of strings, not one string")
+        if any(not isinstance(s, str) or not s for s in stops):
+            raise ConfigError("stop strings must be strings that are not empty")
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found: str | None = None
+
+    def feed(self, text: str) -> str:
+        """Return what of the stream is safe to show; sets ``found`` at the first stop string."""
+        if not self._stops or self.found is not None:
+            return text if self.found is None else ""
+        self._held += text
+        # The first one to be complete counts, so that it does not matter how the text was cut.
+        places = [
+            (at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0
+        ]
+        if places:
+            _, at, self.found = min(places)
+            shown, self._held = self._held[:at], ""
+            return shown
+        keep = max(self._overlap(stop) for stop in self._stops)
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown
+
+    def show(self, text: str, *, last: bool) -> str:
+        """Return what to show of the next piece, and of what was held if it is the ``last``."""
+        shown = self.feed(text)
+        return shown + self.flush() if last else shown
+
+    @property
+    def held(self) -> str:
+        """What is held back now."""
+        return self._held
+
+    def _overlap(self, stop: str) -> int:
+        """Return how many characters at the end of what is held could begin ``stop``."""
+        for n in range(min(len(stop) - 1, len(self._held)), 0, -1):
+            if stop.startswith(self._held[-n:]):
+                return n
+        return 0
+
+    def flush(self) -> str:
+        """Return what was held back: the stream ends here without a stop string."""
+        held, self._held = self._held, ""
+        return held

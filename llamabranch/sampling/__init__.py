@@ -1,0 +1,13 @@
+"""Logits to token: settings, grammar, distribution, the draw."""
+
+from .distribution import Distribution
+from .grammar import Grammar
+from .params import SamplingParams
+from .sampler import Sampler
+
+__all__ = [
+    "Distribution",
+    "Grammar",
+    "Sampler",
+    "SamplingParams",
+]

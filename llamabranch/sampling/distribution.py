@@ -1,0 +1,206 @@
+"""Sparse categorical distributions, and the noise that draws from them.
+
+Pure NumPy: this module knows nothing of models or llama.cpp. There is no random state anywhere. Every
+draw is Gumbel-max, argmax_x(log p(x) + g(x)), where g is a pure function of (seed, position, token id):
+a counter-based hash in the manner of Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3",
+with the 64-bit finalizer of MurmurHash3 as the mixing function. The same seed therefore gives the same
+token whoever asks, however often, and in whatever batch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arguments import whole
+from ..errors import ConfigError
+from .noise import _LEAST_WEIGHT, DRAW, Floats, Ids, _key, _unit
+
+__all__ = ["Distribution"]
+
+
+_LOG_BASES = {"nats": 1.0, "bits": math.log(2.0)}
+
+
+def candidates(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.intp] | None:
+    """Return ids, ascending, among which are the ``k`` largest of ``logits`` (V,) and their equals.
+
+    Few more than k, without sorting: of 8 k blocks that cover the row, k have a maximum of at least the
+    k-th largest maximum, so at least k logits have. None where that tells nothing or saves nothing:
+    logits that are not numbers, a small vocabulary, too many equals.
+    """
+    n_blocks = max(512, 8 * k)
+    n_rows = len(logits) // n_blocks
+    if n_rows < 32:
+        return None
+    maxima = logits[: n_rows * n_blocks].reshape(n_rows, n_blocks).max(axis=0)
+    maxima.partition(n_blocks - k)
+    least = maxima[n_blocks - k]
+    if not (maxima[n_blocks - k :] < math.inf).all():  # a number that is none is sorted to the end
+        return None
+    found = np.flatnonzero(logits >= least)
+    return found if len(found) < len(logits) // 4 else None
+
+
+class Distribution:
+    """A categorical distribution over few or many token ids.
+
+    ``ids`` is int32 (K,) without repeats, ``logprobs`` float64 (K,), normalised, natural logarithm.
+    Tokens that are not listed have probability zero. Immutable by convention: arrays may be shared.
+    A draw needs no normalised probabilities, so they are made when something else asks for them.
+    """
+
+    __slots__ = ("_logprobs", "_logweights", "ids")
+
+    def __init__(self, ids: Ids, logprobs: Floats) -> None:
+        if ids.ndim != 1 or ids.shape != logprobs.shape or len(ids) == 0:
+            raise ConfigError(
+                f"a distribution needs as many ids as log-probabilities, at least one; "
+                f"got shapes {ids.shape} and {logprobs.shape}"
+            )
+        self.ids = ids
+        self._logweights = logprobs  # the same up to a constant
+        self._logprobs: Floats | None = logprobs
+
+    @property
+    def logprobs(self) -> Floats:
+        """Normalised log-probabilities, float64 (K,), nats, in the order of ``ids``."""
+        if self._logprobs is None:
+            x = self._logweights
+            self._logprobs = x - math.log(np.exp(x).sum())
+        return self._logprobs
+
+    @classmethod
+    def from_logits(cls, logits: npt.NDArray[np.floating], ids: Ids | None = None) -> Distribution:
+        """Return softmax(logits), (V,) or with ``ids`` (K,). Entries of -inf are left out."""
+        x = logits.astype(np.float64)
+        top = x.max() if len(x) else -math.inf
+        if not math.isfinite(top):
+            raise ConfigError(f"no distribution: the largest logit is {top}")
+        if ids is None:
+            ids = np.arange(len(x), dtype=np.int32)
+        x -= top
+        if x.min() == -math.inf:
+            keep = x > -math.inf
+            x, ids = x[keep], ids[keep]
+        found = cls(ids, x)
+        found._logprobs = None
+        return found
+
+    @classmethod
+    def from_probs(cls, probs: Floats, ids: Ids | None = None) -> Distribution:
+        """Return the distribution proportional to ``probs`` >= 0, (V,) or with ``ids`` (K,)."""
+        if ids is None:
+            ids = np.arange(len(probs), dtype=np.int32)
+        keep = probs > 0.0
+        total = float(probs[keep].sum())
+        if not keep.any() or not math.isfinite(total):
+            raise ConfigError("no distribution: the weights are all zero or not finite")
+        return cls(ids[keep], np.log(probs[keep] / total))
+
+    @classmethod
+    def point(cls, token: int) -> Distribution:
+        """Return the distribution that is certain of ``token``."""
+        return cls(np.array([token], dtype=np.int32), np.zeros(1))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __repr__(self) -> str:
+        best = self.argmax()
+        return f"Distribution({len(self)} tokens, argmax {best} at {self.prob(best):.3f})"
+
+    @property
+    def is_point(self) -> bool:
+        """True if all the probability lies on one token."""
+        return len(self.ids) == 1
+
+    @property
+    def probs(self) -> Floats:
+        """Probabilities, float64 (K,), in the order of ``ids``; a copy."""
+        return np.exp(self.logprobs)
+
+    def dense(self, n_vocab: int) -> Floats:
+        """Return all probabilities, float64 (n_vocab,), zero where a token is not listed."""
+        p = np.zeros(n_vocab)
+        p[self.ids] = np.exp(self.logprobs)
+        return p
+
+    def logprob(self, token: int) -> float:
+        """Return log p(token) in nats, -inf for a token that is not listed."""
+        at = np.flatnonzero(self.ids == token)
+        return float(self.logprobs[at[0]]) if len(at) else -math.inf
+
+    def prob(self, token: int) -> float:
+        """Return p(token)."""
+        return math.exp(self.logprob(token))
+
+    def surprisal(self, token: int, base: str = "nats") -> float:
+        """Return -log p(token) in ``base`` ("nats" or "bits"), inf for an impossible token."""
+        return -self.logprob(token) / log_base(base)
+
+    def entropy(self, base: str = "nats") -> float:
+        """Return the Shannon entropy in ``base`` ("nats" or "bits")."""
+        return max(0.0, -float(np.dot(np.exp(self.logprobs), self.logprobs))) / log_base(base)
+
+    def argmax(self) -> int:
+        """Return the most probable token, the smallest id among equals."""
+        best = self.logprobs.max()
+        return int(self.ids[self.logprobs == best].min())
+
+    def draw(self, seed: int, position: int, purpose: int = DRAW) -> int:
+        """Return the token drawn for (seed, position): Gumbel-max with counter-based noise.
+
+        argmax(log p + g) is computed as argmax(log(u) / w): w are weights proportional to p, and u is
+        uniform, so that -log(u) = exp(-g) is exponential.
+        """
+        if len(self.ids) == 1:
+            return int(self.ids[0])
+        weights = np.exp(self._logweights)
+        np.maximum(weights, _LEAST_WEIGHT, out=weights)  # one that is 0 for a float is never drawn
+        race = np.log(_unit(_key(seed, position, purpose), self.ids))
+        race /= weights
+        return int(self.ids[race.argmax()])
+
+    def top(self, k: int) -> list[tuple[int, float]]:
+        """Return the ``k`` most probable tokens with their log-probabilities, best first."""
+        order = np.lexsort((self.ids, -self.logprobs))[: whole("k", k, 0)]
+        return [(int(self.ids[i]), float(self.logprobs[i])) for i in order]
+
+    def without(self, token: int) -> Distribution:
+        """Return this distribution given that ``token`` is excluded."""
+        keep = self.ids != token
+        if not keep.any():
+            raise ConfigError(f"no distribution without token {token}: it has all the probability")
+        return Distribution.from_logits(self.logprobs[keep], self.ids[keep])
+
+    def at(self, ids: Ids) -> Floats:
+        """Return the probabilities of ``ids``, float64 (len(ids),)."""
+        order = np.argsort(self.ids, kind="stable")
+        found = np.searchsorted(self.ids, ids, sorter=order)
+        where = order[np.minimum(found, len(order) - 1)]
+        return np.where(self.ids[where] == ids, np.exp(self.logprobs[where]), 0.0)
+
+    def residual(self, other: Distribution) -> Distribution:
+        """Return norm(max(self - other, 0)): where a rejected draft is replaced from.
+
+        Leviathan et al. 2022, section 2.3. If the two are equal there is nothing left, and no
+        rejection can have happened; then this returns ``self``.
+        """
+        left = np.maximum(np.exp(self.logprobs) - other.at(self.ids), 0.0)
+        return Distribution.from_probs(left, self.ids) if left.any() else self
+
+    def total_variation(self, other: Distribution) -> float:
+        """Return 1/2 sum |self - other|, between 0 and 1."""
+        excess = np.maximum(np.exp(self.logprobs) - other.at(self.ids), 0.0)
+        return min(1.0, float(excess.sum()))
+
+
+def log_base(base: str) -> float:
+    """Return the divisor that turns nats into ``base``."""
+    try:
+        return _LOG_BASES[base]
+    except KeyError:
+        raise ConfigError(f"unknown base {base!r}: use 'nats' or 'bits'") from None

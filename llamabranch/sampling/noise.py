@@ -1,0 +1,121 @@
+"""Counter-based noise: every draw is a pure function of (seed, position, token)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arguments import whole
+
+__all__ = ["exponential_noise", "gumbel_noise", "uniform"]
+
+Ids = npt.NDArray[np.int32]
+
+
+Floats = npt.NDArray[np.float64]
+
+
+_MASK = (1 << 64) - 1
+
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: successive multiples are well spread
+
+
+_MIX_1, _MIX_2 = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53  # MurmurHash3 fmix64
+
+
+# Arrays without axes: NumPy takes them in faster than scalars.
+_U_MIX_1, _U_MIX_2, _U_33, _U_11, _U_GOLDEN, _U_1 = (
+    np.array(x, dtype=np.uint64) for x in (_MIX_1, _MIX_2, 33, 11, _GOLDEN, 1)
+)
+
+
+_TO_UNIT = 2.0**-53
+
+
+_LEAST_WEIGHT = np.array(1e-300)
+
+
+# Purposes: independent noise for draws, rejection rules, XTC's coin, seeds of forks, and for drafts
+# under the rejection rules, whose draws must not depend on the target's.
+DRAW, RULE, MIXTURE, FORK, DRAFT = 0, 1, 2, 3, 4
+
+
+def _mix(x: int) -> int:
+    x ^= x >> 33
+    x = (x * _MIX_1) & _MASK
+    x ^= x >> 33
+    x = (x * _MIX_2) & _MASK
+    return x ^ (x >> 33)
+
+
+def _key(seed: int, position: int, purpose: int) -> int:
+    if type(seed) is not int or type(position) is not int:  # fixed-width integers would overflow
+        seed, position = whole("seed", seed), whole("position", position)
+    key = _mix((seed + _GOLDEN) & _MASK)
+    key = _mix((key ^ (position + 1) * _GOLDEN) & _MASK)
+    return _mix(key ^ (purpose + 1) * _MIX_2 & _MASK)
+
+
+@lru_cache(maxsize=8)
+def _all_counters(n: int) -> npt.NDArray[np.uint64]:
+    counters = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    counters.flags.writeable = False
+    return counters
+
+
+def _unit(key: int, ids: Ids | int) -> Floats:
+    """Uniform numbers strictly inside (0, 1), one for each id (an int n stands for 0..n-1)."""
+    if isinstance(ids, int):
+        x = _all_counters(ids) ^ np.uint64(key)
+    else:
+        x = ids.astype(np.uint64)
+        x += _U_1
+        x *= _U_GOLDEN
+        x ^= np.uint64(key)
+    shifted = x >> _U_33
+    x ^= shifted
+    x *= _U_MIX_1
+    np.right_shift(x, _U_33, out=shifted)
+    x ^= shifted
+    x *= _U_MIX_2
+    np.right_shift(x, _U_33, out=shifted)
+    x ^= shifted
+    x >>= _U_11  # the 53 bits a float64 can hold exactly
+    unit = x.astype(np.float64)
+    unit += 0.5
+    unit *= _TO_UNIT
+    return unit
+
+
+def exponential_noise(seed: int, position: int, ids: Ids | int, purpose: int = DRAW) -> Floats:
+    """Return Exp(1) noise, float64 (K,), a pure function of its arguments."""
+    noise = np.log(_unit(_key(seed, position, purpose), ids))
+    return np.negative(noise, out=noise)
+
+
+def gumbel_noise(seed: int, position: int, ids: Ids | int, purpose: int = DRAW) -> Floats:
+    """Return standard Gumbel noise, float64 (K,): -log of the exponential noise."""
+    noise = np.log(exponential_noise(seed, position, ids, purpose))
+    return np.negative(noise, out=noise)
+
+
+def uniform(seed: int, position: int, purpose: int = RULE, index: int = 0) -> float:
+    """Return a number in (0, 1), a pure function of its arguments."""
+    bits = _mix(_key(seed, position, purpose) ^ ((index + 1) * _GOLDEN & _MASK)) >> 11
+    return (bits + 0.5) * _TO_UNIT
+
+
+def seed_from_text(text: str) -> int:
+    """Return a number that depends on nothing but ``text`` (FNV-1a over UTF-8, 64 bits)."""
+    value = 0xCBF29CE484222325
+    for byte in text.encode("utf-8", "surrogatepass"):
+        value = ((value ^ byte) * 0x100000001B3) & _MASK
+    return value
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """Return the ``index``-th of the seeds that descend from ``seed``, 63 bits."""
+    return _key(seed, index, FORK) >> 1

@@ -1,0 +1,156 @@
+"""How the next token is drawn: the settings, checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+
+from ..arguments import real, shown, whole
+from ..errors import ConfigError
+
+__all__ = ["SamplingParams"]
+
+_FLOAT_MAX = (2 - 2**-23) * 2.0**127
+
+# Name: smallest value, largest value, and whether the smallest itself is excluded.
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0.0, 1e4, False),
+    "dynatemp_range": (0.0, 1e4, False),
+    "dynatemp_exponent": (0.0, 1e4, False),
+    "top_k": (0, 2**31 - 1, False),
+    "top_p": (0.0, 1.0, True),
+    "min_p": (0.0, 1.0, False),
+    "typical_p": (0.0, 1.0, True),
+    "top_n_sigma": (-1.0, 1e4, False),
+    "xtc_probability": (0.0, 1.0, False),
+    "xtc_threshold": (0.0, 1.0, False),
+    "repeat_penalty": (0.0, 1e4, True),
+    "frequency_penalty": (-1e4, 1e4, False),
+    "presence_penalty": (-1e4, 1e4, False),
+    "penalty_last_n": (-1, 2**31 - 1, False),
+    "dry_multiplier": (0.0, 1e4, False),
+    "dry_base": (1.0, 1e4, False),
+    "dry_allowed_length": (1, 2**31 - 1, False),
+    "dry_penalty_last_n": (-1, 2**31 - 1, False),
+    "min_keep": (1, 2**31 - 1, False),
+}
+_INTEGERS = {
+    "top_k", "penalty_last_n", "dry_allowed_length", "dry_penalty_last_n", "min_keep",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is drawn. Names, meaning, defaults and order are llama.cpp's.
+
+    Order: logit bias, grammar, penalties, DRY, top-n-sigma, top-k, typical-p, top-p, min-p, XTC,
+    temperature. A grammar always masks before anything truncates, so the distribution is the model's
+    own given that the grammar holds.
+
+    Args:
+        temperature: 0 takes the most probable token.
+        dynatemp_range, dynatemp_exponent: dynamic temperature within temperature +- range.
+        top_k: keep the k most probable; 0 = all.
+        top_p: keep the smallest set with this much probability; 1 = off.
+        min_p: drop tokens below min_p times the largest probability; 0 = off.
+        typical_p: locally typical sampling; 1 = off.
+        top_n_sigma: keep logits within n standard deviations of the largest; -1 or 0 = off.
+        xtc_probability, xtc_threshold: with that probability drop all but the least likely of the
+            tokens above the threshold; 0 = off.
+        repeat_penalty, frequency_penalty, presence_penalty, penalty_last_n: penalties over the last n
+            tokens, prompt included; 1, 0, 0 = off. penalty_last_n -1 = the whole context.
+        dry_*: the "don't repeat yourself" penalty on repeated sequences; multiplier 0 = off.
+        logit_bias: token id to what is added to its logit; -inf forbids it.
+        min_keep: truncating samplers leave at least that many tokens.
+        seed: what the noise is made of; None picks one (ask the branch for it).
+
+    Raises:
+        ConfigError: a value out of range, or not a number.
+    """
+
+    temperature: float = 0.8
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    typical_p: float = 1.0
+    top_n_sigma: float = -1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    repeat_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    penalty_last_n: int = 64
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_keep: int = 1
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, (low, high, low_open) in _RANGES.items():
+            given = getattr(self, name)
+            value = whole(name, given) if name in _INTEGERS else real(name, given)
+            if not (low <= value <= high) or (low_open and value == low):
+                bracket = "(" if low_open else "["
+                raise ConfigError(
+                    f"{name} must be in {bracket}{low:g}, {high:g}], not {shown(value)}"
+                )
+            if value is not given:
+                object.__setattr__(self, name, value)
+        if self.seed is not None:
+            object.__setattr__(self, "seed", whole("seed", self.seed))
+        breakers: object = self.dry_sequence_breakers
+        if isinstance(breakers, str):
+            raise ConfigError("dry_sequence_breakers must be a sequence of strings, not one string")
+        object.__setattr__(self, "dry_sequence_breakers", tuple(self.dry_sequence_breakers))
+        if any(not isinstance(b, str) or not b for b in self.dry_sequence_breakers):
+            raise ConfigError("dry_sequence_breakers must be strings that are not empty")
+        if not all(b.isprintable() or b.isspace() for b in self.dry_sequence_breakers):
+            raise ConfigError("dry_sequence_breakers must be printable text")
+        bias = {}
+        for key, added in dict(self.logit_bias).items():
+            token, value = whole("a token of logit_bias", key), real("logit_bias", added)
+            bias[token] = value
+            if value != value or value > _FLOAT_MAX:
+                raise ConfigError(
+                    f"logit_bias of token {shown(token)} must be at most {_FLOAT_MAX:.4g} (the largest "
+                    f"32-bit float), or -inf, not {value if isinstance(value, float) else 'more'}"
+                )
+            if value < -_FLOAT_MAX:
+                bias[token] = -math.inf  # as good as
+        object.__setattr__(self, "logit_bias", bias)
+
+    def replace(self, **changes: object) -> SamplingParams:
+        """Return a copy with some settings changed.
+
+        Raises:
+            ConfigError: an unknown name or a bad value.
+        """
+        known = {f.name for f in fields(self)}
+        unknown = sorted(set(changes) - known)
+        if unknown:
+            raise ConfigError(
+                f"unknown sampling setting {unknown[0]!r}",
+                hint="known: " + ", ".join(sorted(known)),
+            )
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    @property
+    def uses_history(self) -> bool:
+        """True if penalties or DRY look at the tokens so far."""
+        return self.penalises or self.dry_multiplier > 0
+
+    @property
+    def penalises(self) -> bool:
+        """True if tokens are penalised for having been said."""
+        return self.penalty_last_n != 0 and (
+            self.repeat_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+        )

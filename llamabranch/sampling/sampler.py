@@ -1,0 +1,360 @@
+"""From logits to the distribution that is drawn from: settings, grammar, sampler.
+
+A llama.cpp sampler chain serves as a *transform*: it masks, truncates, penalises and scales, and hands
+the surviving candidates back. Nothing in it draws; :class:`~llamabranch.distribution.Distribution`
+does, from counter-based noise. XTC is the one sampler of llama.cpp that draws while it transforms, so
+its coin is taken from the same noise and the sampler is applied for certain or not at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arguments import shown
+from ..errors import ConfigError, GrammarError
+from ..model import Model, TokenIds, token_list
+from ..native import CandidateBuffer, GrammarHandle, SamplerHandle
+from .distribution import Distribution, candidates
+from .grammar import Grammar
+from .noise import MIXTURE, uniform
+from .params import SamplingParams
+
+__all__ = ["Sampler"]
+
+LogitsArray = npt.NDArray[np.float32]
+
+_FLOAT_MAX = float(np.finfo(np.float32).max)
+_SAFE = 1e37  # what is below stays in range when a little is added
+_LOGIT = 1e6  # no model's logits are larger
+_LEAST = 5e-324
+_LEAST_NORMAL = 1e-300
+
+
+class Sampler:
+    """Turns a row of logits into the distribution to draw from, and remembers what was drawn.
+
+    Memory: penalties and DRY keep the tokens they look at, a grammar keeps where it stands; without
+    them the sampler has no state and ``clone`` returns the sampler itself.
+    """
+
+    def __init__(
+        self, model: Model, params: SamplingParams, grammar: Grammar | None = None
+    ) -> None:
+        """Build the chain.
+
+        Raises:
+            GrammarError: the grammar does not parse, or the model has no text.
+            ConfigError: a bias for a token that does not exist.
+        """
+        bad = [token for token in params.logit_bias if not 0 <= token < model.n_vocab]
+        if bad:
+            raise ConfigError(
+                f"logit_bias names token {shown(bad[0])}, the last one is {model.n_vocab - 1}"
+            )
+        self.model = model
+        self.params = params
+        self.grammar = grammar
+        self._greedy = params.temperature == 0.0
+        self._history = self._build_history()
+        self._cut = self._build_truncation()
+        self._xtc = self._build_xtc()
+        self._heat = self._build_temperature()
+        self._grammar_state = self._build_grammar()
+        self._grammar_done = False
+        self._buffer = CandidateBuffer(model.n_vocab)
+        self._bias = self._build_bias()
+        # Where top-k comes first the others need not be looked at: only its candidates go to llama.cpp.
+        no_mask = self._history is None and self._grammar_state is None
+        cuts_first = no_mask and self._cut is not None and params.top_n_sigma <= 0
+        self._watches_heat = self._may_spoil_heat()
+        self._overflows = self._may_overflow()
+        self._first_k = params.top_k if cuts_first and params.top_k < model.n_vocab else 0
+        self._plain_argmax = self._greedy and all(
+            stage is None
+            for stage in (self._history, self._cut, self._xtc, self._grammar_state, self._bias)
+        )
+
+    # -- the stages, in llama.cpp's order; None = nothing to do --------------------------------------
+
+    def _build_bias(self) -> tuple[npt.NDArray[np.int64], LogitsArray] | None:
+        bias = self.params.logit_bias
+        if not bias:
+            return None
+        values = np.array([float(value) for value in bias.values()], dtype=np.float32)
+        return np.array(list(bias), dtype=np.int64), values
+
+    def _build_grammar(self) -> GrammarHandle | None:
+        if self.grammar is None:
+            return None
+        if not self.model.has_text:
+            raise GrammarError("a grammar needs a model with a vocabulary")
+        for text in self.grammar.token_texts:
+            if len(self.model.handle.tokenize(text.encode(), False, True)) != 1:
+                raise GrammarError(
+                    f"the grammar names {text!r}, which is no token of this vocabulary"
+                )
+        return GrammarHandle(self.model.handle, self.grammar.gbnf)
+
+    def _build_history(self) -> SamplerHandle | None:
+        p = self.params
+        if not p.uses_history:
+            return None
+        # "The whole context" is more than any branch holds; llama.cpp keeps what has come so far.
+        whole = max(self.model.n_ctx_train, 1 << 16)
+        chain = SamplerHandle.chain(self.model.handle)
+        if p.penalises:
+            last_n = whole if p.penalty_last_n == -1 else min(whole, p.penalty_last_n)
+            chain.add(
+                "penalties", self.model.n_vocab, last_n,
+                p.repeat_penalty, p.frequency_penalty, p.presence_penalty,
+            )  # fmt: skip
+        if p.dry_multiplier > 0 and self.model.has_text:
+            last_n = whole if p.dry_penalty_last_n == -1 else min(whole, p.dry_penalty_last_n)
+            chain.add_dry(
+                p.dry_multiplier, p.dry_base, p.dry_allowed_length, last_n,
+                p.dry_sequence_breakers,
+            )  # fmt: skip
+        return chain
+
+    def _build_truncation(self) -> SamplerHandle | None:
+        p = self.params
+        chain = SamplerHandle.chain(self.model.handle)
+        # At temperature 0 only typical-p can change which token is the most probable one left.
+        needed = not self._greedy or p.typical_p < 1.0 or p.xtc_probability > 0
+        if needed:
+            if p.top_n_sigma > 0:
+                chain.add("top_n_sigma", p.top_n_sigma)
+            if 0 < p.top_k < self.model.n_vocab:
+                chain.add("top_k", p.top_k)
+            if p.typical_p < 1.0:
+                # It takes the logarithm of every probability: one that is 0 would make all NaN.
+                chain.add("min_p", 1e-30, 1)
+                chain.add("typical", p.typical_p, p.min_keep)
+            if p.top_p < 1.0:
+                chain.add("top_p", p.top_p, p.min_keep)
+            if p.min_p > 0.0:
+                chain.add("min_p", p.min_p, p.min_keep)
+        return chain if len(chain) else None
+
+    def _build_xtc(self) -> SamplerHandle | None:
+        p = self.params
+        if p.xtc_probability <= 0 or p.xtc_threshold > 0.5:
+            return None
+        chain = SamplerHandle.chain(self.model.handle)
+        chain.add("xtc", 1.0, p.xtc_threshold, p.min_keep, 0)
+        return chain
+
+    def _build_temperature(self) -> SamplerHandle | None:
+        p = self.params
+        if self._greedy or (p.temperature == 1.0 and p.dynatemp_range == 0.0):
+            return None
+        # Nothing in between: one call less.
+        joins = self._cut is not None and self._xtc is None and not self._may_spoil_heat()
+        chain = self._cut if joins and self._cut else SamplerHandle.chain(self.model.handle)
+        chain.add("temp_ext", p.temperature, p.dynatemp_range, p.dynatemp_exponent)
+        return None if joins else chain
+
+    def _reach(self) -> float:
+        """Return a bound on how large a logit can become before the temperature divides it."""
+        bias = (abs(value) for value in self.params.logit_bias.values() if value > -math.inf)
+        reach = _LOGIT + max(bias, default=0.0)
+        repeat = self.params.repeat_penalty if self.params.penalises else 1.0
+        return reach * max(repeat, 1.0 / max(repeat, _LEAST_NORMAL))
+
+    def _may_overflow(self) -> bool:
+        """Return True if penalties could leave the range of a 32-bit float."""
+        p = self.params
+        return p.uses_history and (self._reach() > _SAFE or p.dry_multiplier > 1.0)
+
+    def _may_spoil_heat(self) -> bool:
+        """Return True if masked tokens or a division that overflows could spoil the temperature."""
+        p = self.params
+        reach = self._reach() / p.temperature if p.temperature > 0.0 else 0.0
+        return p.dynatemp_range > 0.0 or p.dry_multiplier > 0.0 or reach > _SAFE
+
+    # -- use ---------------------------------------------------------------------------------------
+
+    @property
+    def is_stateless(self) -> bool:
+        """True if what was accepted does not change what comes next."""
+        return self._history is None and self._grammar_state is None
+
+    @property
+    def is_greedy(self) -> bool:
+        """True at temperature 0: the distribution is a point."""
+        return self._greedy
+
+    @property
+    def is_argmax(self) -> bool:
+        """True if the draw is the largest logit, whatever came before."""
+        return self._plain_argmax
+
+    def distribution(self, logits: LogitsArray, position: int = 0, seed: int = 0) -> Distribution:
+        """Return what is drawn from, given the model's ``logits`` (V,); changes nothing.
+
+        ``position`` is that of the token to be drawn; only XTC's coin depends on it and on ``seed``.
+
+        Raises:
+            GrammarError: the grammar is complete or leaves no token.
+            ConfigError: the logits are NaN, or no token is left.
+        """
+        if logits.shape != (self.model.n_vocab,):
+            raise ConfigError(f"logits must have shape ({self.model.n_vocab},), not {logits.shape}")
+        if self._plain_argmax:
+            token = int(logits.argmax())
+            if logits[token] != logits[token]:
+                raise ConfigError("no token can be drawn: the logits are not numbers")
+            return Distribution.point(token)
+        if self._bias is not None:
+            tokens, values = self._bias
+            logits = logits.copy()
+            logits[tokens] += values
+        buffer = self._buffer
+        chosen = candidates(logits, self._first_k) if self._first_k else None
+        buffer.fill(logits if chosen is None else logits[chosen], chosen)
+        if self._grammar_state is not None:
+            self._apply_grammar(self._grammar_state)
+        if self._history is not None:
+            self._history.apply(buffer)
+            if self._overflows:
+                self._restrain(logits)
+        if self._cut is not None:
+            self._cut.apply(buffer)
+        if self._xtc is not None and self._xtc_applies(position, seed):
+            self._drop_masked()
+            self._xtc.apply(buffer)
+        if self._heat is not None:
+            if self._watches_heat:
+                return self._heated(self._heat)
+            self._heat.apply(buffer)
+        ids, left = buffer.read()
+        if self._greedy:
+            best = left.max() if len(left) else math.nan
+            if not math.isfinite(best):
+                raise ConfigError("no token is left to draw: every logit is masked or not a number")
+            return Distribution.point(int(ids[left == best].min()))
+        return Distribution.from_logits(left, ids)
+
+    def _apply_grammar(self, state: GrammarHandle) -> None:
+        if self._grammar_done:
+            raise GrammarError("the grammar is complete: nothing can follow")
+        state.apply(self._buffer)
+        # Top-p and its like must never see an array without a candidate: drop what is masked here.
+        ids, left = self._buffer.read()
+        keep = left > -np.inf
+        if not keep.any():
+            raise GrammarError("the grammar allows no token of this vocabulary here")
+        self._buffer.fill(left[keep], ids[keep])
+
+    def _drop_masked(self) -> None:
+        """Take masked tokens out: XTC and dynamic temperature count them as candidates."""
+        ids, left = self._buffer.read()
+        masked = left == -np.inf
+        if masked.any() and not masked.all():
+            self._buffer.fill(left[~masked], ids[~masked])
+
+    def _restrain(self, logits: LogitsArray) -> None:
+        """Bring logits back that penalties have carried out of the range of a 32-bit float."""
+        ids, left = self._buffer.read()
+        over = left == np.inf
+        if over.any():
+            # Divided by next to nothing they are infinitely far above the others, and in proportion.
+            before = logits[ids[over]].astype(np.float64)
+            left[over] = _FLOAT_MAX * (before / before.max())
+        elif (left == -np.inf).all():
+            allowed = logits[ids] > -np.inf  # all were penalised beyond measure: alike, then
+            left[allowed] = -_FLOAT_MAX
+        else:
+            return
+        self._buffer.fill(left, ids)
+
+    def _heated(self, heat: SamplerHandle) -> Distribution:
+        """Apply the temperature, in 64 bits where 32 cannot hold what comes out."""
+        self._drop_masked()
+        ids, before = self._buffer.read()
+        heat.apply(self._buffer)
+        found, left = self._buffer.read()
+        if not len(left) or math.isfinite(left.max()) or not math.isfinite(before.max()):
+            return Distribution.from_logits(left, found)
+        x = before.astype(np.float64) - float(before.max())
+        with np.errstate(over="ignore"):
+            return Distribution.from_logits(x / self._temperature(x), ids)
+
+    def _temperature(self, x: npt.NDArray[np.float64]) -> float:
+        """Return the temperature for logits whose largest is 0, as llama.cpp's temp_ext finds it."""
+        p = self.params
+        if p.dynatemp_range == 0.0 or len(x) < 2:
+            return p.temperature
+        probs = np.exp(x)
+        probs /= probs.sum()
+        some = probs[probs > 0.0]
+        entropy = -float((some * np.log(some)).sum()) / math.log(len(x))
+        low = max(0.0, p.temperature - p.dynatemp_range)
+        high = p.temperature + p.dynatemp_range
+        found: float = low + (high - low) * min(1.0, max(0.0, entropy)) ** p.dynatemp_exponent
+        return max(found, _LEAST)  # 0 takes the most probable token
+
+    def _xtc_applies(self, position: int, seed: int) -> bool:
+        return uniform(seed, position, MIXTURE) < self.params.xtc_probability
+
+    def allows(self, token: SupportsIndex) -> bool:
+        """Return True unless the grammar forbids ``token`` here."""
+        token = self.model.token_id(token)
+        if self._grammar_state is None:
+            return True
+        if self._grammar_done:
+            return False
+        return self._grammar_state.allows(token, self._buffer)
+
+    def accept(self, token: SupportsIndex) -> None:
+        """Remember a token that was generated.
+
+        Raises:
+            GrammarError: the grammar forbids it; nothing has changed.
+        """
+        token = self.model.token_id(token)
+        if self._grammar_state is not None:
+            if not self.allows(token):
+                text = self.model.piece(token)
+                raise GrammarError(f"the grammar does not allow token {token} ({text!r}) here")
+            self._grammar_state.accept(token)
+            self._grammar_done = self.model.is_eog(token)
+        if self._history is not None:
+            self._history.accept(token)
+
+    def accept_prompt(self, tokens: TokenIds) -> None:
+        """Remember prompt tokens: they count for penalties, not for the grammar."""
+        if self._history is not None:
+            tokens = token_list(tokens)
+            self.model.check_tokens(tokens)
+            for token in tokens:
+                self._history.accept(token)
+
+    def clone(self) -> Sampler:
+        """Return a sampler in the same state that goes its own way."""
+        if self.is_stateless:
+            return self
+        twin = object.__new__(Sampler)
+        twin.__dict__.update(self.__dict__)
+        twin._history = None if self._history is None else self._history.clone()
+        twin._grammar_state = None if self._grammar_state is None else self._grammar_state.clone()
+        return twin
+
+    def fresh(self, params: SamplingParams | None = None) -> Sampler:
+        """Return a sampler without memory, with these or other settings."""
+        return Sampler(self.model, params or self.params, self.grammar)
+
+    def replay(self, prompt: Sequence[int], generated: Sequence[int]) -> Sampler:
+        """Return a sampler that has seen exactly these tokens."""
+        if self.is_stateless:
+            return self
+        sampler = self.fresh()
+        sampler.accept_prompt(prompt)
+        for token in generated:
+            sampler.accept(token)
+        return sampler

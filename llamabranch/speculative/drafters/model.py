@@ -1,0 +1,267 @@
+"""Drafting with a model: token by token, as a tree, or through the text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from time import perf_counter
+
+import numpy as np
+
+from ...arguments import whole
+from ...branch import Branch, BranchStore
+from ...context import Context
+from ...errors import CapacityError, ConfigError, GrammarError, VocabularyMismatchError
+from ...model import Model
+from ...sampling import Distribution, SamplingParams
+from ...sampling.noise import DRAFT, derive_seed, gumbel_noise
+from ..length.base import DraftLength
+from ..rules import draft_seed
+from .base import Draft, DraftState
+from .cross_vocabulary import TranslatingLine
+
+__all__ = ["ModelDrafter"]
+
+
+class ModelDrafter:
+    """Drafts with a small model.
+
+    A model of the same vocabulary drafts token by token; one of another drafts through the text
+    (:mod:`.translation`), which costs more and accepts less. ``Model.compatibility`` tells which.
+
+    Args:
+        ctx: a context of the draft model; each line takes one of its sequences, a tree some more.
+        sampling: its own settings, None = the request's. At equal settings and seed the draft draws
+            with the target's noise, which is what makes the two agree so often.
+        width: candidates a node; above 1 it proposes trees, which need the seeded rule.
+        translate: whether to draft through the text where the vocabularies differ.
+
+    Raises:
+        ConfigError: a bad width.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        sampling: SamplingParams | None = None,
+        *,
+        width: int = 1,
+        translate: bool = True,
+    ) -> None:
+        width = whole("width", width, 1, 16)
+        self.ctx = ctx
+        self.sampling = sampling
+        self.width = width
+        self.translate = translate
+
+    @property
+    def name(self) -> str:
+        """The draft model's name."""
+        return self.ctx.model.name
+
+    def check(self, target: Model) -> None:
+        """Raise VocabularyMismatchError unless it can draft by tokens or through the text."""
+        report = target.compatibility(self.ctx.model)
+        if report.path == "none" or (report.path == "text" and not self.translate):
+            raise VocabularyMismatchError(
+                f"{self.name} cannot draft for {target.name}: {report.reason}",
+                hint="use a draft model of the target's family; see `llamabranch inspect`",
+            )
+
+    def line(self, target: Branch, rule: str) -> DraftState:
+        """Return a new line; takes a sequence of the draft context.
+
+        Raises:
+            ConfigError: trees under another rule than "seeded".
+        """
+        if self.width > 1 and rule != "seeded":
+            raise ConfigError(f"token trees need the seeded rule, not {rule!r}")
+        if target.ctx.model.compatibility(self.ctx.model).path == "text":
+            # Its draws must not be the target's: there is nothing to gain, and the token rule forbids it.
+            params = self.sampling or target.sampling
+            params = params.replace(seed=derive_seed(target.seed, 0), logit_bias={})
+            return TranslatingLine(Branch.create(self.ctx, params), target.ctx.model)
+        branch = Branch.create(self.ctx, self.settings(target), target.grammar)
+        kind = ModelLine if self.width == 1 else TreeLine
+        return kind(self, branch, target, rule)
+
+    def settings(self, target: Branch) -> SamplingParams:
+        """Return what drafts for ``target`` are drawn by."""
+        params = self.sampling or target.sampling
+        ours, theirs = self.ctx.n_vocab, target.ctx.n_vocab
+        bias = {token: value for token, value in params.logit_bias.items() if token < ours}
+        # Families pad their vocabularies differently: what only the draft has is never drawn.
+        bias |= dict.fromkeys(range(theirs, ours), -math.inf)
+        params = params.replace(seed=target.seed, logit_bias=bias)
+        if self.width > 1 and params.temperature == 0.0:
+            # The runners-up count too, after all that is set but the temperature.
+            params = params.replace(temperature=1.0)
+        return params
+
+
+class ModelLine:
+    """A branch of the draft model that follows the target's line and runs ahead of it."""
+
+    def __init__(self, drafter: ModelDrafter, branch: Branch, target: Branch, rule: str) -> None:
+        self.branch = branch
+        self.n_prompt = target.n_prompt
+        self._drafter = drafter
+        self._rule = rule
+        # A tree's candidates are ranked without noise where the target's draws have none.
+        self._greedy = (drafter.sampling or target.sampling).temperature == 0.0
+        self._noise = 0  # the seed of this draft's draws under the rejection rules
+        self._ahead: Branch | None = None  # where it drafts if its memory cannot be truncated
+
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+        """Catch up in one decode, then draw token by token."""
+        draft = Draft(drafter=self.branch.ctx.model.name)
+        if not length.consider(draft.drafter):
+            draft.stopped = "off"
+            return draft
+        start = perf_counter()
+        decodes = self.branch.ctx.decoder.n_decodes
+        try:
+            self._catch_up(draft, tokens)
+            self._draft(draft, length, limit)
+        except CapacityError:  # no room to draft is no reason to stop
+            draft.stopped = "capacity"
+        draft.n_decodes = self.branch.ctx.decoder.n_decodes - decodes
+        draft.seconds = perf_counter() - start
+        return draft
+
+    def _catch_up(self, draft: Draft, tokens: Sequence[int]) -> None:
+        branch = self.branch
+        draft.n_read = len(tokens) - branch.position
+        if branch.position < self.n_prompt:
+            branch.prefill(tokens[branch.position : self.n_prompt])
+        branch.follow(tokens[branch.position :])  # everything it has not seen, in one decode
+
+    def _draft(self, draft: Draft, length: DraftLength, limit: int) -> None:
+        if not self.branch.ctx.capabilities.can_truncate:
+            self._ahead = self.branch.fork()
+        branch = self._ahead or self.branch
+        while True:
+            token = self.draw(draft, length, branch)
+            if token is None or len(draft.tokens) == limit:
+                return  # the last one is decoded with the next catch-up, if it stands
+            branch.follow((token,))
+
+    def draw(self, draft: Draft, length: DraftLength, branch: Branch) -> int | None:
+        """Add the next token of ``branch`` to the draft; return it if more may follow."""
+        if not draft.tokens:
+            self._noise = draft_seed(branch.seed, branch.position)
+        entropy = branch.entropy() if length.reads_entropy else math.nan
+        draft.entropies.append(entropy)
+        if not length.goes_on(len(draft.tokens), entropy):
+            draft.stopped = length.reason
+            return None
+        try:
+            if self._rule == "seeded":
+                with branch.ctx.lock:  # the row is valid until anybody else decodes
+                    token = branch.draw(branch.next_row())
+            else:
+                source = branch.distribution()
+                token = source.draw(self._noise, branch.position, DRAFT)
+                draft.sources.append(source)
+        except GrammarError:  # a dead end: the target will say so if it gets there
+            draft.stopped = "end"
+            return None
+        draft.tokens.append(token)
+        if branch.ctx.model.is_eog(token):
+            draft.stopped = "end"
+            return None
+        return token
+
+    def observe(self, n_tokens: int) -> None:
+        """Forget what fell."""
+        if self._ahead is not None:
+            self._ahead.prune()
+            self._ahead = None
+        if n_tokens < self.branch.position:
+            self.branch.rewind(n_tokens)
+
+    def fork(self, target: Branch) -> DraftState:
+        """Return a line in the same state that drafts for ``target``."""
+        branch = self.branch.fork()
+        branch.detach()  # lines end in any order
+        params = self._drafter.settings(target)
+        if params == branch.sampling.replace(seed=params.seed):
+            branch.reseed(target.seed)
+        else:
+            branch.resample(params)
+        return type(self)(self._drafter, branch, target, self._rule)
+
+    def close(self) -> None:
+        """Free its sequences."""
+        if not self.branch.ctx.closed:
+            self.branch.prune_subtree()
+
+
+class TreeLine(ModelLine):
+    """Proposes a tree: at each level the most probable nodes are followed, all in one decode.
+
+    A node's candidates have the largest keys log q + g, with the noise g the target will draw with, so
+    the first of them is what a chain would have proposed; at temperature 0 the keys are log q. Nodes
+    are ranked by the product of the keys' softmax on their path; the best ``width`` of a level are
+    expanded and the best limit * width overall kept, as EAGLE-2 does with q (Li et al. 2024,
+    2406.16858).
+    """
+
+    def _draft(self, draft: Draft, length: DraftLength, limit: int) -> None:
+        width, store = self._drafter.width, BranchStore(self.branch.ctx)
+        nodes: list[tuple[float, int, int]] = []  # value, token, parent
+        level: list[tuple[Branch, int, float]] = [(self.branch, -1, 0.0)]
+        is_eog = self.branch.ctx.model.is_eog
+        try:
+            for depth in range(limit):
+                entropy = level[0][0].entropy() if length.reads_entropy else math.nan
+                draft.entropies.append(entropy)
+                if not length.goes_on(depth, entropy):
+                    draft.stopped = length.reason
+                    break
+                found = []
+                for branch, node, value in level:
+                    for token, logprob in _candidates(branch, width, self._greedy):
+                        nodes.append((value + logprob, token, node))
+                        if not is_eog(token):
+                            found.append((value + logprob, len(nodes) - 1, token, branch))
+                if not found:
+                    draft.stopped = "end"
+                if depth + 1 == limit or not found:
+                    break
+                found.sort(key=lambda f: (-f[0], f[1]))
+                chosen = [(branch.fork(), node, v, t) for v, node, t, branch in found[:width]]
+                for child, _, _, _ in chosen:
+                    child.detach()
+                for branch, _, _ in level:
+                    if branch is not self.branch:
+                        branch.prune()
+                level = [(child, node, value) for child, node, value, _ in chosen]
+                store.commit({child: token for child, _, _, token in chosen})
+        finally:
+            for branch, _, _ in level:
+                if branch is not self.branch:
+                    branch.prune()
+            _keep_best(draft, nodes, limit * width)
+
+
+def _candidates(branch: Branch, width: int, greedy: bool) -> list[tuple[int, float]]:
+    """Return the tokens the target is most likely to draw, with the logarithm of that chance."""
+    try:
+        choices = branch.distribution()
+    except GrammarError:  # a dead end: the target will say so if it gets there
+        return []
+    if greedy:
+        return choices.top(width)
+    keys = choices.logprobs + gumbel_noise(branch.seed, branch.position, choices.ids)
+    best = np.argsort(-keys, kind="stable")[:width]
+    chances = Distribution.from_logits(keys[best], choices.ids[best])
+    return list(zip(chances.ids.tolist(), chances.logprobs.tolist(), strict=True))
+
+
+def _keep_best(draft: Draft, nodes: list[tuple[float, int, int]], most: int) -> None:
+    """Write the ``most`` best nodes into the draft, best first; a parent is never worse than a child."""
+    best = sorted(range(len(nodes)), key=lambda i: (-nodes[i][0], i))[:most]
+    number = {-1: -1} | {node: i for i, node in enumerate(best)}
+    draft.tokens = [nodes[i][1] for i in best]
+    draft.parents = [number[nodes[i][2]] for i in best]

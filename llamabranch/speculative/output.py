@@ -1,0 +1,87 @@
+"""What has been said, and whether that was all: limits, end tokens, stop strings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..arguments import whole
+from ..model import NO_TOKEN, StopStrings
+from .round import Emitted
+
+__all__ = ["OutputBuffer"]
+
+
+class OutputBuffer:
+    """The tokens and the text of one generation so far.
+
+    Args:
+        max_tokens: the most tokens to say; None = until the model ends.
+        stop: strings that end the text; the text leaves them out, the tokens hold them.
+
+    Raises:
+        ConfigError: a limit that is no integer or negative, or an empty stop string.
+
+    Attributes:
+        tokens: ids, those of a stop string included; end tokens are not among them.
+        texts: what was shown with each token; joined they are the text, without the stop string.
+        finish_reason: "stop" (end token or stop string), "length", or None while it goes on; whoever
+            runs it may write "capacity" or "cancelled".
+        is_stuck: it cannot go on for now, though it may again: the text has what is held back, too.
+        elapsed_s: seconds it took so far, if whoever runs it counts them.
+    """
+
+    def __init__(self, max_tokens: int | None, stop: Sequence[str] = ()) -> None:
+        if max_tokens is not None:
+            max_tokens = whole("max_tokens", max_tokens, 0)
+        self._max_tokens = max_tokens
+        self._stops = StopStrings(stop)
+        self.tokens: list[int] = []
+        self.texts: list[str] = []
+        self.finish_reason: str | None = "length" if max_tokens == 0 else None
+        self.is_stuck = False
+        self.elapsed_s = 0.0
+
+    @property
+    def text(self) -> str:
+        """What was shown, joined."""
+        return "".join(self.texts) + (self._stops.held if self.is_stuck else "")
+
+    @property
+    def draft_limit(self) -> int:
+        """The most tokens a draft may have so that the round does not overrun the limit."""
+        return 1 << 30 if self._max_tokens is None else self._max_tokens - len(self.tokens) - 1
+
+    def add(self, emitted: Emitted) -> Emitted | None:
+        """Take the next token in; return it with the text to show, None if there is nothing to show.
+
+        An end token is shown only to carry text that was held back for a stop string.
+        """
+        self.is_stuck = False
+        if emitted.is_stop:
+            self.finish_reason = "stop"
+            held = self._stops.flush()
+            if not held:
+                return None
+            self.texts.append(held)
+            return emitted.with_text(held)
+        self.tokens.append(emitted.token)
+        last = len(self.tokens) == self._max_tokens
+        text = self._stops.show(emitted.text, last=last)
+        self.texts.append(text)
+        if self._stops.found is not None:
+            self.finish_reason = "stop"
+        elif last:
+            self.finish_reason = "length"
+        return emitted.with_text(text)
+
+    def break_off(self) -> Emitted | None:
+        """End it without an end token; return what carries the text held back, None if there is none.
+
+        After a text has ended by itself, or the second time, nothing is held back any more.
+        """
+        held = self._stops.flush()
+        if not held:
+            return None
+        self.texts.append(held)
+        return Emitted(NO_TOKEN, held, "plain", True, math.nan, math.nan)

@@ -1,0 +1,446 @@
+"""The benchmarks run, their arithmetic is right, and a ballast is what it says. No speed is asserted."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import llamabranch as lb
+from benchmarks import llama_tools
+from benchmarks.costs import step_cost
+from benchmarks.drafters import AdversarialDrafter
+from benchmarks.hotpath import Wraps
+from benchmarks.llama_tools import LlamaTools, ToolError, parse_report
+from benchmarks.prompts import PROMPTS
+from llamabranch.bench import (
+    CallClock,
+    DecodeClock,
+    Interval,
+    Maker,
+    Sample,
+    Series,
+    Spread,
+    Stopped,
+    Total,
+    interleave,
+    verify_costs,
+)
+
+ROOT = Path(__file__).parents[2]
+needs_gguf = pytest.mark.skipif(
+    importlib.util.find_spec("gguf") is None, reason="the extra `test` is not installed: gguf"
+)
+
+SIMPLE_REPORT = """
+0.00.100.405 I encoded    5 tokens in    0.002 seconds, speed: 3203.075 t/s
+0.00.100.422 I decoded   41 tokens in    0.032 seconds, speed: 1291.745 t/s
+0.00.100.443 I n_draft   = 4
+0.00.100.453 I n_predict = 41
+0.00.100.463 I n_drafted = 102
+0.00.100.473 I n_accept  = 15
+0.00.100.483 I accept    = 14.706%
+"""
+LOOKUP_REPORT = """
+0.00.057.446 I decoded   41 tokens in    0.012 seconds, speed: 3416.951 t/s
+0.00.057.467 I n_draft      = 3
+0.00.057.477 I n_predict    = 41
+0.00.057.487 I n_drafted    = 18
+0.00.057.529 I n_accept     = 1
+"""
+
+
+def program(name: str, cache: Path, *arguments: str) -> dict[str, object]:
+    """Run a benchmark at its smallest; return its JSON line."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--no-peers"]
+    command += ["--cache", str(cache), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    *tables, line = done.stdout.splitlines()
+    assert any(text.startswith("| ") for text in tables), "tables come before the line"
+    found: dict[str, object] = json.loads(line)
+    return found
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for what the benchmarks make."""
+    return tmp_path_factory.mktemp("benchmarks")
+
+
+# -- the programs ----------------------------------------------------------------------------------
+
+
+@needs_gguf
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["decode", "speculative", "peers", "fork", "batch", "sampling", "growth", "hotpath"],
+)
+def test_benchmark_ends_with_one_json_line(name: str, cache: Path) -> None:
+    found = program(name, cache)
+    assert found["benchmark"] == name
+    assert {"hardware", "versions", "models", "settings", "results"} <= set(found)
+    models, versions = found["models"], found["versions"]
+    assert isinstance(models, dict) and isinstance(versions, dict)
+    assert len(models["target"]["hash"]) == 64
+    assert {"llamabranch", "llama_cpp_python", "llama_cpp"} <= set(versions)
+    assert found["results"]
+
+
+@needs_gguf
+def test_speculative_benchmark_finds_the_text_of_plain_decoding(cache: Path) -> None:
+    results = program("speculative", cache, "--tokens", "12")["results"]
+    assert isinstance(results, dict)
+    cells = results["0.8"]["cells"]
+    seeded = [cell for name, cell in cells.items() if "rule" not in name]
+    assert len(seeded) > 10
+    assert all(cell["same_text"] == cell["compared_text"] == 1 for cell in seeded)
+
+
+def test_run_lists_every_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.run", "--list"],
+        cwd=ROOT, capture_output=True, text=True, timeout=600, check=True,
+    )  # fmt: skip
+    steps = [line.split(":")[0] for line in done.stdout.splitlines()]
+    assert {"decode", "peers", "speculative", "batch", "fork"} <= set(steps)
+    assert {"sampling", "growth", "hotpath"} <= set(steps)
+    assert {"speculative-150M-f16", "peers-350M-f16"} <= set(steps)
+
+
+def test_prompts_are_twenty_and_differ(target: lb.Model) -> None:
+    assert len(set(PROMPTS)) == len(PROMPTS) == 20
+    assert all(8 <= len(target.tokenize(prompt)) <= 40 for prompt in PROMPTS)
+
+
+# -- timing ----------------------------------------------------------------------------------------
+
+
+def test_rivals_take_turns_in_alternating_order_with_fresh_state() -> None:
+    seen: list[str] = []
+    made: list[tuple[str, int]] = []
+
+    def rival(name: str) -> Maker:
+        def make(run: int) -> object:
+            made.append((name, run))
+
+            def work(item: int) -> Sample:
+                seen.append(f"{name}{item}")
+                return Sample(1, 0.5)
+
+            return work
+
+        return make  # type: ignore[return-value]
+
+    found = interleave({"a": rival("a"), "b": rival("b")}, n_runs=2, n_items=2, pause_s=0)
+    assert seen == ["a0", "b0", "a0", "b0", "b1", "a1", "b0", "a0", "a1", "b1"]
+    assert made == [("a", -1), ("b", -1), ("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    assert found["a"].rates == [2.0, 2.0]
+
+
+def test_a_work_that_stops_leaves_the_items_that_all_rivals_did() -> None:
+    def rival(last: int) -> Maker:
+        def work(item: int) -> Sample:
+            if item > last:
+                raise Stopped
+            return Sample(1, 0.5)
+
+        return lambda run: work
+
+    found = interleave({"a": rival(2), "b": rival(1)}, n_runs=2, n_items=4, pause_s=0)
+    assert [run.n_tokens for run in found["a"].runs] == [2]
+    assert [run.n_tokens for run in found["b"].runs] == [2]
+    at_once = interleave({"a": rival(-1)}, n_runs=2, n_items=4, pause_s=0, warm_up=False)
+    assert at_once["a"].runs == []
+
+
+def test_ratio_is_the_median_of_ratios_within_a_run() -> None:
+    def series(*seconds: float) -> Series:
+        return Series([Total(n_tokens=12, seconds=s) for s in seconds])
+
+    slow_machine_in_run_two = series(1.0, 4.0, 1.0), series(2.0, 8.0, 3.0)
+    fast, slow = slow_machine_in_run_two
+    assert fast.ratio(slow) == Spread(2.0, 2.0, 3.0)
+    assert fast.rate == Spread(12.0, 3.0, 12.0)
+
+
+@pytest.mark.parametrize("n", [6, 7, 8, 9, 12, 13, 20, 36, 100])
+def test_interval_of_the_median_covers_it_in_95_of_100(n: int) -> None:
+    """Each of n ratios is below the true median with chance 1/2: that alone gives the coverage."""
+    values = [float(i) for i in range(n)]
+    found = Interval.of(values[::-1])
+    below, above = int(found.low), int(found.high)
+    assert below == n - 1 - above
+
+    def covered(low: int, high: int) -> float:
+        """Chance that more than ``low`` and at most ``high`` of n tosses are heads."""
+        return float(sum(math.comb(n, k) for k in range(low + 1, high + 1)) / 2**n)
+
+    assert covered(below, above) >= 0.95
+    assert covered(below + 1, above - 1) < 0.95  # no narrower one would do
+    assert found.n == n
+    assert found.low <= found.median <= found.high
+
+
+def test_too_few_pairs_have_no_interval_and_decide_nothing() -> None:
+    for n in range(6):
+        found = Interval.of([2.0] * n)
+        assert math.isnan(found.low) and math.isnan(found.high)
+        assert found.verdict == "inconclusive"
+    assert Interval.of([]).as_dict() == {"median": None, "low": None, "high": None, "n": 0}
+    assert Interval.of([2.0] * 6).verdict == "faster"
+    assert Interval.of([0.5] * 6).verdict == "slower"
+    assert Interval.of([0.5] * 6 + [math.nan]).n == 6
+
+
+def test_interval_of_a_series_compares_item_by_item() -> None:
+    def series(*seconds: float) -> Series:
+        runs = [Total(), Total()]
+        for i, s in enumerate(seconds):
+            runs[i % 2].add(Sample(10, s))
+        return Series(runs)
+
+    found = series(1, 1, 1, 1, 1, 1).interval(series(2, 3, 2, 3, 2, 3))
+    assert (found.low, found.median, found.high, found.n) == (2.0, 2.5, 3.0, 6)
+
+
+def test_spread_of_nothing_is_nan() -> None:
+    assert math.isnan(Spread.of([]).median)
+    assert Spread.of([]).as_dict() == {"median": None, "low": None, "high": None}
+    assert Spread.of([math.nan, 2.0]).median == 2.0
+
+
+def test_decode_clock_sees_every_decode_and_leaves_no_trace(ctx: lb.Context) -> None:
+    with lb.Branch.start(ctx, "Once upon", temperature=0.0) as branch:
+        with DecodeClock(ctx) as clock:
+            branch.step()
+            branch.step()
+        branch.step()
+    assert clock.n_calls == 2
+    assert clock.seconds > 0
+    assert "decode" not in vars(ctx.decoder.handle)
+
+
+def test_costs_leave_the_context_empty(ctx: lb.Context) -> None:
+    times = verify_costs(ctx, (1, 3), n_prefix=8, repeats=2)
+    assert set(times) == {1, 3}
+    with lb.Branch.start(ctx, "Once upon", temperature=0.8, seed=1) as branch:
+        step = step_cost(branch, 3)
+    assert 0 < step.share < 1
+    assert ctx.usage().cells_used == 0
+
+
+def test_call_clock_adds_up_the_methods_it_is_told(ctx: lb.Context) -> None:
+    with lb.Branch.start(ctx, "Once upon", temperature=0.0) as branch:
+        with CallClock(ctx.decoder.handle, "copy", "remove") as clock:
+            branch.fork().prune()
+            branch.step()
+        branch.fork().prune()
+    assert clock.n_calls == 2
+    assert clock.seconds > 0
+    assert not {"copy", "remove"} & set(vars(ctx.decoder.handle))
+
+
+def test_verify_costs_end_where_they_are_told_to(ctx: lb.Context) -> None:
+    with pytest.raises(Stopped):
+        verify_costs(ctx, (1, 2), n_prefix=8, repeats=2, stop=lambda: True)
+    assert ctx.usage().cells_used == 0
+
+
+def test_wraps_charge_each_method_with_its_own_time() -> None:
+    class Machine:
+        def outer(self) -> int:
+            time.sleep(0.002)
+            return self.inner() + self.inner()
+
+        def inner(self) -> int:
+            time.sleep(0.02)
+            return 1
+
+    bare = dict(vars(Machine))
+    parts = {"in": (Machine, ["inner"])}
+    with Wraps(parts, {"phase": (Machine, ["outer"])}) as wraps:
+        assert Machine().outer() == 2
+        assert Machine().inner() == 1
+        lap = wraps.take(1.0)
+        assert Machine().inner() == 1
+    assert dict(vars(Machine)) == bare
+    assert lap.calls == {("phase", ""): 1, ("phase", "in"): 2, ("", "in"): 1}
+    # However late a sleeper wakes: what it is charged with is never less than what it slept.
+    assert lap.seconds["phase", "in"] >= 0.04
+    assert lap.seconds["", "in"] >= 0.02
+    assert set(wraps.take(0.0).calls) == {("", "in")}
+
+
+@needs_gguf
+def test_parts_of_the_hot_path_sum_up_to_the_step(cache: Path) -> None:
+    results = program("hotpath", cache, "--temperatures", "0.8")["results"]
+    assert isinstance(results, dict)
+    for step in (results["plain, T = 0.8"], results["round, T = 0.8"]):
+        assert sum(part["s"] for part in step["parts"]) == pytest.approx(step["total_s"])
+    plain = {part["part"]: part["calls"] for part in results["plain, T = 0.8"]["parts"]}
+    assert plain["llama_decode"] == plain["sampling"] == plain["the draw"] == 1
+    rounds = {(part["phase"], part["part"]): part for part in results["round, T = 0.8"]["parts"]}
+    assert rounds["verify", "llama_decode"]["calls"] == 1
+    assert rounds["draft", "llama_decode"]["calls"] == pytest.approx(4, abs=0.5)
+
+
+@needs_gguf
+def test_growth_draws_its_plots(cache: Path) -> None:
+    results = program("growth", cache, "--plots", str(cache / "plots"))["results"]
+    assert isinstance(results, dict)
+    assert list(results["cells"]) == ["64", "128"]
+    assert list(results["branches"]) == ["1", "2"]
+    for name in ("growth-cells.png", "growth-branches.png"):
+        assert (cache / "plots" / name).read_bytes().startswith(b"\x89PNG")
+
+
+@needs_gguf
+def test_wide_model_has_the_vocabulary_it_is_asked_for(tmp_path: Path) -> None:
+    from benchmarks.wide import cached_wide
+
+    path = cached_wide(tmp_path, 128_256)
+    assert cached_wide(tmp_path, 128_256) == path
+    with lb.Model(path) as model:
+        assert model.n_vocab == 128_256
+        assert model.detokenize(model.tokenize("a b")) == "a b"
+
+
+# -- peers -----------------------------------------------------------------------------------------
+
+
+def test_reports_of_the_programs_are_read() -> None:
+    simple, lookup = parse_report(SIMPLE_REPORT), parse_report(LOOKUP_REPORT)
+    assert simple.n_tokens == 41
+    assert simple.n_tokens / simple.seconds == pytest.approx(1291.745)
+    assert simple.stats is not None
+    assert simple.stats.draft_acceptance_rate == pytest.approx(15 / 102)
+    assert simple.stats.mean_acceptance_length == pytest.approx(41 / 26)
+    assert lookup.stats is not None
+    assert (lookup.stats.num_draft_tokens, lookup.stats.num_accepted_tokens) == (18, 1)
+
+
+def test_a_missing_report_or_program_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ToolError, match="no report"):
+        parse_report("nothing of the kind")
+    with pytest.raises(ToolError, match="llama-bench"):
+        LlamaTools(tmp_path, threads=1, n_ctx=64)
+
+
+def test_programs_that_are_built_are_not_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.llama_tools.metadata.version", lambda _: "0.0.0")
+    folder = tmp_path / "llama-cpp-python-0.0.0" / "build" / "bin"
+    folder.mkdir(parents=True)
+    for name in llama_tools.PROGRAMS:
+        (folder / name).write_text("#!/bin/sh\n")
+        (folder / name).chmod(0o755)
+    assert llama_tools.build(tmp_path) == folder
+
+
+# -- drafters and models that are no good ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [4, "auto"])
+def test_hostile_drafter_changes_no_text(ctx: lb.Context, k: int | str) -> None:
+    sampling = lb.SamplingParams(temperature=0.8, seed=7)
+    with lb.Branch.start(ctx, PROMPTS[0], sampling=sampling) as branch:
+        plain = [produced.token for produced in branch.generate(24)]
+    speculator = lb.Speculator(ctx, AdversarialDrafter(), lb.SpeculativeConfig(draft_k=k))
+    said = speculator.generate(PROMPTS[0], max_tokens=24, sampling=sampling).finish()
+    assert said.tokens == plain
+    assert said.stats.num_draft_tokens > 0
+
+
+def logits(path: Path, tokens: list[int]) -> npt.NDArray[np.float32]:
+    """Return the logits after each token, float32 (n, V)."""
+    with lb.load(path, n_ctx=256, n_threads=1) as ctx:
+        ctx.decode(tokens, 0, logits="all")
+        return np.array([ctx.logits(i) for i in range(len(tokens))])
+
+
+@needs_gguf
+def test_ballast_of_q8_0_computes_its_source(target: lb.Model, tmp_path: Path) -> None:
+    """Weights are copied to the bit and what is added is zero: only the order of sums may differ."""
+    from benchmarks.ballast import make_ballast
+
+    path = make_ballast(target.path, tmp_path / "ballast.gguf", 12_000_000, "q8_0")
+    tokens = target.tokenize(PROMPTS[0])
+    wanted = logits(target.path, tokens)
+    assert np.abs(logits(path, tokens) - wanted).max() < 1e-3 * wanted.std()
+    with lb.Model(path) as ballast:
+        assert abs(ballast.n_params - 12_000_000) < 600_000
+        assert (ballast.file_type, ballast.n_layer) == ("Q8_0", target.n_layer)
+        assert target.compatibility(ballast)
+
+
+@needs_gguf
+def test_deeper_ballast_of_f16_computes_its_source_in_f16(
+    target: lb.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import ballast
+
+    plain = ballast.make_ballast(target.path, tmp_path / "plain.gguf", target.n_params, "f16")
+    monkeypatch.setattr(ballast, "WIDEST", 1024)
+    path = ballast.make_ballast(target.path, tmp_path / "deep.gguf", 12_000_000, "f16")
+    tokens = target.tokenize(PROMPTS[1])
+    wanted = logits(plain, tokens)
+    assert np.abs(logits(path, tokens) - wanted).max() < 0.02 * wanted.std()
+    with lb.Model(path) as made:
+        assert made.n_layer > target.n_layer
+        assert abs(made.n_params - 12_000_000) < 1_200_000
+
+
+@needs_gguf
+@pytest.mark.parametrize("n_params", [50_000_000, 150_000_000, 350_000_000])
+def test_ballast_shapes_are_natural(n_params: int) -> None:
+    from benchmarks.ballast import Shape, plan_shape
+
+    n_fixed, n_attention, n_embd = 1_048_832, 197_120, 256
+    shape = plan_shape(n_params, Shape(6, 768), n_fixed, n_attention, n_embd)
+    total = n_fixed + shape.n_layer * (n_attention + 3 * n_embd * shape.n_ff)
+    assert 4096 <= shape.n_ff <= 8192
+    assert shape.n_ff % 256 == 0
+    assert abs(total / n_params - 1) < 0.05
+
+
+@needs_gguf
+def test_ballast_refuses_what_it_cannot_be(target: lb.Model, tmp_path: Path) -> None:
+    from benchmarks.ballast import make_ballast, parse_size
+
+    with pytest.raises(ValueError, match="more than"):
+        make_ballast(target.path, tmp_path / "small.gguf", 1_000_000)
+    with pytest.raises(ValueError, match="q4_0"):
+        make_ballast(target.path, tmp_path / "type.gguf", 12_000_000, "q4_0")
+    assert not list(tmp_path.iterdir())
+    assert parse_size("150M") == 150_000_000
+    assert parse_size("12345") == 12345
+
+
+@needs_gguf
+def test_useless_model_speaks_the_vocabulary_and_knows_nothing(
+    draft: lb.Model, tmp_path: Path
+) -> None:
+    from benchmarks.ballast import cached_useless
+
+    path = cached_useless(draft.path, tmp_path)
+    assert cached_useless(draft.path, tmp_path) == path
+    with lb.load(path, n_ctx=256, n_threads=1) as ctx:
+        assert draft.compatibility(ctx.model)
+        assert ctx.model.n_params == draft.n_params
+        ctx.decode(draft.tokenize(PROMPTS[2]), 0)
+        assert ctx.model_entropy() > 7

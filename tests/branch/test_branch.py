@@ -1,0 +1,721 @@
+"""A branch: drawing, forking, taking back, bias, ending, and what each of them leaves alone."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import audit
+
+import llamabranch as lb
+from llamabranch import Branch, Context, SamplingParams
+from llamabranch.branch import BranchStore
+from llamabranch.errors import (
+    BranchStateError,
+    ConfigError,
+    GrammarError,
+    SequencesExhaustedError,
+    SnapshotError,
+    TokenizeError,
+)
+
+STORY = "Once upon a time there was a king who had"
+WARM = SamplingParams(temperature=1.0, seed=11)
+
+
+def said(branch: Branch, n: int = 20) -> list[int]:
+    return [t.token for t in branch.generate(n)]
+
+
+# -- drawing -------------------------------------------------------------------------------------
+
+
+def test_produce_changes_nothing(ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY, sampling=WARM)
+    before = (branch.logits, ctx.usage(), branch.tokens, branch.state)
+    first = branch.produce()
+    assert all(branch.produce() == first for _ in range(5))
+    assert np.array_equal(branch.logits, before[0])
+    assert (ctx.usage(), branch.tokens, branch.state) == before[1:]
+
+
+def test_produce_is_what_the_distribution_draws(ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY, sampling=WARM)
+    for _ in range(10):
+        choice = branch.distribution()
+        produced = branch.step()
+        assert produced.token == choice.draw(11, branch.position - 1)
+
+
+def test_produced_knows_its_logprob_and_entropy(ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY, sampling=WARM)
+    logits = branch.logits.astype(np.float64)
+    p = np.exp(logits - logits.max())
+    p /= p.sum()
+    produced = branch.produce()
+    assert produced.logprob == pytest.approx(math.log(p[produced.token]), rel=1e-5)
+    assert produced.entropy == pytest.approx(-(p * np.log(p)).sum(), rel=1e-5)
+    assert branch.entropy() == produced.entropy
+    assert branch.surprisal(produced.token) == -produced.logprob
+    assert branch.entropy("bits") == pytest.approx(produced.entropy / math.log(2))
+
+
+def test_fork_draws_like_its_parent_until_reseeded(ctx: Context) -> None:
+    root = Branch.start(ctx, STORY, sampling=WARM)
+    twin, other = root.fork(), root.fork()
+    other.reseed(12)
+    text = said(root)
+    assert said(twin) == text
+    assert said(other) != text
+    again = Branch.start(ctx, STORY, sampling=WARM.replace(seed=12))
+    assert said(again) == other.generated
+
+
+def test_reseeding_back_restores_the_draw(ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY, sampling=WARM)
+    first = branch.produce()
+    branch.reseed(99)
+    branch.reseed(11)
+    assert branch.produce() == first
+
+
+def _reseeded(branch: Branch) -> Branch:
+    branch.reseed(99)
+    return branch
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        _reseeded,
+        lambda branch: branch.fork_many(2)[1],
+        lambda branch: Branch.restore(branch.ctx, branch.fork_many(1)[0].snapshot()),
+    ],
+    ids=["reseed", "fork_many", "restore"],
+)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda branch: branch.steer({}),
+        lambda branch: branch.resample(branch.sampling),
+        lambda branch: branch.resample(branch.sampling.replace(logit_bias={7: 0.0})),
+        lambda branch: branch.resample(SamplingParams(temperature=1.0)),
+    ],
+    ids=["steer", "resample", "resample with a bias", "resample without a seed"],
+)
+def test_changing_settings_keeps_the_seed(
+    made: Callable[[Branch], Branch], change: Callable[[Branch], None], ctx: Context
+) -> None:
+    branch = made(Branch.start(ctx, STORY, sampling=WARM))
+    seed, twin = branch.seed, branch.fork()
+    assert seed != WARM.seed
+    change(branch)
+    assert branch.seed == seed
+    assert said(branch) == said(twin)
+
+
+def test_steered_children_of_fork_many_still_differ(ctx: Context) -> None:
+    children = Branch.start(ctx, STORY, sampling=WARM).fork_many(4)
+    for child in children:
+        child.steer({5: -1.0})
+    assert len({tuple(said(child)) for child in children}) == 4
+
+
+def test_sampling_tells_the_seed_in_force(ctx: Context, other_ctx: Context) -> None:
+    root = Branch.start(ctx, STORY, sampling=WARM)
+    child = root.fork_many(1)[0]
+    assert (root.sampling, child.sampling) == (WARM, WARM.replace(seed=child.seed))
+    again = Branch.start(other_ctx, STORY, sampling=child.sampling)
+    assert said(again) == said(child)
+    child.resample(WARM)  # a seed that is given is taken
+    assert child.seed == WARM.seed
+    free = Branch.start(ctx, STORY, temperature=1.0)
+    free.reseed(5)
+    assert free.sampling.seed is None  # nobody asked for one text in the settings
+
+
+def test_same_seed_gives_the_same_text_whatever_else_shares_cache_and_batch(
+    ctx: Context, other_ctx: Context
+) -> None:
+    alone = Branch.start(other_ctx, STORY, sampling=WARM)
+    text = said(alone, 30)
+    ctx.decode([9] * 200, 0, seq_id=0)
+    others = [Branch.start(ctx, [5 + i] * (20 + i), seed=i) for i in range(4)]
+    branch = Branch.start(ctx, STORY, sampling=WARM)
+    others.append(branch.fork())
+    store = BranchStore(ctx)
+    for i in range(30):
+        store.step([*others[: i % 6], branch])
+        if i % 7 == 3:
+            others[i % 4].rewind(15)
+    assert branch.generated == text
+
+
+def test_children_of_fork_many_differ_and_are_the_same_next_time(
+    ctx: Context, other_ctx: Context
+) -> None:
+    texts = []
+    for context in (ctx, other_ctx):
+        children = Branch.start(context, STORY, sampling=WARM).fork_many(6)
+        texts.append([tuple(said(child)) for child in children])
+        assert len(set(texts[-1])) == 6
+    assert texts[0] == texts[1]
+    root = Branch.start(ctx, STORY, sampling=WARM.replace(seed=12))
+    assert tuple(said(root.fork_many(1)[0])) not in texts[0]
+
+
+def test_without_a_seed_every_branch_picks_one(ctx: Context) -> None:
+    branches = [Branch.start(ctx, STORY, temperature=1.0) for _ in range(4)]
+    assert len({branch.seed for branch in branches}) == 4
+    assert len({tuple(said(branch)) for branch in branches}) == 4
+    again = Branch.start(ctx, STORY, temperature=1.0, seed=branches[0].seed)
+    assert said(again) == branches[0].generated
+
+
+def test_temperature_zero_takes_the_most_probable(ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY, temperature=0.0)
+    for _ in range(10):
+        best = int(branch.logits.argmax())
+        assert branch.step().token == best
+
+
+# -- generating ----------------------------------------------------------------------------------
+
+
+def test_joined_text_is_the_text(ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY, sampling=WARM)
+    text = "".join(t.text for t in branch.generate(50))
+    assert branch.text == STORY + text
+    assert branch.text == ctx.detokenize(branch.tokens)
+    assert branch.finish_reason == "length"
+    assert branch.state == "finished"
+    assert len(branch.generated) == 50
+
+
+def test_characters_split_over_tokens_appear_whole(toy: lb.Model) -> None:
+    data = "wörld 🙂 世".encode()
+    byte = {toy.piece(t): t for t in range(toy.n_vocab)}
+    with Context(toy, n_ctx=256, n_threads=1) as ctx:
+        branch = Branch.start(ctx, "x", temperature=0.0)
+        texts = []
+        for value in data:
+            branch.steer({byte[bytes([value])]: 1e6})
+            texts.append(branch.step().text)
+            fork = branch.fork()  # holds the same half of a character
+            assert fork.text == branch.text
+            fork.prune()
+        assert "".join(texts) == data.decode()
+        assert not any("\ufffd" in text for text in texts)
+        branch.rewind(branch.position - 1)  # in the middle of the last character
+        branch.steer({byte[data[-1:]]: 1e6})
+        assert branch.produce().text == "世"
+
+
+@pytest.mark.parametrize("n_silent", [0, 1, 2, 3, 4, 9])
+@pytest.mark.parametrize("n_bytes", [1, 2, 3])
+def test_rewind_into_a_character_keeps_its_bytes_whatever_lies_between(
+    n_bytes: int, n_silent: int, toy: lb.Model
+) -> None:
+    byte = {toy.piece(t): t for t in range(toy.n_vocab)}
+    assert toy.bos is not None
+    data = "🙂".encode()
+    with Context(toy, n_ctx=256, n_threads=1) as ctx:
+        branch = Branch.start(ctx, "x", temperature=0.0)
+        for value in data[:n_bytes]:
+            branch.commit(byte[bytes([value])])
+            for _ in range(n_silent):
+                branch.commit(toy.bos)  # a control token has no text
+        position = branch.position
+        for value in data[n_bytes:]:
+            branch.commit(byte[bytes([value])])
+        branch.rewind(position)
+        assert branch.snapshot().pending == data[:n_bytes]
+        texts = []
+        for value in data[n_bytes:]:
+            branch.steer({byte[bytes([value])]: 1e6})
+            texts.append(branch.step().text)
+        assert "".join(texts) == "🙂"
+        audit(ctx)
+
+
+def test_generation_ends_at_an_end_token_that_is_not_yielded(ctx: Context) -> None:
+    end = ctx.model.eos
+    assert end is not None
+    branch = Branch.start(ctx, STORY, temperature=0.0)
+    tokens = [t.token for t in branch.generate(5)]
+    branch.steer({end: 1e6})
+    assert branch.produce().is_stop
+    assert list(branch.generate(5)) == []
+    assert (branch.is_stop, branch.finish_reason, branch.state) == (True, "stop", "finished")
+    assert branch.generated == tokens
+    branch.steer({})
+    assert len(said(branch, 3)) == 3
+    assert not branch.is_stop
+
+
+def test_stop_string_ends_the_text_before_it(ctx: Context) -> None:
+    free = Branch.start(ctx, STORY, temperature=0.0)
+    text = "".join(t.text for t in free.generate(40))
+    stop = text[len(text) // 2 :][:5]
+    branch = Branch.start(ctx, STORY, temperature=0.0)
+    shown = "".join(t.text for t in branch.generate(40, stop=[stop, "never said"]))
+    assert shown == text[: text.index(stop)]
+    assert branch.is_stop
+    assert free.tokens[: branch.position] == branch.tokens
+
+
+def test_stop_string_that_does_not_come_holds_nothing_back(ctx: Context) -> None:
+    free = Branch.start(ctx, STORY, temperature=0.0)
+    text = "".join(t.text for t in free.generate(20))
+    branch = Branch.start(ctx, STORY, temperature=0.0)
+    shown = "".join(t.text for t in branch.generate(20, stop=[text[-1] + "never"]))
+    assert shown == text
+    assert branch.finish_reason == "length"
+
+
+def test_stop_string_that_an_end_token_cuts_short_holds_nothing_back(ctx: Context) -> None:
+    assert ctx.model.eos is not None
+    branch = Branch.start(ctx, STORY, temperature=0.0)
+    texts = []
+    for token in branch.generate(20, stop=["zz " + STORY, *_beginnings(ctx)]):
+        texts.append(token.text)
+        if len(branch.generated) == 5:
+            branch.steer({ctx.model.eos: 1e6})
+    assert branch.finish_reason == "stop"
+    assert STORY + "".join(texts) == branch.text
+
+
+def _beginnings(ctx: Context) -> list[str]:
+    """Strings of which every text holds the beginning, and none holds all."""
+    return [chr(c) + "\x00never" for c in range(32, 127)]
+
+
+def test_generate_zero_tokens_changes_nothing(ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY, temperature=0.0)
+    before = branch.logits
+    assert list(branch.generate(0)) == []
+    assert np.array_equal(branch.logits, before)
+
+
+def test_abandoned_generation_leaves_what_was_yielded(ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY, sampling=WARM)
+    tokens = []
+    for produced in branch.generate(50):
+        tokens.append(produced.token)
+        if len(tokens) == 7:
+            break
+    assert branch.generated == tokens
+    assert len(said(branch, 3)) == 3
+
+
+@pytest.mark.parametrize("kind", ["text", "list"])
+def test_generate_checks_its_arguments_at_once(kind: str, ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY)
+    with pytest.raises(ConfigError):
+        branch.generate(-1)
+    with pytest.raises(ConfigError):
+        branch.generate(5, stop="." if kind == "text" else [""])
+
+
+def test_empty_prompt_begins_at_the_beginning(ctx: Context, toy: lb.Model) -> None:
+    assert Branch.start(ctx, "").tokens in ([ctx.model.bos], [ctx.model.eos])
+    with Context(toy, n_ctx=256, n_threads=1) as other:
+        assert Branch.start(other, "").tokens == [toy.bos]
+
+
+# -- moving ----------------------------------------------------------------------------------------
+
+
+def test_extend_returns_the_rows_of_its_tokens(ctx: Context) -> None:
+    branch, other = (Branch.start(ctx, STORY, temperature=0.0) for _ in range(2))
+    tokens = [9, 99, 999, 5]
+    rows = branch.extend(tokens)
+    assert len(rows) == 4
+    for token, row in zip(tokens, rows, strict=True):
+        other.commit(token)
+        assert np.array_equal(other.logits, row)
+    assert np.array_equal(branch.logits, rows[-1])
+    assert branch.perplexity() == other.perplexity()
+    branch.extend(tokens, logits="last")
+    assert all(not np.shares_memory(rows[0], row) for row in rows[1:])
+
+
+def test_perplexity_counts_what_was_generated(ctx: Context) -> None:
+    root = Branch.start(ctx, STORY, sampling=WARM)
+    first = [t.logprob for t in root.generate(4)]
+    child = root.fork()
+    child.reseed(3)
+    second = [t.logprob for t in child.generate(5)]
+    for measure, of in (
+        (Branch.perplexity, lambda logprobs: math.exp(-np.mean(logprobs))),
+        (Branch.log_likelihood, sum),
+    ):
+        assert measure(root) == pytest.approx(of(first))
+        assert measure(child) == pytest.approx(of(first + second))
+        assert measure(child, "prompt") == measure(child)
+        assert measure(child, "fork") == pytest.approx(of(second))
+        assert measure(root, "fork") == measure(root)
+        with pytest.raises(ConfigError, match="since"):
+            measure(child, "birth")
+    assert child.log_likelihood(base="bits") == pytest.approx(child.log_likelihood() / math.log(2))
+    with pytest.raises(ConfigError, match="base"):
+        child.log_likelihood(base="dits")
+    child.rewind(child.position - 2)
+    assert child.perplexity("fork") == pytest.approx(math.exp(-np.mean(second[:3])))
+
+
+def test_children_forked_at_different_places_are_compared_over_all_they_generated(
+    ctx: Context,
+) -> None:
+    root = Branch.start(ctx, STORY, sampling=WARM)
+    early = root.fork()
+    said(root, 10)
+    late = root.fork()
+    said(early, 12)
+    said(late, 2)
+    assert late.tokens == early.tokens  # the same text, drawn with the same seed
+    assert late.perplexity() == early.perplexity()
+    assert late.log_likelihood() == early.log_likelihood()
+
+
+def test_nothing_generated_has_no_perplexity_and_likelihood_one(ctx: Context) -> None:
+    root = Branch.start(ctx, STORY, sampling=WARM)
+    with pytest.raises(BranchStateError, match="no token was generated") as refused:
+        root.perplexity()
+    assert refused.value.hint
+    said(root, 3)
+    child = root.fork()
+    assert child.perplexity() == root.perplexity()
+    with pytest.raises(BranchStateError, match="since the fork"):
+        child.perplexity("fork")
+    assert child.log_likelihood("fork") == 0.0
+    assert math.copysign(1.0, child.log_likelihood("fork")) == 1.0
+    with pytest.raises(BranchStateError):
+        min([root, child], key=lambda branch: branch.perplexity("fork"))
+    assert Branch.create(ctx).log_likelihood() == 0.0
+
+
+def test_text_read_without_a_prompt_is_scored_from_its_second_token(
+    ctx: Context, other_ctx: Context
+) -> None:
+    tokens = ctx.tokenize(STORY)
+    whole, rest = Branch.create(ctx), Branch.start(other_ctx, tokens[:1])
+    whole.extend(tokens)
+    rest.extend(tokens[1:])
+    assert whole.perplexity() == rest.perplexity()
+    assert whole.log_likelihood() == rest.log_likelihood()
+    first = Branch.create(ctx)
+    first.extend(tokens[:1])
+    assert first.log_likelihood() == 0.0
+    with pytest.raises(BranchStateError):
+        first.perplexity()
+
+
+def test_tokens_without_a_surprisal_are_not_scored(ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY, sampling=WARM)
+    branch.follow([5, 6])
+    said(branch, 3)
+    for measure in (Branch.perplexity, Branch.log_likelihood):
+        with pytest.raises(BranchStateError, match="2 of 5 tokens have no surprisal"):
+            measure(branch)
+
+
+def test_impossible_text_has_infinite_perplexity(ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY, sampling=WARM)
+    said(branch, 2)
+    unlikely = replace(branch.snapshot(), surprisals=np.array([1e308, 1e308]))
+    assert Branch.restore(ctx, unlikely).perplexity() == math.inf
+    assert Branch.restore(ctx, unlikely).log_likelihood() == -math.inf
+    with pytest.raises(SnapshotError, match="certain"):
+        Branch.restore(ctx, replace(unlikely, surprisals=np.array([-math.inf, 1.0])))
+    never = replace(branch.snapshot(), surprisals=np.array([math.inf, 1.0]))
+    assert Branch.restore(ctx, never).perplexity() == math.inf
+    assert Branch.restore(ctx, never).log_likelihood() == -math.inf
+
+
+def test_bias_is_inherited_and_can_end(ctx: Context) -> None:
+    root = Branch.start(ctx, STORY, temperature=0.0)
+    before = root.produce()
+    root.steer({77: 1e6})
+    child = root.fork()
+    assert root.produce().token == child.produce().token == 77
+    assert root.produce().logprob == -root.surprisal(77)  # the model's own, not the steered one
+    root.steer({})
+    assert root.produce() == before
+    assert child.produce().token == 77
+
+
+def test_forbidden_token_is_never_drawn(ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY, temperature=0.0)
+    best = branch.produce().token
+    branch.steer({best: -math.inf})
+    assert branch.produce().token != best
+    assert branch.distribution().prob(best) == 0
+
+
+def test_resampling_keeps_history_and_seed(ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY, sampling=WARM)
+    said(branch, 10)
+    branch.resample(SamplingParams(temperature=1.0, presence_penalty=1e4, penalty_last_n=-1))
+    assert branch.seed == 11
+    assert branch.produce().token not in branch.tokens
+
+
+def test_penalties_forget_what_was_rewound(ctx: Context) -> None:
+    params = SamplingParams(
+        temperature=1.0, presence_penalty=1e4, penalty_last_n=-1, top_k=0, seed=1
+    )
+    branch = Branch.start(ctx, STORY, sampling=params)
+    before = branch.distribution()
+    tokens = said(branch, 10)
+    branch.rewind(branch.position - 10)
+    after = branch.distribution()
+    assert np.array_equal(before.ids, after.ids)
+    assert np.array_equal(before.logprobs, after.logprobs)
+    assert said(branch, 10) == tokens
+
+
+def test_grammar_binds_text_forks_and_rewinds(ctx: Context) -> None:
+    branch = Branch.start(
+        ctx, "Answer:", temperature=1.0, seed=1, grammar='root ::= ("yes" | "no") [!?]+ "."'
+    )
+    position = branch.position
+    fork = branch.fork()
+    text = "".join(t.text for t in branch.generate(60))
+    assert branch.is_stop
+    assert text.rstrip(".!?") in ("yes", "no")
+    assert "".join(t.text for t in fork.generate(60)) == text
+    branch.rewind(position)
+    assert "".join(t.text for t in branch.generate(60)) == text
+
+
+def test_grammar_refuses_tokens_and_the_branch_is_as_before(ctx: Context) -> None:
+    branch = Branch.start(ctx, "Answer:", temperature=0.0, grammar='root ::= "yes" "!"+')
+    before = (branch.logits, branch.tokens, branch.produce(), ctx.usage())
+    wrong = ctx.tokenize("no", add_special=False)
+    for call in (
+        lambda: branch.commit(wrong[0]),
+        lambda: branch.extend(wrong),
+        lambda: branch.extend([*ctx.tokenize("yes!", add_special=False), *wrong]),
+    ):
+        with pytest.raises(GrammarError):
+            call()
+    assert np.array_equal(branch.logits, before[0])
+    assert (branch.tokens, branch.produce(), ctx.usage()) == before[1:]
+
+
+def test_bad_grammar_takes_no_sequence(ctx: Context) -> None:
+    for grammar in ("root ::= (", "not a grammar", ""):
+        with pytest.raises(GrammarError):
+            Branch.start(ctx, STORY, grammar=grammar)
+    assert ctx.usage().sequences == {}
+    assert len([Branch.start(ctx, [5]) for _ in range(8)]) == 8
+
+
+# -- trees ---------------------------------------------------------------------------------------
+
+
+def test_fork_copies_no_cells(ctx: Context) -> None:
+    root = Branch.start(ctx, STORY)
+    used = ctx.usage().cells_used
+    children = root.fork_many(5)
+    assert ctx.usage().cells_used == ctx.usage().cells_shared == used
+    assert root.children == children
+    assert all(child.parent is root for child in children)
+    assert all(child.fork_position == root.position for child in children)
+    assert root.fork_position == 0
+
+
+def test_fork_many_forks_all_or_none(ctx: Context) -> None:
+    root = Branch.start(ctx, STORY)
+    with pytest.raises(SequencesExhaustedError):
+        root.fork_many(8)
+    assert root.children == []
+    children = root.fork_many(7)
+    assert len(ctx.usage().sequences) == 8
+    for child in children:
+        child.prune()
+    assert root.fork_many(0) == []
+    with pytest.raises(ConfigError):
+        root.fork_many(-1)
+
+
+def test_empty_branch_can_be_forked(ctx: Context) -> None:
+    root = Branch.create(ctx, WARM)
+    child = root.fork()
+    child.prefill(ctx.tokenize(STORY))
+    assert (root.state, root.position) == ("empty", 0)
+    assert said(child) == said(Branch.start(ctx, STORY, sampling=WARM))
+
+
+def test_promoted_branch_takes_its_parents_place(ctx: Context) -> None:
+    root = Branch.start(ctx, STORY, sampling=WARM)
+    middle, aunt = root.fork_many(2)
+    said(middle, 3)
+    winner, loser = middle.fork_many(2)
+    niece = loser.fork()
+    grandchild = winner.fork()
+    before = winner.logits
+    winner.promote()
+    assert [b.state for b in (middle, loser, niece)] == ["pruned"] * 3
+    assert [b.state for b in (root, aunt, winner, grandchild)] == ["ready"] * 4
+    assert winner.parent is root
+    assert winner.fork_position == len(root.tokens)
+    assert root.children == [aunt, winner]
+    assert grandchild.parent is winner
+    assert np.array_equal(winner.logits, before)
+    winner.promote()
+    assert winner in ctx.holders()
+    assert root not in ctx.holders()
+    assert (root.state, aunt.state) == ("pruned", "pruned")
+    with pytest.raises(BranchStateError, match="root"):
+        winner.promote()
+    assert np.array_equal(winner.logits, before)
+    assert len(ctx.usage().sequences) == 2
+
+
+def test_branch_with_children_is_not_pruned(ctx: Context) -> None:
+    root = Branch.start(ctx, STORY)
+    child = root.fork()
+    before = root.logits
+    with pytest.raises(BranchStateError, match="1 children") as caught:
+        root.prune()
+    assert "prune_subtree" in str(caught.value.hint)
+    assert np.array_equal(root.logits, before)
+    child.prune()
+    root.prune()
+    root.prune()
+    assert ctx.usage().cells_used == 0
+
+
+def test_with_block_prunes_the_tree(ctx: Context) -> None:
+    with Branch.start(ctx, STORY) as root:
+        child = root.fork().fork()
+    assert (root.state, child.state) == ("pruned", "pruned")
+    assert ctx.usage().cells_used == 0
+
+
+def test_with_block_prunes_when_an_exception_passes(ctx: Context) -> None:
+    with pytest.raises(KeyError), Branch.start(ctx, STORY):
+        raise KeyError("user's own")
+    assert ctx.usage().cells_used == 0
+
+
+def test_forgotten_children_count_no_more(ctx: Context) -> None:
+    root = Branch.start(ctx, STORY)
+    root.fork()
+    gc.collect()
+    assert root.children == []
+    root.prune()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda b: b.prefill([1]),
+        lambda b: b.produce(),
+        lambda b: b.commit(1),
+        lambda b: b.step(),
+        lambda b: next(b.generate(1)),
+        lambda b: b.extend([1]),
+        lambda b: b.fork(),
+        lambda b: b.fork_many(2),
+        lambda b: b.reseed(1),
+        lambda b: b.steer({1: 1.0}),
+        lambda b: b.rewind(0),
+        lambda b: b.promote(),
+        lambda b: b.logits,
+        lambda b: b.distribution(),
+        lambda b: b.entropy(),
+        lambda b: b.surprisal(1),
+    ],
+)
+def test_pruned_branch_raises(call: Callable[[Branch], object], ctx: Context) -> None:
+    root = Branch.start(ctx, STORY)
+    branch = root.fork()
+    branch.produce()
+    branch.prune()
+    usage = ctx.usage()
+    with pytest.raises(BranchStateError, match="pruned"):
+        call(branch)
+    assert ctx.usage() == usage
+    assert branch.state == "pruned"
+    assert branch.text == STORY  # what it was can still be read
+
+
+# -- misuse --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token", [-1, 4096, 1 << 40, True, 1.0, "a", None])
+def test_bad_tokens_are_refused_and_the_branch_is_as_before(token: object, ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY, temperature=0.0)
+    before = (branch.logits, branch.tokens, ctx.usage())
+    bad: list[Callable[[], object]] = [
+        lambda: branch.commit(token),  # type: ignore[arg-type]
+        lambda: branch.extend([5, token]),  # type: ignore[list-item]
+        lambda: branch.prefill([5, token]),  # type: ignore[list-item]
+        lambda: branch.surprisal(token),  # type: ignore[arg-type]
+    ]
+    for call in bad:
+        with pytest.raises(TokenizeError):
+            call()
+    assert np.array_equal(branch.logits, before[0])
+    assert (branch.tokens, ctx.usage()) == before[1:]
+
+
+@pytest.mark.parametrize("position", [-1, 1000, True, 1.0, None])
+def test_bad_positions_are_refused(position: object, ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY)
+    with pytest.raises(ConfigError, match="position"):
+        branch.rewind(position)  # type: ignore[arg-type]
+
+
+def test_empty_branch_has_nothing_to_read(ctx: Context) -> None:
+    branch = Branch.create(ctx)
+    for call in (branch.produce, branch.entropy, branch.distribution, branch.step):
+        with pytest.raises(BranchStateError, match="empty") as caught:
+            call()
+        assert "prefill" in str(caught.value.hint)
+    branch.prefill([5, 6])
+    branch.rewind(0)
+    assert branch.state == "empty"
+
+
+def test_nothing_is_nothing_to_read(ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY)
+    with pytest.raises(ConfigError, match="no tokens"):
+        branch.extend([])
+    with pytest.raises(ConfigError, match="no tokens"):
+        branch.prefill([])
+    with pytest.raises(ConfigError, match="logits"):
+        branch.extend([1], logits="none")
+
+
+def test_prompt_comes_before_what_is_generated(ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY)
+    branch.prefill([7, 8])
+    assert branch.n_prompt == branch.position
+    branch.step()
+    with pytest.raises(BranchStateError, match="before") as caught:
+        branch.prefill([7])
+    assert "extend" in str(caught.value.hint)
+
+
+def test_unknown_setting_takes_no_sequence(ctx: Context) -> None:
+    with pytest.raises(ConfigError, match="temprature"):
+        Branch.start(ctx, STORY, temprature=0.5)
+    with pytest.raises(ConfigError, match="logit_bias"):
+        Branch.start(ctx, STORY, logit_bias={5000: 1.0})
+    with pytest.raises(TokenizeError):
+        Branch.start(ctx, [5, -5])
+    assert len([Branch.start(ctx, [5]) for _ in range(8)]) == 8
+
+
+@pytest.mark.parametrize("seed", [1.5, "a", True])
+def test_seeds_are_integers(seed: object, ctx: Context) -> None:
+    with pytest.raises(ConfigError, match="seed"):
+        Branch.start(ctx, STORY).reseed(seed)  # type: ignore[arg-type]

@@ -1,0 +1,456 @@
+"""``llamabranch generate`` on the bundled pair: prompts, files, resuming, what is shown, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from self_signal import signalled_at_line
+from typer.testing import CliRunner, Result
+
+import llamabranch as lb
+from llamabranch import ConfigError, Request, SamplingParams
+from llamabranch.cli import app
+from llamabranch.cli.generate import spread
+from llamabranch.engine.jsonl import read_requests, read_results, write_result
+
+COMMAND = [sys.executable, "-m", "llamabranch.cli", "generate"]
+TIMEOUT_S = 600  # for a machine that is busy with other things
+SEED_PROMPTS = (
+    "What is random forest?",
+    "Explain black holes",
+    "Who is the father of python programming?",
+    "What is the capital of France?",
+)
+ESCAPE = "\x1b["
+
+
+def run(*arguments: str, stdin: str | None = None, **environment: str) -> Result:
+    command = ["generate", *arguments, "--threads", "1"]
+    return CliRunner().invoke(app, command, input=stdin, env=environment)
+
+
+def run_json(*arguments: str, stdin: str | None = None) -> dict[str, object]:
+    result = run("--json", *arguments, stdin=stdin)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    answer = json.loads(result.stdout)
+    assert isinstance(answer, dict)
+    return answer
+
+
+def texts(answer: dict[str, object]) -> dict[str, str]:
+    results = answer["results"]
+    assert isinstance(results, list)
+    return {f"{record['id']}.{record['sample']}": record["text"] for record in results}
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+# -- prompts ---------------------------------------------------------------------------------------
+
+
+def test_command_of_the_seed_runs_as_it_is_written() -> None:
+    command = ["--target_model", "tale-target", "--draft_model", "tale-draft", "--prompts"]
+    command += [*SEED_PROMPTS, "--gamma", "5", "--max_tokens", "12", "--temperature", "0.75"]
+    result = run(*command)
+    assert result.exit_code == 0, result.stderr
+    assert all(prompt in result.stdout for prompt in SEED_PROMPTS)
+    for label in ("requests", "accept rate", "target forward passes", "draft forward passes"):
+        assert label in result.stdout
+    assert ESCAPE not in result.stdout
+    plain = run(*command, "--auto_regressive")
+    assert plain.exit_code == 0, plain.stderr
+    assert "accept rate" not in plain.stdout
+    assert "draft forward passes" not in plain.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (["--prompts", "a", "b"], ["--prompts", "a", "--prompts", "b"]),
+        (
+            ["--prompts", "a", "-p", "b", "c"],
+            ["--prompts", "a", "--prompts", "b", "--prompts", "c"],
+        ),
+        (["--prompts=-a", "b"], ["--prompts=-a", "--prompts", "b"]),
+        (["--prompts", "a", "--seed", "1"], ["--prompts", "a", "--seed", "1"]),
+        (["--input", "-", "--max_tokens=5"], ["--input", "-", "--max-tokens=5"]),
+        (["--no_such_thing", "x_y"], ["--no_such_thing", "x_y"]),
+    ],
+    ids=" ".join,
+)
+def test_prompts_are_spread(given: list[str], meant: list[str]) -> None:
+    known = {"--prompts", "-p", "--seed", "--input", "--max-tokens"}
+    assert spread(given, known) == meant
+
+
+def test_drafts_and_neighbours_change_no_text() -> None:
+    common = ["--seed", "5", "--max-tokens", "20"]
+    several = run_json("--prompts", *SEED_PROMPTS, *common, "--samples", "2")
+    assert several["seed"] == 5
+    assert several["batch_invariant"] is True
+    plain = run_json(
+        "--prompts", *SEED_PROMPTS, *common, "--samples", "2", "--draft", "none", "--parallel", "1"
+    )
+    assert texts(several) == texts(plain)
+    assert len(texts(several)) == 8
+    few = run_json("-p", *SEED_PROMPTS[:2], *common, "--draft", "lookup", "--gamma", "3")
+    assert texts(few).items() <= texts(several).items()
+
+
+def test_prompts_come_from_files_and_standard_input(tmp_path: Path) -> None:
+    plain, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    plain.write_text("The king\n\nDie Königin\n", encoding="utf-8")
+    common = ["--seed", "1", "--max-tokens", "8"]
+    expected = texts(run_json("--prompts", "The king", "Die Königin", *common))
+    assert texts(run_json("--input", str(plain), *common)) == expected
+    assert texts(run_json("--input", "-", *common, stdin="The king\nDie Königin\n")) == expected
+    records = [
+        {"prompt": "The king", "id": "one", "max_tokens": 3},
+        {"prompt": [5, 6, 7], "seed": 9, "n": 2},
+        {"prompt": "The king", "stop": " ", "sampling": {"temperature": 0.0}},
+    ]
+    objects.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    answer = run_json("--input", str(objects), *common)
+    piped = run_json("--input", "-", *common, stdin=objects.read_text("utf-8"))
+    assert texts(answer) == texts(piped)
+    assert set(texts(answer)) == {"one.0", "1.0", "1.1", "2.0"}
+    results = answer["results"]
+    assert isinstance(results, list)
+    by_id = {(record["id"], record["sample"]): record for record in results}
+    assert len(by_id["one", 0]["tokens"]) == 3
+    assert by_id["1", 0]["seed"] == 9
+    assert by_id["1", 0]["prompt"] == [5, 6, 7]
+    assert by_id["2", 0]["finish_reason"] == "stop"
+    assert " " not in by_id["2", 0]["text"]
+
+
+def test_settings_of_a_line_are_added_to_those_of_the_command() -> None:
+    base = SamplingParams(temperature=0.3, top_k=7)
+    data = ['{"prompt": "a", "seed": 3}', '{"prompt": "b"}', '"c"']
+    first, second, third = read_requests(data, json_lines=True, sampling=base)
+    assert first.sampling == base.replace(seed=3)
+    assert second.sampling == third.sampling == base
+    assert third.prompt == "c"
+    (biased,) = read_requests(
+        ['{"prompt": "a", "sampling": {"logit_bias": {"5": -1.5}}, "stop": ["x", "y"]}'],
+        json_lines=True,
+    )
+    assert biased.sampling is not None
+    assert biased.sampling.logit_bias == {5: -1.5}
+    assert biased.stop == ("x", "y")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "5", "{}", '{"prompt": 5}', '{"prompt": "a", "temprature": 1}', '{"prompt": "a", "n": 0}',
+     '{"prompt": "a", "sampling": {"heat": 1}}', '{"prompt": "a", "sampling": [1]}',
+     '{"prompt": "a", "max_tokens": "many"}', '{"prompt": "a", "grammar": 5}',
+     '{"prompt": "a", "grammar": ""}', '{"prompt": "a", "sampling": {"logit_bias": [1]}}',
+     '{"prompt": "a", "sampling": {"logit_bias": {"x": 1}}}', '{"prompt": "a", "stop": [5]}',
+     '{"prompt": "a", "stop": 5}', '{"prompt": "a", "id": "\\ud800"}',
+     '{"prompt": "a", "n": 100000000}', '{"prompt": "a", "sampling": [["top_k", 3]]}',
+     '{"prompt": ' + "[" * 100_000, '{"prompt": "a", "seed": "x"}'],
+    ids=lambda line: line[:60],
+)  # fmt: skip
+def test_line_that_is_no_request_is_named(line: str) -> None:
+    with pytest.raises(ConfigError, match="line 2 is no request"):
+        list(read_requests(['{"prompt": "a"}', line], json_lines=True))
+
+
+# -- results in a file -----------------------------------------------------------------------------
+
+
+def test_output_has_one_line_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    result = run("--prompts", *SEED_PROMPTS, "-n", "8", "--seed", "2", "--output", str(path))
+    assert result.exit_code == 0, result.stderr
+    assert SEED_PROMPTS[0] not in result.stdout  # the results are in the file
+    records = lines(path)
+    assert {record["id"] for record in records} == {"0", "1", "2", "3"}
+    for record in records:
+        assert record["prompt"] == SEED_PROMPTS[int(str(record["id"]))]
+        assert record["finish_reason"] in ("stop", "length")
+        assert {"text", "tokens", "stats", "seed", "sample"} <= set(record)
+    again = run("--prompts", *SEED_PROMPTS, "--output", str(path))
+    assert again.exit_code == 2
+    assert "--resume" in again.stderr
+    assert lines(path) == records
+
+
+def test_resumed_run_leaves_out_what_is_there(tmp_path: Path) -> None:
+    path, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    common = ["--prompts", *SEED_PROMPTS, "-n", "8", "--seed", "2", "--samples", "2"]
+    assert run(*common, "--output", str(whole)).exit_code == 0
+    kept = whole.read_text("utf-8").splitlines(keepends=True)[:5]
+    path.write_text("".join(kept) + '{"id": "3", "sample": 0, "prompt": "torn', encoding="utf-8")
+    result = run(*common, "--output", str(path), "--resume")
+    assert result.exit_code == 0, result.stderr
+    assert "texts there already" in result.stdout
+    assert path.read_text("utf-8").startswith("".join(kept))
+    known = {(r["id"], r["sample"]): r["text"] for r in lines(whole)}
+    assert len(lines(path)) == len(known) == 8
+    assert {(r["id"], r["sample"]): r["text"] for r in lines(path)} == known
+    done = path.read_bytes()
+    assert run(*common, "--output", str(path), "--resume").exit_code == 0
+    assert path.read_bytes() == done
+
+
+def test_resuming_refuses_a_file_of_other_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    assert run("--prompts", "The king", "-n", "4", "--output", str(path)).exit_code == 0
+    result = run("--prompts", "The queen", "-n", "4", "--output", str(path), "--resume")
+    assert result.exit_code == 2
+    assert "other prompts" in result.stderr
+    path.write_text("no json\n", encoding="utf-8")
+    result = run("--prompts", "The king", "--output", str(path), "--resume")
+    assert result.exit_code == 2
+    assert "line 1 is no result" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (["--seed", "3"], "--seed was 2, not 3"),
+        (["--samples", "3"], "--samples was 1, not 3"),
+        (["--temperature", "0.5"], "the sampling settings"),
+        (["-n", "9"], "the sampling settings"),
+        (["--stop", "the"], "the sampling settings"),
+        (["--rule", "block"], "--rule was auto, not block"),
+        (["--kv-type", "f16"], "--kv-type was auto, not f16"),
+        (["--target", "tale-draft", "--draft", "none"], "the model (--target-model) differs"),
+        (["--prompts", "The queen"], "the prompts (--prompts, --input) differ"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_resuming_refuses_other_settings_and_says_which(
+    changed: list[str], named: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "out.jsonl"
+    begun = ["--prompts", "The king", "-n", "4", "--seed", "2", "--output", str(path)]
+    assert run(*begun).exit_code == 0
+    before = path.read_bytes()
+    result = run(*begun, "--resume", *changed)
+    assert result.exit_code == 2, result.output
+    assert named in " ".join(result.stderr.split())
+    assert "resume with the settings it was begun with" in " ".join(result.stderr.split())
+    assert path.read_bytes() == before
+
+
+def test_job_without_a_seed_is_resumed_with_the_one_that_was_picked(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    begun = ["--prompts", "The king", "The wolf", "--samples", "2", "-n", "6"]
+    # Plain decoding: without a seed a draft would change what is drawn, though not its distribution.
+    begun += ["--draft", "none", "--output", str(path)]
+    assert run(*begun).exit_code == 0
+    whole = path.read_text("utf-8").splitlines(keepends=True)
+    path.write_text(whole[0], encoding="utf-8")
+    assert run(*begun, "--resume").exit_code == 0
+
+    def texts_of(records: list[str]) -> dict[tuple[object, object], object]:
+        return {(r["id"], r["sample"]): (r["seed"], r["text"]) for r in map(json.loads, records)}
+
+    assert texts_of(path.read_text("utf-8").splitlines()) == texts_of(whole)
+
+
+def test_what_changes_no_text_may_change_when_resuming(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    begun = ["--prompts", *SEED_PROMPTS, "-n", "6", "--seed", "2"]
+    assert run(*begun, "--output", str(path)).exit_code == 0
+    whole = path.read_text("utf-8").splitlines(keepends=True)
+    path.write_text("".join(whole[:2]), encoding="utf-8")
+    again = [*begun, "--output", str(path), "--resume", "--draft", "lookup", "--parallel", "2"]
+    assert run(*again).exit_code == 0
+    assert {(r["id"], r["text"]) for r in lines(path)} == {
+        (r["id"], r["text"]) for r in map(json.loads, whole)
+    }
+
+
+def test_resuming_leaves_a_file_alone_that_is_not_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    begun = ["--prompts", "The king", "-n", "4", "--output", str(path), "--resume"]
+    old = json.dumps({"id": "0", "sample": 0, "prompt": "The king", "text": ""}) + "\n"
+    for text, message in [
+        ("Dear diary", "line 1 is no result"),  # without an end of line: not a torn result
+        (old + "more", "line 2 is no result"),
+        (old, "does not say what it was made with"),
+    ]:
+        path.write_text(text, encoding="utf-8")
+        result = run(*begun)
+        assert result.exit_code == 2, result.output
+        assert message in " ".join(result.stderr.split())
+        assert path.read_text("utf-8") == text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_full_disk_is_an_error_that_says_how_to_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.symlink_to("/dev/full")
+    result = run("--prompts", "The king", "The wolf", "-n", "4", "--output", str(path))
+    assert result.exit_code == 1, result.output
+    assert result.stderr.startswith(f"error: cannot write {path}: No space left on device\nhint: ")
+    assert "--resume" in result.stderr
+    assert len(result.stderr.splitlines()) == 2
+
+
+def test_full_disk_keeps_what_was_written_and_the_rest_is_resumed(tmp_path: Path) -> None:
+    """The process may write so many bytes to a file; the next result tears, as on a full disk."""
+    resource = pytest.importorskip("resource")
+    path, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    begun = ["--prompts", *SEED_PROMPTS, "-n", "8", "--seed", "2"]
+    assert run(*begun, "--output", str(whole)).exit_code == 0
+    size = whole.stat().st_size
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write then fails, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
+
+    done = subprocess.run(
+        [*COMMAND, *begun, "--output", str(path), "--threads", "1"],
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith(f"error: cannot write {path}: ")
+    assert "bug" not in done.stderr
+    assert path.stat().st_size == size // 2
+    assert run(*begun, "--output", str(path), "--resume").exit_code == 0
+    assert {(r["id"], r["text"]) for r in lines(path)} == {
+        (r["id"], r["text"]) for r in lines(whole)
+    }
+    assert len(lines(path)) == len(SEED_PROMPTS)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
+def test_killed_run_goes_on_with_every_request_exactly_once(tmp_path: Path) -> None:
+    prompts, path = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    asked = [f"{prompt} {i}" for i in range(8) for prompt in SEED_PROMPTS]
+    prompts.write_text("\n".join(asked), encoding="utf-8")
+    common = ["--input", str(prompts), "--parallel", "3", "--seed", "4", "-n", "40"]
+    command = [*signalled_at_line("SIGKILL", 6, path), "generate", *common]
+    process = subprocess.run(
+        [*command, "--output", str(path), "--threads", "1"],
+        stdout=subprocess.DEVNULL, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert process.returncode == -signal.SIGKILL
+    n_done = path.read_bytes().count(b"\n")
+    assert 6 <= n_done < len(asked), "it was over too soon to be killed"
+    assert run(*common, "--output", str(path), "--resume").exit_code == 0
+    records = lines(path)
+    assert sorted(int(str(record["id"])) for record in records) == list(range(len(asked)))
+    plain = texts(run_json(*common, "--draft", "none"))
+    assert {f"{record['id']}.0": record["text"] for record in records} == plain
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
+def test_interrupted_run_keeps_what_is_done(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    command = [*signalled_at_line("SIGINT", 1, path), "generate", "--prompts", *SEED_PROMPTS]
+    process = subprocess.run(
+        [*command, "--samples", "40", "--output", str(path), "--parallel", "2", "--threads", "1"],
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    out, err = process.stdout, process.stderr
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "--resume" in err
+    assert "tokens a second" in out
+    assert 0 < len(lines(path)) < 160
+    assert all(record["finish_reason"] in ("stop", "length") for record in lines(path))
+
+
+def test_torn_line_is_cut_off_and_whole_ones_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    assert read_results(path) == []
+    with lb.load("tale-target", n_ctx=256, n_threads=1) as ctx:
+        requests = [Request("\ud800", id="half"), Request("The king", max_tokens=2)]
+        results = lb.Engine(ctx).generate(requests)
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        for result in results:
+            write_result(file, result)
+    whole = path.read_bytes()
+    assert [record["id"] for record in read_results(path)] == ["half", "1"]
+    assert read_results(path)[0]["prompt"] == "\ud800"
+    assert "Unicode" in str(read_results(path)[0]["error"])
+    path.write_bytes(whole + b'{"id": "to')
+    assert len(read_results(path)) == 2
+    assert path.read_bytes() == whole
+
+
+# -- what is shown, and errors -------------------------------------------------------------------------
+
+
+def test_one_bad_request_does_not_stop_the_others() -> None:
+    stdin = '{"prompt": "The king"}\n{"prompt": [5, 99999999], "id": "bad"}\n'
+    result = run("--input", "-", "-n", "4", stdin=stdin)
+    assert result.exit_code == 1
+    assert "bad: token 99999999" in result.stderr
+    assert "The king" in result.stdout
+    assert "failed" in result.stdout
+
+
+def test_half_a_surrogate_pair_loses_no_result() -> None:
+    stdin = '{"prompt": "The king"}\n{"prompt": "\\ud800", "id": "half"}\n'
+    result = run("--input", "-", "-n", "4", "--json", stdin=stdin)
+    assert result.exit_code == 1
+    results = {record["id"]: record for record in json.loads(result.stdout)["results"]}
+    assert results["half"]["prompt"] == "\ud800"
+    assert "Unicode" in results["half"]["error"]
+    assert results["0"]["text"]
+    shown = run("--input", "-", "-n", "4", stdin=stdin)
+    assert shown.exit_code == 1
+    assert "The king" in shown.stdout
+    assert "bug" not in shown.stderr
+
+
+def test_request_settings_of_the_command_reach_every_text() -> None:
+    answer = run_json(
+        "--prompts",
+        "The king",
+        "The wolf",
+        "-n",
+        "30",
+        "--temperature",
+        "0",
+        "--stop",
+        " the",
+        "--explain",
+    )
+    assert all(" the" not in text for text in texts(answer).values())
+    schema = '{"enum": ["king", "wolf"]}'
+    answer = run_json("--prompts", "The king", "The wolf", "--json-schema", schema)
+    assert set(texts(answer).values()) <= {'"king"', '"wolf"'}
+    answer = run_json("-p", "The end.", "-n", "60", "--ignore-end", "--seed", "1", "--gamma", "2")
+    assert [r["finish_reason"] for r in answer["results"]] == ["length"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seed", "1"], "nothing to continue"),
+        (["--prompts"], "at least one prompt"),
+        (["--prompts", "a", "--resume"], "needs --output"),
+        (["--input", "no-such-file.txt"], "cannot read no-such-file.txt"),
+        (["--prompts", "a", "--output", "no/such/folder/out.jsonl"], "cannot write"),
+        (["--prompts", "a", "--gamma", "many"], "neither a number nor auto"),
+        (["--prompts", "a", "--draft", "no-such-model"], "no-such-model"),
+        (["--prompts", "a", "--temperature", "-1"], "temperature"),
+    ],
+    ids=str,
+)
+def test_wrong_usage_exits_with_2(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""

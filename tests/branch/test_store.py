@@ -1,0 +1,289 @@
+"""BranchStore: many branches in one decode, each as if it were alone, and all of them or none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import llamabranch as lb
+from llamabranch import Branch, BranchStore, Context, SamplingParams
+from llamabranch.errors import (
+    BranchStateError,
+    CacheFullError,
+    ConfigError,
+    GrammarError,
+    TokenizeError,
+)
+
+STORY = "Once upon a time there was a poor woodcutter who lived with his wife and two children"
+WARM = SamplingParams(temperature=0.9, seed=3)
+LOOKING_BACK = WARM.replace(repeat_penalty=1.3, penalty_last_n=16, dry_multiplier=0.8)
+
+Facts = tuple[list[int], list[float], float, lb.Produced]
+
+
+def facts(branch: Branch) -> Facts:
+    return branch.tokens, branch.logits.tolist(), branch.log_likelihood(), branch.produce()
+
+
+def same(one: Branch, two: Branch) -> bool:
+    a, b = facts(one), facts(two)
+    return a[:2] == b[:2] and repr(a[2]) == repr(b[2]) and a[3] == b[3]
+
+
+# -- one decode --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [WARM, LOOKING_BACK], ids=["plain", "looking back"])
+def test_step_is_stepping_in_turn_to_the_bit(
+    params: SamplingParams, ctx: Context, other_ctx: Context
+) -> None:
+    together, in_turn = (
+        Branch.start(c, STORY, sampling=params).fork_many(6) for c in (ctx, other_ctx)
+    )
+    store = BranchStore(ctx)
+    for i in range(20):
+        group = together[: 1 + i % 6]
+        before = ctx.decoder.n_decodes
+        said = store.step(group)
+        assert ctx.decoder.n_decodes == before + 1
+        assert list(said) == group
+        for branch in in_turn[: 1 + i % 6]:
+            branch.step()
+    for one, two in zip(together, in_turn, strict=True):
+        assert same(one, two)
+
+
+def test_commit_is_committing_in_turn_to_the_bit(ctx: Context, other_ctx: Context) -> None:
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(2, 4000, n).tolist() for n in (1, 7, 40, 90)]
+    together, in_turn = (
+        [Branch.start(c, p, sampling=WARM) for p in prompts] for c in (ctx, other_ctx)
+    )
+    for _ in range(10):
+        tokens = rng.integers(2, 4000, 4).tolist()
+        BranchStore(ctx).commit(dict(zip(together, tokens, strict=True)))
+        for branch, token in zip(in_turn, tokens, strict=True):
+            branch.commit(token)
+    for one, two in zip(together, in_turn, strict=True):
+        assert same(one, two)
+
+
+@pytest.mark.parametrize("n_batch", [8, 32, 512])
+def test_prefill_packs_prompts_into_as_few_decodes_as_possible(
+    n_batch: int, target: lb.Model, other_ctx: Context
+) -> None:
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(2, 4000, n).tolist() for n in (3, 50, 1, 17, 29)]
+    with Context(target, n_ctx=512, n_seq_max=8, n_batch=n_batch, n_threads=1) as ctx:
+        branches = [Branch.create(ctx, WARM) for _ in prompts]
+        before = ctx.decoder.n_decodes
+        BranchStore(ctx).prefill(dict(zip(branches, prompts, strict=True)))
+        assert ctx.decoder.n_decodes - before == -(-100 // n_batch)
+        for branch, prompt in zip(branches, prompts, strict=True):
+            with Branch.start(other_ctx, prompt, sampling=WARM) as alone:
+                assert same(branch, alone)
+        BranchStore(ctx).step(branches)
+        ctx.audit()
+
+
+def test_end_of_one_branch_stops_only_that_branch(ctx: Context, target: lb.Model) -> None:
+    assert target.eos is not None
+    root = Branch.start(ctx, STORY, sampling=WARM)
+    ending, going = root.fork_many(2)
+    ending.steer({target.eos: 100.0})
+    position = ending.position
+    said = BranchStore(ctx).step([ending, going])
+    assert said[ending].is_stop
+    assert ending.position == position
+    assert ending.state == "finished"
+    assert ending.is_stop
+    assert going.position == position + 1
+    assert going.state == "ready"
+
+
+def test_store_of_all_ended_branches_decodes_nothing(ctx: Context, target: lb.Model) -> None:
+    assert target.eos is not None
+    with Branch.start(ctx, STORY, sampling=WARM.replace(logit_bias={target.eos: 100.0})) as branch:
+        before = ctx.decoder.n_decodes
+        assert BranchStore(ctx).step([branch])[branch].is_stop
+        assert BranchStore(ctx).step([]) == {}
+        BranchStore(ctx).commit({})
+        BranchStore(ctx).prefill({})
+        assert ctx.decoder.n_decodes == before
+
+
+# -- all or none -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [-1, 4096, 1 << 40, True, 2.0, None])
+def test_bad_token_for_one_moves_none(bad: int, ctx: Context) -> None:
+    branches = [Branch.start(ctx, STORY, sampling=WARM), Branch.start(ctx, [5, 6], sampling=WARM)]
+    before = [facts(b) for b in branches]
+    with pytest.raises(TokenizeError):
+        BranchStore(ctx).commit({branches[0]: 7, branches[1]: bad})
+    assert [facts(b) for b in branches] == before or repr([facts(b) for b in branches]) == repr(
+        before
+    )
+    empty = [Branch.create(ctx, WARM) for _ in range(2)]
+    with pytest.raises(TokenizeError):
+        BranchStore(ctx).prefill({empty[0]: [1, 2, 3], empty[1]: [4, bad]})
+    assert [b.position for b in empty] == [0, 0]
+
+
+def test_token_the_grammar_forbids_moves_none(ctx: Context) -> None:
+    bound = Branch.start(ctx, STORY, sampling=WARM, grammar='root ::= "yes" | "no"')
+    free = Branch.start(ctx, STORY, sampling=WARM)
+    before = repr([facts(bound), facts(free)])
+    forbidden = ctx.tokenize("zebra", add_special=False)[0]
+    with pytest.raises(GrammarError):
+        BranchStore(ctx).commit({free: forbidden, bound: forbidden})
+    assert repr([facts(bound), facts(free)]) == before
+
+
+def test_full_cache_moves_none_and_a_prune_helps(target: lb.Model) -> None:
+    with Context(target, n_ctx=256, n_seq_max=6, n_batch=64, n_threads=1) as ctx:
+        root = Branch.start(ctx, [9] * 60, sampling=WARM)
+        children = root.fork_many(4)
+        rival = Branch.start(ctx, [3] * 193, sampling=WARM)
+        before = repr([facts(b) for b in children])
+        store = BranchStore(ctx)
+        with pytest.raises(CacheFullError) as caught:
+            store.step(children)
+        assert caught.value.hint
+        assert repr([facts(b) for b in children]) == before
+        ctx.audit()
+        rival.prune()
+        store.step(children)
+        assert {b.position for b in children} == {61}
+
+
+def test_full_cache_in_a_later_pack_undoes_the_earlier_ones(target: lb.Model) -> None:
+    with Context(target, n_ctx=256, n_seq_max=4, n_batch=64, n_threads=1) as ctx:
+        old = Branch.start(ctx, [9] * 20, sampling=WARM)
+        new = [Branch.create(ctx, WARM) for _ in range(3)]
+        before = repr(facts(old))
+        with pytest.raises(CacheFullError):
+            BranchStore(ctx).prefill({new[0]: [5] * 100, new[1]: [6] * 100, new[2]: [7] * 100})
+        assert [b.position for b in new] == [0, 0, 0]
+        assert ctx.usage().cells_used == 20
+        assert repr(facts(old)) == before
+        ctx.audit()
+        BranchStore(ctx).prefill({new[0]: [5] * 100, new[1]: [6] * 100})
+        ctx.audit()
+
+
+def test_branches_of_recurrent_memory_are_restored_too(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Their tail cannot be dropped: after a failure they are emptied and read again."""
+    import toys
+
+    path = toys.write_lfm2(tmp_path_factory.mktemp("store") / "lfm2.gguf")
+    with (
+        lb.Model(path) as model,
+        Context(model, n_ctx=256, n_seq_max=4, n_batch=64, n_threads=1) as ctx,
+    ):
+        assert not ctx.capabilities.can_truncate
+        one, two = (Branch.start(ctx, [3 + i] * 90, sampling=WARM) for i in range(2))
+        before = [facts(b)[3].token for b in (one, two)]
+        logits = [b.logits for b in (one, two)]
+        fresh = Branch.create(ctx, WARM)
+        with pytest.raises(CacheFullError):
+            BranchStore(ctx).prefill({fresh: [5] * 100})
+        assert fresh.position == 0
+        for branch, token, row in zip((one, two), before, logits, strict=True):
+            assert branch.produce().token == token
+            assert np.allclose(branch.logits, row, atol=1e-3)
+        BranchStore(ctx).step([one, two])
+        ctx.audit()
+
+
+# -- misuse ----------------------------------------------------------------------------------------
+
+
+def test_same_branch_twice_is_refused(ctx: Context) -> None:
+    with Branch.start(ctx, STORY, sampling=WARM) as branch, branch.fork() as other:
+        before = repr([facts(branch), facts(other)])
+        with pytest.raises(ConfigError, match="twice"):
+            BranchStore(ctx).step([branch, other, branch])
+        assert repr([facts(branch), facts(other)]) == before
+
+
+def test_strangers_and_the_dead_are_refused(ctx: Context, other_ctx: Context) -> None:
+    mine, theirs = Branch.start(ctx, STORY, sampling=WARM), Branch.start(other_ctx, STORY)
+    dead = mine.fork()
+    dead.prune()
+    empty = Branch.create(ctx, WARM)
+    store = BranchStore(ctx)
+    before = repr(facts(mine))
+    for wrong, error in (
+        (theirs, ConfigError),
+        (dead, BranchStateError),
+        (empty, BranchStateError),
+    ):
+        with pytest.raises(error):
+            store.step([mine, wrong])
+        with pytest.raises(error):
+            store.commit({mine: 5, wrong: 5})
+    with pytest.raises(ConfigError):
+        store.retain_only(theirs)
+    with pytest.raises(BranchStateError):
+        store.retain_only(dead)
+    with pytest.raises(ConfigError, match="no tokens"):
+        store.prefill({empty: []})
+    mine.step()
+    with pytest.raises(BranchStateError, match="before anything is generated"):
+        store.prefill({empty: [1, 2], mine: [3]})
+    assert empty.position == 0
+    mine.rewind(mine.position - 1)
+    assert repr(facts(mine)) == before
+
+
+# -- trees of branches -------------------------------------------------------------------------------
+
+
+def test_retain_only_leaves_one_root(ctx: Context, other_ctx: Context) -> None:
+    grandmother = Branch.start(ctx, STORY, sampling=WARM)
+    mother, aunt = grandmother.fork_many(2)
+    list(mother.generate(5))
+    daughter, winner = mother.fork_many(2)
+    list(winner.generate(5))
+    grandchild = winner.fork()
+    stranger = Branch.start(ctx, [5, 6, 7])
+    before = facts(winner)
+    BranchStore(ctx).retain_only(winner)
+    gone = (grandmother, mother, aunt, daughter, grandchild, stranger)
+    assert {b.state for b in gone} == {"pruned"}
+    assert winner.parent is None
+    assert winner.children == []
+    assert repr(facts(winner)) == repr(before)
+    assert ctx.usage().cells_used == winner.position
+    assert ctx.n_seq_free == 7
+    again = Branch.start(other_ctx, winner.tokens)
+    assert np.array_equal(winner.logits, again.logits)
+    BranchStore(ctx).retain_only(winner)
+    assert winner.state == "finished"
+    assert winner.fork_position == 0
+
+
+def test_tree_shows_who_descends_from_whom(ctx: Context) -> None:
+    store = BranchStore(ctx)
+    assert store.tree() == ""
+    root = Branch.start(ctx, STORY, sampling=WARM)
+    first, second = root.fork_many(2)
+    leaf = first.fork()
+    other = Branch.start(ctx, [5])
+    lines = store.tree().split("\n")
+    assert len(lines) == 5
+    by_seq = {b.seq_id: b for b in (root, first, second, leaf, other)}
+    shown = [(len(line) - len(line.lstrip()), line.strip()) for line in lines]
+    depths = {
+        branch: next(d for d, text in shown if text == repr(branch)) for branch in by_seq.values()
+    }
+    assert depths == {root: 0, first: 2, leaf: 4, second: 2, other: 0}
+    order = [text for _, text in shown]
+    assert order.index(repr(first)) == order.index(repr(root)) + 1
+    assert order.index(repr(leaf)) == order.index(repr(first)) + 1
+    leaf.prune()
+    assert repr(leaf) not in store.tree()

@@ -1,0 +1,156 @@
+"""What ``speculate --compare`` makes of given times: noise is no answer. Nothing here is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
+
+import pytest
+
+import llamabranch as lb
+from llamabranch.bench import Machine
+from llamabranch.cli.compare import Comparison, Run, compare
+from llamabranch.cli.render import Interruption, Screen
+from llamabranch.cli.report import Outcome
+
+
+def _run(seconds: float, n_drafted: int = 0) -> Run:
+    n_drafts = min(n_drafted, 5)
+    stats = lb.SpeculativeStats(
+        num_drafts=n_drafts, num_draft_tokens=n_drafted, num_plain_steps=10, plain_time_s=seconds
+    )
+    return Run("text", list(range(10)), "length", 1, seconds, stats, interrupted=False)
+
+
+def _starts(seconds: Sequence[float], log: list[str], name: str) -> Callable[[], lb.Generation]:
+    """Return what starts generations that say they took ``seconds``, one after another."""
+    left: Iterator[float] = iter(seconds)
+
+    def start() -> lb.Generation:
+        log.append(name)
+
+        class Told:
+            text, tokens, finish_reason, seed = "text", list(range(10)), "length", 1
+            stats = lb.SpeculativeStats()
+            elapsed_s = next(left)
+
+            def __iter__(self) -> Iterator[lb.Emitted]:
+                return iter(())
+
+            def close(self) -> None:
+                return None
+
+        return cast(lb.Generation, Told())
+
+    return start
+
+
+def _compared(
+    drafted: Sequence[float], plain: Sequence[float], n_drafted: int = 20
+) -> tuple[Comparison, list[str]]:
+    log: list[str] = []
+    found = compare(
+        _run(drafted[0], n_drafted),
+        _starts(drafted[1:], log, "drafted"),
+        _starts(plain, log, "plain"),
+        Interruption(),
+    )
+    assert found is not None
+    return found, log
+
+
+def test_short_runs_are_paired_twelve_times_in_both_orders() -> None:
+    found, log = _compared([0.1] * 12, [0.2] * 12)
+    assert log[:5] == ["plain", "plain", "drafted", "drafted", "plain"]
+    assert log.count("drafted") == 11
+    assert log.count("plain") == 12
+    assert found.interval.n == 12
+    assert found.verdict == "faster"
+
+
+def test_long_runs_are_not_repeated_and_decide_nothing() -> None:
+    found, log = _compared([3.0], [9.0])
+    assert log == ["plain"]
+    assert found.speedup == pytest.approx(3.0)
+    assert found.verdict == "inconclusive"
+
+
+def test_verdict_needs_the_whole_interval() -> None:
+    assert _compared([0.2] * 12, [0.1] * 12)[0].verdict == "slower"
+    assert _compared([0.1] * 12, [0.09, 0.15] * 6)[0].verdict == "inconclusive"
+    found = _compared([0.1] * 12, [0.2] * 12, n_drafted=0)[0]
+    assert found.verdict == "nothing drafted"
+
+
+def _printed(
+    found: Comparison,
+    model: lb.Model,
+    capsys: pytest.CaptureFixture[str],
+    load: float = 0.0,
+) -> tuple[str, dict[str, object]]:
+    outcome = Outcome(
+        model=model,
+        first=found.speculative,
+        drafted=True,
+        rule="seeded",
+        explanation="",
+        batch_invariant=True,
+        batch_invariant_reason="",
+        same_text_expected=True,
+        comparison=found,
+        machine=Machine("a processor", 2, load, "1.0", "2.0", ("AVX",)),
+        n_threads=2,
+    )
+    outcome.print(Screen(color=False), explain=False)
+    return " ".join(capsys.readouterr().out.split()), outcome.as_json()
+
+
+def test_noise_is_called_inconclusive_with_what_to_do(
+    target: lb.Model, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = _compared([0.1] * 12, [0.09, 0.15] * 6)[0]
+    shown, answer = _printed(found, target, capsys)
+    assert "95 % interval 0.90 to 1.50" in shown
+    assert "Inconclusive: 12 pairs of runs were timed" in shown
+    assert "`llamabranch bench`" in shown
+    assert "Slower" not in shown
+    assert answer["speedup_verdict"] == "inconclusive"
+    assert answer["speedup_interval"] == {
+        "median": pytest.approx(1.2), "low": pytest.approx(0.9), "high": pytest.approx(1.5), "n": 12,
+    }  # fmt: skip
+    shown, answer = _printed(_compared([3.0], [9.0])[0], target, capsys)
+    assert "1 pair of runs was timed, and fewer than 6 have no interval" in shown
+    assert answer["speedup_interval"]["low"] is None  # type: ignore[index]
+
+
+def test_runs_without_a_draft_are_no_speedup(
+    target: lb.Model, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = _compared([0.1] * 12, [0.2] * 12, n_drafted=0)[0]
+    shown, answer = _printed(found, target, capsys)
+    assert "Inconclusive: nothing was drafted" in shown
+    assert answer["speedup_verdict"] == "nothing drafted"
+
+
+def test_what_is_decided_is_said(target: lb.Model, capsys: pytest.CaptureFixture[str]) -> None:
+    shown, _ = _printed(_compared([0.2] * 12, [0.1] * 12)[0], target, capsys)
+    assert "Slower than plain decoding here." in shown
+    assert "Inconclusive" not in shown
+    shown, _ = _printed(_compared([0.1] * 12, [0.2] * 12)[0], target, capsys)
+    assert "Inconclusive" not in shown
+    assert "Slower" not in shown
+
+
+def test_machine_is_printed_and_a_busy_one_is_named(
+    target: lb.Model, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = _compared([0.1] * 12, [0.2] * 12)[0]
+    shown, answer = _printed(found, target, capsys)
+    assert "Machine: processor a processor, 2 cores, 2 threads, load 0.00 before;" in shown
+    assert "noisy" not in shown
+    machine = answer["machine"]
+    assert isinstance(machine, dict)
+    assert set(machine) == {*vars(Machine.now()), "load_after"}
+    shown, _ = _printed(found, target, capsys, load=7.5)
+    assert "The times are noisy: " in shown
+    assert "load 7.50 before" in shown

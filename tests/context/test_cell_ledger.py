@@ -1,0 +1,85 @@
+"""The ledger of cells says what a cache with real cells would say."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamabranch.context.cell_ledger import CellLedger
+
+N_SEQ = 4
+END = 1 << 31
+
+MOVES = st.lists(
+    st.tuples(
+        st.sampled_from(["append", "append", "copy", "remove", "truncate", "clear"]),
+        st.integers(0, N_SEQ - 1),
+        st.integers(0, N_SEQ - 1),
+        st.integers(0, 20),
+        st.integers(0, 20),
+    ),
+    max_size=30,
+)
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(moves=MOVES)
+def test_ledger_counts_like_real_cells(moves: list[tuple[str, int, int, int, int]]) -> None:
+    ledger = CellLedger(1000, N_SEQ)
+    cells = itertools.count()
+    real: list[dict[int, int]] = [{} for _ in range(N_SEQ)]  # position -> cell, per sequence
+    for move, seq, other, a, b in moves:
+        low, high = min(a, b), max(a, b)
+        if move == "append":
+            start = max(real[seq], default=-1) + 1
+            real[seq].update((start + i, next(cells)) for i in range(1 + a))
+            ledger.append(seq, 1 + a)
+        elif move == "copy" and seq != other:
+            real[other] = {p: c for p, c in real[seq].items() if low <= p}
+            ledger.copy(seq, other, low, END)
+        elif move == "remove":
+            real[seq] = {p: c for p, c in real[seq].items() if not low <= p < high}
+            ledger.remove(seq, low, high)
+        elif move == "truncate":
+            real[seq] = {p: c for p, c in real[seq].items() if p < low}
+            ledger.remove(seq, low, END)
+        elif move == "clear" and a == 0:
+            real = [{} for _ in range(N_SEQ)]
+            ledger.clear()
+        for s, held in enumerate(real):
+            assert ledger.length(s) == len(held)
+            assert ledger.next_position(s) == max(held, default=-1) + 1
+            assert ledger.first_position(s) == min(held, default=-1)
+            others = {cell for i, more in enumerate(real) if i != s for cell in more.values()}
+            alone = [p for p in held if low <= p < high and held[p] not in others]
+            assert ledger.exclusive(s, low, high) == (min(alone, default=None), len(alone))
+        uses = [cell for held in real for cell in held.values()]
+        usage = ledger.usage()
+        assert usage.cells_used == len(set(uses))
+        assert usage.cells_shared == sum(uses.count(cell) > 1 for cell in set(uses))
+        assert usage.cells_free == 1000 - usage.cells_used
+        assert usage.sequences == {s: len(held) for s, held in enumerate(real) if held}
+
+
+def test_fork_costs_no_cells_and_growth_is_each_ones_own() -> None:
+    ledger = CellLedger(100, 3)
+    ledger.append(0, 10)
+    ledger.copy(0, 1, 0, END)
+    assert ledger.usage().cells_used == ledger.usage().cells_shared == 10
+    ledger.append(0, 2)
+    ledger.append(1, 3)
+    usage = ledger.usage()
+    assert (usage.cells_used, usage.cells_shared, usage.cells_free) == (15, 10, 85)
+    assert usage.sequences == {0: 12, 1: 13}
+
+
+def test_shared_prefix_stays_while_anyone_uses_it() -> None:
+    ledger = CellLedger(100, 3)
+    ledger.append(0, 10)
+    ledger.copy(0, 1, 0, END)
+    ledger.remove(0, 0, END)
+    assert ledger.usage().cells_used == 10
+    ledger.remove(1, 4, END)
+    assert ledger.usage().cells_used == 4

@@ -1,0 +1,691 @@
+"""The raw calls of a context: what they do, what they refuse, and what they leave untouched."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch import Branch, Context, errors
+from llamabranch.errors import (
+    BranchStateError,
+    CacheFullError,
+    ClosedError,
+    ConfigError,
+    ContextLengthWarning,
+    DecodeError,
+    LlamaBranchError,
+    SequencesExhaustedError,
+    TokenizeError,
+    UnsupportedError,
+)
+
+A = [5, 600, 7, 88, 9, 1000, 11, 12]
+B = [700, 3, 40, 2000]
+
+
+# -- decoding --------------------------------------------------------------------------------------
+
+
+def test_logits_rows_are_those_of_the_tokens(ctx: Context, other_ctx: Context) -> None:
+    ctx.decode(A, 0, logits="all")
+    for i, token in enumerate(A):
+        other_ctx.decode([token], i)
+        assert np.array_equal(ctx.logits(i), other_ctx.logits())
+        assert np.array_equal(ctx.logits(i - len(A)), other_ctx.logits(0))
+
+
+def test_logits_none_and_last_keep_what_they_say(ctx: Context) -> None:
+    ctx.decode(A, 0, logits="none")
+    with pytest.raises(ConfigError, match="no logits row") as caught:
+        ctx.logits()
+    assert caught.value.hint
+    ctx.decode(B, len(A))
+    ctx.logits(0)
+    with pytest.raises(ConfigError):
+        ctx.logits(1)
+
+
+def test_logits_are_a_copy(ctx: Context) -> None:
+    ctx.decode(A, 0)
+    row = ctx.logits()
+    kept = row.copy()
+    row += 1
+    assert np.array_equal(ctx.logits(), kept)
+
+
+def test_rows_survive_the_decodes_of_branches(ctx: Context) -> None:
+    ctx.decode(A, 0, logits="all")
+    before = [ctx.logits(i) for i in range(len(A))]
+    branch = Branch.start(ctx, B, temperature=0.0)
+    list(branch.generate(5))
+    assert all(np.array_equal(ctx.logits(i), row) for i, row in enumerate(before))
+
+
+@pytest.mark.parametrize("n_batch", [8, 9, 64, 512])
+def test_long_prompts_are_decoded_in_chunks(
+    n_batch: int, target: lb.Model, other_ctx: Context
+) -> None:
+    tokens = np.random.default_rng(0).integers(0, 4096, 150).tolist()
+    with Context(target, n_ctx=512, n_batch=n_batch, n_threads=1) as ctx:
+        ctx.decode(tokens, 0, logits="all")
+        other_ctx.decode(tokens, 0, logits="all")
+        assert all(np.array_equal(ctx.logits(i), other_ctx.logits(i)) for i in range(150))
+        ctx.audit()
+
+
+def test_sequences_do_not_see_each_other(ctx: Context, other_ctx: Context) -> None:
+    ctx.decode(B, 0, seq_id=3)
+    ctx.decode(A, 0, seq_id=1)
+    other_ctx.decode(A, 0)
+    assert np.array_equal(ctx.logits(), other_ctx.logits())
+
+
+def test_sample_draws_and_changes_nothing(ctx: Context) -> None:
+    ctx.decode(A, 0)
+    params = lb.SamplingParams(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=3)
+    before = (ctx.logits(), ctx.usage())
+    assert ctx.sample(params) == ctx.sample(params)
+    assert len({ctx.sample(params.replace(seed=seed)) for seed in range(30)}) > 5
+    assert ctx.sample(lb.SamplingParams(temperature=0.0)) == int(ctx.logits().argmax())
+    assert np.array_equal(ctx.logits(), before[0])
+    assert ctx.usage() == before[1]
+
+
+def test_sample_refuses_what_needs_a_history(ctx: Context) -> None:
+    ctx.decode(A, 0)
+    with pytest.raises(UnsupportedError, match="Branch"):
+        ctx.sample(lb.SamplingParams(repeat_penalty=1.1))
+
+
+def test_entropy_and_surprisal_are_those_of_softmax(ctx: Context) -> None:
+    ctx.decode(A, 0)
+    logits = ctx.logits().astype(np.float64)
+    p = np.exp(logits - logits.max())
+    p /= p.sum()
+    entropy = float(-(p * np.log(p)).sum())
+    assert ctx.model_entropy() == pytest.approx(entropy, rel=1e-5)
+    assert ctx.model_entropy("bits") == pytest.approx(entropy / np.log(2), rel=1e-5)
+    assert ctx.model_surprisal(7) == pytest.approx(-np.log(p[7]), rel=1e-5)
+    assert ctx.model_surprisal(7, "bits") == pytest.approx(-np.log2(p[7]), rel=1e-5)
+    even = np.zeros(4096, dtype=np.float32)
+    assert ctx.model_entropy("bits", logits=even) == pytest.approx(12)
+    assert ctx.model_surprisal(1, "bits", logits=even) == pytest.approx(12)
+
+
+def test_entropy_of_masked_logits_is_that_of_the_rest(ctx: Context) -> None:
+    row = np.full(4096, -np.inf, dtype=np.float32)
+    row[:4] = 2.0
+    assert ctx.model_entropy("bits", logits=row) == pytest.approx(2)
+    assert ctx.model_surprisal(9, logits=row) == np.inf
+
+
+@pytest.mark.parametrize("base", ["nat", "", "BITS"])
+def test_unknown_base_is_refused(base: str, ctx: Context) -> None:
+    ctx.decode(A, 0)
+    with pytest.raises(ConfigError, match="base"):
+        ctx.model_entropy(base)
+    with pytest.raises(ConfigError, match="base"):
+        ctx.model_surprisal(3, base)
+
+
+def test_logits_of_another_shape_are_refused(ctx: Context) -> None:
+    with pytest.raises(ConfigError, match="shape"):
+        ctx.model_entropy(logits=np.zeros(7, dtype=np.float32))
+
+
+# -- K/V primitives --------------------------------------------------------------------------------
+
+
+def test_copied_sequence_goes_on_like_its_source(ctx: Context, other_ctx: Context) -> None:
+    ctx.decode(A, 0, seq_id=0)
+    ctx.kv_seq_copy(0, 1)
+    assert ctx.usage().cells_used == len(A)
+    assert ctx.usage().cells_shared == len(A)
+    ctx.decode(B, len(A), seq_id=1)
+    other_ctx.decode(A + B, 0)
+    assert np.array_equal(ctx.logits(), other_ctx.logits())
+    ctx.decode(B, len(A), seq_id=0)
+    assert np.array_equal(ctx.logits(), other_ctx.logits())
+
+
+def test_copy_replaces_what_the_target_held(ctx: Context) -> None:
+    ctx.decode(A, 0, seq_id=0)
+    ctx.decode(B, 0, seq_id=1)
+    ctx.kv_seq_copy(0, 1)
+    assert ctx.kv_cache_size(1) == len(A)
+    assert ctx.usage().cells_used == len(A)
+    ctx.kv_seq_copy(1, 1)
+    assert ctx.kv_cache_size(1) == len(A)
+    ctx.kv_seq_copy(5, 1)  # of an empty one
+    assert ctx.kv_cache_size(1) == 0
+    assert ctx.kv_cache_size(0) == len(A)
+
+
+def test_removed_tail_can_be_written_again(ctx: Context, other_ctx: Context) -> None:
+    ctx.decode(A, 0)
+    ctx.kv_cache_remove(0, 3)
+    assert ctx.kv_cache_size(0) == 3
+    ctx.decode(A[3:], 3)
+    other_ctx.decode(A, 0)
+    assert np.array_equal(ctx.logits(), other_ctx.logits())
+
+
+def test_removing_from_the_middle_leaves_a_gap_that_nothing_sees(
+    ctx: Context, other_ctx: Context
+) -> None:
+    for context in (ctx, other_ctx):
+        context.decode(A, 0)
+        context.kv_cache_remove(0, 2, 4)
+        assert context.kv_cache_size(0) == len(A) - 2
+        context.audit()
+    ctx.decode(B, len(A))
+    other_ctx.decode([B[0]], len(A))
+    for i, token in enumerate(B[1:]):
+        other_ctx.decode([token], len(A) + 1 + i)
+    assert np.array_equal(ctx.logits(), other_ctx.logits())
+
+
+def test_removing_nothing_does_nothing(ctx: Context) -> None:
+    ctx.decode(A, 0)
+    ctx.kv_cache_remove(0, 8)
+    ctx.kv_cache_remove(0, 3, 3)
+    ctx.kv_cache_remove(0, 100, 200)
+    ctx.kv_cache_remove(5)
+    assert ctx.kv_cache_size(0) == len(A)
+
+
+def test_keep_drops_every_other_raw_sequence_but_no_branch(ctx: Context) -> None:
+    ctx.decode(A, 0, seq_id=0)
+    ctx.decode(B, 0, seq_id=1)
+    branch = Branch.start(ctx, A, temperature=0.0)
+    before = branch.logits
+    ctx.kv_seq_keep(1)
+    assert ctx.usage().sequences == {1: len(B), branch.seq_id: len(A)}
+    assert np.array_equal(branch.logits, before)
+
+
+def test_clear_empties_everything(ctx: Context) -> None:
+    ctx.decode(A, 0, seq_id=0)
+    ctx.kv_seq_copy(0, 2)
+    ctx.kv_cache_clear()
+    assert ctx.usage().cells_used == 0
+    assert ctx.usage().sequences == {}
+    ctx.decode(A, 0, seq_id=2)
+
+
+def test_clear_refuses_while_a_branch_lives(ctx: Context) -> None:
+    branch = Branch.start(ctx, A)
+    with pytest.raises(BranchStateError, match="branches") as caught:
+        ctx.kv_cache_clear()
+    assert caught.value.hint
+    branch.prune()
+    ctx.kv_cache_clear()
+
+
+def test_leased_sequence_refuses_raw_calls(ctx: Context) -> None:
+    branch = Branch.start(ctx, A, temperature=0.0)
+    before, seq = branch.logits, branch.seq_id
+    calls: list[Callable[[], object]] = [
+        lambda: ctx.decode([1], len(A), seq_id=seq),
+        lambda: ctx.kv_seq_copy(seq, 0),
+        lambda: ctx.kv_seq_copy(0, seq),
+        lambda: ctx.kv_cache_remove(seq),
+        lambda: ctx.kv_seq_keep(seq),
+    ]
+    for call in calls:
+        with pytest.raises(BranchStateError, match="leased"):
+            call()
+    assert ctx.kv_cache_size(seq) == len(A)
+    assert np.array_equal(branch.logits, before)
+
+
+def test_branch_never_takes_a_sequence_in_raw_use(ctx: Context) -> None:
+    ctx.decode(A, 0, seq_id=7)
+    assert Branch.start(ctx, B).seq_id == 6
+
+
+# -- misuse --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seq_id", [-1, 8, 1 << 40, True, 1.0, "0", None])
+def test_sequence_ids_are_checked(seq_id: Any, ctx: Context) -> None:
+    for call in (
+        lambda: ctx.decode([1], 0, seq_id=seq_id),
+        lambda: ctx.kv_seq_copy(0, seq_id),
+        lambda: ctx.kv_seq_copy(seq_id, 0),
+        lambda: ctx.kv_cache_remove(seq_id),
+        lambda: ctx.kv_seq_keep(seq_id),
+        lambda: ctx.kv_cache_size(seq_id),
+    ):
+        with pytest.raises(ConfigError, match="sequence id"):
+            call()
+
+
+@pytest.mark.parametrize("position", [-1, 7, 9, 100])
+def test_tokens_go_only_to_the_end(position: int, ctx: Context) -> None:
+    ctx.decode(A, 0)
+    before = ctx.logits()
+    with pytest.raises(ConfigError, match="ends at position 8") as caught:
+        ctx.decode([1], position)
+    assert "8" in str(caught.value.hint)
+    assert np.array_equal(ctx.logits(), before)
+
+
+@pytest.mark.parametrize("bounds", [(-1, -1), (0, -2), (5, 3)])
+def test_ranges_are_checked(bounds: tuple[int, int], ctx: Context) -> None:
+    ctx.decode(A, 0)
+    with pytest.raises(ConfigError, match="range"):
+        ctx.kv_cache_remove(0, *bounds)
+    assert ctx.kv_cache_size(0) == len(A)
+
+
+def test_decode_refuses_bad_arguments(ctx: Context) -> None:
+    with pytest.raises(ConfigError, match="no tokens"):
+        ctx.decode([], 0)
+    with pytest.raises(ConfigError, match="logits"):
+        ctx.decode([1], 0, logits="some")
+    for token in (-1, 4096, 1 << 40, "a", None, 1.5):
+        with pytest.raises(TokenizeError):
+            ctx.decode([1, token], 0)  # type: ignore[list-item]
+    assert ctx.usage().cells_used == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n_ctx": 0},
+        {"n_ctx": -1},
+        {"n_ctx": 1.5},
+        {"n_seq_max": 0},
+        {"n_seq_max": 257},
+        {"n_seq_max": 32, "n_batch": 16},
+        {"n_batch": 0},
+        {"n_ubatch": 0},
+        {"n_threads": 0},
+        {"n_threads_batch": -1},
+        {"n_outputs_max": 2},
+        {"n_outputs_max": 4096},
+        {"kv_type": "f8"},
+        {"kv_type": "q8_0", "flash_attention": False},
+        {"flash_attention": "yes"},
+        {"batch_invariant": "yes"},
+        {"rope_scaling": "magic"},
+        {"rope_freq_base": -1.0},
+        {"rope_freq_scale": float("nan")},
+        {"yarn_ext_factor": -2.0},
+        {"yarn_orig_ctx": -1},
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused(options: dict[str, Any], target: lb.Model) -> None:
+    with pytest.raises(ConfigError):
+        Context(target, **{"n_ctx": 256, **options})
+
+
+def test_default_threads_do_not_exceed_the_cores_of_this_process(target: lb.Model) -> None:
+    with Context(target, n_ctx=256) as ctx:
+        assert ctx.options.n_threads == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_type": "f16"}, {"flash_attention": False}, {"kv_type": "f32"}],
+    ids=str,
+)
+def test_context_that_cannot_be_batch_invariant_says_so(
+    options: dict[str, Any], target: lb.Model
+) -> None:
+    with pytest.raises(UnsupportedError, match="batch-invariant") as caught:
+        Context(target, n_ctx=256, n_threads=1, batch_invariant=True, **options)
+    assert caught.value.hint
+    with Context(target, n_ctx=256, n_threads=1, **options) as ctx:
+        assert not ctx.capabilities.batch_invariant
+        assert ctx.capabilities.batch_invariant_reason
+
+
+def test_bundled_models_are_batch_invariant_by_default(target: lb.Model, draft: lb.Model) -> None:
+    for model in (target, draft):
+        with Context(model, n_ctx=256, n_threads=1) as ctx:
+            assert ctx.capabilities.batch_invariant
+            assert ctx.kv_type == "bf16"
+            assert ctx.capabilities.can_truncate
+
+
+@pytest.mark.parametrize("kv_type", ["bf16", "q8_0"])
+def test_batches_of_any_size_give_the_same_logits_to_the_bit(
+    kv_type: str, target: lb.Model
+) -> None:
+    tokens = np.random.default_rng(1).integers(0, 4096, 260).tolist()
+    with Context(
+        target, n_ctx=512, n_threads=1, n_outputs_max=512, kv_type=kv_type, batch_invariant=True
+    ) as ctx:
+        alone = []
+        for i, token in enumerate(tokens):
+            ctx.decode([token], i)
+            alone.append(ctx.logits())
+        for size in (2, 3, 7, 16, 33, 64, 129, 260):
+            ctx.kv_cache_clear()
+            for low in range(0, len(tokens), size):
+                chunk = tokens[low : low + size]
+                ctx.decode(chunk, low, logits="all")
+                for i in range(len(chunk)):
+                    assert np.array_equal(ctx.logits(i), alone[low + i]), (size, low + i)
+
+
+# -- capacity ------------------------------------------------------------------------------------
+
+
+def test_full_cache_is_a_typed_error_and_nothing_moves(target: lb.Model) -> None:
+    with Context(target, n_ctx=256, n_seq_max=4, n_batch=64, n_threads=1) as ctx:
+        ctx.decode([5] * 200, 0, seq_id=0)
+        ctx.decode(A, 0, seq_id=1)
+        before = (ctx.logits(), ctx.usage())
+        for n in (49, 60, 130, 300):  # within one batch, and spilling over in the second or third
+            with pytest.raises(CacheFullError, match=r"\d+ of 256 are free") as caught:
+                ctx.decode([9] * n, len(A), seq_id=1)
+            assert "n_ctx" in str(caught.value.hint)
+            assert ctx.usage() == before[1]
+            assert np.array_equal(ctx.logits(), before[0])
+            ctx.audit()
+        ctx.kv_cache_remove(0)
+        ctx.decode([9] * 200, len(A), seq_id=1)
+        ctx.audit()
+
+
+def test_cache_can_be_filled_to_the_last_cell(target: lb.Model) -> None:
+    with Context(target, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
+        ctx.decode([5] * 255, 0)
+        ctx.decode([6], 255)
+        assert ctx.usage().cells_free == 0
+        with pytest.raises(CacheFullError):
+            ctx.decode([7], 256)
+        ctx.kv_seq_copy(0, 1)  # sharing needs no cell
+        assert ctx.usage().cells_used == 256
+
+
+def test_exhausted_sequences_name_their_holders(ctx: Context) -> None:
+    ctx.decode(A, 0, seq_id=0)
+    branches = [Branch.start(ctx, B, temperature=0.0) for _ in range(7)]
+    before = [branch.logits for branch in branches]
+    usage = ctx.usage()
+    with pytest.raises(SequencesExhaustedError, match="all 8 sequences") as caught:
+        branches[0].fork()
+    assert "n_seq_max" in str(caught.value.hint)
+    assert "[0] by raw calls" in str(caught.value)
+    assert repr(branches[3]) in str(caught.value)
+    assert ctx.usage() == usage
+    assert all(np.array_equal(b.logits, row) for b, row in zip(branches, before, strict=True))
+    branches[3].prune()
+    assert np.array_equal(branches[0].fork().logits, before[0])
+
+
+def test_forgotten_branch_gives_its_sequence_back(ctx: Context) -> None:
+    for _ in range(3 * ctx.n_seq_max):
+        Branch.start(ctx, A)
+        gc.collect()
+    assert ctx.usage().cells_used == 0
+    ctx.audit()
+
+
+def test_forgotten_tree_gives_its_sequences_back(ctx: Context) -> None:
+    root = Branch.start(ctx, A, seed=1)
+    children = root.fork_many(3)
+    grandchild = children[0].fork()
+    list(grandchild.generate(3))
+    del root, children, grandchild
+    gc.collect()
+    assert ctx.usage().cells_used == 0
+    assert len([Branch.start(ctx, A) for _ in range(8)]) == 8
+
+
+def test_child_outlives_a_forgotten_parent(ctx: Context, other_ctx: Context) -> None:
+    root = Branch.start(ctx, A, temperature=0.0)
+    child = root.fork()
+    del root
+    gc.collect()
+    said = [t.token for t in child.generate(5)]
+    other = Branch.start(other_ctx, A, temperature=0.0)
+    assert said == [t.token for t in other.generate(5)]
+
+
+# -- life ----------------------------------------------------------------------------------------
+
+
+def test_closed_context_raises_everywhere(target: lb.Model) -> None:
+    ctx = Context(target, n_ctx=256, n_threads=1)
+    ctx.decode(A, 0)
+    branch = Branch.start(ctx, A)
+    ctx.close()
+    ctx.close()
+    assert ctx.closed
+    assert repr(ctx) == "<Context closed>"
+    for call in (
+        lambda: ctx.decode([1], len(A)),
+        lambda: ctx.logits(),
+        lambda: ctx.kv_seq_copy(0, 1),
+        lambda: ctx.kv_cache_remove(0),
+        lambda: ctx.kv_cache_clear(),
+        lambda: ctx.kv_seq_keep(0),
+        lambda: ctx.kv_cache_size(0),
+        lambda: ctx.usage(),
+        lambda: ctx.audit(),
+        lambda: ctx.sample(),
+        lambda: Branch.create(ctx),
+        lambda: branch.produce(),
+        lambda: branch.logits,
+        lambda: branch.fork(),
+        lambda: branch.commit(1),
+        lambda: branch.rewind(0),
+        lambda: branch.extend([1]),
+    ):
+        with pytest.raises(ClosedError):
+            call()
+    branch.prune()
+
+
+def test_context_manager_closes(target: lb.Model) -> None:
+    with Context(target, n_ctx=256, n_threads=1) as ctx:
+        pass
+    assert ctx.closed
+
+
+def test_forgotten_context_is_freed_while_its_model_lives(target: lb.Model) -> None:
+    handles = len(target.handle._children)
+    for _ in range(5):
+        ctx = Context(target, n_ctx=256, n_threads=1)
+        Branch.start(ctx, A)
+    del ctx
+    gc.collect()
+    assert len(target.handle._children) <= handles
+
+
+def test_threads_may_share_a_context(ctx: Context) -> None:
+    """Each thread's text is the one it would write alone; the lock keeps the decodes apart."""
+    alone = [_told(ctx, seed) for seed in range(4)]
+    together: dict[int, list[int]] = {}
+
+    def tell(seed: int) -> None:
+        together[seed] = _told(ctx, seed)
+
+    threads = [threading.Thread(target=tell, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[seed] for seed in range(4)] == alone
+
+
+def _told(ctx: Context, seed: int) -> list[int]:
+    with Branch.start(ctx, A, temperature=1.0, seed=seed) as branch:
+        return [t.token for t in branch.generate(30)]
+
+
+# -- errors --------------------------------------------------------------------------------------
+
+
+def _error_types() -> list[type[LlamaBranchError]]:
+    return [
+        kind
+        for _, kind in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(kind, LlamaBranchError)
+    ]
+
+
+@pytest.mark.parametrize("kind", _error_types(), ids=lambda kind: kind.__name__)
+def test_errors_survive_pickling(kind: type[LlamaBranchError]) -> None:
+    error = kind("what happened", hint="what to do")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind
+    assert (str(again), again.hint, again.args) == (str(error), error.hint, error.args)
+
+
+def test_decode_error_keeps_its_code_when_pickled() -> None:
+    error = DecodeError("no", code=-3, memory_changed=True)
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.code, again.memory_changed) == (-3, True)
+
+
+def test_builtin_bases_let_plain_python_catch_them() -> None:
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(BranchStateError, RuntimeError)
+    assert issubclass(CacheFullError, errors.CapacityError)
+    assert issubclass(SequencesExhaustedError, errors.CapacityError)
+
+
+@pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
+def test_kv_type_too_wide_for_the_heads_is_refused_with_the_reason(
+    kv_type: str, tmp_path: Path
+) -> None:
+    path = toys.write_toy(tmp_path / "narrow.gguf", n_embd=32)  # two heads of 16, blocks of 32
+    with lb.Model(path) as model:
+        with pytest.raises(ConfigError, match=f"{kv_type} with block size 32 .*=16") as caught:
+            lb.Context(model, n_ctx=256, kv_type=kv_type)
+        assert "enabling" not in str(caught.value)  # what it said on the way there
+        assert "kv_type" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("level", "shows_error", "shows_info"),
+    [("none", False, False), ("error", True, False), ("warn", True, False), ("info", True, True)],
+)
+def test_log_level_shows_that_level_and_what_is_worse(
+    level: str,
+    shows_error: bool,
+    shows_info: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with lb.Model(toys.write_toy(tmp_path / "narrow.gguf", n_embd=32)) as model:
+        lb.set_log_level(level)
+        try:
+            with pytest.raises(ConfigError):
+                lb.Context(model, n_ctx=256, kv_type="q8_0")
+        finally:
+            lb.set_log_level("none")
+    shown = capsys.readouterr().err
+    assert ("does not divide" in shown) == shows_error
+    assert ("enabling flash_attn" in shown) == shows_info
+
+
+# -- the length the model was trained for ----------------------------------------------------------
+
+TRAINED = 1024  # the bundled pair
+
+
+@pytest.fixture
+def short_toy(tmp_path: Path) -> Iterator[lb.Model]:
+    """A model that was trained for 300 tokens."""
+    with lb.Model(toys.write_llama(tmp_path / "short.gguf", n_ctx_train=300)) as model:
+        yield model
+
+
+def test_default_context_is_not_longer_than_the_model_was_trained_for(
+    target: lb.Model, toy: lb.Model, short_toy: lb.Model
+) -> None:
+    for model, n_ctx in ((target, TRAINED), (toy, 2048), (short_toy, 512)):
+        with Context(model, n_threads=1) as ctx:
+            assert ctx.n_ctx == n_ctx  # 300 tokens need 512 cells: llama.cpp has multiples of 256
+    with Context(target, n_threads=1, n_ctx=None, n_seq_max=None) as ctx:
+        assert (ctx.n_ctx, ctx.n_seq_max) == (TRAINED, 8)
+
+
+@pytest.mark.parametrize("options", [{}, {"n_seq_max": 1}], ids=str)
+def test_longer_context_warns_once_with_rope_scaling_as_the_hint(
+    options: dict[str, Any], target: lb.Model
+) -> None:
+    message = r"n_ctx=2048 .* 1024 tokens .*rope_scaling='yarn', rope_freq_scale=0.5"
+    with pytest.warns(ContextLengthWarning, match=message) as caught:
+        ctx = Context(target, n_ctx=2048, n_threads=1, **options)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    with ctx:
+        ctx.decode([5] * (TRAINED + 3), 0)  # said already
+    with pytest.warns(ContextLengthWarning), lb.load(n_ctx=2048, n_threads=1):
+        pass
+
+
+def test_many_sequences_may_share_more_cells_until_one_gets_too_long(short_toy: lb.Model) -> None:
+    with Context(short_toy, n_ctx=1024, n_seq_max=3, n_batch=64, n_threads=1) as ctx:
+        branch = Branch.create(ctx)
+        branch.prefill([2] * 299)
+        ctx.decode([2] * 300, 0)
+        branch.commit(3)
+        before = branch.logits
+        with pytest.raises(ContextLengthWarning, match="a sequence gets more than the 300 tokens"):
+            branch.commit(4)  # warnings are errors in this suite: nothing has happened
+        assert len(branch.tokens) == 300
+        assert np.array_equal(branch.logits, before)
+        branch.commit(4)  # it was said
+        ctx.decode([2] * 10, 300)
+        ctx.audit()
+
+
+@pytest.mark.parametrize("way", ["decode", "prefill", "extend"])
+def test_every_way_of_decoding_notices_the_trained_length(way: str, short_toy: lb.Model) -> None:
+    with Context(short_toy, n_ctx=1024, n_seq_max=4, n_batch=128, n_threads=1) as ctx:
+        branch = Branch.create(ctx)
+        branch.prefill([2] * 298)
+        with pytest.warns(ContextLengthWarning) as caught:
+            if way == "decode":
+                ctx.decode([2] * 301, 0)
+            elif way == "prefill":
+                branch.prefill([2] * 50)
+            else:
+                branch.extend([3, 4, 5])
+        assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rope_scaling": "yarn", "rope_freq_scale": 0.5},
+        {"rope_scaling": "linear", "rope_freq_scale": 0.5},
+        {"rope_freq_base": 50_000.0},
+    ],
+    ids=str,
+)
+def test_rope_settings_of_ones_own_stretch_the_length(
+    options: dict[str, Any], short_toy: lb.Model
+) -> None:
+    with Context(short_toy, n_threads=1, **options) as ctx:
+        assert ctx.n_ctx == 2048
+        ctx.decode([2] * 301, 0)
+    with Context(short_toy, n_threads=1) as ctx:  # YaRN changes llama.cpp's own number
+        assert ctx.n_ctx == 512
+
+
+def test_recurrent_memory_has_no_trained_length(tmp_path: Path) -> None:
+    path = toys.write_mamba(tmp_path / "mamba.gguf", n_ctx_train=300)
+    with lb.Model(path) as model, Context(model, n_ctx=512, n_threads=1) as ctx:
+        ctx.decode([2] * 301, 0)

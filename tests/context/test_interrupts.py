@@ -1,0 +1,821 @@
+"""Ctrl-C, ``interrupt`` and time limits: a decode stops where it is, and nothing else has changed.
+
+Signals are sent from inside ``llama_decode``'s stand-in, which records the real call's code, so that they
+come at a known moment. Logits are compared with those from before, or with a clean replay.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import pytest
+import toys
+from llama_cpp import llama_cpp as C
+
+import llamabranch as lb
+from llamabranch import Branch, Context, DecodeInterruptedError, SamplingParams
+from llamabranch.errors import ConfigError
+
+pytestmark = [
+    pytest.mark.skipif(os.name == "nt", reason="signals are sent as POSIX has them"),
+    # What the long prompts make of the models does not matter here.
+    pytest.mark.filterwarnings("ignore::llamabranch.ContextLengthWarning"),
+]
+
+N_LONG = 2600  # tokens: long enough for the bundled target that a decode is watched for signals
+ROUNDING = 0.05  # nats; a wrong state moves several
+
+
+class Decodes:
+    """What llama.cpp was asked to decode (tokens) and its answers; ``during`` runs inside a call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers: list[tuple[int, int]] = []
+        self.n_calls = 0
+        self.during: Callable[[int], None] = lambda call: None
+        self.after: Callable[[int], None] = lambda call: None
+        self._real = C.llama_decode
+        monkeypatch.setattr(C, "llama_decode", self._decode)
+
+    def _decode(self, ctx: object, batch: C.llama_batch) -> int:
+        call, self.n_calls = self.n_calls, self.n_calls + 1
+        self.during(call)
+        code = int(self._real(ctx, batch))
+        self.answers.append((batch.n_tokens, code))
+        self.after(call)
+        return code
+
+    def on_call(self, number: int, action: Callable[[], object]) -> None:
+        """Do ``action`` inside the call of this number from now on, and only there."""
+        wanted = self.n_calls + number
+        self.during = lambda call: (action(), None)[1] if call == wanted else None
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Hear Ctrl-C, here and in the programs that are started: a job in the background ignores it."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+class Interrupter:
+    """A timer that interrupts once, wherever the main thread is.
+
+    Python loses what is raised in a finalizer or in a callback of the garbage collector, and only reports
+    it: then the timer is set again. Whoever is in its block gets at most one ``KeyboardInterrupt``.
+    """
+
+    def __init__(self) -> None:
+        self.n_lost = 0
+        self._is_set = False
+        self._report = sys.unraisablehook
+
+    def __enter__(self) -> Interrupter:
+        self._previous = signal.signal(signal.SIGALRM, self._ring)
+        self._report, sys.unraisablehook = sys.unraisablehook, self._hear
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        sys.unraisablehook = self._report
+        signal.signal(signal.SIGALRM, self._previous)
+
+    def start(self, seconds: float) -> None:
+        self._is_set = True
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def stop(self) -> None:
+        self._is_set = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _ring(self, _number: int, _frame: FrameType | None) -> None:
+        if self._is_set:
+            self._is_set = False
+            raise KeyboardInterrupt
+
+    def _hear(self, lost: sys.UnraisableHookArgs) -> None:
+        if lost.exc_type is KeyboardInterrupt:
+            self.n_lost += 1
+            self.start(0.002)
+        else:
+            self._report(lost)
+
+
+@pytest.fixture
+def decodes(monkeypatch: pytest.MonkeyPatch) -> Decodes:
+    return Decodes(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def long_ctx(target: lb.Model) -> Iterator[Context]:
+    """A context that decodes thousands of tokens in one micro-batch."""
+    with Context(
+        target, n_ctx=3072, n_seq_max=4, n_batch=3072, n_threads=1, batch_invariant=True
+    ) as context:
+        yield context
+
+
+def long_prompt(n: int = N_LONG) -> list[int]:
+    return [(7 * i + 3) % 4096 for i in range(n)]
+
+
+def ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def check_goes_on(branch: Branch, ctx: Context, n: int = 12) -> None:
+    """Fail unless the branch speaks as one that reads its tokens afresh, to the bit."""
+    ctx.audit()
+    tokens = branch.tokens
+    again = Branch.create(ctx, branch.sampling.replace(seed=branch.seed))
+    with again, branch.fork() as fork:
+        again.prefill(tokens)
+        assert np.array_equal(fork.logits, again.logits)
+        assert [fork.step().token for _ in range(n)] == [again.step().token for _ in range(n)]
+    ctx.audit()
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_ends_a_long_prefill_inside_its_micro_batch(
+    long_ctx: Context, decodes: Decodes
+) -> None:
+    with Branch.start(long_ctx, "Once upon a time", temperature=0.9, seed=3) as branch:
+        before = branch.tokens, branch.logits
+        decodes.on_call(0, ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            branch.prefill(long_prompt())
+        assert decodes.answers[-1] == (N_LONG, 2), "llama.cpp broke the decode off"
+        assert branch.tokens == before[0]
+        assert np.array_equal(branch.logits, before[1])
+        check_goes_on(branch, long_ctx)
+
+
+def test_ctrl_c_in_a_raw_decode_leaves_the_sequences(long_ctx: Context, decodes: Decodes) -> None:
+    long_ctx.decode([5, 6, 7], 0, seq_id=0)
+    long_ctx.kv_seq_copy(0, 1)
+    decodes.on_call(0, ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        long_ctx.decode(long_prompt(), 3, seq_id=1)
+    assert decodes.answers[-1][1] == 2
+    assert [long_ctx.kv_cache_size(s) for s in (0, 1)] == [3, 3]
+    long_ctx.audit()
+    long_ctx.decode([8], 3, seq_id=1)
+    interrupted = long_ctx.logits()
+    long_ctx.kv_cache_clear()
+    long_ctx.decode([5, 6, 7, 8], 0)
+    assert np.array_equal(long_ctx.logits(), interrupted)
+    long_ctx.kv_cache_clear()
+
+
+def test_ctrl_c_between_micro_batches_takes_all_of_a_prefill_back(
+    target: lb.Model, decodes: Decodes
+) -> None:
+    with Context(
+        target, n_ctx=512, n_seq_max=4, n_batch=32, n_threads=1, batch_invariant=True
+    ) as ctx:
+        branch = Branch.start(ctx, "Once upon a time", temperature=0.9, seed=3)
+        before = branch.tokens, branch.logits
+        start = len(decodes.answers)
+        wanted = decodes.n_calls + 2
+        decodes.after = lambda call: ctrl_c() if call == wanted else None
+        with pytest.raises(KeyboardInterrupt):
+            branch.prefill(long_prompt(200))
+        assert decodes.answers[start:] == [(32, 0)] * 3
+        assert branch.tokens == before[0]
+        assert np.array_equal(branch.logits, before[1])
+        assert ctx.usage().cells_used == branch.position
+        check_goes_on(branch, ctx)
+
+
+def test_second_ctrl_c_waits_for_the_decode_too(long_ctx: Context, decodes: Decodes) -> None:
+    """Nobody may touch the context while llama.cpp is still in it, however impatient the user."""
+
+    def twice() -> None:
+        ctrl_c()
+        while not long_ctx.decoder.handle._stop[0]:
+            pass  # until the first one has been heard
+        ctrl_c()
+        ctrl_c()
+
+    with Branch.start(long_ctx, "Once upon a time", seed=3) as branch:
+        decodes.on_call(0, twice)
+        with pytest.raises(KeyboardInterrupt):
+            branch.prefill(long_prompt())
+        assert decodes.answers[-1] == (N_LONG, 2)
+        check_goes_on(branch, long_ctx)
+
+
+def test_what_a_handler_raises_is_what_the_user_gets(long_ctx: Context, decodes: Decodes) -> None:
+    class Alarm(Exception):
+        pass
+
+    heard = []
+
+    def handler(number: int, _frame: FrameType | None) -> None:
+        heard.append(number)
+        if len(heard) == 2:
+            raise Alarm
+
+    previous = signal.signal(signal.SIGUSR1, handler)
+    try:
+        decodes.on_call(0, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        with Branch.create(long_ctx) as branch:
+            branch.prefill(long_prompt(1800))
+        assert decodes.answers[-1] == (1800, 0), "a handler that raises nothing stops nothing"
+        with Branch.start(long_ctx, "Once upon a time", seed=3) as branch:
+            decodes.on_call(0, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+            with pytest.raises(Alarm):
+                branch.prefill(long_prompt())
+            assert decodes.answers[-1] == (N_LONG, 2)
+            check_goes_on(branch, long_ctx)
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
+def test_ctrl_c_when_no_thread_can_be_had_comes_after_the_decode(
+    long_ctx: Context, decodes: Decodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("_thread.start_new_thread", refuse)
+    with Branch.start(long_ctx, "Once upon a time", seed=3) as branch:
+        decodes.on_call(0, ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            branch.prefill(long_prompt(1800))
+        check_goes_on(branch, long_ctx)
+
+
+SCENES = ("plain", "forks", "history", "speculative", "tree", "engine")
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_ctrl_c_at_any_moment_leaves_a_line_that_goes_on(
+    scene: str, ctx: Context, draft_ctx: Context, other_ctx: Context
+) -> None:
+    """A timer interrupts at random moments, in llama.cpp and between any two steps in Python."""
+    rng = random.Random(SCENES.index(scene))
+    drafter = lb.ModelDrafter(draft_ctx, width=2 if scene == "tree" else 1)
+    config = lb.SpeculativeConfig(draft_k=3)
+    settings = SamplingParams(temperature=0.8, repeat_penalty=1.3 if scene == "history" else 1.0)
+
+    def act(branch: Branch) -> None:
+        if scene == "engine":
+            lb.Engine(ctx, drafter, config, seed=1).generate(["The king", "The queen"] * 4)
+        elif scene in ("speculative", "tree"):
+            lb.Speculator(ctx, drafter, config).generate(branch, max_tokens=300).finish()
+        else:
+            for _ in range(300):
+                branch.step()
+                if branch.position > 60:
+                    branch.rewind(20)
+                if scene == "forks":
+                    branch.fork().prune()
+
+    n_interrupted = 0
+    with Interrupter() as alarm:
+        for i in range(40):
+            branch = Branch.start(ctx, "Once upon a time", sampling=settings.replace(seed=i))
+            try:
+                alarm.start(rng.uniform(0.0005, 0.03))
+                act(branch)
+                alarm.stop()
+            except KeyboardInterrupt:
+                n_interrupted += 1
+            ctx.audit()
+            draft_ctx.audit()
+            tokens, logits = branch.tokens, branch.logits
+            other_ctx.decode(tokens, 0)
+            assert np.array_equal(other_ctx.logits(), logits)
+            twin = Branch.create(other_ctx, branch.sampling)
+            twin.prefill(tokens[: branch.n_prompt])
+            for token in tokens[branch.n_prompt :]:
+                twin.commit(token)
+            for _ in range(3):
+                assert branch.step() == twin.step()
+            assert branch.text == twin.text
+            if scene not in ("speculative", "tree"):
+                assert math.isclose(branch.log_likelihood(), twin.log_likelihood(), rel_tol=1e-6)
+            twin.prune()
+            other_ctx.kv_cache_clear()
+            branch.prune_subtree()
+            del branch
+            assert ctx.n_seq_free == 8, "a sequence leaked"
+    assert n_interrupted >= 10
+
+
+# -- interrupt() -----------------------------------------------------------------------------------
+
+
+def in_thread(call: Callable[[], object]) -> list[BaseException]:
+    """Run ``call`` in a thread; return what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised
+
+
+def test_interrupt_stops_the_decode_of_another_thread(long_ctx: Context, decodes: Decodes) -> None:
+    with Branch.start(long_ctx, "Once upon a time", temperature=0.9, seed=3) as branch:
+        before = branch.logits
+        decodes.on_call(0, lambda: threading.Thread(target=long_ctx.interrupt).start())
+        (error,) = in_thread(lambda: branch.prefill(long_prompt()))
+        assert isinstance(error, DecodeInterruptedError)
+        assert (error.code, error.memory_changed) == (2, True)
+        assert decodes.answers[-1] == (N_LONG, 2)
+        assert np.array_equal(branch.logits, before)
+        check_goes_on(branch, long_ctx)
+
+
+def test_interrupt_without_a_decode_stops_the_next_one_and_only_that(ctx: Context) -> None:
+    branch = Branch.start(ctx, "Once upon a time", temperature=0.9, seed=3)
+    before = branch.produce()
+    ctx.interrupt()
+    ctx.interrupt()
+    with pytest.raises(DecodeInterruptedError):
+        branch.commit(before.token)
+    assert branch.produce() == before
+    check_goes_on(branch, ctx)
+
+
+def test_interrupted_generation_holds_what_it_yielded_and_goes_on(
+    ctx: Context, decodes: Decodes
+) -> None:
+    branch = Branch.start(ctx, "Once upon a time", temperature=0.9, seed=3)
+    with branch.fork() as twin:
+        whole = [produced.token for produced in twin.generate(40)]
+    decodes.on_call(17, ctx.interrupt)
+    said = []
+    with pytest.raises(DecodeInterruptedError):
+        for produced in branch.generate(40):
+            said.append(produced.token)
+    assert branch.generated == said == whole[:17]
+    said += [produced.token for produced in branch.generate(23)]
+    assert said == whole
+
+
+@pytest.mark.parametrize("call", range(6))
+def test_interrupted_engine_leaves_clean_contexts_and_says_the_same_again(
+    call: int, ctx: Context, draft_ctx: Context, decodes: Decodes
+) -> None:
+    engine = lb.Engine(ctx, lb.ModelDrafter(draft_ctx), lb.SpeculativeConfig(draft_k=3), seed=5)
+    prompts = ["The king", "The queen had a daughter"]
+    whole = [result.text for result in engine.generate(prompts)]
+    decodes.on_call(3 * call, (draft_ctx if call % 2 else ctx).interrupt)
+    with pytest.raises(DecodeInterruptedError):
+        engine.generate(prompts)
+    for context in (ctx, draft_ctx):
+        assert context.n_seq_free == 8
+        assert context.usage().cells_used == 0
+        context.audit()
+    assert [result.text for result in engine.generate(prompts)] == whole
+
+
+@pytest.mark.parametrize("call", range(6))
+def test_interrupted_speculation_leaves_a_branch_that_goes_on(
+    call: int, ctx: Context, draft_ctx: Context, decodes: Decodes
+) -> None:
+    drafter = lb.ModelDrafter(draft_ctx)
+    speculator = lb.Speculator(ctx, drafter, lb.SpeculativeConfig(draft_k=3))
+    branch = Branch.start(ctx, "Once upon a time", temperature=0.9, seed=3)
+    decodes.on_call(2 * call, (draft_ctx if call % 2 else ctx).interrupt)
+    with pytest.raises(DecodeInterruptedError):
+        speculator.generate(branch, max_tokens=60).finish()
+    draft_ctx.audit()
+    check_goes_on(branch, ctx)
+
+
+# -- time limits -----------------------------------------------------------------------------------
+
+
+def test_time_limit_stops_what_takes_longer(long_ctx: Context, decodes: Decodes) -> None:
+    with Branch.start(long_ctx, "Once upon a time", seed=3) as branch:
+        before = branch.logits
+        start = branch.position
+        with pytest.raises(DecodeInterruptedError), long_ctx.time_limit(0.01):
+            while True:  # on a busy machine the first may be over before the timer's thread runs
+                branch.prefill(long_prompt())
+                branch.rewind(start)
+        assert np.array_equal(branch.logits, before)
+        check_goes_on(branch, long_ctx)
+
+
+def test_time_limit_that_is_kept_stops_nothing(ctx: Context) -> None:
+    with ctx.time_limit(3600):
+        branch = Branch.start(ctx, "Once upon a time", seed=3)
+    branch.step()
+    check_goes_on(branch, ctx)
+
+
+def test_time_that_ran_out_without_a_decode_stops_nothing_after_the_block(ctx: Context) -> None:
+    with ctx.time_limit(0.001):
+        while not ctx.decoder.handle._stop[0]:
+            pass
+    Branch.start(ctx, "Once upon a time", seed=3).step()
+
+
+@pytest.mark.parametrize("seconds", [0, -1, math.nan, "1", True, None])
+def test_time_limits_are_checked(seconds: object, ctx: Context) -> None:
+    with pytest.raises(ConfigError), ctx.time_limit(seconds):  # type: ignore[arg-type]
+        pass
+
+
+def test_endless_time_is_no_limit(ctx: Context) -> None:
+    with ctx.time_limit(math.inf):
+        Branch.start(ctx, "Once upon a time", seed=3).step()
+
+
+# -- every kind of memory --------------------------------------------------------------------------
+
+KINDS: dict[str, tuple[Callable[..., Path], dict[str, object]]] = {
+    "llama": (toys.write_llama, {}),
+    "gemma3, full window": (toys.write_gemma3, {}),
+    "gemma3": (toys.write_gemma3, {"swa_full": False}),
+    "mamba": (toys.write_mamba, {}),
+    "rwkv7": (toys.write_rwkv7, {}),
+    "lfm2": (toys.write_lfm2, {}),
+}
+BYTES = [2 + (5 * i) % 200 for i in range(100)]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind_ctx(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Context]:
+    write, options = KINDS[request.param]
+    path = write(tmp_path_factory.mktemp("toy") / "toy.gguf", vocab="bytes")
+    with (
+        lb.Model(path) as model,
+        Context(model, n_ctx=512, n_seq_max=6, n_batch=32, n_threads=1, **options) as context,  # type: ignore[arg-type]
+    ):
+        yield context
+
+
+def check_logits(branch: Branch, ctx: Context) -> None:
+    with Branch.create(ctx) as again:
+        again.prefill(branch.tokens)
+        assert np.abs(again.logits - branch.logits).max() < ROUNDING
+    branch.commit(70)
+    with Branch.create(ctx) as again:
+        again.prefill(branch.tokens)
+        assert np.abs(again.logits - branch.logits).max() < ROUNDING
+    branch.rewind(branch.position - 1)
+    ctx.audit()
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "interrupt"])
+@pytest.mark.parametrize("call", [0, 1, 2])
+def test_no_kind_of_memory_loses_a_branch(
+    call: int, how: str, kind_ctx: Context, decodes: Decodes
+) -> None:
+    """Not the one that is read, nor those that only share its cells or lie beside them."""
+    ctx = kind_ctx
+    with Branch.create(ctx) as root, Branch.start(ctx, BYTES[3:11]) as beside:
+        root.prefill(BYTES[:40])
+        children = root.fork_many(2)
+        children[0].prefill([80, 81])
+        wanted = decodes.n_calls + call
+        if how == "ctrl-c":
+            decodes.after = lambda number: ctrl_c() if number == wanted else None
+        else:
+            decodes.during = lambda number: ctx.interrupt() if number == wanted else None
+        with pytest.raises((KeyboardInterrupt, DecodeInterruptedError)):
+            children[1].prefill(BYTES)
+        assert [b.position for b in (root, *children, beside)] == [40, 42, 40, 8]
+        ctx.audit()
+        for branch in (children[1], root, children[0], beside):
+            check_logits(branch, ctx)
+
+
+def test_ctrl_c_after_a_commit_takes_it_back(kind_ctx: Context, decodes: Decodes) -> None:
+    with Branch.start(kind_ctx, BYTES[:20]) as branch, branch.fork() as sibling:
+        for _ in range(2):  # the second time its row of logits is its own
+            wanted = decodes.n_calls
+            decodes.after = lambda call, wanted=wanted: ctrl_c() if call == wanted else None  # type: ignore[misc]
+            with pytest.raises(KeyboardInterrupt):
+                branch.commit(90)
+            assert branch.position == 20
+        check_logits(branch, kind_ctx)
+        check_logits(sibling, kind_ctx)
+
+
+def test_second_ctrl_c_while_memory_is_read_again_loses_nothing(
+    kind_ctx: Context, decodes: Decodes
+) -> None:
+    with Branch.start(kind_ctx, BYTES[:90]) as branch:
+        decodes.after = lambda call: ctrl_c()
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                branch.commit(90)
+        decodes.after = lambda call: None
+        assert branch.tokens == BYTES[:90]
+        check_logits(branch, kind_ctx)
+
+
+def test_raw_sequence_is_as_before_or_empty_and_the_error_says_so(
+    kind_ctx: Context, decodes: Decodes
+) -> None:
+    ctx = kind_ctx
+    ctx.decode(BYTES[:10], 0, seq_id=0)
+    decodes.on_call(1, ctx.interrupt)
+    with pytest.raises(DecodeInterruptedError) as caught:
+        ctx.decode(BYTES, 10, seq_id=0)
+    # The error is of the second batch; what the first had written is taken back as well.
+    assert caught.value.memory_changed
+    assert ctx.kv_cache_size(0) == (10 if ctx.capabilities.can_truncate else 0)
+    ctx.audit()
+    ctx.kv_cache_clear()
+
+
+def test_recurrent_memory_is_never_left_half_computed(kind_ctx: Context, decodes: Decodes) -> None:
+    """Half a graph would leave wrong states in sequences that are not in the batch (lfm2: by nats)."""
+    ctx = kind_ctx
+    decodes.on_call(0, ctx.interrupt)
+    with Branch.create(ctx) as branch, pytest.raises(DecodeInterruptedError):
+        branch.prefill(BYTES)
+    expected = 0 if ctx.capabilities.recurrent else 2
+    assert decodes.answers[-1] == (32, expected)
+
+
+# -- while a model loads ---------------------------------------------------------------------------
+
+LOADING = ("loaded meta data", "load_tensors", "llama_context: constructing", "llama_kv_cache")
+
+
+class InterruptingStderr:
+    """Sends the process a Ctrl-C when llama.cpp logs a certain line."""
+
+    def __init__(self, line: str) -> None:
+        self.line = line
+        self.n_sent = 0
+
+    def write(self, text: str) -> int:
+        if self.line in text and not self.n_sent:
+            self.n_sent += 1
+            ctrl_c()
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("line", LOADING)
+def test_ctrl_c_while_a_model_loads_reaches_the_caller_and_frees_everything(
+    line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while llama.cpp logs: ctypes would print the exception and go on without it."""
+    made: list[str] = []
+    freed: list[str] = []
+
+    def count(name: str, into: list[str], made_one: bool) -> None:
+        real = getattr(C, name)
+
+        def counted(*arguments: object) -> object:
+            result = real(*arguments)
+            if result or not made_one:
+                into.append(name)
+            return result
+
+        monkeypatch.setattr(C, name, counted)
+
+    count("llama_model_load_from_file", made, True)
+    count("llama_init_from_model", made, True)
+    count("llama_model_free", freed, False)
+    count("llama_free", freed, False)
+    stderr = InterruptingStderr(line)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    lb.set_log_level("debug")
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            lb.load("tale-target", n_ctx=256, n_threads=1)
+    finally:
+        lb.set_log_level("none")
+    assert stderr.n_sent == 1, "llama.cpp did not log such a line"
+    gc.collect()
+    assert len(freed) == len(made)
+    with lb.load("tale-target", n_ctx=256, n_threads=1) as ctx:
+        assert Branch.start(ctx, "Once upon a time", seed=1).step().text
+
+
+@pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
+def test_ctrl_c_in_the_progress_of_a_load_reaches_the_caller(at: float) -> None:
+    def progress(fraction: float) -> None:
+        if fraction >= at:
+            ctrl_c()
+
+    with pytest.raises(KeyboardInterrupt):
+        lb.load("tale-target", n_ctx=256, n_threads=1, progress=progress)
+
+
+def test_progress_is_called_in_the_thread_that_loads_the_model() -> None:
+    threads = set()
+    lb.load(
+        "tale-draft",
+        n_ctx=256,
+        n_threads=1,
+        progress=lambda _: threads.add(threading.get_ident()),
+    ).close()
+    assert threads == {threading.get_ident()}
+
+
+def test_models_load_when_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("_thread.start_new_thread", refuse)
+    seen: list[float] = []
+    lb.load("tale-draft", n_ctx=256, n_threads=1, progress=seen.append).close()
+    assert seen[-1] == 1.0
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+COMMAND = [sys.executable, "-m", "llamabranch.cli"]
+LONG_TALE = "Once upon a time there was a king who had a daughter . " * 700
+READING = """
+import os, signal, sys, threading
+from llama_cpp import llama_cpp as C
+from llamabranch.cli.app import app
+real, calls = C.llama_decode, []
+def decode(ctx, batch):
+    if batch.n_tokens > 200:
+        calls.append(batch.n_tokens)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+    if len(calls) > 4:
+        os._exit(99)  # it reads on
+    return real(ctx, batch)
+C.llama_decode = decode
+app(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["speculate", LONG_TALE],
+        ["speculate", LONG_TALE, "--json", "--compare"],
+        ["speculate", LONG_TALE, "--draft", "none"],
+        ["generate", "--prompts", LONG_TALE, "The king"],
+    ],
+    ids=["speculate", "json", "plain", "generate"],
+)
+def test_ctrl_c_while_a_prompt_is_read_ends_the_command(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", READING, *arguments, "--n-ctx", "16384", "--threads", "1"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.strip().splitlines()[-1] == "interrupted"
+    assert "Traceback" not in done.stderr
+
+
+LOADING_COMMAND = """
+import os, signal, sys
+from llamabranch.cli.app import app
+class Interrupting:
+    encoding, sent = "utf-8", False
+    def write(self, text):
+        if "load_tensors" in text and not self.sent:
+            Interrupting.sent = True
+            os.kill(os.getpid(), signal.SIGINT)
+        return real.write(text)
+    def __getattr__(self, name):
+        return getattr(real, name)
+real, sys.stderr = sys.stderr, Interrupting()
+app(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("command", ["speculate", "inspect", "generate"])
+def test_ctrl_c_while_a_model_loads_ends_the_command(command: str) -> None:
+    arguments = ["-p", "The king"] if command == "generate" else []
+    done = subprocess.run(
+        [sys.executable, "-c", LOADING_COMMAND, command, *arguments, "--verbose"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.strip().splitlines()[-1] == "interrupted"
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+FINALIZER = """
+import os, signal, sys
+from llamabranch import hub
+from llamabranch.cli.app import app
+class Interrupting:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            pass
+real = hub.resolve
+def resolve(name):
+    Interrupting()
+    hub.resolve = real
+    return real(name)
+hub.resolve = resolve
+app(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments", [["speculate", "-n", "100"], ["generate", "-p", "a"], ["inspect"]], ids=" ".join
+)
+def test_ctrl_c_that_python_loses_in_a_finalizer_ends_the_command(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FINALIZER, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+IMPORTING = """
+import os, signal, sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == os.environ["INTERRUPTED_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+"""
+ENDING = """
+import atexit, os, signal
+atexit.register(os.kill, os.getpid(), signal.SIGINT)
+"""
+
+
+def run_with_customisation(
+    code: str, folder: Path, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    (folder / "sitecustomize.py").write_text(code, encoding="utf-8")
+    paths = [str(folder), str(Path(lb.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "llamabranch.branch",
+        "numpy",
+        "llama_cpp",
+        "llamabranch.engine",
+        "llamabranch.cli",
+        "typer",
+        "rich.console",
+        "llamabranch.cli.theory",
+    ],
+)
+def test_ctrl_c_while_the_command_is_imported_ends_it(module: str, tmp_path: Path) -> None:
+    done = run_with_customisation(IMPORTING, tmp_path, "theory", INTERRUPTED_AT=module)
+    assert (done.returncode, done.stderr, done.stdout) == (130, "interrupted\n", "")
+
+
+def test_ctrl_c_when_the_command_has_ended_shows_no_traceback(tmp_path: Path) -> None:
+    done = run_with_customisation(ENDING, tmp_path, "theory")
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    assert "Speedup" in done.stdout
+
+
+def test_program_that_imports_the_library_keeps_its_ctrl_c() -> None:
+    code = "import signal, llamabranch; print(signal.getsignal(signal.SIGINT).__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "default_int_handler\n"

@@ -1,0 +1,247 @@
+"""Every kind of memory, every drafter, every rule: with a seed the text is that of plain decoding.
+
+Toys with random weights; their end token is forbidden, so that texts run past the sliding window (32).
+Memory that cannot drop a tail verifies on a fork and reads again what stood. Where logits depend a
+little on the batch (all but llama), numbers are compared up to rounding; the texts are equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch import Branch, Context, ModelDrafter, SamplingParams, SpeculativeConfig, Speculator
+
+FREE = {1: -math.inf}  # the toys' end token
+GREEDY = SamplingParams(temperature=0.0, logit_bias=FREE)
+WARM = SamplingParams(temperature=0.9, seed=7, logit_bias=FREE)
+LOOKING_BACK = WARM.replace(repeat_penalty=1.3, penalty_last_n=12, dry_multiplier=0.7)
+N = 90
+ROUNDING = 0.05  # nats; a wrong state moves several
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A memory to test, and what it can do."""
+
+    write: Callable[..., Path]
+    can_truncate: bool
+    recurrent: bool
+    swa_full: bool = True
+
+
+KINDS = {
+    "llama": Kind(toys.write_llama, True, False),
+    "gemma3, full window": Kind(toys.write_gemma3, True, False),
+    "gemma3": Kind(toys.write_gemma3, False, False, swa_full=False),
+    "mamba": Kind(toys.write_mamba, False, True),
+    "rwkv7": Kind(toys.write_rwkv7, False, True),
+    "lfm2": Kind(toys.write_lfm2, False, True),
+}
+DRAFTERS = ("none", "llama", "same kind", "same model", "lookup", "suffix", "chain", "tree")
+
+
+@dataclass
+class World:
+    """A target of one kind, with drafts for it."""
+
+    kind: Kind
+    ctx: Context
+    drafts: dict[str, Context]
+    plain: dict[tuple[float, float], list[lb.Produced]]
+
+    def drafter(self, which: str) -> lb.Drafter:
+        lookup = lb.PromptLookupDrafter(min_ngram=1)
+        models = {name: ModelDrafter(ctx) for name, ctx in self.drafts.items()}
+        others: dict[str, lb.Drafter] = {
+            "none": lb.NullDrafter(),
+            "lookup": lookup,
+            "suffix": lb.SuffixDrafter(8, 1, factor=2.0, offset=2.0, min_probability=0.0),
+            "chain": lb.ChainDrafter([lb.PromptLookupDrafter(), models["same kind"]]),
+            "tree": ModelDrafter(self.drafts["llama"], width=2),
+        }
+        return others[which] if which in others else models[which]
+
+
+PROMPT = "abcdefgabcdefg"
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def world(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[World]:
+    kind = KINDS[request.param]
+    folder = tmp_path_factory.mktemp("memory")
+    files = {
+        "target": kind.write(folder / "target.gguf", seed=2),
+        "llama": toys.write_llama(folder / "llama.gguf", seed=2, drift=0.3),
+        "same kind": kind.write(folder / "draft.gguf", seed=2, drift=0.3),
+    }
+    files["same model"] = files["target"]
+    opened = {
+        name: Context(
+            lb.Model(path), n_ctx=512, n_seq_max=8, n_threads=1,
+            swa_full=kind.swa_full if name != "llama" else True,
+        )
+        for name, path in files.items()
+    }  # fmt: skip
+    ctx = opened.pop("target")
+    plain = {}
+    for params in (GREEDY, WARM, LOOKING_BACK):
+        with Branch.start(ctx, PROMPT, sampling=params) as branch:
+            plain[_key(params)] = list(branch.generate(N))
+    yield World(kind, ctx, opened, plain)
+    for context in (ctx, *opened.values()):
+        context.audit()
+        assert context.usage().cells_used == 0
+        context.close()
+        context.model.close()
+
+
+def _key(params: SamplingParams) -> tuple[float, float]:
+    """Return something hashable for settings that hold a mapping."""
+    return params.temperature, params.repeat_penalty
+
+
+def test_memory_is_known_for_what_it_is(world: World) -> None:
+    capabilities = world.ctx.capabilities
+    assert capabilities.can_truncate == world.kind.can_truncate
+    assert capabilities.recurrent == world.kind.recurrent
+    assert (capabilities.sliding_window > 0) == (world.kind.write is toys.write_gemma3)
+
+
+@pytest.mark.parametrize("which", DRAFTERS)
+@pytest.mark.parametrize(
+    "params", [GREEDY, WARM, LOOKING_BACK], ids=["greedy", "seeded", "penalties"]
+)
+@pytest.mark.parametrize("draft_k", [1, 5, "auto"])
+def test_text_is_that_of_plain_decoding(
+    draft_k: int | str, params: SamplingParams, which: str, world: World
+) -> None:
+    expected = world.plain[_key(params)]
+    speculator = Speculator(world.ctx, world.drafter(which), SpeculativeConfig(draft_k=draft_k))
+    generation = speculator.generate(PROMPT, max_tokens=N, sampling=params)
+    emitted = list(generation)
+    assert [(t.token, t.text) for t in emitted] == [(t.token, t.text) for t in expected]
+    for ours, theirs in zip(emitted, expected, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=ROUNDING)
+        assert ours.entropy == pytest.approx(theirs.entropy, abs=ROUNDING)
+    world.ctx.audit()
+    assert world.ctx.usage().cells_used == 0
+    stats = generation.stats
+    if which == "none":
+        assert stats.num_drafts == 0
+    elif draft_k == 5 and which != "lookup" and params is not GREEDY:
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens or which == "same model"
+    if which == "same model" and draft_k == 5 and world.ctx.capabilities.batch_invariant:
+        assert stats.draft_acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("which", ["llama", "same kind", "chain"])
+def test_rejection_rules_at_temperature_zero_say_the_same(
+    which: str, rule: str, world: World
+) -> None:
+    config = SpeculativeConfig(draft_k=4, rule=rule)
+    speculator = Speculator(world.ctx, world.drafter(which), config)
+    generation = speculator.generate(PROMPT, max_tokens=N, sampling=GREEDY).finish()
+    assert generation.tokens == [t.token for t in world.plain[_key(GREEDY)]]
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "seeded"])
+@pytest.mark.parametrize("which", ["llama", "same kind", "lookup"])
+def test_state_after_speculation_is_that_of_a_fresh_prefill(
+    which: str, rule: str, world: World
+) -> None:
+    """Also after an abandoned block, a rewind past the window, and a fork."""
+    config = SpeculativeConfig(draft_k=4, rule=rule)
+    speculator = Speculator(world.ctx, world.drafter(which), config)
+    branch = Branch.start(world.ctx, PROMPT, sampling=WARM)
+
+    def check(one: Branch) -> None:
+        with Branch.start(world.ctx, one.tokens, sampling=WARM) as again:
+            assert np.abs(one.logits - again.logits).max() < ROUNDING
+        world.ctx.audit()
+
+    speculator.generate(branch, max_tokens=50).finish()
+    check(branch)
+    generation = speculator.generate(branch)
+    for _ in range(7):
+        next(generation)
+    generation.close()
+    check(branch)
+    branch.rewind(branch.position - 45)
+    check(branch)
+    child = branch.fork()
+    speculator.generate(child, max_tokens=20).finish()
+    check(child)
+    check(branch)
+    speculator.generate(branch, max_tokens=20).finish()
+    check(branch)
+    check(child)
+    if rule == "seeded":
+        assert child.generated == branch.generated  # a fork draws like its parent
+    for one in (child, branch):
+        speculator.forget(one)
+        one.prune()
+
+
+def test_end_inside_a_block_keeps_nothing_after_it(world: World) -> None:
+    ended = 0
+    for seed in range(8):
+        params = SamplingParams(temperature=0.9, seed=seed, logit_bias={1: 4.0})
+        with Branch.start(world.ctx, PROMPT, sampling=params) as branch:
+            expected = [t.token for t in branch.generate(40)]
+            reason = branch.finish_reason
+        speculator = Speculator(
+            world.ctx, world.drafter("same model"), SpeculativeConfig(draft_k=6)
+        )
+        with Branch.start(world.ctx, PROMPT, sampling=params) as branch:
+            generation = speculator.generate(branch, max_tokens=40).finish()
+            assert generation.tokens == branch.generated == expected
+            assert generation.finish_reason == reason
+            ended += reason == "stop"
+            with Branch.start(world.ctx, branch.tokens) as again:
+                assert np.abs(branch.logits - again.logits).max() < ROUNDING
+            speculator.forget(branch)
+    assert ended
+
+
+def test_context_without_a_spare_sequence_goes_on_plainly(world: World) -> None:
+    """Memory that cannot truncate needs a fork to verify on; without one it decodes plainly."""
+    model, kind = world.ctx.model, world.kind
+    with Context(model, n_ctx=512, n_seq_max=1, n_threads=1, swa_full=kind.swa_full) as ctx:
+        speculator = Speculator(ctx, world.drafter("llama"))
+        generation = speculator.generate(PROMPT, max_tokens=40, sampling=WARM).finish()
+        assert generation.tokens == [t.token for t in world.plain[_key(WARM)]][:40]
+        assert (generation.stats.num_drafts > 0) == kind.can_truncate
+        ctx.audit()
+
+
+def test_branches_take_turns(world: World) -> None:
+    """Generations of four branches interleave over one draft; each says what it says alone."""
+    speculator = Speculator(world.ctx, world.drafter("same kind"), SpeculativeConfig(draft_k=3))
+    root = Branch.start(world.ctx, PROMPT, sampling=WARM)
+    children = root.fork_many(3)
+    expected = []
+    for child in children:
+        with child.fork() as twin:
+            expected.append([t.token for t in twin.generate(25)])
+    generations = [speculator.generate(child, max_tokens=25) for child in children]
+    for _ in range(25):
+        for generation in generations:
+            next(generation)
+    for generation in generations:
+        generation.finish()
+    assert [child.generated for child in children] == expected
+    world.ctx.audit()
+    for child in children:
+        speculator.forget(child)
+    root.prune_subtree()

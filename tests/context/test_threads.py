@@ -1,0 +1,506 @@
+"""Many threads: one context serialises them, contexts run side by side, decoding frees the GIL."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from llama_cpp import llama_cpp as C
+
+import llamabranch as lb
+from llamabranch import Branch, BranchStore, Context
+from llamabranch.errors import ClosedError, DecodeInterruptedError
+from llamabranch.speculative.length.base import DraftLength
+
+WARM = lb.SamplingParams(temperature=0.8, seed=2)
+PROMPTS = ("Once upon a time", "The king", "The queen had", "A wolf")
+
+
+@pytest.fixture(autouse=True)
+def switching() -> Iterator[None]:
+    """Let Python change threads as often as it can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def together(*calls: Callable[[], object]) -> list[object]:
+    """Run all calls in threads of their own, begun at the same time; return their results."""
+    barrier = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], object]) -> object:
+        barrier.wait()
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(run, call) for call in calls]]
+
+
+def tell(ctx: Context, prompt: str, seed: int, n: int = 40) -> list[int]:
+    """Write a text with everything a branch can do on the way."""
+    with Branch.start(ctx, prompt, temperature=0.9, seed=seed) as branch:
+        said = []
+        for i in range(n):
+            said.append(branch.step().token)
+            if i % 5 == 0:
+                fork = branch.fork()
+                fork.extend([7, 8, 9])
+                fork.prune()
+            if i % 7 == 0:
+                branch.rewind(branch.position - 1)
+                branch.commit(said[-1])
+        assert branch.generated == said
+        return said
+
+
+def test_threads_of_one_context_write_what_they_write_alone(ctx: Context) -> None:
+    jobs = [(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+    alone = [tell(ctx, *job) for job in jobs]
+    for _ in range(3):
+        assert together(*(lambda job=job: tell(ctx, *job) for job in jobs)) == alone
+        ctx.audit()
+        assert ctx.usage().cells_used == 0
+
+
+def test_all_kinds_of_users_share_a_context(ctx: Context, draft_ctx: Context) -> None:
+    config = lb.SpeculativeConfig(draft_k=3)
+    engine = lb.Engine(ctx, lb.ModelDrafter(draft_ctx), config, seed=4, max_tokens=40)
+
+    def speculate() -> object:
+        speculator = lb.Speculator(ctx, lb.ModelDrafter(draft_ctx), config)
+        return speculator.generate("The king", max_tokens=40, sampling=WARM).finish().text
+
+    def session() -> object:
+        with lb.InferenceSession(ctx, "A wolf", sampling=WARM) as told:
+            drafter = lb.ModelDrafter(draft_ctx)
+            while len(told.tokens) < 30 and told.next_token(drafter) is not None:
+                pass
+            return told.text
+
+    def batch() -> object:
+        return [result.text for result in engine.generate(["The queen"])]
+
+    def raw() -> object:
+        for i in range(20):
+            ctx.decode([100 + i], i, seq_id=0, logits="none")
+        size = ctx.kv_cache_size(0)
+        ctx.kv_cache_remove(0)
+        return size
+
+    def store() -> object:
+        with Branch.start(ctx, "Once", temperature=0.7, seed=9) as root:
+            branches = root.fork_many(1)
+            for _ in range(15):
+                BranchStore(ctx).step(branches)
+            return [branch.text for branch in branches]
+
+    acts = (speculate, session, batch, raw, store)
+    alone = [act() for act in acts]
+    for _ in range(3):
+        assert together(*acts) == alone
+        for context in (ctx, draft_ctx):
+            context.audit()
+            assert context.usage().cells_used == 0
+
+
+def test_contexts_of_one_model_run_side_by_side(target: lb.Model) -> None:
+    def work(seed: int) -> list[int]:
+        with Context(target, n_ctx=512, n_seq_max=4, n_threads=1, batch_invariant=True) as ctx:
+            return [t for prompt in PROMPTS for t in tell(ctx, prompt, seed, 20)]
+
+    alone = [work(seed) for seed in range(4)]
+    assert together(*(lambda seed=seed: work(seed) for seed in range(4))) == alone
+
+
+def test_model_is_tokenized_with_from_many_threads(target: lb.Model) -> None:
+    texts = [f"{prompt} {i} ." for prompt in PROMPTS for i in range(50)]
+    alone = [target.tokenize(text) for text in texts]
+
+    def tokenize() -> object:
+        return [target.tokenize(text) for text in texts]
+
+    def spell() -> object:
+        return [target.tokenize(target.detokenize(tokens, special=True)) for tokens in alone]
+
+    first, *others = together(tokenize, tokenize, spell, spell)
+    assert first == alone == others[0]
+    assert others[1] == others[2]
+
+
+def test_branches_that_threads_forget_come_back(ctx: Context) -> None:
+    """The garbage collector runs in whichever thread it likes, also in the middle of a call."""
+
+    def scatter(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(60):
+            branch = Branch.start(ctx, "The king", seed=seed)
+            if rng.random() < 0.5:
+                branch.fork().step()
+            if rng.random() < 0.3:
+                branch.cycle = branch  # type: ignore[attr-defined]  # only the collector ends it
+            branch.step()
+            if rng.random() < 0.2:
+                gc.collect()
+
+    together(*(lambda seed=seed: scatter(seed) for seed in range(3)))
+    gc.collect()
+    assert ctx.n_seq_free == 8
+    assert ctx.usage().cells_used == 0
+
+
+# -- the GIL ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::llamabranch.ContextLengthWarning")
+@pytest.mark.parametrize("n", [1, 64, 1900], ids=["one token", "a batch", "watched for signals"])
+def test_decoding_frees_the_gil(n: int, target: lb.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread counts between the entry of llama.cpp's decode and its return.
+
+    Nobody is asked to hand the GIL over (the switch interval is 1000 s), so that the count can only move
+    there if the decode gives the GIL away.
+    """
+    counter, stop = [0], threading.Event()
+
+    def count() -> None:
+        while not stop.is_set():
+            counter[0] += 1
+            time.sleep(0)  # gives the GIL back
+
+    counted: list[int] = []
+    real = C.llama_decode
+
+    def decode(ctx: object, batch: C.llama_batch) -> int:
+        before = counter[0]
+        code = int(real(ctx, batch))
+        counted.append(counter[0] - before)
+        return code
+
+    thread = threading.Thread(target=count, daemon=True)
+    with Context(target, n_ctx=2048, n_batch=2048, n_seq_max=2, n_threads=1) as ctx:
+        monkeypatch.setattr(C, "llama_decode", decode)
+        sys.setswitchinterval(1000)
+        thread.start()
+        try:
+            for _ in range(1000):  # a short decode may end before the other thread has woken up
+                ctx.decode([5] * n, 0)
+                ctx.kv_cache_clear()
+                if counted[-1]:
+                    break
+        finally:
+            stop.set()
+            sys.setswitchinterval(1e-6)
+        thread.join()
+    assert counted[-1] > 0
+
+
+# -- closing while others work ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("close", ["context", "model", "branches"])
+def test_closing_while_threads_decode_is_an_error_for_them_and_no_crash(
+    close: str, target: lb.Model, tmp_path: object
+) -> None:
+    for round_ in range(4):
+        model = lb.Model(target.path)
+        ctx = Context(model, n_ctx=512, n_seq_max=6, n_threads=1)
+        branches = [Branch.start(ctx, prompt, seed=round_) for prompt in PROMPTS]
+        started = threading.Barrier(len(branches) + 1)
+
+        def work(branch: Branch, started: threading.Barrier = started) -> lb.LlamaBranchError:
+            started.wait()
+            try:
+                while True:
+                    branch.step()
+                    if branch.position > 100:
+                        branch.rewind(20)
+            except lb.LlamaBranchError as error:
+                return error  # noqa: B023  (returned at once)
+
+        with ThreadPoolExecutor(len(branches)) as pool:
+            futures = [pool.submit(work, branch) for branch in branches]
+            started.wait()
+            if close == "context":
+                ctx.close()
+            elif close == "model":
+                model.close()
+            else:
+                for branch in branches:
+                    branch.prune()
+            errors = [future.result() for future in futures]
+        expected = (ClosedError, DecodeInterruptedError, lb.BranchStateError)
+        assert all(isinstance(error, expected) for error in errors), errors
+        if close == "branches":
+            ctx.audit()
+            assert ctx.usage().cells_used == 0
+        model.close()
+
+
+def test_interrupts_from_many_threads_stop_no_more_than_they_say(ctx: Context) -> None:
+    """However the requests fall, a branch that goes on after them writes the text it would have."""
+    with Branch.start(ctx, "The king", temperature=0.9, seed=1) as branch:
+        whole = [produced.token for produced in branch.generate(60)]
+
+    def disturb() -> None:
+        for _ in range(30):
+            time.sleep(0.003)
+            ctx.interrupt()
+
+    threads = [threading.Thread(target=disturb) for _ in range(3)]
+    branch = Branch.start(ctx, "The king", temperature=0.9, seed=1)
+    for thread in threads:
+        thread.start()
+    n_stopped = 0
+    try:
+        while any(thread.is_alive() for thread in threads) or len(branch.generated) < 60:
+            if len(branch.generated) == 60:  # the others are slow: say it again
+                branch.rewind(branch.n_prompt)
+            try:
+                branch.step()
+            except DecodeInterruptedError:
+                n_stopped += 1
+    finally:
+        for thread in threads:
+            thread.join()
+    assert n_stopped > 0
+    assert branch.generated == whole
+    with Branch.create(ctx) as again:
+        ctx.decoder.handle.resume()
+        again.prefill(branch.tokens)
+        assert np.array_equal(again.logits, branch.logits)
+
+
+# -- drafting across threads -----------------------------------------------------------------------
+
+MUTUAL = """
+import faulthandler, sys, threading
+import llamabranch as lb
+
+faulthandler.dump_traceback_later(240, exit=True)  # a deadlock ends here, with where each thread waits
+sys.setswitchinterval(1e-6)
+target, draft = (lb.Model(path) for path in sys.argv[1:3])
+left, right = (lb.Context(m, n_ctx=512, n_seq_max=4, n_threads=1) for m in (target, draft))
+config = lb.SpeculativeConfig(draft_k=3)
+warm = lb.SamplingParams(temperature=0.8, seed=2)
+start = threading.Barrier(2)
+
+def speculator(ctx, other):
+    speculator = lb.Speculator(ctx, lb.ModelDrafter(other), config)
+    generations = [speculator.generate("The king", max_tokens=40, sampling=warm) for _ in range(2)]
+    return [t.token for pair in zip(*generations) for t in pair]
+
+def session(ctx, other):
+    drafter = lb.ModelDrafter(other)
+    with lb.InferenceSession(ctx, "The king", sampling=warm, max_tokens=60) as told:
+        while told.next_token(drafter) is not None:
+            pass
+        return told.tokens
+
+def engine(ctx, other):
+    engine = lb.Engine(ctx, lb.ModelDrafter(other), config, seed=4, max_tokens=40)
+    return [result.tokens for result in engine.generate(["The queen", "A wolf", "Once"])]
+
+acts = {act.__name__: act for act in (speculator, session, engine)}
+jobs = [(acts[sys.argv[3]], left, right), (acts[sys.argv[4]], right, left)]
+alone = [act(ctx, other) for act, ctx, other in jobs]
+said = [None, None]
+
+def run(i):
+    act, ctx, other = jobs[i]
+    start.wait()
+    said[i] = [act(ctx, other) for _ in range(3)]
+
+threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert said == [[alone[0]] * 3, [alone[1]] * 3]
+for ctx in (left, right):
+    ctx.audit()
+    assert ctx.usage().cells_used == 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("speculator", "speculator"),
+        ("engine", "engine"),
+        ("session", "session"),
+        ("engine", "speculator"),
+    ],
+)
+def test_contexts_that_draft_for_each_other_wait_for_nobody(
+    one: str, other: str, target: lb.Model, draft: lb.Model
+) -> None:
+    """Each is the other's drafter. In a process of its own, whose watchdog ends it if it hangs."""
+    done = subprocess.run(
+        [sys.executable, "-c", MUTUAL, str(target.path), str(draft.path), one, other],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+class Watched:
+    """A drafter that passes everything on, and notes what is asked of it while a lock is held."""
+
+    def __init__(self, drafter: lb.Drafter, lock: threading.RLock) -> None:
+        self._drafter = drafter
+        self._lock = lock
+        self.name = drafter.name
+        self.asked: set[str] = set()
+        self.asked_under_lock: set[str] = set()
+
+    def note(self, what: str) -> None:
+        """Let another thread try the lock: it is free unless this one holds it."""
+        free: list[bool] = []
+
+        def attempt() -> None:
+            free.append(self._lock.acquire(blocking=False))
+            if free[0]:
+                self._lock.release()
+
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join()
+        self.asked.add(what)
+        if not free[0]:
+            self.asked_under_lock.add(what)
+
+    def check(self, target: lb.Model) -> None:
+        self._drafter.check(target)
+
+    def line(self, target: Branch, rule: str) -> WatchedLine:
+        self.note("line")
+        return WatchedLine(self, self._drafter.line(target, rule))
+
+
+class WatchedLine:
+    """A line that only one caller may use at a time, and that is closed once."""
+
+    def __init__(self, drafter: Watched, line: lb.DraftState) -> None:
+        self._drafter = drafter
+        self._line = line
+        self._busy = threading.Lock()
+        self._closed = False
+
+    @contextmanager
+    def _used(self, what: str) -> Iterator[None]:
+        assert self._busy.acquire(blocking=False), "two threads use one line"
+        try:
+            assert not self._closed, "a closed line is used"
+            self._drafter.note(what)
+            yield
+        finally:
+            self._busy.release()
+
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> lb.Draft:
+        with self._used("propose"):
+            return self._line.propose(tokens, length, limit)
+
+    def observe(self, n_tokens: int) -> None:
+        with self._used("observe"):
+            self._line.observe(n_tokens)
+
+    def fork(self, target: Branch) -> WatchedLine:
+        with self._used("fork"):
+            return WatchedLine(self._drafter, self._line.fork(target))
+
+    def close(self) -> None:
+        with self._used("close"):
+            self._line.close()
+        self._closed = True
+
+
+def test_no_drafter_is_asked_while_the_target_is_locked(ctx: Context, draft_ctx: Context) -> None:
+    """Whoever held both would deadlock with a thread that takes them the other way round."""
+    watched = Watched(lb.ModelDrafter(draft_ctx), ctx.lock)
+    speculator = lb.Speculator(ctx, watched, lb.SpeculativeConfig(draft_k=4))
+    with Branch.start(ctx, "The king", sampling=WARM) as root:
+        speculator.generate(root, max_tokens=20).finish()
+        with root.fork() as child:
+            list(itertools.islice(speculator.generate(child), 7))
+            speculator.forget(child)
+        speculator.forget(root)
+    with lb.InferenceSession(ctx, "A wolf", sampling=WARM) as told:
+        for _ in range(20):
+            told.next_token(watched)
+    with Branch.start(ctx, [5] * (ctx.n_ctx - 40)):  # and where there is no room for a draft
+        with pytest.raises(lb.CacheFullError):
+            speculator.generate("The king", max_tokens=None, sampling=WARM).finish()
+        engine = lb.Engine(ctx, watched, lb.SpeculativeConfig(draft_k=4), seed=1, max_tokens=60)
+        results = engine.generate(["The queen", "A wolf", lb.Request("Once", max_tokens=3)])
+        assert engine.stats.preemptions > 0
+        assert {result.finish_reason for result in results} >= {"length"}
+    assert watched.asked == {"line", "propose", "observe", "fork", "close"}
+    assert watched.asked_under_lock == set()
+
+
+@pytest.mark.parametrize("kind", ["model", "chain"])
+@pytest.mark.parametrize("draft_k", [3, "auto"])
+def test_threads_share_a_speculator(
+    draft_k: int | str, kind: str, ctx: Context, draft: lb.Model
+) -> None:
+    """What each says alone, also where lines must be closed to make room for others."""
+    with Context(draft, n_ctx=512, n_seq_max=3, n_threads=1) as small:
+        drafter: lb.Drafter = lb.ModelDrafter(small)
+        if kind == "chain":
+            drafter = lb.ChainDrafter([lb.PromptLookupDrafter(min_ngram=1), drafter])
+        watched = Watched(drafter, threading.RLock())
+        config = lb.SpeculativeConfig(draft_k=draft_k)
+        speculator = lb.Speculator(ctx, watched, config)
+        n_said = [0]
+        count = threading.Lock()
+
+        def tell(prompt: str, seed: int) -> list[list[int]]:
+            said = []
+            params = lb.SamplingParams(temperature=0.8, seed=seed)
+            for n in (3, 12):
+                with Branch.start(ctx, prompt, sampling=params) as root:
+                    said.append(speculator.generate(root, max_tokens=n).finish().tokens)
+                    with root.fork() as child:
+                        said.append(speculator.generate(child, max_tokens=n).finish().tokens)
+                    speculator.generate(root, max_tokens=2).finish()
+                    root.rewind(root.position - 1)
+                    said.append(speculator.generate(root, max_tokens=n).finish().tokens)
+                    assert speculator.explain()
+                with count:
+                    n_said[0] += 3 * n + 2
+            return said
+
+        def plain(prompt: str, seed: int) -> list[list[int]]:
+            said = []
+            for n in (3, 12):
+                params = lb.SamplingParams(temperature=0.8, seed=seed)
+                with Branch.start(ctx, prompt, sampling=params) as root:
+                    text = [t.token for t in root.generate(2 * n + 1)]
+                    said += [text[:n], text[n : 2 * n], text[n + 1 : 2 * n + 1]]
+            return said
+
+        jobs = [(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+        expected = [plain(*job) for job in jobs]
+        for _ in range(4):
+            assert together(*(lambda job=job: tell(*job) for job in jobs)) == expected
+        assert speculator.stats.num_emitted_tokens == n_said[0]
+        assert watched.asked >= {"line", "propose", "observe", "fork", "close"}
+        gc.collect()
+        speculator.forget(Branch.create(ctx))  # nothing is kept for it
+        with Branch.start(ctx, "The king", sampling=WARM) as last:
+            speculator.generate(last, max_tokens=2).finish()  # closes the lines of pruned branches
+            speculator.forget(last)
+        assert small.usage().cells_used == 0
+        small.audit()

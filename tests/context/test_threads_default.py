@@ -1,0 +1,393 @@
+"""How many threads a context computes with by default, and the warning when they collapse."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch import Context, PerformanceWarning
+from llamabranch.context.params import available_cores
+from llamabranch.context.threads import ThreadWatch, candidates
+from llamabranch.machine_profile import MAX_ENTRIES, profile_path, read_entry, write_entry
+
+CORES = available_cores()
+several_cores = pytest.mark.skipif(CORES < 2, reason="needs two cores")
+
+
+@pytest.fixture
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A profile of this test's own; measuring is on."""
+    path = tmp_path / "cache" / "profile.json"
+    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(path))
+    return path
+
+
+def kept(path: Path) -> dict[str, Any]:
+    """Return the entries about threads, {} if there is no file."""
+    section: dict[str, Any] = {}
+    if path.exists():
+        section = json.loads(path.read_text(encoding="utf-8"))["threads"]
+    return section
+
+
+def keep(model: lb.Model, path: Path, **entry: object) -> None:
+    """Write an entry for ``model``, whatever this machine is like."""
+    write_entry("threads", _key(model), entry)
+    assert path.exists()
+
+
+def _key(model: lb.Model) -> str:
+    from llamabranch.context.threads import ThreadTuner
+
+    key = ThreadTuner(model, 1, None, changes_logits=False)._key()
+    assert key is not None
+    return key
+
+
+# -- logits ----------------------------------------------------------------------------------------
+
+
+def _rows(
+    model: lb.Model, n_threads: int, options: dict[str, Any], n_threads_batch: int | None = None
+) -> np.ndarray[Any, Any]:
+    """Return rows of a prefill, of single tokens and of a small batch."""
+    tokens = [(7 * i + 3) % model.n_vocab for i in range(600)]
+    with Context(
+        model,
+        n_ctx=1024,
+        n_seq_max=2,
+        n_threads=n_threads,
+        n_threads_batch=n_threads_batch,
+        **options,
+    ) as ctx:
+        ctx.decode(tokens, 0)
+        rows = [ctx.logits()]
+        for position, token in enumerate(tokens[:4], start=600):
+            ctx.decode([token], position)
+            rows.append(ctx.logits())
+        ctx.decode(tokens[:3], 604, logits="all")
+        return np.array([*rows, *(ctx.logits(i) for i in range(3))])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kv_type": "q8_0"}, {"kv_type": "f16", "flash_attention": False}],
+    ids=str,
+)
+def test_logits_are_equal_to_the_bit_with_one_thread_and_with_two(
+    options: dict[str, Any], target: lb.Model
+) -> None:
+    assert np.array_equal(_rows(target, 1, options), _rows(target, 2, options))
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "f32"])
+def test_number_for_batches_changes_no_logits_of_any_kv_type(
+    kv_type: str, target: lb.Model
+) -> None:
+    options = {"kv_type": kv_type}
+    assert np.array_equal(_rows(target, 1, options, 1), _rows(target, 1, options, 2))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "mamba", "lfm2", "rwkv7"])
+def test_every_kind_of_memory_gives_equal_logits_with_one_thread_and_with_two(
+    architecture: str, tmp_path: Path
+) -> None:
+    path = toys.write_toy(tmp_path / "toy.gguf", architecture, vocab="bytes")
+    with lb.Model(path) as model:
+        assert np.array_equal(_rows(model, 1, {}), _rows(model, 2, {}))
+
+
+def test_text_is_the_same_with_one_thread_and_with_two(target: lb.Model) -> None:
+    texts = []
+    for n_threads in (1, 2):
+        with (
+            Context(target, n_ctx=256, n_threads=n_threads) as ctx,
+            lb.Branch.start(ctx, "Once upon a time", temperature=0.9, seed=7) as branch,
+        ):
+            texts.append([branch.step().token for _ in range(24)])
+    assert texts[0] == texts[1]
+
+
+@several_cores
+@pytest.mark.parametrize("kv_type", ["f16", "f32"])
+def test_number_is_not_measured_where_it_would_change_logits(
+    kv_type: str, target: lb.Model, profile: Path
+) -> None:
+    # 512 cells of flash attention over f16 or f32: a part of the sum for each thread.
+    keep(target, profile, n_threads=1, n_threads_batch=1, step_ms={"1": 1.0}, batch_ms={"1": 1.0})
+    with Context(target, n_ctx=512, kv_type=kv_type) as ctx:
+        assert ctx.options.n_threads == CORES
+    for options in ({"n_ctx": 256}, {"flash_attention": False}):
+        with Context(target, **{"n_ctx": 512, **options}, kv_type=kv_type) as ctx:  # type: ignore[arg-type]
+            assert ctx.options.n_threads == 1
+
+
+# -- the choice ------------------------------------------------------------------------------------
+
+
+def test_candidates_are_one_half_and_all() -> None:
+    assert [candidates(n) for n in (1, 2, 3, 8)] == [[1], [1, 2], [1, 3], [1, 4, 8]]
+
+
+def test_a_given_number_is_obeyed_and_nothing_is_measured(target: lb.Model, profile: Path) -> None:
+    for given in (1, 2, 3):
+        with Context(target, n_ctx=256, n_threads=given) as ctx:
+            assert (ctx.options.n_threads, ctx.options.n_threads_batch) == (given, given)
+    with Context(target, n_ctx=256, n_threads=1, n_threads_batch=2) as ctx:
+        assert (ctx.options.n_threads, ctx.options.n_threads_batch) == (1, 2)
+    assert not profile.exists()
+
+
+def test_measuring_leaves_a_context_as_if_nothing_had_been(
+    target: lb.Model, profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawn(**options: Any) -> tuple[Any, ...]:
+        with Context(target, n_ctx=256, n_seq_max=3, **options) as ctx:
+            assert ctx.options.n_threads in candidates(CORES) or options
+            assert ctx.options.n_threads_batch in candidates(CORES) or options
+            ctx.audit()
+            before = ctx.usage()
+            ctx.decode([5, 6, 7], 0)
+            result = (before, ctx.sample(lb.SamplingParams(temperature=1.0, seed=3)), ctx.usage())
+            return (*result, ctx.logits().tobytes())
+
+    assert drawn() == drawn(n_threads=1)
+
+
+def test_measuring_takes_any_batch_and_kind_of_memory(tmp_path: Path, profile: Path) -> None:
+    for architecture in ("llama", "gemma3", "mamba", "lfm2", "rwkv7"):
+        path = toys.write_toy(tmp_path / f"{architecture}.gguf", architecture, vocab="small")
+        with lb.Model(path) as model:
+            for options in ({"n_batch": 1, "n_seq_max": 1}, {"n_batch": 3}, {"swa_full": False}):
+                with Context(model, n_ctx=256, **{"n_seq_max": 2, **options}) as ctx:  # type: ignore[arg-type]
+                    ctx.decode([2, 3, 4, 5], 0)
+                    ctx.audit()
+
+
+def test_off_means_all_cores_and_no_file(target: lb.Model) -> None:
+    assert os.environ["LLAMABRANCH_PROFILE"] == "0"
+    assert profile_path() is None
+    with Context(target, n_ctx=256) as ctx:
+        assert ctx.options.n_threads == CORES
+        assert ctx.decoder.watch is None
+
+
+@several_cores
+def test_two_threads_on_one_core_are_not_chosen(tmp_path: Path) -> None:
+    # Both threads share a core here, so each wait of one for the other lasts until it is descheduled.
+    # More load on the machine only makes two threads worse, so that this cannot fail by chance.
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("cannot pin a process to a core here")
+    script = """
+        import os, sys
+        import llamabranch as lb
+
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(cores)})
+        os.sched_getaffinity = lambda pid: set(list(cores)[:2])  # two cores, one of them taken
+        with lb.load(n_ctx=256) as ctx:
+            assert ctx.options.n_threads == 1, ctx.options
+            assert ctx.usage().cells_used == 0
+    """
+    environment = {**os.environ, "LLAMABRANCH_PROFILE": str(tmp_path / "profile.json")}
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], env=environment, check=True, timeout=300
+    )
+    assert not kept(tmp_path / "profile.json"), "what was measured in company must not be kept"
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+
+
+@several_cores
+def test_kept_numbers_are_used(target: lb.Model, profile: Path) -> None:
+    # Kept times that nothing can be three times slower than.
+    forever = {"1": math.inf, str(CORES): math.inf}
+    for one, many in ((1, 1), (1, CORES), (CORES, 1), (CORES, CORES)):
+        keep(
+            target, profile,
+            n_threads=one, n_threads_batch=many, step_ms=forever, batch_ms=forever,
+        )  # fmt: skip
+        before = profile.read_bytes()
+        with Context(target, n_ctx=256) as ctx:
+            assert (ctx.options.n_threads, ctx.options.n_threads_batch) == (one, many)
+            ctx.audit()
+        assert profile.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {},
+        {"n_threads": 0, "n_threads_batch": 1},
+        {"n_threads": 10_000, "n_threads_batch": 1},
+        {"n_threads": "1", "n_threads_batch": None},
+        {"n_threads": True, "n_threads_batch": True},
+        {"n_threads": 1, "n_threads_batch": 1, "step_ms": [], "batch_ms": {"1": "fast"}},
+        {"n_threads": 1, "n_threads_batch": 1, "batch_ms": {"1": -1}},
+    ],
+    ids=str,
+)
+def test_strange_entries_are_measured_anew(
+    entry: dict[str, object], target: lb.Model, profile: Path
+) -> None:
+    keep(target, profile, **entry)
+    with Context(target, n_ctx=256) as ctx:
+        assert ctx.options.n_threads in candidates(CORES)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"version": "1"}',
+        '{"version": 1, "threads": 3}',
+        "\x00\xff",
+        "[" * 10**5,
+    ],
+    ids=lambda text: repr(text[:20]),
+)
+def test_damaged_file_is_ignored_and_replaced(text: str, target: lb.Model, profile: Path) -> None:
+    profile.parent.mkdir()
+    profile.write_text(text, encoding="latin-1")
+    assert read_entry("threads", "key") is None
+    with Context(target, n_ctx=256) as ctx:
+        assert ctx.options.n_threads in candidates(CORES)
+    write_entry("threads", "key", {"n_threads": 1})
+    assert read_entry("threads", "key") == {"n_threads": 1}
+
+
+def test_file_of_a_later_version_is_left_alone(profile: Path) -> None:
+    profile.parent.mkdir()
+    profile.write_text('{"version": 2, "threads": {"key": {}}}', encoding="utf-8")
+    write_entry("threads", "key", {"n_threads": 1})
+    assert read_entry("threads", "key") is None
+    assert json.loads(profile.read_text(encoding="utf-8"))["version"] == 2
+
+
+def test_other_sections_and_what_is_beside_the_file_are_left_alone(profile: Path) -> None:
+    write_entry("costs", "pair", {"v": [1.0, 1.5]})
+    write_entry("threads", "key", {"n_threads": 1})
+    assert read_entry("costs", "pair") == {"v": [1.0, 1.5]}
+    assert [path.name for path in profile.parent.iterdir()] == ["profile.json"]
+
+
+def test_a_section_keeps_its_youngest_entries(profile: Path) -> None:
+    for i in range(MAX_ENTRIES + 5):
+        write_entry("threads", str(i), {"n_threads": i})
+    assert len(kept(profile)) == MAX_ENTRIES
+    assert read_entry("threads", "4") is None
+    assert read_entry("threads", str(MAX_ENTRIES + 4)) == {"n_threads": MAX_ENTRIES + 4}
+
+
+def test_a_place_that_cannot_be_written_is_no_error(
+    target: lb.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("here a folder is expected", encoding="utf-8")
+    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "file" / "profile.json"))
+    write_entry("threads", "key", {})
+    with Context(target, n_ctx=256) as ctx:
+        assert ctx.options.n_threads in candidates(CORES)
+
+
+def test_default_place_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("LLAMABRANCH_PROFILE")
+    if sys.platform == "win32":
+        pytest.skip("XDG is not for Windows")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert profile_path() == tmp_path / "llamabranch" / "profile.json"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert profile_path() == tmp_path / ".cache" / "llamabranch" / "profile.json"
+
+
+# -- the watch -------------------------------------------------------------------------------------
+
+
+def _feed(watch: ThreadWatch, n: int, seconds: float, share: float, n_laps: int) -> None:
+    for _ in range(n_laps * ThreadWatch.LAP):
+        watch.note(n, seconds, 2 * share * seconds)
+
+
+@pytest.fixture
+def watch(ctx: Context) -> ThreadWatch:
+    return ThreadWatch(ctx.decoder.handle, 2, 2, None)
+
+
+def test_collapse_is_said_once_with_the_remedy(watch: ThreadWatch) -> None:
+    _feed(watch, 1, 0.001, 1.0, 3)
+    with pytest.warns(PerformanceWarning, match=r"2 threads.*27 ms.*1 ms.*n_threads=1") as caught:
+        _feed(watch, 1, 0.027, 0.3, 2)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert watch.decode(0) != 0  # nothing is counted any more: an empty batch, refused
+
+
+def test_collapse_is_noticed_against_what_was_measured_when_opening(ctx: Context) -> None:
+    watch = ThreadWatch(ctx.decoder.handle, 2, 2, 0.001)
+    with pytest.warns(PerformanceWarning):
+        _feed(watch, 1, 0.027, 0.3, 2)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "share"),
+    [
+        pytest.param(0.027, 0.97, id="a longer context, on idle cores"),
+        pytest.param(0.004, 0.3, id="a little slower"),
+        pytest.param(0.0015, 0.3, id="short, though many times the fastest"),
+    ],
+)
+def test_no_collapse_is_seen_where_none_is(
+    seconds: float, share: float, watch: ThreadWatch
+) -> None:
+    _feed(watch, 1, 0.0001 if seconds < 0.002 else 0.001, 1.0, 1)
+    _feed(watch, 1, seconds, share, 20)
+
+
+def test_one_slow_lap_and_mixed_sizes_are_no_collapse(watch: ThreadWatch) -> None:
+    for _ in range(5):
+        _feed(watch, 1, 0.001, 1.0, 1)
+        _feed(watch, 1, 0.027, 0.3, 1)  # another program, for a moment
+        _feed(watch, 8, 0.027, 0.3, 1)  # the fastest eight tokens have been so far
+
+
+@several_cores
+def test_warning_as_an_error_leaves_the_branch_as_it_was(
+    target: lb.Model, profile: Path, other_ctx: Context
+) -> None:
+    with Context(target, n_ctx=256, n_threads=2) as ctx:
+        watch = ctx.decoder.watch
+        assert watch is not None
+        branch = lb.Branch.start(ctx, "Once upon a time", temperature=0.9, seed=7)
+        tokens = [branch.step().token for _ in range(3)]
+        _feed(watch, 1, 0.001, 1.0, 1)
+        _feed(watch, 1, 1000.0, 0.0, 1)
+        for _ in range(ThreadWatch.LAP - 1):  # the next decode that is timed ends a second slow lap
+            watch.note(1, 1000.0, 0.0)
+        raised = 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            while len(tokens) < 3 + 2 * ThreadWatch.EVERY:
+                try:
+                    tokens.append(branch.step().token)
+                except PerformanceWarning:
+                    raised += 1
+                    ctx.audit()
+        assert raised == 1
+        again = lb.Branch.start(other_ctx, "Once upon a time", temperature=0.9, seed=7)
+        assert [again.step().token for _ in tokens] == tokens

@@ -1,0 +1,1103 @@
+"""The engine: whatever runs beside a request, its text is the one it would have had alone.
+
+"Alone" is ``Branch.generate`` in a context of its own, one decode a token: no engine, no drafter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import math
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import toys
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import llamabranch as lb
+from llamabranch import (
+    Branch,
+    Context,
+    Engine,
+    Event,
+    Request,
+    Result,
+    SamplingParams,
+    SpeculativeConfig,
+)
+from llamabranch.errors import (
+    CacheFullError,
+    ConfigError,
+    DecodeInterruptedError,
+    GrammarError,
+    SequencesExhaustedError,
+    TokenizeError,
+)
+
+GREEDY = SamplingParams(temperature=0.0)
+WARM = SamplingParams(temperature=0.8, seed=42)
+UNSEEDED = SamplingParams(temperature=0.8)
+PENALISED = SamplingParams(temperature=0.7, seed=5, repeat_penalty=1.3)
+TALE = "Once upon a time there was a king who had three daughters, and the youngest was so fair "
+PROMPTS = [
+    TALE,
+    "“Who is there?” cried the old woman,",
+    "The cat sat on the mat. The dog sat on the log. The cat sat on the mat. The dog",
+    "The wolf",
+    "In the middle of the forest there stood a little house, and in that house there lived",
+]
+DRAFTERS = ("none", "model", "lookup", "suffix", "chain")
+
+Said = tuple[list[int], str, str | None]
+
+
+def make(which: str, draft: Context) -> lb.Drafter | None:
+    makers: dict[str, lb.Drafter | None] = {
+        "none": None,
+        "model": lb.ModelDrafter(draft),
+        "lookup": lb.PromptLookupDrafter(max_ngram=3, min_ngram=1),
+        "suffix": lb.SuffixDrafter(8, 1, factor=4.0, offset=4.0, min_probability=0.0),
+        "chain": lb.ChainDrafter([lb.PromptLookupDrafter(), lb.ModelDrafter(draft)]),
+    }
+    return makers[which]
+
+
+@dataclass
+class Alone:
+    """Says what requests say when nobody else is there, each one once."""
+
+    ctx: Context
+    known: dict[object, Said] = field(default_factory=dict)
+
+    def said(self, request: Request, result: Result, default: SamplingParams = UNSEEDED) -> Said:
+        params = (request.sampling or default).replace(seed=result.seed)
+        prompt, stop = request.prompt, tuple(request.stop)
+        key = (str(prompt), repr(params), stop, request.grammar, request.max_tokens)
+        if key not in self.known:
+            grammar = request.grammar
+            with Branch.start(self.ctx, prompt, sampling=params, grammar=grammar) as branch:
+                text = "".join(t.text for t in branch.generate(request.max_tokens, stop))
+                self.known[key] = branch.generated, text, branch.finish_reason
+        return self.known[key]
+
+    def check(self, request: Request, result: Result, default: SamplingParams = UNSEEDED) -> None:
+        tokens, text, reason = self.said(request, result, default)
+        if request.max_tokens == 0:
+            reason = "length"
+        assert (result.tokens, result.text, result.finish_reason) == (tokens, text, reason), (
+            request,
+            result,
+        )
+
+
+@pytest.fixture(scope="module")
+def alone(target: lb.Model) -> Iterator[Alone]:
+    with Context(target, n_ctx=1024, n_seq_max=1, n_threads=1) as ctx:
+        yield Alone(ctx)
+
+
+def assert_clean(*contexts: Context) -> None:
+    """Nothing is left: no cell, no sequence, and llama.cpp agrees."""
+    for ctx in contexts:
+        assert ctx.usage().cells_used == 0
+        assert ctx.n_seq_free == ctx.n_seq_max
+        ctx.audit()
+        cell_order = ctx.decoder.cell_order
+        assert cell_order is None or (cell_order.in_order and cell_order.n_cells == 0), ctx
+
+
+def by_name(results: Sequence[Result]) -> dict[tuple[str, int], Result]:
+    found = {(result.id, result.sample): result for result in results}
+    assert len(found) == len(results)
+    return found
+
+
+# -- the law: in company as alone ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft_k", [1, 4, "auto"])
+@pytest.mark.parametrize("which", DRAFTERS)
+def test_text_in_company_is_the_text_alone(
+    which: str, draft_k: int | str, ctx: Context, draft_ctx: Context, alone: Alone
+) -> None:
+    requests = [
+        Request(prompt, max_tokens=24, sampling=params)
+        for prompt, params in itertools.product(PROMPTS, (GREEDY, WARM, PENALISED))
+    ]
+    engine = Engine(ctx, make(which, draft_ctx), SpeculativeConfig(draft_k=draft_k))
+    results = engine.generate(requests)
+    assert [result.id for result in results] == [str(i) for i in range(len(requests))]
+    for request, result in zip(requests, results, strict=True):
+        alone.check(request, result)
+    assert_clean(ctx, draft_ctx)
+    assert engine.stats.generated_tokens == sum(len(result.tokens) for result in results)
+    if which != "none" and draft_k != "auto":
+        assert engine.stats.speculative.num_accepted_tokens > 0
+
+
+@dataclass(frozen=True)
+class Load:
+    """A job and the engine it is put to."""
+
+    seed: int
+    n_requests: int
+    n_seq_max: int
+    n_ctx: int
+    n_batch: int
+    which: str
+    draft_k: int | str
+    n_cancelled: int
+
+    def requests(self) -> list[Request]:
+        rng = np.random.default_rng(self.seed)
+        settings = (GREEDY, WARM, PENALISED, None)
+        found = []
+        for i in range(self.n_requests):
+            kind = rng.integers(3)
+            prompt: str | list[int] = PROMPTS[rng.integers(len(PROMPTS))]
+            if kind == 0:
+                prompt = [int(t) for t in rng.integers(2, 4000, rng.integers(1, 130))]
+            elif kind == 1:
+                prompt = TALE * int(rng.integers(1, 4)) + str(prompt)
+            found.append(
+                Request(
+                    prompt,
+                    id=f"request {i}",
+                    max_tokens=int(rng.integers(0, 25)),
+                    sampling=settings[rng.integers(len(settings))],
+                    stop=((), (), (" the", "!"))[rng.integers(3)],
+                    n=int(rng.choice([1, 1, 1, 3])),
+                )
+            )
+        return found
+
+
+LOADS = st.builds(
+    Load,
+    seed=st.integers(0, 5),
+    n_requests=st.sampled_from([1, 3, 12, 30, 100]),
+    n_seq_max=st.sampled_from([1, 2, 5, 16]),
+    n_ctx=st.sampled_from([256, 512, 2048]),
+    n_batch=st.sampled_from([24, 256]),
+    which=st.sampled_from(DRAFTERS),
+    draft_k=st.sampled_from([1, 4, "auto"]),
+    n_cancelled=st.sampled_from([0, 0, 2]),
+)
+
+
+@settings(
+    max_examples=14,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(load=LOADS)
+def test_any_load_says_what_each_request_says_alone(
+    load: Load, target: lb.Model, draft: lb.Model, alone: Alone
+) -> None:
+    """Neighbours, order, sequences, drafter, draft length, a small cache, cancelled neighbours."""
+    requests = load.requests()
+    doomed = {request.id for request in requests[: load.n_cancelled] if load.n_requests > 2}
+    open_with = partial(
+        Context,
+        n_ctx=load.n_ctx,
+        n_seq_max=load.n_seq_max,
+        n_batch=load.n_batch,
+        n_threads=1,
+    )
+    with open_with(target) as ctx, open_with(draft) as draft_ctx:
+        engine = Engine(
+            ctx,
+            make(load.which, draft_ctx),
+            SpeculativeConfig(draft_k=load.draft_k),
+            sampling=UNSEEDED,
+            seed=7,
+        )
+
+        def on_event(event: Event) -> None:
+            if event.id in doomed and event.result is None:
+                engine.cancel(event.id)
+
+        found = by_name(engine.generate(requests, on_event=on_event))
+        assert len(found) == sum(request.n for request in requests)
+        for request in requests:
+            for sample in range(request.n):
+                result = found[str(request.id), sample]
+                if result.finish_reason == "cancelled":
+                    assert request.id in doomed
+                    # Text held back for a stop string is given out when it is cancelled.
+                    n_said, decoder = len(result.tokens), target.text_decoder()
+                    assert alone.said(request, result)[0][:n_said] == result.tokens
+                    assert result.text == "".join(map(decoder.feed, result.tokens))
+                else:
+                    alone.check(request, result)
+        assert_clean(ctx, draft_ctx)
+
+
+@pytest.mark.parametrize("which", ["none", "model"])
+def test_seed_of_a_request_does_not_depend_on_its_place(
+    which: str, ctx: Context, draft_ctx: Context
+) -> None:
+    requests = [Request(p, id=p[:5], max_tokens=16, sampling=UNSEEDED) for p in PROMPTS]
+    texts = []
+    for order in (requests, requests[::-1], requests[2:3]):
+        engine = Engine(ctx, make(which, draft_ctx), seed=3)
+        texts.append({r.id: (r.seed, r.text) for r in engine.generate(order)})
+    assert texts[0] == texts[1]
+    assert texts[2].items() <= texts[0].items()
+    other = {r.id: r.text for r in Engine(ctx, seed=4).generate(requests)}
+    assert other != {name: text for name, (_, text) in texts[0].items()}
+
+
+# -- one prefill for many --------------------------------------------------------------------------
+
+
+def test_shared_prefixes_are_forked_not_computed(
+    ctx: Context, draft_ctx: Context, alone: Alone
+) -> None:
+    shared = TALE * 4
+    requests = [Request(shared + p, max_tokens=12, sampling=WARM) for p in PROMPTS]
+    n_shared = len(ctx.tokenize(shared)) - 1  # the last token may join with what follows
+    engine = Engine(ctx, make("model", draft_ctx), SpeculativeConfig(draft_k=2))
+    for request, result in zip(requests, engine.generate(requests), strict=True):
+        alone.check(request, result)
+        assert result.n_prompt == len(ctx.tokenize(str(request.prompt)))
+    stats = engine.stats
+    assert stats.shared_prompt_tokens >= 4 * n_shared
+    total = sum(len(ctx.tokenize(str(request.prompt))) for request in requests)
+    assert stats.prompt_tokens + stats.shared_prompt_tokens == total
+    assert_clean(ctx, draft_ctx)
+
+
+def test_samples_of_one_prompt_share_its_prefill(ctx: Context, alone: Alone) -> None:
+    request = Request(TALE, n=12, max_tokens=16, sampling=WARM)
+    engine = Engine(ctx)
+    results = engine.generate([request])
+    assert [(result.id, result.sample) for result in results] == [("0", i) for i in range(12)]
+    assert results[0].seed == WARM.seed
+    assert len({result.seed for result in results}) == 12
+    assert len({result.text for result in results}) > 6
+    for result in results:
+        alone.check(request, result)
+    n_prompt = len(ctx.tokenize(TALE))
+    assert engine.stats.prompt_tokens < 3 * n_prompt  # all but the last token, and one more wave
+    assert engine.stats.shared_prompt_tokens > 8 * (n_prompt - 1)
+    assert_clean(ctx)
+
+
+def test_texts_that_are_there_are_left_out(ctx: Context) -> None:
+    requests = [Request(p, n=2, max_tokens=6, sampling=WARM) for p in PROMPTS[:3]]
+    whole = by_name(Engine(ctx).generate(requests))
+    done = {("0", 1), ("2", 0), ("2", 1)}
+    rest = by_name(Engine(ctx).generate(requests, skip=done))
+    assert set(rest) == set(whole) - done
+    assert all(rest[name].text == whole[name].text for name in rest)
+
+
+# -- how texts end ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", DRAFTERS)
+def test_stop_strings_end_a_text_where_they_begin(
+    which: str, ctx: Context, draft_ctx: Context, alone: Alone
+) -> None:
+    stops = (" and", ",", "the ")
+    requests = [
+        Request(p, max_tokens=40, sampling=s, stop=stops) for p in PROMPTS for s in (GREEDY, WARM)
+    ]
+    results = Engine(ctx, make(which, draft_ctx)).generate(requests)
+    assert "stop" in {result.finish_reason for result in results}
+    for request, result in zip(requests, results, strict=True):
+        assert not any(stop in result.text for stop in stops)
+        alone.check(request, result)
+    assert_clean(ctx, draft_ctx)
+
+
+@pytest.mark.parametrize("which", DRAFTERS)
+def test_nothing_follows_an_end_token(
+    which: str, ctx: Context, draft_ctx: Context, alone: Alone
+) -> None:
+    """The end is made likely, for target and draft alike, so that drafts run past it."""
+    (end,) = (t for t in range(ctx.n_vocab) if ctx.model.is_eog(t) and t == ctx.model.eos)
+    params = [SamplingParams(seed=i, logit_bias={end: 6.0}) for i in range(6)]
+    requests = [Request(p, max_tokens=60, sampling=s) for p in PROMPTS for s in params]
+    engine = Engine(ctx, make(which, draft_ctx), SpeculativeConfig(draft_k=6))
+    said: dict[str, list[int]] = {}
+    ended: list[str] = []
+    for event in engine.stream(requests):
+        assert event.id not in ended
+        if event.result is not None:
+            ended.append(event.id)
+            assert said.get(event.id, []) == event.result.tokens
+            alone.check(requests[int(event.id)], event.result)
+        elif event.emitted is not None:
+            assert not ctx.model.is_eog(event.emitted.token)
+            said.setdefault(event.id, []).append(event.emitted.token)
+    n_stopped = sum(len(said.get(name, [])) < 60 for name in ended)
+    assert n_stopped > len(requests) // 2
+    assert_clean(ctx, draft_ctx)
+
+
+@pytest.mark.parametrize("which", DRAFTERS)
+def test_grammars_hold_in_company(
+    which: str, ctx: Context, draft_ctx: Context, alone: Alone
+) -> None:
+    grammar = 'root ::= "- " [a-z]{3,7} " " [a-z]{3,7} ("," | "!") "\\n" root?'
+    requests = [
+        Request(p, max_tokens=30, sampling=s, grammar=grammar if i % 2 else None)
+        for i, (p, s) in enumerate(itertools.product(PROMPTS, (GREEDY, WARM, PENALISED)))
+    ]
+    results = Engine(ctx, make(which, draft_ctx)).generate(requests)
+    for request, result in zip(requests, results, strict=True):
+        alone.check(request, result)
+    assert_clean(ctx, draft_ctx)
+
+
+@pytest.mark.parametrize("which", ["none", "model"])
+def test_dead_end_of_a_grammar_is_one_requests_error(which: str, small_toy: lb.Model) -> None:
+    """After "ab" only a letter may follow that the vocabulary lacks: neighbours keep their rows."""
+    with (
+        Context(small_toy, n_ctx=512, n_threads=1) as ctx,
+        Context(small_toy, n_ctx=512, n_threads=1) as draft_ctx,
+    ):
+        plain = [Request("abc", max_tokens=20, sampling=SamplingParams(seed=i)) for i in range(6)]
+        dead = Request("abc", id="dead", max_tokens=20, grammar='root ::= "ab" "z"', sampling=WARM)
+        requests = [*plain[:2], dead, *plain[2:]]
+        engine = Engine(ctx, make(which, draft_ctx), SpeculativeConfig(draft_k=3))
+        results = engine.generate(requests)
+        assert results[2].id == "dead"
+        assert results[2].finish_reason == "error"
+        assert isinstance(results[2].error, GrammarError)
+        assert results[2].text == "ab"  # all that was said before, also if it was drafted
+        quiet = Alone(ctx)
+        for request, result in zip(requests, results, strict=True):
+            if request is not dead:
+                quiet.check(request, result)
+        assert_clean(ctx, draft_ctx)
+
+
+@pytest.mark.parametrize("which", ["none", "model", "lookup"])
+def test_grammar_that_ends_without_an_end_token_loses_nothing(
+    which: str, ctx: Context, draft_ctx: Context
+) -> None:
+    """What a round accepts before the grammar ends is in the result beside the error."""
+    grammar = (
+        r'root ::= "The " ("king" | "witch") " " ("slept" | "wept") " and " ("sang" | "danced") "."'
+    )
+    ends = {token: -math.inf for token in range(ctx.model.n_vocab) if ctx.model.is_eog(token)}
+    requests, expected = [], []
+    for i, prompt in enumerate(PROMPTS):
+        params = SamplingParams(temperature=float(i % 2), seed=i, logit_bias=ends)
+        requests.append(Request(prompt, sampling=params, grammar=grammar, max_tokens=60))
+        said: list[int] = []
+        with (
+            Branch.start(ctx, prompt, sampling=params, grammar=grammar) as branch,
+            pytest.raises(GrammarError),
+        ):
+            said.extend(t.token for t in branch.generate(60))
+        expected.append(said)
+    engine = Engine(ctx, make(which, draft_ctx), SpeculativeConfig(draft_k=8))
+    for result, tokens in zip(engine.generate(requests), expected, strict=True):
+        assert result.finish_reason == "error"
+        assert isinstance(result.error, GrammarError)
+        assert result.tokens == tokens
+        assert result.text.endswith(("sang.", "danced."))
+    assert_clean(ctx, draft_ctx)
+
+
+# -- errors of one ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["none", "model"])
+def test_request_that_cannot_be_served_gets_its_own_error(
+    which: str, ctx: Context, draft_ctx: Context, alone: Alone
+) -> None:
+    bad: dict[str, tuple[Request, str, type[Exception]]] = {
+        name: (request, reason, kind)
+        for name, request, reason, kind in (
+            ("long", Request([5] * 1025, id="long"), "capacity", CacheFullError),
+            ("ids", Request([5, 10**6], id="ids", n=2), "error", TokenizeError),
+            ("text", Request("half a pair: \ud800", id="text"), "error", TokenizeError),
+            ("stop", Request("x", id="stop", stop=("",)), "error", ConfigError),
+            ("grammar", Request("x", id="grammar", grammar="root ::= ("), "error", GrammarError),
+            ("no root", Request("x", id="no root", grammar='a ::= "b"'), "error", GrammarError),
+        )
+    }
+    good = [Request(p, max_tokens=10, sampling=WARM) for p in PROMPTS]
+    mixed = [*good[:2], *(request for request, _, _ in bad.values()), *good[2:]]
+    results = by_name(Engine(ctx, make(which, draft_ctx)).generate(mixed))
+    assert len(results) == len(mixed) + 1
+    for name, (_, reason, kind) in bad.items():
+        result = results[name, 0]
+        assert result.finish_reason == reason
+        assert isinstance(result.error, kind)
+        assert not result.tokens
+    for number, request in enumerate(mixed):
+        if request.id is None:
+            alone.check(request, results[str(number), 0])
+    assert_clean(ctx, draft_ctx)
+
+
+@pytest.mark.parametrize("which", ["none", "model", "lookup"])
+def test_empty_prompt_is_the_beginning_token_as_alone(
+    which: str, ctx: Context, draft_ctx: Context, alone: Alone
+) -> None:
+    grammar = 'root ::= [a-zA-Z ,.]+ "!"'
+    empty: tuple[str, list[int]] = ("", [])
+    requests = [
+        Request(p, max_tokens=16, sampling=s, grammar=g, n=2)
+        for p in empty
+        for s, g in itertools.product((WARM, PENALISED), (None, grammar))
+    ]
+    engine = Engine(ctx, make(which, draft_ctx))
+    results = engine.generate([*requests, Request(TALE, max_tokens=4)])
+    assert len(results) == 17
+    for result in results[:-1]:
+        assert (result.n_prompt, result.error) == (1, None)
+        assert result.tokens
+        alone.check(requests[int(result.id)], result)
+    assert_clean(ctx, draft_ctx)
+
+
+def test_empty_prompt_without_a_beginning_token_is_that_requests_error(tmp_path: Path) -> None:
+    tokens = tuple("@ABCDEFGHIJ")  # from 12 tokens on llama.cpp takes number 11 for the end
+    names = {f"tokenizer.ggml.{name}_token_id": None for name in ("bos", "eos")}
+    metadata: dict[str, toys.Value | None] = {**names, "tokenizer.ggml.add_bos_token": None}
+    path = toys.write_llama(tmp_path / "toy.gguf", vocab=toys.Vocabulary(tokens), metadata=metadata)
+    with lb.Model(path) as model, Context(model, n_ctx=256, n_threads=1) as ctx:
+        assert model.bos is model.eos is None
+        with pytest.raises(ConfigError, match="no beginning token"):
+            Branch.start(ctx, "")
+        results = Engine(ctx).generate([Request([]), Request([5], max_tokens=3)])
+        assert isinstance(results[0].error, ConfigError)
+        assert results[0].error.hint
+        assert (len(results[1].tokens), results[1].finish_reason) == (3, "length")
+        assert_clean(ctx)
+
+
+def test_ids_are_unique(ctx: Context) -> None:
+    engine = Engine(ctx)
+    jobs: list[list[Request | str]] = [
+        ["a", Request("b", id="0")],
+        [Request("a", id="x"), Request("b", id="x")],
+    ]
+    for twice in jobs:
+        with pytest.raises(ConfigError, match="two requests have the id"):
+            engine.generate(twice)
+    assert_clean(ctx)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"n": 0}, {"n": True}, {"max_tokens": -1}, {"max_tokens": 1.5}, {"id": 3}, {"stop": "the"}],
+    ids=str,
+)
+def test_request_checks_itself(arguments: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        Request("text", **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompt", [None, 7, b"bytes"], ids=str)
+def test_prompts_are_text_or_ids(prompt: object) -> None:
+    with pytest.raises(ConfigError, match="prompt"):
+        Request(prompt)  # type: ignore[arg-type]
+
+
+def test_engine_refuses_what_it_cannot_do(ctx: Context, draft_ctx: Context) -> None:
+    with pytest.raises(ConfigError, match="width 1"):
+        Engine(ctx, lb.ModelDrafter(draft_ctx, width=2))
+    with pytest.raises(ConfigError, match="a request is"):
+        Engine(ctx).generate([5])  # type: ignore[list-item]
+
+
+def test_nothing_is_asked_of_nobody(ctx: Context) -> None:
+    assert Engine(ctx).generate([]) == []
+    (result,) = Engine(ctx).generate([Request("text", max_tokens=0)])
+    assert (result.text, result.finish_reason) == ("", "length")
+
+
+# -- the cache runs full -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", DRAFTERS)
+def test_preempted_requests_say_the_same(
+    which: str, target: lb.Model, draft: lb.Model, alone: Alone
+) -> None:
+    grammar = 'root ::= [a-zA-Z ,.]+ "!" root?'
+    requests = [
+        Request(p, max_tokens=70, sampling=s, grammar=grammar if s is WARM else None)
+        for p in PROMPTS
+        for s in (GREEDY, WARM, PENALISED)
+    ]
+    with (
+        Context(target, n_ctx=256, n_seq_max=8, n_threads=1) as ctx,
+        Context(draft, n_ctx=256, n_seq_max=8, n_threads=1) as draft_ctx,
+    ):
+        engine = Engine(ctx, make(which, draft_ctx), SpeculativeConfig(draft_k=3))
+        results = engine.generate(requests)
+        for request, result in zip(requests, results, strict=True):
+            alone.check(request, result)
+        assert engine.stats.preemptions > 0
+        assert engine.stats.preemptions == sum(result.n_preempted for result in results)
+        assert results[0].n_preempted == 0  # the oldest never gives way
+        assert_clean(ctx, draft_ctx)
+
+
+@pytest.mark.parametrize("which", DRAFTERS)
+def test_text_that_fills_the_cache_says_all_that_fits(
+    which: str, target: lb.Model, draft: lb.Model
+) -> None:
+    """Drafts do not take the place of words: the last cell holds the text's own."""
+    with (
+        Context(target, n_ctx=256, n_seq_max=4, n_threads=1) as ctx,
+        Context(draft, n_ctx=512, n_seq_max=4, n_threads=1) as draft_ctx,
+    ):
+        engine = Engine(ctx, make(which, draft_ctx), SpeculativeConfig(draft_k=5))
+        params = SamplingParams(temperature=0.8, seed=1, logit_bias={ctx.model.eos or 0: -1e9})
+        requests = [Request(p, max_tokens=None, sampling=params) for p in (TALE, "The wolf")]
+        engine = Engine(ctx, make(which, draft_ctx), SpeculativeConfig(draft_k=5), max_tokens=None)
+        for result in engine.generate(requests):
+            assert result.finish_reason == "capacity"
+            assert isinstance(result.error, CacheFullError)
+            assert len(result.tokens) == 256 - result.n_prompt + 1  # the last one needs no cell
+        assert_clean(ctx, draft_ctx)
+
+
+@pytest.mark.parametrize("which", ["none", "model", "lookup"])
+@pytest.mark.parametrize("n_free", [-1, 0, 1, 2])
+def test_prompt_that_fills_the_context_says_what_it_says_alone(
+    n_free: int, which: str, target: lb.Model, draft_ctx: Context
+) -> None:
+    """The last token of all needs no cell: a prompt of n_ctx tokens is followed by one."""
+    prompt = [5] * (256 - n_free)
+    params = SamplingParams(temperature=0.8, seed=1, logit_bias={target.eos or 0: -1e9})
+    limits = (0, 1, 2, 3, 4, None)
+    requests: list[Request] = []
+    for i, most in enumerate(limits):
+        requests.append(Request(prompt, id=str(i), max_tokens=most, sampling=params))
+        requests.append(Request("The wolf", id=f"w{i}", max_tokens=5, sampling=WARM))
+    with Context(target, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
+        engine = Engine(ctx, make(which, draft_ctx), SpeculativeConfig(draft_k=4), max_tokens=None)
+        found = by_name(engine.generate(requests))
+        assert_clean(ctx, draft_ctx)
+        for i, most in enumerate(limits):
+            result = found[str(i), 0]
+            if n_free < 0:
+                assert (result.finish_reason, result.tokens) == ("capacity", [])
+                with pytest.raises(CacheFullError):
+                    lb.Speculator(ctx).generate(prompt)
+            else:
+                generation = lb.Speculator(ctx).generate(prompt, max_tokens=most, sampling=params)
+                with suppress(CacheFullError):
+                    generation.finish()
+                assert result.tokens == generation.tokens
+                assert result.finish_reason == generation.finish_reason
+                fitting = n_free + 1
+                assert len(result.tokens) == (fitting if most is None else min(fitting, most))
+            assert isinstance(result.error, CacheFullError) == (result.finish_reason == "capacity")
+            assert found[f"w{i}", 0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(("n_ctx", "n_seq_max"), [(256, 1), (256, 6), (2048, 2)])
+def test_small_draft_context_slows_down_but_changes_nothing(
+    n_ctx: int, n_seq_max: int, ctx: Context, draft: lb.Model, alone: Alone
+) -> None:
+    requests = [Request(TALE + p, max_tokens=40, sampling=WARM) for p in PROMPTS * 2]
+    with Context(draft, n_ctx=n_ctx, n_seq_max=n_seq_max, n_threads=1) as small:
+        engine = Engine(ctx, lb.ModelDrafter(small), SpeculativeConfig(draft_k=4))
+        for request, result in zip(requests, engine.generate(requests), strict=True):
+            alone.check(request, result)
+        assert_clean(ctx, small)
+
+
+def test_others_may_hold_a_part_of_the_cache(
+    ctx: Context, draft_ctx: Context, alone: Alone
+) -> None:
+    guest = Branch.start(ctx, [7] * 300)
+    before = guest.logits
+    requests = [Request(p, max_tokens=30, sampling=WARM) for p in PROMPTS * 3]
+    for request, result in zip(
+        requests, Engine(ctx, make("model", draft_ctx)).generate(requests), strict=True
+    ):
+        alone.check(request, result)
+    assert ctx.usage().cells_used == 300
+    assert np.array_equal(guest.logits, before)
+    guest.prune()
+    assert_clean(ctx, draft_ctx)
+
+
+# -- others take the sequences ---------------------------------------------------------------------
+
+
+def take_all(ctx: Context) -> list[Branch]:
+    return [Branch.create(ctx) for _ in range(ctx.n_seq_free)]
+
+
+def test_others_may_not_hold_every_sequence(ctx: Context) -> None:
+    guests = take_all(ctx)
+    requests: list[Request | str] = [Request([5] * 2000), Request(TALE, n=2), "text"]
+    for wait_s in (0, 0.05):
+        results = Engine(ctx, wait_s=wait_s).generate(requests)
+        assert [(r.id, r.sample) for r in results] == [("0", 0), ("1", 0), ("1", 1), ("2", 0)]
+        kinds = (CacheFullError, *[SequencesExhaustedError] * 3)  # what never fits does not wait
+        for result, kind in zip(results, kinds, strict=True):
+            assert (result.finish_reason, result.tokens) == ("capacity", [])
+            assert isinstance(result.error, kind)
+            assert result.error.hint
+    for guest in guests:
+        guest.prune()
+    assert_clean(ctx)
+
+
+@pytest.mark.parametrize("which", ["none", "model"])
+def test_results_outlive_the_sequences(
+    which: str, ctx: Context, draft_ctx: Context, alone: Alone
+) -> None:
+    """A guest takes each sequence that a text gives back: the others finish, the rest is refused."""
+    requests = [Request(p, max_tokens=8 + i, sampling=WARM) for i, p in enumerate(PROMPTS * 3)]
+    guests: list[Branch] = []
+
+    def on_event(event: Event) -> None:
+        if event.result is not None:
+            guests.extend(take_all(ctx))
+
+    engine = Engine(ctx, make(which, draft_ctx), wait_s=0)
+    results = engine.generate(requests, on_event=on_event)
+    assert [result.id for result in results] == [str(i) for i in range(15)]
+    n_done = sum(result.error is None for result in results)
+    assert 8 <= n_done < 15
+    for request, result in zip(requests, results, strict=True):
+        if result.error is None:
+            alone.check(request, result)
+        else:
+            assert (result.finish_reason, result.tokens) == ("capacity", [])
+            assert isinstance(result.error, SequencesExhaustedError)
+    for guest in guests:
+        guest.prune()
+    assert_clean(ctx, draft_ctx)
+
+
+def test_preempted_text_whose_sequence_is_taken_is_not_lost(target: lb.Model, alone: Alone) -> None:
+    endless = SamplingParams(temperature=0.8, seed=1, logit_bias={target.eos or 0: -1e9})
+    request = Request(TALE, n=3, max_tokens=120, sampling=endless)
+    guests: list[Branch] = []
+    with Context(target, n_ctx=256, n_seq_max=3, n_threads=1) as ctx:
+        engine = Engine(ctx, wait_s=0)
+
+        def on_event(_event: Event) -> None:
+            if engine.stats.preemptions:
+                guests.extend(take_all(ctx))
+
+        results = engine.generate([request], on_event=on_event)
+        errors = [type(r.error) for r in results if r.error is not None]
+        assert SequencesExhaustedError in errors
+        assert set(errors) <= {SequencesExhaustedError, CacheFullError}
+        for result in results:
+            tokens, text, _ = alone.said(request, result)
+            assert result.tokens
+            assert result.tokens == tokens[: len(result.tokens)]
+            assert text.startswith(result.text)
+            if result.error is not None:
+                assert (result.finish_reason, result.n_preempted > 0) == ("capacity", True)
+        for guest in guests:
+            guest.prune()
+        assert_clean(ctx)
+
+
+def on_wait(
+    monkeypatch: pytest.MonkeyPatch, action: Callable[[int], None], *, most: int = 1000
+) -> None:
+    """Let ``action`` happen instead of each wait for a sequence; it is given their number."""
+    count = itertools.count(1)
+
+    def no_sleep(_seconds: float) -> None:
+        n = next(count)
+        assert n < most, "it waits for ever"
+        action(n)
+
+    monkeypatch.setattr("llamabranch.engine.engine.sleep", no_sleep, raising=False)
+
+
+def test_engine_waits_while_others_are_at_work(
+    ctx: Context, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [Request(p, max_tokens=8, sampling=WARM) for p in PROMPTS]
+    guests = take_all(ctx)
+    guests[0].prefill([7])
+
+    def work(n: int) -> None:
+        if n < 100:
+            guests[0].commit(7)
+        elif n < 110:  # this long it may be still
+            pass
+        else:
+            while guests:
+                guests.pop().prune()
+
+    on_wait(monkeypatch, work)
+    results = Engine(ctx, wait_s=0.5).generate(requests)
+    for request, result in zip(requests, results, strict=True):
+        alone.check(request, result)
+    assert_clean(ctx)
+
+
+def test_engine_does_not_wait_where_nobody_works(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+    on_wait(monkeypatch, waits.append)
+    guests = take_all(ctx)
+    (result,) = Engine(ctx, wait_s=0.5).generate(["text"])
+    assert isinstance(result.error, SequencesExhaustedError)
+    assert len(waits) == 25
+    for guest in guests:
+        guest.prune()
+    assert_clean(ctx)
+
+
+def test_request_can_be_cancelled_while_it_waits_for_a_sequence(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(ctx, wait_s=math.inf)
+    on_wait(monkeypatch, lambda n: engine.cancel("0") if n == 5 else None)
+    guests = take_all(ctx)
+    (result,) = engine.generate(["text"])
+    assert (result.finish_reason, result.error) == ("cancelled", None)
+    for guest in guests:
+        guest.prune()
+    assert_clean(ctx)
+
+
+def test_task_can_be_cancelled_while_it_waits_for_a_sequence(ctx: Context) -> None:
+    guests = take_all(ctx)
+
+    async def consume() -> None:
+        async for _ in Engine(ctx, wait_s=math.inf).astream(["text"]):
+            pass
+
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(asyncio.wait_for(consume(), 0.1))
+    for guest in guests:
+        guest.prune()
+    assert_clean(ctx)
+
+
+def test_engines_in_threads_share_the_sequences(target: lb.Model, alone: Alone) -> None:
+    requests = [Request(p, max_tokens=12, sampling=WARM) for p in PROMPTS]
+    with Context(target, n_ctx=1024, n_seq_max=2, n_threads=1) as ctx:
+        with ThreadPoolExecutor(4) as pool:
+            engines = [Engine(ctx, wait_s=math.inf) for _ in range(4)]
+            jobs = [pool.submit(engine.generate, requests) for engine in engines]
+            for job in jobs:
+                for request, result in zip(requests, job.result(), strict=True):
+                    alone.check(request, result)
+        assert_clean(ctx)
+
+
+def test_what_has_ended_is_told_before_what_has_failed(ctx: Context) -> None:
+    engine = Engine(ctx)
+    stream = engine.stream([Request(p, max_tokens=30) for p in PROMPTS])
+    next(stream)
+    engine.cancel("1")
+    ctx.interrupt()
+    ended: list[Result] = []
+    with pytest.raises(DecodeInterruptedError):
+        for event in stream:
+            if event.result is not None:
+                ended.append(event.result)
+    assert [(result.id, result.finish_reason) for result in ended] == [("1", "cancelled")]
+    assert_clean(ctx)
+
+
+@pytest.mark.parametrize("wait_s", [-1, math.nan, True, "2", None], ids=str)
+def test_wait_is_a_number_of_seconds(wait_s: object, ctx: Context) -> None:
+    with pytest.raises(ConfigError, match="wait_s"):
+        Engine(ctx, wait_s=wait_s)  # type: ignore[arg-type]
+
+
+# -- events ----------------------------------------------------------------------------------------
+
+
+def test_events_come_as_the_tokens_do(ctx: Context, draft_ctx: Context) -> None:
+    requests = [Request(p, max_tokens=20, sampling=WARM) for p in PROMPTS]
+    engine = Engine(ctx, make("model", draft_ctx), SpeculativeConfig(draft_k=3))
+    texts: dict[str, str] = {}
+    results: list[Result] = []
+    for event in engine.stream(requests):
+        if event.emitted is not None:
+            assert not any(result.id == event.id for result in results)
+            texts[event.id] = texts.get(event.id, "") + event.emitted.text
+            if len(texts) == len(requests) and not results:
+                assert ctx.usage().cells_used > 0
+        if event.result is not None:
+            results.append(event.result)
+    assert {result.id: result.text for result in results} == texts
+    seen: list[Event] = []
+    again = Engine(ctx).generate(requests, on_event=seen.append)
+    assert [event.result for event in seen if event.result is not None] != []
+    assert sum(event.emitted is not None for event in seen) == sum(len(r.tokens) for r in again)
+
+
+def test_closed_stream_frees_everything(ctx: Context, draft_ctx: Context) -> None:
+    engine = Engine(ctx, make("model", draft_ctx))
+    stream = engine.stream([Request(p, max_tokens=30) for p in PROMPTS])
+    for _ in range(25):
+        next(stream)
+    assert ctx.usage().cells_used > 0
+    stream.close()
+    assert_clean(ctx, draft_ctx)
+    forgotten = engine.stream([Request(p, max_tokens=30) for p in PROMPTS])
+    next(forgotten)
+    del forgotten
+    gc.collect()
+    assert_clean(ctx, draft_ctx)
+
+
+def test_listener_that_fails_ends_the_job(ctx: Context, draft_ctx: Context) -> None:
+    def on_event(event: Event) -> None:
+        raise OSError("the listener has gone")
+
+    with pytest.raises(OSError, match="has gone"):
+        Engine(ctx, make("model", draft_ctx)).generate(PROMPTS, on_event=on_event)
+    assert_clean(ctx, draft_ctx)
+
+
+def test_job_after_job_does_not_grow_memory(ctx: Context, draft_ctx: Context) -> None:
+    """Each job makes branches, samplers, a grammar, drafts and rows; what stays is a few counters."""
+    requests = [
+        Request(
+            p, max_tokens=6, sampling=PENALISED, grammar='root ::= [a-z ]+ "!"' if i % 2 else None
+        )
+        for i, p in enumerate(PROMPTS * 2)
+    ]
+    engine = Engine(ctx, make("chain", draft_ctx), SpeculativeConfig(draft_k="auto"))
+
+    def n_bytes_after(n_jobs: int) -> int:
+        for _ in range(n_jobs):
+            engine.generate(requests)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    engine.generate(requests)
+    tracemalloc.start()
+    try:
+        first = n_bytes_after(6)
+        grown = n_bytes_after(12) - first
+    finally:
+        tracemalloc.stop()
+    assert grown < 30_000  # a single row of logits is 16 kB
+    assert_clean(ctx, draft_ctx)
+
+
+def test_cancelled_request_keeps_what_it_said(
+    ctx: Context, draft_ctx: Context, alone: Alone
+) -> None:
+    requests = [Request(p, max_tokens=30, sampling=WARM) for p in PROMPTS * 3]
+    engine = Engine(ctx, make("model", draft_ctx), SpeculativeConfig(draft_k=2))
+
+    def on_event(event: Event) -> None:
+        if event.id == "1" and event.emitted is not None:
+            engine.cancel("1")
+            engine.cancel("14")  # it still waits
+
+    results = engine.generate(requests, on_event=on_event)
+    assert results[1].finish_reason == results[14].finish_reason == "cancelled"
+    assert 0 < len(results[1].tokens) < 8
+    assert alone.said(requests[1], results[1])[1].startswith(results[1].text)
+    assert results[14].tokens == []
+    for i, (request, result) in enumerate(zip(requests, results, strict=True)):
+        if i not in (1, 14):
+            alone.check(request, result)
+    assert_clean(ctx, draft_ctx)
+    engine.cancel("0")  # too late, and not meant for the next job
+    assert engine.generate(requests[:1])[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("when", ["begins", "is made", "ends", "is closed", "fails"])
+def test_cancelling_survives_other_streams_of_the_engine(
+    when: str, ctx: Context, alone: Alone
+) -> None:
+    """What is cancelled belongs to a stream: others begin and end between the call and the step."""
+    engine = Engine(ctx)
+    request = Request(TALE, id="a", max_tokens=60, sampling=WARM)
+    stream = engine.stream([request])
+    other = engine.stream([Request(TALE, id="b", max_tokens=3, sampling=WARM)])
+    said = [next(stream)]
+    if when != "begins":
+        next(other)
+    engine.cancel("a")
+    match when:
+        case "begins":
+            next(other)
+        case "is made":
+            engine.stream(["never begun"])
+        case "ends":
+            assert list(other)[-1].result is not None
+        case "is closed":
+            other.close()
+        case "fails":
+            with pytest.raises(ConfigError):
+                engine.stream([request, request])
+    said += stream
+    result = said[-1].result
+    assert result is not None
+    assert (result.finish_reason, len(result.tokens)) == ("cancelled", 1)
+    assert alone.said(request, result)[0][:1] == result.tokens
+    if when in ("begins", "is made", "fails"):  # it was not meant
+        ended = [event.result for event in other if event.result is not None]
+        assert [r.finish_reason for r in ended] == ["length"]
+    assert_clean(ctx)
+
+
+def test_cancelling_reaches_every_open_stream_and_no_later_one(ctx: Context) -> None:
+    engine = Engine(ctx, seed=1)
+    streams = [engine.stream([Request(TALE, id="a", max_tokens=40)]) for _ in range(3)]
+    next(streams[0])
+    engine.cancel("a")  # two of them have not begun
+    later = engine.stream([Request(TALE, id="a", max_tokens=4)])
+    reasons = []
+    for stream in (*streams, later):
+        reasons += [event.result.finish_reason for event in stream if event.result is not None]
+    assert reasons == ["cancelled"] * 3 + ["length"]
+    assert_clean(ctx)
+
+
+def test_asynchronous_stream_leaves_the_loop_free(
+    ctx: Context, draft_ctx: Context, alone: Alone
+) -> None:
+    requests = [Request(p, max_tokens=20, sampling=WARM) for p in PROMPTS]
+    engine = Engine(ctx, make("model", draft_ctx))
+
+    async def collect() -> tuple[list[Result], int]:
+        n_ticks, done = 0, False
+
+        async def tick() -> None:
+            nonlocal n_ticks
+            while not done:
+                n_ticks += 1
+                await asyncio.sleep(0)
+
+        ticking = asyncio.ensure_future(tick())
+        results = [e.result async for e in engine.astream(requests) if e.result is not None]
+        done = True
+        await ticking
+        return results, n_ticks
+
+    results, n_ticks = asyncio.run(collect())
+    assert n_ticks > 20
+    found = by_name(results)
+    for i, request in enumerate(requests):
+        alone.check(request, found[str(i), 0])
+    assert_clean(ctx, draft_ctx)
+
+
+def test_cancelled_task_frees_everything(ctx: Context, draft_ctx: Context) -> None:
+    """The task dies while a thread is in the middle of a step; a generator cannot be closed then."""
+    engine = Engine(ctx, make("model", draft_ctx))
+
+    async def consume(under_way: asyncio.Event) -> None:
+        n_events = 0
+        async for _ in engine.astream([Request(p, max_tokens=200) for p in PROMPTS]):
+            n_events += 1
+            if n_events == 20:
+                under_way.set()  # heard when this task waits for the thread's next step
+
+    async def cancel_soon() -> None:
+        under_way = asyncio.Event()
+        task = asyncio.ensure_future(consume(under_way))
+        await under_way.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel_soon())
+    assert_clean(ctx, draft_ctx)
+
+
+# -- statistics ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", DRAFTERS)
+def test_forward_passes_are_counted(which: str, ctx: Context, draft_ctx: Context) -> None:
+    before = ctx.decoder.n_decodes, draft_ctx.decoder.n_decodes
+    engine = Engine(ctx, make(which, draft_ctx), SpeculativeConfig(draft_k=4))
+    results = engine.generate([Request(p, max_tokens=24, sampling=WARM) for p in PROMPTS])
+    stats = engine.stats
+    assert stats.target_forward_passes == ctx.decoder.n_decodes - before[0]
+    assert stats.draft_forward_passes == draft_ctx.decoder.n_decodes - before[1]
+    assert (stats.draft_forward_passes > 0) == (which in ("model", "chain"))
+    n_said = sum(len(result.tokens) for result in results)
+    assert stats.generated_tokens == stats.speculative.num_emitted_tokens == n_said
+    # 24 tokens each: the longest alone needs 24 passes, and reading shares them.
+    assert stats.target_forward_passes <= 24 + 2
+    if which == "model":
+        assert stats.target_forward_passes < 20
+    assert stats.tokens_per_s > 0
+    record = stats.as_dict()
+    assert record["target_forward_passes"] == stats.target_forward_passes
+    assert record["num_draft_tokens"] == sum(r.stats.num_draft_tokens for r in results)
+    assert engine.explain()
+
+
+def test_streams_draft_in_one_decode(ctx: Context, draft_ctx: Context) -> None:
+    """Eight streams that draft 4 tokens need 5 draft decodes a round, not 40."""
+    requests = [Request(TALE, n=8, max_tokens=25, sampling=WARM)]
+    engine = Engine(ctx, make("model", draft_ctx), SpeculativeConfig(draft_k=4))
+    engine.generate(requests)
+    stats = engine.stats
+    assert stats.draft_forward_passes <= 6 * stats.target_forward_passes
+    assert stats.speculative.num_draft_tokens > 3 * stats.draft_forward_passes
+
+
+# -- other memory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "lfm2", "gemma3"])
+def test_other_memory_types_run_batched(architecture: str, tmp_path: Path) -> None:
+    """Where a tail cannot be dropped nothing is drafted; the texts are those said alone."""
+    path = toys.write_toy(tmp_path / "toy.gguf", architecture, vocab="bytes", weights="f32")
+    with ExitStack() as stack:
+        model = stack.enter_context(lb.Model(path))
+        ctx, draft_ctx, single = (
+            stack.enter_context(Context(model, n_ctx=512, n_seq_max=n, n_threads=1))
+            for n in (4, 4, 1)
+        )
+        quiet = Alone(single)
+        requests = [
+            Request(p[:40], max_tokens=16, sampling=s) for p in PROMPTS for s in (GREEDY, WARM)
+        ]
+
+        def check(request: Request, result: Result, *, exact: bool) -> None:
+            tokens = quiet.said(request, result)[0]
+            if exact or tokens == result.tokens:
+                quiet.check(request, result)
+                return
+            prompt, params = ctx.tokenize(str(request.prompt)), request.sampling or WARM
+            found = lb.first_divergence(ctx, prompt, tokens, result.tokens, params, result.seed)
+            assert found is not None
+            assert found.gap < 0.05
+            assert found.explained, found
+
+        # Sliding windows are not batch-invariant: a near-tie may fall the other way in company.
+        exact = architecture != "gemma3"
+        plain = Engine(ctx)
+        for request, result in zip(requests, plain.generate(requests), strict=True):
+            check(request, result, exact=exact)
+        assert plain.stats.target_forward_passes < 16 * len(requests) / 2
+        drafted = Engine(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=3))
+        for request, result in zip(requests, drafted.generate(requests), strict=True):
+            check(request, result, exact=exact)
+        assert (drafted.stats.draft_forward_passes > 0) == ctx.capabilities.can_truncate
+        assert ctx.usage().cells_used == draft_ctx.usage().cells_used == 0
+        ctx.audit()
+        draft_ctx.audit()

@@ -1,0 +1,360 @@
+"""Numbers of any kind are taken where numbers are meant; what is none is a typed error."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from decimal import Decimal
+from enum import IntEnum
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import llamabranch as lb
+from llamabranch.arguments import plain_int, real, whole
+from llamabranch.errors import ConfigError, TokenizeError
+from llamabranch.sampling.noise import derive_seed
+
+STORY = "Once upon a time there was a king who had"
+INTEGERS = [np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64]
+
+
+class Three(IntEnum):
+    THREE = 3
+
+
+# -- the checks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3), np.array(3), Three.THREE])
+def test_integers_of_any_kind_are_plain_ones(value: object) -> None:
+    assert plain_int(value) == 3
+    assert type(plain_int(value)) is int
+    assert type(whole("n", value)) is int
+    assert type(real("x", value)) is int
+
+
+@pytest.mark.parametrize(
+    "value",
+    [True, np.True_, 2.0, np.float64(2.0), "2", b"2", None, [2], np.array([2]), np.array(True), 2j],
+    ids=repr,
+)
+def test_what_is_no_integer_is_refused(value: object) -> None:
+    assert plain_int(value) is None
+    with pytest.raises(ConfigError, match=r"^the size must be an integer, not "):
+        whole("the size", value)
+
+
+@pytest.mark.parametrize("value", [0.5, np.float16(0.5), np.float32(0.5), np.float64(0.5)])
+def test_floats_of_any_kind_are_plain_ones(value: object) -> None:
+    assert real("x", value) == 0.5
+    assert type(real("x", value)) is float
+
+
+def test_other_real_numbers_are_floats() -> None:
+    assert real("x", Fraction(1, 4)) == 0.25
+    assert real("x", Fraction(10**400)) == math.inf
+    assert real("x", 10**400) == math.inf
+    assert real("x", -(10**400)) == -math.inf
+    assert real("x", Fraction(-(10**400))) == -math.inf
+    assert real("x", np.longdouble(2)) == 2.0
+    assert math.isnan(real("x", np.float32("nan")))
+
+
+@pytest.mark.parametrize(
+    "value", [True, np.True_, "0.5", None, [0.5], np.array([0.5]), Decimal("0.5"), 1j], ids=repr
+)
+def test_what_is_no_number_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^heat must be a number, not "):
+        real("heat", value)
+
+
+def test_bounds_are_said() -> None:
+    assert whole("n", 5, 5, 5) == 5
+    for value, low, high, said in (
+        (4, 5, None, "at least 5"),
+        (6, None, 5, "at most 5"),
+        (0, 1, 5, "from 1 to 5"),
+        (6, 1, 5, "from 1 to 5"),
+    ):
+        with pytest.raises(ConfigError, match=f"^n must be {said}, not {value}$"):
+            whole("n", value, low, high)
+
+
+def test_huge_integers_are_refused_like_others(ctx: lb.Context) -> None:
+    huge = 10**5000  # Python does not write it
+    branch = lb.Branch.start(ctx, STORY, temperature=0.0)
+    calls: list[Callable[[], object]] = [
+        lambda: whole("n", huge, 0, 5), lambda: whole("n", -huge, 0), lambda: branch.rewind(huge),
+        lambda: lb.SamplingParams(top_k=huge), lambda: lb.SamplingParams(temperature=huge),
+        lambda: lb.SamplingParams(logit_bias={1: huge}), lambda: lb.Context(ctx.model, n_ctx=huge),
+        lambda: lb.SpeculativeConfig(draft_k=huge), lambda: branch.steer({huge: 1.0}),
+        lambda: lb.SpeculativeConfig(max_draft_tokens=huge), lambda: ctx.decode([1], huge),
+        lambda: ctx.logits(huge), lambda: ctx.kv_cache_size(huge),
+        lambda: lb.Context(ctx.model, yarn_beta_fast=-huge),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(ConfigError):
+            call()
+    for call in (lambda: branch.commit(huge), lambda: branch.extend([huge])):
+        with pytest.raises(TokenizeError, match="bits"):
+            call()
+    assert list(branch.generate(2))
+    branch.reseed(huge)
+    assert branch.step()
+
+
+# -- counts ----------------------------------------------------------------------------------------
+
+Call = Callable[[lb.Context, lb.Branch, Any], object]
+COUNTS: dict[str, Call] = {
+    "generate": lambda ctx, b, n: b.generate(n),
+    "fork_many": lambda ctx, b, n: b.fork_many(n),
+    "rewind": lambda ctx, b, n: b.rewind(n),
+    "speculator": lambda ctx, b, n: lb.Speculator(ctx).generate(STORY, max_tokens=n),
+    "speculator of a branch": lambda ctx, b, n: lb.Speculator(ctx).generate(b, max_tokens=n),
+    "top_logprobs": lambda ctx, b, n: lb.Speculator(ctx).generate(STORY, top_logprobs=n),
+    "session": lambda ctx, b, n: lb.InferenceSession(ctx, STORY, max_tokens=n).close(),
+    "engine": lambda ctx, b, n: lb.Engine(ctx, max_tokens=n),
+    "request": lambda ctx, b, n: lb.Request(STORY, max_tokens=n),
+    "texts of a request": lambda ctx, b, n: lb.Request(STORY, n=n),
+    "draft_k": lambda ctx, b, n: lb.SpeculativeConfig(draft_k=n),
+    "max_draft_tokens": lambda ctx, b, n: lb.SpeculativeConfig(max_draft_tokens=n),
+    "width": lambda ctx, b, n: lb.ModelDrafter(ctx, width=n),
+    "max_ngram": lambda ctx, b, n: lb.PromptLookupDrafter(max_ngram=n),
+    "min_ngram": lambda ctx, b, n: lb.PromptLookupDrafter(min_ngram=n),
+    "max_match": lambda ctx, b, n: lb.SuffixDrafter(max_match=n),
+    "max_occurrences": lambda ctx, b, n: lb.SuffixDrafter(max_occurrences=n),
+    "most probable": lambda ctx, b, n: b.distribution().top(n),
+    "top_k": lambda ctx, b, n: lb.SamplingParams(top_k=n),
+    "min_keep": lambda ctx, b, n: lb.SamplingParams(min_keep=n),
+    "start of a range": lambda ctx, b, n: ctx.kv_cache_remove(0, n),
+    "end of a range": lambda ctx, b, n: ctx.kv_cache_remove(0, 0, n),
+    "theory": lambda ctx, b, n: lb.theory.expected_tokens(0.5, n),
+    "best draft length": lambda ctx, b, n: lb.theory.best_draft_length(0.5, 0.1, limit=n),
+}
+NO_COUNTS = [2.5, 2.0, math.nan, math.inf, True, "3", np.float64(3.0), np.True_, [3], -3]
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_are_integers(name: str, ctx: lb.Context) -> None:
+    branch = lb.Branch.start(ctx, STORY, temperature=0.0)
+    before = branch.tokens, ctx.usage(), ctx.n_seq_free
+    for value in NO_COUNTS:
+        with pytest.raises(ConfigError, match=r"must be|no such range"):
+            COUNTS[name](ctx, branch, value)
+        assert (branch.tokens, ctx.usage(), ctx.n_seq_free) == before
+        assert branch.children == []
+    for kind in (int, *INTEGERS):
+        with lb.Branch.start(ctx, STORY, temperature=0.0) as other:
+            COUNTS[name](ctx, other, kind(3))
+
+
+def test_a_limit_of_no_integer_generates_nothing(ctx: lb.Context) -> None:
+    branch = lb.Branch.start(ctx, STORY, temperature=0.0)
+    with pytest.raises(ConfigError, match=r"max_tokens must be an integer, not 2\.5"):
+        for _ in branch.generate(2.5):  # type: ignore[arg-type]
+            pass
+    assert branch.generated == []
+    assert len(list(branch.generate(np.int64(2)))) == 2  # type: ignore[arg-type]
+
+
+# -- NumPy -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_numpy_integers_are_token_ids(kind: Any, toy: lb.Model) -> None:
+    plain = [5, 7, 9, 11]
+    arrays: list[Any] = [
+        np.array(plain, dtype=kind),
+        [kind(t) for t in plain],
+        tuple(map(kind, plain)),
+    ]
+    with lb.Context(toy, n_ctx=256, n_threads=1) as ctx:
+        expected = lb.Branch.start(ctx, plain, temperature=0.0)
+        store = lb.BranchStore(ctx)
+        for tokens in arrays:
+            branch = lb.Branch.start(ctx, tokens, temperature=0.0)
+            np.testing.assert_array_equal(branch.logits, expected.logits)
+            one, other, third = expected.fork(), branch.fork(), branch.fork()
+            one.extend(plain)
+            other.extend(tokens)
+            store.commit({third: tokens[0]})
+            for token in tokens[1:]:
+                third.commit(token)
+            for made in (branch, other, third):
+                assert all(type(token) is int for token in made.tokens)
+            assert one.tokens == other.tokens == third.tokens
+            np.testing.assert_array_equal(one.logits, other.logits)
+            assert branch.surprisal(tokens[0]) == expected.surprisal(plain[0])
+            assert toy.detokenize(tokens) == toy.detokenize(plain)
+            assert [toy.piece(token) for token in tokens] == [toy.piece(t) for t in plain]
+            assert "".join(map(lb.TextDecoder(toy).feed, tokens)) == toy.detokenize(plain)
+            empty = lb.Branch.create(ctx)
+            store.prefill({empty: tokens})
+            np.testing.assert_array_equal(empty.logits, expected.logits)
+            for made in (empty, one, other, third, branch):
+                made.prune()
+            ctx.decode(tokens, kind(0), seq_id=kind(1))
+            np.testing.assert_array_equal(ctx.logits(kind(0)), expected.logits)
+            assert ctx.model_surprisal(tokens[0]) == expected.surprisal(plain[0])
+            ctx.kv_seq_copy(kind(1), kind(2))
+            assert ctx.kv_cache_size(kind(2)) == 4
+            ctx.kv_cache_remove(kind(2), kind(2))
+            assert ctx.kv_cache_size(2) == 2
+            for seq_id in (1, 2):
+                ctx.kv_cache_remove(seq_id)
+        ctx.audit()
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        np.array([5.0, 7.0]), np.array([True, False]), np.array([[5, 7]]), np.array(5),
+        [5, np.float64(7)], [5, True], [5, np.True_], [5, "7"], [5, None], "57", b"57", bytearray(b"5"),
+        5, None, np.array([5, 1 << 40]), np.array([5, -1]), np.array(["5"]),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_no_token_is_refused(tokens: Any, ctx: lb.Context) -> None:
+    branch = lb.Branch.start(ctx, STORY, temperature=0.0)
+    before = branch.tokens, ctx.usage()
+    for call in (branch.extend, branch.prefill, ctx.detokenize, lambda t: ctx.decode(t, 0)):
+        with pytest.raises(TokenizeError):
+            call(tokens)
+    assert (branch.tokens, ctx.usage()) == before
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        5.0,
+        np.float32(5),
+        True,
+        np.True_,
+        "5",
+        b"5",
+        None,
+        [5],
+        np.array([5]),
+        -1,
+        np.int64(-1),
+        1 << 40,
+    ],
+    ids=repr,
+)
+def test_what_is_no_single_token_is_refused(token: Any, ctx: lb.Context) -> None:
+    branch = lb.Branch.start(ctx, STORY, temperature=0.0)
+    before = branch.tokens, ctx.usage()
+    decoder, store = lb.TextDecoder(ctx.model), lb.BranchStore(ctx)
+    sampler = lb.Sampler(ctx.model, branch.sampling)
+    for call in (
+        branch.commit, branch.surprisal, decoder.feed, sampler.accept, sampler.allows,
+        ctx.model_surprisal, lambda t: store.commit({branch: t}),
+    ):  # fmt: skip
+        with pytest.raises(TokenizeError, match="vocabulary"):
+            call(token)
+    assert (branch.tokens, ctx.usage()) == before
+
+
+def test_numpy_numbers_are_settings(ctx: lb.Context) -> None:
+    plain = lb.SamplingParams(
+        temperature=0.75,
+        top_k=30,
+        seed=5,
+        logit_bias={7: -1.5},
+        penalty_last_n=8,
+        repeat_penalty=1.25,
+    )
+    given = lb.SamplingParams(
+        temperature=np.float32(0.75), top_k=np.int32(30), seed=np.uint64(5),  # type: ignore[arg-type]
+        logit_bias={np.int64(7): np.float16(-1.5)}, penalty_last_n=np.int8(8),  # type: ignore[arg-type, dict-item]
+        repeat_penalty=np.float64(1.25),
+    )  # fmt: skip
+    assert given == plain
+    assert repr(given) == repr(plain)  # no NumPy type is left
+    one, two = (lb.Branch.start(ctx, STORY, sampling=params) for params in (plain, given))
+    assert [t.token for t in one.generate(12)] == [t.token for t in two.generate(12)]
+    for bad in ({"temperature": "1"}, {"top_k": 2.0}, {"seed": 1.5}, {"top_p": np.True_},
+                {"logit_bias": {True: 1.0}}, {"logit_bias": {1.0: 1.0}}, {"logit_bias": {1: True}},
+                {"logit_bias": {1: "1"}}, {"logit_bias": {1: np.float32("nan")}}):  # fmt: skip
+        with pytest.raises(ConfigError):
+            lb.SamplingParams(**bad)
+
+
+def test_numpy_settings_can_be_saved(ctx: lb.Context, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"temperature": np.float32(0.75), "top_k": np.int64(30)}
+    branch = lb.Branch.start(ctx, STORY, **settings)
+    branch.reseed(np.uint64(2**63))  # type: ignore[arg-type]
+    branch.steer({np.int64(9): np.float32(0.5)})  # type: ignore[dict-item]
+    branch.save(tmp_path / "x.branch")
+    loaded = lb.Branch.load(ctx, tmp_path / "x.branch")
+    assert (loaded.sampling, loaded.seed) == (branch.sampling, 2**63)
+    assert list(loaded.generate(5)) == list(branch.generate(5))
+
+
+def test_numpy_seeds_draw_what_plain_ones_draw(ctx: lb.Context) -> None:
+    choice = lb.Branch.start(ctx, STORY, temperature=1.5, top_k=0, min_p=0.0).distribution()
+    for seed in (0, 3, 2**62):
+        assert choice.draw(np.int64(seed), np.int32(9)) == choice.draw(seed, 9)  # type: ignore[arg-type]
+        assert derive_seed(np.int64(seed), 1) == derive_seed(seed, 1)  # type: ignore[arg-type]
+
+
+def test_numpy_numbers_open_a_context_and_bound_its_time(toy: lb.Model) -> None:
+    limit: Any = np.float32(60)
+    options: dict[str, Any] = {
+        "n_ctx": np.int64(256), "n_seq_max": np.int32(2), "n_batch": np.int16(64),
+        "n_threads": np.int64(1), "rope_freq_base": np.float32(1e4),
+    }  # fmt: skip
+    with lb.Context(toy, **options) as ctx, ctx.time_limit(limit):
+        assert (ctx.n_ctx, ctx.n_seq_max) == (256, 2)
+        assert type(ctx.n_seq_max) is int
+        with pytest.raises(ConfigError, match="time limit"), ctx.time_limit(True):
+            pass
+
+
+def test_numpy_numbers_make_requests(ctx: lb.Context) -> None:
+    prompt = ctx.tokenize(STORY)
+    params = lb.SamplingParams(temperature=0.0)
+    engine = lb.Engine(ctx, sampling=params, max_tokens=np.int64(6), seed=np.int64(4))  # type: ignore[arg-type]
+    assert type(engine.seed) is int
+    request = lb.Request(np.array(prompt), n=np.int64(2), id="a")  # type: ignore[arg-type]
+    listed = lb.Request([np.int64(t) for t in prompt], id="b", max_tokens=np.int8(6))  # type: ignore[arg-type, misc]
+    results = engine.generate([request, listed, lb.Request(prompt, id="c")])
+    assert len({tuple(result.tokens) for result in results}) == 1
+    assert [len(result.tokens) for result in results] == [6] * 4
+    for result in results:
+        assert json.loads(json.dumps(result.as_dict()))["prompt"] == prompt
+    assert hash(lb.Request(tuple(prompt))) == hash(lb.Request(tuple(prompt)))  # stays as it was
+
+
+def test_numpy_tokens_of_a_drafter_are_verified(ctx: lb.Context) -> None:
+    class NumPyLine:
+        def propose(self, tokens: Any, length: Any, limit: int) -> lb.Draft:
+            guess: list[Any] = [np.int64(t) for t in (3, 4, 5)]
+            return lb.Draft(tokens=guess[:limit], drafter="numpy")
+
+        def observe(self, n_tokens: int) -> None: ...
+
+        def fork(self, target: lb.Branch) -> lb.DraftState:
+            return self
+
+        def close(self) -> None: ...
+
+    class NumPyDrafter:
+        name = "numpy"
+
+        def check(self, target: lb.Model) -> None: ...
+
+        def line(self, target: lb.Branch, rule: str) -> lb.DraftState:
+            return NumPyLine()
+
+    params = lb.SamplingParams(temperature=0.8, seed=2)
+    plain = lb.Speculator(ctx).generate(STORY, max_tokens=12, sampling=params).finish()
+    drafted = lb.Speculator(ctx, NumPyDrafter()).generate(STORY, max_tokens=12, sampling=params)
+    assert drafted.finish().tokens == plain.tokens
+    assert drafted.stats.num_drafts > 0

@@ -1,0 +1,189 @@
+"""The training recipe, end to end, on a few kilobytes of text and with networks of toy size."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import llamabranch as lb
+
+MISSING = [m for m in ("torch", "tokenizers", "gguf") if importlib.util.find_spec(m) is None]
+pytestmark = pytest.mark.skipif(
+    bool(MISSING), reason=f"the extra `train` is not installed: {', '.join(MISSING)}"
+)
+
+ROOT = Path(__file__).parents[2]
+VOCAB = 320
+PLACES = ["the mill", "a dark wood", "the old well", "the king's kitchen", "an inn by the sea"]
+HEROES = [
+    "a miller's daughter",
+    "a lame soldier",
+    "the youngest prince",
+    "a tailor",
+    "a goose-girl",
+]
+GIFTS = ["a golden thimble", "three grey feathers", "a loaf of bread", "a lantern", "a rusty key"]
+
+
+def tale(i: int) -> str:
+    """Return a small tale of our own: a title, two paragraphs, curly quotes, a wrapped line."""
+    place, hero, gift = PLACES[i % 5], HEROES[i * 2 % 5], GIFTS[i * 3 % 5]
+    return (
+        f"THE TALE OF NUMBER {i}\n\n"
+        f"Once upon a time there lived near {place}\n{hero}, who owned nothing in the world "
+        f"but {gift}[1]. “What good is it?” said the neighbours — and they laughed.\n\n"
+        f"[1] A thing of no account.\n\n"
+        f"But on the {i + 2}th evening there came an old woman out of {place}, and she said: ‘Give "
+        f"me {gift}, and you shall have what you wish for.’ So it was done, and nobody laughed "
+        f"any more.\n\n"
+    )
+
+
+def run(module: str, *arguments: object) -> str:
+    """Run one command of the recipe as a user would, and return what it printed."""
+    command = [sys.executable, "-m", f"training.{module}", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run prepare, train, distill and export once; return the directory they wrote."""
+    corpus = tmp_path_factory.mktemp("corpus")
+    work = tmp_path_factory.mktemp("work")
+    parts = {"fairy": range(24), "children_novels": range(24, 40), "novels": range(40, 60)}
+    for name, numbers in parts.items():
+        (corpus / f"{name}.txt").write_text("".join(tale(i) for i in numbers), encoding="utf-8")
+    toy = ["--size", "tiny", "--no-compile", "--threads", 1, "--tokens", 512, "--length", 64]
+    toy += ["--long-length", 128, "--warmup-steps", 2, "--eval-every", 20]
+    sampling = ["--sample-rows", 4, "--sample-length", 48, "--prompt-length", 8]
+    prepared = ["--vocab", VOCAB, "--heldout-every", 6, "--section", 800]
+    run("prepare", corpus, work, *prepared)
+    run("train", work, "--steps", 40, *toy)
+    run("distill", work, "--steps", 20, *toy, *sampling)
+    run("export", work, work)
+    run("export", work, work, "--type", "f32")
+    return work
+
+
+def test_prepared_text_is_ascii_and_joined(work: Path) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
+    ids = np.load(work / "fairy.train.npy")
+    text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+    assert text.isascii()
+    assert "near the mill a miller's daughter, who" in text
+    assert '"What good is it?" said the neighbours -- and' in text
+    assert "[1]" not in text and "no account" not in text
+    assert text.startswith("THE TALE OF NUMBER 0\n\nOnce") and text.endswith("<|endoftext|>")
+
+
+def test_heldout_tales_are_not_trained_on(work: Path) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
+    texts = {
+        part: tokenizer.decode(np.load(work / f"fairy.{part}.npy").tolist()).split("THE TALE OF ")
+        for part in ("train", "heldout")
+    }
+    assert len(texts["heldout"]) - 1 == 4  # one in six of 24
+    assert not {t[:10] for t in texts["heldout"] if t} & {t[:10] for t in texts["train"] if t}
+
+
+def test_training_lowers_the_heldout_loss(work: Path) -> None:
+    import json
+
+    for role, key in (("target", "heldout_fairy_64"), ("draft", "heldout_fairy")):
+        reports = [json.loads(x) for x in (work / f"{role}.log").read_text().splitlines()]
+        measured = [r[key] for r in reports if key in r]
+        assert measured[-1] < 5.2 < np.log(VOCAB)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_llama_cpp_computes_the_logits_of_torch(work: Path, role: str) -> None:
+    """Interleaved rotary pairs, K/V groups and tensor names are right, or this is far off.
+
+    The weights are shaken first, since a few steps of training hardly wake the attention up.
+    """
+    import llama_cpp
+    import torch
+
+    from training.export import write
+    from training.loop import load_network
+
+    network = load_network(work / f"{role}.pt")
+    torch.manual_seed(7)
+    for parameter in network.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    path = work / f"shaken-{role}.gguf"
+    write(network, work / "tokenizer.json", role, "f32", path)
+    tokens = np.random.default_rng(7).integers(1, VOCAB, 200).tolist()
+    with torch.no_grad():
+        wanted = network(torch.tensor([tokens]))[0].numpy()
+    llama = llama_cpp.Llama(
+        str(path), n_ctx=256, n_threads=1, logits_all=True, verbose=False, type_k=0, type_v=0
+    )
+    llama.eval(tokens)
+    given = np.array(llama.scores[: len(tokens)])
+    llama.close()
+    assert wanted.std() > 0.3
+    assert np.abs(given - wanted).max() < 1e-2
+
+
+def test_exported_pair_speaks_and_shares_its_tokenizer(work: Path) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
+    text = "Once upon a time, it's said:\n\n  \"Give me 3 feathers!\" -- and he'd laugh\xe9\u2603."
+    for role in ("target", "draft"):
+        path = work / f"tale-{role}-q8_0.gguf"
+        with lb.Model(path) as model, lb.Context(model, n_ctx=256, n_threads=1) as ctx:
+            assert model.tokenize(text) == tokenizer.encode(text).ids
+            assert model.detokenize(model.tokenize(text)) == text
+            assert model.end_tokens == {0}
+            assert model.metadata["general.license"] == "mit"
+            branch = lb.Branch.start(ctx, "Once upon", temperature=0.0)
+            assert list(branch.generate(max_tokens=24))
+
+
+def test_sampler_with_cache_draws_from_the_softmax() -> None:
+    """At a temperature near zero the sampler's text is the greedy text without a cache."""
+    import torch
+
+    from training.distill import sample
+    from training.loop import make_network
+
+    torch.manual_seed(3)
+    network = make_network("tiny")
+    for parameter in network.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
+    prompts = torch.randint(0, 320, (2, 5))
+    text = sample(network, prompts, 8, torch.full((2,), 1e-4))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        logits = network(text)
+    chosen = logits[:, 4:-1].gather(-1, text[:, 5:, None])[..., 0].float()
+    # bfloat16 rounds logits of about 8 to steps of 1/32; the two paths may differ by a few steps.
+    assert bool((logits[:, 4:-1].max(-1).values.float() - chosen < 0.25).all())
+
+
+def test_muon_update_is_nearly_orthogonal() -> None:
+    import torch
+
+    from training.muon import orthogonalise
+
+    torch.manual_seed(5)
+    for shape in ((3, 64, 64), (2, 96, 32), (2, 32, 96)):
+        values = torch.linalg.svdvals(orthogonalise(torch.randn(shape)).float())
+        assert float(values.max()) < 1.3
+        assert float(values.median()) > 0.6

@@ -1,0 +1,328 @@
+"""Distributions are what mathematics says, and draws are pure functions of (seed, position, id).
+
+Statistical tests use fixed seeds, so they pass or fail for good; the odds they state are those of a
+false failure for somebody who changes the hash. All chi-square limits are at one in a million.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamabranch import Distribution
+from llamabranch.errors import ConfigError
+from llamabranch.sampling.noise import (
+    DRAFT,
+    DRAW,
+    FORK,
+    MIXTURE,
+    RULE,
+    derive_seed,
+    exponential_noise,
+    gumbel_noise,
+    uniform,
+)
+
+Floats = npt.NDArray[np.float64]
+
+FEW = settings(derandomize=True, max_examples=100, deadline=None)
+LOGITS = st.lists(st.integers(-300, 300), min_size=1, max_size=40).map(
+    lambda values: np.array(values, dtype=np.float32) / 10
+)
+
+
+def chi_square(counts: npt.NDArray[Any], expected: Floats) -> float:
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def chi_square_limit(degrees: int) -> float:
+    """Return what chi-square exceeds once in a million (Wilson and Hilferty's approximation)."""
+    spread = 2 / (9 * degrees)
+    return degrees * (1 - spread + 4.7534 * math.sqrt(spread)) ** 3
+
+
+# -- noise ---------------------------------------------------------------------------------------
+
+
+def test_noise_does_not_depend_on_the_order_of_ids() -> None:
+    ids = np.random.default_rng(0).permutation(5000).astype(np.int32)
+    straight = gumbel_noise(7, 3, 5000)
+    assert np.array_equal(gumbel_noise(7, 3, ids), straight[ids])
+    assert np.array_equal(gumbel_noise(7, 3, ids[:10]), straight[ids[:10]])
+
+
+def test_noise_is_the_same_every_time_and_different_for_every_argument() -> None:
+    base = gumbel_noise(7, 3, 100)
+    assert np.array_equal(base, gumbel_noise(7, 3, 100))
+    others = [gumbel_noise(8, 3, 100), gumbel_noise(7, 4, 100), gumbel_noise(-7, 3, 100)]
+    others += [gumbel_noise(7, 3, 100, purpose) for purpose in (RULE, MIXTURE, FORK, DRAFT)]
+    assert not any(np.isin(other, base).any() for other in others)
+
+
+def test_noise_is_pinned_so_that_seeds_keep_their_texts() -> None:
+    noise = exponential_noise(1, 2, np.array([0, 1, 4095], dtype=np.int32))
+    pinned = [0.12845401919015867, 1.3832786976343994, 3.829856817394622]
+    assert noise.tolist() == pytest.approx(pinned, rel=1e-13)  # the logarithm may differ by a bit
+    assert uniform(1, 2) == 0.0580901605548913
+    assert derive_seed(1, 2) == 1303878732316795722
+
+
+def test_seeds_of_any_size_are_taken() -> None:
+    for seed in (-(2**80), -1, 0, 2**63, 2**64 - 1, 2**200):
+        assert np.isfinite(gumbel_noise(seed, 0, 50)).all()
+        assert 0 < uniform(seed, 0) < 1
+        assert 0 <= derive_seed(seed, 1) < 2**63
+
+
+def test_gumbel_noise_has_its_mean_and_variance() -> None:
+    """Six standard errors: a false failure once in 500 million."""
+    n = 200_000
+    noise = gumbel_noise(5, 0, n)
+    variance = math.pi**2 / 6
+    assert abs(noise.mean() - 0.5772156649) < 6 * math.sqrt(variance / n)
+    assert abs(noise.var() - variance) < 6 * variance * math.sqrt((5.4 - 1) / n)
+
+
+def _uniforms(which: str) -> Floats:
+    n = 20_000
+    if which == "ids":
+        return np.exp(-exponential_noise(3, 4, n))
+    if which == "seeds":
+        return np.array([uniform(seed, 4) for seed in range(n)])
+    if which == "positions":
+        return np.array([uniform(3, position) for position in range(n)])
+    return np.array([uniform(3, 4, RULE, index) for index in range(n)])
+
+
+@pytest.mark.parametrize("which", ["ids", "seeds", "positions", "indices"])
+def test_uniforms_are_uniform_and_neighbours_independent(which: str) -> None:
+    """Chi-square over 64 cells, and over 8 x 8 cells of neighbours: once in a million each."""
+    u = _uniforms(which)
+    counts = np.bincount((u * 64).astype(int), minlength=64)
+    assert chi_square(counts, np.full(64, len(u) / 64)) < chi_square_limit(63)
+    cells = (u * 8).astype(int)
+    pairs = np.bincount(cells[:-1:2] * 8 + cells[1::2], minlength=64)
+    assert chi_square(pairs, np.full(64, len(u) / 128)) < chi_square_limit(63)
+
+
+def test_seeds_of_forks_do_not_collide() -> None:
+    seeds = {derive_seed(seed, index) for seed in range(200) for index in range(200)}
+    assert len(seeds) == 200 * 200
+
+
+# -- draws ---------------------------------------------------------------------------------------
+
+SHAPES = {
+    "even": np.full(8, 1 / 8),
+    "steep": np.array([0.9, 0.05, 0.03, 0.015, 0.005]),
+    "two": np.array([0.3, 0.7]),
+    "many": np.random.default_rng(1).dirichlet(np.full(50, 0.8)),
+}
+
+
+def _counts(draws: list[int], ids: npt.NDArray[np.int32]) -> Floats:
+    return np.array([draws.count(int(token)) for token in ids], dtype=float)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("along", ["seeds", "positions"])
+def test_draws_follow_the_probabilities(shape: str, along: str) -> None:
+    """Chi-square over 20,000 draws: a false failure once in a million."""
+    n = 20_000
+    p = SHAPES[shape]
+    p = np.maximum(p, 1e-3) / np.maximum(p, 1e-3).sum()  # the test wants some draws in every cell
+    ids = np.random.default_rng(2).permutation(4096)[: len(p)].astype(np.int32)
+    choice = Distribution.from_probs(p, ids)
+    if along == "seeds":
+        draws = [choice.draw(seed, 17) for seed in range(n)]
+    else:
+        draws = [choice.draw(17, position) for position in range(n)]
+    assert chi_square(_counts(draws, ids), n * p) < chi_square_limit(len(p) - 1)
+
+
+def test_draws_at_neighbouring_positions_are_independent() -> None:
+    """Chi-square over 36 pairs, 20,000 seeds: a false failure once in a million."""
+    p = np.array([0.4, 0.2, 0.15, 0.1, 0.1, 0.05])
+    choice = Distribution.from_probs(p)
+    n = 20_000
+    pairs = [6 * choice.draw(seed, 5) + choice.draw(seed, 6) for seed in range(n)]
+    counts = np.bincount(pairs, minlength=36)
+    assert chi_square(counts, n * np.outer(p, p).ravel()) < chi_square_limit(35)
+
+
+def test_draw_is_gumbel_max() -> None:
+    rng = np.random.default_rng(3)
+    for seed in range(200):
+        choice = Distribution.from_logits(rng.normal(0, 3, 60))
+        score = choice.logprobs + gumbel_noise(seed, seed + 1, choice.ids)
+        assert choice.draw(seed, seed + 1) == choice.ids[score.argmax()]
+
+
+def test_tokens_too_improbable_for_a_float_are_never_drawn() -> None:
+    """At a temperature near 0 most weights are 0 as floats: no warning (they are errors here)."""
+    choice = Distribution.from_logits(np.array([-1e6, 0.0, -800.0, -3.0], dtype=np.float32))
+    drawn = {choice.draw(7, position) for position in range(500)}
+    assert drawn == {1, 3}
+    assert choice.logprob(2) == pytest.approx(-800.0, abs=0.1)
+
+
+def test_draws_are_the_same_before_and_after_probabilities_were_asked_for() -> None:
+    rng = np.random.default_rng(4)
+    logits = rng.normal(0, 3, 50).astype(np.float32)
+    fresh = [Distribution.from_logits(logits).draw(3, p) for p in range(300)]
+    asked = Distribution.from_logits(logits)
+    assert asked.probs.sum() == pytest.approx(1.0, abs=1e-12)
+    assert [asked.draw(3, p) for p in range(300)] == fresh
+
+
+def test_draw_does_not_depend_on_the_order_of_ids() -> None:
+    rng = np.random.default_rng(4)
+    choice = Distribution.from_logits(rng.normal(0, 2, 300))
+    for seed in range(100):
+        order = rng.permutation(300)
+        shuffled = Distribution(choice.ids[order], choice.logprobs[order])
+        assert shuffled.draw(seed, 0) == choice.draw(seed, 0)
+
+
+def test_equal_noise_makes_two_distributions_agree_often() -> None:
+    """P(same) >= (1 - TV) / (1 + TV): Daliri et al. 2024, 2408.07978. Six standard errors below."""
+    rng = np.random.default_rng(5)
+    n = 4000
+    for _ in range(5):
+        logits = rng.normal(0, 2, 40)
+        p = Distribution.from_logits(logits)
+        q = Distribution.from_logits(logits + rng.normal(0, 0.7, 40))
+        distance = p.total_variation(q)
+        same = np.mean([p.draw(seed, 0) == q.draw(seed, 0) for seed in range(n)])
+        assert same > (1 - distance) / (1 + distance) - 6 * 0.5 / math.sqrt(n)
+
+
+def test_purposes_draw_independently() -> None:
+    """Six standard errors: a false failure once in 500 million."""
+    choice = Distribution.from_probs(np.full(4, 0.25))
+    n = 8000
+    same = np.mean([choice.draw(s, 0, DRAW) == choice.draw(s, 0, DRAFT) for s in range(n)])
+    assert abs(same - 0.25) < 6 * math.sqrt(0.25 * 0.75 / n)
+
+
+# -- what a distribution knows of itself -----------------------------------------------------------
+
+
+@FEW
+@given(logits=LOGITS)
+def test_from_logits_is_softmax(logits: npt.NDArray[np.float32]) -> None:
+    choice = Distribution.from_logits(logits)
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    np.testing.assert_allclose(choice.dense(len(logits)), weights / weights.sum(), rtol=1e-9)
+    assert abs(choice.probs.sum() - 1) < 1e-12
+    assert choice.argmax() == int(logits.argmax())
+    assert 0 <= choice.entropy() <= math.log(len(logits)) + 1e-9
+
+
+@FEW
+@given(logits=LOGITS, shift=st.floats(-100, 100))
+def test_softmax_does_not_see_a_shift(logits: npt.NDArray[np.float32], shift: float) -> None:
+    one = Distribution.from_logits(logits.astype(np.float64))
+    two = Distribution.from_logits(logits.astype(np.float64) + shift)
+    np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-9)
+
+
+def test_masked_tokens_are_left_out() -> None:
+    choice = Distribution.from_logits(np.array([0.0, -np.inf, 0.0], dtype=np.float32))
+    assert choice.ids.tolist() == [0, 2]
+    assert choice.prob(1) == 0.0
+    assert choice.logprob(1) == -math.inf
+    assert choice.surprisal(1) == math.inf
+    assert choice.prob(0) == pytest.approx(0.5)
+
+
+def test_entropy_and_surprisal_have_bases() -> None:
+    choice = Distribution.from_probs(np.full(8, 1 / 8))
+    assert choice.entropy("bits") == pytest.approx(3)
+    assert choice.entropy() == pytest.approx(math.log(8))
+    assert choice.surprisal(0, "bits") == pytest.approx(3)
+    with pytest.raises(ConfigError, match="base"):
+        choice.entropy("bans")
+
+
+def test_point_is_certain() -> None:
+    point = Distribution.point(42)
+    assert point.is_point
+    assert point.entropy() == 0
+    assert {point.draw(seed, 0) for seed in range(20)} == {42}
+
+
+def test_argmax_takes_the_smallest_id_among_equals() -> None:
+    ids = np.array([9, 4, 7], dtype=np.int32)
+    assert Distribution.from_probs(np.array([1.0, 1.0, 0.5]), ids).argmax() == 4
+
+
+def test_top_is_sorted_best_first() -> None:
+    choice = Distribution.from_probs(np.array([0.1, 0.4, 0.1, 0.4]))
+    assert [token for token, _ in choice.top(3)] == [1, 3, 0]
+    assert len(choice.top(99)) == 4
+
+
+def test_without_renormalises() -> None:
+    choice = Distribution.from_probs(np.array([0.5, 0.25, 0.25])).without(0)
+    assert choice.ids.tolist() == [1, 2]
+    np.testing.assert_allclose(choice.probs, [0.5, 0.5])
+    with pytest.raises(ConfigError):
+        Distribution.point(3).without(3)
+
+
+@FEW
+@given(a=LOGITS, b=LOGITS, seed=st.integers(0, 10))
+def test_residual_and_overlap_rebuild_the_distribution(
+    a: npt.NDArray[np.float32], b: npt.NDArray[np.float32], seed: int
+) -> None:
+    """min(p, q) + TV * residual = p: what makes speculative sampling exact."""
+    rng = np.random.default_rng(seed)
+    p = Distribution.from_logits(a / 10, rng.permutation(50)[: len(a)].astype(np.int32))
+    q = Distribution.from_logits(b / 10, rng.permutation(50)[: len(b)].astype(np.int32))
+    distance = p.total_variation(q)
+    assert distance == pytest.approx(q.total_variation(p), abs=1e-9)
+    overlap = np.minimum(p.dense(50), q.dense(50))
+    if distance > 1e-9:
+        rebuilt = overlap + distance * p.residual(q).dense(50)
+        np.testing.assert_allclose(rebuilt, p.dense(50), atol=1e-9)
+    assert p.residual(p) is p
+
+
+def test_at_looks_up_any_ids() -> None:
+    choice = Distribution.from_probs(np.array([0.2, 0.8]), np.array([7, 3], dtype=np.int32))
+    looked_up = choice.at(np.array([3, 5, 7, 99], dtype=np.int32))
+    np.testing.assert_allclose(looked_up, [0.8, 0, 0.2, 0])
+
+
+@pytest.mark.parametrize("logits", [[], [-math.inf, -math.inf], [math.nan, 1.0], [math.inf, 1.0]])
+def test_no_distribution_from_unusable_logits(logits: list[float]) -> None:
+    with pytest.raises(ConfigError):
+        Distribution.from_logits(np.array(logits))
+
+
+@pytest.mark.parametrize("weights", [[], [0.0, 0.0], [math.inf, 1.0]])
+def test_no_distribution_from_unusable_weights(weights: list[float]) -> None:
+    with pytest.raises(ConfigError):
+        Distribution.from_probs(np.array(weights))
+
+
+def test_shapes_must_agree() -> None:
+    with pytest.raises(ConfigError):
+        Distribution(np.arange(2, dtype=np.int32), np.zeros(3))
+    with pytest.raises(ConfigError):
+        Distribution(np.arange(0, dtype=np.int32), np.zeros(0))
+
+
+def test_distribution_survives_pickling() -> None:
+    choice = Distribution.from_probs(np.array([0.2, 0.8]))
+    again = pickle.loads(pickle.dumps(choice))
+    assert np.array_equal(again.ids, choice.ids)
+    assert np.array_equal(again.logprobs, choice.logprobs)

@@ -1,0 +1,329 @@
+"""Text under a JSON schema is JSON and fits the schema; what cannot be kept is refused by name.
+
+A walk draws from a grammar alone, with random logits that favour what breaks JSON: quotation marks,
+backslashes, control characters, brackets, early ends. A validator written here judges the text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import uuid
+from datetime import date, time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import llamabranch as lb
+from llamabranch import Grammar, Sampler, SamplingParams
+from llamabranch.errors import GrammarError
+
+N_TEXTS = 40
+_ALL = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+# llama.cpp takes E0 and F0 with a second byte that makes the character overlong: no grammar can say
+# otherwise, and no token of a real vocabulary holds such bytes.
+_OVERLONG = (0xE0, 0xF0)
+_FAVOURED = [b'"', b"\\", b"\n\t\x00\x1f", b"}]", b",:", b"u0", b"abc", b"\xc3\xa9", b" ", b"1"]
+
+
+# -- the judge ---------------------------------------------------------------------------------------
+
+_IS: dict[str, Any] = {
+    "object": lambda v: isinstance(v, dict),
+    "array": lambda v: isinstance(v, list),
+    "string": lambda v: isinstance(v, str),
+    "boolean": lambda v: isinstance(v, bool),
+    "null": lambda v: v is None,
+    "number": lambda v: isinstance(v, int | float) and not isinstance(v, bool),
+    "integer": lambda v: isinstance(v, int | float) and not isinstance(v, bool) and v == v // 1,
+}
+_FORMS: dict[str, Any] = {
+    "uuid": uuid.UUID,
+    "date": date.fromisoformat,
+    "time": lambda v: time.fromisoformat(v.replace("Z", "+00:00")),
+    "date-time": lambda v: (_FORMS["date"](v[:10]), _FORMS["time"](v[11:]), v.index("T", 10, 11)),
+}
+
+
+def _is_of_form(value: str, form: str) -> bool:
+    try:
+        _FORMS[form](value)
+    except ValueError:
+        return False
+    return True
+
+
+def _same(left: Any, right: Any) -> bool:
+    return json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)
+
+
+def fits(value: Any, schema: Any, document: Any) -> bool:
+    """Return True if ``value`` is valid under ``schema``, a part of ``document``."""
+    if isinstance(schema, bool):
+        return schema
+
+    def inner(v: Any, s: Any) -> bool:
+        return fits(v, s, document)
+
+    checks = []
+    if "$ref" in schema:
+        found = document
+        for step in schema["$ref"].split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            found = found[int(step)] if isinstance(found, list) else found[step]
+        checks.append(inner(value, found))
+    if "type" in schema:
+        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        checks.append(any(_IS[t](value) for t in types))
+    if "const" in schema:
+        checks.append(_same(value, schema["const"]))
+    if "enum" in schema:
+        checks.append(any(_same(value, v) for v in schema["enum"]))
+    if "anyOf" in schema:
+        checks.append(any(inner(value, s) for s in schema["anyOf"]))
+    if "oneOf" in schema:
+        checks.append(sum(inner(value, s) for s in schema["oneOf"]) == 1)
+    if "allOf" in schema:
+        checks.append(all(inner(value, s) for s in schema["allOf"]))
+    if isinstance(value, str):
+        checks.append(schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", math.inf))
+        checks.append("pattern" not in schema or re.search(schema["pattern"], value) is not None)
+        checks.append("format" not in schema or _is_of_form(value, schema["format"]))
+    if isinstance(value, list):
+        checks.append(schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", math.inf))
+        items = schema.get("items", True)
+        prefix = items if isinstance(items, list) else schema.get("prefixItems", [])
+        rest = True if isinstance(items, list) else items
+        each = [*prefix, *[rest] * len(value)][: len(value)]
+        checks.append(all(map(inner, value, each)))
+    if isinstance(value, dict):
+        declared = schema.get("properties", {})
+        more = schema.get("additionalProperties", True)
+        checks.append(all(inner(v, declared.get(k, more)) for k, v in value.items()))
+        checks.append(set(schema.get("required", [])) <= value.keys())
+    return all(checks)
+
+
+def _walk(model: lb.Model, grammar: Grammar, seed: int) -> str:
+    """Return a random text of the grammar."""
+    rng = np.random.default_rng(seed)
+    sampler = Sampler(model, _ALL, grammar)
+    row_of_byte = {model.piece(t): t for t in range(2, model.n_vocab)}
+    bonus = np.zeros(model.n_vocab, dtype=np.float32)
+    for group in rng.choice(len(_FAVOURED), 3, replace=False):
+        for byte in _FAVOURED[group]:
+            bonus[row_of_byte[bytes([byte])]] += rng.uniform(2, 6)
+    for byte in _OVERLONG:
+        bonus[row_of_byte[bytes([byte])]] = -100.0
+    closing = [row_of_byte[bytes([b])] for b in b'"}]']
+    text = b""
+    for position in range(3000):
+        row = rng.normal(0, 2, model.n_vocab).astype(np.float32) + bonus
+        row[[*closing, 1]] += 0.1 * max(0, position - 20)  # long texts come to an end
+        token = sampler.distribution(row).draw(seed, position)
+        sampler.accept(token)
+        if model.is_eog(token):
+            return text.decode("utf-8", "replace")
+        text += model.piece(token)
+    raise AssertionError(f"the text does not end: {text[:200]!r}")
+
+
+def _object(**more: Any) -> dict[str, Any]:
+    return {"type": "object", **more}
+
+
+_INT: dict[str, Any] = {"type": "integer"}
+_AB = {"a": _INT, "b": {"type": "string"}}
+
+KEPT: list[Any] = [
+    # types
+    *({"type": t} for t in _IS),
+    True,
+    {},
+    {"description": "anything"},
+    {"type": ["string", "null"]},
+    {"type": ["string", "integer", "array"], "maxLength": 3, "minItems": 2},
+    {"minItems": 2},
+    {"maxLength": 3},
+    # constants
+    *({"const": c} for c in ("a\\b", 'a"b', "a\nb", "a\tb\x00\x7f", "é€😀", 1.5, None, [1, "\\"])),
+    {"enum": ["a\\b", '"', "\u0007", 3, False, {"k\\": "\n"}]},
+    {"type": "string", "enum": [1, "a", None]},
+    {"enum": ["a", "abcd", 7], "maxLength": 3},
+    {"enum": [1, 2], "const": 2},
+    # strings
+    {"type": "string", "minLength": 2},
+    {"type": "string", "maxLength": 4},
+    {"type": "string", "minLength": 3, "maxLength": 3},
+    *({"type": "string", "format": f} for f in _FORMS),
+    {"type": "string", "format": "date", "minLength": 10, "maxLength": 10},
+    *(
+        {"type": "string", "pattern": p}
+        for p in (
+            "^[^a]$", "^.{1,4}$", "^a.c$", "^(a|b)$", r"^\d+$", r"^\w{2}\s\W\D\S$", "^(ab|c)*d?$",
+            r"^[a-f\d]{3,}$", r"^[^\d\"]{2}$", r'^"[\\"]\\$', r"^\[\]\{\}\(\)\.\*\+\?\^\$\|\/\-$",
+            "^(a(b|)c){0,2}$", "^(?:x|yy)+?$", "^[]-]$".replace("[]", r"[\]"), r"^[\n\t\x41é-ü]$",
+            "^\u00e9\u20ac$", "^$", "^a{2}b{0,1}c{1,}$", "^[.]$", "^[a\\-z]$", r"^\x41\u0042\n$",
+            '^[!-~]{3}$', "^(|a)b$", "^a{0}b$", "^-#\"'<>!=;:,%&@~`_$",
+        )
+    ),
+    {"pattern": "^.{1,4}$", "minLength": 1, "maxLength": 4},
+    # arrays
+    {"type": "array", "minItems": 3},
+    {"type": "array", "maxItems": 1},
+    {"items": _INT, "minItems": 1, "maxItems": 1},
+    {"items": _INT, "minItems": 2, "maxItems": 5},
+    {"items": _INT, "maxItems": 0},
+    {"type": "array", "items": False},
+    {"items": {"type": "string", "maxLength": 1}, "minItems": 4},
+    {"type": "array", "items": True, "maxItems": 2},
+    {"type": "array", "items": [_INT, {"type": "null"}]},
+    {"prefixItems": [_INT, {"type": "null"}], "items": False},
+    {"prefixItems": [_INT, {"type": "null"}], "minItems": 2, "maxItems": 2},
+    # objects
+    _object(properties=_AB),
+    _object(properties=_AB, required=["b"]),
+    _object(properties=_AB, required=["a", "b"], additionalProperties=False),
+    _object(additionalProperties=False),
+    _object(additionalProperties={"type": "string"}),
+    _object(properties=_AB, additionalProperties={"type": "null"}),
+    _object(properties=_AB, required=["a"], additionalProperties={"type": "boolean"}),
+    _object(properties=_AB, additionalProperties=True),
+    _object(properties={"": _INT, "ab": _INT, "a": _INT}, additionalProperties={"type": "string"}),
+    _object(properties={'a"b': _INT, "c\\d": _INT, "e\nf": _INT, "é": _INT}, required=['a"b']),
+    _object(properties={"a b": _INT, "a-b": {"type": "null"}, "string": _INT, "root": _INT},
+            required=["a b", "a-b", "string", "root"]),
+    _object(properties={"a": False, "b": True}),
+    {"required": ["a"], "properties": {"a": {"const": 1}}},
+    # combinations
+    {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "boolean"}]},
+    {"type": "string", "anyOf": [{"maxLength": 2}, {"pattern": "^x+$"}]},
+    {"oneOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]},
+    {"oneOf": [{"const": 1}, {"enum": [2, 3]}, {"type": "string"}]},
+    {"oneOf": [
+        _object(properties={"kind": {"const": k}, "x": _INT}, required=["kind"]) for k in "ab"
+    ]},
+    {"oneOf": [_object(properties={k: _INT}, required=[k]) for k in "ab"]},
+    {"allOf": [_object(properties={"a": _INT}, required=["a"]), _object(properties={"b": _INT})]},
+    {"allOf": [{"enum": ["x", "y"]}]},
+    {"allOf": [{"$ref": "#/$defs/color"}], "$defs": {"color": {"enum": ["red", "blue"]}}},
+    {"allOf": [{"anyOf": [_object(properties={k: _INT}, required=[k]) for k in "ab"]}]},
+    {"allOf": [{"anyOf": [{"properties": {"a": _INT}}, {"properties": {"b": _INT}}]}]},
+    # references
+    {"$ref": "#/$defs/a~1b/items", "$defs": {"a/b": {"items": {"type": "string", "maxLength": 1}}}},
+    _object(
+        properties={"x": {"$ref": "#/$defs/p/properties/v"}, "y": {"$ref": "#/$defs/q/properties/v"}},
+        required=["x", "y"],
+        **{"$defs": {"p": {"properties": {"v": _INT}}, "q": {"properties": {"v": {"type": "null"}}}}},
+    ),
+    _object(properties={"s": {"type": "string"}, "t": {"$ref": "#/$defs/string"}}, required=["s", "t"],
+            **{"$defs": {"string": {"type": "boolean"}}}),
+    {"$ref": "#/$defs/tree", "$defs": {"tree": _object(
+        properties={"v": _INT, "kids": {"items": {"$ref": "#/$defs/tree"}, "maxItems": 2}},
+        required=["v"],
+    )}},
+    _object(properties={"next": {"$ref": "#"}, "n": _INT}, required=["n"]),
+    _object(properties={"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, required=["a"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", KEPT, ids=lambda s: json.dumps(s)[:70])
+def test_text_is_json_that_fits_the_schema(schema: Any, toy: lb.Model) -> None:
+    grammar = Grammar.from_json_schema(json.dumps(schema))
+    for seed in range(N_TEXTS):
+        text = _walk(toy, grammar, seed)
+        assert fits(json.loads(text), schema, schema), text
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"pattern": "^a|b$"}, "alternative outside of parentheses"),
+        ({"pattern": "a+"}, "begin with \\^ and end with \\$"),
+        ({"pattern": r"^a\$"}, "escaped"),
+        ({"pattern": "^$a$"}, "in its middle"),
+        ({"pattern": r"^\bа$"}, r"with \\b"),
+        ({"pattern": r"^(a)\1$"}, r"with \\1"),
+        ({"pattern": r"^\p{L}$"}, r"with \\p"),
+        ({"pattern": "^(?=a)a$"}, r"\(\?="),
+        ({"pattern": "^(?<n>a)$"}, r"\(\?<n"),
+        ({"pattern": "^(a$"}, "unbalanced"),
+        ({"pattern": "^a)$"}, "unbalanced"),
+        ({"pattern": "^[a$"}, "unbalanced"),
+        ({"pattern": "^}$"}, "unbalanced"),
+        ({"pattern": "^[]$"}, "empty set"),
+        ({"pattern": "^[b-a]$"}, "range"),
+        ({"pattern": "^a**$"}, "repetition of a repetition"),
+        ({"pattern": "^*a$"}, "repeats nothing"),
+        ({"pattern": "^a{2,1}$"}, "backwards"),
+        ({"pattern": "^a{,2}$"}, "no repetition"),
+        ({"pattern": "^(a?)*$"}, "may be empty"),
+        ({"pattern": "^a{3000}$"}, "2000"),
+        ({"pattern": 3}, "pattern"),
+        ({"pattern": "^a.c$", "maxLength": 1}, "maxLength"),
+        ({"pattern": "^a+$", "maxLength": 9}, "maxLength"),
+        ({"pattern": "^a*$", "minLength": 1}, "minLength"),
+        ({"pattern": "^a$", "format": "date"}, "format"),
+        ({"format": "date", "maxLength": 9}, "maxLength"),
+        ({"format": "email"}, "email"),
+        ({"items": [_INT], "minItems": 3}, "minItems"),
+        ({"prefixItems": [_INT, _INT], "maxItems": 1}, "maxItems"),
+        ({"prefixItems": [_INT], "items": _INT}, "items"),
+        ({"type": "array", "minItems": 2, "maxItems": 1}, "minItems"),
+        ({"type": "array", "minItems": -1}, "minItems"),
+        ({"type": "array", "items": False, "minItems": 1}, "minItems"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "integer", "minimum": 3}, "minimum"),
+        ({"type": "string", "minLength": "a"}, "minLength"),
+        (_object(properties=_AB, required=["c"]), "'c'"),
+        (_object(required=["c"]), "'c'"),
+        (_object(properties=[]), "properties"),
+        (_object(properties={"a": False}, required=["a"]), "false"),
+        (_object(patternProperties={}), "patternProperties"),
+        ({"anyOf": [_INT], "minLength": 3}, "'minLength' is not supported beside 'anyOf'"),
+        ({"anyOf": [_INT], "oneOf": [_INT]}, "beside"),
+        ({"anyOf": []}, "anyOf"),
+        ({"type": "string", "anyOf": [_INT]}, "other types"),
+        ({"$ref": "#/$defs/a", "maxLength": 3, "$defs": {"a": {"type": "string"}}}, "maxLength"),
+        ({"$ref": "#/$defs/a"}, "leads nowhere"),
+        ({"$ref": "https://localhost:1/x"}, "reference"),
+        ({"$ref": "#"}, "itself"),
+        ({"anyOf": [{"$ref": "#"}, _INT]}, "left recursion"),
+        (_object(properties={"a": {"$ref": "#"}}, required=["a"]), "inside itself"),
+        ({"oneOf": [_INT, {"type": "number"}]}, "oneOf"),
+        ({"oneOf": [{"const": "a"}, {"type": "string"}]}, "oneOf"),
+        ({"oneOf": [_object(properties={"a": _INT}), _object(properties={"b": _INT})]}, "oneOf"),
+        ({"allOf": [{"type": "string"}, {"maxLength": 3}]}, "allOf"),
+        ({"allOf": [_object(properties={"a": _INT}), _object(properties={"a": {}})]}, "'a'"),
+        ({"allOf": [_object(properties={"a": _INT}, additionalProperties=False),
+                    _object(properties={"b": _INT})]}, "additionalProperties"),
+        ({"allOf": [{"anyOf": [_object(properties={"a": _INT}, required=["a"])]}, {}]}, "allOf"),
+        ({"type": "string", "allOf": [_object(properties={"a": _INT})]}, "allOf"),
+        ({"enum": []}, "enum"),
+        ({"enum": [1], "type": "string"}, "enum"),
+        ({"enum": ["a"], "pattern": "^b$"}, "'pattern' is not supported beside 'enum'"),
+        ({"const": {"a": 1}, "required": ["b"]}, "'required' is not supported beside 'const'"),
+        ({"type": "nonsense"}, "nonsense"),
+        ({"type": []}, "type"),
+        ({"not": {}}, "not"),
+        (False, "false"),
+        (7, "7"),
+    ],
+    ids=lambda s: json.dumps(s)[:70] if not isinstance(s, str) else "",
+)  # fmt: skip
+def test_what_cannot_be_kept_is_refused_by_name(schema: Any, said: str) -> None:
+    with pytest.raises(GrammarError, match=said):
+        Grammar.from_json_schema(json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    ["{", "NaN", '{"const": NaN}', '{"const": 1e999}', '{"const": "\\ud800"}', "[" * 100_000,
+     '{"items":' * 5_000 + "{}" + "}" * 5_000, {"const": {1, 2}}, {"const": math.inf}],
+    ids=lambda s: str(s)[:20],
+)  # fmt: skip
+def test_what_is_no_schema_is_refused(schema: Any) -> None:
+    with pytest.raises(GrammarError):
+        Grammar.from_json_schema(schema)

@@ -1,0 +1,706 @@
+"""Every setting does what llama.cpp's documentation says, held against a plain NumPy version of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch import Grammar, Sampler, SamplingParams
+from llamabranch.errors import ConfigError, GrammarError
+from llamabranch.sampling.distribution import candidates
+from llamabranch.sampling.noise import MIXTURE, uniform
+
+Floats = npt.NDArray[np.float64]
+Row = npt.NDArray[np.float32]
+
+OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+BREAKERS = b'\n:"*'
+
+
+# -- the reference: dense arrays, -inf for what is gone ----------------------------------------------
+
+
+def _softmax(x: Floats) -> Floats:
+    weights = np.exp(x - x.max())
+    return np.asarray(weights / weights.sum())
+
+
+def _keep(x: Floats, kept: npt.NDArray[np.int64]) -> Floats:
+    left = np.full_like(x, -math.inf)
+    left[kept] = x[kept]
+    return left
+
+
+def _penalised(x: Floats, p: SamplingParams, history: Sequence[int]) -> Floats:
+    x = x.copy()
+    window = history if p.penalty_last_n == -1 else history[len(history) - p.penalty_last_n :]
+    for token, count in Counter(window if p.penalty_last_n else ()).items():
+        x[token] = x[token] / p.repeat_penalty if x[token] > 0 else x[token] * p.repeat_penalty
+        x[token] -= count * p.frequency_penalty + p.presence_penalty
+    return x
+
+
+def _dry(x: Floats, p: SamplingParams, history: Sequence[int], breakers: set[int]) -> Floats:
+    x = x.copy()
+    if p.dry_penalty_last_n != -1:
+        history = history[max(0, len(history) - p.dry_penalty_last_n) :]
+    since_breaker = next(
+        (i for i, token in enumerate(reversed(history)) if token in breakers), len(history)
+    )
+    repeats: dict[int, int] = {}
+    for j in range(1, len(history)):  # what if history[j] came again now?
+        length = 0
+        while length < min(j, since_breaker) and history[j - 1 - length] == history[-1 - length]:
+            length += 1
+        if length >= p.dry_allowed_length and history[j] not in breakers:
+            repeats[history[j]] = max(length, repeats.get(history[j], 0))
+    for token, length in repeats.items():
+        x[token] -= p.dry_multiplier * p.dry_base ** (length - p.dry_allowed_length)
+    return x
+
+
+def _cut(x: Floats, p: SamplingParams) -> Floats:
+    if p.top_n_sigma > 0:
+        live = x[x > -math.inf]
+        x = _keep(x, np.flatnonzero(x >= live.max() - p.top_n_sigma * live.std()))
+    if 0 < p.top_k < len(x):
+        x = _keep(x, np.argsort(-x, kind="stable")[: p.top_k])
+    if p.typical_p < 1:
+        probs = _softmax(x)
+        live_ids = np.flatnonzero(probs)
+        surprise = -np.log(probs[live_ids])  # what has probability 0 adds nothing
+        entropy = float((probs[live_ids] * surprise).sum())
+        order = live_ids[np.argsort(np.abs(surprise - entropy), kind="stable")]
+        n = int(np.searchsorted(np.cumsum(probs[order]), p.typical_p, side="right")) + 1
+        x = _keep(x, order[: max(n, p.min_keep)])
+    if p.top_p < 1:
+        probs = _softmax(x)
+        order = np.argsort(-probs, kind="stable")
+        n = int(np.searchsorted(np.cumsum(probs[order]), p.top_p)) + 1
+        x = _keep(x, order[: max(n, p.min_keep)])
+    if p.min_p > 0:
+        enough = max(int((x >= x.max() + math.log(p.min_p)).sum()), p.min_keep)
+        x = _keep(x, np.argsort(-x, kind="stable")[:enough])
+    return x
+
+
+def _xtc(x: Floats, p: SamplingParams) -> Floats:
+    probs = _softmax(x)
+    order = np.argsort(-probs, kind="stable")
+    above = int(((probs >= p.xtc_threshold) & (x > -math.inf)).sum())
+    return x if above < 2 else _keep(x, order[above - 1 :])
+
+
+def _heated(x: Floats, p: SamplingParams) -> Floats:
+    temperature = p.temperature
+    if p.dynatemp_range > 0:
+        probs = _softmax(x)
+        live = probs[x > -math.inf]
+        if len(live) > 1:
+            entropy = float(-(live * np.log(live)).sum()) / math.log(len(live))
+            low = max(0.0, temperature - p.dynatemp_range)
+            high = temperature + p.dynatemp_range
+            temperature = low + (high - low) * entropy**p.dynatemp_exponent
+        else:
+            temperature = 1.0
+    if temperature <= 0:
+        return _keep(x, np.array([x.argmax()]))
+    with np.errstate(over="ignore"):
+        return np.asarray((x - x.max()) / temperature)
+
+
+def reference(
+    logits: Row,
+    p: SamplingParams,
+    history: Sequence[int] = (),
+    breakers: frozenset[int] = frozenset(),
+    xtc: bool = False,
+) -> Floats:
+    """Return the probabilities of all tokens, written down as simply as can be."""
+    x = logits.astype(np.float64)
+    for token, bias in p.logit_bias.items():
+        x[token] += bias
+    x = _penalised(x, p, history)
+    if p.dry_multiplier > 0:
+        x = _dry(x, p, history, set(breakers))
+    x = _cut(x, p)
+    if xtc:
+        x = _xtc(x, p)
+    return _softmax(_heated(x, p))
+
+
+def _rows(n_vocab: int, n: int = 6) -> list[Row]:
+    rng = np.random.default_rng(11)
+    spreads = [0.5, 1.0, 2.0, 3.0, 5.0, 8.0]
+    return [(rng.normal(0, spreads[i % 6], n_vocab)).astype(np.float32) for i in range(n)]
+
+
+def _same(choice: lb.Distribution, expected: Floats) -> None:
+    dense = choice.dense(len(expected))
+    assert set(np.flatnonzero(dense).tolist()) == set(np.flatnonzero(expected).tolist())
+    np.testing.assert_allclose(dense, expected, rtol=2e-4, atol=1e-9)
+
+
+# -- settings ------------------------------------------------------------------------------------
+
+ALONE: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.3},
+    {"temperature": 2.5},
+    {"temperature": 0.0},
+    {"temperature": 0.8, "dynatemp_range": 0.5},
+    {"temperature": 0.5, "dynatemp_range": 0.5, "dynatemp_exponent": 2.0},
+    {"temperature": 0.5, "dynatemp_range": 0.8, "dynatemp_exponent": 0.5, "top_k": 5},
+    {"temperature": 0.5, "dynatemp_range": 0.8, "top_k": 1},
+    {"top_k": 1},
+    {"top_k": 40},
+    {"top_k": 100_000},
+    {"top_p": 0.1},
+    {"top_p": 0.9},
+    {"top_p": 0.3, "min_keep": 7},
+    {"min_p": 0.05},
+    {"min_p": 0.6},
+    {"min_p": 1.0},
+    {"min_p": 0.9, "min_keep": 4},
+    {"typical_p": 0.2},
+    {"typical_p": 0.9},
+    {"typical_p": 0.1, "min_keep": 5},
+    {"top_n_sigma": 1.0},
+    {"top_n_sigma": 0.5},
+    {"top_n_sigma": 0.0},
+    {"logit_bias": {3: 4.0, 5: -4.0, 7: -math.inf}},
+    {"temperature": 0.0, "logit_bias": {3: 100.0}},
+]
+TOGETHER: list[dict[str, Any]] = [
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05},
+    {"temperature": 0.7, "top_k": 100, "typical_p": 0.8, "top_p": 0.9},
+    {"temperature": 1.3, "top_n_sigma": 2.0, "top_k": 30, "min_p": 0.02},
+    {"temperature": 0.0, "top_k": 20, "top_p": 0.5, "typical_p": 0.3},
+    {"typical_p": 0.2, "logit_bias": {3: -math.inf}},
+    {"typical_p": 0.9, "logit_bias": {3: -200.0}},
+    {"typical_p": 0.9, "top_n_sigma": 2.0},
+    {"temperature": 0.6, "dynatemp_range": 0.3, "top_k": 20, "logit_bias": {9: 2.0, 1: -math.inf}},
+    # what is masked is no candidate of the dynamic temperature
+    {"temperature": 0.8, "dynatemp_range": 0.5, "logit_bias": dict.fromkeys(range(9), -math.inf)},
+    {"temperature": 0.8, "dynatemp_range": 0.5, "top_n_sigma": 1.0},
+    {"temperature": 0.8, "dynatemp_range": 0.7, "dynatemp_exponent": 2.0, "top_n_sigma": 2.0},
+]
+# In range, but beyond what 32-bit floats can hold on the way.
+EXTREME: list[dict[str, Any]] = [
+    *({"temperature": t} for t in (1e-30, 1e-36, 1e-38, 1e-39, 1e-40, 1e-44, 1e-60, 5e-324)),
+    {"temperature": 1e-39, "top_k": 7, "top_p": 0.9, "min_p": 0.1},
+    {"temperature": 1e-39, "logit_bias": {3: -math.inf}},
+    {"temperature": 1e-39, "dynatemp_range": 1e-40},
+    *({"logit_bias": {3: b}} for b in (1e30, 3e38, 3.4e38, -3e38, -3.4e38)),
+    *({"temperature": 0.1, "logit_bias": {3: b}} for b in (1e38, 3.4e38, -3.4e38)),
+    {"temperature": 1e-20, "logit_bias": {3: 1e29, 4: 1e29}},
+    {"temperature": 0.7, "top_n_sigma": 1.0, "logit_bias": {3: 3.4e38, 4: 3.4e38}},
+    {"temperature": 0.7, "typical_p": 0.9, "top_p": 0.9, "logit_bias": {3: 3.4e38}},
+]
+
+
+@pytest.mark.parametrize("settings", EXTREME, ids=str)
+def test_values_in_range_never_fail_at_the_draw(settings: dict[str, Any], toy: lb.Model) -> None:
+    params = SamplingParams(**{**OFF, **settings})
+    sampler = Sampler(toy, params)
+    for row in _rows(toy.n_vocab):
+        for shift in (0.0, -100.0):  # all logits below zero: the division ends at -inf
+            shifted = (row + np.float32(shift)).astype(np.float32)
+            _same(sampler.distribution(shifted), reference(shifted, params))
+
+
+def test_dynamic_temperature_close_to_zero_is_the_most_probable_token(toy: lb.Model) -> None:
+    for row in _rows(toy.n_vocab):
+        probs = _softmax(row.astype(np.float64))
+        evenness = -float((probs * np.log(probs)).sum()) / math.log(len(row))
+        for coldest in (1e-30, 1e-39, 1e-42, 1e-60):  # where the temperature ends up
+            exponent = min(1e4, math.log(coldest) / math.log(evenness))
+            params = SamplingParams(
+                temperature=0.5,
+                dynatemp_range=0.5,
+                dynatemp_exponent=exponent,
+                top_k=0,
+                top_p=1.0,
+                min_p=0.0,
+            )
+            choice = Sampler(toy, params).distribution(row)
+            assert choice.prob(int(row.argmax())) == 1.0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
+@pytest.mark.parametrize("penalty", [1e-30, 1e-37, 4e-39, 1e-40, 1e-50, 5e-324, 1e4])
+def test_repeat_penalty_close_to_zero_repeats_the_most_probable_said(
+    penalty: float, temperature: float, toy: lb.Model
+) -> None:
+    settings = {**OFF, "temperature": temperature, "repeat_penalty": penalty}
+    sampler = Sampler(toy, SamplingParams(**settings))
+    sampler.accept_prompt([5, 7, 9])
+    for row in _rows(toy.n_vocab):
+        row[[5, 7, 9]] = 1.0, 2.0, -3.0
+        choice = sampler.distribution(row)
+        if penalty < 1.0:
+            assert choice.argmax() == 7
+            assert choice.prob(7) == 1.0
+        else:
+            assert choice.prob(9) == 0.0
+
+
+def test_penalties_beyond_measure_leave_the_only_token_a_grammar_allows(toy: lb.Model) -> None:
+    """DRY took the last candidate's logit to -inf: then nothing was left to draw."""
+    a = toy.tokenize("a", add_special=False)[0]
+    for multiplier in (1.0, 1e4):
+        params = SamplingParams(
+            temperature=0.5, dry_multiplier=multiplier, dry_base=1e4, dry_sequence_breakers=()
+        )
+        sampler = Sampler(toy, params, Grammar('root ::= "a"{60}'))
+        for position in range(60):
+            choice = sampler.distribution(_rows(toy.n_vocab)[position % 6])
+            assert choice.ids.tolist() == [a]
+            sampler.accept(a)
+
+
+@pytest.mark.parametrize("settings", [*ALONE, *TOGETHER], ids=str)
+def test_settings_do_what_they_say(
+    settings: dict[str, Any], toy: lb.Model, target: lb.Model
+) -> None:
+    for model in (toy, target):
+        params = SamplingParams(**{**OFF, **settings})
+        sampler = Sampler(model, params)
+        for row in _rows(model.n_vocab):
+            _same(sampler.distribution(row), reference(row, params))
+
+
+def test_settings_do_what_they_say_on_the_models_own_logits(ctx: lb.Context) -> None:
+    tokens = ctx.tokenize("Once upon a time there was a king who had three daughters,")
+    ctx.decode(tokens, 0, logits="all")
+    for settings in [*ALONE, *TOGETHER]:
+        params = SamplingParams(**{**OFF, **settings})
+        sampler = Sampler(ctx.model, params)
+        for row in range(0, len(tokens), 4):
+            logits = ctx.logits(row)
+            _same(sampler.distribution(logits), reference(logits, params))
+
+
+# -- a large vocabulary: top-k looks at few of the logits ----------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wide_toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lb.Model]:
+    """A random model of 20,000 tokens."""
+    path = tmp_path_factory.mktemp("wide") / "wide.gguf"
+    with lb.Model(toys.write_llama(path, vocab=20_000, n_layer=1)) as model:
+        yield model
+
+
+@pytest.mark.parametrize("settings", [s for s in (*ALONE, *TOGETHER) if "top_k" in s], ids=str)
+def test_top_k_does_what_it_says_to_a_large_vocabulary(
+    settings: dict[str, Any], wide_toy: lb.Model
+) -> None:
+    params = SamplingParams(**{**OFF, **settings})
+    sampler = Sampler(wide_toy, params)
+    for row in _rows(wide_toy.n_vocab):
+        _same(sampler.distribution(row), reference(row, params))
+
+
+@pytest.mark.parametrize("k", [1, 40, 100])
+@pytest.mark.parametrize("n_vocab", [1 << 15, 32_003, 128_256])
+def test_candidates_are_the_largest_and_their_equals(k: int, n_vocab: int) -> None:
+    rng = np.random.default_rng(k)
+    rows = _rows(n_vocab)
+    rows.append(np.sort(rows[0]))  # the largest all stand together
+    rows.append(rng.integers(0, 1000, n_vocab).astype(np.float32))  # many equals
+    rows.append(np.where(rng.random(n_vocab) < 0.9, -np.inf, rows[1]).astype(np.float32))
+    for row in rows:
+        found = candidates(row, k)
+        assert found is not None
+        assert set(np.flatnonzero(row >= np.sort(row)[-k])) <= set(found.tolist())
+        assert len(found) < n_vocab / 4
+        assert (np.diff(found) > 0).all()
+
+
+def test_candidates_are_not_sought_where_that_tells_nothing() -> None:
+    row = _rows(1 << 15)[2]
+    assert candidates(row[: 1 << 13], 40) is None
+    assert candidates(row, 2000) is None
+    for value in (math.nan, math.inf):
+        assert candidates(np.where(np.arange(len(row)) == 7, np.float32(value), row), 40) is None
+    assert candidates(np.zeros_like(row), 40) is None
+    assert candidates(np.full_like(row, -np.inf), 40) is None
+    only_few = np.full_like(row, -np.inf)
+    only_few[:3] = 1.0
+    assert candidates(only_few, 40) is None
+
+
+HISTORY = [5, 9, 5, 7, 30, 9, 5, 9, 100, 7, 5, 9, 5, 7, 40, 41, 5, 9, 5]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repeat_penalty": 1.3},
+        {"repeat_penalty": 0.7},
+        {"frequency_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"presence_penalty": 1.5},
+        {"repeat_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.4, "top_k": 50},
+        {"repeat_penalty": 1.3, "penalty_last_n": 4},
+        {"repeat_penalty": 1.3, "penalty_last_n": 0},
+        {"repeat_penalty": 1.3, "penalty_last_n": -1},
+        {"temperature": 0.0, "presence_penalty": 9.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("n_prompt", [0, 7, len(HISTORY)])
+def test_penalties_count_what_was_said(
+    settings: dict[str, Any], n_prompt: int, toy: lb.Model
+) -> None:
+    params = SamplingParams(**{**OFF, **settings})
+    sampler = Sampler(toy, params)
+    sampler.accept_prompt(HISTORY[:n_prompt])
+    for token in HISTORY[n_prompt:]:
+        sampler.accept(token)
+    for row in _rows(toy.n_vocab):
+        _same(sampler.distribution(row), reference(row, params, HISTORY))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dry_multiplier": 0.8},
+        {"dry_multiplier": 0.5, "dry_base": 1.2, "dry_allowed_length": 1},
+        {"dry_multiplier": 0.8, "dry_allowed_length": 4},
+        {"dry_multiplier": 0.8, "dry_penalty_last_n": 9},
+        {"dry_multiplier": 0.8, "dry_penalty_last_n": 0},
+        {"dry_multiplier": 0.8, "dry_base": 1.0, "repeat_penalty": 1.1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seed", range(6))
+def test_dry_penalises_repeated_sequences(
+    settings: dict[str, Any], seed: int, toy: lb.Model
+) -> None:
+    params = SamplingParams(**{**OFF, **settings})
+    breakers = {toy.tokenize(chr(b), add_special=False)[0] for b in BREAKERS}
+    rng = np.random.default_rng(seed)
+    alphabet = [40, 41, 42, 43] + ([min(breakers)] if seed % 2 else [])
+    history = rng.choice(alphabet, 40).tolist()
+    sampler = Sampler(toy, params)
+    sampler.accept_prompt(history[:11])
+    for token in history[11:]:
+        sampler.accept(token)
+    for row in _rows(toy.n_vocab, 2):
+        _same(sampler.distribution(row), reference(row, params, history, frozenset(breakers)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 20}, {"min_keep": 3}, {"temperature": 0.0}])
+def test_xtc_drops_the_likely_tokens_or_does_nothing(
+    settings: dict[str, Any], toy: lb.Model
+) -> None:
+    params = SamplingParams(
+        **{**OFF, "xtc_probability": 0.5, "xtc_threshold": 0.08, **settings, "seed": 1}
+    )
+    sampler = Sampler(toy, params)
+    fell = 0
+    for i, row in enumerate(_rows(toy.n_vocab)):
+        for position in range(20 * i, 20 * i + 20):
+            falls = uniform(1, position, MIXTURE) < 0.5
+            fell += falls
+            expected = reference(row, params, xtc=falls and params.min_keep == 1)
+            if params.min_keep == 1:
+                _same(sampler.distribution(row, position, 1), expected)
+            else:
+                assert len(sampler.distribution(row, position, 1)) >= params.min_keep
+    assert 30 < fell < 90  # of 120 fair coins; the seed is fixed
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_n_sigma": 1.0},
+        {"top_n_sigma": 0.5, "top_p": 0.9},
+        {"logit_bias": {3: -math.inf}},
+        {"logit_bias": dict.fromkeys(range(100), -math.inf), "temperature": 0.7},
+        {"logit_bias": {3: -math.inf}, "temperature": 0.0},
+        {"logit_bias": {3: -math.inf}, "temperature": 0.7, "dynatemp_range": 0.3},
+        {"logit_bias": dict.fromkeys(range(254), -math.inf), "min_keep": 8},
+    ],
+    ids=lambda s: str(s)[:60],
+)
+@pytest.mark.parametrize("threshold", [0.0, 0.05])
+def test_xtc_does_not_see_masked_tokens(
+    threshold: float, settings: dict[str, Any], toy: lb.Model
+) -> None:
+    params = SamplingParams(
+        **{**OFF, "xtc_probability": 1.0, "xtc_threshold": threshold, **settings}
+    )
+    sampler = Sampler(toy, params)
+    for row in _rows(toy.n_vocab):
+        # Of fewer candidates than min_keep XTC takes none.
+        _same(sampler.distribution(row), reference(row, params, xtc=params.min_keep == 1))
+
+
+@pytest.mark.parametrize(("probability", "threshold"), [(0.0, 0.1), (1.0, 0.6)])
+def test_xtc_that_is_off_changes_nothing(
+    probability: float, threshold: float, toy: lb.Model
+) -> None:
+    params = SamplingParams(**OFF, xtc_probability=probability, xtc_threshold=threshold)
+    for row in _rows(toy.n_vocab):
+        _same(Sampler(toy, params).distribution(row, 0, 1), reference(row, params))
+
+
+def test_distribution_changes_nothing(toy: lb.Model) -> None:
+    params = SamplingParams(repeat_penalty=1.3, dry_multiplier=0.8, xtc_probability=0.5)
+    sampler = Sampler(toy, params, Grammar("root ::= [a-f]*"))
+    sampler.accept_prompt(HISTORY)
+    row = _rows(toy.n_vocab)[3]
+    before = row.copy()
+    first = sampler.distribution(row, 3, 4)
+    sampler.distribution(_rows(toy.n_vocab)[2], 3, 4)
+    again = sampler.distribution(row, 3, 4)
+    assert np.array_equal(first.ids, again.ids)
+    assert np.array_equal(first.logprobs, again.logprobs)
+    assert np.array_equal(row, before)
+
+
+def test_clone_goes_its_own_way(toy: lb.Model) -> None:
+    sampler = Sampler(toy, SamplingParams(**OFF, presence_penalty=5.0))
+    sampler.accept(5)
+    twin = sampler.clone()
+    twin.accept(6)
+    row = _rows(toy.n_vocab)[2]
+    _same(sampler.distribution(row), reference(row, sampler.params, [5]))
+    _same(twin.distribution(row), reference(row, sampler.params, [5, 6]))
+
+
+def test_sampler_without_history_has_no_state(toy: lb.Model) -> None:
+    sampler = Sampler(toy, SamplingParams())
+    assert sampler.is_stateless
+    assert sampler.clone() is sampler
+    assert not Sampler(toy, SamplingParams(presence_penalty=1.0)).is_stateless
+
+
+def test_masking_everything_is_an_error_and_not_a_token(small_toy: lb.Model) -> None:
+    nothing = dict.fromkeys(range(small_toy.n_vocab), -math.inf)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, logit_bias=nothing)
+        with pytest.raises(ConfigError):
+            Sampler(small_toy, params).distribution(np.zeros(16, dtype=np.float32))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logits_that_are_not_numbers_are_refused(temperature: float, small_toy: lb.Model) -> None:
+    sampler = Sampler(small_toy, SamplingParams(temperature=temperature))
+    with pytest.raises(ConfigError):
+        sampler.distribution(np.full(16, math.nan, dtype=np.float32))
+
+
+def test_bias_for_a_token_that_does_not_exist_is_refused(small_toy: lb.Model) -> None:
+    for token in (-1, 16):
+        with pytest.raises(ConfigError, match="logit_bias"):
+            Sampler(small_toy, SamplingParams(logit_bias={token: 1.0}))
+
+
+# -- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"temperature": "hot"},
+        {"temperature": True},
+        {"dynatemp_range": -1.0},
+        {"dynatemp_exponent": -1.0},
+        {"top_k": -1},
+        {"top_k": 2.5},
+        {"top_k": 2**31},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"typical_p": 0.0},
+        {"top_n_sigma": -2.0},
+        {"xtc_probability": 1.5},
+        {"xtc_threshold": -0.1},
+        {"repeat_penalty": 0.0},
+        {"frequency_penalty": math.nan},
+        {"presence_penalty": None},
+        {"penalty_last_n": -2},
+        {"dry_multiplier": -1.0},
+        {"dry_base": 0.5},
+        {"dry_allowed_length": 0},
+        {"dry_penalty_last_n": -2},
+        {"dry_sequence_breakers": "ab"},
+        {"dry_sequence_breakers": ("",)},
+        {"dry_sequence_breakers": (1,)},
+        {"min_keep": 0},
+        {"seed": 1.5},
+        {"seed": True},
+        {"logit_bias": {"a": 1.0}},
+        {"logit_bias": {1: "b"}},
+        {"logit_bias": {1: math.nan}},
+        {"logit_bias": {1: math.inf}},
+        {"logit_bias": {1: 3.5e38}},
+        {"logit_bias": {1: 10**400}},
+    ],
+    ids=str,
+)
+def test_values_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        SamplingParams(**settings)
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        SamplingParams().replace(**settings)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match="temprature") as caught:
+        SamplingParams().replace(temprature=0.5)
+    assert "temperature" in str(caught.value.hint)
+
+
+def test_settings_are_values() -> None:
+    params = SamplingParams(seed=3, logit_bias={1: 2.0})
+    assert params.replace(seed=3) == params
+    assert params.replace(temperature=0.0) != params
+    assert pickle.loads(pickle.dumps(params)) == params
+    with pytest.raises(AttributeError):
+        params.seed = 4  # type: ignore[misc]
+
+
+def test_bias_below_all_32_bit_floats_forbids() -> None:
+    params = SamplingParams(logit_bias={1: -1e39, 2: -(10**400), 3: -3.4e38})
+    assert params.logit_bias == {1: -math.inf, 2: -math.inf, 3: -3.4e38}
+
+
+def test_bias_is_copied() -> None:
+    bias = {1: 2.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[1] = 9.0
+    assert params.logit_bias[1] == 2.0
+
+
+# -- grammars --------------------------------------------------------------------------------------
+
+
+def _letters(model: lb.Model, choice: lb.Distribution) -> set[str]:
+    return {"end" if model.is_eog(t) else model.piece(t).decode() for t in choice.ids.tolist()}
+
+
+def test_grammar_leaves_what_it_allows(toy: lb.Model) -> None:
+    sampler = Sampler(toy, SamplingParams(**OFF), Grammar('root ::= "ab" [c-e]+'))
+    row = _rows(toy.n_vocab)[2]
+    seen = []
+    for letter in "abdc":
+        seen.append(_letters(toy, sampler.distribution(row)))
+        sampler.accept(toy.tokenize(letter, add_special=False)[0])
+    seen.append(_letters(toy, sampler.distribution(row)))
+    assert seen == [{"a"}, {"b"}, set("cde"), {"end", *"cde"}, {"end", *"cde"}]
+
+
+def test_grammar_leaves_the_models_own_proportions(toy: lb.Model) -> None:
+    row = _rows(toy.n_vocab)[2]
+    free = Sampler(toy, SamplingParams(**OFF)).distribution(row)
+    bound = Sampler(toy, SamplingParams(**OFF), Grammar("root ::= [a-f]")).distribution(row)
+    share = free.at(bound.ids)
+    np.testing.assert_allclose(bound.probs, share / share.sum(), rtol=1e-5)
+
+
+def test_grammar_comes_before_truncation(toy: lb.Model) -> None:
+    """With top-k 1 first, the grammar would find nothing left."""
+    row = _rows(toy.n_vocab)[2]
+    params = SamplingParams(temperature=1.0, top_k=1, top_p=0.01)
+    choice = Sampler(toy, params, Grammar("root ::= [a-f]")).distribution(row)
+    letters = toy.tokenize("abcdef", add_special=False)
+    assert choice.argmax() == max(letters, key=lambda t: row[t])
+
+
+def test_token_that_the_grammar_forbids_is_refused_and_changes_nothing(toy: lb.Model) -> None:
+    sampler = Sampler(toy, SamplingParams(**OFF, presence_penalty=3.0), Grammar("root ::= [ab]+"))
+    row = _rows(toy.n_vocab)[2]
+    before = sampler.distribution(row)
+    z, end = toy.tokenize("z", add_special=False)[0], 1
+    for token in (z, end):
+        assert not sampler.allows(token)
+        with pytest.raises(GrammarError, match="does not allow"):
+            sampler.accept(token)
+    after = sampler.distribution(row)
+    assert np.array_equal(before.logprobs, after.logprobs)
+
+
+def test_nothing_follows_the_end_of_a_grammar(toy: lb.Model) -> None:
+    sampler = Sampler(toy, SamplingParams(**OFF), Grammar('root ::= "a"'))
+    sampler.accept(toy.tokenize("a", add_special=False)[0])
+    assert sampler.distribution(_rows(toy.n_vocab)[0]).ids.tolist() == [1]
+    sampler.accept(1)
+    assert not sampler.allows(1)
+    with pytest.raises(GrammarError, match="complete"):
+        sampler.distribution(_rows(toy.n_vocab)[0])
+
+
+def test_replay_restores_grammar_and_history(toy: lb.Model) -> None:
+    grammar = Grammar('root ::= "ab" [c-e]+')
+    sampler = Sampler(toy, SamplingParams(**OFF, repeat_penalty=1.4), grammar)
+    sampler.accept_prompt([9, 10])
+    generated = toy.tokenize("abc", add_special=False)
+    for token in generated:
+        sampler.accept(token)
+    again = Sampler(toy, SamplingParams(**OFF, repeat_penalty=1.4), grammar)
+    again = again.replay([9, 10], generated)
+    row = _rows(toy.n_vocab)[2]
+    assert np.array_equal(again.distribution(row).logprobs, sampler.distribution(row).logprobs)
+
+
+@pytest.mark.parametrize(
+    "gbnf",
+    ["", "   ", "root", "root ::= (", "start ::= [a]", "root ::= missing", 'root ::= "a',
+     "root ::= [a]{3,2}", "root ::= [a]{100000}", "root ::= " + "(" * 300 + "[a]" + ")" * 300],
+)  # fmt: skip
+def test_bad_grammars_are_refused(gbnf: str, toy: lb.Model) -> None:
+    with pytest.raises(GrammarError):
+        Sampler(toy, SamplingParams(), Grammar(gbnf))
+
+
+@pytest.mark.parametrize(
+    "schema", ["{", '{"type": "nonsense"}', "[]", '{"type": "array", "uniqueItems": true}']
+)
+def test_bad_schemas_are_refused(schema: str) -> None:
+    with pytest.raises(GrammarError):
+        Grammar.from_json_schema(schema)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_text_under_a_json_schema_is_such_json(seed: int, ctx: lb.Context) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "age": {"type": "integer"},
+            "kind": {"enum": ["king", "witch", "frog"]},
+            "friends": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+        },
+        "required": ["name", "age", "kind", "friends"],
+        "additionalProperties": False,
+    }
+    branch = lb.Branch.start(
+        ctx, "The answer:", grammar=Grammar.from_json_schema(schema), temperature=1.0, seed=seed
+    )
+    text = "".join(t.text for t in branch.generate(400))
+    assert branch.finish_reason == "stop"
+    answer = json.loads(text)
+    assert list(answer) == ["name", "age", "kind", "friends"]
+    assert len(answer["name"]) <= 12
+    assert isinstance(answer["age"], int)
+    assert answer["kind"] in ("king", "witch", "frog")
+    assert len(answer["friends"]) <= 3

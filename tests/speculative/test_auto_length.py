@@ -1,0 +1,532 @@
+"""The goodput controller in a world with its own clock: times are numbers, so every decision is known.
+
+A simulated target takes t(n) seconds for n tokens, a simulated drafter c seconds a token, and its tokens
+stand with a chance that may depend on the entropy it shows and may change while the world turns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+import llamabranch as lb
+from llamabranch import Draft, SpeculativeConfig
+from llamabranch.errors import ConfigError
+from llamabranch.speculative.drafters.base import propose
+from llamabranch.speculative.length.auto import AutoLength, draft_length
+from llamabranch.speculative.length.base import DraftLength, FixedLength, RoundReport
+
+Chance = Callable[[float], float]  # of a token, given the entropy it was drawn at
+
+
+@dataclass
+class World:
+    """Runs rounds as the loop does, and adds up what they yield and cost."""
+
+    length: AutoLength
+    chance: Chance
+    c: float = 0.03  # seconds a drafted token; a plain target step takes one
+    slope: float = 0.2  # seconds of the target for each further token
+    entropies: tuple[float, ...] = (0.3,)  # drawn from at random
+    drafter: str = "model"
+    noise: float = 0.0  # how far the time of a round may be off, and the machine's speed drift
+    speaks: float = 1.0  # how often the drafter has something to propose
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(2))
+    n_behind: int = 1
+    n_tokens: int = 0
+    seconds: float = 0.0
+    drafted: list[int] = field(default_factory=list)  # tokens of each round, -1 = not asked
+
+    def time(self, n: int) -> float:
+        return 1.0 + self.slope * (n - 1)
+
+    def round(self, limit: int = 1 << 30) -> None:
+        length, limit = self.length, min(limit, self.length.limit)
+        shown: list[float] = []
+        n = accepted = 0
+        standing = True
+        asked = length.plain_steps(self.n_behind) == 0
+        if asked and length.consider(self.drafter) and self.rng.random() < self.speaks:
+            while n < limit:
+                shown.append(float(self.rng.choice(self.entropies)))
+                if not length.goes_on(n, shown[-1]):
+                    break
+                n += 1
+                standing = standing and self.rng.random() < self.chance(shown[-1])
+                accepted += standing
+        pace = 1.0
+        if self.noise:
+            pace += self.noise * math.sin(len(self.drafted) / 150)
+            pace *= 1.0 + self.noise * self.rng.uniform(-1.0, 1.0)
+        report = RoundReport(
+            drafter=self.drafter, asked=asked, entropies=shown, n_steps=n, n_accepted=accepted,
+            n_verified=1 + n, draft_s=self.c * n, verify_s=pace * self.time(1 + n),
+        )  # fmt: skip
+        length.learn(report)
+        self.n_behind = 1 if asked else self.n_behind + 1
+        self.n_tokens += 1 + accepted
+        self.seconds += report.draft_s + self.time(1 + n)  # at one pace, so that speeds compare
+        self.drafted.append(n if asked else -1)
+
+    def run(self, n: int) -> World:
+        for _ in range(n):
+            self.round()
+        return self
+
+    @property
+    def speed(self) -> float:
+        """Of plain decoding, which says a token a second."""
+        return self.n_tokens / self.seconds
+
+    def recent(self, n: int = 50) -> float:
+        """Return the mean length of the last ``n`` drafts."""
+        drafts = [k for k in self.drafted if k > 0][-n:]
+        return sum(drafts) / len(drafts)
+
+
+def always(p: float) -> Chance:
+    return lambda entropy: p
+
+
+def best_speed(p: float, c: float, slope: float, limit: int = 16) -> float:
+    """Return the speed of the best fixed length, by the formula."""
+    return max(sum(p**i for i in range(k + 1)) / (k * c + 1 + slope * k) for k in range(limit + 1))
+
+
+# -- off and on --------------------------------------------------------------------------------------
+
+
+def test_useless_drafter_is_switched_off_and_costs_little() -> None:
+    world = World(AutoLength(16), always(0.0)).run(4000)
+    assert not world.length.is_on
+    assert world.speed > 0.97
+    assert sum(k > 0 for k in world.drafted[1000:]) < 30
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noisy_times_do_not_make_a_useless_drafter_pay(seed: int) -> None:
+    """It costs nothing to ask and never stands; only by noise do two tokens take less than one."""
+    rng = np.random.default_rng(seed)
+    world = World(AutoLength(16), always(0.0), c=0.0, slope=0.2, noise=0.3, rng=rng).run(4000)
+    assert world.speed > 0.97
+
+
+def test_pauses_between_trials_grow() -> None:
+    world = World(AutoLength(16), always(0.0)).run(6000)
+    asked = np.array([i for i, k in enumerate(world.drafted) if k >= 0])
+    pauses = np.diff(asked[asked > 20])
+    assert len(pauses) >= 4
+    assert all(b >= a for a, b in pairwise(pauses))
+    assert pauses[0] >= AutoLength.PAUSE
+    assert pauses[-1] >= AutoLength.LONGEST_PAUSE
+
+
+def test_drafter_that_gets_better_comes_back() -> None:
+    world = World(AutoLength(16), always(0.0)).run(400)
+    assert world.drafted[-1] == -1
+    world.chance = always(0.95)
+    world.run(6000)
+    assert world.length.is_on
+    before = world.n_tokens, world.seconds
+    world.run(300)
+    speed = (world.n_tokens - before[0]) / (world.seconds - before[1])
+    assert speed > 1.5
+
+
+def test_drafter_that_gets_worse_is_switched_off() -> None:
+    world = World(AutoLength(16), always(0.9)).run(400)
+    assert world.length.is_on
+    assert world.speed > 1.3
+    world.chance = always(0.0)
+    world.run(1500)
+    assert sum(k >= 0 for k in world.drafted[-500:]) < 50
+
+
+def test_drafter_as_dear_as_the_target_is_switched_off() -> None:
+    world = World(AutoLength(16), always(0.6), c=1.0).run(2000)
+    assert not world.length.is_on
+    assert world.speed > 0.96
+
+
+def test_drafter_with_nothing_to_say_is_asked_again_but_not_for_ever() -> None:
+    world = World(AutoLength(16), always(0.9), speaks=0.0).run(500)
+    assert not any(k > 0 for k in world.drafted)
+    assert world.speed == pytest.approx(1.0)
+    world.speaks = 1.0
+    world.run(2500)
+    assert world.length.is_on
+    assert world.recent() > 1
+
+
+def test_trial_waits_until_reading_what_was_missed_is_cheap() -> None:
+    length = AutoLength(16)
+    World(length, always(0.0)).run(60)
+    assert not length.is_on
+    while length.plain_steps(1):
+        length.learn(RoundReport("", False, (), 0, 0, 1, 0.0, 1.0))
+    assert length.plain_steps(1_000_000) > 0
+
+
+def test_unlucky_stretch_does_not_switch_a_good_drafter_off() -> None:
+    """It has to lose the time of a few rounds: chance alone rarely takes that from one that gains."""
+    worlds = [
+        World(AutoLength(16), always(0.7), rng=np.random.default_rng(seed)).run(1000)
+        for seed in range(10)
+    ]
+    not_asked = sum(k < 0 for world in worlds for k in world.drafted)
+    assert not_asked < 0.03 * 10 * 1000  # the steps that measure t(1) are half of that
+
+
+def test_reading_a_long_prompt_does_not_make_a_drafter_look_dear() -> None:
+    """The first draft also reads the prompt, here for a hundred steps' time; later ones do not."""
+    length = AutoLength(16)
+    for _ in range(3):
+        length.learn(RoundReport("", False, (), 0, 0, 1, 0.0, 1.0))
+    assert length.plain_steps(1000) == 0
+    assert length.consider("model")
+    length.learn(RoundReport("model", True, (0.3,) * 4, 3, 3, 4, 100.0, 1.6, n_read=1000))
+    world = World(length, always(0.8))
+    world.run(300)
+    assert length.is_on
+    assert length.step_cost() == pytest.approx(world.c)
+    assert sum(k > 0 for k in world.drafted) > 280
+
+
+def test_plain_steps_are_learned_together_as_one_by_one() -> None:
+    one, many = AutoLength(16), AutoLength(16)
+    for length in (one, many):
+        World(length, always(0.0)).run(60)
+        assert not length.is_on
+    for _ in range(400):
+        one.learn(RoundReport("", False, (), 0, 0, 1, 0.0, 1.5, 0.5))
+    for _ in range(50):
+        many.learn_plain(8, 1.5, 0.5)
+    assert one.plain_steps(1) == many.plain_steps(1) == 0  # both have waited long enough
+    assert one.verify_cost(2) == pytest.approx(many.verify_cost(2))
+
+
+# -- how long ----------------------------------------------------------------------------------------
+
+
+def test_surer_drafts_are_longer() -> None:
+    lengths = [World(AutoLength(16), always(p)).run(600).recent() for p in (0.6, 0.8, 0.95)]
+    assert lengths[0] < lengths[1] < lengths[2]
+
+
+def test_dearer_drafts_are_shorter() -> None:
+    lengths = [World(AutoLength(16), always(0.9), c=c).run(600).recent() for c in (0.01, 0.3)]
+    assert lengths[0] > lengths[1]
+
+
+@pytest.mark.parametrize(
+    ("p", "c", "slope"), [(0.9, 0.1, 0.1), (0.8, 0.05, 0.2), (0.7, 0.02, 0.1), (0.95, 0.3, 0.05)]
+)
+def test_speed_is_near_that_of_the_best_fixed_length(p: float, c: float, slope: float) -> None:
+    """4000 rounds; 8 % below the formula, which knows everything and never probes."""
+    world = World(AutoLength(16), always(p), c=c, slope=slope).run(4000)
+    assert world.speed > 0.92 * best_speed(p, c, slope)
+
+
+def test_unsure_steps_end_a_draft_and_sure_ones_do_not() -> None:
+    """Where the entropy tells what stands, drafts end before the tokens that will not."""
+    world = World(
+        AutoLength(16), lambda h: 0.97 if h < 1 else 0.05, entropies=(0.2, 0.2, 0.2, 2.2)
+    ).run(2000)
+    length = world.length
+    assert length.is_on
+    assert length.goes_on(0, 0.2)
+    assert not length.goes_on(0, 2.2)
+    assert length.reason == "goodput"
+    blind = World(AutoLength(16), always(0.75 * 0.97 + 0.25 * 0.05)).run(2000)
+    assert world.speed > blind.speed
+
+
+def test_entropies_that_failed_early_are_tried_again() -> None:
+    """A run of failures at one entropy must not keep drafts short for ever."""
+    length = AutoLength(16)
+    world = World(length, always(0.9), entropies=(0.3, 3.5)).run(3)
+    for _ in range(10):
+        length.learn(RoundReport("model", True, (3.5,), 1, 0, 2, world.c, world.time(2)))
+        length.learn(RoundReport("model", True, (0.3,) * 4, 4, 4, 5, 4 * world.c, world.time(5)))
+    assert not length.goes_on(0, 3.5)
+    assert length.goes_on(0, 0.3)
+    assert length.is_on
+    world.run(500)
+    assert length.goes_on(0, 3.5)
+    assert world.recent() > 5
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_draft_is_never_longer_than_the_limit(limit: int) -> None:
+    world = World(AutoLength(limit), always(0.99), c=0.001, slope=0.0).run(300)
+    assert max(world.drafted) == limit
+    assert not world.length.goes_on(limit, 0.0)
+    assert world.length.reason == "length"
+
+
+def test_entropy_stop_comes_before_everything_but_the_limit() -> None:
+    world = World(AutoLength(16, entropy_stop=1.0), always(0.95), entropies=(0.2, 1.5), slope=0.01)
+    asked: list[tuple[int, float, bool]] = []
+    inner = world.length.goes_on
+
+    def goes_on(n_drafted: int, entropy: float) -> bool:
+        asked.append((n_drafted, entropy, inner(n_drafted, entropy)))
+        return asked[-1][2]
+
+    world.length.goes_on = goes_on  # type: ignore[method-assign]
+    world.run(200)
+    assert not any(on for _, entropy, on in asked if entropy > 1.0)
+    assert any(on for _, entropy, on in asked if entropy < 1.0)
+    assert not inner(0, 1.5)
+    assert world.length.reason == "entropy"
+
+
+def test_wider_drafts_are_charged_for_their_nodes() -> None:
+    """A tree of width 4 makes the target verify four tokens a level."""
+    narrow, wide = AutoLength(16, width=1), AutoLength(16, width=4)
+    for length in (narrow, wide):
+        for n in (1, 2, 4, 8, 16, 32, 64):
+            length.learn(RoundReport("", False, (), 0, 0, n, 0.0, 1.0 + 0.1 * (n - 1)))
+        length.consider("m")
+        for _ in range(100):
+            length.learn(RoundReport("m", True, (0.3,) * 4, 4, 3, 5, 0.2, 1.4))
+    assert narrow.best()[0] > wide.best()[0]
+    assert narrow.best()[1] > wide.best()[1]
+
+
+# -- costs and profiles ------------------------------------------------------------------------------
+
+
+def test_costs_are_measured_interpolated_and_extrapolated() -> None:
+    length = AutoLength(16)
+    assert math.isnan(length.step_cost())
+    assert math.isnan(length.verify_cost(3))
+    for n, seconds in ((1, 1.0), (3, 1.4), (5, 2.0)):
+        length.learn(RoundReport("", False, (), 0, 0, n, 0.0, seconds))
+    assert [length.verify_cost(n) for n in (1, 2, 3, 4, 5, 7)] == pytest.approx(
+        [1.0, 1.2, 1.4, 1.7, 2.0, 2.6]
+    )
+
+
+def test_single_slow_round_moves_little() -> None:
+    length = AutoLength(16)
+    for seconds in (1.0, 1.0, 50.0):
+        length.learn(RoundReport("", False, (), 0, 0, 1, 0.0, seconds))
+    length.learn(RoundReport("", False, (), 0, 0, 2, 0.0, 1.2))
+    assert length.verify_cost(2) == pytest.approx(1.2 / 1.1)
+
+
+def test_drafters_of_a_chain_have_profiles_of_their_own() -> None:
+    """Copies are free and right, the model dear and wrong: each is treated by what it has shown."""
+    length = AutoLength(8)
+    copies = World(length, always(0.98), c=0.001, drafter="lookup")
+    copies.run(100)
+    model = World(length, always(0.0), c=0.5, drafter="model")
+    model.n_behind = 1
+    for _ in range(60):
+        copies.round()
+        if length.is_on:
+            model.round()
+    assert length.consider("lookup")
+    assert length.goes_on(0, 0.3)
+    sure = length.best()
+    cost = length.step_cost()
+    assert not length.consider("model")  # it alone is switched off
+    assert length.best()[1] < sure[1]
+    assert length.step_cost() > 10 * cost
+
+
+# -- drafters that fill only their tokens ------------------------------------------------------------
+
+
+@dataclass
+class BareLine:
+    """Proposes ``draft`` after any text, and asks nobody how long it should be.
+
+    ``truth``, where given, is what the target says: it is copied, else its tokens are lies.
+    """
+
+    n: int = 5
+    truth: Sequence[int] = ()
+    start: int = 0
+
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+        at = len(tokens) - self.start
+        if self.truth:
+            return Draft(tokens=list(self.truth[at : at + min(self.n, limit)]))
+        return Draft(tokens=[2 + len(tokens) % 50] * min(self.n, limit))
+
+    def observe(self, n_tokens: int) -> None:
+        return None
+
+    def fork(self, target: lb.Branch) -> BareLine:
+        return self
+
+    def close(self) -> None:
+        return None
+
+
+@dataclass
+class BareDrafter:
+    truth: Sequence[int] = ()
+    name: str = "bare"
+
+    def check(self, target: lb.Model) -> None:
+        """Fit anything."""
+
+    def line(self, target: lb.Branch, rule: str) -> BareLine:
+        return BareLine(truth=self.truth, start=target.position)
+
+
+def _run_bare(p: float, n_rounds: int) -> tuple[AutoLength, list[int], float]:
+    """Return the controller, the drafts' lengths and the speed over plain decoding."""
+    length, line = AutoLength(16), BareLine(n=6)
+    rng = np.random.default_rng(3)
+    n_tokens, seconds, drafted = 0, 0.0, []
+    for _ in range(n_rounds):
+        draft = Draft(stopped="off")
+        if length.plain_steps(1) == 0:
+            draft = propose(line, [0], length, 16)
+        n = draft.n_steps
+        accepted = 0
+        while accepted < n and rng.random() < p:
+            accepted += 1
+        spent = 1.0 + 0.2 * n
+        length.learn(
+            RoundReport(
+                "", draft.stopped != "off", draft.entropies, n, accepted, 1 + n, 0.01 * n, spent
+            )
+        )
+        n_tokens += 1 + accepted
+        seconds += spent + 0.01 * n
+        drafted.append(n)
+    return length, drafted, n_tokens / seconds
+
+
+def test_drafter_that_fills_only_tokens_is_switched_off_where_it_does_not_pay() -> None:
+    length, drafted, speed = _run_bare(0.0, 3000)
+    assert not length.is_on
+    assert max(drafted) <= AutoLength.WARM_UP_K
+    assert sum(n > 0 for n in drafted[1000:]) < 30
+    assert speed > 0.97
+    assert "drafting is off" in length.explain()
+    assert "chance 0.0" in length.explain()
+
+
+def test_drafter_that_fills_only_tokens_is_used_where_it_pays() -> None:
+    length, drafted, speed = _run_bare(0.9, 1000)
+    assert length.is_on
+    assert sum(drafted[-100:]) > 4 * 100
+    assert speed > 1.5
+    assert "chance 0.9" in length.explain() or "chance 0.8" in length.explain()
+
+
+def test_bare_draft_is_cut_by_length_alone_and_never_changed_in_place() -> None:
+    class Short(FixedLength):
+        reads_entropy = True
+
+    length = Short(2)
+    length.reads_entropy = True
+    kept = Draft(tokens=[5, 6, 7, 8], parents=[-1, -1, 0, 2])
+
+    class Keeper(BareLine):
+        def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+            return kept
+
+    cut = propose(Keeper(), [0], length, 16)
+    assert (cut.tokens, cut.parents, cut.stopped) == ([5, 6, 7], [-1, -1, 0], "length")
+    assert cut.seconds > 0
+    assert len(cut.entropies) == 3 and all(map(math.isnan, cut.entropies))
+    assert (kept.tokens, kept.entropies, kept.seconds) == ([5, 6, 7, 8], [], 0.0)
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_bare_drafter_under_auto_is_measured_and_the_text_is_plain(
+    ctx: lb.Context, honest: bool
+) -> None:
+    """In 0.1 it drafted 157 tokens, 14 of which stood, and was "still measuring"."""
+    settings = lb.SamplingParams(temperature=0.8, seed=3)
+    prompt = ctx.tokenize("Once upon a time")
+    plain = lb.Speculator(ctx).generate(prompt, max_tokens=60, sampling=settings).finish().tokens
+    # Generation draws the first token before it asks anybody.
+    drafter = BareDrafter(truth=plain if honest else ())
+    config = SpeculativeConfig(draft_k="auto")
+    speculator = lb.Speculator(ctx, drafter, config)
+    drafted = speculator.generate(prompt, max_tokens=60, sampling=settings).finish()
+    assert drafted.tokens == plain
+    assert drafted.stats.num_draft_tokens > 0
+    assert drafted.stats.draft_time_s > 0
+    said = speculator.explain()
+    assert "still measuring" not in said
+    chance = float(said.split("stands with chance ")[1].split(",")[0])
+    assert (chance > 0.5) == honest
+    if not honest:  # never more at once than a warm-up tries
+        assert drafted.stats.num_draft_tokens <= 3 * drafted.stats.num_drafts
+
+
+def test_bare_drafter_of_an_engine_is_measured_too(ctx: lb.Context) -> None:
+    engine = lb.Engine(ctx, BareDrafter(), SpeculativeConfig(draft_k="auto"))
+    settings = lb.SamplingParams(temperature=0.8, seed=3)
+    engine.generate([lb.Request("Once upon a time", max_tokens=40, sampling=settings)])
+    said = engine.explain()
+    assert "unknown" not in said
+    assert float(said.split("stands with chance ")[1].split("\n")[0].split(";")[0]) < 0.5
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_auto_rule_is_what_the_documentation_says(
+    ctx: lb.Context, draft_ctx: lb.Context, width: int, seed: int | None, temperature: float
+) -> None:
+    """The docstring of 0.1 promised "else token", which no code path picks."""
+    speculator = lb.Speculator(ctx, lb.ModelDrafter(draft_ctx, width=width))
+    with lb.Branch.start(ctx, "A", temperature=temperature, seed=seed) as branch:
+        found = speculator.rule_for(branch)
+    expected = "seeded" if width > 1 or seed is not None or temperature == 0 else "block"
+    assert found == expected
+    said = " ".join((SpeculativeConfig.__doc__ or "").split())
+    assert '"auto" is seeded where a seed was given, the temperature is 0 or the drafter' in said
+    assert "else block; it is never token" in said
+
+
+# -- words -------------------------------------------------------------------------------------------
+
+
+def test_explanation_says_what_and_why() -> None:
+    assert "no plain step and no draft yet" in AutoLength(16).explain()
+    plain = World(AutoLength(16), always(0.9), speaks=0.0).run(10).length.explain()
+    assert "still measuring: no draft yet" in plain
+    on = World(AutoLength(16), always(0.9)).run(300).length.explain()
+    assert "tokens a draft" in on
+    assert "0.9" in on  # the chance that it measured
+    assert "c = 0.03" in on
+    assert "2 tokens v = 1.20" in on or "v = 1." in on
+    off = World(AutoLength(16), always(0.0)).run(300).length.explain()
+    assert "off" in off
+    assert "c = 0.03" in off
+
+
+def test_configuration_chooses_the_controller() -> None:
+    auto = draft_length(SpeculativeConfig(draft_k="auto", max_draft_tokens=7))
+    assert isinstance(auto, AutoLength)
+    assert auto.limit == 7
+    fixed = draft_length(SpeculativeConfig(draft_k=3, entropy_stop=1.0))
+    assert isinstance(fixed, FixedLength)
+    assert fixed.limit == 3
+    assert fixed.goes_on(2, 0.9)
+    assert not fixed.goes_on(3, 0.9)
+    assert fixed.reason == "length"
+    assert not fixed.goes_on(0, 1.1)
+    assert fixed.reason == "entropy"
+    assert "always 3" in fixed.explain()
+    assert "1 nats" in fixed.explain()
+    assert "no drafts" in FixedLength(0).explain()
+    assert FixedLength(0).plain_steps(1) > 0
+    with pytest.raises(ConfigError):
+        SpeculativeConfig(rule="magic")

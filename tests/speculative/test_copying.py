@@ -1,0 +1,390 @@
+"""Drafters that copy: what they propose, what lines share, and that no text changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+import llamabranch
+from llamabranch import Branch, Context, Model, SamplingParams
+from llamabranch.errors import ConfigError, SequencesExhaustedError
+from llamabranch.speculative import (
+    Draft,
+    Drafter,
+    DraftState,
+    ModelDrafter,
+    NullDrafter,
+    SpeculativeConfig,
+    Speculator,
+)
+from llamabranch.speculative.drafters.chain import ChainDrafter
+from llamabranch.speculative.drafters.copying import PromptLookupDrafter, SuffixDrafter
+from llamabranch.speculative.length.base import DraftLength, FixedLength
+
+DATA = Path(llamabranch.__file__).parent / "data"
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Context]:
+    model = Model(DATA / "tale-target-q8_0.gguf")
+    with Context(model, n_ctx=4096, n_seq_max=16, n_threads=1) as ctx:
+        yield ctx
+
+
+@pytest.fixture(scope="module")
+def draft() -> Iterator[Context]:
+    model = Model(DATA / "tale-draft-q8_0.gguf")
+    with Context(model, n_ctx=2048, n_seq_max=4, n_threads=1) as ctx:
+        yield ctx
+
+
+@pytest.fixture
+def branch(target: Context) -> Iterator[Branch]:
+    with Branch.start(target, [5], temperature=0.0) as started:
+        yield started
+
+
+class Refuses(FixedLength):
+    """A controller for which drafting never pays."""
+
+    def consider(self, drafter: str) -> bool:
+        return False
+
+
+def propose(line: DraftState, tokens: Sequence[int], k: int = 8) -> Draft:
+    return line.propose(tokens, FixedLength(k), k)
+
+
+# -- prompt lookup ---------------------------------------------------------------------------------
+
+
+def test_lookup_copies_from_the_most_recent_occurrence(branch: Branch) -> None:
+    line = PromptLookupDrafter(max_ngram=3, min_ngram=2).line(branch, "seeded")
+    told = propose(line, [20, 21, 30, 20, 21, 40, 41, 20, 21], k=2)
+    assert told.tokens == [40, 41]
+    assert told.n_decodes == 0
+    assert told.seconds > 0
+
+
+def test_lookup_prefers_the_longest_suffix(branch: Branch) -> None:
+    line = PromptLookupDrafter(max_ngram=3, min_ngram=1).line(branch, "seeded")
+    assert propose(line, [1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], k=1).tokens == [50]
+
+
+def test_lookup_declines_without_evidence(branch: Branch) -> None:
+    line = PromptLookupDrafter(max_ngram=3, min_ngram=2).line(branch, "seeded")
+    told = propose(line, [1, 2, 3, 4, 3])
+    assert (told.tokens, told.entropies, told.n_decodes) == ([], [], 0)
+    assert propose(line, [1, 2, 3, 4, 3, 4]).tokens[:1] == [3]
+
+
+def test_surprisal_stands_where_an_entropy_would(branch: Branch) -> None:
+    line = PromptLookupDrafter(max_ngram=2, min_ngram=2).line(branch, "seeded")
+    told = propose(line, [1, 2, 3, 1, 2], k=3)
+    expected = [-math.log(m / (m + 1)) for m in (2, 3, 4)]
+    assert told.entropies == pytest.approx(expected)
+
+
+def test_entropy_stop_ends_a_copy(branch: Branch) -> None:
+    line = PromptLookupDrafter(max_ngram=2, min_ngram=1).line(branch, "seeded")
+    tokens = [1, 2, 3, 1]  # one token of evidence: probability 1/2, 0.69 nats
+    assert line.propose(tokens, FixedLength(4, 0.6), 4).tokens == []
+    assert len(line.propose(tokens, FixedLength(4, 0.7), 4).tokens) == 4
+
+
+@pytest.mark.parametrize("make", [PromptLookupDrafter, SuffixDrafter])
+def test_nothing_is_proposed_after_the_end(target: Context, make: Callable[[], Drafter]) -> None:
+    end = next(t for t in range(target.n_vocab) if target.model.is_eog(t))
+    with Branch.start(target, [5]) as branch:
+        line = make().line(branch, "seeded")
+        told = propose(line, [20, 21, 22, end, 30, 31, 20, 21, 22])
+    assert told.tokens == [end]
+
+
+@pytest.mark.parametrize("make", [PromptLookupDrafter, SuffixDrafter])
+def test_limit_and_refusal_hold(branch: Branch, make: Callable[[], Drafter]) -> None:
+    line = make().line(branch, "seeded")
+    tokens = [1, 2, 3, 4] * 4
+    assert line.propose(tokens, FixedLength(8), 0).tokens == []
+    assert len(line.propose(tokens, FixedLength(8), 3).tokens) == 3
+    assert len(line.propose(tokens, FixedLength(2), 8).tokens) == 2
+    assert line.propose(tokens, Refuses(8), 8).tokens == []
+
+
+@pytest.mark.parametrize("make", [PromptLookupDrafter, lambda: SuffixDrafter(shared_tokens=0)])
+def test_rewound_line_proposes_as_a_fresh_one(branch: Branch, make: Callable[[], Drafter]) -> None:
+    line, fresh = make().line(branch, "seeded"), make().line(branch, "seeded")
+    tokens = [1, 2, 3, 4, 1, 2, 8, 9]
+    propose(line, tokens)
+    line.observe(6)
+    line.observe(6)
+    assert propose(line, tokens[:6]).tokens == propose(fresh, tokens[:6]).tokens != []
+
+
+@pytest.mark.parametrize("make", [PromptLookupDrafter, lambda: SuffixDrafter(shared_tokens=0)])
+def test_forks_share_the_past_and_then_diverge(branch: Branch, make: Callable[[], Drafter]) -> None:
+    parent = make().line(branch, "seeded")
+    past = [1, 2, 3, 4, 5, 1, 2]
+    propose(parent, past)
+    child = parent.fork(branch)
+    assert propose(child, past).tokens == propose(parent, past).tokens
+    child_text, parent_text = [*past, 7, 1, 2], [*past, 8, 1, 2]
+    assert propose(child, child_text).tokens[0] == 7
+    assert propose(parent, parent_text).tokens[0] == 8
+    parent.close()
+    parent.close()
+    assert propose(child, child_text).tokens[0] == 7
+
+
+# -- suffix ----------------------------------------------------------------------------------------
+
+
+def test_match_length_gives_the_budget(branch: Branch) -> None:
+    text = list(range(100, 130))
+    for m in (2, 3, 5):
+        line = SuffixDrafter(factor=1.5, offset=1.0, min_probability=0.0).line(branch, "seeded")
+        told = propose(line, [*text, 0, *text[:m]], k=100)
+        assert told.tokens == text[m : m + math.floor(m * 1.5 + 1.0)]
+
+
+def test_line_learns_from_what_others_say(branch: Branch) -> None:
+    drafter = SuffixDrafter()
+    said = list(range(200, 212))
+    first = drafter.line(branch, "seeded")
+    propose(first, [5, *said])  # the line starts at position 1: all of this is said
+    first.close()
+    second = drafter.line(branch, "seeded")
+    assert propose(second, [5, *said[:4]]).tokens == said[4:9]  # five tokens match
+    assert propose(SuffixDrafter().line(branch, "seeded"), [5, *said[:4]]).tokens == []
+
+
+def test_prompts_are_not_shared(target: Context) -> None:
+    drafter = SuffixDrafter()
+    prompt = list(range(200, 212))
+    with Branch.start(target, prompt) as branch:
+        propose(drafter.line(branch, "seeded"), prompt)
+        assert propose(drafter.line(branch, "seeded"), prompt[:4]).tokens == []
+
+
+def test_rewound_text_stays_evidence(branch: Branch) -> None:
+    line = SuffixDrafter().line(branch, "seeded")
+    propose(line, [5, 6, 70, 71, 72])
+    line.observe(3)
+    assert propose(line, [5, 6, 70]).tokens == [71, 72]
+    assert propose(line, [5, 6, 70, 90, 6, 70]).tokens == [90, 6]  # what stands goes first
+
+
+def test_sibling_learns_while_the_other_runs(branch: Branch) -> None:
+    drafter = SuffixDrafter()
+    parent = drafter.line(branch, "seeded")
+    propose(parent, [5, 6])
+    a, b = parent.fork(branch), parent.fork(branch)
+    propose(a, [5, 6, 70, 71, 72, 73])
+    assert propose(b, [5, 6, 80, 70, 71]).tokens == [72, 73]
+
+
+def test_better_evidence_is_taken(branch: Branch) -> None:
+    drafter = SuffixDrafter(min_probability=0.0)
+    other = drafter.line(branch, "seeded")
+    propose(other, [5, 40, 41, 42, 43, 44, 45, 46, 47])
+    line = drafter.line(branch, "seeded")
+    assert propose(line, [5, 42, 43, 9, 40, 41, 42, 43]).tokens == [44, 45, 46, 47]
+    assert propose(drafter.line(branch, "seeded"), [1, 2, 9, 1, 2]).tokens == [9, 1]
+
+
+def test_models_do_not_share(branch: Branch, draft: Context) -> None:
+    drafter = SuffixDrafter()
+    said = list(range(200, 212))
+    propose(drafter.line(branch, "seeded"), [5, *said])
+    with Branch.start(draft, [5]) as other:
+        assert propose(drafter.line(other, "seeded"), [5, *said[:4]]).tokens == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: PromptLookupDrafter(0),
+        lambda: PromptLookupDrafter(2, 3),
+        lambda: PromptLookupDrafter(65),
+        lambda: SuffixDrafter(8, 0),
+        lambda: SuffixDrafter(min_probability=1.5),
+        lambda: SuffixDrafter(factor=math.inf),
+        lambda: SuffixDrafter(max_occurrences=0),
+        lambda: SuffixDrafter(16, shared_tokens=64),
+        lambda: ChainDrafter([]),
+    ],
+)
+def test_bad_settings_are_refused(make: Callable[[], Drafter]) -> None:
+    with pytest.raises(ConfigError):
+        make()
+
+
+# -- chain -----------------------------------------------------------------------------------------
+
+
+class Script:
+    """A drafter and its own line: says what it is given, remembers what it is told."""
+
+    name = "script"
+
+    def __init__(self, says: Sequence[int]) -> None:
+        self.says = list(says)
+        self.log: list[tuple[str, int]] = []
+
+    def check(self, target: Model) -> None:
+        self.log.append(("check", 0))
+
+    def line(self, target: Branch, rule: str) -> DraftState:
+        return self
+
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+        self.log.append(("propose", len(tokens)))
+        return Draft(self.says[:limit], seconds=1.0, n_decodes=1)
+
+    def observe(self, n_tokens: int) -> None:
+        self.log.append(("observe", n_tokens))
+
+    def fork(self, target: Branch) -> DraftState:
+        return Script(self.says)
+
+    def close(self) -> None:
+        self.log.append(("close", 0))
+
+
+def test_chain_asks_in_order_and_tells_everyone(branch: Branch) -> None:
+    silent, first, last = Script([]), Script([7]), Script([8])
+    chain = ChainDrafter([silent, first, last])
+    assert chain.name == "script+script+script"
+    chain.check(branch.ctx.model)
+    line = chain.line(branch, "seeded")
+    told = propose(line, [5, 6])
+    line.observe(3)
+    line.close()
+    assert told == Draft([7], seconds=2.0, n_decodes=2)
+    assert silent.log == [("check", 0), ("propose", 2), ("observe", 3), ("close", 0)]
+    assert first.log == silent.log
+    assert last.log == [("check", 0), ("observe", 3), ("close", 0)]
+
+
+def test_model_behind_ngrams_catches_up_in_one_decode(target: Context, draft: Context) -> None:
+    with Branch.start(target, [5, 6, 7], temperature=0.0) as branch:
+        line = ChainDrafter([PromptLookupDrafter(), ModelDrafter(draft)]).line(branch, "seeded")
+        tokens = [5, 6, 7]
+        assert (
+            propose(line, tokens, k=1).n_decodes == 1
+        )  # the prompt; the last draft is not decoded
+        tokens += [5, 6, 7]
+        line.observe(len(tokens))
+        assert propose(line, tokens, k=4).n_decodes == 0
+        tokens += [30, 31, 32, 33]
+        line.observe(len(tokens))
+        assert propose(line, tokens, k=1).n_decodes == 1
+        line.close()
+
+
+def test_failed_fork_leaves_nothing_open(target: Context, draft: Context) -> None:
+    with Branch.start(target, [5], temperature=0.0) as branch, branch.fork() as other:
+        line = ChainDrafter([ModelDrafter(draft)] * 3).line(branch, "seeded")
+        with pytest.raises(SequencesExhaustedError):
+            line.fork(other)  # three of four sequences are taken: the second fork fails
+        line.close()
+        line.close()
+    for taken in [Branch.create(draft) for _ in range(draft.n_seq_max)]:
+        taken.prune()
+
+
+# -- the text is the target's ----------------------------------------------------------------------
+
+REPETITIVE = "The cat sat on the mat. The dog sat on the log. " * 3 + "The cat sat"
+PROMPTS = ("Once upon a time", "The little fox said", REPETITIVE)
+DRAFTERS = ("lookup", "lookup-1", "suffix", "suffix-eager", "chain", "wrong")
+
+
+@pytest.fixture(scope="module")
+def drafters(draft: Context) -> dict[str, Drafter]:
+    return {
+        "lookup": PromptLookupDrafter(),
+        "lookup-1": PromptLookupDrafter(max_ngram=3, min_ngram=1),
+        "suffix": SuffixDrafter(),
+        "suffix-eager": SuffixDrafter(8, 1, factor=4.0, offset=4.0, min_probability=0.0),
+        "chain": ChainDrafter([PromptLookupDrafter(), ModelDrafter(draft)]),
+        "wrong": ChainDrafter([NullDrafter(), Script([9] * 16)]),
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(target: Context) -> Callable[[str, float], list[int]]:
+    known: dict[tuple[str, float], list[int]] = {}
+
+    def tokens_of(prompt: str, temperature: float) -> list[int]:
+        key = prompt, temperature
+        if key not in known:
+            params = SamplingParams(temperature=temperature, seed=11)
+            with Branch.start(target, prompt, sampling=params) as branch:
+                known[key] = [produced.token for produced in branch.generate(48)]
+        return known[key]
+
+    return tokens_of
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("prompt", PROMPTS, ids=["tale", "fox", "repetitive"])
+@pytest.mark.parametrize("which", DRAFTERS)
+def test_text_equals_plain(
+    target: Context,
+    drafters: dict[str, Drafter],
+    plain: Callable[[str, float], list[int]],
+    which: str,
+    prompt: str,
+    temperature: float,
+) -> None:
+    params = SamplingParams(temperature=temperature, seed=11)
+    for draft_k in (5, "auto"):
+        speculator = Speculator(target, drafters[which], SpeculativeConfig(draft_k=draft_k))
+        generation = speculator.generate(prompt, max_tokens=48, sampling=params).finish()
+        assert generation.tokens == plain(prompt, temperature)
+        assert target.usage().cells_used == 0
+
+
+@pytest.mark.parametrize("make", [PromptLookupDrafter, SuffixDrafter])
+def test_repetition_is_exploited(target: Context, make: Callable[[], Drafter]) -> None:
+    speculator = Speculator(target, make(), SpeculativeConfig(draft_k=4))
+    params = SamplingParams(temperature=0.0)
+    stats = speculator.generate(REPETITIVE, max_tokens=48, sampling=params).finish().stats
+    assert stats.num_accepted_tokens > 0
+    assert stats.target_forward_passes < 48
+
+
+def test_second_telling_is_drafted_from_the_first(target: Context) -> None:
+    speculator = Speculator(target, SuffixDrafter(), SpeculativeConfig(draft_k=8))
+    params = SamplingParams(temperature=0.8, seed=3)
+    first, second = (
+        speculator.generate("Once upon a time", max_tokens=64, sampling=params).finish()
+        for _ in range(2)
+    )
+    assert first.tokens == second.tokens
+    assert second.stats.target_forward_passes < 0.5 * first.stats.target_forward_passes
+
+
+@pytest.mark.parametrize("which", DRAFTERS)
+def test_branches_continue_as_if_alone(
+    target: Context, drafters: dict[str, Drafter], which: str
+) -> None:
+    params = SamplingParams(temperature=0.8, seed=4)
+    speculator = Speculator(target, drafters[which], SpeculativeConfig(draft_k=5))
+    with Branch.start(target, REPETITIVE, sampling=params) as root:
+        children = root.fork_many(3)
+        expected = []
+        for child in children:
+            with child.fork() as twin:
+                expected.append([produced.token for produced in twin.generate(24)])
+        generations = [speculator.generate(child, max_tokens=24) for child in children]
+        for _ in range(24):  # by turns, so that lines of one drafter interleave
+            for generation in generations:
+                next(generation, None)
+        for child, generation, tokens in zip(children, generations, expected, strict=True):
+            generation.finish()
+            assert generation.tokens == tokens == child.generated

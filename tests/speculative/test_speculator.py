@@ -1,0 +1,848 @@
+"""Speculator over branches: every drafter says what plain decoding says, and leaves the state it should.
+
+Numbers are compared to the bit, and what a branch holds after random work with a fresh prefill.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import llamabranch as lb
+from llamabranch import Branch, Context, Draft, SamplingParams, SpeculativeConfig, Speculator
+from llamabranch.speculative.length.base import DraftLength, FixedLength
+
+PROMPTS = [
+    "Once upon a time there was a king who had three daughters, and the youngest",
+    "“Who is there?” cried the old woman,",
+    "The cat sat on the mat. The dog sat on the log. The cat sat on the mat. The dog",
+]
+GREEDY = SamplingParams(temperature=0.0)
+WARM = SamplingParams(temperature=0.8, seed=42)
+
+Said = tuple[int, str, float, float, tuple[tuple[int, float], ...]]
+
+
+def plain(ctx: Context, prompt: str, params: SamplingParams, n: int, top: int = 3) -> list[Said]:
+    """Return what plain decoding says and reports, one decode a token, at most ``n``."""
+    said: list[Said] = []
+    with Branch.start(ctx, prompt, sampling=params) as branch:
+        for _ in range(n):
+            alternatives = tuple(branch.next_row().top(top))
+            t = branch.step()
+            if t.is_stop:
+                break
+            said.append((t.token, t.text, t.logprob, t.entropy, alternatives))
+    return said
+
+
+def facts(t: lb.Emitted) -> Said:
+    return t.token, t.text, t.logprob, t.entropy, t.alternatives
+
+
+@dataclass
+class Wrong:
+    """Proposes tokens that are almost never right, an end now and then."""
+
+    name: str = "wrong"
+
+    def check(self, target: lb.Model) -> None:
+        """Claim to fit."""
+
+    def line(self, target: Branch, rule: str) -> Wrong:
+        return self
+
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+        n, end = len(tokens), 1 if len(tokens) % 5 == 0 else 900
+        return Draft(
+            [(977 * n + i) % 4000 + 2 if i != 2 else end for i in range(limit)], drafter="wrong"
+        )
+
+    def observe(self, n_tokens: int) -> None:
+        """Learn nothing."""
+
+    def fork(self, target: Branch) -> Wrong:
+        return self
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
+DRAFTERS = (
+    "none", "model", "same model", "wrong", "lookup", "suffix", "chain", "own settings",
+    "tree of 2", "tree of 3", "tree of the same model", "chain with a tree",
+)  # fmt: skip
+
+
+def make(which: str, draft: Context, twin: Context) -> lb.Drafter:
+    model, lookup = lb.ModelDrafter, lb.PromptLookupDrafter
+    makers: dict[str, lb.Drafter] = {
+        "none": lb.NullDrafter(),
+        "model": model(draft),
+        "same model": model(twin),
+        "wrong": Wrong(),
+        "lookup": lookup(max_ngram=3, min_ngram=1),
+        "suffix": lb.SuffixDrafter(8, 1, factor=4.0, offset=4.0, min_probability=0.0),
+        "chain": lb.ChainDrafter([lookup(), lb.SuffixDrafter(), model(draft)]),
+        "own settings": model(draft, SamplingParams(temperature=1.3, top_k=5, seed=9)),
+        "tree of 2": model(draft, width=2),
+        "tree of 3": model(draft, width=3),
+        "tree of the same model": model(twin, width=2),
+        "chain with a tree": lb.ChainDrafter([lookup(), model(draft, width=2)]),
+    }
+    return makers[which]
+
+
+@pytest.fixture(scope="module")
+def plain_said(target: lb.Model) -> dict[tuple[str, int | None], list[Said]]:
+    with Context(target, n_ctx=512, n_threads=1) as ctx:
+        return {(p, s.seed): plain(ctx, p, s, 60) for p in PROMPTS for s in (GREEDY, WARM)}
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("draft_k", [1, 4, "auto"])
+@pytest.mark.parametrize("which", DRAFTERS)
+def test_every_drafter_says_and_reports_what_plain_decoding_does(
+    which: str,
+    draft_k: int | str,
+    params: SamplingParams,
+    ctx: Context,
+    draft_ctx: Context,
+    other_ctx: Context,
+    plain_said: dict[tuple[str, int | None], list[Said]],
+) -> None:
+    """Token, text, log-probability, entropy and alternatives: equal to the bit, whatever the source."""
+    drafter = make(which, draft_ctx, other_ctx)
+    speculator = Speculator(ctx, drafter, SpeculativeConfig(draft_k=draft_k))
+    for prompt in PROMPTS:
+        generation = speculator.generate(prompt, max_tokens=60, sampling=params, top_logprobs=3)
+        emitted = list(generation)
+        assert [facts(t) for t in emitted] == plain_said[prompt, params.seed]
+        assert all(t.alternatives[0][1] >= t.logprob for t in emitted)
+    for context in (ctx, draft_ctx, other_ctx):
+        assert context.usage().cells_used == 0
+        assert context.n_seq_free == 8
+    stats = speculator.stats
+    assert stats.num_emitted_tokens == 60 * len(PROMPTS)
+    if which == "none":
+        assert stats.num_drafts == 0
+    elif draft_k != "auto":
+        assert stats.num_drafts > 0
+        assert which == "wrong" or stats.num_accepted_tokens > 0
+
+
+# -- the draft is the target -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["seeded", "token", "block"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
+def test_target_that_drafts_for_itself_is_always_right(
+    temperature: float, rule: str, ctx: Context, other_ctx: Context
+) -> None:
+    config = SpeculativeConfig(draft_k=5, rule=rule)
+    speculator = Speculator(ctx, lb.ModelDrafter(other_ctx), config)
+    for prompt in PROMPTS:
+        params = SamplingParams(temperature=temperature, seed=3)
+        speculator.generate(prompt, max_tokens=61, sampling=params).finish()
+    stats = speculator.stats
+    assert stats.draft_acceptance_rate == 1.0
+    assert stats.mean_acceptance_length > 5.5
+    assert stats.target_forward_passes <= 3 * 11
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_rejection_rules_at_temperature_zero_are_plain_decoding(
+    rule: str,
+    ctx: Context,
+    draft_ctx: Context,
+    plain_said: dict[tuple[str, int | None], list[Said]],
+) -> None:
+    config = SpeculativeConfig(draft_k=4, rule=rule)
+    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), config)
+    for prompt in PROMPTS:
+        generation = speculator.generate(prompt, max_tokens=60, sampling=GREEDY).finish()
+        assert generation.tokens == [t[0] for t in plain_said[prompt, None]]
+
+
+def test_block_rule_accepts_at_least_what_the_token_rule_does(
+    ctx: Context, draft_ctx: Context
+) -> None:
+    """In expectation; 24 texts of 32 tokens, and a margin of a few standard errors."""
+    lengths = []
+    for rule in ("token", "block"):
+        config = SpeculativeConfig(draft_k=8, rule=rule)
+        speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), config)
+        for seed in range(24):
+            params = SamplingParams(temperature=1.0, seed=seed)
+            speculator.generate(PROMPTS[seed % 3], max_tokens=32, sampling=params).finish()
+        lengths.append(speculator.stats.mean_acceptance_length)
+    assert lengths[1] > lengths[0] - 0.3
+
+
+# -- what is left in memory --------------------------------------------------------------------------
+
+
+class Garden:
+    """Branches with a speculator, and random work on them."""
+
+    def __init__(self, ctx: Context, drafter: lb.Drafter, k: int, rng: np.random.Generator) -> None:
+        self.ctx = ctx
+        self.rng = rng
+        self.speculator = Speculator(ctx, drafter, SpeculativeConfig(draft_k=k))
+        params = SamplingParams(temperature=0.9, seed=7, repeat_penalty=1.2, penalty_last_n=16)
+        self.branches = [Branch.start(ctx, PROMPTS[0], sampling=params)]
+
+    def pick(self) -> Branch:
+        return self.branches[self.rng.integers(len(self.branches))]
+
+    def work(self) -> Branch:
+        """Do something at random; return a branch that may have changed."""
+        branch, n = self.pick(), int(self.rng.integers(1, 12))
+        deed = self.rng.choice(
+            ["speak", "speak", "leave", "fork", "rewind", "prune", "promote", "tell"]
+        )
+        if branch.position > 120:
+            deed = "rewind"
+        if deed == "speak":
+            self.speculator.generate(branch, max_tokens=n).finish()
+        elif deed == "leave":  # the generation is abandoned in the middle of a block
+            generation = self.speculator.generate(branch)
+            said = [next(generation).token for _ in range(n)]
+            generation.close()
+            assert branch.tokens[-n:] == said
+        elif deed == "fork" and len(self.branches) < 5:
+            child = branch.fork()
+            child.reseed(int(self.rng.integers(1000)))
+            self.branches.append(child)
+        elif deed == "rewind":
+            branch.rewind(max(branch.n_prompt, branch.position - 3 * n))
+        elif deed == "prune" and len(self.branches) > 1 and not branch.children:
+            self.branches.remove(branch)
+            branch.prune()
+            branch = self.pick()
+        elif deed == "promote" and branch.parent is not None:
+            branch.promote()
+            self.branches = [b for b in self.branches if b.state != "pruned"]
+        elif deed == "tell":  # the user adds words of his own
+            branch.extend([int(t) for t in self.rng.integers(10, 4000, n)])
+        return branch
+
+
+@pytest.mark.parametrize("which", ["model", "same model", "wrong", "chain", "tree of 2"])
+@pytest.mark.parametrize("seed", range(2))
+def test_memory_is_that_of_a_fresh_prefill_after_any_work(
+    which: str, seed: int, ctx: Context, draft_ctx: Context, other_ctx: Context, target: lb.Model
+) -> None:
+    rng = np.random.default_rng((seed, len(which)))
+    with Context(target, n_ctx=512, n_threads=1) as clean:
+        garden = Garden(ctx, make(which, draft_ctx, other_ctx), 4, rng)
+        for _ in range(60):
+            branch = garden.work()
+            with Branch.start(clean, branch.tokens) as again:
+                difference = np.abs(branch.logits - again.logits).max()
+            assert difference == 0.0
+            ctx.audit()
+            draft_ctx.audit()
+        for branch in garden.branches:
+            with branch.fork() as twin:
+                plainly = [t.token for t in twin.generate(12)]
+            said = garden.speculator.generate(branch, max_tokens=12).finish()
+            assert said.tokens == plainly
+    for branch in garden.branches:
+        garden.speculator.forget(branch)
+        if branch.parent is None:
+            branch.prune_subtree()
+    del garden, branch, said, twin
+    gc.collect()
+    for context in (ctx, draft_ctx, other_ctx):
+        assert context.usage().cells_used == 0
+        assert context.n_seq_free == 8
+
+
+def test_abandoned_generations_and_branches_leak_nothing(ctx: Context, draft_ctx: Context) -> None:
+    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx))
+    for _ in range(20):  # more than there are sequences
+        branch = Branch.start(ctx, PROMPTS[0], sampling=WARM)
+        next(speculator.generate(branch))
+        generation = speculator.generate(PROMPTS[1], sampling=WARM)
+        for _ in range(3):
+            next(generation)
+    del branch, generation
+    gc.collect()
+    assert ctx.usage().cells_used == draft_ctx.usage().cells_used == 0
+
+
+def test_closed_contexts_end_generations_with_a_clear_error(
+    target: lb.Model, draft_ctx: Context
+) -> None:
+    ctx = Context(target, n_ctx=256, n_threads=1)
+    branch = Branch.start(ctx, PROMPTS[0], sampling=WARM)
+    generation = Speculator(ctx, lb.ModelDrafter(draft_ctx)).generate(branch)
+    next(generation)
+    ctx.close()
+    with pytest.raises(lb.ClosedError):
+        next(generation)
+    generation.close()
+    del generation, branch
+    gc.collect()
+    assert draft_ctx.usage().cells_used == 0
+
+
+# -- endings in the middle of a block ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "seeded"])
+def test_end_inside_a_block_keeps_nothing_after_it(
+    rule: str, ctx: Context, other_ctx: Context, target: lb.Model
+) -> None:
+    """The target drafts for itself, so the end is drafted, accepted, and the last of its block."""
+    assert target.eos is not None
+    ended = 0
+    for seed in range(6):
+        params = SamplingParams(temperature=0.9, seed=seed, logit_bias={target.eos: 7.0})
+        branch = Branch.start(ctx, PROMPTS[0], sampling=params)
+        start = branch.position
+        config = SpeculativeConfig(draft_k=8, rule=rule)
+        speculator = Speculator(ctx, lb.ModelDrafter(other_ctx), config)
+        generation = speculator.generate(branch, max_tokens=60)
+        said = [t.token for t in generation]
+        assert target.eos not in said
+        assert branch.tokens[start:] == said == generation.tokens
+        with Branch.start(other_ctx, branch.tokens) as again:
+            assert np.array_equal(branch.logits, again.logits)
+        ended += generation.finish_reason == "stop"
+        branch.prune()
+        speculator.forget(branch)
+    assert ended >= 3
+    assert ctx.usage().cells_used == 0
+
+
+GBNF = r'root ::= ("yes" | "no" | "may" "be" | " and "){4,9} "."'
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+    },
+    "required": ["name", "age"],
+}
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM, WARM.replace(repeat_penalty=1.3, dry_multiplier=0.8)],
+                         ids=["greedy", "seeded", "penalties"])  # fmt: skip
+@pytest.mark.parametrize("which", ["model", "same model", "wrong", "chain", "tree of 3"])
+@pytest.mark.parametrize("form", ["gbnf", "schema"])
+def test_grammars_hold_in_the_middle_of_blocks(
+    form: str,
+    which: str,
+    params: SamplingParams,
+    ctx: Context,
+    draft_ctx: Context,
+    other_ctx: Context,
+) -> None:
+    grammar = lb.Grammar(GBNF) if form == "gbnf" else lb.Grammar.from_json_schema(SCHEMA)
+    with Branch.start(ctx, PROMPTS[0], sampling=params, grammar=grammar) as branch:
+        expected = [(t.token, t.text, t.logprob) for t in branch.generate(60)]
+        reason = branch.finish_reason
+    speculator = Speculator(ctx, make(which, draft_ctx, other_ctx), SpeculativeConfig(draft_k=5))
+    generation = speculator.generate(
+        PROMPTS[0], max_tokens=60, sampling=params, grammar=grammar, stop=("\x00",)
+    )
+    assert [(t.token, t.text, t.logprob) for t in generation if t.text or t.token] == expected
+    assert generation.finish_reason == reason
+    assert ctx.usage().cells_used == draft_ctx.usage().cells_used == 0
+
+
+@pytest.mark.parametrize("which", ["model", "chain", "tree of 2", "same model"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"repeat_penalty": 1.4, "penalty_last_n": 24}, {"dry_multiplier": 0.9, "dry_allowed_length": 1},
+     {"presence_penalty": 0.8, "frequency_penalty": 0.4, "xtc_probability": 0.4}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_rejected_tokens_are_forgotten_by_the_penalties(
+    temperature: float,
+    settings: dict[str, float],
+    which: str,
+    ctx: Context,
+    draft_ctx: Context,
+    other_ctx: Context,
+) -> None:
+    params = SamplingParams(seed=5).replace(temperature=temperature, **settings)
+    expected = [t[0] for t in plain(ctx, PROMPTS[2], params, 60)]
+    speculator = Speculator(ctx, make(which, draft_ctx, other_ctx), SpeculativeConfig(draft_k=5))
+    generation = speculator.generate(PROMPTS[2], max_tokens=60, sampling=params).finish()
+    assert generation.tokens == expected
+
+
+# -- from branches: the drafter's side of forks, rewinds and prunes ------------------------------------
+
+LONG = " ".join(PROMPTS) * 4
+
+
+def test_forks_reuse_what_the_draft_has_read(ctx: Context, draft_ctx: Context) -> None:
+    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx))
+    with Branch.start(ctx, LONG, sampling=WARM) as root:
+        first = speculator.generate(root, max_tokens=9).finish()
+        n_prompt = root.n_prompt
+        assert n_prompt > 150
+        children = root.fork_many(4)
+        for child in children:
+            again = speculator.generate(child, max_tokens=9).finish()
+            assert again.stats.draft_forward_passes <= first.stats.draft_forward_passes + 8
+        usage = draft_ctx.usage()
+        assert usage.cells_used < n_prompt + 5 * 20
+        assert usage.cells_shared >= n_prompt
+        assert len(usage.sequences) == 5
+        for branch in [*root.children, root]:
+            speculator.forget(branch)
+        assert draft_ctx.usage().cells_used == 0
+
+
+def test_second_generation_goes_on_where_the_first_ended(ctx: Context, draft_ctx: Context) -> None:
+    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx))
+    with Branch.start(ctx, LONG, sampling=WARM) as branch:
+        speculator.generate(branch, max_tokens=9).finish()
+        before = draft_ctx.usage().cells_used
+        decodes = draft_ctx.decoder.n_decodes
+        generation = speculator.generate(branch, max_tokens=2).finish()
+        assert generation.stats.num_drafts <= 1
+        assert draft_ctx.decoder.n_decodes - decodes <= 1
+        assert draft_ctx.usage().cells_used <= before + 6
+        speculator.forget(branch)
+
+
+@pytest.mark.parametrize("which", ["model", "chain", "suffix", "tree of 2", "own settings"])
+def test_user_may_rewind_and_reseed_between_generations(
+    which: str, ctx: Context, draft_ctx: Context, other_ctx: Context
+) -> None:
+    """Best of n by hand: rewind, reseed, go on. Each text is what a fresh branch would say."""
+    speculator = Speculator(ctx, make(which, draft_ctx, other_ctx))
+    with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
+        for seed in (42, 1, 2, 1):
+            branch.rewind(branch.n_prompt)
+            branch.reseed(seed)
+            generation = speculator.generate(branch, max_tokens=30).finish()
+            expected = plain(other_ctx, PROMPTS[0], WARM.replace(seed=seed), 30)
+            assert generation.tokens == [t[0] for t in expected]
+        speculator.forget(branch)
+
+
+def test_reseeded_branch_keeps_its_acceptance(ctx: Context, other_ctx: Context) -> None:
+    """The draft draws with the branch's noise: after a reseed it must learn of the new one."""
+    speculator = Speculator(ctx, lb.ModelDrafter(other_ctx))
+    with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
+        for seed in range(4):
+            branch.reseed(seed)
+            stats = speculator.generate(branch, max_tokens=20).finish().stats
+            assert stats.draft_acceptance_rate == 1.0
+        assert other_ctx.n_seq_free == 7
+        speculator.forget(branch)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_settings_changed_between_generations_reach_the_draft(
+    ctx: Context, other_ctx: Context, width: int
+) -> None:
+    """A line that is kept goes on with what its branch draws by now; so does that of a fork."""
+    speculator = Speculator(ctx, lb.ModelDrafter(other_ctx, width=width))
+    with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
+        for params in (
+            WARM,
+            WARM.replace(temperature=2.0, top_k=0, top_p=1.0, min_p=0.0),
+            GREEDY,
+            WARM,
+        ):
+            branch.resample(params)
+            generation = speculator.generate(branch, max_tokens=20).finish()
+            assert generation.stats.conditional_rates_per_pos[0] == 1.0
+            with branch.fork() as child:
+                usual = child.produce().token
+                child.steer({usual: -50.0})
+                stats = speculator.generate(child, max_tokens=20).finish().stats
+                assert usual not in child.tokens[branch.position : branch.position + 1]
+                assert stats.conditional_rates_per_pos[0] == 1.0
+        speculator.forget(branch)
+
+
+def test_rewind_into_the_prompt_is_followed(ctx: Context, draft_ctx: Context) -> None:
+    """What is said after a prompt that was cut short belongs to the grammar, not to the prompt."""
+    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx))
+    grammar = 'root ::= ("yes " | "no " | "maybe "){60}'
+    with Branch.start(ctx, PROMPTS[0], sampling=WARM, grammar=grammar) as branch:
+        speculator.generate(branch, max_tokens=10).finish()
+        branch.rewind(3)
+        with branch.fork() as twin:
+            expected = [t.token for t in twin.generate(20)]
+        for _ in range(2):
+            speculator.generate(branch, max_tokens=10).finish()
+        assert branch.generated == expected
+        speculator.forget(branch)
+
+
+def test_promoted_branch_goes_on_with_its_line(ctx: Context, draft_ctx: Context) -> None:
+    """Its line was forked from its parent's, which ends with the parent."""
+    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx))
+    expected = [t[0] for t in plain(ctx, PROMPTS[0], WARM, 30)]
+    root = Branch.start(ctx, PROMPTS[0], sampling=WARM)
+    speculator.generate(root, max_tokens=10).finish()
+    child = root.fork()
+    speculator.generate(child, max_tokens=10).finish()
+    child.promote()
+    speculator.generate(PROMPTS[1], max_tokens=5, sampling=WARM).finish()  # closes ended lines
+    speculator.generate(child, max_tokens=10).finish()
+    assert child.generated == expected
+    child.prune()
+    speculator.forget(child)
+    assert draft_ctx.usage().cells_used == 0
+
+
+def test_pruned_branches_free_the_draft(ctx: Context, draft_ctx: Context) -> None:
+    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx))
+    root = Branch.start(ctx, PROMPTS[0], sampling=WARM)
+    children = root.fork_many(5)
+    for child in children:
+        speculator.generate(child, max_tokens=6).finish()
+    assert draft_ctx.n_seq_free == 3
+    for child in children:
+        child.prune()
+    speculator.generate(root, max_tokens=6).finish()
+    assert draft_ctx.n_seq_free == 7
+    root.prune()
+    del root, children, child
+    gc.collect()
+    assert draft_ctx.n_seq_free == 8
+
+
+def test_draft_with_too_few_sequences_serves_as_many_branches_as_it_can(
+    ctx: Context, draft: lb.Model, other_ctx: Context
+) -> None:
+    with Context(draft, n_ctx=512, n_seq_max=2, n_threads=1) as small:
+        speculator = Speculator(ctx, lb.ModelDrafter(small))
+        root = Branch.start(ctx, PROMPTS[0], sampling=WARM)
+        branches = [root, *root.fork_many(5)]
+        expected = []
+        for branch in branches:
+            with branch.fork() as twin:
+                expected.append([t.token for t in twin.generate(24)])
+        for _ in range(3):  # each time in turn: lines that waited longest make room
+            for branch in branches:
+                speculator.generate(branch, max_tokens=8).finish()
+        assert [b.generated for b in branches] == expected
+        assert speculator.stats.num_accepted_tokens > 0
+        running = [speculator.generate(b, max_tokens=8) for b in branches]
+        for _ in range(8):  # all at once: most have to do without
+            for generation in running:
+                next(generation)
+        for branch, generation in zip(branches, running, strict=True):
+            assert generation.finish().tokens == branch.generated[-8:]
+        small.audit()
+        root.prune_subtree()
+
+
+def test_branch_that_found_no_room_to_draft_tries_again(ctx: Context, draft: lb.Model) -> None:
+    with Context(draft, n_ctx=256, n_seq_max=1, n_threads=1) as small:
+        speculator = Speculator(ctx, lb.ModelDrafter(small))
+        with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
+            with Branch.start(small, "somebody else is here"):
+                assert speculator.generate(branch, max_tokens=9).finish().stats.num_drafts == 0
+            assert speculator.generate(branch, max_tokens=9).finish().stats.num_drafts > 0
+            speculator.forget(branch)
+
+
+def test_draft_without_cells_drafts_again_when_there_are_some(
+    ctx: Context, draft: lb.Model
+) -> None:
+    expected = [t[0] for t in plain(ctx, LONG, WARM, 40)]
+    with Context(draft, n_ctx=256, n_seq_max=2, n_threads=1) as small:
+        rival = Branch.start(small, [5] * 100)
+        speculator = Speculator(ctx, lb.ModelDrafter(small))
+        with Branch.start(ctx, LONG, sampling=WARM) as branch:
+            first = speculator.generate(branch, max_tokens=20).finish()
+            assert first.stats.num_drafts == 0
+            assert first.stats.stop_reasons["capacity"] > 0
+            rival.prune()
+            assert speculator.generate(branch, max_tokens=20).finish().stats.num_drafts > 0
+            assert branch.generated == expected
+            speculator.forget(branch)
+        small.audit()
+
+
+def test_target_without_cells_for_a_block_goes_on_plainly(
+    target: lb.Model, draft_ctx: Context
+) -> None:
+    with Context(target, n_ctx=256, n_seq_max=2, n_threads=1) as ctx:
+        with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
+            expected = [t.token for t in branch.generate(30)]
+        room = len(ctx.tokenize(PROMPTS[0])) + 32
+        with Branch.start(ctx, [5] * (256 - room)):
+            config = SpeculativeConfig(draft_k=16)
+            speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), config)
+            with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
+                generation = speculator.generate(branch, max_tokens=30).finish()
+                assert generation.tokens == expected
+                speculator.forget(branch)
+
+
+def test_explanation_names_drafter_length_and_outcome(ctx: Context, draft_ctx: Context) -> None:
+    assert "plain decoding" in Speculator(ctx).explain()
+    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k="auto"))
+    speculator.generate(PROMPTS[0], max_tokens=60, sampling=WARM).finish()
+    words = speculator.explain()
+    for part in (speculator.drafter.name, "drafts:", "stood", "c =", "v ="):
+        assert part in words
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_plain_steps_are_counted_and_the_reader_s_time_is_not(
+    ctx: Context, draft_ctx: Context, drafts: bool
+) -> None:
+    """Steps nobody is asked in are counted together, also those of a generation that is closed."""
+    drafter = lb.ModelDrafter(draft_ctx) if drafts else None
+    speculator = Speculator(ctx, drafter, SpeculativeConfig(draft_k="auto"))
+    read_s = 0.0
+    start = time.perf_counter()
+    generation = speculator.generate(PROMPTS[0], max_tokens=60, sampling=WARM)
+    for n, _ in enumerate(generation, start=1):
+        began = time.perf_counter()
+        time.sleep(0.01)
+        read_s += time.perf_counter() - began
+        if n == 30:
+            break
+    generation.close()
+    assert 0.0 < generation.elapsed_s <= time.perf_counter() - start - read_s
+    stats = generation.stats
+    rounds = stats.num_drafts + stats.num_plain_steps
+    assert rounds == stats.target_forward_passes == sum(stats.target_decodes_by_n.values())
+    assert rounds + stats.num_accepted_tokens >= 29  # the first token needs no decode
+    assert stats.plain_time_s > 0
+    assert stats.stop_reasons["off"] >= (3 if drafts else 29)
+
+
+def test_single_slow_step_is_counted_but_not_learned(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one pause of the machine would make plain decoding look slow, and any draft worth it."""
+    learned: list[tuple[int, float]] = []
+
+    class Spy(FixedLength):
+        def learn_plain(self, n: int, verify_s: float, overhead_s: float) -> None:
+            learned.append((n, verify_s))
+
+    commit, n_commits = Branch.commit, 0
+
+    def slow(branch: Branch, token: int) -> None:
+        nonlocal n_commits
+        n_commits += 1
+        if n_commits == 5:
+            time.sleep(2.0)
+        commit(branch, token)
+
+    monkeypatch.setattr(Branch, "commit", slow)
+    speculator = Speculator(ctx)
+    speculator.length = Spy(0)
+    stats = speculator.generate(PROMPTS[0], max_tokens=20, sampling=WARM).finish().stats
+    assert [n for n, _ in learned] == [19]
+    assert learned[0][1] < 1.0
+    assert stats.plain_time_s > 2.0
+
+
+def test_statistics_add_up(ctx: Context, draft_ctx: Context) -> None:
+    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=3))
+    parts = [
+        speculator.generate(p, max_tokens=30, sampling=WARM).finish().stats.as_dict()
+        for p in PROMPTS
+    ]
+    total = speculator.stats.as_dict()
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens",
+                 "target_forward_passes", "draft_forward_passes"):  # fmt: skip
+        counts = [part[name] for part in parts]
+        assert total[name] == sum(c for c in counts if isinstance(c, int))
+    stats = speculator.stats
+    assert stats.draft_acceptance_rate == stats.num_accepted_tokens / stats.num_draft_tokens
+    assert stats.mean_acceptance_length == 1 + stats.num_accepted_tokens / stats.num_drafts
+    assert len(stats.num_accepted_tokens_per_pos) == 3
+    low, high = stats.alpha_interval
+    assert 0 <= low <= stats.alpha_hat <= high <= 1
+    assert sum(stats.stop_reasons.values()) == stats.target_forward_passes
+
+
+# -- dead ends ---------------------------------------------------------------------------------------
+
+SENTENCE = r"""
+    root ::= "The " ("king" | "witch" | "frog") " " ("slept" | "wept") " and " last "."
+    last ::= "sang" | "danced"
+"""
+
+
+def no_end(model: lb.Model) -> dict[int, float]:
+    """Return the bias that ``--ignore-end`` sets."""
+    return {token: -np.inf for token in range(model.n_vocab) if model.is_eog(token)}
+
+
+def until_error(tokens: Iterator[lb.Emitted] | Iterator[lb.Produced]) -> list[Said]:
+    """Return what comes before the error that must come."""
+    said: list[Said] = []
+    with pytest.raises(lb.GrammarError, match="no token"):
+        said.extend((t.token, t.text, t.logprob, t.entropy, ()) for t in tokens)
+    return said
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "which",
+    ["model", "same model", "wrong", "lookup", "chain", "tree of 2", "tree of the same model"],
+)
+def test_grammar_that_ends_without_an_end_token_loses_nothing(
+    which: str, temperature: float, ctx: Context, draft_ctx: Context, other_ctx: Context
+) -> None:
+    """The whole sentence is said before the error, and a branch that was given holds it."""
+    for seed in range(3):
+        params = SamplingParams(temperature=temperature, seed=seed, logit_bias=no_end(ctx.model))
+        with Branch.start(ctx, PROMPTS[0], sampling=params, grammar=SENTENCE) as branch:
+            expected = until_error(branch.generate(60))
+            held = branch.tokens
+        assert "".join(text for _, text, *_ in expected).endswith(("sang.", "danced."))
+        drafter = make(which, draft_ctx, other_ctx)
+        for draft_k in (3, 16):
+            speculator = Speculator(ctx, drafter, SpeculativeConfig(draft_k=draft_k))
+            asked = speculator.generate(PROMPTS[0], sampling=params, grammar=SENTENCE)
+            assert until_error(iter(asked)) == expected
+            with Branch.start(ctx, PROMPTS[0], sampling=params, grammar=SENTENCE) as branch:
+                given = speculator.generate(branch)
+                assert until_error(iter(given)) == expected
+                assert given.tokens == branch.generated
+                assert branch.tokens == held
+                speculator.forget(branch)
+            if which == "same model":
+                assert asked.stats.draft_acceptance_rate == 1.0
+    assert ctx.usage().cells_used == draft_ctx.usage().cells_used == 0
+    assert other_ctx.usage().cells_used == 0
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("which", ["model", "same model", "wrong"])
+def test_rejection_rules_reach_the_end_of_a_grammar_too(
+    which: str, rule: str, ctx: Context, draft_ctx: Context, other_ctx: Context
+) -> None:
+    drafter = make(which, draft_ctx, other_ctx)
+    speculator = Speculator(ctx, drafter, SpeculativeConfig(draft_k=16, rule=rule))
+    for seed in range(6):
+        params = SamplingParams(temperature=1.0, seed=seed, logit_bias=no_end(ctx.model))
+        said = until_error(iter(speculator.generate(PROMPTS[0], sampling=params, grammar=SENTENCE)))
+        text = "".join(text for _, text, *_ in said)
+        assert re.fullmatch(r"The (king|witch|frog) (slept|wept) and (sang|danced)\.", text), text
+
+
+def test_limit_at_the_end_of_a_grammar_is_no_error(
+    ctx: Context, draft_ctx: Context, other_ctx: Context
+) -> None:
+    params = WARM.replace(logit_bias=no_end(ctx.model))
+    with Branch.start(ctx, PROMPTS[0], sampling=params, grammar=SENTENCE) as branch:
+        expected = [token for token, *_ in until_error(branch.generate(60))]
+    for which in ("same model", "tree of the same model"):
+        speculator = Speculator(
+            ctx, make(which, draft_ctx, other_ctx), SpeculativeConfig(draft_k=16)
+        )
+        generation = speculator.generate(
+            PROMPTS[0], sampling=params, grammar=SENTENCE, max_tokens=len(expected)
+        ).finish()
+        assert generation.tokens == expected
+        assert generation.finish_reason == "length"
+
+
+# -- seeds given later -------------------------------------------------------------------------------
+
+
+def test_seed_that_is_given_later_gives_the_text_of_plain_decoding(
+    ctx: Context, draft_ctx: Context, tmp_path: Path
+) -> None:
+    """A branch without a seed that gets one: from there on "auto" is the seeded rule."""
+    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=4))
+
+    def check(branch: Branch) -> None:
+        assert speculator.rule_for(branch) == "seeded"
+        with branch.fork() as twin:
+            expected = [t.token for t in twin.generate(40)]
+        assert speculator.generate(branch, max_tokens=40).finish().tokens == expected
+        speculator.forget(branch)
+
+    def unseeded() -> Branch:
+        branch = Branch.start(ctx, PROMPTS[0], temperature=0.8)
+        assert speculator.rule_for(branch) == "block"
+        return branch
+
+    with unseeded() as branch:
+        branch.reseed(5)
+        for child in branch.fork_many(2):
+            check(child)
+            child.prune()
+        branch.save(tmp_path / "seeded.branch")
+        with Branch.load(ctx, tmp_path / "seeded.branch") as loaded:
+            check(loaded)
+        check(branch)
+    with unseeded() as branch:
+        branch.resample(SamplingParams(temperature=0.9, seed=6))
+        branch.resample(SamplingParams(temperature=0.8))  # the seed stays
+        check(branch)
+    with unseeded() as branch:
+        branch.reseed()  # picked here, as the first one was
+        assert speculator.rule_for(branch) == "block"
+        assert all(speculator.rule_for(child) == "block" for child in branch.fork_many(2))
+        with Branch.restore(ctx, branch.snapshot()) as restored:
+            assert speculator.rule_for(restored) == "block"
+
+
+# -- a full cache ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["none", "model", "wrong"])
+@pytest.mark.parametrize("max_tokens", [15, 16, 17, 18, None])
+def test_branch_holds_what_was_said_when_the_cache_is_full(
+    max_tokens: int | None, which: str, target: lb.Model, draft_ctx: Context, other_ctx: Context
+) -> None:
+    """16 cells are left; the 17th token is said without one, by a prompt and on a branch alike."""
+    prompt, full = [5] * 200, max_tokens is None or max_tokens > 17
+    with Context(target, n_ctx=256, n_seq_max=3, n_threads=1, batch_invariant=True) as ctx:
+        others = Branch.start(ctx, [7] * 40)
+        speculator = Speculator(ctx, make(which, draft_ctx, other_ctx))
+
+        def finish(generation: lb.Generation) -> list[int]:
+            if full:
+                with pytest.raises(lb.CacheFullError):
+                    generation.finish()
+            else:
+                generation.finish()
+            assert generation.finish_reason == ("capacity" if full else "length")
+            assert len(generation.tokens) == min(max_tokens or 17, 17)
+            return generation.tokens
+
+        said = finish(speculator.generate(prompt, max_tokens=max_tokens, sampling=WARM))
+        branch = Branch.start(ctx, prompt, sampling=WARM)
+        assert finish(speculator.generate(branch, max_tokens=max_tokens)) == said
+        assert branch.generated == said
+        ctx.audit()
+        twin = branch.fork()
+        if len(said) == 17:
+            with pytest.raises(lb.CacheFullError):
+                _ = branch.logits
+            assert branch.tokens == twin.tokens == prompt + said
+        others.prune()
+        with Branch.start(other_ctx, branch.tokens) as again:
+            for one in (branch, twin):  # there is room: both go on as if nothing had been
+                assert np.array_equal(one.logits, again.logits)
+        assert twin.step() == branch.step()
+        assert not np.isnan(branch.perplexity())
+        twin.prune()
+        branch.prune()
+        speculator.forget(branch)
+        ctx.audit()
+        assert ctx.usage().cells_used == draft_ctx.usage().cells_used == 0

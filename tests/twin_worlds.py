@@ -85,7 +85,7 @@ class TwinWorlds(RuleBasedStateMachine):
         self.dead: Branch | None = None
         self.is_sound = True
         self.snapshots: list[tuple[ReferenceSnapshot, lb.Snapshot]] = []
-        compact, usage = self.ctx.decoder.compact, self.ctx.usage
+        compact, usage = self.ctx.compact, self.ctx.usage
 
         def watched() -> bool:
             lengths = usage().sequences
@@ -95,7 +95,7 @@ class TwinWorlds(RuleBasedStateMachine):
                 self.tally.n_rewritten += 1
             return done
 
-        self.ctx.decoder.compact = watched
+        self.ctx.compact = watched  # type: ignore[method-assign]
 
     # -- both worlds -------------------------------------------------------------------------------
 

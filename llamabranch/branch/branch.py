@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import SupportsIndex
 
@@ -17,28 +17,35 @@ from ..arguments import whole
 from ..context import Context
 from ..errors import BranchStateError, ConfigError, LlamaBranchError
 from ..model import NO_TOKEN, StopStrings, TokenIds, token_list
-from ..sampling import Sampler, SamplingParams
-from ..sampling.grammar import Grammar
+from ..sampling import Distribution, Grammar, Sampler, SamplingParams
+from ..sampling.distribution import log_base
 from ..sampling.noise import derive_seed
-from .saving import SavableLine
-from .sequence import Produced
+from .sequence import TokenSequence
+from .snapshot import Snapshot, capture, fill
+from .token import Produced
+from .verification import Verification
 
-__all__ = ["Branch", "Produced"]
+__all__ = ["Branch"]
 
 _serial = itertools.count()  # tells older children from younger ones
 
 
-class Branch(SavableLine):
+class Branch:
     """One line of thought: a leased sequence, its tokens, and the sampler that goes with it.
 
     Made by :meth:`start` or :meth:`create`, multiplied by :meth:`fork`, ended by :meth:`prune` (or by
     leaving its ``with`` block; a forgotten branch gives its sequence back when it is collected).
+
+    Attributes:
+        sequence: tokens, sampler and logits in step with the memory; for drafters, not for users.
     """
 
     def __init__(self, ctx: Context, sampler: Sampler, seed: int, parent: Branch | None) -> None:
         """Lease a sequence. For ``create`` and ``fork``, not for users."""
-        super().__init__(ctx, sampler, seed, parent)
-        self._parent: Branch | None = parent
+        inherited = None if parent is None else parent.sequence
+        self.sequence: TokenSequence = TokenSequence(ctx, ctx.lease(self), sampler, seed, inherited)
+        self._lock = ctx.lock
+        self._parent = parent
         self._children: weakref.WeakSet[Branch] = weakref.WeakSet()
         self._serial = next(_serial)
         if parent is not None:
@@ -62,7 +69,7 @@ class Branch(SavableLine):
         if isinstance(grammar, str):
             grammar = Grammar(grammar)
         with ctx.lock:
-            ctx.decoder.handle.ptr  # noqa: B018  (raises ClosedError)
+            ctx.decoder.check_open()
             seed = random_seed() if params.seed is None else params.seed
             return cls(ctx, Sampler(ctx.model, params, grammar), seed, parent=None)
 
@@ -93,8 +100,6 @@ class Branch(SavableLine):
             raise
         return branch
 
-    # -- state -------------------------------------------------------------------------------------
-
     def __enter__(self) -> Branch:
         return self
 
@@ -104,8 +109,92 @@ class Branch(SavableLine):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._pruned and not self._ctx.closed:
+        if not self.sequence.is_pruned and not self.ctx.closed:
             self.prune_subtree()
+
+    # -- what it is --------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"<Branch seq {self.seq_id}, {self.position} tokens, {self.state}>"
+
+    @property
+    def ctx(self) -> Context:
+        """The context it lives in."""
+        return self.sequence.ctx
+
+    @property
+    def seq_id(self) -> int:
+        """The leased sequence."""
+        return self.sequence.seq_id
+
+    @property
+    def state(self) -> str:
+        """ "empty", "ready", "finished" or "pruned"."""
+        return self.sequence.state
+
+    @property
+    def tokens(self) -> list[int]:
+        """All token ids, prompt, inherited ones and those of a stop string included; a copy."""
+        return list(self.sequence.tokens)
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens but control tokens.
+
+        Of a generation that a stop string ended it holds that string, as ``tokens`` does; what the
+        generation yielded leaves it out.
+        """
+        pieces = map(self.ctx.model.piece, self.sequence.tokens)
+        return b"".join(pieces).decode("utf-8", "replace")
+
+    @property
+    def generated(self) -> list[int]:
+        """The token ids after the prompt; a copy."""
+        return self.sequence.tokens[self.sequence.n_prompt :]
+
+    @property
+    def position(self) -> int:
+        """Number of tokens: where the next one goes."""
+        return len(self.sequence.tokens)
+
+    @property
+    def n_prompt(self) -> int:
+        """How many of its tokens were read, not generated."""
+        return self.sequence.n_prompt
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The settings in force; a seed that was given is the branch's own, also after ``reseed``."""
+        params = self.sequence.sampler.params
+        # Forks share a sampler, so what it was made with tells nothing of the seed in force.
+        if params.seed is None or params.seed == self.seed:
+            return params
+        return params.replace(seed=self.seed)
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What its text follows, if anything."""
+        return self.sequence.sampler.grammar
+
+    @property
+    def seed(self) -> int:
+        """What its draws are made of."""
+        return self.sequence.seed
+
+    @property
+    def seed_given(self) -> bool:
+        """True if its seed, or the one that is derived from, was chosen by the user, not picked here."""
+        return self.sequence.seed_given
+
+    @property
+    def is_stop(self) -> bool:
+        """True if a generation ended here with an EOG token or a stop string."""
+        return self.sequence.finish_reason == "stop"
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the last ``generate`` ended: "stop" or "length"; None before that."""
+        return self.sequence.finish_reason
 
     @property
     def parent(self) -> Branch | None:
@@ -115,7 +204,99 @@ class Branch(SavableLine):
     @property
     def children(self) -> list[Branch]:
         """The living forks of this branch, oldest first."""
-        return sorted((c for c in self._children if not c._pruned), key=lambda c: c._serial)
+        living = (child for child in self._children if not child.sequence.is_pruned)
+        return sorted(living, key=lambda child: child._serial)
+
+    @property
+    def fork_position(self) -> int:
+        """Number of tokens shared with the parent when it was forked; 0 for a root."""
+        return 0 if self._parent is None else self.sequence.fork_position
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    @property
+    def logits(self) -> npt.NDArray[np.float32]:
+        """The model's logits after the last token, float32 (V,), a copy."""
+        with self._lock:
+            return self.sequence.logits_row().array.copy()
+
+    def distribution(self) -> Distribution:
+        """Return what the next token is drawn from: after all sampling settings and the grammar."""
+        with self._lock:
+            sequence = self.sequence
+            row = sequence.logits_row()
+            return sequence.sampler.distribution(row.array, sequence.position, sequence.seed)
+
+    def entropy(self, base: str = "nats") -> float:
+        """Return the entropy of the model's own next-token distribution."""
+        with self._lock:
+            return self.sequence.logits_row().entropy() / log_base(base)
+
+    def surprisal(self, token: SupportsIndex, base: str = "nats") -> float:
+        """Return -log p(token) under the model's own next-token distribution."""
+        with self._lock:
+            token = self.ctx.model.token_id(token)
+            return -self.sequence.logits_row().logprob(token) / log_base(base)
+
+    def perplexity(self, since: str = "prompt") -> float:
+        """Return exp(mean surprisal) of the committed tokens, under the model's own distribution.
+
+        Args:
+            since: "prompt" = all that were generated on this line, inherited ones included, so that
+                branches can be compared wherever they were forked; "fork" = those after the fork
+                point. Prompt tokens have no surprisal here: they were read, not predicted. Nor has
+                the first token of a branch without a prompt, which nothing came before.
+
+        Raises:
+            BranchStateError: there are no such tokens, or some were taken without a surprisal.
+            ConfigError: an unknown ``since``.
+        """
+        with self._lock:
+            counted = self._scored(since)
+            if not counted:
+                raise BranchStateError(
+                    f"no token was generated since the {since}: there is no perplexity",
+                    hint="generate or extend first; log_likelihood() is 0 there",
+                )
+            try:
+                return math.exp(math.fsum(counted) / len(counted))
+            except OverflowError:
+                return math.inf
+
+    def log_likelihood(self, since: str = "prompt", base: str = "nats") -> float:
+        """Return the sum of log p of the committed tokens, under the model's own distribution.
+
+        0 where there are none. It falls with every token: compare texts of one length by it, and
+        others by ``perplexity``.
+
+        Args:
+            since: "prompt" or "fork", as for ``perplexity``.
+            base: "nats" or "bits".
+
+        Raises:
+            BranchStateError: some tokens were taken without a surprisal.
+            ConfigError: an unknown ``since`` or ``base``.
+        """
+        with self._lock:
+            divisor = log_base(base)
+            try:
+                return math.fsum(-surprisal for surprisal in self._scored(since)) / divisor
+            except OverflowError:
+                return -math.inf
+
+    def _scored(self, since: str) -> list[float]:
+        """Return the surprisals of the tokens since the prompt or the fork, nats."""
+        if since not in ("fork", "prompt"):
+            raise ConfigError(f"since must be 'fork' or 'prompt', not {since!r}")
+        start = self.fork_position if since == "fork" else 0
+        counted = self.sequence.surprisals[max(start, self.n_prompt, 1) - self.n_prompt :]
+        if any(map(math.isnan, counted)):
+            # Of tokens that were followed, not predicted; an order by NaN would be none.
+            raise BranchStateError(
+                f"{sum(map(math.isnan, counted))} of {len(counted)} tokens have no surprisal",
+                hint="they were taken without their logits; extend a new branch by them",
+            )
+        return counted
 
     # -- moving ------------------------------------------------------------------------------------
 
@@ -126,13 +307,13 @@ class Branch(SavableLine):
             TokenizeError, CacheFullError, DecodeError: the branch is as before.
         """
         with self._lock:
-            tokens = token_list(tokens)
-            self.check_prefill(tokens)
-            rows = self.decode_run(tokens, "last", self.expiring_rows())
-            self.append_prompt(tokens, rows[-1])
+            sequence, tokens = self.sequence, token_list(tokens)
+            sequence.check_prefill(tokens)
+            rows = sequence.decode_run(tokens, "last", sequence.expiring_rows())
+            sequence.append_prompt(tokens, rows[-1])
 
     def produce(self) -> Produced:
-        """Return the token this branch says next; changes nothing.
+        """Return the token that comes next on this branch; changes nothing.
 
         The same answer until the state changes: the draw is a pure function of the logits, the
         settings, the seed and the position.
@@ -141,12 +322,7 @@ class Branch(SavableLine):
             BranchStateError: pruned or empty. GrammarError: nothing may follow.
         """
         with self._lock:
-            if self._produced is None:
-                row = self._need_row()
-                self._produced = self.describe(self.draw(row), row)
-            else:
-                self._check()
-            return self._produced
+            return self.sequence.produce()
 
     def commit(self, token: SupportsIndex) -> None:
         """Take ``token`` as the next one: decode it and let the sampler remember it.
@@ -155,18 +331,16 @@ class Branch(SavableLine):
             TokenizeError, GrammarError, CacheFullError, DecodeError: the branch is as before.
         """
         with self._lock:
-            token = self._ctx.model.token_id(token)
-            surprisal = self.check_commit(token)
-            self.take(token, surprisal, self._decoder.advance(self._seq_id, token, self._row))
+            self.sequence.commit(self.ctx.model.token_id(token))
 
     def step(self) -> Produced:
-        """Produce and commit one token; an end token is returned but not committed."""
+        """Produce and commit one token; an EOG token is returned but not committed."""
         with self._lock:
-            produced = self.produce()
+            produced = self.sequence.produce()
             if produced.is_stop:
-                self.finish()
+                self.sequence.finish_reason = "stop"
             else:
-                self.commit(produced.token)
+                self.sequence.commit(produced.token)
             return produced
 
     def generate(
@@ -174,7 +348,7 @@ class Branch(SavableLine):
     ) -> Iterator[Produced]:
         """Yield tokens, committed one by one, until the end.
 
-        It ends at an end token (not committed, and yielded only to carry text that was held back for
+        It ends at an EOG token (not committed, and yielded only to carry text that was held back for
         a stop string), after ``max_tokens``, or when the text contains a stop string: text from there
         on is not yielded, but the tokens that completed it are, and stay: ``tokens`` and ``text`` of
         the branch hold the stop string. ``finish_reason`` says which. Without ``max_tokens`` it goes
@@ -190,7 +364,7 @@ class Branch(SavableLine):
         return self._generate(max_tokens, stops)
 
     def _generate(self, max_tokens: int | None, stops: StopStrings) -> Iterator[Produced]:
-        self._finish_reason = None
+        self.sequence.finish_reason = None
         n = 0
         while max_tokens is None or n < max_tokens:
             try:
@@ -203,19 +377,17 @@ class Branch(SavableLine):
             if produced.is_stop:
                 held = stops.flush()
                 if held:
-                    yield produced._replace(text=held)
+                    yield produced.with_text(held)
                 return
             n += 1
-            text = stops.show(produced.text, last=n == max_tokens)
-            if text != produced.text:
-                produced = produced._replace(text=text)
+            produced = produced.with_text(stops.show(produced.text, last=n == max_tokens))
             if stops.found:
-                self._finish_reason = "stop"
+                self.sequence.finish_reason = "stop"
             yield produced
             if stops.found:
                 return
-        if self._finish_reason is None:
-            self._finish_reason = "length"
+        if self.sequence.finish_reason is None:
+            self.sequence.finish_reason = "length"
 
     def extend(self, tokens: TokenIds, logits: str = "all") -> list[npt.NDArray[np.float32]]:
         """Decode several tokens at once and take them as the next ones.
@@ -233,20 +405,16 @@ class Branch(SavableLine):
         with self._lock:
             if logits not in ("all", "last"):
                 raise ConfigError(f"logits must be 'all' or 'last', not {logits!r}")
-            tokens = token_list(tokens)
+            sequence, tokens = self.sequence, token_list(tokens)
             if not tokens:
                 raise ConfigError("nothing to extend by: no tokens")
-            self._ctx.model.check_tokens(tokens)
-            sampler = self._sampler
-            if not sampler.is_stateless:
-                sampler = sampler.clone()
-                for token in tokens:
-                    sampler.accept(token)
-            if self._tokens:
-                self._need_row()
-            rows = self.decode_run(tokens, "all")
+            self.ctx.model.check_tokens(tokens)
+            sequence.sampler.after(tokens)  # raises GrammarError before anything is decoded
+            if sequence.tokens:
+                sequence.logits_row()
+            rows = sequence.decode_run(tokens, "all")
             kept = [row.array.copy() for row in (rows if logits == "all" else rows[-1:])]
-            self.settle(tokens, rows, sampler)
+            Verification(sequence, tokens, rows=rows).accept(range(len(tokens)))
             return kept
 
     # -- branching ---------------------------------------------------------------------------------
@@ -261,8 +429,9 @@ class Branch(SavableLine):
             SequencesExhaustedError: no sequence is free. BranchStateError: pruned.
         """
         with self._lock:
-            self._check()
-            return Branch(self._ctx, self._sampler.clone(), self._seed, parent=self)
+            sequence = self.sequence
+            sequence.check_usable()
+            return Branch(self.ctx, sequence.sampler.clone(), sequence.seed, parent=self)
 
     def fork_many(self, n: int) -> list[Branch]:
         """Return ``n`` children, each reseeded: the i-th draws from a seed derived from ours and i.
@@ -275,8 +444,7 @@ class Branch(SavableLine):
         try:
             for i in range(n):
                 children.append(self.fork())
-                children[-1].reseed(derive_seed(self._seed, i + 1))
-                children[-1]._seed_given = self._seed_given
+                children[-1].sequence.seed = derive_seed(self.seed, i + 1)
         except BaseException:
             for child in children:
                 child.prune()
@@ -288,10 +456,9 @@ class Branch(SavableLine):
         given = seed is not None
         seed = random_seed() if seed is None else whole("seed", seed)
         with self._lock:
-            self._check()
-            self._seed = seed
-            self._seed_given |= given
-            self._produced = None
+            self.sequence.check_usable()
+            self.sequence.seed = seed
+            self.sequence.seed_given |= given
 
     def steer(self, bias: Mapping[int, float]) -> None:
         """Add ``bias`` to logits from here on; forks inherit it, an empty mapping ends it."""
@@ -300,37 +467,32 @@ class Branch(SavableLine):
     def resample(self, sampling: SamplingParams) -> None:
         """Use other sampling settings from here on; the seed stays unless they have one."""
         with self._lock:
-            self._check()
-            old = self._sampler
-            grammar_free = old.grammar is None
-            sampler = Sampler(self._ctx.model, sampling, old.grammar)
-            sampler.accept_prompt(self._tokens if grammar_free else self._tokens[: self._n_prompt])
-            if not grammar_free:
-                for token in self._tokens[self._n_prompt :]:
-                    sampler.accept(token)
-            self._sampler = sampler
+            sequence = self.sequence
+            sequence.check_usable()
+            n, grammar = sequence.n_prompt, sequence.sampler.grammar
+            sampler = Sampler(self.ctx.model, sampling, grammar)
+            if grammar is None:
+                sampler.accept_prompt(sequence.tokens)
+            else:
+                sampler = sampler.replay(sequence.tokens[:n], sequence.tokens[n:])
+            sequence.use_sampler(sampler)
             if sampling.seed is not None:
-                self._seed = sampling.seed
-                self._seed_given = True
-            self._produced = None
+                sequence.seed, sequence.seed_given = sampling.seed, True
 
     def rewind(self, position: int) -> None:
         """Forget everything from ``position`` on, as if it had never been.
 
         The K/V is truncated; where this memory cannot truncate, the kept tokens are decoded again,
-        from the parent's state if that still stands at or before ``position``.
+        from the parent's state if the parent still is at or before ``position``.
 
         Raises:
             ConfigError: not between 0 and the branch's position.
         """
         with self._lock:
-            self._check()
-            position = whole("position", position, 0, len(self._tokens))
-            if position == len(self._tokens):
-                return
-            self._truncate(position)
-            self._forget(position)
-            self._fork_position = min(self._fork_position, position)
+            self.sequence.check_usable()
+            position = whole("position", position, 0, self.position)
+            if position < self.position:
+                self.sequence.rewind(position)
 
     # -- endings -----------------------------------------------------------------------------------
 
@@ -341,16 +503,14 @@ class Branch(SavableLine):
             BranchStateError: it has children; see ``prune_subtree``.
         """
         with self._lock:
-            if self._pruned:
+            if self.sequence.is_pruned:
                 return
             if self.children:
                 raise BranchStateError(
                     f"the branch has {len(self.children)} children",
                     hint="prune them first, or call prune_subtree()",
                 )
-            self._pruned = True
-            self._set_row(None)
-            self._ctx.return_lease(self._seq_id)
+            self.sequence.release()
             if self._parent is not None:
                 self._parent._children.discard(self)
 
@@ -368,7 +528,7 @@ class Branch(SavableLine):
             BranchStateError: it has no parent.
         """
         with self._lock:
-            self._check()
+            self.sequence.check_usable()
             parent = self._parent
             if parent is None:
                 raise BranchStateError("a root has no parent to replace")
@@ -377,19 +537,78 @@ class Branch(SavableLine):
                     sibling.prune_subtree()
             parent._children.discard(self)
             self._parent = parent._parent
-            self._fork_position = parent._fork_position
+            self.sequence.parent = parent.sequence.parent
+            self.sequence.fork_position = parent.sequence.fork_position
             if self._parent is not None:
                 self._parent._children.add(self)
             parent.prune()
 
     def detach(self) -> None:
-        """Become a root: the parent stays, but knows this branch no more."""
+        """Become a root: the parent stays, but has no link to this branch any more."""
         with self._lock:
-            self._check()
+            self.sequence.check_usable()
             if self._parent is not None:
                 self._parent._children.discard(self)
-                self._parent = None
-                self._fork_position = 0
+                self._parent = self.sequence.parent = None
+                self.sequence.fork_position = 0
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """Return a copy of all that this branch is; see ``restore``. Its children are not in it.
+
+        Raises:
+            BranchStateError: pruned. UnsupportedError: this memory cannot be saved.
+        """
+        with self._lock:
+            return capture(self.sequence, self.sampling)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write this branch to a file, all of it or nothing; see ``load``.
+
+        K/V, tokens, settings, grammar, seed, surprisals and logits; not its children. A symbolic link
+        is followed, the mode of a file that is replaced is kept.
+
+        Raises:
+            BranchStateError: pruned. UnsupportedError: this memory cannot be saved.
+            SnapshotError: the file cannot be written, or ``path`` is a pipe, a device or a folder.
+        """
+        self.snapshot().write(path)
+
+    @classmethod
+    def restore(cls, ctx: Context, snapshot: Snapshot) -> Branch:
+        """Return a root that goes on where the snapshot was taken, here or in another context.
+
+        Where contexts are batch-invariant, with the same text to the bit.
+
+        Raises:
+            SnapshotError: it is of another model, K/V type or rope setting, or contradicts itself.
+            SequencesExhaustedError, CacheFullError: no room; ``ctx`` is as before.
+        """
+        return cls._restored(ctx, lambda: snapshot)
+
+    @classmethod
+    def load(cls, ctx: Context, path: str | os.PathLike[str]) -> Branch:
+        """Return the branch that ``save`` wrote, as a root; see ``restore``.
+
+        The file may be anybody's: nothing in it is believed unchecked.
+
+        Raises:
+            SnapshotError: no such file, damaged, not to be trusted, or not for this context.
+            SequencesExhaustedError, CacheFullError: no room; ``ctx`` is as before.
+        """
+        return cls._restored(ctx, lambda: Snapshot.read(path, ctx))
+
+    @classmethod
+    def _restored(cls, ctx: Context, get: Callable[[], Snapshot]) -> Branch:
+        with ctx.lock:
+            branch = cls(ctx, Sampler(ctx.model, SamplingParams(temperature=0.0)), 0, None)
+            try:
+                fill(branch.sequence, get())
+            except BaseException:
+                branch.sequence.release()
+                raise
+            return branch
 
 
 def random_seed() -> int:

@@ -30,7 +30,7 @@ class KVCompatibility:
         Raises:
             UnsupportedError: this memory writes states in a form that cannot be checked.
         """
-        layout = ctx.decoder.layout
+        layout = ctx.kv_cache.state_layout
         if layout is None:
             raise UnsupportedError(
                 f"the memory of {ctx.model.name} cannot be saved: its K/V has a form unknown here"

@@ -23,13 +23,21 @@ import numpy as np
 import numpy.typing as npt
 
 from ..context import Context
-from ..errors import CacheFullError, ConfigError, LlamaBranchError, SnapshotError
+from ..context.logits import LogitsRow
+from ..errors import (
+    CacheFullError,
+    ConfigError,
+    LlamaBranchError,
+    SnapshotError,
+    UnsupportedError,
+)
 from ..native import engine_versions
 from ..sampling import Sampler, SamplingParams
 from ..sampling.grammar import Grammar
 from .kv_compatibility import KVCompatibility
+from .sequence import TokenSequence
 
-__all__ = ["Snapshot"]
+__all__ = ["Snapshot", "capture", "fill"]
 
 _MAGIC = b"\x89LBRANCH"
 _VERSION = 1
@@ -230,7 +238,7 @@ class Snapshot:
             raise SnapshotError(
                 "the snapshot's logits do not fit the vocabulary, or are no numbers"
             )
-        layout = ctx.decoder.layout
+        layout = ctx.kv_cache.state_layout
         if n and layout is not None:
             layout.check(self.state, n)
         elif len(self.state):
@@ -301,7 +309,7 @@ def _sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def no_room(n_tokens: int, ctx: Context) -> CacheFullError:
+def _no_room(n_tokens: int, ctx: Context) -> CacheFullError:
     usage = ctx.usage()
     return CacheFullError(
         f"the cache is full: the snapshot's {n_tokens} tokens need cells, {usage.cells_free} of "
@@ -312,11 +320,11 @@ def no_room(n_tokens: int, ctx: Context) -> CacheFullError:
 
 def _check_room(ctx: Context, n_tokens: int, n_state: int) -> None:
     """Raise unless so many tokens fit, and so many bytes can be theirs."""
-    layout = ctx.decoder.layout
+    layout = ctx.kv_cache.state_layout
     if layout is None:
         return
     if layout.needs_cells and n_tokens > ctx.usage().cells_free:
-        raise no_room(n_tokens, ctx)
+        raise _no_room(n_tokens, ctx)
     if n_state > layout.max_bytes(n_tokens):
         raise SnapshotError(f"{n_state} bytes of K/V are too many for {n_tokens} tokens")
 
@@ -395,3 +403,64 @@ def _sampling(settings: dict[str, object]) -> SamplingParams:
             raise ValueError("the logit bias is not made of numbers")
         bias[token] = -np.inf if value is None else float(value)
     return SamplingParams().replace(logit_bias=bias, **settings)
+
+
+# -- in and out of a context -----------------------------------------------------------------------
+
+
+def capture(sequence: TokenSequence, sampling: SamplingParams) -> Snapshot:
+    """Return a copy of all that the sequence is; ``sampling`` are its settings with the seed in force.
+
+    Raises:
+        BranchStateError: pruned. UnsupportedError: this memory cannot be saved.
+    """
+    sequence.check_usable()
+    sequence.catch_up()
+    origin = KVCompatibility.of(sequence.ctx)
+    cache = sequence.ctx.kv_cache
+    tokens = np.array(sequence.tokens, dtype=np.int32)
+    logits = sequence.logits_row().array.copy() if sequence.tokens else np.empty(0, np.float32)
+    state = np.empty(0, np.uint8)
+    if sequence.tokens and cache.state_layout is not None:
+        state = cache.state(sequence.seq_id)
+        try:
+            cache.state_layout.check(state, len(tokens))
+        except SnapshotError as error:
+            raise UnsupportedError(f"this branch cannot be saved: {error}") from error
+    arrays = tokens, np.array(sequence.surprisals, dtype=np.float64), logits, state
+    for array in arrays:
+        array.flags.writeable = False
+    return Snapshot(
+        origin,
+        sampling,
+        sequence.sampler.grammar,
+        sequence.seed,
+        sequence.n_prompt,
+        sequence.finish_reason,
+        sequence.pending,
+        *arrays,
+        seed_given=sequence.seed_given,
+    )
+
+
+def fill(sequence: TokenSequence, snapshot: Snapshot) -> None:
+    """Let an empty sequence go on where the snapshot was taken.
+
+    Raises:
+        SnapshotError: it is of another model or setting, or contradicts itself. CacheFullError.
+        Anything may be in the sequence then: release it.
+    """
+    ctx = sequence.ctx
+    snapshot.check(ctx)
+    sampler = snapshot.sampler(ctx)
+    tokens = snapshot.tokens.tolist()
+    row = None
+    if tokens:
+        ctx.decoder.make_room(len(tokens))
+        if not ctx.kv_cache.set_state(sequence.seq_id, snapshot.state, len(tokens)):
+            raise _no_room(len(tokens), ctx)
+        row = LogitsRow(snapshot.logits.copy())
+    sequence.use_sampler(sampler)
+    sequence.seed, sequence.seed_given = snapshot.seed, snapshot.seed_given
+    sequence.restore(tokens, snapshot.n_prompt, snapshot.surprisals.tolist(), snapshot.pending, row)
+    sequence.finish_reason = snapshot.finish_reason

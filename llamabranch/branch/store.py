@@ -11,7 +11,7 @@ from ..context.logits import LogitsRow
 from ..errors import BranchStateError, ConfigError
 from ..model import TokenIds, token_list
 from .branch import Branch
-from .sequence import Produced
+from .token import Produced
 
 __all__ = ["BranchStore"]
 
@@ -36,13 +36,13 @@ class BranchStore:
             work = {branch: token_list(tokens) for branch, tokens in prompts.items()}
             for branch, tokens in work.items():
                 self._check(branch)
-                branch.check_prefill(tokens)
+                branch.sequence.check_prefill(tokens)
             rows = self._decode(work)
             for branch, tokens in work.items():
-                branch.append_prompt(tokens, rows[branch])
+                branch.sequence.append_prompt(tokens, rows[branch])
 
-    def follow(self, texts: Mapping[Branch, Sequence[int]]) -> None:
-        """Take tokens for each branch, whatever they are, in as few decodes as possible.
+    def append_unscored(self, texts: Mapping[Branch, Sequence[int]]) -> None:
+        """Append tokens to each branch, whatever they are, in as few decodes as possible.
 
         For drafters, which follow other branches. Raises what ``commit`` raises.
         """
@@ -52,7 +52,7 @@ class BranchStore:
                 self._check(branch)
             rows = self._decode(work)
             for branch, tokens in work.items():
-                branch.append_unscored(tokens, rows[branch])
+                branch.sequence.append_unscored(tokens, rows[branch])
 
     def commit(self, tokens: Mapping[Branch, SupportsIndex]) -> None:
         """Take one token for each branch.
@@ -67,10 +67,10 @@ class BranchStore:
             for branch, given in tokens.items():
                 self._check(branch)
                 taken[branch] = token = self._ctx.model.token_id(given)
-                surprisals[branch] = branch.check_commit(token)
+                surprisals[branch] = branch.sequence.check_commit(token)
             rows = self._decode({branch: [token] for branch, token in taken.items()})
             for branch, token in taken.items():
-                branch.take(token, surprisals[branch], rows[branch])
+                branch.sequence.append(token, surprisals[branch], rows[branch])
 
     def step(self, branches: Iterable[Branch]) -> dict[Branch, Produced]:
         """Produce and commit one token for each branch; a branch whose token ends it stays.
@@ -81,14 +81,14 @@ class BranchStore:
         with self._ctx.lock:
             listed = list(branches)
             if len(set(listed)) != len(listed):
-                raise ConfigError("the same branch stands twice in one step")
+                raise ConfigError("duplicate branch in one step")
             for branch in listed:
                 self._check(branch)
             produced = {branch: branch.produce() for branch in listed}
             self.commit({b: p.token for b, p in produced.items() if not p.is_stop})
-            for branch, said in produced.items():
-                if said.is_stop:
-                    branch.finish()
+            for branch, token in produced.items():
+                if token.is_stop:
+                    branch.sequence.finish_reason = "stop"
             return produced
 
     def retain_only(self, winner: Branch) -> None:
@@ -137,7 +137,7 @@ class BranchStore:
         """Decode all tokens, packed to n_batch; return each branch's last row."""
         if not work:
             return {}
-        decoder = self._ctx.decoder
+        decoder, cache = self._ctx.decoder, self._ctx.kv_cache
         size = self._ctx.n_batch
         starts = {branch.seq_id: branch.position for branch in work}
         packed = list(
@@ -146,25 +146,25 @@ class BranchStore:
                 for branch, tokens in work.items()
             )
         )
-        expiring_rows = [row for branch in work for row in branch.expiring_rows()]
+        expiring = [row for branch in work for row in branch.sequence.expiring_rows()]
         rows: dict[Branch, LogitsRow] = {}
         if len(packed) > size:
             decoder.make_room(len(packed))
         try:
             for low in range(0, len(packed), size):
                 for row in rows.values():
-                    row.keep()
+                    row.detach()
                 pack = packed[low : low + size]
                 new = decoder.decode(
                     [token for _, token, _ in pack],
                     [branch.seq_id for branch, _, _ in pack],
                     [last for _, _, last in pack],
-                    expiring_rows if len(packed) <= size else (),
+                    expiring if len(packed) <= size else (),
                 )
                 rows.update(zip((b for b, _, last in pack if last), new, strict=True))
         except BaseException:
             for seq_id, start in starts.items():
-                if decoder.cells.next_position(seq_id) > start:
-                    decoder.cut(seq_id, start)
+                if cache.next_position(seq_id) > start:
+                    cache.cut(seq_id, start)
             raise
         return rows

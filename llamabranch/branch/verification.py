@@ -1,8 +1,4 @@
-"""Verification: what would a line say along tokens that somebody else proposes?
-
-The speculative round works on this floor: ``verify`` decodes the proposal, a ``TargetDistributions`` turns its logits
-into the distributions the line draws from, ``settle`` keeps what stands and drops the rest.
-"""
+"""Verification: proposed tokens are decoded after a sequence's end, and as many kept as are accepted."""
 
 from __future__ import annotations
 
@@ -13,17 +9,17 @@ from ..context import Context
 from ..context.logits import LogitsRow
 from ..errors import UnsupportedError
 from ..sampling import Distribution, Sampler
-from .sequence import Line
+from .sequence import TokenSequence
 
-__all__ = ["TargetDistributions", "VerifiableLine"]
+__all__ = ["TargetDistributions", "Verification"]
 
 
 class TargetDistributions:
-    """The distributions a line draws from along proposed tokens, made as they are asked for.
+    """The distributions that a sequence draws from along proposed tokens, made as they are asked for.
 
-    ``parents[i]`` is the token that token i follows, -1 the line's end; parents come first. Asking for
-    ``distribution(i)`` means that token i and all before it stand, so the sampler accepts them, in a
-    copy where it has a state.
+    ``parents[i]`` is the token that token i follows, -1 the sequence's end; parents come first. Asking
+    for ``distribution(i)`` means that token i and all before it are accepted, so the sampler accepts
+    them, in a copy where it has a state.
     """
 
     def __init__(
@@ -69,22 +65,18 @@ class _Trial:
 
     def __init__(self, ctx: Context, source: int, n: int) -> None:
         self._ctx = ctx
-        self._seqs: list[int] = []
+        self.seqs: list[int] = []
         try:
             for _ in range(n):
-                self._seqs.append(ctx.lease(self))
-                ctx.decoder.share(source, self._seqs[-1])
+                self.seqs.append(ctx.lease(self))
+                ctx.kv_cache.share(source, self.seqs[-1])
         except BaseException:
             self.end()
             raise
 
-    @property
-    def seqs(self) -> list[int]:
-        return self._seqs
-
     def end(self) -> None:
-        while self._seqs:
-            self._ctx.return_lease(self._seqs.pop())
+        while self.seqs:
+            self._ctx.return_lease(self.seqs.pop())
 
 
 def _leaves_below(parents: Sequence[int]) -> list[list[int]]:
@@ -100,186 +92,162 @@ def _leaves_below(parents: Sequence[int]) -> list[list[int]]:
     return below
 
 
-class VerifiableLine(Line):
-    """A line that can be checked against a proposal."""
+class Verification:
+    """Tokens proposed to follow a sequence; decoded, then accepted in part, or abandoned.
 
-    _trial: _Trial | None = None
-    _below: list[list[int]]
-    _parents: Sequence[int]
+    Args:
+        sequence: whose end they follow. Only its memory moves before ``accept``.
+        tokens: the proposal.
+        parents: ``parents[i]``, below i, is the token that token i follows, -1 the sequence's end; None
+            for a chain.
+        rows: the logits after each token, if a shared decode has computed them in place; else
+            ``decode`` comes next.
 
-    def verify(self, tokens: Sequence[int]) -> list[LogitsRow]:
-        """Decode ``tokens`` after this branch's end and return a row for each, valid until ``settle``.
+    Attributes:
+        rows: the logits after each token, valid until the next decode.
+    """
 
-        Only the memory moves; ``settle`` must follow, and says how many of them stay.
+    def __init__(
+        self,
+        sequence: TokenSequence,
+        tokens: Sequence[int],
+        parents: Sequence[int] | None = None,
+        rows: Sequence[LogitsRow] = (),
+    ) -> None:
+        self.rows = rows
+        self._sequence = sequence
+        self._tokens = tokens
+        self._is_tree = parents is not None
+        self._parents = range(-1, len(tokens) - 1) if parents is None else parents
+        self._trial: _Trial | None = None
+        self._below: list[list[int]] = []
+        self._targets: TargetDistributions | None = None
+
+    @property
+    def targets(self) -> TargetDistributions:
+        """The distributions that the sequence draws from along the tokens."""
+        if self._targets is None:
+            seq = self._sequence
+            self._targets = TargetDistributions(
+                seq.sampler, self._tokens, self._parents, self.rows, len(seq.tokens), seq.seed
+            )
+        return self._targets
+
+    def decode(self) -> Sequence[LogitsRow]:
+        """Decode the tokens in one decode of the target; return their rows.
+
+        ``accept`` or ``abandon`` must follow.
 
         Raises:
-            CapacityError, DecodeError: the branch is as before.
+            UnsupportedError: a tree over recurrent memory, which has no cells to share.
+            CapacityError, DecodeError: the sequence is as before.
         """
-        with self._lock:
-            self._check()
-            if self._ctx.capabilities.can_truncate or len(tokens) == 1:
-                return self.decode_run(tokens, "all")
-            # A tail that cannot be dropped is not written: the verification runs on a fork.
-            self._catch_up()
-            trial = _Trial(self._ctx, self._seq_id, 1)
-            try:
-                rows = self._decoder.decode_run(tokens, trial.seqs[0], "all")
-            except BaseException:
-                trial.end()
-                raise
-            self._trial = trial
-            return rows
+        seq = self._sequence
+        with seq.ctx.lock:
+            seq.check_usable()
+            if self._is_tree:
+                self.rows = self._decode_tree()
+            elif seq.ctx.capabilities.can_truncate or len(self._tokens) == 1:
+                self.rows = seq.decode_run(self._tokens, "all")
+            else:
+                # A tail that cannot be dropped is not written: the verification runs on a fork.
+                seq.catch_up()
+                with_fork = self._begin_trial(1)
+                try:
+                    self.rows = seq.ctx.decoder.decode_run(self._tokens, with_fork.seqs[0], "all")
+                except BaseException:
+                    self.abandon()
+                    raise
+            self._targets = None
+            return self.rows
 
-    def verify_tree(self, tokens: Sequence[int], parents: Sequence[int]) -> list[LogitsRow]:
-        """Decode a tree of tokens after this branch's end in one decode; return a row for each.
+    def _begin_trial(self, n: int) -> _Trial:
+        self._trial = _Trial(self._sequence.ctx, self._sequence.seq_id, n)
+        return self._trial
 
-        ``parents[i]`` comes before i, -1 is this branch's end. Each token is computed once and tagged
-        with the sequences of all leaves below it (SpecInfer, Miao et al. 2023, 2305.09781).
-        ``settle`` must follow.
+    def _decode_tree(self) -> list[LogitsRow]:
+        """Compute each token once, tagged with the sequences of all leaves below it.
 
-        Raises:
-            UnsupportedError: recurrent memory, which has no cells to share.
-            CapacityError, DecodeError: the branch is as before.
+        SpecInfer, Miao et al. 2023, 2305.09781.
         """
-        with self._lock:
-            self._check()
-            if not self._ctx.capabilities.can_truncate:
-                raise UnsupportedError("a token tree needs memory whose tail can be dropped")
-            below = _leaves_below(parents)
-            n_leaves = 1 + max(max(leaves) for leaves in below)
-            trial = _Trial(self._ctx, self._seq_id, n_leaves)
-            try:
-                depths = {-1: len(self._tokens) - 1}
-                for i, parent in enumerate(parents):
-                    depths[i] = depths[parent] + 1
-                rows = self._decoder.decode_tree(
-                    tokens,
-                    [depths[i] for i in range(len(tokens))],
-                    [[trial.seqs[leaf] for leaf in leaves] for leaves in below],
-                )
-            except BaseException:
-                trial.end()
-                raise
-            self._trial, self._below, self._parents = trial, below, parents
-            return rows
+        seq = self._sequence
+        if not seq.ctx.capabilities.can_truncate:
+            raise UnsupportedError("a token tree needs memory whose tail can be dropped")
+        self._below = _leaves_below(self._parents)
+        trial = self._begin_trial(1 + max(max(leaves) for leaves in self._below))
+        try:
+            depths = {-1: len(seq.tokens) - 1}
+            for i, parent in enumerate(self._parents):
+                depths[i] = depths[parent] + 1
+            return seq.ctx.decoder.decode_tree(
+                self._tokens,
+                [depths[i] for i in range(len(self._tokens))],
+                [[trial.seqs[leaf] for leaf in leaves] for leaves in self._below],
+            )
+        except BaseException:
+            self.abandon()
+            raise
 
     def abandon(self) -> None:
-        """Give up a verification that no ``settle`` will follow; what it holds is returned."""
-        with self._lock:
+        """Give up what was decoded apart from the sequence; safe to call at any time."""
+        with self._sequence.ctx.lock:
             trial, self._trial = self._trial, None
             if trial is not None:
                 trial.end()
 
-    def judge(
-        self,
-        tokens: Sequence[int],
-        rows: Sequence[LogitsRow],
-        parents: Sequence[int] | None = None,
-    ) -> TargetDistributions:
-        """Return what this branch's sampler makes of ``rows``; without ``parents``, of a chain."""
-        if parents is None:
-            parents = range(-1, len(tokens) - 1)
-        return TargetDistributions(
-            self._sampler, tokens, parents, rows, len(self._tokens), self._seed
-        )
+    def accept(self, path: Sequence[int]) -> list[str]:
+        """Append the tokens numbered ``path``, drop the others from memory.
 
-    def settle(
-        self,
-        kept: Sequence[int],
-        rows: Sequence[LogitsRow],
-        sampler: Sampler,
-        node: int | None = None,
-    ) -> list[str]:
-        """Take the ``kept`` of the verified tokens and drop the others from memory.
-
-        ``rows`` are theirs; ``sampler`` has accepted them; of a tree, ``node`` is the last of them.
-        Returns what text each completed.
+        Returns:
+            what text each completed.
         """
-        with self._lock:
-            row = self._row
-            start = len(self._tokens)
-            end = start + len(kept)
+        seq = self._sequence
+        with seq.ctx.lock:
+            row = seq.row
+            start = len(seq.tokens)
             texts = []
+            if self._targets is not None:
+                sampler = self._targets.sampler(path[-1])
+            else:
+                sampler = seq.sampler.after(self._tokens[i] for i in path)
+            kept_rows = [self.rows[i] for i in path]
             try:
-                for token, after in zip(kept, rows, strict=False):
+                for i, after in zip(path, kept_rows, strict=True):
+                    token = self._tokens[i]
                     # The engine's decode has overwritten the row its pending token was drawn from.
-                    surprisal = math.nan if row is None or row.lost else -row.logprob(token)
-                    texts.append(self._append(token, surprisal))
+                    known = row is not None and row.is_valid
+                    surprisal = -row.logprob(token) if row is not None and known else math.nan
+                    texts.append(seq.append_accepted(token, surprisal))
                     row = after
-                self._sampler = sampler
+                seq.use_sampler(sampler)
                 if self._trial is not None:
-                    row = self._settle_trial(self._trial, kept, rows, node)
-                elif self._decoder.cells.next_position(self._seq_id) > end:
-                    self._truncate(end)
-                self._set_row(row)
+                    row = self._accept_trial(self._trial, path, kept_rows)
+                elif seq.ctx.kv_cache.next_position(seq.seq_id) > len(seq.tokens):
+                    seq.truncate(len(seq.tokens))
+                seq.set_row(row)
             except BaseException:
-                self._forget(start)
+                seq.forget(start)
                 raise
             return texts
 
-    def _path(self, node: int) -> list[int]:
-        path = []
-        while node >= 0:
-            path.append(node)
-            node = self._parents[node]
-        return path[::-1]
-
-    def _settle_trial(
-        self, trial: _Trial, kept: Sequence[int], rows: Sequence[LogitsRow], node: int | None
+    def _accept_trial(
+        self, trial: _Trial, path: Sequence[int], rows: Sequence[LogitsRow]
     ) -> LogitsRow:
-        """Bring this line's own sequence to where the trial proved it may go."""
+        """Bring the sequence's own memory to where the trial has shown that it may go."""
         self._trial = None
-        decoder, end = self._decoder, len(self._tokens)
+        seq, cache = self._sequence, self._sequence.ctx.kv_cache
         try:
-            if node is not None:  # a leaf below the node holds all of its path
-                leaf = trial.seqs[self._below[node][0]]
-                path = self._path(node)
-                decoder.adopt(trial.seqs, leaf, self._seq_id, path, len(self._parents))
-            elif decoder.cells.next_position(trial.seqs[0]) == end:
-                decoder.share(trial.seqs[0], self._seq_id)
+            if self._is_tree:  # a leaf below the last node holds all of its path
+                leaf = trial.seqs[self._below[path[-1]][0]]
+                cache.adopt(trial.seqs, leaf, seq.seq_id, path, len(self._parents))
+            elif cache.next_position(trial.seqs[0]) == len(seq.tokens):
+                cache.share(trial.seqs[0], seq.seq_id)
             else:
                 for row in rows:  # the caller reads them after this decode
-                    row.keep()
+                    row.detach()
                 trial.end()
-                return decoder.decode_run(kept, self._seq_id, "last")[-1]
+                kept = [self._tokens[i] for i in path]
+                return seq.ctx.decoder.decode_run(kept, seq.seq_id, "last")[-1]
         finally:
             trial.end()
         return rows[-1]
-
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Take ``tokens`` as the next ones, whatever they are, in as few decodes as possible.
-
-        For drafters, which follow another line: no surprisal is computed for them.
-        """
-        if not tokens:
-            return
-        with self._lock:
-            self._check()
-            self._catch_up()
-            if len(tokens) == 1 and self._row is not None and not self._row.lost:
-                row = self._decoder.advance(self._seq_id, tokens[0], self._row)
-            else:
-                row = self.decode_run(tokens, "last", self.expiring_rows())[-1]
-            self.append_unscored(tokens, row)
-
-    def append_unscored(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
-        """Take decoded tokens, whatever they are; ``row`` follows them, if it was kept."""
-        n = len(self._tokens)
-        try:
-            if not self._sampler.is_stateless:
-                for token in tokens:
-                    self._sampler.accept(token)
-            self._tokens += tokens
-            self._surprisals += [math.nan] * len(tokens)
-            self._pending = None
-            self._finish_reason = None
-            self._set_row(row)
-        except BaseException:
-            self._forget(n)
-            raise
-
-    def borrow(self, source: Line, n: int) -> None:
-        """Take the first ``n`` tokens of ``source`` as this empty line's prompt, sharing its cells."""
-        with self._lock:
-            self._decoder.share(source.seq_id, self._seq_id, 0, n)
-            self.append_prompt(source.tokens[:n], None)

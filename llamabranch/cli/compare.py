@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from llamabranch import (
     CapacityError,
     DecodeInterruptedError,
-    Emitted,
     Generation,
+    Produced,
     SpeculativeStats,
 )
 from llamabranch.bench import Interval
@@ -33,7 +33,7 @@ class Run:
     elapsed_s: float  # neither the target's reading of the prompt nor the display is counted
     stats: SpeculativeStats
     interrupted: bool
-    emitted: tuple[Emitted, ...] = ()  # one for each of the tokens
+    emitted: tuple[Produced, ...] = ()  # one for each of the tokens
 
     @property
     def tokens_per_s(self) -> float:
@@ -43,7 +43,7 @@ class Run:
 
 def run(
     start: Callable[[], Generation],
-    show: Callable[[Emitted], None] | None,
+    show: Callable[[Produced], None] | None,
     interruption: Interruption,
 ) -> Run:
     """Drain a generation, showing its tokens; stop early when an interrupt is asked for.
@@ -55,7 +55,7 @@ def run(
     """
     interruption.check()
     generation = start()
-    events: list[Emitted] = []
+    events: list[Produced] = []
     try:
         for emitted in generation:
             events.append(emitted)

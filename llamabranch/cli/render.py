@@ -32,10 +32,10 @@ from llamabranch import (
     ConfigError,
     Context,
     DecodeInterruptedError,
-    Emitted,
     GrammarError,
     LlamaBranchError,
     LlamaBranchWarning,
+    Produced,
     startup,
 )
 
@@ -88,7 +88,7 @@ class Screen:
                 )
         _write(self.out.file, text)
 
-    def emit(self, token: Emitted) -> None:
+    def emit(self, token: Produced) -> None:
         """Write one generated token in the colour of its source."""
         self.write(token.text, SOURCE_STYLES[token.source])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from llamabranch import Divergence, Emitted, Model
+from llamabranch import Divergence, Model, Produced
 from llamabranch.bench import Interval, Machine, load_average
 
 from .compare import Comparison, Run, round_cost
@@ -71,7 +71,7 @@ class Outcome:
             answer["divergence"] = self._divergence()
         return answer
 
-    def _logprobs(self, emitted: Emitted) -> dict[str, object]:
+    def _logprobs(self, emitted: Produced) -> dict[str, object]:
         return {
             "token": emitted.token,
             "text": self._piece(emitted.token),

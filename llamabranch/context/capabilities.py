@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from ..errors import UnsupportedError
 from ..model import Model
-from ..native import StateLayout
+from ..native import ContextHandle, StateLayout
 from .decoder import Decoder
+from .kv_cache import KVCache
 from .params import INVARIANT_KV_TYPES
 
 __all__ = ["Capabilities", "probe"]
@@ -41,15 +42,16 @@ class Capabilities:
 
 
 def probe(
-    decoder: Decoder,
+    handle: ContextHandle,
     model: Model,
+    n_seq_max: int,
     *,
     kv_type: str,
     flash_attention: bool | str,
     swa_full: bool,
     batch_invariant: bool | str,
-) -> Capabilities:
-    """Try the empty context out and leave it empty.
+) -> tuple[Capabilities, StateLayout | None]:
+    """Try the empty context out and leave it empty; return what it can do, and how it saves states.
 
     Raises:
         UnsupportedError: ``batch_invariant`` is True and cannot hold.
@@ -57,15 +59,17 @@ def probe(
     recurrent = model.memory_type in ("recurrent", "hybrid")
     # A window that is not kept in full answers "removed" and then computes from what is lost.
     window = model.n_swa if model.memory_type == "sliding-window" else 0
+    cache = KVCache(handle, n_seq_max)
+    decoder = Decoder(handle, cache)
     decoder.decode_run(_tokens(model, 2), 0, "none")
-    decoder.layout = StateLayout.learn(decoder.handle.state(0), n_tokens=2)
-    can_truncate = not (window and not swa_full) and decoder.drop(0, 1)
-    _empty(decoder)
+    layout = StateLayout.learn(handle.state(0), n_tokens=2)
+    can_truncate = not (window and not swa_full) and cache.drop(0, 1)
+    cache.clear()
     invariant, reason = False, "not asked for"
     if batch_invariant is not False:
         reason = _why_not_invariant(model, kv_type, flash_attention)
         if not reason:  # a short self-check cannot refute the rule: f16 differs after 500 tokens
-            difference = _batch_difference(decoder, model)
+            difference = _batch_difference(decoder, cache, model)
             if difference == 0.0:
                 invariant, reason = True, "checked: the self-check's logits are equal to the bit"
             else:
@@ -75,7 +79,7 @@ def probe(
                 f"this context cannot be batch-invariant: {reason}",
                 hint="use Q8_0 weights on the CPU, kv_type bf16 or q8_0, and flash attention",
             )
-    return Capabilities(
+    capabilities = Capabilities(
         can_truncate=can_truncate,
         can_share=True,
         sliding_window=window,
@@ -83,15 +87,11 @@ def probe(
         batch_invariant=invariant,
         batch_invariant_reason=reason,
     )
+    return capabilities, layout
 
 
 def _tokens(model: Model, n: int) -> list[int]:
     return [(7 * i + 3) % model.n_vocab for i in range(n)]
-
-
-def _empty(decoder: Decoder) -> None:
-    decoder.handle.clear()
-    decoder.cells.clear()
 
 
 def _why_not_invariant(model: Model, kv_type: str, flash_attention: bool | str) -> str:
@@ -109,7 +109,7 @@ def _why_not_invariant(model: Model, kv_type: str, flash_attention: bool | str) 
     return ""
 
 
-def _batch_difference(decoder: Decoder, model: Model) -> float:
+def _batch_difference(decoder: Decoder, cache: KVCache, model: Model) -> float:
     """Return the largest difference between a line decoded alone and in company."""
     if decoder.handle.n_batch < 2:
         return 0.0  # every decode is of one token
@@ -120,8 +120,8 @@ def _batch_difference(decoder: Decoder, model: Model) -> float:
     for token in line:
         row = decoder.decode([token], [0], [True])[0]
         alone.append(row.array.copy())
-    _empty(decoder)
-    if decoder.cells.n_seq_max < 2 or decoder.handle.n_batch < 2 * len(line):
+    cache.clear()
+    if cache.ledger.n_seq_max < 2 or decoder.handle.n_batch < 2 * len(line):
         tokens, seqs = line, [0] * len(line)
     else:
         tokens = [token for pair in zip(other, line, strict=True) for token in pair]
@@ -129,7 +129,7 @@ def _batch_difference(decoder: Decoder, model: Model) -> float:
     mine = [i for i, seq in enumerate(seqs) if seq == 0][-n_rows:]
     rows = decoder.decode(tokens, seqs, [i in mine for i in range(len(seqs))])
     together = [row.array.copy() for row in rows]
-    _empty(decoder)
+    cache.clear()
     return _largest_difference(alone[-n_rows:], together)
 
 

@@ -18,8 +18,8 @@ class Usage:
     """How full a context's cache is, in cells (one cell holds one token's K and V).
 
     ``cells_shared`` are used by two or more sequences, ``sequences`` gives the tokens of each sequence
-    that holds any. ``cells_reserved`` are free, but for now kept from use, so that no sequence gets a cell
-    below its earlier ones; ``in_order`` is False once that could not be kept up (see ``cell_order.py``).
+    that holds any. ``cells_reserved`` are free, but for now kept from use, so that no sequence gets a
+    cell below its earlier ones; ``in_order`` is False once that could not be kept up.
     """
 
     cells_total: int
@@ -36,7 +36,8 @@ class Usage:
 
 
 class _Run:
-    """Cells written one after another by one sequence, each with the write_index it was written."""
+    """Cells written one after another by one sequence, each with its write index:
+    how many cells of the cache were written before it."""
 
     __slots__ = ("owner", "write_indices")
 

@@ -1,11 +1,12 @@
 """Keeping the cells of every sequence in the order of its tokens.
 
 llama.cpp's attention adds up in the order of the cells. A sequence whose later token lies in a lower cell
-than an earlier one gets the same logits but for rounding, and a rounding may turn a word. New cells are
-taken from the lowest free one on, so a hole left below a living sequence is what would break the order.
-Where order is promised such cells are not freed but *parked*: tagged with a sequence nobody
-uses. They are freed when no living sequence lies above them, or when the cache is full: then all
-sequences are written anew, in order, or, where that cannot be, the promise ends.
+than an earlier one gets the same logits except for rounding, and rounding differences can change the
+sampled token. New cells are taken from the lowest free one on, so a hole left below a living sequence is
+what would break the order.
+Where order is promised such cells are not freed but *reserved*: tagged with a sequence id that nobody
+uses. They are released when no living sequence lies above them, or when the cache is full: then all
+sequences are decoded again, in order (``compaction.py``), or, where that cannot be, the promise ends.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ class CellOrder:
         self._handle = handle
         self._cells = cells
         self._seq_id = seq_id
-        self._lowest: int | None = None  # the write_index the oldest parked cell was written
+        self._lowest: int | None = None  # the write index of the oldest reserved cell
         self.n_cells = 0
-        self.in_order = True  # False once parked cells had to be freed below a living sequence
+        self.in_order = True  # False once reserved cells had to be freed below a living sequence
 
-    def take(self, seq_id: int, start: int, end: int) -> None:
-        """Park what a drop of [start, end) would free below a living sequence."""
+    def reserve(self, seq_id: int, start: int, end: int) -> None:
+        """Reserve what a drop of [start, end) would free below a living sequence."""
         cells = self._cells
         high = min(end, cells.next_position(seq_id))
         low, n_cells = cells.exclusive(seq_id, start, high)
@@ -45,8 +46,10 @@ class CellOrder:
             self._handle.copy(seq_id, self._seq_id, low, high)
             self._add(write_index, n_cells)
 
-    def take_tree(self, leaves: Sequence[int], start: int, write_index: int, n_cells: int) -> None:
-        """Park the ``n_cells`` of a tree, written from ``write_index`` on, that nobody will keep."""
+    def reserve_tree(
+        self, leaves: Sequence[int], start: int, write_index: int, n_cells: int
+    ) -> None:
+        """Reserve the ``n_cells`` of a tree, written from ``write_index`` on, that nobody will keep."""
         for leaf in leaves:
             self._handle.copy(leaf, self._seq_id, start, -1)
         self._add(write_index, n_cells)
@@ -55,26 +58,26 @@ class CellOrder:
         self._lowest = write_index if self._lowest is None else min(self._lowest, write_index)
         self.n_cells += n_cells
 
-    def free_if_unneeded(self) -> None:
-        """Free all of it if every living sequence lies below."""
+    def release_if_unneeded(self) -> None:
+        """Release all of it if every living sequence lies below."""
         if self._lowest is None:
             return
         cells = self._cells
         if all(cells.last_write_index(s) < self._lowest for s in range(cells.n_seq_max)):
             self._handle.remove(self._seq_id, 0, -1)
-            self.forget()
+            self._forget()
 
-    def free(self) -> None:
-        """Free all of it although sequences lie above: their order is no longer promised."""
+    def release(self) -> None:
+        """Release all of it although sequences lie above: their order is no longer promised."""
         self._handle.remove(self._seq_id, 0, -1)
-        self.forget()
+        self._forget()
         self.in_order = False
 
-    def forget(self) -> None:
-        """Note that nothing is parked."""
+    def _forget(self) -> None:
+        """Note that nothing is reserved."""
         self._lowest, self.n_cells = None, 0
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Note that the cache is empty: whatever comes now is in order."""
-        self.forget()
+        self._forget()
         self.in_order = True

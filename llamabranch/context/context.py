@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import TracebackType
 from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Self
 
-from ..arguments import plain_int, shown, whole
+from ..arguments import plain_int, real, shown, whole
 from ..errors import BranchStateError, ConfigError, UnsupportedError
-from ..model import TokenIds, token_list
+from ..model import Model, TokenIds, token_list
+from ..native import ContextHandle
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base
-from .capabilities import Capabilities
+from .capabilities import probe
+from .cell_ledger import Usage
+from .compaction import rewrite_in_order
+from .decoder import Decoder
+from .kv_cache import KVCache
 from .logits import LogitsRow
-from .shared_cache import SharedCache
+from .params import (
+    DEFAULT_N_SEQ_MAX,
+    context_options,
+    default_n_ctx,
+    resolve_kv_type,
+    threads_change_logits,
+    trained_length,
+    warn_of_length,
+)
+from .sequence_ids import SequenceIds
+from .threads import ThreadTuner, ThreadWatch
 
-__all__ = ["Capabilities", "Context"]
+__all__ = ["Context"]
 
 Logits = npt.NDArray[np.float32]
 
 
-class Context(SharedCache):
+class Context:
     """Many sequences of one model over one unified K/V cache.
 
     Args:
@@ -43,6 +65,7 @@ class Context(SharedCache):
         rope_scaling: None (the model's own), "none", "linear", "yarn" or "longrope";
             rope_freq_base, rope_freq_scale, yarn_*: as in llama.cpp, 0 (yarn: -1) = the model's own.
         n_outputs_max: rows of logits per decode at most; default max(n_seq_max, min(n_batch, 256)).
+        owns_model: close the model with the context.
 
     Raises:
         ConfigError: a bad option, or llama.cpp cannot open the context (the reason is given).
@@ -57,6 +80,280 @@ class Context(SharedCache):
     Sequences 0 to n_seq_max - 1 are open to the raw calls of this class unless a branch has leased
     them; branches take them from the top. One lock serialises all calls from many threads.
     """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_ctx: int | None = None,
+        n_seq_max: int | None = None,
+        n_batch: int = 512,
+        n_ubatch: int | None = None,
+        n_threads: int | None = None,
+        n_threads_batch: int | None = None,
+        flash_attention: bool | str = "auto",
+        kv_type: str = "auto",
+        batch_invariant: bool | str = "auto",
+        swa_full: bool = True,
+        offload_kqv: bool = True,
+        rope_scaling: str | None = None,
+        rope_freq_base: float = 0.0,
+        rope_freq_scale: float = 0.0,
+        yarn_ext_factor: float = -1.0,
+        yarn_attn_factor: float = -1.0,
+        yarn_beta_fast: float = -1.0,
+        yarn_beta_slow: float = -1.0,
+        yarn_orig_ctx: int = 0,
+        n_outputs_max: int | None = None,
+    ) -> None:
+        if model.vocab_only or not model.can_generate:
+            kind = "only its vocabulary is loaded" if model.vocab_only else "it predicts no tokens"
+            raise UnsupportedError(f"{model.name} opens no context: {kind}")
+        if batch_invariant not in ("auto", True, False):
+            raise ConfigError(
+                f"batch_invariant must be 'auto', True or False, not {batch_invariant!r}"
+            )
+        self.model = model
+        trained = trained_length(model, rope_scaling, rope_freq_base, rope_freq_scale)
+        # One who asks for many cells and several sequences wants many texts; else, a long one.
+        one_text = n_ctx is not None and n_seq_max in (None, 1)
+        n_ctx = default_n_ctx(trained) if n_ctx is None else n_ctx
+        n_seq_max = DEFAULT_N_SEQ_MAX if n_seq_max is None else n_seq_max
+        self.kv_type = resolve_kv_type(model, kv_type, flash_attention, batch_invariant)
+        options = context_options(
+            n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=n_batch, n_ubatch=n_ubatch,
+            n_outputs_max=n_outputs_max, n_threads=n_threads, n_threads_batch=n_threads_batch,
+            flash_attention=flash_attention, kv_type=self.kv_type, swa_full=swa_full,
+            offload_kqv=offload_kqv, rope_scaling=rope_scaling, rope_freq_base=rope_freq_base,
+            rope_freq_scale=rope_freq_scale, yarn_ext_factor=yarn_ext_factor,
+            yarn_attn_factor=yarn_attn_factor, yarn_beta_fast=yarn_beta_fast,
+            yarn_beta_slow=yarn_beta_slow, yarn_orig_ctx=yarn_orig_ctx,
+        )  # fmt: skip
+        if trained is not None and one_text and n_ctx > trained:
+            warn_of_length(f"n_ctx={n_ctx} is", trained, n_ctx)
+            trained = None  # once is enough
+        changes_logits = model.memory_type != "recurrent" and threads_change_logits(
+            self.kv_type, flash_attention, n_ctx
+        )
+        tuner = ThreadTuner(model, n_threads, n_threads_batch, changes_logits=changes_logits)
+        options = replace(options, n_threads=tuner.n_threads, n_threads_batch=tuner.n_threads_batch)
+        handle = ContextHandle(model.handle, options)
+        if not handle.has_memory:
+            handle.close()
+            raise UnsupportedError(f"{model.name} has no memory: it cannot generate")
+        self.n_ctx = handle.n_ctx
+        self.n_batch = handle.n_batch
+        self.n_seq_max = n_seq_max = options.n_seq_max
+        self.n_vocab = model.n_vocab
+        self._owns_model = False
+        self._lock = handle.lock
+        try:
+            tuner.tune(handle)
+            self.capabilities, layout = probe(
+                handle,
+                model,
+                n_seq_max,
+                kv_type=self.kv_type,
+                flash_attention=flash_attention,
+                swa_full=swa_full,
+                batch_invariant=batch_invariant,
+            )
+        except BaseException:
+            handle.close()
+            raise
+        self.options = replace(
+            options, n_threads=tuner.n_threads, n_threads_batch=tuner.n_threads_batch
+        )
+        self._cache = KVCache(
+            handle,
+            n_seq_max,
+            can_truncate=self.capabilities.can_truncate,
+            keeps_order=self.capabilities.batch_invariant,
+            state_layout=layout,
+        )
+        self._decoder = Decoder(
+            handle,
+            self._cache,
+            self._release_reserved,
+            n_trained=trained,
+            watch=ThreadWatch.of(handle, model, tuner),
+        )
+        self._leases = SequenceIds(n_seq_max)
+        self._last_rows: list[LogitsRow] = []
+
+    # -- life --------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """True after ``close()`` of the context or its model."""
+        return self._decoder.handle.closed
+
+    def close(self) -> None:
+        """Free the context; branches on it raise ClosedError from now on. Idempotent."""
+        with self._lock:
+            self._decoder.close()
+            if self._owns_model:
+                self.model.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return "<Context closed>"
+        return f"<Context of {self.model.name!r}: {self.n_ctx} cells, {self.n_seq_max} sequences>"
+
+    def _check_open(self) -> None:
+        self._decoder.check_open()
+
+    # -- interruption ------------------------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """Stop the decode under way in another thread; without one, the next decode stops at once.
+
+        The call that is decoding raises DecodeInterruptedError and leaves its sequences as they were.
+        Callable from any thread and from a signal's handler; returns without waiting. llama.cpp looks
+        between the operations of its graph; with recurrent memory, or layers on a GPU, the decode
+        stops between micro-batches (``n_ubatch`` tokens).
+        """
+        self._decoder.handle.stop()
+
+    @contextmanager
+    def time_limit(self, seconds: float) -> Iterator[None]:
+        """Interrupt what the ``with`` block decodes on this context after ``seconds``.
+
+        The call that decodes then raises DecodeInterruptedError, as after ``interrupt``. The block
+        is entered from one thread; what other threads decode here counts too.
+
+        Raises:
+            ConfigError: ``seconds`` is not a positive number.
+        """
+        seconds = real("a time limit", seconds)
+        if not seconds > 0:
+            raise ConfigError(f"a time limit is a positive number of seconds, not {seconds!r}")
+        passed = threading.Event()
+
+        def stop() -> None:
+            passed.set()
+            self.interrupt()
+
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), stop)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+            if passed.is_set():  # nothing that comes after the block is meant
+                self._decoder.handle.resume()
+
+    # -- for the layers above: the lock is held --------------------------------------------------------
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held by every call on this context or a branch of it."""
+        return self._lock
+
+    @property
+    def decoder(self) -> Decoder:
+        """Tokens in, rows of logits out; for branches, not for users."""
+        return self._decoder
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The cells; for branches, not for users."""
+        return self._cache
+
+    def lease(self, holder: object) -> int:
+        """Lend ``holder`` an empty sequence until ``return_lease`` or its garbage collection.
+
+        Raises:
+            SequencesExhaustedError: all are taken; says by whom.
+        """
+        with self._lock:
+            self._check_open()
+            self._collect_forgotten()
+            first = self._cache.first_position
+            if len(self._leases) == self.n_seq_max:
+                gc.collect()  # a forgotten branch may wait in a reference cycle
+                self._collect_forgotten(noted=False)
+            return self._leases.lend(holder, lambda seq_id: first(seq_id) < 0)
+
+    def return_lease(self, seq_id: int) -> None:
+        """Take a lent sequence back and empty it."""
+        with self._lock:
+            if seq_id in self._leases:
+                if not self.closed:
+                    self._cache.drop(seq_id, 0)
+                self._leases.end(seq_id)
+
+    def _collect_forgotten(self, *, noted: bool = True) -> None:
+        for seq_id in self._leases.forgotten(noted=noted):
+            self.return_lease(seq_id)
+
+    @property
+    def n_seq_free(self) -> int:
+        """How many sequences could be leased now."""
+        with self._lock:
+            self._collect_forgotten()
+            first = self._cache.first_position
+            seqs = range(self.n_seq_max)
+            return sum(1 for seq_id in seqs if seq_id not in self._leases and first(seq_id) < 0)
+
+    def holders(self) -> list[object]:
+        """Return who holds sequences now, in the order of their ids."""
+        with self._lock:
+            self._collect_forgotten()
+            found = (self._leases.holder(seq_id) for seq_id in range(self.n_seq_max))
+            return [holder for holder in found if holder is not None]
+
+    def compact(self) -> bool:
+        """Decode all branches again, in order and without holes; False if others hold cells too."""
+        return rewrite_in_order(self._cache, self._decoder, self.holders())
+
+    def _release_reserved(self) -> None:
+        """Free reserved cells: by compaction, or by giving the order up."""
+        if not self.compact():
+            self._cache.release_reserved()
+
+    def _check_seq(self, seq_id: int) -> int:
+        seq_id = whole("a sequence id", seq_id)
+        if not 0 <= seq_id < self.n_seq_max:
+            raise ConfigError(
+                f"sequence id {shown(seq_id)} is out of range 0 to {self.n_seq_max - 1}",
+                hint="open the context with a larger n_seq_max",
+            )
+        return seq_id
+
+    # -- accounting --------------------------------------------------------------------------------
+
+    def usage(self) -> Usage:
+        """Return how full the cache is."""
+        with self._lock:
+            self._check_open()
+            self._collect_forgotten()
+            return self._cache.usage()
+
+    def audit(self) -> None:
+        """Compare the accounting with llama.cpp's own positions.
+
+        Raises:
+            DecodeError: they differ; says where. That is a bug in this library.
+        """
+        with self._lock:
+            self._check_open()
+            self._collect_forgotten()
+            keeps_less = self.capabilities.recurrent or bool(self.capabilities.sliding_window)
+            self._cache.audit(ends_only=keeps_less)
 
     def _check_raw(self, *seq_ids: int) -> list[int]:
         self._check_open()
@@ -95,7 +392,7 @@ class Context(SharedCache):
             if not tokens:
                 raise ConfigError("nothing to decode: no tokens")
             self.model.check_tokens(tokens)
-            end = self._decoder.cells.next_position(seq_id)
+            end = self._cache.next_position(seq_id)
             if plain_int(position) != end:
                 raise ConfigError(
                     f"sequence {seq_id} ends at position {end}, so tokens cannot go to {shown(position)}",
@@ -177,7 +474,7 @@ class Context(SharedCache):
         with self._lock:
             src, dst = self._check_raw(src, dst)
             if src != dst:
-                self._decoder.share(src, dst)
+                self._cache.share(src, dst)
 
     def kv_cache_remove(self, seq_id: int, start: int = 0, end: int = -1) -> None:
         """Drop the positions [start, end) of a sequence; end -1 = to the end.
@@ -191,12 +488,12 @@ class Context(SharedCache):
             if start < 0 or end < -1 or (end != -1 and end < start):
                 raise ConfigError(f"no such range of positions: [{shown(start)}, {shown(end)})")
             stop = (1 << 31) if end == -1 else end
-            length = self._decoder.cells.next_position(seq_id)
+            length = self._cache.next_position(seq_id)
             if start >= min(stop, length):
                 return
             partial = start > 0 or stop < length
             # Memory that lost a part of its window would say yes and then compute from what is gone.
-            if (partial and not self.capabilities.can_truncate) or not self._decoder.drop(
+            if (partial and not self.capabilities.can_truncate) or not self._cache.drop(
                 seq_id, start, 1 << 31 if stop >= length else stop
             ):
                 raise UnsupportedError(
@@ -210,7 +507,7 @@ class Context(SharedCache):
             (seq_id,) = self._check_raw(seq_id)
             for other in range(self.n_seq_max):
                 if other != seq_id and other not in self._leases:
-                    self._decoder.drop(other, 0)
+                    self._cache.drop(other, 0)
 
     def kv_cache_clear(self) -> None:
         """Empty the whole cache.
@@ -226,13 +523,13 @@ class Context(SharedCache):
                     f"{len(self._leases)} branches still use the cache",
                     hint="prune them first",
                 )
-            self._decoder.clear()
+            self._cache.clear()
 
     def kv_cache_size(self, seq_id: int) -> int:
         """Return how many tokens a sequence holds."""
         with self._lock:
             self._check_open()
-            return self._decoder.cells.length(self._check_seq(seq_id))
+            return self._cache.ledger.length(self._check_seq(seq_id))
 
     def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = False

@@ -33,20 +33,20 @@ class LogitsRow:
         self._logsumexp: float = _UNKNOWN
         self._entropy: float = _UNKNOWN
 
-    def keep(self) -> None:
+    def detach(self) -> None:
         """Copy the row out of llama.cpp's buffer."""
         if self.array.base is not None:
             self.array = self.array.copy()
 
-    def lose(self) -> None:
-        """Note that the buffer was overwritten before the row was copied."""
+    def invalidate(self) -> None:
+        """Note that llama.cpp's buffer was overwritten; a detached row keeps its values."""
         if self.array.base is not None:
             self.array = _NOTHING
 
     @property
-    def lost(self) -> bool:
-        """True if the values are gone; the token must be decoded again."""
-        return len(self.array) == 0
+    def is_valid(self) -> bool:
+        """False if the values are gone and the token must be decoded again."""
+        return len(self.array) > 0
 
     def logprob(self, token: int) -> float:
         """Return the model's log-probability of ``token``, nats."""

@@ -5,28 +5,10 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
 
 from ..errors import SequencesExhaustedError
 
-__all__ = ["Replayable", "SequenceIds"]
-
-
-@runtime_checkable
-class Replayable(Protocol):
-    """A holder that can say which tokens its sequence holds."""
-
-    @property
-    def seq_id(self) -> int:
-        """The leased sequence."""
-
-    @property
-    def position(self) -> int:
-        """How many tokens it holds."""
-
-    @property
-    def tokens(self) -> list[int]:
-        """Their ids."""
+__all__ = ["SequenceIds"]
 
 
 class SequenceIds:

@@ -94,7 +94,7 @@ class _Together:
             self._drafts[i].n_read = len(tokens) - line.branch.position
             unread[line.branch] = tokens[line.branch.position : line.n_prompt]
         store.prefill({branch: tokens for branch, tokens in unread.items() if tokens})
-        store.follow(
+        store.append_unscored(
             {
                 self._lines[i].branch: self._proposals[i].tokens[self._lines[i].branch.position :]
                 for i in live

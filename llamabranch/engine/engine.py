@@ -1,4 +1,4 @@
-"""The loop: admit, draft, decode once for all, settle."""
+"""The loop: admit, draft, decode once for all, accept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from contextlib import closing
 from time import perf_counter, sleep
 
 from ..arguments import whole
-from ..branch import Branch
+from ..branch import Branch, Produced
 from ..branch.branch import random_seed
 from ..context import Context
 from ..context.logits import LogitsRow
@@ -29,7 +29,7 @@ from ..errors import (
     LlamaBranchError,
 )
 from ..sampling import SamplingParams
-from ..speculative import Draft, Drafter, Emitted, NullDrafter, SpeculativeConfig
+from ..speculative import Draft, Drafter, NullDrafter, SpeculativeConfig
 from ..speculative.drafters.base import NO_DRAFT
 from ..speculative.round import Stream
 from ..speculative.rules import choose_rule
@@ -306,7 +306,7 @@ class Engine:
                 start = perf_counter()
                 rows = self._decode(batch)
                 verify_s = perf_counter() - start
-                outcomes = self._settle(batch, rows, verify_s)
+                outcomes = self._accept(batch, rows, verify_s)
         except CacheFullError as error:
             yield from self._make_room(scheduler, batch, error)
             return
@@ -363,13 +363,13 @@ class Engine:
         return made + [(job, NO_DRAFT) for job in plain]
 
     def _decode(self, batch: Batch) -> list[LogitsRow]:
-        replaced = [
+        expiring = [
             row
             for job, _ in batch.parts
             if job.branch is not None
-            for row in job.branch.expiring_rows()
+            for row in job.branch.sequence.expiring_rows()
         ]
-        rows = self.target.decoder.decode(batch.tokens, batch.seqs, batch.wants, replaced)
+        rows = self.target.decoder.decode(batch.tokens, batch.seqs, batch.wants, expiring)
         self.stats.target_forward_passes += 1
         return rows
 
@@ -393,19 +393,19 @@ class Engine:
 
     # -- after the decode --------------------------------------------------------------------------
 
-    def _settle(
+    def _accept(
         self, batch: Batch, rows: list[LogitsRow], verify_s: float
-    ) -> list[list[Emitted] | LlamaBranchError]:
+    ) -> list[list[Produced] | LlamaBranchError]:
         """Take in what was decoded: for each part what it says, or why its text ends here."""
         at = 0
-        outcomes: list[list[Emitted] | LlamaBranchError] = []
+        outcomes: list[list[Produced] | LlamaBranchError] = []
         for job, n in batch.parts:
             n_rows = n if job.stream is not None else int(n == job.n_unread)
             its_rows = rows[at : at + n_rows]
             at += n_rows
             try:
                 if job.stream is not None:
-                    outcomes.append(job.stream.settle(its_rows, verify_s * n / len(batch.tokens)))
+                    outcomes.append(job.stream.accept(its_rows, verify_s * n / len(batch.tokens)))
                 else:
                     self._read(job, n, its_rows[0] if its_rows else None)
                     outcomes.append([])
@@ -419,7 +419,7 @@ class Engine:
         self,
         scheduler: Scheduler,
         batch: Batch,
-        outcomes: list[list[Emitted] | LlamaBranchError],
+        outcomes: list[list[Produced] | LlamaBranchError],
         verify_s: float,
     ) -> Iterator[Event]:
         """Tell the drafters, begin where a prompt is read, pass on what is said."""
@@ -466,11 +466,11 @@ class Engine:
         tokens = job.to_read[start : start + n]
         n_prompt = max(0, len(job.prompt) - start)
         if n_prompt:
-            branch.append_prompt(tokens[:n_prompt], row if n <= n_prompt else None)
+            branch.sequence.append_prompt(tokens[:n_prompt], row if n <= n_prompt else None)
         if n > n_prompt:
-            branch.append_unscored(tokens[n_prompt:], row)
+            branch.sequence.append_unscored(tokens[n_prompt:], row)
 
-    def _begin_text(self, job: Job) -> list[Emitted]:
+    def _begin_text(self, job: Job) -> list[Produced]:
         """Let a job run whose prompt is read; return its first word."""
         branch = job.branch
         if branch is None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..branch import Branch
+from ..branch import Branch, Produced
 from ..errors import LlamaBranchError
 from ..model import Model
 from ..sampling import SamplingParams
 from ..sampling.noise import derive_seed, seed_from_text
-from ..speculative import Emitted, SpeculativeStats
+from ..speculative import SpeculativeStats
 from ..speculative.output import OutputBuffer
 from ..speculative.round import Stream
 from .request import Request, Result
@@ -44,7 +44,7 @@ class Job:
         self.stream: Stream | None = None
         self.arrival = 0  # the order of first admission; the newest is preempted first
         self.n_preempted = 0
-        self.pending: Emitted | None = None  # its last word, while it has no sequence
+        self.pending: Produced | None = None  # its last word, while it has no sequence
 
     def __repr__(self) -> str:
         return f"<Job {self.name!r} sample {self.sample}, {len(self.transcript.tokens)} tokens>"
@@ -68,7 +68,7 @@ class Job:
         """True once the prompt is read."""
         return self.stream is not None
 
-    def say(self, emitted: Sequence[Emitted]) -> list[Emitted]:
+    def say(self, emitted: Sequence[Produced]) -> list[Produced]:
         """Take new tokens in; return those to show."""
         shown = []
         for one in emitted:

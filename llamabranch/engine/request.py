@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..arguments import whole
+from ..branch import Produced
 from ..errors import ConfigError, LlamaBranchError
 from ..model import token_list
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
-from ..speculative import Emitted, SpeculativeStats
+from ..speculative import SpeculativeStats
 
 __all__ = ["EngineStats", "Event", "Request", "Result"]
 
@@ -111,7 +112,7 @@ class Event:
 
     id: str
     sample: int
-    emitted: Emitted | None = None
+    emitted: Produced | None = None
     result: Result | None = None
 
 

@@ -71,7 +71,7 @@ class Scheduler:
             self.waiting.remove(job)
             job.branch = branch
             if source is not None and n_shared:
-                branch.borrow(source, n_shared)
+                branch.sequence.share_prefix(source.sequence, n_shared)
                 self.n_shared += n_shared
             if job.arrival == 0:
                 self._arrivals += 1

@@ -9,7 +9,7 @@ its coin is taken from the same noise and the sampler is applied for certain or 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import SupportsIndex
 
 import numpy as np
@@ -326,6 +326,19 @@ class Sampler:
             self._grammar_done = self.model.is_eog(token)
         if self._history is not None:
             self._history.accept(token)
+
+    def after(self, tokens: Iterable[int]) -> Sampler:
+        """Return the sampler that has accepted ``tokens``: a copy where it has a state.
+
+        Raises:
+            GrammarError: the grammar does not allow them.
+        """
+        if self.is_stateless:
+            return self
+        sampler = self.clone()
+        for token in tokens:
+            sampler.accept(token)
+        return sampler
 
     def accept_prompt(self, tokens: TokenIds) -> None:
         """Remember prompt tokens: they count for penalties, not for the grammar."""

@@ -25,7 +25,6 @@ from .drafters.base import Draft, Drafter, DraftState, NullDrafter
 from .drafters.chain import ChainDrafter
 from .drafters.copying import PromptLookupDrafter, SuffixDrafter
 from .drafters.model import ModelDrafter
-from .round import Emitted
 from .session import InferenceSession
 from .speculator import Generation, Speculator
 from .stats import SpeculativeStats
@@ -36,7 +35,6 @@ __all__ = [
     "Draft",
     "DraftState",
     "Drafter",
-    "Emitted",
     "Generation",
     "InferenceSession",
     "ModelDrafter",

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..branch import Branch, BranchStore
+from ..branch.verification import Verification
 from ..context import Context
 from ..errors import ConfigError, GrammarError
 from ..model import token_list
@@ -207,12 +208,12 @@ def _verify(branch: Branch, run: Sequence[int], n_kept: int | None = None) -> Lo
     """Decode ``run`` and keep its first ``n_kept`` tokens; return a copy of the logits after them."""
     kept = list(run[:n_kept])
     with branch.ctx.lock:
-        rows = branch.verify(run)
+        verification = Verification(branch.sequence, run)
         try:
-            row = rows[len(kept) - 1].array.copy()
-            branch.settle(kept, rows[: len(kept)], branch.judge(run, rows).sampler(len(kept) - 1))
+            row = verification.decode()[len(kept) - 1].array.copy()
+            verification.accept(range(len(kept)))
         except BaseException:
-            branch.abandon()
+            verification.abandon()
             raise
     return row
 

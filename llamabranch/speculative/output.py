@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from ..arguments import whole
+from ..branch import Produced
 from ..model import NO_TOKEN, StopStrings
-from .round import Emitted
 
 __all__ = ["OutputBuffer"]
 
@@ -52,7 +52,7 @@ class OutputBuffer:
         """The most tokens a draft may have so that the round does not overrun the limit."""
         return 1 << 30 if self._max_tokens is None else self._max_tokens - len(self.tokens) - 1
 
-    def add(self, emitted: Emitted) -> Emitted | None:
+    def add(self, emitted: Produced) -> Produced | None:
         """Take the next token in; return it with the text to show, None if there is nothing to show.
 
         An end token is shown only to carry text that was held back for a stop string.
@@ -75,7 +75,7 @@ class OutputBuffer:
             self.finish_reason = "length"
         return emitted.with_text(text)
 
-    def break_off(self) -> Emitted | None:
+    def break_off(self) -> Produced | None:
         """End it without an end token; return what carries the text held back, None if there is none.
 
         After a text has ended by itself, or the second time, nothing is held back any more.
@@ -84,4 +84,4 @@ class OutputBuffer:
         if not held:
             return None
         self.texts.append(held)
-        return Emitted(NO_TOKEN, held, "plain", True, math.nan, math.nan)
+        return Produced(NO_TOKEN, held, True, math.nan, math.nan)

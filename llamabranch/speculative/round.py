@@ -1,12 +1,12 @@
-"""One speculative round, for any branch: plan, verify in one decode, settle.
+"""One speculative round, for any branch: plan, verify in one decode, accept.
 
-A stream always holds one token that is said but not yet decoded: the *pending* one. It goes into the
-target together with the draft that follows it, so a round costs one target decode whatever stands.
-Planning and settling are apart so that many streams can share that decode.
+A stream always holds one token that is emitted but not yet decoded: the *pending* one. It goes into the
+target together with the draft that follows it, so a round costs one target decode, however much of the
+draft is accepted. Planning and accepting are apart so that many streams can share that decode.
 
 A drafter may work on a context that another thread's text is decoded on, while this text's context
-drafts for that one. So what needs the target's lock (decode, ``settle``) and what may need the
-drafter's (``plan``, ``conclude``) never overlap: no thread waits for one with the other in hand.
+drafts for that one. So what needs the target's lock (decode, ``accept``) and what may need the
+drafter's (``plan``, ``conclude``) never overlap: no thread waits for one while it holds the other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from ..branch import Branch, Produced
-from ..branch.verification import TargetDistributions
+from ..branch.verification import TargetDistributions, Verification
 from ..context.logits import LogitsRow
 from ..errors import CapacityError, ConfigError, DecodeError, GrammarError
 from ..model import token_list
@@ -27,34 +27,9 @@ from .length.base import DraftLength, RoundReport
 from .rules import DraftTree, verify, verify_tree
 from .stats import SpeculativeStats
 
-__all__ = ["Emitted", "Stream", "settle_at"]
+__all__ = ["Stream", "finish_at"]
 
 _MOST_RESTED = 64  # plain steps that are counted together
-
-
-class Emitted(NamedTuple):
-    """A token of the target's line, and where it came from.
-
-    ``source``: "drafted" (proposed and accepted), "bonus" (the target's own after a draft that stood
-    whole), "corrected" (the target's own where a draft fell), "plain" (no draft). ``logprob`` and
-    ``entropy`` (nats) are those of the target's own distribution, whatever the source, and so are the
-    ``alternatives`` that were asked for: (token, log-probability), best first.
-
-    With ``is_stop`` it is no token of the text, but may carry text that was held back for a stop
-    string: then ``token`` is the end token, or -1 (without numbers: NaN) where it ended without one.
-    """
-
-    token: int
-    text: str
-    source: str
-    is_stop: bool
-    logprob: float
-    entropy: float
-    alternatives: tuple[tuple[int, float], ...] = ()
-
-    def with_text(self, text: str) -> Emitted:
-        """Return it with another text: a part may be held back for a stop string."""
-        return self if text == self.text else self._replace(text=text)
 
 
 class _DeadEnd(Exception):
@@ -69,8 +44,8 @@ class _DeadEnd(Exception):
         return self.__cause__ or self
 
 
-class _Settled(NamedTuple):
-    """A round that was settled and is not yet counted; times in seconds."""
+class _Outcome(NamedTuple):
+    """A round that has ended and is not yet counted; times in seconds."""
 
     n_accepted: int
     n_verified: int
@@ -94,86 +69,90 @@ class Stream:
         self.line = line
         self.length = length
         self.stats = stats
-        self.pending: Emitted | None = None
+        self.pending: Produced | None = None
         self.rule = rule
         self._n_alternatives = n_alternatives
         self._draft = Draft()
         self._n_told = 0  # what the line has read; it catches up when it is asked next
         self._n_resting = 0  # plain steps to come before it is asked
         self._rested: list[tuple[float, float]] = []  # seconds of those that came: decode, the rest
-        self._settled: _Settled | None = None  # what the line and the length are still to be told
+        self._outcome: _Outcome | None = None  # what the line and the length are still to be told
+        self._verification: Verification | None = None  # decoded, nothing of it accepted yet
 
-    def begin(self) -> Emitted:
-        """Say the first token: it needs no decode, the branch's logits are there."""
+    def begin(self) -> Produced:
+        """Emit the first token: it needs no decode, the branch's logits are there."""
         branch = self.branch
         with branch.ctx.lock:
             self.pending = self._plain()
         return self.pending
 
-    def round(self, limit: int) -> list[Emitted]:
-        """Run one round alone; return what it says, at most ``limit`` + 1 tokens."""
+    def round(self, limit: int) -> list[Produced]:
+        """Run one round alone; return what it emits, at most ``limit`` + 1 tokens."""
         if self._n_resting:
             self._n_resting -= 1
-            said = self._step()
+            emitted = self._step()
         else:
             planned = self.plan(limit)
-            settled = self._verified(planned) if len(planned) > 1 else None
-            said = self._step() if settled is None else settled
+            accepted = self._verify(planned) if len(planned) > 1 else None
+            emitted = self._step() if accepted is None else accepted
         self.conclude()
-        return said
+        return emitted
 
-    def _verified(self, planned: Sequence[int]) -> list[Emitted] | None:
-        """Decode and settle a plan with a draft; None if there is no room for it."""
+    def _verify(self, planned: Sequence[int]) -> list[Produced] | None:
+        """Decode a plan with a draft and accept what fits; None if there is no room for it."""
         try:
             with self.branch.ctx.lock:  # its rows are valid until anybody else decodes
                 start = perf_counter()
-                rows = self.verify(planned)
-                return self.settle(rows, perf_counter() - start)
+                self._verification = self._proposal(planned)
+                rows = self._verification.decode()
+                return self.accept(rows, perf_counter() - start)
         except CapacityError:
             self.stats.count_stop("no room to verify")
-            self._draft = NO_DRAFT
+            self._draft, self._verification = NO_DRAFT, None
             self.line.observe(self.branch.position + 1)
             return None
         except BaseException:
-            self.branch.abandon()
+            if self._verification is not None:
+                self._verification.abandon()
+                self._verification = None
             raise
 
-    def _step(self) -> list[Emitted]:
-        """Run a round without a draft: the same as settling an empty one, and quicker."""
+    def _step(self) -> list[Produced]:
+        """Run a round without a draft: the same as accepting an empty draft, and quicker."""
         branch = self.branch
         with branch.ctx.lock:
             pending = self.pending or self.begin()
             start = perf_counter()
             branch.commit(pending.token)
             verified = perf_counter()
-            return self._say_plain(verified - start, verified)
+            return self._end_plain(verified - start, verified)
 
-    def _say_plain(self, verify_s: float, since: float) -> list[Emitted]:
+    def _end_plain(self, verify_s: float, since: float) -> list[Produced]:
         """End a round without a draft that took ``verify_s`` for its decode, and was at it ``since``."""
-        self.pending = said = self._plain()
+        self.pending = emitted = self._plain()
         overhead_s = perf_counter() - since
         if self._draft is NO_DRAFT:
             self._rested.append((verify_s, overhead_s))
         else:
-            self._settled = _Settled(0, 1, verify_s, overhead_s)
-        return [said]
+            self._outcome = _Outcome(0, 1, verify_s, overhead_s)
+        return [emitted]
 
     def conclude(self) -> None:
         """Tell the line and the length what became of the round; the target's lock is not held."""
-        settled, self._settled = self._settled, None
-        if settled is None:
+        outcome, self._outcome = self._outcome, None
+        if outcome is None:
             if len(self._rested) >= _MOST_RESTED:
                 self.report()
             return
         start = perf_counter()
         self.line.observe(self.branch.position)
         rollback_s = perf_counter() - start
-        self.stats.sample_time_s += settled.overhead_s
+        self.stats.sample_time_s += outcome.overhead_s
         self.stats.rollback_time_s += rollback_s
-        self._count(settled, settled.overhead_s + rollback_s)
+        self._count(outcome, outcome.overhead_s + rollback_s)
 
     def report(self) -> None:
-        """Count the plain steps that nobody was asked in."""
+        """Count the plain steps in which the drafter was not asked."""
         if self._rested:
             verify_s, overhead_s = zip(*self._rested, strict=True)
             n = len(self._rested)
@@ -231,35 +210,32 @@ class Stream:
             parents = parents[:-1]
         return len(parents)
 
-    def verify(self, planned: Sequence[int]) -> list[LogitsRow]:
-        """Decode the plan alone; return a row for each token of it."""
-        if self._draft.parents is None:
-            return self.branch.verify(planned)
-        return self.branch.verify_tree(planned, self._plan_parents())
+    def _proposal(self, plan: Sequence[int], rows: Sequence[LogitsRow] = ()) -> Verification:
+        parents = None if self._draft.parents is None else self._plan_parents()
+        return Verification(self.branch.sequence, plan, parents, rows)
 
     def _plan_parents(self) -> list[int]:
         return [-1, *(parent + 1 for parent in self._draft.parents or ())]
 
-    def settle(self, rows: Sequence[LogitsRow], verify_s: float) -> list[Emitted]:
-        """Take what stands of the plan whose logits are ``rows``; return what is said now.
+    def accept(self, rows: Sequence[LogitsRow], verify_s: float) -> list[Produced]:
+        """Keep what is accepted of the plan whose logits are ``rows``; return what is emitted now.
 
         ``conclude`` must follow, once the target's lock is free.
         """
         start = perf_counter()
         branch, draft = self.branch, self._draft
         if self.pending is None:
-            raise RuntimeError("settle comes after plan")
+            raise RuntimeError("accept comes after plan")
         if not draft.tokens:
-            branch.take(self.pending.token, -self.pending.logprob, rows[0])
-            return self._say_plain(verify_s, start)
+            branch.sequence.append(self.pending.token, -self.pending.logprob, rows[0])
+            return self._end_plain(verify_s, start)
         plan = [self.pending.token, *draft.tokens]
-        parents = None if draft.parents is None else self._plan_parents()
-        judge = branch.judge(plan, rows, parents)
-        path, following = self._verdict(plan, judge)
+        verification = self._verification or self._proposal(plan, rows)
+        path, following = self._verdict(plan, verification.targets)
         n = len(path)
         is_eog = branch.ctx.model.is_eog
         is_dead_end = following is None
-        if following is None:  # the last word of the draft waits; the next round will say why
+        if following is None:  # the last token of the draft waits; the next round raises the reason
             following = plan[path.pop()]
         ends = [at for at, i in enumerate(path) if is_eog(plan[i])]
         if ends:  # the draft was right that it ends here, whatever it proposed to follow
@@ -267,24 +243,29 @@ class Stream:
             del path[ends[0] :]
         kept = [0, *path]
         kept_rows = [rows[i] for i in kept]
-        node = None if parents is None else kept[-1]
-        texts = branch.settle([plan[i] for i in kept], kept_rows, judge.sampler(kept[-1]), node)
-        said = [
+        texts = verification.accept(kept)
+        self._verification = None
+        emitted = [
             self._emitted(
                 Produced(plan[i], text, False, row.logprob(plan[i]), row.entropy()), row, "drafted"
             )
             for i, row, text in zip(path, kept_rows, texts[1:], strict=False)
         ]
-        whole = n == len(draft.tokens) if parents is None else kept[-1] not in parents
+        if draft.parents is None:
+            whole = n == len(draft.tokens)
+        else:
+            whole = kept[-1] not in self._plan_parents()
         source = "drafted" if is_dead_end else "bonus" if whole else "corrected"
         last = kept_rows[-1]
-        self.pending = self._emitted(branch.describe(following, last), last, source)
-        said.append(self.pending)
-        self._settled = _Settled(n, len(plan), verify_s, perf_counter() - start)
-        return said
+        self.pending = self._emitted(branch.sequence.describe(following, last), last, source)
+        emitted.append(self.pending)
+        self._outcome = _Outcome(n, len(plan), verify_s, perf_counter() - start)
+        return emitted
 
-    def _verdict(self, plan: list[int], judge: TargetDistributions) -> tuple[list[int], int | None]:
-        """Return which entries of the plan stand after the pending one, and what follows them.
+    def _verdict(
+        self, plan: list[int], targets: TargetDistributions
+    ) -> tuple[list[int], int | None]:
+        """Return which entries of the plan are accepted after the pending one, and what follows them.
 
         None follows where the target has nothing to go on with: a grammar that is complete, say, with
         the end token biased away.
@@ -296,10 +277,10 @@ class Stream:
         is_eog = branch.ctx.model.is_eog
 
         def target(i: int) -> Distribution:
-            if i and is_eog(plan[i]):  # nothing follows an end: what is drawn here is not said
+            if i and is_eog(plan[i]):  # nothing follows an end: what is drawn here is not emitted
                 return Distribution.point(plan[i])
             try:
-                return judge.distribution(i)
+                return targets.distribution(i)
             except (ConfigError, GrammarError) as error:
                 raise _DeadEnd(i) from error
 
@@ -326,24 +307,26 @@ class Stream:
             except _DeadEnd as dead:
                 if dead.at == 0:
                     raise dead.reason from None
-                if dead.at == n:  # all before it stand, and the rule asked what follows
+                if dead.at == n:  # all before it are accepted, and the rule asked what follows
                     return list(range(1, n + 1)), None
                 # The block rule looks before it decides: a draft that ends there is judged as a whole.
                 n = dead.at
 
-    def _plain(self) -> Emitted:
-        """Return what the branch says next, from the logits after its last token."""
-        branch = self.branch
-        token, text, is_stop, logprob, entropy = branch.produce()
-        top = tuple(branch.next_row().top(self._n_alternatives)) if self._n_alternatives else ()
-        return Emitted(token, text, "plain", is_stop, logprob, entropy, top)
+    def _plain(self) -> Produced:
+        """Return what comes next on the branch, from the logits after its last token."""
+        sequence = self.branch.sequence
+        with self.branch.ctx.lock:
+            produced = sequence.produce()
+            if not self._n_alternatives:
+                return produced
+            return self._emitted(produced, sequence.logits_row(), "plain")
 
-    def _emitted(self, said: Produced, row: LogitsRow, source: str) -> Emitted:
+    def _emitted(self, token: Produced, row: LogitsRow, source: str) -> Produced:
         top = tuple(row.top(self._n_alternatives)) if self._n_alternatives else ()
-        return Emitted(said.token, said.text, source, said.is_stop, said.logprob, said.entropy, top)
+        return token._replace(source=source, alternatives=top)
 
-    def _count(self, settled: _Settled, overhead_s: float) -> None:
-        n_accepted, n_verified, verify_s, _ = settled
+    def _count(self, outcome: _Outcome, overhead_s: float) -> None:
+        n_accepted, n_verified, verify_s, _ = outcome
         stats, draft = self.stats, self._draft
         stats.count_decode(n_verified, verify_s)
         n_steps = draft.n_steps
@@ -370,7 +353,7 @@ class Stream:
         )
 
 
-def settle_at(branch: Branch, position: int, pending: Emitted | None) -> None:
+def finish_at(branch: Branch, position: int, pending: Produced | None) -> None:
     """Leave the branch with exactly its first ``position`` tokens, the pending one among them.
 
     Where that one cannot be decoded (no cell is free), the branch holds it all the same, and decodes
@@ -386,6 +369,6 @@ def settle_at(branch: Branch, position: int, pending: Emitted | None) -> None:
         except (CapacityError, DecodeError, KeyboardInterrupt) as error:
             with branch.ctx.lock:
                 if branch.position < position:
-                    branch.take(pending.token, -pending.logprob, None)
+                    branch.sequence.append(pending.token, -pending.logprob, None)
             if not isinstance(error, CapacityError):
                 raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 
-from ..branch import Branch
+from ..branch import Branch, Produced
 from ..context import Context
 from ..errors import ClosedError, ConfigError, LlamaBranchError
 from ..model import TokenIds
@@ -14,7 +14,7 @@ from ..sampling.grammar import Grammar
 from .config import SpeculativeConfig
 from .drafters.base import Drafter
 from .output import OutputBuffer
-from .round import Emitted, settle_at
+from .round import finish_at
 from .speculator import Speculator
 from .stats import SpeculativeStats
 
@@ -64,8 +64,8 @@ class InferenceSession:
         else:
             self.branch = Branch.start(target, prompt, grammar=grammar, sampling=sampling)
         self._base = self.branch.position
-        self._said: list[Emitted] = []
-        self._pending: Emitted | None = None
+        self._said: list[Produced] = []
+        self._pending: Produced | None = None
         self._closed = False
 
     @property
@@ -84,7 +84,7 @@ class InferenceSession:
         """ "stop", "length", or None while it goes on."""
         return self._transcript.finish_reason
 
-    def next_token(self, drafter: Drafter | None = None) -> Emitted | None:
+    def next_token(self, drafter: Drafter | None = None) -> Produced | None:
         """Return the next token, None at the end. (An end token comes only with text held back.)
 
         With a ``drafter`` a round is run when nothing is waiting, and its other tokens come with the next
@@ -108,7 +108,7 @@ class InferenceSession:
         self.stats.num_emitted_tokens = len(self.tokens)
         return shown
 
-    def _round(self, drafter: Drafter | None) -> list[Emitted]:
+    def _round(self, drafter: Drafter | None) -> list[Produced]:
         speculator = self._speculator(drafter)
         stream = speculator.open_stream(self.branch, self.stats)
         try:
@@ -142,7 +142,7 @@ class InferenceSession:
         if self._owned:
             self.branch.prune()
         else:
-            settle_at(self.branch, self._base + len(self.tokens), self._pending)
+            finish_at(self.branch, self._base + len(self.tokens), self._pending)
 
     def __enter__(self) -> InferenceSession:
         return self

@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator, Sequence
 from time import perf_counter
 
 from ..arguments import whole
-from ..branch import Branch
+from ..branch import Branch, Produced
 from ..context import Context
 from ..errors import CapacityError, ConfigError, LlamaBranchError
 from ..model import TokenIds
@@ -19,11 +19,11 @@ from .drafters.base import Drafter, NullDrafter
 from .length.auto import draft_length
 from .length.base import DraftLength, FixedLength
 from .output import OutputBuffer
-from .round import Emitted, Stream, settle_at
+from .round import Stream, finish_at
 from .rules import choose_rule
 from .stats import SpeculativeStats
 
-__all__ = ["Emitted", "Generation", "Speculator"]
+__all__ = ["Generation", "Produced", "Speculator"]
 
 
 class Speculator:
@@ -153,7 +153,7 @@ class Speculator:
 
 
 class Generation:
-    """One text in the making: an iterator of :class:`Emitted`, and what is known of it so far.
+    """One text in the making: an iterator of :class:`Produced`, and what is known of it so far.
 
     Attributes:
         stats: counts and times; complete at the end.
@@ -201,10 +201,10 @@ class Generation:
         n = len(self._transcript.tokens)
         return n / self.elapsed_s if self.elapsed_s > 0 else float("nan")
 
-    def __iter__(self) -> Iterator[Emitted]:
+    def __iter__(self) -> Iterator[Produced]:
         return self._events
 
-    def __next__(self) -> Emitted:
+    def __next__(self) -> Produced:
         return next(self._events)
 
     def finish(self) -> Generation:
@@ -225,14 +225,14 @@ def _run(
     transcript: OutputBuffer,
     n_alternatives: int,
     stats: SpeculativeStats,
-) -> Generator[Emitted, None, None]:
+) -> Generator[Produced, None, None]:
     base = branch.position
     start = perf_counter()
     is_heard = True
     try:
         stream = speculator.open_stream(branch, stats, n_alternatives)
         try:
-            now: list[Emitted] = []
+            now: list[Produced] = []
             while transcript.finish_reason is None:
                 now = now or (
                     stream.round(transcript.draft_limit) if stream.pending else [stream.begin()]
@@ -249,7 +249,7 @@ def _run(
         finally:
             try:
                 if not owned and not branch.ctx.closed:
-                    settle_at(branch, base + len(transcript.tokens), stream.pending)
+                    finish_at(branch, base + len(transcript.tokens), stream.pending)
             finally:
                 speculator.close_stream(stream, keep=not owned)
     except LlamaBranchError as error:

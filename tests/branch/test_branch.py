@@ -417,7 +417,7 @@ def test_text_read_without_a_prompt_is_scored_from_its_second_token(
 
 def test_tokens_without_a_surprisal_are_not_scored(ctx: Context) -> None:
     branch = Branch.start(ctx, STORY, sampling=WARM)
-    branch.follow([5, 6])
+    branch.sequence.decode_unscored([5, 6])
     said(branch, 3)
     for measure in (Branch.perplexity, Branch.log_likelihood):
         with pytest.raises(BranchStateError, match="2 of 5 tokens have no surprisal"):

@@ -58,7 +58,7 @@ def stop_after(said: list[str], n: int) -> tuple[str, ...]:
     return ("".join(said[n - 4 : n]) + "\x00",)
 
 
-def shown(items: list[lb.Emitted] | list[lb.Produced]) -> str:
+def shown(items: list[lb.Produced]) -> str:
     """Return what a listener has heard; what ends the text is no token of it."""
     for item in items:
         assert item.is_stop == (item.token == -1)
@@ -111,7 +111,7 @@ def test_generation_gives_it_out_before_it_says_that_the_cache_is_full(
     generation = speculator.generate(
         [5] * N_PROMPT, max_tokens=None, sampling=params, stop=stop_after(said, n)
     )
-    items: list[lb.Emitted] = []
+    items: list[lb.Produced] = []
     with pytest.raises(CacheFullError):
         for item in generation:
             items.append(item)
@@ -200,7 +200,7 @@ def test_engine_gives_it_out(
     request = Request([5] * N_PROMPT, max_tokens=None, sampling=params, stop=stop_after(said, n))
     config = lb.SpeculativeConfig(draft_k=3 if end == "capacity" else 0)
     engine = Engine(small, make(which, draft_ctx), config, max_tokens=None)
-    items: list[lb.Emitted] = []
+    items: list[lb.Produced] = []
     result = None
     for event in engine.stream([request]):
         assert result is None

@@ -307,7 +307,7 @@ class World:
                 assert_same(now, facts(again))
                 self.n_exact += 1
             else:  # only where raw sequences kept the full cache from being written anew
-                cell_order = self.ctx.decoder.cell_order
+                cell_order = self.ctx.kv_cache.order
                 assert cell_order is not None
                 assert not cell_order.in_order
                 assert np.abs(now.logits - again.logits).max() < CLOSE
@@ -485,7 +485,7 @@ def test_hole_below_a_branch_is_parked(ctx: Context, other_ctx: Context, parks: 
     """Without cell_order, what comes next lies below the prompt, and rounding differs."""
     mirror = CellMirror(ctx)
     if not parks:
-        ctx.decoder.cell_order = None
+        ctx.kv_cache.order = None
     ctx.decode([5] * 300, 0, logits="none")
     branch = Branch.start(ctx, STORY, temperature=0.0)
     assert mirror.is_exact(branch.seq_id)

@@ -748,7 +748,7 @@ def test_unknown_layout_is_said_when_saving(
     assert StateLayout.learn(np.zeros(100, np.uint8), 2) is None
     assert StateLayout.learn(np.zeros(0, np.uint8), 2) is None
     branch = lb.Branch.start(small_ctx, [2, 3], seed=1)
-    monkeypatch.setattr(small_ctx.decoder, "layout", None)
+    monkeypatch.setattr(small_ctx.kv_cache, "state_layout", None)
     with pytest.raises(lb.UnsupportedError):
         branch.snapshot()
 

@@ -34,7 +34,7 @@ def _starts(seconds: Sequence[float], log: list[str], name: str) -> Callable[[],
             stats = lb.SpeculativeStats()
             elapsed_s = next(left)
 
-            def __iter__(self) -> Iterator[lb.Emitted]:
+            def __iter__(self) -> Iterator[lb.Produced]:
                 return iter(())
 
             def close(self) -> None:

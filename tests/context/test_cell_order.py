@@ -13,6 +13,7 @@ import pytest
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams, SpeculativeConfig, Speculator
+from llamabranch.branch.verification import Verification
 from llamabranch.context.cell_order import CellOrder
 from llamabranch.errors import CacheFullError
 
@@ -42,7 +43,7 @@ def small(target: lb.Model) -> Iterator[Context]:
 
 
 def parking_of(ctx: Context) -> CellOrder:
-    found = ctx.decoder.cell_order
+    found = ctx.kv_cache.order
     assert found is not None
     return found
 
@@ -76,14 +77,14 @@ class Compactions:
 
     def __init__(self, ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
         self.n = 0
-        compact = ctx.decoder.compact
+        compact = ctx.compact
 
         def counted() -> bool:
             done = compact()
             self.n += done
             return done
 
-        monkeypatch.setattr(ctx.decoder, "compact", counted)
+        monkeypatch.setattr(ctx, "compact", counted)
 
 
 # -- when cells are parked, and when they are freed ----------------------------------------------------
@@ -148,9 +149,9 @@ def test_fallen_tree_is_parked_in_company(ctx: Context) -> None:
     rng = np.random.default_rng(3)
     branch, other = (Branch.start(ctx, words(rng, 20)) for _ in range(2))
     tokens, parents = words(rng, 7), [-1, 0, 0, 1, 1, 2, 2]
-    rows = branch.verify_tree(tokens, parents)
-    judge = branch.judge(tokens, rows, parents)
-    branch.settle([tokens[i] for i in (0, 2)], [rows[0], rows[2]], judge.sampler(2), 2)
+    verification = Verification(branch.sequence, tokens, parents)
+    verification.decode()
+    verification.accept([0, 2])
     assert branch.position == 22
     assert ctx.usage().cells_used == 42
     assert parking_of(ctx).n_cells in (0, 5)
@@ -173,7 +174,7 @@ def test_cleared_cache_has_nothing_parked(ctx: Context) -> None:
 
 def test_context_that_promises_no_order_parks_nothing(target: lb.Model) -> None:
     with Context(target, n_ctx=256, n_threads=1, kv_type="f16") as ctx:
-        assert ctx.decoder.cell_order is None
+        assert ctx.kv_cache.order is None
         low, high = Branch.start(ctx, [5] * 100), Branch.start(ctx, [6] * 100)
         low.rewind(10)
         high.extend([7] * 100)

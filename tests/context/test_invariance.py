@@ -17,6 +17,7 @@ import pytest
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams, SpeculativeConfig, Speculator
+from llamabranch.branch.verification import Verification
 from llamabranch.errors import UnsupportedError
 
 Logits = npt.NDArray[np.float32]
@@ -169,8 +170,8 @@ def test_verified_trees(shared: Context, alone: Alone) -> None:
     for n in (2, 5, 9, 16):
         parents = [-1, *(int(rng.integers(0, i)) for i in range(1, n))]
         tokens = words(rng, n)
-        rows = branch.verify_tree(tokens, parents)
-        arrays = [row.array.copy() for row in rows]
+        verification = Verification(branch.sequence, tokens, parents)
+        arrays = [row.array.copy() for row in verification.decode()]
         path: list[int] = []
         for node, array in enumerate(arrays):
             path, at = [], node
@@ -179,10 +180,7 @@ def test_verified_trees(shared: Context, alone: Alone) -> None:
                 at = parents[at]
             expected = alone.logits(branch.tokens + [tokens[i] for i in path])
             assert np.array_equal(array, expected), (n, node)
-        judge = branch.judge(tokens, rows, parents)
-        branch.settle(
-            [tokens[i] for i in path], [rows[i] for i in path], judge.sampler(path[-1]), path[-1]
-        )
+        verification.accept(path)
         check(branch, alone)
         bystander.commit(words(rng, 1)[0])
         check(bystander, alone)

@@ -85,7 +85,7 @@ class Said:
     entropies: list[float] = field(default_factory=list)
     alternatives: list[float] = field(default_factory=list)
 
-    def hear(self, event: lb.Produced | lb.Emitted) -> None:
+    def hear(self, event: lb.Produced) -> None:
         """Take in what a branch, a generation, a session or an engine yielded."""
         self.text += event.text
         if event.is_stop:
@@ -93,10 +93,10 @@ class Said:
         self.tokens.append(event.token)
         self.logprobs.append(event.logprob)
         self.entropies.append(event.entropy)
-        self.alternatives += [p for _, p in getattr(event, "alternatives", ())]
+        self.alternatives += [p for _, p in event.alternatives]
 
     @classmethod
-    def of(cls, events: Iterable[lb.Produced | lb.Emitted]) -> Said:
+    def of(cls, events: Iterable[lb.Produced]) -> Said:
         said = cls()
         for event in events:
             said.hear(event)

@@ -111,7 +111,7 @@ def assert_clean(*contexts: Context) -> None:
         assert ctx.usage().cells_used == 0
         assert ctx.n_seq_free == ctx.n_seq_max
         ctx.audit()
-        cell_order = ctx.decoder.cell_order
+        cell_order = ctx.kv_cache.order
         assert cell_order is None or (cell_order.in_order and cell_order.n_cells == 0), ctx
 
 

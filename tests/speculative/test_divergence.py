@@ -262,7 +262,7 @@ def test_a_text_that_ended_is_compared_with_its_end(toy: lb.Model) -> None:
     (end,) = toy.end_tokens
     with Context(toy, n_ctx=256, n_threads=1) as ctx:
         with Branch.start(ctx, [5, 6], sampling=params) as branch:
-            best = branch.next_row().best
+            best = branch.sequence.logits_row().best
             gap = float(branch.logits[best] - branch.logits[end])
         assert best != end
         found = lb.first_divergence(ctx, [5, 6], [best], [], params)

@@ -35,7 +35,7 @@ def plain(ctx: Context, prompt: str, params: SamplingParams, n: int, top: int = 
     said: list[Said] = []
     with Branch.start(ctx, prompt, sampling=params) as branch:
         for _ in range(n):
-            alternatives = tuple(branch.next_row().top(top))
+            alternatives = tuple(branch.sequence.logits_row().top(top))
             t = branch.step()
             if t.is_stop:
                 break
@@ -43,7 +43,7 @@ def plain(ctx: Context, prompt: str, params: SamplingParams, n: int, top: int = 
     return said
 
 
-def facts(t: lb.Emitted) -> Said:
+def facts(t: lb.Produced) -> Said:
     return t.token, t.text, t.logprob, t.entropy, t.alternatives
 
 
@@ -688,7 +688,7 @@ def no_end(model: lb.Model) -> dict[int, float]:
     return {token: -np.inf for token in range(model.n_vocab) if model.is_eog(token)}
 
 
-def until_error(tokens: Iterator[lb.Emitted] | Iterator[lb.Produced]) -> list[Said]:
+def until_error(tokens: Iterator[lb.Produced] | Iterator[lb.Produced]) -> list[Said]:
     """Return what comes before the error that must come."""
     said: list[Said] = []
     with pytest.raises(lb.GrammarError, match="no token"):

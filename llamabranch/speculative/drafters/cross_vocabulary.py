@@ -66,7 +66,7 @@ class TranslatingLine:
         same = min(same, len(encoded) - 1)  # at least one token is decoded, for its logits
         draft.n_read = len(encoded) - same
         branch.rewind(same)
-        branch.follow(encoded[same:])
+        branch.sequence.decode_unscored(encoded[same:])
 
     def _go_on(self, draft: Draft, length: DraftLength, limit: int) -> str:
         branch, said = self._branch, b""

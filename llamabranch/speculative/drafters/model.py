@@ -134,7 +134,9 @@ class ModelLine:
         draft.n_read = len(tokens) - branch.position
         if branch.position < self.n_prompt:
             branch.prefill(tokens[branch.position : self.n_prompt])
-        branch.follow(tokens[branch.position :])  # everything it has not seen, in one decode
+        branch.sequence.decode_unscored(
+            tokens[branch.position :]
+        )  # everything it has not seen, in one decode
 
     def _draft(self, draft: Draft, length: DraftLength, limit: int) -> None:
         if not self.branch.ctx.capabilities.can_truncate:
@@ -144,7 +146,7 @@ class ModelLine:
             token = self.draw(draft, length, branch)
             if token is None or len(draft.tokens) == limit:
                 return  # the last one is decoded with the next catch-up, if it stands
-            branch.follow((token,))
+            branch.sequence.decode_unscored((token,))
 
     def draw(self, draft: Draft, length: DraftLength, branch: Branch) -> int | None:
         """Add the next token of ``branch`` to the draft; return it if more may follow."""
@@ -158,7 +160,7 @@ class ModelLine:
         try:
             if self._rule == "seeded":
                 with branch.ctx.lock:  # the row is valid until anybody else decodes
-                    token = branch.draw(branch.next_row())
+                    token = branch.sequence.draw(branch.sequence.logits_row())
             else:
                 source = branch.distribution()
                 token = source.draw(self._noise, branch.position, DRAFT)

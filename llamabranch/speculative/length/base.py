@@ -18,8 +18,8 @@ class RoundReport(NamedTuple):
     NaN where the drafter does not tell;
     ``n_steps`` were drawn (of a tree, its levels) and ``n_accepted`` stood. ``n_verified`` tokens were in
     the target's decode. ``asked`` says whether the drafter was asked at all. Times in seconds: drafting,
-    the target's decode, and ``overhead_s`` the rest: the rule, text, clean-up. Before it drew, the drafter
-    read ``n_read`` tokens that were new to it.
+    the target's decode, and ``overhead_s`` the rest: the rule, text, clean-up. Before it drew, the
+    drafter read ``n_read`` tokens that were new to it.
     """
 
     drafter: str

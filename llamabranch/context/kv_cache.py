@@ -1,0 +1,201 @@
+"""The K/V cache: which sequence holds which cells, changed in llama.cpp and in the ledger together.
+
+Everything here expects right arguments and the context's lock. It does not decode: tokens come in
+through the :class:`~llamabranch.context.decoder.Decoder`, which tells the cache what was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import DecodeError, SnapshotError
+from ..native import ContextHandle, StateLayout, last_log_lines, max_sequences
+from .cell_ledger import CellLedger, Usage
+from .cell_order import CellOrder
+
+__all__ = ["END", "KVCache"]
+
+State = npt.NDArray[np.uint8]
+
+END = 1 << 31  # a position after all others
+
+
+class KVCache:
+    """Cells shared by many sequences.
+
+    Args:
+        handle: the native context whose memory it is.
+        n_seq_max: how many sequences there are.
+        can_truncate: whether this memory can drop the tail of a sequence.
+        keeps_order: whether the cells of every sequence are kept in the order of its tokens.
+        state_layout: how llama.cpp writes the state of a sequence; None if that is not known.
+    """
+
+    def __init__(
+        self,
+        handle: ContextHandle,
+        n_seq_max: int,
+        *,
+        can_truncate: bool = True,
+        keeps_order: bool = False,
+        state_layout: StateLayout | None = None,
+    ) -> None:
+        self.can_truncate = can_truncate
+        self.state_layout = state_layout
+        self.ledger = CellLedger(handle.n_ctx, n_seq_max)
+        self.next_position = self.ledger.next_position
+        self.first_position = self.ledger.first_position
+        self.append = self.ledger.append
+        self._handle = handle
+        self.order: CellOrder | None = None
+        if keeps_order and n_seq_max < max_sequences():  # the reserved cells need a sequence id
+            self.order = CellOrder(handle, self.ledger, max_sequences() - 1)
+
+    # -- what was written --------------------------------------------------------------------------
+
+    def record(self, seqs: Sequence[int]) -> None:
+        """Take in a decoded batch; its cells were written in the order of the batch."""
+        ledger, clock = self.ledger, self.ledger.clock
+        write_indices: dict[int, list[int]] = {}
+        for i, seq_id in enumerate(seqs):
+            write_indices.setdefault(seq_id, []).append(clock + i)
+        ledger.clock += len(seqs)
+        for seq_id, written in write_indices.items():
+            ledger.append(seq_id, len(written), written)
+
+    def adopt(
+        self, leaves: Sequence[int], leaf: int, target: int, nodes: Sequence[int], n_nodes: int
+    ) -> None:
+        """Give ``target`` the path ``nodes`` of the tree just decoded, which ``leaf`` holds.
+
+        The tree had ``n_nodes`` tokens; what is not on the path is left to the other ``leaves``.
+        """
+        ledger = self.ledger
+        start = ledger.next_position(target)
+        first = ledger.clock
+        ledger.clock += n_nodes
+        if self.order is not None and n_nodes > len(nodes):
+            self.order.reserve_tree(leaves, start, first, n_nodes - len(nodes))
+        try:
+            self._handle.remove(target, -1, -1)
+            self._handle.copy(leaf, target, 0, start + len(nodes))
+            ledger.append(target, len(nodes), [first + node for node in nodes])
+        except BaseException:
+            self._handle.remove(target, -1, -1)
+            self._handle.copy(leaf, target, 0, start)
+            ledger.remove(target, start, END)
+            raise
+
+    # -- sharing and dropping ----------------------------------------------------------------------
+
+    def share(self, source: int, target: int, start: int = 0, end: int = -1) -> None:
+        """Make ``target`` hold what ``source`` holds, without copying any K/V."""
+        if self.first_position(target) >= 0:
+            self.drop(target, 0)
+        try:
+            self._handle.copy(source, target, start, end)
+            self.ledger.copy(source, target, start, END if end == -1 else end)
+        except BaseException:
+            self._handle.remove(target, 0, -1)
+            self.ledger.remove(target, 0, END)
+            raise
+
+    def drop(self, seq_id: int, start: int, end: int = END) -> bool:
+        """Drop positions [start, end) of a sequence; False if this memory cannot."""
+        if self.order is not None:
+            self.order.reserve(seq_id, start, end)
+        stop = -1 if end == END else end
+        try:
+            if not self._handle.remove(seq_id, start, stop):
+                return False
+            self.ledger.remove(seq_id, start, end)
+        except BaseException:  # nothing may come between the two
+            if self._handle.remove(seq_id, start, stop):
+                self.ledger.remove(seq_id, start, end)
+            raise
+        if self.order is not None:
+            self.order.release_if_unneeded()
+        return True
+
+    def cut(self, seq_id: int, start: int) -> bool:
+        """Drop what was begun at the end of a sequence; False if all of it had to go.
+
+        Some of it may be in llama.cpp's memory and not in the ledger.
+        """
+        if not self.can_truncate and self._handle.position_range(seq_id)[1] == start - 1:
+            return True  # nothing was written
+        if self.can_truncate and self.drop(seq_id, start):
+            return True
+        self.drop(seq_id, 0)
+        return start == 0
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._handle.clear()
+        self.ledger.clear()
+        if self.order is not None:
+            self.order.reset()
+
+    # -- states ------------------------------------------------------------------------------------
+
+    def state(self, seq_id: int) -> State:
+        """Return the K/V of a sequence as llama.cpp writes it, uint8 (n,), a copy."""
+        return self._handle.state(seq_id)
+
+    def set_state(self, seq_id: int, state: State, n_tokens: int) -> bool:
+        """Fill an empty sequence with the state of ``n_tokens``; False if there are no cells for it.
+
+        Raises:
+            SnapshotError: llama.cpp refuses it. Anything may be in the sequence then: drop it.
+        """
+        if not self._handle.set_state(seq_id, state):
+            reason = "; ".join(last_log_lines()) or "no reason given"
+            if "available cells" in reason or "not enough cells" in reason:
+                return False
+            raise SnapshotError(f"llama.cpp cannot take the K/V: {reason}")
+        if self._handle.position_range(seq_id)[1] != n_tokens - 1:
+            raise SnapshotError("llama.cpp holds other positions than the snapshot has")
+        self.ledger.append(seq_id, n_tokens)
+        return True
+
+    # -- accounts ----------------------------------------------------------------------------------
+
+    @property
+    def n_reserved(self) -> int:
+        """Cells that hold nothing, but are kept from use for the order's sake."""
+        return 0 if self.order is None else self.order.n_cells
+
+    def release_reserved(self) -> None:
+        """Free the reserved cells although sequences lie above: their order is no longer promised."""
+        if self.order is not None:
+            self.order.release()
+
+    def usage(self) -> Usage:
+        """Return how full the cache is."""
+        usage = self.ledger.usage()
+        if self.order is None:
+            return usage
+        return replace(usage, cells_reserved=self.n_reserved, in_order=self.order.in_order)
+
+    def audit(self, *, ends_only: bool) -> None:
+        """Compare the ledger with llama.cpp's own positions.
+
+        Args:
+            ends_only: compare last positions only, for memory that does not keep the first ones.
+
+        Raises:
+            DecodeError: they differ; says where. That is a bug in this library.
+        """
+        for seq_id in range(self.ledger.n_seq_max):
+            ours = self.first_position(seq_id), self.next_position(seq_id) - 1
+            theirs = self._handle.position_range(seq_id)
+            if ends_only:
+                ours, theirs = (ours[1], ours[1]), (theirs[1], theirs[1])
+            if ours != theirs:
+                raise DecodeError(
+                    f"sequence {seq_id} should hold positions {ours}, in llama.cpp it holds {theirs}"
+                )

@@ -14,7 +14,7 @@ from .native import set_log_level
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 from .hub import BUNDLED_TARGET, resolve
-from .hub.catalogue import _nearest
+from .hub.catalogue import nearest
 
 __all__ = ["LoadOptions", "load"]
 
@@ -86,7 +86,7 @@ def load(
     for name in options:
         if name not in known:
             raise ConfigError(
-                f"load() has no option {name!r}", hint=_nearest(name, known, "options")
+                f"load() has no option {name!r}", hint=nearest(name, known, "options")
             )
     path = resolve(BUNDLED_TARGET if name_or_path is None else name_or_path)
     model = Model(
@@ -95,14 +95,14 @@ def load(
         **cast(ModelOptions, _pick(options, ModelOptions.__annotations__)),
     )
     try:
-        context = Context(
-            model, **cast(ContextOptions, _pick(options, ContextOptions.__annotations__))
+        return Context(
+            model,
+            owns_model=True,
+            **cast(ContextOptions, _pick(options, ContextOptions.__annotations__)),
         )
     except BaseException:
         model.close()
         raise
-    context._owns_model = True
-    return context
 
 
 def _pick(options: Mapping[str, object], names: Mapping[str, object]) -> dict[str, object]:

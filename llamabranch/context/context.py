@@ -105,6 +105,7 @@ class Context:
         yarn_beta_slow: float = -1.0,
         yarn_orig_ctx: int = 0,
         n_outputs_max: int | None = None,
+        owns_model: bool = False,
     ) -> None:
         if model.vocab_only or not model.can_generate:
             kind = "only its vocabulary is loaded" if model.vocab_only else "it predicts no tokens"
@@ -145,7 +146,7 @@ class Context:
         self.n_batch = handle.n_batch
         self.n_seq_max = n_seq_max = options.n_seq_max
         self.n_vocab = model.n_vocab
-        self._owns_model = False
+        self._owns_model = owns_model
         self._lock = handle.lock
         try:
             tuner.tune(handle)

@@ -91,9 +91,7 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
         raise ConfigError(f"there is no file {text}", hint="check the path; a GGUF file is needed")
     raise ConfigError(
         f"no model is called {text!r}",
-        hint=_nearest(
-            text, [entry.name for entry in catalogue()], "a path to a GGUF file, or names"
-        )
+        hint=nearest(text, [entry.name for entry in catalogue()], "a path to a GGUF file, or names")
         + "; `llamabranch models` lists them",
     )
 
@@ -227,6 +225,6 @@ def _first_gguf(folder: Path) -> str:
     return f"it holds {found[0]}" if found else "give the path of a .gguf file"
 
 
-def _nearest(text: str, names: list[str], what: str) -> str:
+def nearest(text: str, names: list[str], what: str) -> str:
     close = difflib.get_close_matches(text, names, n=1)
     return f"did you mean {close[0]}?" if close else f"{what}: {', '.join(names)}"

@@ -203,7 +203,7 @@ class ContextHandle(Handle):
         self._batch.n_tokens = n
         if n >= self.n_watched and self.stops_inside and _hears_signals():
             return self._decode_apart()
-        code: int = C.llama_decode(self._ptr, self._batch)
+        code: int = C.llama_decode(self.unchecked_ptr, self._batch)
         return code
 
     def _decode_apart(self) -> int:
@@ -218,7 +218,7 @@ class ContextHandle(Handle):
         def run() -> None:
             code = -3  # should the call itself fail
             try:
-                code = C.llama_decode(self._ptr, self._batch)
+                code = C.llama_decode(self.unchecked_ptr, self._batch)
             finally:
                 codes.append(code)
                 finished.release()

@@ -57,7 +57,7 @@ class Handle:
     def __init__(
         self, ptr: Any, free: Callable[[Any], None], *, name: str, parent: Handle | None = None
     ) -> None:
-        self._ptr = ptr
+        self.unchecked_ptr = ptr
         self._name = name
         self._generation = _generation
         self._children: weakref.WeakSet[Handle] = weakref.WeakSet()
@@ -75,7 +75,7 @@ class Handle:
                 f"the {self._name} belongs to the process that forked this one",
                 hint="load the model in the process that uses it; llama.cpp does not survive fork()",
             )
-        return self._ptr
+        return self.unchecked_ptr
 
     @property
     def closed(self) -> bool:

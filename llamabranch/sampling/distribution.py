@@ -1,10 +1,7 @@
-"""Sparse categorical distributions, and the noise that draws from them.
+"""Sparse categorical distributions, and the draw from them.
 
-Pure NumPy: this module knows nothing of models or llama.cpp. There is no random state anywhere. Every
-draw is Gumbel-max, argmax_x(log p(x) + g(x)), where g is a pure function of (seed, position, token id):
-a counter-based hash in the manner of Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3",
-with the 64-bit finalizer of MurmurHash3 as the mixing function. The same seed therefore gives the same
-token whoever asks, however often, and in whatever batch.
+Every draw is Gumbel-max, argmax_x(log p(x) + g(x)), with the noise g of ``noise.py``. Pure NumPy: this
+module knows nothing of models or llama.cpp.
 """
 
 from __future__ import annotations
@@ -16,11 +13,12 @@ import numpy.typing as npt
 
 from ..arguments import whole
 from ..errors import ConfigError
-from .noise import _LEAST_WEIGHT, DRAW, Floats, Ids, _key, _unit
+from .noise import DRAW, Floats, Ids, log_uniforms
 
 __all__ = ["Distribution"]
 
 
+_LEAST_WEIGHT = np.array(1e-300)  # an array without axes: NumPy takes it in faster than a scalar
 _LOG_BASES = {"nats": 1.0, "bits": math.log(2.0)}
 
 
@@ -160,7 +158,7 @@ class Distribution:
             return int(self.ids[0])
         weights = np.exp(self._logweights)
         np.maximum(weights, _LEAST_WEIGHT, out=weights)  # one that is 0 for a float is never drawn
-        race = np.log(_unit(_key(seed, position, purpose), self.ids))
+        race = log_uniforms(seed, position, self.ids, purpose)
         race /= weights
         return int(self.ids[race.argmax()])
 

@@ -1,4 +1,9 @@
-"""Counter-based noise: every draw is a pure function of (seed, position, token)."""
+"""Counter-based noise: every draw is a pure function of (seed, position, token).
+
+There is no random state anywhere. The noise is a hash of a counter in the manner of Salmon et al. 2011,
+"Parallel random numbers: as easy as 1, 2, 3", with the 64-bit finalizer of MurmurHash3 as the mixing
+function. The same seed therefore gives the same token whoever asks, however often, and in whatever batch.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +14,26 @@ import numpy.typing as npt
 
 from ..arguments import whole
 
-__all__ = ["exponential_noise", "gumbel_noise", "uniform"]
+__all__ = [
+    "derive_seed",
+    "exponential_noise",
+    "gumbel_noise",
+    "log_uniforms",
+    "seed_from_text",
+    "uniform",
+]
 
 Ids = npt.NDArray[np.int32]
-
-
 Floats = npt.NDArray[np.float64]
 
-
 _MASK = (1 << 64) - 1
-
-
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: successive multiples are well spread
-
-
 _MIX_1, _MIX_2 = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53  # MurmurHash3 fmix64
-
-
 # Arrays without axes: NumPy takes them in faster than scalars.
 _U_MIX_1, _U_MIX_2, _U_33, _U_11, _U_GOLDEN, _U_1 = (
     np.array(x, dtype=np.uint64) for x in (_MIX_1, _MIX_2, 33, 11, _GOLDEN, 1)
 )
-
-
 _TO_UNIT = 2.0**-53
-
-
-_LEAST_WEIGHT = np.array(1e-300)
-
 
 # Purposes: independent noise for draws, rejection rules, XTC's coin, seeds of forks, and for drafts
 # under the rejection rules, whose draws must not depend on the target's.
@@ -90,9 +87,14 @@ def _unit(key: int, ids: Ids | int) -> Floats:
     return unit
 
 
+def log_uniforms(seed: int, position: int, ids: Ids | int, purpose: int = DRAW) -> Floats:
+    """Return log U of uniform noise in (0, 1), float64 (K,), a pure function of its arguments."""
+    return np.asarray(np.log(_unit(_key(seed, position, purpose), ids)))
+
+
 def exponential_noise(seed: int, position: int, ids: Ids | int, purpose: int = DRAW) -> Floats:
     """Return Exp(1) noise, float64 (K,), a pure function of its arguments."""
-    noise = np.log(_unit(_key(seed, position, purpose), ids))
+    noise = log_uniforms(seed, position, ids, purpose)
     return np.negative(noise, out=noise)
 
 

@@ -202,6 +202,7 @@ def _time(handle: ContextHandle, n_tokens: int, n_threads: int) -> _Timing:
     alarm.daemon = True
     n, spent, cpu = 0, 0.0, 0.0
     most = min(_BLOCK_DECODES, handle.n_ctx // n_tokens - 1)
+    first_cpu, first = time.process_time(), time.perf_counter()
     alarm.start()
     try:
         in_time = _decode(handle, n_tokens, 0)  # starts the threads and builds the graph
@@ -216,8 +217,9 @@ def _time(handle: ContextHandle, n_tokens: int, n_threads: int) -> _Timing:
         alarm.cancel()
         alarm.join()
         handle.resume()
-    if n == 0:
-        return _Timing(math.inf, idle=True)
+    if n == 0:  # not one ended in time: that tells as much of the company as those that do
+        cpu, waited = time.process_time() - first_cpu, time.perf_counter() - first
+        return _Timing(math.inf, idle=cpu >= _IDLE * waited * n_threads)
     return _Timing(spent / n, idle=cpu >= _IDLE * spent * n_threads)
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from urllib.parse import unquote
 
@@ -81,6 +83,11 @@ _FORMATS = {"uuid": (36, 36), "date": (10, 10), "time": (9, 18), "date-time": (2
 _NAME = re.compile(r"[^a-zA-Z0-9]+")
 
 
+_DEEPEST = 512  # objects and lists in each other; an array of arrays takes one level for each
+_FRAMES = 8  # of Python, at most, for each level
+_recursion = threading.Lock()
+
+
 def gbnf_of_schema(text: str) -> str:
     """Return the GBNF grammar of the texts that fit a JSON schema, given as JSON.
 
@@ -93,10 +100,32 @@ def gbnf_of_schema(text: str) -> str:
         raise GrammarError(f"the JSON schema is not JSON: {error}") from error
     except RecursionError:
         raise GrammarError("the JSON schema is nested too deep") from None
-    try:
-        return _Converter(document).gbnf()
-    except RecursionError:
-        raise GrammarError("the JSON schema is nested too deep") from None
+    if _depth(document) > _DEEPEST:
+        raise GrammarError("the JSON schema is nested too deep")
+    with (
+        _recursion
+    ):  # the limit is the whole process's, so it is raised and restored by one at a time
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(limit + _FRAMES * _DEEPEST)
+        try:
+            return _Converter(document).gbnf()
+        except RecursionError:
+            raise GrammarError("the JSON schema is nested too deep") from None
+        finally:
+            sys.setrecursionlimit(limit)
+
+
+def _depth(document: object) -> int:
+    """Return how deep objects and lists are nested in each other."""
+    depth, level = 0, [document]
+    while level := [inner for inner in level if isinstance(inner, (dict, list))]:
+        depth += 1
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return depth
 
 
 def _refuse_constant(name: str) -> None:
@@ -547,7 +576,7 @@ def _checked(schema: object) -> Schema:
     if unknown:
         raise GrammarError(f"the JSON-schema keyword {unknown[0]!r} is not supported")
     form = schema.get("format")
-    if form is not None and form not in _FORMATS:
+    if form is not None and (not isinstance(form, str) or form not in _FORMATS):
         raise GrammarError(f"the JSON-schema format {form!r} is not supported")
     _declared_types(schema)
     return schema

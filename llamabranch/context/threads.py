@@ -19,9 +19,9 @@ import time
 from dataclasses import dataclass
 
 from ..errors import PerformanceWarning, warn
-from ..machine_profile import is_off, read_entry, write_entry
 from ..model import Model
 from ..native import ContextHandle, engine_versions
+from .machine_profile import is_off, read_entry, write_entry
 from .params import available_cores
 
 __all__ = ["ThreadTuner", "ThreadWatch", "candidates"]

@@ -18,9 +18,9 @@ import toys
 
 import llamabranch as lb
 from llamabranch import Context, PerformanceWarning
+from llamabranch.context.machine_profile import MAX_ENTRIES, profile_path, read_entry, write_entry
 from llamabranch.context.params import available_cores
 from llamabranch.context.threads import ThreadWatch, candidates
-from llamabranch.machine_profile import MAX_ENTRIES, profile_path, read_entry, write_entry
 
 CORES = available_cores()
 several_cores = pytest.mark.skipif(CORES < 2, reason="needs two cores")

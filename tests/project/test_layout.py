@@ -15,7 +15,7 @@ PACKAGE = ROOT / "llamabranch"
 # A room imports from the rows above its own, never from its own row or from below.
 FLOORS = (
     ("errors", "startup"),
-    ("arguments", "machine_profile"),
+    ("arguments",),
     ("native", "hub"),
     ("model",),
     ("sampling",),

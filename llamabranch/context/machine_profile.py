@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .native import forkable_lock
+from ..native import forkable_lock
 
 __all__ = ["Entry", "is_off", "profile_path", "read_entry", "write_entry"]
 

@@ -2,7 +2,7 @@
 
 from . import startup  # noqa: F401  (first: the other imports take half a second)
 from .branch import Branch, BranchStore, Produced, Snapshot
-from .context import Capabilities, Context, Usage
+from .context import Capabilities, Context, ContextParams, Usage
 from .engine import (
     Engine,
     EngineStats,
@@ -74,6 +74,7 @@ __all__ = [
     "ConfigError",
     "Context",
     "ContextLengthWarning",
+    "ContextParams",
     "DecodeError",
     "DecodeInterruptedError",
     "Distribution",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypedDict, cast
 
 from .context import Context
+from .context.params import ContextOptions
 from .errors import ConfigError
 from .model import Model
 from .native import set_log_level
@@ -27,31 +28,6 @@ class ModelOptions(TypedDict, total=False):
     use_mlock: bool
     check_tensors: bool
     extra_buffers: bool | str
-
-
-class ContextOptions(TypedDict, total=False):
-    """Options of `load` that go to `Context`."""
-
-    n_ctx: int | None
-    n_seq_max: int | None
-    n_batch: int
-    n_ubatch: int | None
-    n_threads: int | None
-    n_threads_batch: int | None
-    flash_attention: bool | str
-    kv_type: str
-    batch_invariant: bool | str
-    swa_full: bool
-    offload_kqv: bool
-    rope_scaling: str | None
-    rope_freq_base: float
-    rope_freq_scale: float
-    yarn_ext_factor: float
-    yarn_attn_factor: float
-    yarn_beta_fast: float
-    yarn_beta_slow: float
-    yarn_orig_ctx: int
-    n_outputs_max: int | None
 
 
 class LoadOptions(ModelOptions, ContextOptions, total=False):

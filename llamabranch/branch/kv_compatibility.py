@@ -65,7 +65,7 @@ class KVCompatibility:
 
 def _rope(ctx: Context) -> str:
     """Return how positions are turned; keys are stored turned."""
-    options = ctx.options
+    options = ctx.params.native()  # in llama.cpp's numbers
     names = [f.name for f in fields(options) if f.name.startswith(("rope_", "yarn_"))]
     parts = [f"{name}={getattr(options, name):g}" for name in names]
     scaling = f"{ctx.model.architecture}.rope.scaling."

@@ -104,7 +104,7 @@ class BenchReport:
     @property
     def n_threads(self) -> int:
         """The threads that the target decodes with."""
-        return self.target.options.n_threads
+        return self.target.n_threads
 
     # -- text --------------------------------------------------------------------------------------
 

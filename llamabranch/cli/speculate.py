@@ -207,7 +207,7 @@ def speculate(
             divergence=divergence,
             with_logprobs=top_logprobs > 0,
             machine=machine,
-            n_threads=context.options.n_threads,
+            n_threads=context.n_threads,
         )
         if as_json:
             print_json(outcome.as_json())

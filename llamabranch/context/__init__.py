@@ -3,9 +3,11 @@
 from .capabilities import Capabilities
 from .cell_ledger import Usage
 from .context import Context
+from .params import ContextParams
 
 __all__ = [
     "Capabilities",
     "Context",
+    "ContextParams",
     "Usage",
 ]

@@ -12,7 +12,7 @@ from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from ..arguments import plain_int, real, shown, whole
 from ..errors import BranchStateError, ConfigError, UnsupportedError
@@ -26,15 +26,7 @@ from .compaction import rewrite_in_order
 from .decoder import Decoder
 from .kv_cache import KVCache
 from .logits import LogitsRow
-from .params import (
-    DEFAULT_N_SEQ_MAX,
-    context_options,
-    default_n_ctx,
-    resolve_kv_type,
-    threads_change_logits,
-    trained_length,
-    warn_of_length,
-)
+from .params import ContextOptions, ContextParams, warn_of_length
 from .sequence_ids import SequenceIds
 from .threads import ThreadTuner, ThreadWatch
 
@@ -48,24 +40,14 @@ class Context:
 
     Args:
         model: a :class:`Model`; several contexts may share it.
-        n_ctx: cells of the cache, shared by all sequences; rounded up to a multiple of 256. Default:
-            2048, or what the model was trained for if that is less.
-        n_seq_max: sequences (branches) at a time, 1 to 256; default 8.
-        n_batch: tokens per decode at most; n_ubatch: tokens computed at once (default n_batch).
-        n_threads, n_threads_batch: for one token and for many. Default: what is fastest when the context
-            opens, of one thread, half of the cores this process may use, and all; kept for the next
-            time. All cores where ``LLAMABRANCH_PROFILE=0``, and for one token where the number would
-            change logits: flash attention over more than 256 cells of f16 or f32 K/V.
-        flash_attention: "auto", True or False.
-        kv_type: "f16", "bf16", "q8_0", ...; "auto" is bf16 where that makes the context
-            batch-invariant and f16 elsewhere.
-        batch_invariant: "auto" turns it on where it can hold, True raises where it cannot.
-        swa_full: keep the whole context of sliding-window layers, so that they can be rewound.
-        offload_kqv: keep the cache on the GPU if the model is there.
-        rope_scaling: None (the model's own), "none", "linear", "yarn" or "longrope";
-            rope_freq_base, rope_freq_scale, yarn_*: as in llama.cpp, 0 (yarn: -1) = the model's own.
-        n_outputs_max: rows of logits per decode at most; default max(n_seq_max, min(n_batch, 256)).
+        params: a :class:`ContextParams`; single ones may be given by name instead: ``n_ctx=8192``.
         owns_model: close the model with the context.
+
+    Attributes:
+        params: the parameters with every default resolved. n_ctx, n_batch, n_seq_max, n_outputs_max,
+            n_threads, n_threads_batch, kv_type: what is in force.
+        n_vocab: size of the vocabulary.
+        capabilities: what this context's memory can do.
 
     Raises:
         ConfigError: a bad option, or llama.cpp cannot open the context (the reason is given).
@@ -84,67 +66,40 @@ class Context:
     def __init__(
         self,
         model: Model,
+        params: ContextParams | None = None,
         *,
-        n_ctx: int | None = None,
-        n_seq_max: int | None = None,
-        n_batch: int = 512,
-        n_ubatch: int | None = None,
-        n_threads: int | None = None,
-        n_threads_batch: int | None = None,
-        flash_attention: bool | str = "auto",
-        kv_type: str = "auto",
-        batch_invariant: bool | str = "auto",
-        swa_full: bool = True,
-        offload_kqv: bool = True,
-        rope_scaling: str | None = None,
-        rope_freq_base: float = 0.0,
-        rope_freq_scale: float = 0.0,
-        yarn_ext_factor: float = -1.0,
-        yarn_attn_factor: float = -1.0,
-        yarn_beta_fast: float = -1.0,
-        yarn_beta_slow: float = -1.0,
-        yarn_orig_ctx: int = 0,
-        n_outputs_max: int | None = None,
         owns_model: bool = False,
+        **options: Unpack[ContextOptions],
     ) -> None:
         if model.vocab_only or not model.can_generate:
             kind = "only its vocabulary is loaded" if model.vocab_only else "it predicts no tokens"
-            raise UnsupportedError(f"{model.name} opens no context: {kind}")
-        if batch_invariant not in ("auto", True, False):
-            raise ConfigError(
-                f"batch_invariant must be 'auto', True or False, not {batch_invariant!r}"
-            )
-        self.model = model
-        trained = trained_length(model, rope_scaling, rope_freq_base, rope_freq_scale)
+            raise UnsupportedError(f"cannot create a context for {model.name}: {kind}")
+        given = ContextParams(**options) if params is None else replace(params, **options)
+        resolved = given.resolve(model)
+        trained = given.trained_length(model)
         # One who asks for many cells and several sequences wants many texts; else, a long one.
-        one_text = n_ctx is not None and n_seq_max in (None, 1)
-        n_ctx = default_n_ctx(trained) if n_ctx is None else n_ctx
-        n_seq_max = DEFAULT_N_SEQ_MAX if n_seq_max is None else n_seq_max
-        self.kv_type = resolve_kv_type(model, kv_type, flash_attention, batch_invariant)
-        options = context_options(
-            n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=n_batch, n_ubatch=n_ubatch,
-            n_outputs_max=n_outputs_max, n_threads=n_threads, n_threads_batch=n_threads_batch,
-            flash_attention=flash_attention, kv_type=self.kv_type, swa_full=swa_full,
-            offload_kqv=offload_kqv, rope_scaling=rope_scaling, rope_freq_base=rope_freq_base,
-            rope_freq_scale=rope_freq_scale, yarn_ext_factor=yarn_ext_factor,
-            yarn_attn_factor=yarn_attn_factor, yarn_beta_fast=yarn_beta_fast,
-            yarn_beta_slow=yarn_beta_slow, yarn_orig_ctx=yarn_orig_ctx,
-        )  # fmt: skip
-        if trained is not None and one_text and n_ctx > trained:
+        n_ctx = given.n_ctx if given.n_seq_max in (None, 1) else None
+        if trained is not None and n_ctx is not None and n_ctx > trained:
             warn_of_length(f"n_ctx={n_ctx} is", trained, n_ctx)
             trained = None  # once is enough
-        changes_logits = model.memory_type != "recurrent" and threads_change_logits(
-            self.kv_type, flash_attention, n_ctx
+        tuner = ThreadTuner(
+            model,
+            given.n_threads,
+            given.n_threads_batch,
+            changes_logits=model.memory_type != "recurrent" and resolved.threads_change_logits,
         )
-        tuner = ThreadTuner(model, n_threads, n_threads_batch, changes_logits=changes_logits)
-        options = replace(options, n_threads=tuner.n_threads, n_threads_batch=tuner.n_threads_batch)
-        handle = ContextHandle(model.handle, options)
+        native = resolved.native()
+        native = replace(native, n_threads=tuner.n_threads, n_threads_batch=tuner.n_threads_batch)
+        handle = ContextHandle(model.handle, native)
         if not handle.has_memory:
             handle.close()
             raise UnsupportedError(f"{model.name} has no memory: it cannot generate")
+        self.model = model
+        self.kv_type = resolved.kv_type
         self.n_ctx = handle.n_ctx
         self.n_batch = handle.n_batch
-        self.n_seq_max = n_seq_max = options.n_seq_max
+        self.n_seq_max = n_seq_max = native.n_seq_max
+        self.n_outputs_max = native.n_outputs_max
         self.n_vocab = model.n_vocab
         self._owns_model = owns_model
         self._lock = handle.lock
@@ -154,16 +109,17 @@ class Context:
                 handle,
                 model,
                 n_seq_max,
-                kv_type=self.kv_type,
-                flash_attention=flash_attention,
-                swa_full=swa_full,
-                batch_invariant=batch_invariant,
+                kv_type=resolved.kv_type,
+                flash_attention=resolved.flash_attention,
+                swa_full=resolved.swa_full,
+                batch_invariant=resolved.batch_invariant,
             )
         except BaseException:
             handle.close()
             raise
-        self.options = replace(
-            options, n_threads=tuner.n_threads, n_threads_batch=tuner.n_threads_batch
+        self.n_threads, self.n_threads_batch = tuner.n_threads, tuner.n_threads_batch
+        self.params = replace(
+            resolved, n_threads=tuner.n_threads, n_threads_batch=tuner.n_threads_batch
         )
         self._cache = KVCache(
             handle,

@@ -1,21 +1,24 @@
-"""Context settings: checked, completed with defaults, and turned into llama.cpp's numbers."""
+"""The parameters of a context: one frozen object that checks itself, and what llama.cpp makes of it."""
 
 from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass, replace
+from typing import TypedDict
 
 from ..arguments import real, whole
 from ..errors import ConfigError, ContextLengthWarning, warn
 from ..model import Model
-from ..native import ContextOptions, max_sequences
+from ..native import NativeContextParams, max_sequences
 from ..native.context import FLASH_ATTENTION, KV_TYPES, ROPE_SCALING
 
 __all__ = [
+    "INVARIANT_KV_TYPES",
+    "ContextOptions",
+    "ContextParams",
     "available_cores",
-    "context_options",
-    "resolve_kv_type",
-    "threads_change_logits",
+    "warn_of_length",
 ]
 
 DEFAULT_N_CTX = 2048
@@ -33,26 +36,6 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def trained_length(
-    model: Model, rope_scaling: str | None, rope_freq_base: float, rope_freq_scale: float
-) -> int | None:
-    """Return the tokens a text may have before it leaves what the model was trained for.
-
-    None where that is not known: a recurrent state has no positions, and rope settings of one's own
-    stretch them.
-    """
-    stretched = rope_scaling not in (None, "none") or rope_freq_base or rope_freq_scale
-    if model.n_ctx_train <= 0 or model.memory_type == "recurrent" or stretched:
-        return None
-    return model.n_ctx_train
-
-
-def default_n_ctx(trained: int | None) -> int:
-    """Return the number of cells of a context whose user did not say: no more than was trained."""
-    # llama.cpp has no smaller cache than its step of 256.
-    return DEFAULT_N_CTX if trained is None else max(_STEP, min(DEFAULT_N_CTX, trained))
-
-
 def warn_of_length(what: str, trained: int, n_ctx: int) -> None:
     """Warn that texts leave what the model was trained for; ``what`` does."""
     warn(
@@ -63,112 +46,216 @@ def warn_of_length(what: str, trained: int, n_ctx: int) -> None:
     )
 
 
-def threads_change_logits(kv_type: str, flash_attention: bool | str, n_ctx: int) -> bool:
-    """Return True if logits can depend, by rounding, on the number of threads.
+class ContextOptions(TypedDict, total=False):
+    """The fields of :class:`ContextParams` as keyword arguments, for type checkers."""
 
-    llama.cpp's flash attention cuts 512 cells and more of F16 or F32 K/V into a part for each thread.
-    """
-    return kv_type in ("f16", "f32") and flash_attention is not False and n_ctx > _STEP
-
-
-def resolve_kv_type(
-    model: Model, kv_type: str, flash_attention: bool | str, batch_invariant: bool | str
-) -> str:
-    """Return the K/V type "auto" stands for: bf16 where it makes batches exact, f16 elsewhere."""
-    if kv_type != "auto":
-        if kv_type not in KV_TYPES:
-            raise ConfigError(
-                f"unknown kv_type {kv_type!r}", hint=f"use one of {', '.join(KV_TYPES)}"
-            )
-        return kv_type
-    exact = (
-        batch_invariant is not False
-        and flash_attention is not False
-        and model.file_type == "Q8_0"
-        and not model.on_gpu
-    )
-    return "bf16" if exact else "f16"
+    n_ctx: int | None
+    n_seq_max: int | None
+    n_batch: int
+    n_ubatch: int | None
+    n_outputs_max: int | None
+    n_threads: int | None
+    n_threads_batch: int | None
+    flash_attention: bool | str
+    kv_type: str
+    batch_invariant: bool | str
+    swa_full: bool
+    offload_kqv: bool
+    rope_scaling: str | None
+    rope_freq_base: float
+    rope_freq_scale: float
+    yarn_ext_factor: float
+    yarn_attn_factor: float
+    yarn_beta_fast: float
+    yarn_beta_slow: float
+    yarn_orig_ctx: int
 
 
-def context_options(
-    *,
-    n_ctx: int,
-    n_seq_max: int,
-    n_batch: int,
-    n_ubatch: int | None,
-    n_outputs_max: int | None,
-    n_threads: int | None,
-    n_threads_batch: int | None,
-    flash_attention: bool | str,
-    kv_type: str,
-    swa_full: bool,
-    offload_kqv: bool,
-    rope_scaling: str | None,
-    rope_freq_base: float,
-    rope_freq_scale: float,
-    yarn_ext_factor: float,
-    yarn_attn_factor: float,
-    yarn_beta_fast: float,
-    yarn_beta_slow: float,
-    yarn_orig_ctx: int,
-) -> ContextOptions:
-    """Return checked options.
+@dataclass(frozen=True)
+class ContextParams:
+    """How to open a context.
+
+    Args:
+        n_ctx: cells of the cache, shared by all sequences; rounded up to a multiple of 256. None: 2048,
+            or what the model was trained for if that is less.
+        n_seq_max: sequences (branches) at a time, 1 to 256. None: 8.
+        n_batch: tokens per decode at most; n_ubatch: tokens computed at once (None: n_batch).
+        n_outputs_max: rows of logits per decode at most. None: max(n_seq_max, min(n_batch, 256)).
+        n_threads, n_threads_batch: for one token and for many. None: what is fastest when the context
+            opens, of one thread, half of the cores this process may use, and all; kept for the next
+            time. All cores where ``LLAMABRANCH_PROFILE=0``, and for one token where the number would
+            change logits: flash attention over more than 256 cells of f16 or f32 K/V.
+        flash_attention: "auto", True or False.
+        kv_type: "f16", "bf16", "q8_0", ...; "auto" is bf16 where that makes the context
+            batch-invariant and f16 elsewhere.
+        batch_invariant: "auto" turns it on where it can hold, True raises where it cannot.
+        swa_full: keep the whole context of sliding-window layers, so that they can be rewound.
+        offload_kqv: keep the cache on the GPU if the model is there.
+        rope_scaling: None (the model's own), "none", "linear", "yarn" or "longrope";
+            rope_freq_base, rope_freq_scale, yarn_*: as in llama.cpp, 0 (yarn: -1) = the model's own.
 
     Raises:
         ConfigError: a value llama.cpp would abort on, or ignore.
     """
-    n_ctx = whole("n_ctx", n_ctx, 1, 2**31 - 256)
-    n_seq_max = whole("n_seq_max", n_seq_max, 1, max_sequences())
-    n_batch = min(whole("n_batch", n_batch, 1, 2**24), n_ctx)
-    if n_seq_max > n_batch:
-        raise ConfigError(
-            f"n_seq_max ({n_seq_max}) must not exceed n_batch ({n_batch}) or n_ctx ({n_ctx}): "
-            f"every sequence may need a row of logits"
-        )
-    if n_ubatch is not None:
-        n_ubatch = min(whole("n_ubatch", n_ubatch, 1, 2**24), n_batch)
-    if n_outputs_max is None:
+
+    n_ctx: int | None = None
+    n_seq_max: int | None = None
+    n_batch: int = 512
+    n_ubatch: int | None = None
+    n_outputs_max: int | None = None
+    n_threads: int | None = None
+    n_threads_batch: int | None = None
+    flash_attention: bool | str = "auto"
+    kv_type: str = "auto"
+    batch_invariant: bool | str = "auto"
+    swa_full: bool = True
+    offload_kqv: bool = True
+    rope_scaling: str | None = None
+    rope_freq_base: float = 0.0
+    rope_freq_scale: float = 0.0
+    yarn_ext_factor: float = -1.0
+    yarn_attn_factor: float = -1.0
+    yarn_beta_fast: float = -1.0
+    yarn_beta_slow: float = -1.0
+    yarn_orig_ctx: int = 0
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, whole(name, value, low, high))
+        for name, least in _LEAST.items():
+            value = real(name, getattr(self, name))
+            if not least <= value < math.inf:
+                raise ConfigError(f"{name} must be at least {least:g} and finite, not {value}")
+            object.__setattr__(self, name, value)
+        for name in ("swa_full", "offload_kqv"):
+            object.__setattr__(self, name, bool(getattr(self, name)))
+        for name in ("flash_attention", "batch_invariant"):
+            if getattr(self, name) not in ("auto", True, False):
+                raise ConfigError(
+                    f"{name} must be 'auto', True or False, not {getattr(self, name)!r}"
+                )
+        if self.kv_type != "auto" and self.kv_type not in KV_TYPES:
+            raise ConfigError(
+                f"unknown kv_type {self.kv_type!r}", hint=f"use one of {', '.join(KV_TYPES)}"
+            )
+        if self.flash_attention is False and self.kv_type not in ("auto", "f32", "f16", "bf16"):
+            raise ConfigError(f"kv_type {self.kv_type} needs flash attention")
+        if self.rope_scaling not in ROPE_SCALING:
+            known = ", ".join(repr(k) for k in ROPE_SCALING)
+            raise ConfigError(
+                f"unknown rope_scaling {self.rope_scaling!r}", hint=f"use one of {known}"
+            )
+
+    def resolve(self, model: Model) -> ContextParams:
+        """Return these with every default chosen for ``model``, but the threads, which are measured.
+
+        Raises:
+            ConfigError: values that do not fit together.
+        """
+        n_ctx = self.n_ctx
+        if n_ctx is None:
+            trained = self.trained_length(model)
+            # llama.cpp has no smaller cache than its step of 256.
+            n_ctx = DEFAULT_N_CTX if trained is None else max(_STEP, min(DEFAULT_N_CTX, trained))
+        n_seq_max = DEFAULT_N_SEQ_MAX if self.n_seq_max is None else self.n_seq_max
+        n_batch = min(self.n_batch, n_ctx)
+        if n_seq_max > n_batch:
+            raise ConfigError(
+                f"n_seq_max ({n_seq_max}) must not exceed n_batch ({n_batch}) or n_ctx ({n_ctx}): "
+                f"every sequence may need a row of logits"
+            )
         n_outputs_max = max(n_seq_max, min(n_batch, 256))
-    n_outputs_max = whole("n_outputs_max", n_outputs_max, n_seq_max, n_batch)
-    cores = available_cores()
-    n_threads = cores if n_threads is None else whole("n_threads", n_threads, 1, 512)
-    n_threads_batch = (
-        n_threads if n_threads_batch is None else whole("n_threads_batch", n_threads_batch, 1, 512)
-    )
-    if flash_attention not in ("auto", True, False):
-        raise ConfigError(f"flash_attention must be 'auto', True or False, not {flash_attention!r}")
-    if flash_attention is False and kv_type not in ("f32", "f16", "bf16"):
-        raise ConfigError(f"kv_type {kv_type} needs flash attention")
-    if rope_scaling not in ROPE_SCALING:
-        known = ", ".join(repr(k) for k in ROPE_SCALING)
-        raise ConfigError(f"unknown rope_scaling {rope_scaling!r}", hint=f"use one of {known}")
-    floats = {
-        "rope_freq_base": rope_freq_base,
-        "rope_freq_scale": rope_freq_scale,
-        "yarn_ext_factor": yarn_ext_factor,
-        "yarn_attn_factor": yarn_attn_factor,
-        "yarn_beta_fast": yarn_beta_fast,
-        "yarn_beta_slow": yarn_beta_slow,
-    }
-    for name, value in floats.items():
-        low = -1.0 if name.startswith("yarn") else 0.0
-        floats[name] = value = real(name, value)
-        if not (low <= value < math.inf):
-            raise ConfigError(f"{name} must be at least {low:g} and finite, not {value}")
-    return ContextOptions(
-        n_ctx=n_ctx,
-        n_seq_max=n_seq_max,
-        n_batch=n_batch,
-        n_ubatch=n_ubatch or n_batch,
-        n_outputs_max=n_outputs_max,
-        n_threads=n_threads,
-        n_threads_batch=n_threads_batch,
-        flash_attention=FLASH_ATTENTION[flash_attention],
-        type_k=KV_TYPES[kv_type],
-        type_v=KV_TYPES[kv_type],
-        swa_full=bool(swa_full),
-        offload_kqv=bool(offload_kqv),
-        rope_scaling=ROPE_SCALING[rope_scaling],
-        yarn_orig_ctx=whole("yarn_orig_ctx", yarn_orig_ctx, 0, 2**31 - 1),
-        **floats,
-    )
+        if self.n_outputs_max is not None:
+            n_outputs_max = whole("n_outputs_max", self.n_outputs_max, n_seq_max, n_batch)
+        return replace(
+            self,
+            n_ctx=n_ctx,
+            n_seq_max=n_seq_max,
+            n_batch=n_batch,
+            n_ubatch=n_batch if self.n_ubatch is None else min(self.n_ubatch, n_batch),
+            n_outputs_max=n_outputs_max,
+            kv_type=self._resolved_kv_type(model),
+        )
+
+    def _resolved_kv_type(self, model: Model) -> str:
+        """Return the K/V type "auto" stands for: bf16 where it makes batches exact, f16 elsewhere."""
+        if self.kv_type != "auto":
+            return self.kv_type
+        exact = (
+            self.batch_invariant is not False
+            and self.flash_attention is not False
+            and model.file_type == "Q8_0"
+            and not model.on_gpu
+        )
+        return "bf16" if exact else "f16"
+
+    def trained_length(self, model: Model) -> int | None:
+        """Return the tokens a text may have before it leaves what the model was trained for.
+
+        None where that is not known: a recurrent state has no positions, and rope settings of one's own
+        stretch them.
+        """
+        scaled = self.rope_scaling not in (None, "none")
+        stretched = scaled or self.rope_freq_base or self.rope_freq_scale
+        if model.n_ctx_train <= 0 or model.memory_type == "recurrent" or stretched:
+            return None
+        return model.n_ctx_train
+
+    @property
+    def threads_change_logits(self) -> bool:
+        """True if logits can depend, by rounding, on the number of threads; of resolved parameters.
+
+        llama.cpp's flash attention cuts 512 cells and more of F16 or F32 K/V into a part for each
+        thread.
+        """
+        many = self.n_ctx is None or self.n_ctx > _STEP
+        return self.kv_type in ("f16", "f32") and self.flash_attention is not False and many
+
+    def native(self) -> NativeContextParams:
+        """Return what llama.cpp takes; of resolved parameters, the threads among them."""
+        numbers = (self.n_ctx, self.n_seq_max, self.n_ubatch, self.n_outputs_max)
+        n_ctx, n_seq_max, n_ubatch, n_outputs_max = (n or 0 for n in numbers)
+        return NativeContextParams(
+            n_ctx=n_ctx,
+            n_seq_max=n_seq_max,
+            n_batch=self.n_batch,
+            n_ubatch=n_ubatch,
+            n_outputs_max=n_outputs_max,
+            n_threads=self.n_threads or available_cores(),
+            n_threads_batch=self.n_threads_batch or self.n_threads or available_cores(),
+            flash_attention=FLASH_ATTENTION[self.flash_attention],
+            type_k=KV_TYPES[self.kv_type],
+            type_v=KV_TYPES[self.kv_type],
+            swa_full=self.swa_full,
+            offload_kqv=self.offload_kqv,
+            rope_scaling=ROPE_SCALING[self.rope_scaling],
+            rope_freq_base=self.rope_freq_base,
+            rope_freq_scale=self.rope_freq_scale,
+            yarn_ext_factor=self.yarn_ext_factor,
+            yarn_attn_factor=self.yarn_attn_factor,
+            yarn_beta_fast=self.yarn_beta_fast,
+            yarn_beta_slow=self.yarn_beta_slow,
+            yarn_orig_ctx=self.yarn_orig_ctx,
+        )
+
+
+_RANGES = {
+    "n_ctx": (1, 2**31 - 256),
+    "n_seq_max": (1, max_sequences()),
+    "n_batch": (1, 2**24),
+    "n_ubatch": (1, 2**24),
+    "n_outputs_max": (1, 2**24),
+    "n_threads": (1, 512),
+    "n_threads_batch": (1, 512),
+    "yarn_orig_ctx": (0, 2**31 - 1),
+}
+_LEAST = {
+    "rope_freq_base": 0.0,
+    "rope_freq_scale": 0.0,
+    "yarn_ext_factor": -1.0,
+    "yarn_attn_factor": -1.0,
+    "yarn_beta_fast": -1.0,
+    "yarn_beta_slow": -1.0,
+}

@@ -318,7 +318,7 @@ class Engine:
         running = [job for job in scheduler.active if job.stream is not None]
         reading = [job for job in scheduler.active if job.stream is None]
         ctx = self.target
-        room = min(ctx.n_batch, ctx.options.n_outputs_max) - len(running) - len(reading)
+        room = min(ctx.n_batch, ctx.n_outputs_max) - len(running) - len(reading)
         for job, draft in self._make_drafts(scheduler, running, batch):
             stream = job.stream
             if stream is not None:

@@ -4,7 +4,7 @@ Nothing above this package imports ``llama_cpp``. Callers validate with what thi
 (sizes, ranges) before they call in, because llama.cpp answers most misuse with ``abort()``.
 """
 
-from .context import ContextHandle, ContextOptions
+from .context import ContextHandle, NativeContextParams
 from .handle import forkable_lock
 from .library import (
     engine_versions,
@@ -22,9 +22,9 @@ from .state_layout import StateLayout
 __all__ = [
     "CandidateBuffer",
     "ContextHandle",
-    "ContextOptions",
     "GrammarHandle",
     "ModelHandle",
+    "NativeContextParams",
     "SamplerHandle",
     "StateLayout",
     "engine_versions",

@@ -62,7 +62,7 @@ _INTERRUPTED = 2  # llama_decode's code
 
 
 @dataclass(frozen=True)
-class ContextOptions:
+class NativeContextParams:
     """What llama_context_params takes, checked and complete."""
 
     n_ctx: int
@@ -99,7 +99,7 @@ class ContextHandle(Handle):
     _rows_address: int | None
     row_capacity: int
 
-    def __init__(self, model: ModelHandle, options: ContextOptions) -> None:
+    def __init__(self, model: ModelHandle, options: NativeContextParams) -> None:
         params = C.llama_context_default_params()
         params.n_ctx = options.n_ctx
         params.n_batch = options.n_batch

@@ -161,7 +161,7 @@ def _rows(ctx: Context, prompt: Sequence[int], prefix: Sequence[int]) -> Iterato
             yield branch.logits
             return
         n_rest = len(whole) - start
-        most = min(ctx.n_batch, ctx.options.n_outputs_max)
+        most = min(ctx.n_batch, ctx.n_outputs_max)
         if not ctx.capabilities.can_truncate and not ctx.n_seq_free:
             most = 1  # longer runs are verified on a fork there
         for n in sorted({min(n, most) for n in (*_RUNS, n_rest)}):

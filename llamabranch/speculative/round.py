@@ -200,7 +200,7 @@ class Stream:
         ctx = self.branch.ctx
         draft.tokens = token_list(draft.tokens)
         ctx.model.check_tokens(draft.tokens)
-        fits = ctx.options.n_outputs_max - 1
+        fits = ctx.n_outputs_max - 1
         if draft.parents is None:
             return min(fits, len(draft.tokens))
         # A chain, the tree with one leaf, takes no sequences, and any memory can verify it.

@@ -335,7 +335,7 @@ def test_bad_options_are_refused(options: dict[str, Any], target: lb.Model) -> N
 
 def test_default_threads_do_not_exceed_the_cores_of_this_process(target: lb.Model) -> None:
     with Context(target, n_ctx=256) as ctx:
-        assert ctx.options.n_threads == len(os.sched_getaffinity(0))
+        assert ctx.n_threads == len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize(

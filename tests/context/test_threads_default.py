@@ -128,10 +128,10 @@ def test_number_is_not_measured_where_it_would_change_logits(
     # 512 cells of flash attention over f16 or f32: a part of the sum for each thread.
     keep(target, profile, n_threads=1, n_threads_batch=1, step_ms={"1": 1.0}, batch_ms={"1": 1.0})
     with Context(target, n_ctx=512, kv_type=kv_type) as ctx:
-        assert ctx.options.n_threads == CORES
+        assert ctx.n_threads == CORES
     for options in ({"n_ctx": 256}, {"flash_attention": False}):
         with Context(target, **{"n_ctx": 512, **options}, kv_type=kv_type) as ctx:  # type: ignore[arg-type]
-            assert ctx.options.n_threads == 1
+            assert ctx.n_threads == 1
 
 
 # -- the choice ------------------------------------------------------------------------------------
@@ -144,9 +144,9 @@ def test_candidates_are_one_half_and_all() -> None:
 def test_a_given_number_is_obeyed_and_nothing_is_measured(target: lb.Model, profile: Path) -> None:
     for given in (1, 2, 3):
         with Context(target, n_ctx=256, n_threads=given) as ctx:
-            assert (ctx.options.n_threads, ctx.options.n_threads_batch) == (given, given)
+            assert (ctx.n_threads, ctx.n_threads_batch) == (given, given)
     with Context(target, n_ctx=256, n_threads=1, n_threads_batch=2) as ctx:
-        assert (ctx.options.n_threads, ctx.options.n_threads_batch) == (1, 2)
+        assert (ctx.n_threads, ctx.n_threads_batch) == (1, 2)
     assert not profile.exists()
 
 
@@ -155,8 +155,8 @@ def test_measuring_leaves_a_context_as_if_nothing_had_been(
 ) -> None:
     def drawn(**options: Any) -> tuple[Any, ...]:
         with Context(target, n_ctx=256, n_seq_max=3, **options) as ctx:
-            assert ctx.options.n_threads in candidates(CORES) or options
-            assert ctx.options.n_threads_batch in candidates(CORES) or options
+            assert ctx.n_threads in candidates(CORES) or options
+            assert ctx.n_threads_batch in candidates(CORES) or options
             ctx.audit()
             before = ctx.usage()
             ctx.decode([5, 6, 7], 0)
@@ -180,7 +180,7 @@ def test_off_means_all_cores_and_no_file(target: lb.Model) -> None:
     assert os.environ["LLAMABRANCH_PROFILE"] == "0"
     assert profile_path() is None
     with Context(target, n_ctx=256) as ctx:
-        assert ctx.options.n_threads == CORES
+        assert ctx.n_threads == CORES
         assert ctx.decoder.watch is None
 
 
@@ -198,7 +198,7 @@ def test_two_threads_on_one_core_are_not_chosen(tmp_path: Path) -> None:
         os.sched_setaffinity(0, {min(cores)})
         os.sched_getaffinity = lambda pid: set(list(cores)[:2])  # two cores, one of them taken
         with lb.load(n_ctx=256) as ctx:
-            assert ctx.options.n_threads == 1, ctx.options
+            assert ctx.n_threads == 1, ctx.params
             assert ctx.usage().cells_used == 0
     """
     environment = {**os.environ, "LLAMABRANCH_PROFILE": str(tmp_path / "profile.json")}
@@ -222,7 +222,7 @@ def test_kept_numbers_are_used(target: lb.Model, profile: Path) -> None:
         )  # fmt: skip
         before = profile.read_bytes()
         with Context(target, n_ctx=256) as ctx:
-            assert (ctx.options.n_threads, ctx.options.n_threads_batch) == (one, many)
+            assert (ctx.n_threads, ctx.n_threads_batch) == (one, many)
             ctx.audit()
         assert profile.read_bytes() == before
 
@@ -245,7 +245,7 @@ def test_strange_entries_are_measured_anew(
 ) -> None:
     keep(target, profile, **entry)
     with Context(target, n_ctx=256) as ctx:
-        assert ctx.options.n_threads in candidates(CORES)
+        assert ctx.n_threads in candidates(CORES)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_damaged_file_is_ignored_and_replaced(text: str, target: lb.Model, profi
     profile.write_text(text, encoding="latin-1")
     assert read_entry("threads", "key") is None
     with Context(target, n_ctx=256) as ctx:
-        assert ctx.options.n_threads in candidates(CORES)
+        assert ctx.n_threads in candidates(CORES)
     write_entry("threads", "key", {"n_threads": 1})
     assert read_entry("threads", "key") == {"n_threads": 1}
 
@@ -302,7 +302,7 @@ def test_a_place_that_cannot_be_written_is_no_error(
     monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "file" / "profile.json"))
     write_entry("threads", "key", {})
     with Context(target, n_ctx=256) as ctx:
-        assert ctx.options.n_threads in candidates(CORES)
+        assert ctx.n_threads in candidates(CORES)
 
 
 def test_default_place_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -50,8 +50,11 @@ def probe(
     flash_attention: bool | str,
     swa_full: bool,
     batch_invariant: bool | str,
-) -> tuple[Capabilities, StateLayout | None]:
-    """Try the empty context out and leave it empty; return what it can do, and how it saves states.
+) -> tuple[Capabilities, StateLayout | None, int]:
+    """Try the empty context out and leave it empty.
+
+    Returns:
+        what it can do, how it saves states (None if that is not known), and how many decodes it took.
 
     Raises:
         UnsupportedError: ``batch_invariant`` is True and cannot hold.
@@ -87,7 +90,7 @@ def probe(
         batch_invariant=invariant,
         batch_invariant_reason=reason,
     )
-    return capabilities, layout
+    return capabilities, layout, decoder.n_decodes
 
 
 def _tokens(model: Model, n: int) -> list[int]:

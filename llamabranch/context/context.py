@@ -105,7 +105,7 @@ class Context:
         self._lock = handle.lock
         try:
             tuner.tune(handle)
-            self.capabilities, layout = probe(
+            self.capabilities, layout, n_decodes = probe(
                 handle,
                 model,
                 n_seq_max,
@@ -132,6 +132,7 @@ class Context:
             handle,
             self._cache,
             self._release_reserved,
+            n_decodes=n_decodes,
             n_trained=trained,
             watch=ThreadWatch.of(handle, model, tuner),
         )

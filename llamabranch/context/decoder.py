@@ -29,6 +29,7 @@ class Decoder:
         cache: whose cells the tokens go to.
         release_reserved: called when the cache is full and has reserved cells: it frees them.
             Default: they are released, and with them the order.
+        n_decodes: how many decodes there were before; the noise of ``Context.sample`` counts them.
         n_trained: positions the model was trained for; None for no limit that is to be warned of.
         watch: times every few decodes, where several threads compute.
     """
@@ -38,11 +39,12 @@ class Decoder:
         handle: ContextHandle,
         cache: KVCache,
         release_reserved: Callable[[], None] | None = None,
+        n_decodes: int = 0,
         n_trained: int | None = None,
         watch: ThreadWatch | None = None,
     ) -> None:
         self.handle = handle
-        self.n_decodes = 0
+        self.n_decodes = n_decodes
         self._cache = cache
         self._release_reserved = release_reserved or cache.release_reserved
         self._n_trained = END if n_trained is None else n_trained

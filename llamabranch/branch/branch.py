@@ -16,10 +16,11 @@ import numpy.typing as npt
 from ..arguments import whole
 from ..context import Context
 from ..errors import BranchStateError, ConfigError, LlamaBranchError
-from ..model import NO_TOKEN, StopStrings, TokenIds, token_list
+from ..model import TokenIds, token_list
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams
 from ..sampling.distribution import log_base
 from ..sampling.noise import derive_seed
+from .output import OutputBuffer
 from .sequence import TokenSequence
 from .snapshot import Snapshot, capture, fill
 from .token import Produced
@@ -358,36 +359,22 @@ class Branch:
             CacheFullError: no cell is left; the branch holds all tokens that were yielded. Before this
             and any other error, text that was held back comes with ``is_stop`` and the token id -1.
         """
-        if max_tokens is not None:
-            max_tokens = whole("max_tokens", max_tokens, 0)
-        stops = StopStrings(stop)
-        return self._generate(max_tokens, stops)
+        return self._generate(OutputBuffer(max_tokens, stop))
 
-    def _generate(self, max_tokens: int | None, stops: StopStrings) -> Iterator[Produced]:
+    def _generate(self, output: OutputBuffer) -> Iterator[Produced]:
         self.sequence.finish_reason = None
-        n = 0
-        while max_tokens is None or n < max_tokens:
+        while output.finish_reason is None:
             try:
-                produced = self.step()
+                emitted = output.add(self.step())
             except LlamaBranchError:
-                held = stops.flush()
-                if held:
-                    yield Produced(NO_TOKEN, held, True, math.nan, math.nan)
+                held = output.break_off()
+                if held is not None:
+                    yield held
                 raise
-            if produced.is_stop:
-                held = stops.flush()
-                if held:
-                    yield produced.with_text(held)
-                return
-            n += 1
-            produced = produced.with_text(stops.show(produced.text, last=n == max_tokens))
-            if stops.found:
-                self.sequence.finish_reason = "stop"
-            yield produced
-            if stops.found:
-                return
-        if self.sequence.finish_reason is None:
-            self.sequence.finish_reason = "length"
+            self.sequence.finish_reason = output.finish_reason
+            if emitted is not None:
+                yield emitted
+        self.sequence.finish_reason = output.finish_reason
 
     def extend(self, tokens: TokenIds, logits: str = "all") -> list[npt.NDArray[np.float32]]:
         """Decode several tokens at once and take them as the next ones.

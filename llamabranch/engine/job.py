@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..branch import Branch, Produced
+from ..branch.output import OutputBuffer
 from ..errors import LlamaBranchError
 from ..model import Model
 from ..sampling import SamplingParams
 from ..sampling.noise import derive_seed, seed_from_text
 from ..speculative import SpeculativeStats
-from ..speculative.output import OutputBuffer
 from ..speculative.round import Stream
 from .request import Request, Result
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from ..branch import Branch, Produced
+from ..branch.output import OutputBuffer
 from ..context import Context
 from ..errors import ClosedError, ConfigError, LlamaBranchError
 from ..model import TokenIds
@@ -13,7 +14,6 @@ from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from .config import SpeculativeConfig
 from .drafters.base import Drafter
-from .output import OutputBuffer
 from .round import finish_at
 from .speculator import Speculator
 from .stats import SpeculativeStats

@@ -7,6 +7,7 @@ from time import perf_counter
 
 from ..arguments import whole
 from ..branch import Branch, Produced
+from ..branch.output import OutputBuffer
 from ..context import Context
 from ..errors import CapacityError, ConfigError, LlamaBranchError
 from ..model import TokenIds
@@ -18,7 +19,6 @@ from .draft_cache import DraftCache
 from .drafters.base import Drafter, NullDrafter
 from .length.auto import draft_length
 from .length.base import DraftLength, FixedLength
-from .output import OutputBuffer
 from .round import Stream, finish_at
 from .rules import choose_rule
 from .stats import SpeculativeStats

@@ -1,4 +1,7 @@
-"""What has been said, and whether that was all: limits, end tokens, stop strings."""
+"""The one path from tokens to a user: limits, EOG tokens, stop strings, what was emitted so far.
+
+Branches, speculators, sessions and the engine all emit through it.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import math
 from collections.abc import Sequence
 
 from ..arguments import whole
-from ..branch import Produced
 from ..model import NO_TOKEN, StopStrings
+from .token import Produced
 
 __all__ = ["OutputBuffer"]
 
@@ -16,16 +19,16 @@ class OutputBuffer:
     """The tokens and the text of one generation so far.
 
     Args:
-        max_tokens: the most tokens to say; None = until the model ends.
+        max_tokens: the most tokens to emit; None = until the model ends.
         stop: strings that end the text; the text leaves them out, the tokens hold them.
 
     Raises:
         ConfigError: a limit that is no integer or negative, or an empty stop string.
 
     Attributes:
-        tokens: ids, those of a stop string included; end tokens are not among them.
+        tokens: ids, those of a stop string included; EOG tokens are not among them.
         texts: what was shown with each token; joined they are the text, without the stop string.
-        finish_reason: "stop" (end token or stop string), "length", or None while it goes on; whoever
+        finish_reason: "stop" (EOG token or stop string), "length", or None while it goes on; whoever
             runs it may write "capacity" or "cancelled".
         is_stuck: it cannot go on for now, though it may again: the text has what is held back, too.
         elapsed_s: seconds it took so far, if whoever runs it counts them.
@@ -55,7 +58,7 @@ class OutputBuffer:
     def add(self, emitted: Produced) -> Produced | None:
         """Take the next token in; return it with the text to show, None if there is nothing to show.
 
-        An end token is shown only to carry text that was held back for a stop string.
+        An EOG token is shown only to carry text that was held back for a stop string.
         """
         self.is_stuck = False
         if emitted.is_stop:
@@ -76,7 +79,7 @@ class OutputBuffer:
         return emitted.with_text(text)
 
     def break_off(self) -> Produced | None:
-        """End it without an end token; return what carries the text held back, None if there is none.
+        """End it without an EOG token; return what carries the text held back, None if there is none.
 
         After a text has ended by itself, or the second time, nothing is held back any more.
         """

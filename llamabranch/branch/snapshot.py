@@ -1,23 +1,15 @@
-"""A branch outside its context: what is kept of it, and the file it is kept in.
+"""A branch outside its context: what is kept of it, and whether it can be trusted.
 
-A file is a fixed header, metadata as JSON, and the raw arrays; two SHA-256 cover all of it. It is read
-with suspicion: sizes are checked before anything is allocated, and the K/V is checked cell by cell before
-llama.cpp sees it, because a checksum can be recomputed by whoever changes the file.
+A snapshot may come from anybody's file. Its K/V is checked cell by cell before llama.cpp sees it, because
+a checksum can be recomputed by whoever changes the file.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
-import os
-import stat
-import struct
-import tempfile
 from dataclasses import asdict, dataclass, fields, replace
 from os import PathLike
-from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +18,6 @@ from ..context import Context
 from ..context.logits import LogitsRow
 from ..errors import (
     CacheFullError,
-    ConfigError,
     LlamaBranchError,
     SnapshotError,
     UnsupportedError,
@@ -36,17 +27,9 @@ from ..sampling import Sampler, SamplingParams
 from ..sampling.grammar import Grammar
 from .kv_compatibility import KVCompatibility
 from .sequence import TokenSequence
+from .snapshot_file import Arrays, Sizes, read_file, write_file
 
 __all__ = ["Snapshot", "capture", "fill"]
-
-_MAGIC = b"\x89LBRANCH"
-_VERSION = 1
-# Magic, version, bytes of metadata, tokens, surprisals, logits, reserved, bytes of K/V, SHA-256 of the
-# arrays; after it the SHA-256 of this header and the metadata.
-_HEADER = struct.Struct("<8sIIIIIIQ32s")
-_DIGEST_BYTES = 32
-_MAX_METADATA_BYTES = 16 << 20
-_MAX_TOKENS = 1 << 30
 
 T = TypeVar("T")
 
@@ -78,8 +61,8 @@ class Snapshot:
         return sum(array.nbytes for array in self._arrays)
 
     @property
-    def _arrays(self) -> tuple[npt.NDArray[np.generic], ...]:
-        return self.tokens, self.surprisals, self.logits, self.state
+    def _arrays(self) -> Arrays:
+        return Arrays(self.tokens, self.surprisals, self.logits, self.state)
 
     def __repr__(self) -> str:
         return f"<Snapshot of {len(self.tokens)} tokens, {self.n_bytes} bytes>"
@@ -100,40 +83,7 @@ class Snapshot:
             metadata = json.dumps(self._metadata(), separators=(",", ":")).encode()
         except ValueError as error:  # Python writes no integer of more than 4,300 digits
             raise SnapshotError(f"the settings cannot be written: {error}") from error
-        if len(metadata) > _MAX_METADATA_BYTES:
-            raise SnapshotError(
-                f"the grammar or the logit bias is too large: {len(metadata)} bytes"
-            )
-        digest = hashlib.sha256()
-        for array in self._arrays:
-            digest.update(_raw(array))
-        header = _HEADER.pack(
-            _MAGIC, _VERSION, len(metadata), len(self.tokens), len(self.surprisals),
-            len(self.logits), 0, len(self.state), digest.digest(),
-        )  # fmt: skip
-        place = _path(path)
-        try:
-            target, replaced = _destination(place)
-            handle, name = tempfile.mkstemp(prefix=f".{target.name[:32]}.", dir=target.parent)
-            try:
-                with open(handle, "wb") as file:
-                    file.write(header)
-                    file.write(hashlib.sha256(header + metadata).digest())
-                    file.write(metadata)
-                    for array in self._arrays:
-                        file.write(_raw(array))
-                    if replaced is not None:
-                        _inherit(file.fileno(), replaced)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(name, target)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(name)
-                raise
-            _sync_folder(target.parent)
-        except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-            raise SnapshotError(f"the snapshot cannot be written: {error}") from error
+        write_file(path, metadata, self._arrays)
 
     def _metadata(self) -> dict[str, object]:
         sampling: dict[str, object] = {
@@ -163,57 +113,18 @@ class Snapshot:
             SnapshotError: no such file, damaged, not a snapshot, or not one for ``ctx``.
             CacheFullError: ``ctx`` has not enough free cells.
         """
-        path = _path(path)
-        try:
-            # A pipe or a device would block or never end.
-            if not stat.S_ISREG(os.stat(path).st_mode):
-                raise SnapshotError(f"{path} is not a file")
-            with open(path, "rb") as file:
-                return cls._read(file, ctx)
-        except (OSError, ValueError) as error:
-            raise SnapshotError(f"the snapshot cannot be read: {error}") from error
 
-    @classmethod
-    def _read(cls, file: BinaryIO, ctx: Context | None) -> Snapshot:
-        header = file.read(_HEADER.size)
-        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-            raise SnapshotError("not a snapshot: it does not begin like one")
-        _, version, n_metadata, n_tokens, n_surprisals, n_logits, reserved, n_state, digest = (
-            _HEADER.unpack(header)
-        )
-        if version != _VERSION:
-            raise SnapshotError(f"the snapshot has format {version}, this library reads {_VERSION}")
-        n_body = 4 * n_tokens + 8 * n_surprisals + 4 * n_logits + n_state
-        size = os.fstat(file.fileno()).st_size
-        if (
-            reserved
-            or n_metadata > _MAX_METADATA_BYTES
-            or n_tokens > _MAX_TOKENS
-            or n_surprisals > n_tokens
-            or size != _HEADER.size + _DIGEST_BYTES + n_metadata + n_body
-        ):
-            raise SnapshotError("the snapshot is damaged: its size is not what it says")
-        expected = file.read(_DIGEST_BYTES)
-        metadata = file.read(n_metadata)
-        if hashlib.sha256(header + metadata).digest() != expected:
-            raise SnapshotError("the snapshot is damaged: its checksum differs")
-        about = _parse(metadata)
-        if ctx is not None:
-            about.origin.check(ctx)
-            if n_logits > ctx.n_vocab:
-                raise SnapshotError("the snapshot's logits do not fit the vocabulary")
-            _check_room(ctx, n_tokens, n_state)
-        body = memoryview(file.read(n_body))
-        if len(body) != n_body or hashlib.sha256(body).digest() != digest:
-            raise SnapshotError("the snapshot is damaged: its checksum differs")
-        ends = np.cumsum([4 * n_tokens, 8 * n_surprisals, 4 * n_logits])
-        return replace(
-            about,
-            tokens=np.frombuffer(body[: ends[0]], "<i4"),
-            surprisals=np.frombuffer(body[ends[0] : ends[1]], "<f8"),
-            logits=np.frombuffer(body[ends[1] : ends[2]], "<f4"),
-            state=np.frombuffer(body[ends[2] :], np.uint8),
-        )
+        def understand(metadata: bytes, sizes: Sizes) -> Snapshot:
+            about = _parse(metadata)
+            if ctx is not None:
+                about.origin.check(ctx)
+                if sizes.n_logits > ctx.n_vocab:
+                    raise SnapshotError("the snapshot's logits do not fit the vocabulary")
+                _check_room(ctx, sizes.n_tokens, sizes.n_state)
+            return about
+
+        about, arrays = read_file(path, understand)
+        return replace(about, **arrays._asdict())
 
     # -- trust -------------------------------------------------------------------------------------
 
@@ -256,57 +167,6 @@ class Snapshot:
             return fresh.replay(tokens[: self.n_prompt], tokens[self.n_prompt :])
         except LlamaBranchError as error:
             raise SnapshotError(f"the snapshot cannot be taken up: {error}") from error
-
-
-def _raw(array: npt.NDArray[np.generic]) -> memoryview:
-    """Return the array's bytes, little-endian whatever the machine."""
-    return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).view(np.uint8).data
-
-
-def _path(path: str | PathLike[str]) -> Path:
-    """Return ``path``; a number is none, though the system's calls take one for an open file."""
-    try:
-        return Path(path)
-    except TypeError:
-        raise ConfigError(f"a path is text or path-like, not {path!r}") from None
-
-
-def _destination(path: Path) -> tuple[Path, os.stat_result | None]:
-    """Return the file behind ``path``, and what is known of it if it is there.
-
-    A rename would put a regular file in the place of whatever is there, so that must be one already.
-    """
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        found = None
-    if found is not None and not stat.S_ISREG(found.st_mode):
-        raise SnapshotError(
-            f"the snapshot cannot be written: {path} is not a regular file",
-            hint="give the path of a file; a pipe or a device cannot be written all or nothing",
-        )
-    return Path(os.path.realpath(path)), found
-
-
-def _inherit(handle: int, replaced: os.stat_result) -> None:
-    """Give an open file the mode of the one it will replace, and its owner where that is allowed."""
-    if hasattr(os, "fchown") and (replaced.st_uid, replaced.st_gid) != (os.getuid(), os.getgid()):
-        with contextlib.suppress(OSError):
-            os.fchown(handle, replaced.st_uid, replaced.st_gid)
-    mode = stat.S_IMODE(replaced.st_mode)
-    # After the owner, whose change may narrow it; there are file systems where all have one mode.
-    if hasattr(os, "fchmod") and stat.S_IMODE(os.fstat(handle).st_mode) != mode:
-        os.fchmod(handle, mode)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename last; there are systems that cannot open a folder."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _no_room(n_tokens: int, ctx: Context) -> CacheFullError:

@@ -22,7 +22,7 @@ import toys
 
 import llamabranch as lb
 from llamabranch.branch import Snapshot
-from llamabranch.branch.snapshot import _HEADER
+from llamabranch.branch.snapshot_file import HEADER
 from llamabranch.errors import (
     CacheFullError,
     ConfigError,
@@ -526,8 +526,8 @@ Forge = Callable[[dict[str, object], dict[str, bytes]], None]
 
 def _forged(data: bytes, change: Forge) -> bytes:
     """Return the file after ``change(metadata, arrays)``, with sizes and checksums made right."""
-    head = list(_HEADER.unpack_from(data))
-    start = _HEADER.size + 32
+    head = list(HEADER.unpack_from(data))
+    start = HEADER.size + 32
     metadata = json.loads(data[start : start + head[2]])
     start += head[2]
     arrays = {}
@@ -545,7 +545,7 @@ def _forged(data: bytes, change: Forge) -> bytes:
     ]
     head[7] = len(arrays["state"])
     head[8] = hashlib.sha256(body).digest()
-    header = _HEADER.pack(*head)
+    header = HEADER.pack(*head)
     return header + hashlib.sha256(header + encoded).digest() + encoded + body
 
 

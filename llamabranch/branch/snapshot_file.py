@@ -1,0 +1,206 @@
+"""The file of a snapshot: a fixed header, metadata as JSON, and raw arrays.
+
+Two SHA-256 cover all of it. It is written whole or not at all, and read with suspicion: sizes are checked
+before anything is allocated. What the parts mean is the business of ``snapshot.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import struct
+import tempfile
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ConfigError, SnapshotError
+
+__all__ = ["DIGEST_BYTES", "HEADER", "Arrays", "Sizes", "read_file", "write_file"]
+
+_MAGIC = b"\x89LBRANCH"
+_VERSION = 1
+# Magic, version, bytes of metadata, tokens, surprisals, logits, reserved, bytes of K/V, SHA-256 of the
+# arrays; after it the SHA-256 of this header and the metadata.
+HEADER = struct.Struct("<8sIIIIIIQ32s")
+DIGEST_BYTES = 32
+_MAX_METADATA_BYTES = 16 << 20
+_MAX_TOKENS = 1 << 30
+
+T = TypeVar("T")
+
+
+class Arrays(NamedTuple):
+    """The raw parts: ids, nats, logits, llama.cpp's K/V of the sequence."""
+
+    tokens: npt.NDArray[np.int32]
+    surprisals: npt.NDArray[np.float64]
+    logits: npt.NDArray[np.float32]
+    state: npt.NDArray[np.uint8]
+
+
+class Sizes(NamedTuple):
+    """How many entries the arrays of a file have."""
+
+    n_tokens: int
+    n_surprisals: int
+    n_logits: int
+    n_state: int
+
+
+def write_file(path: str | PathLike[str], metadata: bytes, arrays: Arrays) -> None:
+    """Write a file that is either there in full or not at all; an old one is replaced.
+
+    It is written beside its place and renamed. A symbolic link is followed, an old file's mode is
+    kept; a new one can be read by its owner only, since all of the text is in it.
+
+    Raises:
+        ConfigError: not a path.
+        SnapshotError: it cannot be written, or what is there is a pipe, a device or a folder.
+    """
+    if len(metadata) > _MAX_METADATA_BYTES:
+        raise SnapshotError(f"the grammar or the logit bias is too large: {len(metadata)} bytes")
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(_raw(array))
+    header = HEADER.pack(
+        _MAGIC, _VERSION, len(metadata), len(arrays.tokens), len(arrays.surprisals),
+        len(arrays.logits), 0, len(arrays.state), digest.digest(),
+    )  # fmt: skip
+    place = _path(path)
+    try:
+        target, replaced = _destination(place)
+        handle, name = tempfile.mkstemp(prefix=f".{target.name[:32]}.", dir=target.parent)
+        try:
+            with open(handle, "wb") as file:
+                file.write(header)
+                file.write(hashlib.sha256(header + metadata).digest())
+                file.write(metadata)
+                for array in arrays:
+                    file.write(_raw(array))
+                if replaced is not None:
+                    _inherit(file.fileno(), replaced)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+        _sync_folder(target.parent)
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+        raise SnapshotError(f"the snapshot cannot be written: {error}") from error
+
+
+def read_file(
+    path: str | PathLike[str], understand: Callable[[bytes, Sizes], T]
+) -> tuple[T, Arrays]:
+    """Read a file; ``understand`` is given metadata and sizes before the arrays are read.
+
+    Returns:
+        what ``understand`` returned, and the arrays.
+
+    Raises:
+        ConfigError: not a path. SnapshotError: no such file, damaged, or not a snapshot.
+    """
+    path = _path(path)
+    try:
+        # A pipe or a device would block or never end.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise SnapshotError(f"{path} is not a file")
+        with open(path, "rb") as file:
+            header = file.read(HEADER.size)
+            if len(header) < HEADER.size or not header.startswith(_MAGIC):
+                raise SnapshotError("not a snapshot: it does not begin like one")
+            _, version, n_metadata, n_tokens, n_surprisals, n_logits, reserved, n_state, digest = (
+                HEADER.unpack(header)
+            )
+            if version != _VERSION:
+                raise SnapshotError(
+                    f"the snapshot has format {version}, this library reads {_VERSION}"
+                )
+            n_body = 4 * n_tokens + 8 * n_surprisals + 4 * n_logits + n_state
+            size = os.fstat(file.fileno()).st_size
+            if (
+                reserved
+                or n_metadata > _MAX_METADATA_BYTES
+                or n_tokens > _MAX_TOKENS
+                or n_surprisals > n_tokens
+                or size != HEADER.size + DIGEST_BYTES + n_metadata + n_body
+            ):
+                raise SnapshotError("the snapshot is damaged: its size is not that of its header")
+            expected = file.read(DIGEST_BYTES)
+            metadata = file.read(n_metadata)
+            if hashlib.sha256(header + metadata).digest() != expected:
+                raise SnapshotError("the snapshot is damaged: its checksum differs")
+            understood = understand(metadata, Sizes(n_tokens, n_surprisals, n_logits, n_state))
+            body = memoryview(file.read(n_body))
+    except (OSError, ValueError) as error:
+        raise SnapshotError(f"the snapshot cannot be read: {error}") from error
+    if len(body) != n_body or hashlib.sha256(body).digest() != digest:
+        raise SnapshotError("the snapshot is damaged: its checksum differs")
+    ends = np.cumsum([4 * n_tokens, 8 * n_surprisals, 4 * n_logits])
+    arrays = Arrays(
+        tokens=np.frombuffer(body[: ends[0]], "<i4"),
+        surprisals=np.frombuffer(body[ends[0] : ends[1]], "<f8"),
+        logits=np.frombuffer(body[ends[1] : ends[2]], "<f4"),
+        state=np.frombuffer(body[ends[2] :], np.uint8),
+    )
+    return understood, arrays
+
+
+def _raw(array: npt.NDArray[np.generic]) -> memoryview:
+    """Return the array's bytes, little-endian whatever the machine."""
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).view(np.uint8).data
+
+
+def _path(path: str | PathLike[str]) -> Path:
+    """Return ``path``; a number is none, though the system's calls take one for an open file."""
+    try:
+        return Path(path)
+    except TypeError:
+        raise ConfigError(f"a path is text or path-like, not {path!r}") from None
+
+
+def _destination(path: Path) -> tuple[Path, os.stat_result | None]:
+    """Return the file behind ``path``, and what is known of it if it is there.
+
+    A rename would put a regular file in the place of whatever is there, so that must be one already.
+    """
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        found = None
+    if found is not None and not stat.S_ISREG(found.st_mode):
+        raise SnapshotError(
+            f"the snapshot cannot be written: {path} is not a regular file",
+            hint="give the path of a file; a pipe or a device cannot be written all or nothing",
+        )
+    return Path(os.path.realpath(path)), found
+
+
+def _inherit(handle: int, replaced: os.stat_result) -> None:
+    """Give an open file the mode of the one it will replace, and its owner where that is allowed."""
+    if hasattr(os, "fchown") and (replaced.st_uid, replaced.st_gid) != (os.getuid(), os.getgid()):
+        with contextlib.suppress(OSError):
+            os.fchown(handle, replaced.st_uid, replaced.st_gid)
+    mode = stat.S_IMODE(replaced.st_mode)
+    # After the owner, whose change may narrow it; there are file systems where all have one mode.
+    if hasattr(os, "fchmod") and stat.S_IMODE(os.fstat(handle).st_mode) != mode:
+        os.fchmod(handle, mode)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename last; there are systems that cannot open a folder."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -15,9 +15,6 @@ BIN := $(VENV)/bin
 # The first install compiles llama.cpp: use every core for it.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 
-# What takes long: processes of their own, many threads, thousands of examples, the command line.
-SLOW_TESTS = tests/crash tests/cli tests/engine tests/bench tests/project/test_digests.py
-
 .PHONY: demo test test-fast docs bench install install-dev lint types check clean
 
 demo: install
@@ -27,7 +24,7 @@ test: lint types docs
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-fast: lint types
-	$(BIN)/python -m pytest $(FAST_TESTS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
 
 docs: install-dev
 	$(BIN)/mkdocs build --quiet --strict --site-dir $(abspath $(VENV))/site

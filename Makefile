@@ -1,6 +1,8 @@
 # Everything runs in a virtual environment that these targets make on first use.
 #   make demo    install, then speculative decoding on the bundled pair against plain decoding
-#   make test    install with the tools, then lint, types, tests
+#   make test    install with the tools, then lint, types, the site of the documents, all tests: about ten minutes
+#   make test-fast  lint, types and the tests that need no more than about a minute
+#   make docs    build the site of the documents into $(VENV)/site; strict
 #   make bench   install, build llama.cpp's own programs, then all benchmarks: about an hour and a half
 # Override with e.g. `make test VENV=/tmp/venv PYTHON=python3.12 PYTEST_ARGS="-k cli"`.
 
@@ -13,13 +15,19 @@ BIN := $(VENV)/bin
 # The first install compiles llama.cpp: use every core for it.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 
-.PHONY: demo test bench install install-dev lint types check clean
+.PHONY: demo test test-fast docs bench install install-dev lint types check clean
 
 demo: install
 	$(BIN)/llamabranch speculate --compare
 
-test: lint types
+test: lint types docs
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: lint types
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+docs: install-dev
+	$(BIN)/mkdocs build --quiet --strict --site-dir $(abspath $(VENV))/site
 
 bench: install-dev
 	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)

@@ -24,6 +24,19 @@ settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("busy")
 
 DATA = Path(lb.__file__).parent / "data"
+SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").split())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what ``slow.txt`` names: folders, files, or functions of tests."""
+    here = Path(__file__).parent
+    for item in items:
+        path = item.path.relative_to(here)
+        names = {f"{folder}/" for folder in path.parts[:-1]} | {path.name}
+        if isinstance(item, pytest.Function):
+            names.add(item.originalname)
+        if names & SLOW:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,9 @@
-"""The house rules: floors, the one door to llama.cpp, public names, versions, documented code."""
+"""Public names, versions, and documents that say what is: their code runs, their links lead somewhere."""
 
 from __future__ import annotations
 
-import ast
 import importlib
+import inspect
 import pkgutil
 import re
 from collections.abc import Iterator
@@ -13,136 +13,13 @@ from pathlib import Path
 import pytest
 import typer
 import typer.core
+from test_layout import FLOORS
 
 import llamabranch
 from llamabranch.cli import app
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "llamabranch"
-
-# Who may import whom: a module imports from earlier in its own row and from the rows above it.
-FLOORS = (
-    ("startup", "errors", "arguments", "distribution"),
-    ("native",),
-    (
-        "vocabulary",
-        "model",
-        "gbnf",
-        "characters",
-        "pattern",
-        "json_schema",
-        "grammar",
-        "sampling",
-        "sampler",
-    ),
-    (
-        "cells",
-        "options",
-        "machine_profile",
-        "threads",
-        "rows",
-        "leases",
-        "cell_order",
-        "decoder",
-        "capabilities",
-        "shared_cache",
-        "context",
-        "hub",
-    ),
-    ("stopping", "line", "verification", "origin", "snapshot", "saving", "branch", "store"),
-    ("speculative",),
-    ("engine",),
-    ("measurement",),
-    ("cli",),
-)
-RANK = {name: rank for rank, name in enumerate(name for floor in FLOORS for name in floor)}
-
-
-def _sources() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
-
-
-def _unit(path: Path) -> str:
-    """Return the module or subpackage right below the package that a file belongs to."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
-def _imports(path: Path) -> Iterator[str]:
-    """Yield the absolute dotted name of everything a file imports."""
-    parts = ("llamabranch", *path.relative_to(PACKAGE).with_suffix("").parts)
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = ".".join(parts[: len(parts) - node.level]) if node.level else ""
-            module = ".".join(filter(None, (base, node.module)))
-            if module == "llamabranch" or not node.module:
-                yield from (f"{module}.{alias.name}" for alias in node.names)
-            else:
-                yield module
-
-
-def _inner_imports(path: Path) -> set[str]:
-    """Return the units of the package that a file imports; "" stands for the package itself."""
-    found = set()
-    for name in _imports(path):
-        head, *rest = name.split(".")
-        if head == "llamabranch":
-            unit = rest[0] if rest else ""
-            found.add(unit if unit in RANK else "")
-    return found
-
-
-@pytest.mark.parametrize("path", _sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_file_imports_from_its_floor_or_below(path: Path) -> None:
-    unit = _unit(path)
-    if unit == "__init__":
-        assert "cli" not in _inner_imports(path), "importing the package must not need the CLI"
-        return
-    assert unit in RANK, f"give {unit} its place in FLOORS"
-    if unit == "cli":
-        allowed = {"", "cli", "hub", "measurement", "startup"}  # the public API, and what else
-        assert _inner_imports(path) <= allowed
-        return
-    above = {name for name in _inner_imports(path) if not name or RANK[name] > RANK[unit]}
-    assert not above, f"{unit} imports from above: {sorted(above)}"
-
-
-def test_every_module_of_the_floors_exists() -> None:
-    assert set(RANK) == {_unit(path) for path in _sources()} - {"__init__"}
-
-
-def _floors_of_the_documents() -> list[set[str]]:
-    """Return the units that the rows of the table in docs/architecture.md name."""
-    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    rows = re.findall(r"^\| \d+ \| ([^|]*) \|", text, re.MULTILINE)
-    return [
-        {name.rstrip("/").removesuffix(".py") for name in re.findall(r"`(.+?)`", row)}
-        for row in rows
-    ]
-
-
-def test_floors_are_those_of_the_documents() -> None:
-    assert _floors_of_the_documents() == [set(floor) for floor in FLOORS]
-
-
-@pytest.mark.parametrize("path", _sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_native_imports_llama_cpp(path: Path) -> None:
-    if _unit(path) != "native":
-        assert not [name for name in _imports(path) if name.split(".")[0] == "llama_cpp"]
-
-
-@pytest.mark.parametrize("folder", ["examples", "benchmarks"])
-def test_programs_use_the_public_api(folder: str) -> None:
-    for path in (ROOT / folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names: list[str] = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            assert not any(name.startswith("llamabranch.native") for name in names), path
-
 
 # -- names -----------------------------------------------------------------------------------------
 
@@ -172,10 +49,24 @@ def test_public_name_is_documented(name: str) -> None:
     value = getattr(llamabranch, name)
     if callable(value):
         assert (value.__doc__ or "").strip(), f"{name} has no docstring"
+    if inspect.isclass(value):
+        for member, what in inspect.getmembers(value):
+            if not member.startswith("_") and (callable(what) or isinstance(what, property)):
+                assert inspect.getdoc(what), f"{name}.{member} has no docstring"
 
 
 def test_package_is_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()
+
+
+def test_everything_listed_as_slow_exists() -> None:
+    tests = ROOT / "tests"
+    files = sorted(tests.rglob("test_*.py"))
+    there = {f"{folder.name}/" for folder in tests.iterdir() if folder.is_dir()}
+    there |= {path.name for path in files}
+    for path in files:
+        there |= set(re.findall(r"^def (test_\w+)", path.read_text("utf-8"), re.MULTILINE))
+    assert not set((tests / "slow.txt").read_text("utf-8").split()) - there
 
 
 # -- versions --------------------------------------------------------------------------------------
@@ -203,8 +94,40 @@ def test_installed_version_is_the_declared_one() -> None:
 # -- documents -------------------------------------------------------------------------------------
 
 
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "training" / "README.md",
+    *sorted((ROOT / "benchmarks").glob("*.md")),
+]
+
+
+def test_table_of_the_architecture_has_the_floors_of_the_layout() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    rows = re.findall(r"^\| \d+ \| ([^|]*) \|", text, re.MULTILINE)
+    named = [
+        {name.rstrip("/").removesuffix(".py") for name in re.findall(r"`(.+?)`", row)}
+        for row in rows
+    ]
+    assert named == [set(floor) for floor in FLOORS]
+
+
+def test_reference_has_every_public_name_once() -> None:
+    pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
+    directives = re.findall(
+        r"^::: llamabranch\.(\w+)$", "".join(p.read_text("utf-8") for p in pages), re.MULTILINE
+    )
+    assert sorted(directives) == sorted(llamabranch.__all__)
+
+
+def test_site_has_every_document() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text("utf-8")
+    for path in (ROOT / "docs").rglob("*.md"):
+        assert f": {path.relative_to(ROOT / 'docs')}\n" in nav
+
+
 def _code_blocks() -> Iterator[tuple[str, str]]:
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+    for path in DOCUMENTS:
         text = path.read_text(encoding="utf-8")
         for found in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
             line = text[: found.start()].count("\n") + 1
@@ -270,6 +193,6 @@ def test_option_tables_name_only_options_of_the_command(name: str) -> None:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+    for path in DOCUMENTS:
         for found in re.finditer(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
             assert (path.parent / found[1]).exists(), f"{path.name} links to {found[1]}"

@@ -1,16 +1,16 @@
-"""Measurements: what they mean and how to run them stands in ``docs/benchmarks.md``.
+"""Benchmarks: what they measure and how to run them is described in ``docs/benchmarks.md``.
 
-prompts.py      what is continued
+prompts.py      the prompts
 report.py       settings, tables, the JSON line: hardware, versions, models
-drafters.py     drafters that are never right
-costs.py        a plain step taken apart
+drafters.py     an adversarial drafter, whose tokens are always wrong
+costs.py        the time of a plain step: llama_decode, sampling, bookkeeping
 llama_tools.py  llama.cpp's own programs: build, run, parse
 llama_python.py the Llama class of llama-cpp-python
-ballast.py      the same function at the cost of a larger model
-wide.py         a model with a large vocabulary and next to nothing else
+padded.py       padded models: the output of a small model at the cost of a larger one
+wide.py         a model with a large vocabulary and almost no layers
 decode.py, speculative.py, peers.py, fork.py, batch.py, growth.py, hotpath.py, sampling.py, run.py
                 the programs
 
-How it is timed (turn by turn, medians, ratios within a run) is ``llamabranch.measurement``, which
-``llamabranch bench`` uses too.
+The code that times (interleaved runs, medians, ratios within a run) is ``llamabranch.bench``, which the
+command ``llamabranch bench`` uses too.
 """

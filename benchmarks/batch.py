@@ -1,4 +1,4 @@
-"""Many branches in one decode: against one after another, and against llama-batched-bench.
+"""Many branches in one decode: compared with one after another, and with llama-batched-bench.
 
 python -m benchmarks.batch
 """
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 class Batch:
-    """All that is measured at one temperature. Prompts are read before the clock starts."""
+    """The measurements of one temperature. Prompts are evaluated before the clock starts."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Batch:
         self._prompts = [target.tokenize(prompt) for prompt in PROMPTS[: settings.prompts]]
 
     def measure(self, streams: Sequence[int], v: Mapping[int, float]) -> dict[str, object]:
-        """Measure and print all numbers of streams."""
+        """Measure and print every number of streams."""
         found = {}
         for n in streams:
             makers: dict[str, Maker] = {
@@ -100,7 +100,7 @@ class Batch:
     def _sampling(self, run: int, item: int) -> lb.SamplingParams:
         return lb.SamplingParams(temperature=self._temperature, seed=seed_of(run, item))
 
-    # -- what is run -------------------------------------------------------------------------------
+    # -- the contestants ---------------------------------------------------------------------------
 
     def _branches(self, n: int, *, together: bool) -> Maker:
         ctx, n_tokens = self._target, self._settings.tokens
@@ -112,10 +112,12 @@ class Batch:
                     children = root.fork_many(n)
                     start = perf_counter()
                     if together:
-                        said = _step_all(ctx, children, n_tokens)
+                        generated = _step_all(ctx, children, n_tokens)
                     else:
-                        said = sum(sum(1 for _ in child.generate(n_tokens)) for child in children)
-                    return Sample(said, perf_counter() - start)
+                        generated = sum(
+                            sum(1 for _ in child.generate(n_tokens)) for child in children
+                        )
+                    return Sample(generated, perf_counter() - start)
 
             return work
 
@@ -145,7 +147,7 @@ class Batch:
                 failed = [result.error for result in results if result.error is not None]
                 if failed:
                     raise failed[0]
-                # From the first token of all: by then the prompt is read. That token needed no decode.
+                # From the first token on: the prompt is then evaluated, and that token needed no decode.
                 return Sample(tokens - len(first), end - min(first.values()))
 
             return work
@@ -219,15 +221,15 @@ def _best(found: Mapping[str, Series]) -> Series | None:
 
 
 def _step_all(ctx: lb.Context, branches: Sequence[lb.Branch], n: int) -> int:
-    """Step all branches together until they have said ``n`` tokens or ended; return the tokens."""
+    """Step all branches together until each has ``n`` tokens or an EOG token; return the tokens."""
     store = lb.BranchStore(ctx)
-    living = list(branches)
+    running = list(branches)
     tokens = 0
     for _ in range(n):
-        said = store.step(living)
-        living = [branch for branch in living if not said[branch].is_stop]
-        tokens += len(living)
-        if not living:
+        produced = store.step(running)
+        running = [branch for branch in running if not produced[branch].is_stop]
+        tokens += len(running)
+        if not running:
             break
     return tokens
 

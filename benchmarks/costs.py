@@ -1,4 +1,4 @@
-"""A plain step taken apart: how much of a token's time is llama.cpp's and how much is ours."""
+"""The time of a plain step: the part of llama.cpp and the part of this library."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["StepCost", "step_cost"]
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a plain step, taken apart: medians over the steps of a branch."""
+    """Seconds of the parts of a plain step: medians over the steps of a branch."""
 
     decode: Spread  # inside llama_decode
     produce: Spread  # from the logits to the token and its text
-    commit: Spread  # taking it, without the decode
+    commit: Spread  # appending it to the branch, without the decode
 
     @property
     def ours(self) -> float:
-        """Seconds that are not llama.cpp's."""
+        """Seconds of this library, outside ``llama_decode``."""
         return self.produce.median + self.commit.median
 
     @property
     def share(self) -> float:
-        """Our part of the whole."""
+        """Share of this library in the whole step."""
         return self.ours / (self.ours + self.decode.median)
 
     def as_dict(self) -> dict[str, object]:
@@ -40,7 +40,7 @@ class StepCost:
 
 
 def step_cost(branch: lb.Branch, n: int, warm_up: int = 4) -> StepCost:
-    """Time ``n`` steps of ``branch`` after some untimed ones; end tokens are taken like others."""
+    """Time ``n`` steps of ``branch`` after ``warm_up`` untimed ones; EOG tokens do not end it."""
     decodes, produces, commits = [], [], []
     with DecodeClock(branch.ctx) as clock:
         for i in range(warm_up + n):

@@ -2,8 +2,8 @@
 
     python -m benchmarks.decode
 
-``llama-bench`` is the ceiling: it decodes and does nothing else, no sampling, no text. The last table
-takes a step of ours apart.
+``llama-bench`` is the upper bound: it only decodes, without sampling and text. The last table shows the
+parts of a step of this library.
 """
 
 from __future__ import annotations

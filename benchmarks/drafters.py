@@ -1,4 +1,4 @@
-"""Drafters that are never right: what speculation costs where it cannot pay."""
+"""An adversarial drafter: what speculation costs where no drafted token is accepted."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["AdversarialDrafter"]
 
 
 class AdversarialDrafter:
-    """Proposes tokens out of thin air, at no cost, and claims to be certain of them."""
+    """Proposes arbitrary tokens at no cost and reports entropy 0, as if it were certain of them."""
 
-    name = "hostile"
+    name = "adversarial"
 
     def check(self, target: lb.Model) -> None:
         """Accept any target."""
 
     def line(self, target: lb.Branch, rule: str) -> lb.DraftState:
-        """Return a new line."""
-        return _HostileLine(target.ctx.model)
+        """Return the draft state of a stream."""
+        return _AdversarialState(target.ctx.model)
 
 
-class _HostileLine:
+class _AdversarialState:
     def __init__(self, model: lb.Model) -> None:
         self._model = model
 
@@ -42,11 +42,11 @@ class _HostileLine:
             if not length.goes_on(len(draft.tokens), 0.0):
                 draft.stopped = length.reason
                 break
-            draft.tokens.append(self._anything(len(tokens) + len(draft.tokens)))
+            draft.tokens.append(self._arbitrary(len(tokens) + len(draft.tokens)))
         draft.seconds = perf_counter() - start
         return draft
 
-    def _anything(self, position: int) -> int:
+    def _arbitrary(self, position: int) -> int:
         token = (position * 2654435761 >> 7) % self._model.n_vocab
         while self._model.is_eog(token):
             token = (token + 1) % self._model.n_vocab

@@ -1,9 +1,9 @@
-"""What a fork costs as the prefix grows, and as the tree grows: in time, in cells, in bytes.
+"""The cost of a fork as the prefix grows and as the tree grows: time, cells, bytes.
 
     python -m benchmarks.fork
 
-A fork tags the cells of its prefix with another sequence. Nothing of the K/V is copied; what grows with
-the prefix is llama.cpp's scan of the cells and our list of tokens. Beside it stands what a step costs.
+A fork tags the cells of its prefix with another sequence id. No K/V is copied; with the prefix grow
+llama.cpp's scan of the cells and the branch's list of tokens. The cost of a step is shown for comparison.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .costs import StepCost, step_cost
 from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, percent, table, title
 
-GROWTH = 256  # cells left for what is said after the prefix
+GROWTH = 256  # cells for the tokens generated after the prefix
 
 
 def main() -> None:
@@ -102,16 +102,16 @@ def _by_cells(
 
 @dataclass(frozen=True)
 class _Weight:
-    """What each of some forks took, on average."""
+    """What a fork takes up: the mean over several forks."""
 
-    new_cells: int  # of all of them
+    new_cells: int  # of all forks together
     python_bytes: int
     rss_bytes: int
 
 
 @dataclass(frozen=True)
 class _Fork:
-    """What forking a prefix of some length costs."""
+    """The cost of forking a prefix of some length."""
 
     cells: int
     cell_bytes: int
@@ -155,7 +155,7 @@ def _at(
         if i >= 3:
             forks.append(forked - start)
             prunes.append(end - forked)
-    with root.fork() as child:  # its steps go behind the prefix and are pruned with it
+    with root.fork() as child:  # its steps are appended to the prefix and pruned with it
         step = step_cost(child, settings.tokens)
     return _Fork(
         root.position,
@@ -169,7 +169,7 @@ def _at(
 
 
 def _weigh(ctx: lb.Context, root: lb.Branch) -> _Weight:
-    """Count what some forks take: cells, Python's heap, the process."""
+    """Count what forks take up: cells, Python's heap, the process."""
     n = ctx.n_seq_free
     gc.collect()
     before, resident = ctx.usage().cells_used, _resident_bytes()
@@ -180,14 +180,14 @@ def _weigh(ctx: lb.Context, root: lb.Branch) -> _Weight:
     tracemalloc.stop()
     rss_bytes = max(0, _resident_bytes() - resident) // n
     new_cells = ctx.usage().cells_used - before
-    ctx.audit()  # llama.cpp's own positions agree with the count
+    ctx.audit()  # llama.cpp's own positions agree with the ledger
     for child in children:
         child.prune()
     return _Weight(new_cells, python_bytes, rss_bytes)
 
 
 def _cell_bytes(ctx: lb.Context) -> int:
-    """Return the bytes of K and V in one cell, from the model's shape; 0 where it is not told."""
+    """Return the bytes of K and V in one cell, from the model's metadata; 0 if they are not there."""
     metadata, arch = ctx.model.metadata, ctx.model.architecture
     try:
         heads = int(metadata[f"{arch}.attention.head_count"])
@@ -200,7 +200,7 @@ def _cell_bytes(ctx: lb.Context) -> int:
 
 
 def _resident_bytes() -> int:
-    """Return the memory of this process, 0 where the system does not tell."""
+    """Return the resident memory of this process, 0 where the system does not report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
     except (OSError, ValueError, IndexError):
@@ -264,17 +264,17 @@ def _steps(
 ) -> tuple[list[float], list[float]]:
     """Return the seconds of each joint step inside llama.cpp, and outside it."""
     inside, outside = [], []
-    living = list(branches)
+    running = list(branches)
     with DecodeClock(ctx) as clock:
         for i in range(n + 2):
             before, start = clock.seconds, perf_counter()
-            said = store.step(living)
+            produced = store.step(running)
             whole, decode = perf_counter() - start, clock.seconds - before
-            if i >= 2 and len(living) == len(branches):
+            if i >= 2 and len(running) == len(branches):
                 inside.append(decode)
                 outside.append(whole - decode)
-            living = [branch for branch in living if not said[branch].is_stop]
-            if not living:
+            running = [branch for branch in running if not produced[branch].is_stop]
+            if not running:
                 break
     return inside, outside
 

@@ -1,10 +1,10 @@
-"""What grows, and how fast: plain steps, forks and joint steps, ours apart from llama.cpp's own part.
+"""How the time of plain steps, forks and joint steps grows, inside llama.cpp and in this library.
 
     python -m benchmarks.growth [--target T] [--plots DIR]
 
-The context goes from 256 to 32,768 cells, the branches from 1 to 64. Nothing of ours should grow faster
-than llama.cpp's own part: the last column of each table is the growth of ours over the growth of
-theirs, from the first row on.
+The context goes from 256 to 32,768 cells, the branches from 1 to 64. No part of this library should grow
+faster than that of llama.cpp: the last column of each table is the growth of ours over the growth of
+theirs, both relative to the first row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .report import Settings, emit, number, parser, table, title
 
 N_TOGETHER = 8  # branches in one decode, where the context grows
 BRANCH_CELLS = 256  # context, where the branches grow
-SPARE = 2048  # cells for what is said after the prefix
+SPARE = 2048  # cells for the tokens generated after the prefix
 
 PLAIN, FORK, JOINT = "plain step", "fork and prune", f"step of {N_TOGETHER} branches"
 JOINT_OF, FORK_OF = "step of all branches", "fork and prune beside them"
@@ -30,7 +30,7 @@ JOINT_OF, FORK_OF = "step of all branches", "fork and prune beside them"
 
 @dataclass(frozen=True)
 class Part:
-    """Seconds of one kind of work: inside llama.cpp, and ours."""
+    """Seconds of one kind of work: inside llama.cpp, and in this library."""
 
     theirs: Spread
     ours: Spread
@@ -46,9 +46,13 @@ Found = Mapping[int, Mapping[str, Part]]  # at each size, each kind of work
 def main() -> None:
     """Measure one model."""
     described = parser("growth", runs=1, prompts=1, tokens=64)
-    described.add_argument("--cells", type=int, nargs="+", help="contexts; default: 256 to 32768")
+    described.add_argument(
+        "--cells", type=int, nargs="+", help="context sizes; default: 256 to 32768"
+    )
     described.add_argument("--branches", type=int, nargs="+", help="default: 1 to 64")
-    described.add_argument("--plots", type=Path, help="folder for growth-*.png; default: --cache")
+    described.add_argument(
+        "--plots", type=Path, help="folder for growth-*.png; default: that of --cache"
+    )
     args = described.parse_args()
     settings = Settings.of(args)
     cells = sorted(args.cells or ([64, 128] if settings.quick else [256 << i for i in range(8)]))
@@ -103,19 +107,19 @@ def _by_branches(ctx: lb.Context, branches: Sequence[int], n: int) -> Found:
             children = root.fork_many(size)
             found[size] = {
                 FORK_OF: _forks(ctx, root, n),
-                # Rounds enough for a median, and few enough for the cells that are spare.
+                # As many rounds as the spare cells allow.
                 JOINT_OF: _steps(ctx, _joint(ctx, children), min(n, SPARE // size // 2)),
             }
     return found
 
 
 def _alone(branch: lb.Branch) -> Callable[[], object]:
-    """Return a plain step."""
+    """Return the work of a plain step."""
     return lambda: branch.commit(branch.produce().token)
 
 
 def _joint(ctx: lb.Context, branches: Sequence[lb.Branch]) -> Callable[[], object]:
-    """Return a step of all branches in one decode; end tokens are taken like others."""
+    """Return the work of a step of all branches in one decode; EOG tokens do not end it."""
     store = lb.BranchStore(ctx)
     return lambda: store.commit({branch: branch.produce().token for branch in branches})
 
@@ -146,7 +150,7 @@ def _timed(clock: CallClock, work: Callable[[], object], n: int, warm_up: int = 
 
 
 def _growth(found: Found, kind: str, size: int) -> tuple[float, float]:
-    """Return how many times of the first size theirs and ours take."""
+    """Return the times of theirs and ours, divided by those of the first size."""
     first, now = found[min(found)][kind], found[size][kind]
     return now.theirs.median / first.theirs.median, now.ours.median / first.ours.median
 

@@ -1,4 +1,4 @@
-"""The ``Llama`` class of llama-cpp-python, timed. With llama_tools.py the only file that knows a peer."""
+"""The ``Llama`` class of llama-cpp-python, timed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LlamaPython", "llama_cpp_version"]
 
 
 def llama_cpp_version() -> str:
-    """Return the version llama.cpp gives itself."""
+    """Return the version that llama.cpp reports."""
     import llama_cpp
 
     return str(llama_cpp.llama_cpp.llama_version().decode())
@@ -40,10 +40,10 @@ class _Llama(Protocol):
 
 
 class LlamaPython:
-    """A ``Llama`` as it ships but for the threads, the context and silence.
+    """A ``Llama`` with its defaults, except for threads, context size and log.
 
     Args:
-        lookup: tokens its prompt lookup proposes; 0 = plain decoding.
+        lookup: tokens that its prompt lookup proposes; 0 = plain decoding.
     """
 
     def __init__(
@@ -56,7 +56,9 @@ class LlamaPython:
 
         def defaults() -> object:
             params = as_shipped()
-            params.use_extra_bufts = not has_amx()  # as the library has it; Llama has no option
+            params.use_extra_bufts = (
+                not has_amx()
+            )  # as this library does; Llama has no option for it
             return params
 
         with mock.patch("llama_cpp.llama_cpp.llama_model_default_params", defaults):
@@ -76,20 +78,20 @@ class LlamaPython:
         self._llama.close()
 
     def generate(self, prompt: Sequence[int], n: int, temperature: float, seed: int) -> Sample:
-        """Time ``Llama.generate``: ids only. The first token, which reads the prompt, is not timed."""
+        """Time ``Llama.generate``: ids only. The first token, with the prompt, is not timed."""
         self._llama.set_seed(seed)
         end = self._llama.token_eos()
-        said = self._llama.generate(list(prompt), temp=temperature)
-        tokens = [next(said)]
+        generated = self._llama.generate(list(prompt), temp=temperature)
+        tokens = [next(generated)]
         start = perf_counter()
-        tokens += itertools.takewhile(lambda token: token != end, itertools.islice(said, n))
+        tokens += itertools.takewhile(lambda token: token != end, itertools.islice(generated, n))
         seconds = perf_counter() - start
         return Sample(len(tokens) - 1, seconds, tuple(tokens[:n]))
 
     def complete(self, prompt: Sequence[int], n: int, temperature: float, seed: int) -> Sample:
-        """Time ``Llama.create_completion``: text. Its prompt cache is warm, so n tokens are n decodes."""
+        """Time ``Llama.create_completion``: text. Its prompt cache is warm: n tokens are n decodes."""
         ids = list(prompt)
-        # Two tokens, so that the timed call has to decode the prompt's last one, as we do.
+        # Two tokens, so that the timed call must decode the last prompt token, as this library does.
         for warm_up, most in ((True, 2), (False, n)):
             start = perf_counter()
             answer = self._llama.create_completion(

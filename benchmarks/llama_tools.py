@@ -1,7 +1,7 @@
-"""llama.cpp's own programs, built from the very sources of the installed llama-cpp-python.
+"""llama.cpp's own programs, built from the sources of the installed llama-cpp-python.
 
-So both sides run the same engine, compiled by the same compiler with the same options (``CMAKE_ARGS`` is
-passed on as pip passes it on), and what differs is the program around it.
+So both sides run the same llama.cpp, built by the same compiler with the same options (``CMAKE_ARGS`` is
+passed on as pip does), and only the program around it differs.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _CMAKE = (
     "-DLLAMA_BUILD_SERVER=OFF",
 )
 _SECONDS = 1800
-_TRIES = 16  # the programs' log may lose lines at the end
+_TRIES = 16  # the last lines of the programs' log may be missing
 
 
 class ToolError(RuntimeError):
-    """A program is missing, failed, or said something that cannot be read."""
+    """A program is missing, failed, or printed something that cannot be parsed."""
 
 
 class LlamaTools:
@@ -53,20 +53,22 @@ class LlamaTools:
         self._folder = folder
         self._threads = threads
         self._n_ctx = n_ctx
-        self.build_commit = ""  # known after the first ``bench``
+        self.build_commit = ""  # set by the first ``bench``
 
     def bench(self, model: Path, n: int, kv_type: str = "f16") -> Sample:
         """Run ``llama-bench``: n decodes from an empty cache, after a warm-up; it samples nothing."""
-        said = self._run(
+        done = self._run(
             "llama-bench", "-m", model, "-p", 0, "-n", n, "-r", 1, "-t", self._threads,
             "-ctk", kv_type, "-ctv", kv_type, "-o", "json",
         )  # fmt: skip
         try:
-            found = json.loads(said.stdout)[0]
+            found = json.loads(done.stdout)[0]
             self.build_commit = str(found["build_commit"])
             return Sample(int(found["n_gen"]), float(found["samples_ns"][0]) / 1e9)
         except (ValueError, LookupError, TypeError) as error:
-            raise ToolError(f"llama-bench said {said.stdout[-500:]!r}") from error
+            raise ToolError(
+                f"cannot parse the output of llama-bench: {done.stdout[-500:]!r}"
+            ) from error
 
     def speculative(
         self,
@@ -107,23 +109,23 @@ class LlamaTools:
             "-t", self._threads, "--output-format", "jsonl", *(("-kvu",) if unified else ()),
         )  # fmt: skip
         for _ in range(_TRIES):
-            said = self._run(*command).stdout
-            lines = [json.loads(x) for x in said.splitlines() if x.startswith("{")]
+            output = self._run(*command).stdout
+            lines = [json.loads(x) for x in output.splitlines() if x.startswith("{")]
             found = {int(x["pl"]): Sample(int(x["pl"]) * int(x["tg"]), x["t_tg"]) for x in lines}
             if set(found) == set(streams):
                 return found
-        raise ToolError(f"llama-batched-bench said {said[-500:]!r}")
+        raise ToolError(f"cannot parse the output of llama-batched-bench: {output[-500:]!r}")
 
     def _report(self, *command: object) -> Sample:
-        """Run a program until its report comes: on a busy machine its log may lose the last lines."""
+        """Run a program until its output has the report: a busy machine may lose the last lines."""
         for _ in range(_TRIES - 1):
-            said = self._run(*command)
+            done = self._run(*command)
             try:
-                return parse_report(said.stderr + said.stdout)
+                return parse_report(done.stderr + done.stdout)
             except ToolError:
                 continue
-        said = self._run(*command)
-        return parse_report(said.stderr + said.stdout)
+        done = self._run(*command)
+        return parse_report(done.stderr + done.stdout)
 
     def _generation(
         self, prompt: str, n: int, temperature: float, seed: int
@@ -144,12 +146,12 @@ class LlamaTools:
 
 
 def parse_report(text: str) -> Sample:
-    """Return what ``llama-speculative-simple`` or ``llama-lookup`` says of itself.
+    """Parse the report that ``llama-speculative-simple`` or ``llama-lookup`` prints at its end.
 
-    A round yields its accepted tokens and one more, so rounds are tokens less accepted ones.
+    A round yields its accepted tokens and one more, so there are (tokens - accepted) rounds.
 
     Raises:
-        ToolError: the lines are not there.
+        ToolError: ``text`` has no report.
     """
     decoded = re.search(
         r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds, speed:\s+([\d.]+) t/s", text
@@ -177,12 +179,12 @@ def _program(folder: Path, name: str) -> Path | None:
 
 
 def has_amx() -> bool:
-    """Return whether llama.cpp would use AMX; the library leaves it out, so must its peers."""
+    """Return True if llama.cpp would use AMX. The library turns it off, so its peers must, too."""
     return "AMX_INT8 = 1" in lb.system_info()
 
 
 def build(cache: Path) -> Path:
-    """Return the folder of the programs in ``cache``; they are built if they are not there.
+    """Return the folder with the programs in ``cache``; build them if they are not there.
 
     Needs the network (the source distribution, and CMake if there is none) and about five minutes.
 
@@ -197,7 +199,7 @@ def build(cache: Path) -> Path:
     home.mkdir(parents=True, exist_ok=True)
     source = _source(home, version)
     cmake, generator = _cmake(home)
-    _say(f"building llama.cpp's programs in {home}: about five minutes on two cores")
+    _report_progress(f"building llama.cpp's programs in {home}: about five minutes on two cores")
     options = [*_CMAKE, *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
     if has_amx():
         flags = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
@@ -218,7 +220,7 @@ def _source(home: Path, version: str) -> Path:
         return source
     archive = home / f"llama_cpp_python-{version}.tar.gz"
     if not archive.is_file():
-        _say(f"downloading the sources of llama-cpp-python {version}")
+        _report_progress(f"downloading the sources of llama-cpp-python {version}")
         _call(
             sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:",
             "--dest", home, f"llama-cpp-python=={version}",
@@ -234,12 +236,12 @@ def _source(home: Path, version: str) -> Path:
 
 
 def _cmake(home: Path) -> tuple[Path, Sequence[str]]:
-    """Return CMake and its generator: what is installed, or a copy of our own from PyPI."""
+    """Return CMake and its generator arguments: the installed one, or a copy from PyPI."""
     cmake, ninja = shutil.which("cmake"), shutil.which("ninja")
     if cmake is not None:
         return Path(cmake), ("-G", "Ninja") if ninja else ()
     environment = home / "cmake"
-    _say("installing CMake and Ninja into the cache")
+    _report_progress("installing CMake and Ninja into the cache")
     _call(sys.executable, "-m", "venv", environment)
     scripts = environment / ("Scripts" if os.name == "nt" else "bin")
     _call(scripts / "python", "-m", "pip", "install", "--quiet", "cmake", "ninja")
@@ -254,5 +256,5 @@ def _call(*command: object) -> None:
         raise ToolError(f"{shlex.join(text)} failed:\n{tail}")
 
 
-def _say(text: str) -> None:
+def _report_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""Against llama.cpp's own speculative programs, and against Llama, on the same pair.
+"""Compared with llama.cpp's speculative programs and with ``Llama``, on the same pair.
 
     python -m benchmarks.peers [--target T --draft D]
 
-The same prompts, tokens, draft length, temperature, sampling settings and threads on every side.
+All use the same prompts, number of tokens, draft length, temperature, sampling settings and threads.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ PLAIN, MODEL, MODEL_BLOCK, MODEL_AUTO = (
     "ours, draft model, auto length",
 )
 COPY, COPY_AUTO = "ours, lookup", "ours, lookup, auto length"
-# Who is compared with whom.
-DUELS = (
+# Pairs whose ratio is shown.
+COMPARED = (
     (MODEL, SIMPLE),
     (MODEL_BLOCK, SIMPLE),
     (MODEL_AUTO, SIMPLE),
@@ -45,10 +45,12 @@ DUELS = (
 def main() -> None:
     """Measure one pair."""
     described = parser("peers", runs=5, prompts=10, tokens=200, temperatures=(0.0, 0.8))
-    described.add_argument("--k", type=int, default=4, help="drafted tokens a round, of every side")
+    described.add_argument(
+        "--k", type=int, default=4, help="tokens drafted a round, by every program"
+    )
     described.add_argument(
         "--llama-lookup-tokens", type=int, default=2,
-        help="what Llama's lookup proposes; default: 2, its documentation's advice for CPUs",
+        help="tokens that Llama's lookup proposes; default: 2, which its documentation advises for CPUs",
     )  # fmt: skip
     args = described.parse_args()
     settings = Settings.of(args)
@@ -106,11 +108,11 @@ def _measure(
         f"(lowest to highest)"
     )
     _show(where, found)
-    duels = _show_duels(where, found)
+    ratios = _show_ratios(where, found)
     base = found[PLAIN]
     return {
         "rivals": {name: series_json(each, base) for name, each in found.items()},
-        "duels": duels,
+        "ratios": ratios,
     }
 
 
@@ -196,14 +198,14 @@ def _show(where: str, found: Mapping[str, Series]) -> None:
     table(f"Peers, {where}", columns, rows)
 
 
-def _show_duels(where: str, found: Mapping[str, Series]) -> dict[str, object]:
-    duels = {
+def _show_ratios(where: str, found: Mapping[str, Series]) -> dict[str, object]:
+    ratios = {
         f"{ours} / {theirs}": found[ours].ratio(found[theirs])
-        for ours, theirs in DUELS
+        for ours, theirs in COMPARED
         if ours in found and theirs in found
     }
-    table(f"Ours over theirs, {where}", ("", "ratio"), [(n, pm(r)) for n, r in duels.items()])
-    return {name: ratio.as_dict() for name, ratio in duels.items()}
+    table(f"Ours over theirs, {where}", ("", "ratio"), [(n, pm(r)) for n, r in ratios.items()])
+    return {name: ratio.as_dict() for name, ratio in ratios.items()}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Twenty openings of tales: what every benchmark continues unless told otherwise."""
+"""The prompts of all benchmarks: twenty openings of tales."""
 
 from __future__ import annotations
 

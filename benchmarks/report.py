@@ -23,14 +23,28 @@ from llamabranch.bench import Series, Spread
 
 from .prompts import PROMPTS
 
-__all__ = ["Settings", "emit", "number", "parser", "percent", "pm", "series_json", "table", "title"]
+__all__ = [
+    "PADDED_KEY",
+    "Settings",
+    "emit",
+    "is_padded",
+    "number",
+    "parser",
+    "percent",
+    "pm",
+    "series_json",
+    "table",
+    "title",
+]
 
 JSON = Mapping[str, object]
+PADDED_KEY = "llamabranch.padded.parameters"  # GGUF metadata of every padded model
+OLD_PADDED_KEY = "llamabranch.ballast.parameters"  # of those that version 0.1 wrote
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What every benchmark is told."""
+    """The options that all benchmarks share."""
 
     target: str
     draft: str
@@ -47,7 +61,7 @@ class Settings:
 
     @classmethod
     def of(cls, args: argparse.Namespace, **quick: int) -> Settings:
-        """Return the settings of a parsed command line; ``quick`` ones where --quick asks for them."""
+        """Return the settings of a parsed command line; with --quick the small values of ``quick``."""
         small = {"runs": 1, "prompts": 1, "tokens": 8, "threads": 1} | quick
 
         def pick(name: str) -> int:
@@ -87,7 +101,7 @@ class Settings:
         )
 
     def as_dict(self) -> JSON:
-        """Return what of it belongs in the JSON line."""
+        """Return the settings that go into the JSON line."""
         return {
             "threads": self.threads,
             "runs": self.runs,
@@ -113,19 +127,26 @@ def parser(
     home = Path(os.environ.get("LLAMABRANCH_CACHE") or "~/.cache/llamabranch").expanduser()
     add = found.add_argument
     add("--target", default="tale-target", help="GGUF file, or a name from `llamabranch models`")
-    add("--draft", default="tale-draft", help="the same")
-    add("--threads", type=int, help=f"of every side; default: {cores}, the cores there are")
-    add("--runs", type=int, help=_default(runs))
-    add("--prompts", type=int, help=f"of {len(PROMPTS)}; {_default(prompts)}")
-    add("--tokens", type=int, help=f"for each prompt; {_default(tokens)}")
-    add("--temperatures", type=float, nargs="+", help=_default(temperatures))
-    add("--n-ctx", type=int, default=1024, help="cells of every cache; default: 1024")
-    add("--quick", action="store_true", help="see that it runs: the times mean nothing")
+    add("--draft", default="tale-draft", help="the same, for the draft model")
     add(
-        "--cache", type=Path, default=home / "benchmarks", help="where programs and models are made"
+        "--threads",
+        type=int,
+        help=f"for each program that is compared; default: {cores}, the available cores",
+    )
+    add("--runs", type=int, help=_default(runs))
+    add("--prompts", type=int, help=f"how many of the {len(PROMPTS)}; {_default(prompts)}")
+    add("--tokens", type=int, help=f"generated for each prompt; {_default(tokens)}")
+    add("--temperatures", type=float, nargs="+", help=_default(temperatures))
+    add("--n-ctx", type=int, default=1024, help="cells of each K/V cache; default: 1024")
+    add("--quick", action="store_true", help="only check that it runs: the times mean nothing")
+    add(
+        "--cache",
+        type=Path,
+        default=home / "benchmarks",
+        help="folder for the programs and models that are built",
     )
     add("--peers-bin", type=Path, help="folder with llama.cpp's programs; default: build them")
-    add("--no-peers", action="store_true", help="leave llama.cpp's own programs out")
+    add("--no-peers", action="store_true", help="skip llama.cpp's own programs")
     defaults = {
         "threads": cores or 1, "runs": runs, "prompts": prompts, "tokens": tokens,
         "temperatures": temperatures,
@@ -145,18 +166,18 @@ def _default(value: int | Sequence[float] | None) -> str:
 
 
 def title(*models: lb.Model) -> str:
-    """Return the models' names and sizes for the head of a table; a ballast is called one."""
+    """Return the models' names and sizes for the head of a table; padded models are marked."""
     parts = []
     for model in models:
         size = f"{model.n_params / 1e6:.1f}M, {model.file_type}"
-        said = ", a ballast: it computes what a smaller model does" if is_ballast(model) else ""
-        parts.append(f"{model.name} ({size}{said})")
+        note = ", padded: the output of a smaller model" if is_padded(model) else ""
+        parts.append(f"{model.name} ({size}{note})")
     return " with ".join(parts)
 
 
-def is_ballast(model: lb.Model) -> bool:
-    """Return True for a model that ``benchmarks.ballast`` made."""
-    return "llamabranch.ballast.parameters" in model.metadata
+def is_padded(model: lb.Model) -> bool:
+    """Return True for a model that ``benchmarks.padded`` wrote."""
+    return PADDED_KEY in model.metadata or OLD_PADDED_KEY in model.metadata
 
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -179,17 +200,17 @@ def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -
 
 
 def number(value: float, digits: int = 2) -> str:
-    """Return a number for a table, "-" where there is none."""
+    """Return a number for a table, "-" for nan."""
     return "-" if math.isnan(value) else f"{value:,.{digits}f}"
 
 
 def percent(value: float) -> str:
-    """Return a share for a table."""
+    """Return a share as a percentage for a table, "-" for nan."""
     return "-" if math.isnan(value) else f"{100 * value:.1f} %"
 
 
 def pm(spread: Spread, digits: int = 2) -> str:
-    """Return a median with its extremes."""
+    """Return a median with the lowest and the highest value."""
     if math.isnan(spread.median):
         return "-"
     low, high = number(spread.low, digits), number(spread.high, digits)
@@ -200,7 +221,7 @@ def pm(spread: Spread, digits: int = 2) -> str:
 
 
 def series_json(series: Series, base: Series | None = None) -> JSON:
-    """Return a rival's speed, its ratio to ``base``, and its statistics."""
+    """Return a contestant's speed, its ratio to ``base``, and its statistics."""
     found: dict[str, object] = {
         "tokens_per_s": series.rate.as_dict(),
         "runs": series.rates,
@@ -233,7 +254,7 @@ def emit(
 
 
 def describe(model: lb.Model) -> JSON:
-    """Return which model it is."""
+    """Return what identifies the model."""
     return {
         "name": model.name,
         "file": model.path.name,
@@ -241,12 +262,12 @@ def describe(model: lb.Model) -> JSON:
         "n_params": model.n_params,
         "file_type": model.file_type,
         "bytes": model.size_bytes,
-        "ballast": is_ballast(model),
+        "padded": is_padded(model),
     }
 
 
 def hardware() -> JSON:
-    """Return what it was measured on, and how busy that already was."""
+    """Return processor, cores, memory, system and the load average before the run."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
@@ -277,7 +298,7 @@ def _memory_gib() -> float | None:
 
 
 def versions() -> JSON:
-    """Return the versions of everything that has a part in the figures."""
+    """Return the versions of everything that can change the figures."""
     from .llama_python import llama_cpp_version
 
     return {
@@ -290,7 +311,7 @@ def versions() -> JSON:
 
 
 def _clean(value: object) -> object:
-    """Return ``value`` with None for what JSON cannot say."""
+    """Return ``value`` with None in place of nan and infinity, which JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):

@@ -1,9 +1,9 @@
-"""Run all benchmarks: on the bundled pair, and on ballast targets where speculation can pay.
+"""Run all benchmarks: on the bundled pair, and on padded targets, where speculation can pay.
 
     python -m benchmarks.run [--quick] [--output FILE.jsonl]
 
-Each runs in a process of its own, so that none finds the memory or the threads of another. Tables go to
-standard output as they come; at the end stands one JSON line with all of theirs.
+Each runs in a process of its own, so that memory and threads of one do not affect the next. Tables go to
+standard output as they come; the last line is one JSON object with the results of all.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .report import parser
 
 
 @dataclass(frozen=True)
-class Ballast:
-    """A larger target: fewer and shorter texts, since each takes a minute or more."""
+class Padded:
+    """A padded target: fewer and shorter texts, since each takes a minute or more."""
 
     n_params: int
     file_type: str
@@ -35,21 +35,21 @@ class Ballast:
 
     @property
     def name(self) -> str:
-        """How steps are called."""
+        """The size and type, as they appear in the names of the steps."""
         return f"{self.n_params // 1_000_000}M-{self.file_type}"
 
 
-BALLASTS = (
-    Ballast(50_000_000, "q8_0", prompts=6, speculative=(0.0, 1.0)),
-    Ballast(150_000_000, "f16"),
-    Ballast(350_000_000, "f16", peers=(0.0,)),
+PADDED = (
+    Padded(50_000_000, "q8_0", prompts=6, speculative=(0.0, 1.0)),
+    Padded(150_000_000, "f16"),
+    Padded(350_000_000, "f16", peers=(0.0,)),
 )
-QUICK = (Ballast(12_000_000, "q8_0", prompts=1, peers=(0.0,)),)
+QUICK = (Padded(12_000_000, "q8_0", prompts=1, peers=(0.0,)),)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A program and what it is told; ``ballast:N:TYPE`` stands for a model to be made."""
+    """A program and its arguments; ``padded:N:TYPE`` is replaced by the path of such a model."""
 
     name: str
     program: str
@@ -57,12 +57,12 @@ class Step:
 
 
 def main() -> None:
-    """Run what was asked for."""
+    """Run the selected steps."""
     described = parser("all benchmarks", temperatures=None)
     described.add_argument(
-        "--only", nargs="+", metavar="WORD", help="steps whose name has one of these"
+        "--only", nargs="+", metavar="WORD", help="only steps whose name contains one of these"
     )
-    described.add_argument("--no-ballast", action="store_true", help="the bundled pair only")
+    described.add_argument("--no-padded", action="store_true", help="the bundled pair only")
     described.add_argument("--output", type=Path, help="append each benchmark's JSON line here")
     described.add_argument("--list", action="store_true", help="print the steps and stop")
     args = described.parse_args()
@@ -95,30 +95,35 @@ def _steps(args: argparse.Namespace) -> Iterator[Step]:
     """Yield all steps."""
     for program in ("decode", "peers", "speculative", "batch", "fork", "sampling", "hotpath"):
         yield Step(program, program, ())
-    # 32,768 cells are read sooner with the draft, and what is ours weighs more beside it.
+    # With the draft model: 32,768 cells are filled sooner, and our share of a step is larger.
     yield Step("growth", "growth", ("--target", args.draft))
-    if args.no_ballast:
+    if args.no_padded:
         return
-    for ballast in QUICK if args.quick else BALLASTS:
-        target = ("--target", f"ballast:{ballast.n_params}:{ballast.file_type}")
-        size = ["--prompts", str(ballast.prompts)]
+    for padded in QUICK if args.quick else PADDED:
+        target = ("--target", f"padded:{padded.n_params}:{padded.file_type}")
+        size = ["--prompts", str(padded.prompts)]
         if not args.quick:
             size += ["--tokens", "128", "--runs", "3"]
         for program in ("speculative", "peers"):
-            chosen = ballast.speculative if program == "speculative" else ballast.peers
+            chosen = padded.speculative if program == "speculative" else padded.peers
             temperatures = ("--temperatures", *(f"{t:g}" for t in chosen))
-            name = f"{program}-{ballast.name}"
+            name = f"{program}-{padded.name}"
             yield Step(name, program, (*target, *size, *temperatures))
 
 
 def _run(step: Step, args: argparse.Namespace) -> dict[str, object] | None:
-    """Run a step, show what it prints but for the JSON line; return that, None if it failed."""
+    """Run a step and print its tables; return its JSON line, None if it failed."""
     arguments = [_made(argument, args.cache) for argument in step.arguments]
     if "--target" not in arguments:
         arguments += ["--target", args.target]
     arguments += ["--draft", args.draft, "--cache", str(args.cache)]
     arguments += ["--n-ctx", str(args.n_ctx)]
-    for name in ("threads", "runs", "prompts", "tokens"):  # given twice, the last counts
+    for name in (
+        "threads",
+        "runs",
+        "prompts",
+        "tokens",
+    ):  # of an option given twice the last counts
         if getattr(args, name) is not None:
             arguments += [f"--{name}", str(getattr(args, name))]
     if args.temperatures is not None:
@@ -143,13 +148,13 @@ def _run(step: Step, args: argparse.Namespace) -> dict[str, object] | None:
 
 
 def _made(argument: str, cache: Path) -> str:
-    """Return an argument; one that names a ballast becomes its path, and is made if need be."""
+    """Return the argument; one that names a padded model becomes its path, and the file is written."""
     word, *rest = argument.split(":")
-    if word != "ballast":
+    if word != "padded":
         return argument
-    from .ballast import cached_ballast
+    from .padded import cached_padded
 
-    return str(cached_ballast(lb.resolve("tale-target"), cache, int(rest[0]), rest[1]))
+    return str(cached_padded(lb.resolve("tale-target"), cache, int(rest[0]), rest[1]))
 
 
 if __name__ == "__main__":

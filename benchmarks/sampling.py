@@ -1,8 +1,8 @@
-"""What sampling costs a token with a vocabulary of 128k, whatever the model: from logits to the token.
+"""The time of sampling with a vocabulary of 128k tokens: from the logits to the token.
 
     python -m benchmarks.sampling
 
-The model has random weights and one narrow layer, so that its vocabulary is all there is to it.
+The model has random weights and one narrow layer, so that decoding takes little time.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _drawing(
     logits: list[npt.NDArray[np.float32]],
     n: int,
 ) -> Spread:
-    """Time the sampler alone: a row in, a token out and accepted."""
+    """Time the sampler alone: from a row of logits to the accepted token."""
     sampler = lb.Sampler(model, params)
     seconds = []
     for i in range(n + 3):

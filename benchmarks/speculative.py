@@ -1,8 +1,8 @@
-"""Speculative against plain decoding: drafters, draft lengths, rules; what it costs where it cannot pay.
+"""Speculative against plain decoding: drafters, draft lengths, rules; and its cost where it is slower.
 
     python -m benchmarks.speculative [--target T --draft D]
 
-Every cell of a temperature is measured in the same interleaved runs, with the same prompts and seeds.
+All cells of one temperature come from the same interleaved runs, with the same prompts and seeds.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from llamabranch.bench import (
     verify_costs,
 )
 
-from .ballast import cached_useless
 from .drafters import AdversarialDrafter
+from .padded import cached_useless
 from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, percent, pm, series_json, table, title
 
 PLAIN, NONE = "plain decoding", "no drafter"
 MODEL, AUTO = "draft model", "auto"
-COLD = "draft model, auto, anew for each prompt"
+COLD = "draft model, auto, new for each prompt"
 USELESS = "useless draft model"
 
 
@@ -39,9 +39,11 @@ def main() -> None:
         "speculative decoding", runs=5, prompts=20, tokens=200, temperatures=(0.0, 0.7, 1.0)
     )
     described.add_argument(
-        "--longest", type=int, help="longest fixed draft of the sweep; default: 8"
+        "--longest", type=int, help="longest fixed draft length that is measured; default: 8"
     )
-    described.add_argument("--k", type=int, default=4, help="fixed draft where none is swept")
+    described.add_argument(
+        "--k", type=int, default=4, help="the fixed draft length of the other tables"
+    )
     args = described.parse_args()
     settings = Settings.of(args)
     longest = args.longest or (2 if settings.quick else 8)
@@ -67,7 +69,7 @@ def main() -> None:
 
 
 class Cells:
-    """All that is measured at one temperature."""
+    """The measurements of one temperature."""
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class Cells:
                 [lb.SuffixDrafter(), lb.ModelDrafter(draft)]
             ),
             USELESS: lambda: lb.ModelDrafter(useless),
-            "hostile": AdversarialDrafter,
+            "adversarial": AdversarialDrafter,
         }
         self._title = title(target.model, draft.model)
 
@@ -115,7 +117,7 @@ class Cells:
             .as_dict(),
         }
 
-    # -- what is run -------------------------------------------------------------------------------
+    # -- the contestants ---------------------------------------------------------------------------
 
     def _named(self, drafter: str, k: int | str) -> str:
         return f"{drafter}, {k}"
@@ -140,7 +142,7 @@ class Cells:
             makers.setdefault(self._named(name, self._k), cell(drafter, self._k))
             makers[self._named(name, AUTO)] = cell(drafter, AUTO)
         makers[COLD] = cell(self._drafters[MODEL], AUTO, cold=True)
-        if temperature > 0:  # at temperature 0 the rules are one
+        if temperature > 0:  # at temperature 0 all rules give the same
             for rule in ("token", "block"):
                 makers[self._ruled(rule)] = cell(self._drafters[MODEL], self._k, rule)
         return makers
@@ -266,7 +268,7 @@ class Cells:
             rates += ["-"] * self._longest
             rows.append((name, *rates[: self._longest]))
         columns = ("drafter, length", *map(str, range(1, self._longest + 1)))
-        caption = "How often the token at a position stood when it was tested"
+        caption = "Acceptance rate of the token at a position, when it was tested"
         table(self._caption(caption, temperature), columns, rows)
 
     def _json(self, each: Series, base: Series) -> dict[str, object]:

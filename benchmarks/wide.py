@@ -1,4 +1,4 @@
-"""A model with a large vocabulary and next to nothing else: what a token costs besides the layers."""
+"""A model with a large vocabulary and almost no layers: what a token costs besides the layers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_wide(path: Path, n_vocab: int, seed: int = 1) -> Path:
     writer.add_token_list(_tokens(n_vocab))
     control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
     writer.add_token_types([control] * 2 + [normal] * (n_vocab - 2))
-    writer.add_token_merges(["zz zz"])  # llama.cpp insists on one; it never applies
+    writer.add_token_merges(["zz zz"])  # llama.cpp requires one; it never applies
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     generator = np.random.default_rng(seed)
@@ -65,7 +65,7 @@ def make_wide(path: Path, n_vocab: int, seed: int = 1) -> Path:
 
 
 def cached_wide(folder: Path, n_vocab: int) -> Path:
-    """Return the model with that many tokens in ``folder``, made if need be."""
+    """Return the model with that many tokens in ``folder``, which is written if it is not there."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"wide-{n_vocab}.gguf"
     return path if path.exists() else make_wide(path, n_vocab)

@@ -1,14 +1,18 @@
-"""The benchmarks run, their arithmetic is right, and a ballast is what it says. No speed is asserted."""
+"""The benchmarks run, their arithmetic is right, padded models equal their source. No speed is tested."""
 
 from __future__ import annotations
 
+import ast
+import cProfile
 import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +23,10 @@ import llamabranch as lb
 from benchmarks import llama_tools
 from benchmarks.costs import step_cost
 from benchmarks.drafters import AdversarialDrafter
-from benchmarks.hotpath import Wraps
+from benchmarks.hotpath import OTHER, Work, measure, seconds_by_part
 from benchmarks.llama_tools import LlamaTools, ToolError, parse_report
 from benchmarks.prompts import PROMPTS
+from benchmarks.report import is_padded
 from llamabranch.bench import (
     CallClock,
     DecodeClock,
@@ -129,11 +134,11 @@ def test_prompts_are_twenty_and_differ(target: lb.Model) -> None:
 # -- timing ----------------------------------------------------------------------------------------
 
 
-def test_rivals_take_turns_in_alternating_order_with_fresh_state() -> None:
+def test_contestants_take_turns_in_alternating_order_with_fresh_state() -> None:
     seen: list[str] = []
     made: list[tuple[str, int]] = []
 
-    def rival(name: str) -> Maker:
+    def contestant(name: str) -> Maker:
         def make(run: int) -> object:
             made.append((name, run))
 
@@ -145,14 +150,14 @@ def test_rivals_take_turns_in_alternating_order_with_fresh_state() -> None:
 
         return make  # type: ignore[return-value]
 
-    found = interleave({"a": rival("a"), "b": rival("b")}, n_runs=2, n_items=2, pause_s=0)
+    found = interleave({"a": contestant("a"), "b": contestant("b")}, n_runs=2, n_items=2, pause_s=0)
     assert seen == ["a0", "b0", "a0", "b0", "b1", "a1", "b0", "a0", "a1", "b1"]
     assert made == [("a", -1), ("b", -1), ("a", 0), ("b", 0), ("a", 1), ("b", 1)]
     assert found["a"].rates == [2.0, 2.0]
 
 
-def test_a_work_that_stops_leaves_the_items_that_all_rivals_did() -> None:
-    def rival(last: int) -> Maker:
+def test_a_stopped_run_keeps_the_items_that_all_contestants_finished() -> None:
+    def contestant(last: int) -> Maker:
         def work(item: int) -> Sample:
             if item > last:
                 raise Stopped
@@ -160,10 +165,10 @@ def test_a_work_that_stops_leaves_the_items_that_all_rivals_did() -> None:
 
         return lambda run: work
 
-    found = interleave({"a": rival(2), "b": rival(1)}, n_runs=2, n_items=4, pause_s=0)
+    found = interleave({"a": contestant(2), "b": contestant(1)}, n_runs=2, n_items=4, pause_s=0)
     assert [run.n_tokens for run in found["a"].runs] == [2]
     assert [run.n_tokens for run in found["b"].runs] == [2]
-    at_once = interleave({"a": rival(-1)}, n_runs=2, n_items=4, pause_s=0, warm_up=False)
+    at_once = interleave({"a": contestant(-1)}, n_runs=2, n_items=4, pause_s=0, warm_up=False)
     assert at_once["a"].runs == []
 
 
@@ -179,7 +184,7 @@ def test_ratio_is_the_median_of_ratios_within_a_run() -> None:
 
 @pytest.mark.parametrize("n", [6, 7, 8, 9, 12, 13, 20, 36, 100])
 def test_interval_of_the_median_covers_it_in_95_of_100(n: int) -> None:
-    """Each of n ratios is below the true median with chance 1/2: that alone gives the coverage."""
+    """Each of n ratios is below the true median with probability 1/2: this alone gives the coverage."""
     values = [float(i) for i in range(n)]
     found = Interval.of(values[::-1])
     below, above = int(found.low), int(found.high)
@@ -190,12 +195,12 @@ def test_interval_of_the_median_covers_it_in_95_of_100(n: int) -> None:
         return float(sum(math.comb(n, k) for k in range(low + 1, high + 1)) / 2**n)
 
     assert covered(below, above) >= 0.95
-    assert covered(below + 1, above - 1) < 0.95  # no narrower one would do
+    assert covered(below + 1, above - 1) < 0.95  # a narrower one would not
     assert found.n == n
     assert found.low <= found.median <= found.high
 
 
-def test_too_few_pairs_have_no_interval_and_decide_nothing() -> None:
+def test_too_few_pairs_have_no_interval_and_no_verdict() -> None:
     for n in range(6):
         found = Interval.of([2.0] * n)
         assert math.isnan(found.low) and math.isnan(found.high)
@@ -223,7 +228,7 @@ def test_spread_of_nothing_is_nan() -> None:
     assert Spread.of([math.nan, 2.0]).median == 2.0
 
 
-def test_decode_clock_sees_every_decode_and_leaves_no_trace(ctx: lb.Context) -> None:
+def test_decode_clock_counts_every_decode_and_restores_the_handle(ctx: lb.Context) -> None:
     with lb.Branch.start(ctx, "Once upon", temperature=0.0) as branch:
         with DecodeClock(ctx) as clock:
             branch.step()
@@ -243,7 +248,7 @@ def test_costs_leave_the_context_empty(ctx: lb.Context) -> None:
     assert ctx.usage().cells_used == 0
 
 
-def test_call_clock_adds_up_the_methods_it_is_told(ctx: lb.Context) -> None:
+def test_call_clock_adds_up_the_methods_it_is_given(ctx: lb.Context) -> None:
     with lb.Branch.start(ctx, "Once upon", temperature=0.0) as branch:
         with CallClock(ctx.decoder.handle, "copy", "remove") as clock:
             branch.fork().prune()
@@ -254,48 +259,68 @@ def test_call_clock_adds_up_the_methods_it_is_told(ctx: lb.Context) -> None:
     assert not {"copy", "remove"} & set(vars(ctx.decoder.handle))
 
 
-def test_verify_costs_end_where_they_are_told_to(ctx: lb.Context) -> None:
+def test_verify_costs_end_when_stop_returns_true(ctx: lb.Context) -> None:
     with pytest.raises(Stopped):
         verify_costs(ctx, (1, 2), n_prefix=8, repeats=2, stop=lambda: True)
     assert ctx.usage().cells_used == 0
 
 
-def test_wraps_charge_each_method_with_its_own_time() -> None:
-    class Machine:
-        def outer(self) -> int:
-            time.sleep(0.002)
-            return self.inner() + self.inner()
+def test_profile_counts_builtins_and_numpy_for_the_part_that_called_them(
+    target: lb.Model,
+) -> None:
+    row = np.random.default_rng(1).standard_normal(target.n_vocab).astype(np.float32)
+    profile = cProfile.Profile()
+    sampler = lb.Sampler(target, lb.SamplingParams(temperature=0.8, seed=1))
+    with profile:
+        begin = time.perf_counter()
+        for i in range(200):
+            sampler.distribution(row, i, 1).draw(1, i)
+        whole = time.perf_counter() - begin
+    found = seconds_by_part(profile)
+    assert {"sampling/", "native/"} <= set(found) <= {"sampling/", "native/", "arguments.py", OTHER}
+    assert all(seconds >= 0 for seconds in found.values())
+    assert 0.5 * whole < sum(found.values()) <= whole
+    modules = seconds_by_part(profile, by_module=True)
+    assert {"sampling/sampler.py", "sampling/distribution.py", "native/sampler.py"} <= set(modules)
+    assert sum(modules.values()) == pytest.approx(sum(found.values()))
 
-        def inner(self) -> int:
-            time.sleep(0.02)
-            return 1
 
-    bare = dict(vars(Machine))
-    parts = {"in": (Machine, ["inner"])}
-    with Wraps(parts, {"phase": (Machine, ["outer"])}) as wraps:
-        assert Machine().outer() == 2
-        assert Machine().inner() == 1
-        lap = wraps.take(1.0)
-        assert Machine().inner() == 1
-    assert dict(vars(Machine)) == bare
-    assert lap.calls == {("phase", ""): 1, ("phase", "in"): 2, ("", "in"): 1}
-    # However late a sleeper wakes: what it is charged with is never less than what it slept.
-    assert lap.seconds["phase", "in"] >= 0.04
-    assert lap.seconds["", "in"] >= 0.02
-    assert set(wraps.take(0.0).calls) == {("", "in")}
+def test_parts_of_a_generation_add_up_to_its_time(ctx: lb.Context) -> None:
+    opened = []
+
+    def start(stack: ExitStack) -> Work:
+        branch = lb.Branch.start(ctx, "Once upon", temperature=0.8, seed=1)
+        opened.append(stack.enter_context(branch))
+        return lambda: sum(1 for _ in branch.generate(8))
+
+    times = measure(start, [ctx], runs=2)
+    assert len(opened) == 4  # one to warm up, two that are timed, one that is profiled
+    assert times.n_tokens == 8
+    assert sum(times.parts.values()) == pytest.approx(times.total)
+    assert {"llama_decode", "branch/", "context/", "sampling/", "native/"} <= set(times.parts)
+    assert not any(part.startswith("bench/") for part in times.parts)
+    assert 0 < times.parts["llama_decode"] < times.total
+    assert ctx.usage().cells_used == 0
 
 
 @needs_gguf
-def test_parts_of_the_hot_path_sum_up_to_the_step(cache: Path) -> None:
+def test_hotpath_shows_plain_and_drafted_generations(cache: Path) -> None:
     results = program("hotpath", cache, "--temperatures", "0.8")["results"]
     assert isinstance(results, dict)
-    for step in (results["plain, T = 0.8"], results["round, T = 0.8"]):
-        assert sum(part["s"] for part in step["parts"]) == pytest.approx(step["total_s"])
-    plain = {part["part"]: part["calls"] for part in results["plain, T = 0.8"]["parts"]}
-    assert plain["llama_decode"] == plain["sampling"] == plain["the draw"] == 1
-    rounds = {(part["phase"], part["part"]): part for part in results["round, T = 0.8"]["parts"]}
-    assert rounds["verify", "llama_decode"]["calls"] == 1
-    assert rounds["draft", "llama_decode"]["calls"] == pytest.approx(4, abs=0.5)
+    assert list(results) == ["plain, T = 0.8", "4 drafted, T = 0.8"]
+    for times in results.values():
+        assert sum(times["parts_s"].values()) == pytest.approx(times["total_s"])
+        assert times["ours_s"] == pytest.approx(times["total_s"] - times["parts_s"]["llama_decode"])
+    assert "speculative/" in results["4 drafted, T = 0.8"]["parts_s"]
+    assert "speculative/" not in results["plain, T = 0.8"]["parts_s"]
+
+
+def test_benchmarks_and_examples_use_no_private_names_as_strings() -> None:
+    """``test_layout`` forbids private attributes; here are strings, as ``getattr`` would take them."""
+    for path in (*ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert not re.fullmatch(r"_[a-z]\w*", node.value), f"{path.name}: {node.value}"
 
 
 @needs_gguf
@@ -322,7 +347,7 @@ def test_wide_model_has_the_vocabulary_it_is_asked_for(tmp_path: Path) -> None:
 # -- peers -----------------------------------------------------------------------------------------
 
 
-def test_reports_of_the_programs_are_read() -> None:
+def test_reports_of_the_programs_are_parsed() -> None:
     simple, lookup = parse_report(SIMPLE_REPORT), parse_report(LOOKUP_REPORT)
     assert simple.n_tokens == 41
     assert simple.n_tokens / simple.seconds == pytest.approx(1291.745)
@@ -352,18 +377,18 @@ def test_programs_that_are_built_are_not_built_again(
     assert llama_tools.build(tmp_path) == folder
 
 
-# -- drafters and models that are no good ----------------------------------------------------------
+# -- useless drafters, padded and useless models ------------------------------------------------------
 
 
 @pytest.mark.parametrize("k", [4, "auto"])
-def test_hostile_drafter_changes_no_text(ctx: lb.Context, k: int | str) -> None:
+def test_adversarial_drafter_changes_no_text(ctx: lb.Context, k: int | str) -> None:
     sampling = lb.SamplingParams(temperature=0.8, seed=7)
     with lb.Branch.start(ctx, PROMPTS[0], sampling=sampling) as branch:
         plain = [produced.token for produced in branch.generate(24)]
     speculator = lb.Speculator(ctx, AdversarialDrafter(), lb.SpeculativeConfig(draft_k=k))
-    said = speculator.generate(PROMPTS[0], max_tokens=24, sampling=sampling).finish()
-    assert said.tokens == plain
-    assert said.stats.num_draft_tokens > 0
+    drafted = speculator.generate(PROMPTS[0], max_tokens=24, sampling=sampling).finish()
+    assert drafted.tokens == plain
+    assert drafted.stats.num_draft_tokens > 0
 
 
 def logits(path: Path, tokens: list[int]) -> npt.NDArray[np.float32]:
@@ -374,29 +399,31 @@ def logits(path: Path, tokens: list[int]) -> npt.NDArray[np.float32]:
 
 
 @needs_gguf
-def test_ballast_of_q8_0_computes_its_source(target: lb.Model, tmp_path: Path) -> None:
-    """Weights are copied to the bit and what is added is zero: only the order of sums may differ."""
-    from benchmarks.ballast import make_ballast
+def test_padded_q8_0_model_computes_its_source(target: lb.Model, tmp_path: Path) -> None:
+    """Weights are copied bit for bit, added outputs are zero: only the order of sums may differ."""
+    from benchmarks.padded import make_padded
 
-    path = make_ballast(target.path, tmp_path / "ballast.gguf", 12_000_000, "q8_0")
+    path = make_padded(target.path, tmp_path / "padded.gguf", 12_000_000, "q8_0")
     tokens = target.tokenize(PROMPTS[0])
     wanted = logits(target.path, tokens)
     assert np.abs(logits(path, tokens) - wanted).max() < 1e-3 * wanted.std()
-    with lb.Model(path) as ballast:
-        assert abs(ballast.n_params - 12_000_000) < 600_000
-        assert (ballast.file_type, ballast.n_layer) == ("Q8_0", target.n_layer)
-        assert target.compatibility(ballast)
+    with lb.Model(path) as padded:
+        assert abs(padded.n_params - 12_000_000) < 600_000
+        assert (padded.file_type, padded.n_layer) == ("Q8_0", target.n_layer)
+        assert target.compatibility(padded)
+        assert is_padded(padded)
+    assert not is_padded(target)
 
 
 @needs_gguf
-def test_deeper_ballast_of_f16_computes_its_source_in_f16(
+def test_deeper_padded_f16_model_computes_its_source_in_f16(
     target: lb.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from benchmarks import ballast
+    from benchmarks import padded
 
-    plain = ballast.make_ballast(target.path, tmp_path / "plain.gguf", target.n_params, "f16")
-    monkeypatch.setattr(ballast, "WIDEST", 1024)
-    path = ballast.make_ballast(target.path, tmp_path / "deep.gguf", 12_000_000, "f16")
+    plain = padded.make_padded(target.path, tmp_path / "plain.gguf", target.n_params, "f16")
+    monkeypatch.setattr(padded, "WIDEST", 1024)
+    path = padded.make_padded(target.path, tmp_path / "deep.gguf", 12_000_000, "f16")
     tokens = target.tokenize(PROMPTS[1])
     wanted = logits(plain, tokens)
     assert np.abs(logits(path, tokens) - wanted).max() < 0.02 * wanted.std()
@@ -407,8 +434,8 @@ def test_deeper_ballast_of_f16_computes_its_source_in_f16(
 
 @needs_gguf
 @pytest.mark.parametrize("n_params", [50_000_000, 150_000_000, 350_000_000])
-def test_ballast_shapes_are_natural(n_params: int) -> None:
-    from benchmarks.ballast import Shape, plan_shape
+def test_shapes_of_padded_models_are_natural(n_params: int) -> None:
+    from benchmarks.padded import Shape, plan_shape
 
     n_fixed, n_attention, n_embd = 1_048_832, 197_120, 256
     shape = plan_shape(n_params, Shape(6, 768), n_fixed, n_attention, n_embd)
@@ -419,23 +446,21 @@ def test_ballast_shapes_are_natural(n_params: int) -> None:
 
 
 @needs_gguf
-def test_ballast_refuses_what_it_cannot_be(target: lb.Model, tmp_path: Path) -> None:
-    from benchmarks.ballast import make_ballast, parse_size
+def test_padding_refuses_smaller_sizes_and_unknown_types(target: lb.Model, tmp_path: Path) -> None:
+    from benchmarks.padded import make_padded, parse_size
 
     with pytest.raises(ValueError, match="more than"):
-        make_ballast(target.path, tmp_path / "small.gguf", 1_000_000)
+        make_padded(target.path, tmp_path / "small.gguf", 1_000_000)
     with pytest.raises(ValueError, match="q4_0"):
-        make_ballast(target.path, tmp_path / "type.gguf", 12_000_000, "q4_0")
+        make_padded(target.path, tmp_path / "type.gguf", 12_000_000, "q4_0")
     assert not list(tmp_path.iterdir())
     assert parse_size("150M") == 150_000_000
     assert parse_size("12345") == 12345
 
 
 @needs_gguf
-def test_useless_model_speaks_the_vocabulary_and_knows_nothing(
-    draft: lb.Model, tmp_path: Path
-) -> None:
-    from benchmarks.ballast import cached_useless
+def test_useless_model_has_the_vocabulary_and_flat_logits(draft: lb.Model, tmp_path: Path) -> None:
+    from benchmarks.padded import cached_useless
 
     path = cached_useless(draft.path, tmp_path)
     assert cached_useless(draft.path, tmp_path) == path

@@ -1,11 +1,12 @@
-"""The same function at the cost of a larger model: for honest targets where none can be had.
+"""Padded models: the output of a small model at the cost of a larger one.
 
-    python -m benchmarks.ballast OUT.gguf --parameters 150M --type f16
+    python -m benchmarks.padded OUT.gguf --parameters 150M --type f16
 
-A *ballast* is a copy of a model of the ``llama`` architecture with a wider feed-forward part, whose new
-columns of ``ffn_down`` are zero, and with more layers, whose ``attn_output`` and ``ffn_down`` are zero:
-they add nothing to the residual stream. So it says what its source says, and a token costs what a token
-of a model of that size costs. What it measures is speed; it is no smarter than its source.
+A *padded model* is a copy of a model of the ``llama`` architecture with a wider feed-forward part, whose
+new columns of ``ffn_down`` are zero, and with more layers, whose ``attn_output`` and ``ffn_down`` are
+zero: they add nothing to the residual stream. So it computes the logits of its source, and a decode costs
+what a decode of a model of that size costs. It serves to measure speed where no large weights are at
+hand; its text is no better than that of its source.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ from gguf import GGUFReader, GGUFWriter
 
 from llamabranch.hub import BUNDLED_TARGET, resolve
 
+from .report import PADDED_KEY
+
 __all__ = [
     "Shape",
-    "cached_ballast",
+    "cached_padded",
     "cached_useless",
-    "make_ballast",
+    "make_padded",
     "make_useless",
     "parse_size",
     "plan_shape",
 ]
 
 FILE_TYPES = {"f16": 1, "q8_0": 7}
-WIDEST = 8192  # feed-forward; beyond it no model is natural, so the rest goes into layers
+WIDEST = 8192  # feed-forward; few real models are wider: the rest goes into layers
 _STEP = 256  # widths are multiples of it
 _ZERO = ("attn_output", "ffn_down")
 
@@ -46,7 +49,7 @@ Bytes = npt.NDArray[np.generic]
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model's shape a ballast changes."""
+    """The part of a model's shape that padding changes."""
 
     n_layer: int
     n_ff: int
@@ -79,7 +82,7 @@ def plan_shape(n_params: int, source: Shape, n_fixed: int, n_attention: int, n_e
         n_fixed: parameters outside the layers; n_attention: of a layer without its feed-forward part.
 
     Raises:
-        ValueError: the source is larger than that.
+        ValueError: the source has more parameters than that.
     """
 
     def count(n_layer: int, n_ff: int) -> int:
@@ -95,21 +98,21 @@ def plan_shape(n_params: int, source: Shape, n_fixed: int, n_attention: int, n_e
     return Shape(n_layer, n_ff)
 
 
-def make_ballast(
+def make_padded(
     source: str | os.PathLike[str],
     path: str | os.PathLike[str],
     n_params: int,
     file_type: str = "f16",
 ) -> Path:
-    """Write a ballast of about ``n_params`` parameters; return its path.
+    """Write a padded copy of ``source`` with about ``n_params`` parameters; return its path.
 
     Args:
         source: a GGUF of the ``llama`` architecture with F32, F16 or Q8_0 weights.
-        file_type: of the matrices, "f16" or "q8_0". Weights that are of that type already are copied
-            to the bit; between the two they are rounded.
+        file_type: of the matrices, "f16" or "q8_0". Weights that have this type already are copied
+            bit for bit; others are converted.
 
     Raises:
-        ValueError: another architecture, an unknown type, or a source that is larger.
+        ValueError: another architecture, an unknown type, or a source that is larger than that.
     """
     if file_type not in FILE_TYPES:
         raise ValueError(f"file type {file_type!r}: use one of {', '.join(FILE_TYPES)}")
@@ -131,13 +134,13 @@ def make_ballast(
         "llama.block_count": wanted.n_layer,
         "llama.feed_forward_length": wanted.n_ff,
         "general.file_type": FILE_TYPES[file_type],
-        "general.name": f"{_text(reader, 'general.name')}-ballast-{_size(n_params)}",
+        "general.name": f"{_text(reader, 'general.name')}-padded-{_size(n_params)}",
         "general.size_label": _size(total),
-        "general.description": "A ballast: it computes what its source does at a larger model's cost.",
+        "general.description": "A padded model: the output of its source at the cost of a larger model.",
     }
     temporary = path.with_suffix(".tmp")
     writer = _copy_keys(reader, temporary, changed)
-    writer.add_uint32("llamabranch.ballast.parameters", total)
+    writer.add_uint32(PADDED_KEY, total)
     _write_tensors(writer, planned, _Matrices(reader, file_type))
     os.replace(temporary, path)
     return path
@@ -157,22 +160,22 @@ def make_useless(
     return path
 
 
-def cached_ballast(source: Path, folder: Path, n_params: int, file_type: str) -> Path:
-    """Return the ballast of ``source`` of that size and type in ``folder``, made if need be."""
+def cached_padded(source: Path, folder: Path, n_params: int, file_type: str) -> Path:
+    """Return the path of the padded model in ``folder``, which is written if it is not there."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{source.stem}-{_digest(source)}-ballast-{_size(n_params)}-{file_type}.gguf"
-    return path if path.exists() else make_ballast(source, path, n_params, file_type)
+    path = folder / f"{source.stem}-{_digest(source)}-padded-{_size(n_params)}-{file_type}.gguf"
+    return path if path.exists() else make_padded(source, path, n_params, file_type)
 
 
 def cached_useless(source: Path, folder: Path) -> Path:
-    """Return the useless model of the shape of ``source`` in ``folder``, made if need be."""
+    """Return the path of the useless model in ``folder``, which is written if it is not there."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{source.stem}-{_digest(source)}-useless.gguf"
     return path if path.exists() else make_useless(source, path)
 
 
 def _digest(path: Path) -> str:
-    """Return a few letters that change with the file: its size, its beginning, its end."""
+    """Return eight hex digits of a hash over the file's size, its first and its last MiB."""
     size = path.stat().st_size
     with path.open("rb") as file:
         digest = hashlib.sha256(str(size).encode() + file.read(1 << 20))
@@ -186,7 +189,7 @@ def _digest(path: Path) -> str:
 
 def _shape(reader: GGUFReader) -> Shape:
     if _text(reader, "general.architecture") != "llama":
-        raise ValueError("a ballast is made of a model of the llama architecture")
+        raise ValueError("only models of the llama architecture can be padded")
     return Shape(_number(reader, "llama.block_count"), _number(reader, "llama.feed_forward_length"))
 
 
@@ -233,17 +236,17 @@ def _noise(generator: np.random.Generator, shape: Sequence[int]) -> Array:
 
 
 class _Source(Protocol):
-    """Where the values of tensors come from."""
+    """Gives the values of the tensors to be written."""
 
     def type_of(self, tensor: _Tensor) -> gguf.GGMLQuantizationType:
-        """Return the type they are written in."""
+        """Return the type that the tensor is written in."""
 
     def values(self, tensor: _Tensor) -> Bytes:
-        """Return them, encoded in that type."""
+        """Return the tensor's values, encoded in that type."""
 
 
 class _Noise:
-    """Random values in the types the source's tensors have."""
+    """Random values, in the types of the source's tensors."""
 
     def __init__(self, reader: GGUFReader, seed: int) -> None:
         self._kinds = {t.name: t.tensor_type for t in reader.tensors}
@@ -259,7 +262,7 @@ class _Noise:
 
 
 class _Matrices:
-    """The values of a ballast's tensors, in the order they are asked for."""
+    """The values of a padded model's tensors; ask for them in the order of the file."""
 
     def __init__(self, reader: GGUFReader, file_type: str) -> None:
         self._sources = {t.name: t for t in reader.tensors}
@@ -274,7 +277,7 @@ class _Matrices:
     def values(self, tensor: _Tensor) -> Bytes:
         if tensor.name in self._sources:
             return self._copied(tensor)
-        # Layers share their noise: drawing it takes longer than writing it, and no kernel can tell.
+        # All added layers share their random values: drawing them takes longer than writing them.
         key = (tensor.role, tensor.shape)
         if key not in self._drawn:
             self._drawn[key] = self._added(tensor)
@@ -334,7 +337,7 @@ def _copy_keys(reader: GGUFReader, path: Path, changed: dict[str, int | str]) ->
 
 
 def _write_tensors(writer: GGUFWriter, tensors: Sequence[_Tensor], source: _Source) -> None:
-    """Write tensor after tensor, so that a large model is never whole in memory."""
+    """Write tensor after tensor, so that a large model is never in memory as a whole."""
     for tensor in tensors:
         kind = source.type_of(tensor)
         block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -349,25 +352,29 @@ def _write_tensors(writer: GGUFWriter, tensors: Sequence[_Tensor], source: _Sour
 
 
 def parse_size(text: str) -> int:
-    """Return a number of parameters written like "150M".
+    """Return the number of parameters that a text like "150M" or "12345" means.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is no number.
     """
     factor = {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:].upper())
     return round(float(text) if factor is None else float(text[:-1]) * factor)
 
 
 def main() -> None:
-    """Write one ballast."""
-    parser = argparse.ArgumentParser(description="a model's function at a larger model's cost")
+    """Write one padded model."""
+    parser = argparse.ArgumentParser(
+        description="write a model with the output of a small one at the cost of a larger one"
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--source", help="GGUF of the llama architecture; default: bundled target")
     parser.add_argument("--parameters", type=parse_size, default=150_000_000, metavar="N")
-    parser.add_argument("--type", choices=FILE_TYPES, default="f16", help="of the matrices")
+    parser.add_argument(
+        "--type", choices=FILE_TYPES, default="f16", help="type of the weight matrices"
+    )
     args = parser.parse_args()
     source = resolve(args.source or BUNDLED_TARGET)
-    made = make_ballast(source, args.out, args.parameters, args.type)
+    made = make_padded(source, args.out, args.parameters, args.type)
     print(f"{made}: {made.stat().st_size / 1e6:,.0f} MB")
 
 

@@ -419,7 +419,7 @@ class Engine:
         verify_s: float,
     ) -> Iterator[Event]:
         """Tell the drafters, begin where a prompt is read, pass on what is said."""
-        streams = [job.stream for job, _ in batch.parts if self._drafts and job.stream is not None]
+        lengths = [job.stream.length for job, _ in batch.parts if job.stream is not None]
         for (job, n), outcome in zip(batch.parts, outcomes, strict=True):
             failed = outcome if isinstance(outcome, LlamaBranchError) else None
             said = [] if isinstance(outcome, LlamaBranchError) else outcome
@@ -441,12 +441,10 @@ class Engine:
                 yield from self._end(scheduler, job, job.transcript.finish_reason)
             elif failed is not None:
                 yield from self._end(scheduler, job, "error", failed)
-        # With prompts in it a decode is not comparable.
-        is_pure = batch.n_plans == len(batch.parts)
-        for stream in streams:
-            stream.length.learn_decode(
-                batch.n_plans, len(batch.tokens), verify_s if is_pure else math.nan
-            )
+        if self._drafts:
+            # The time of a decode that also read prompts is not comparable.
+            is_pure = batch.n_plans == len(batch.parts)
+            self._length.learn_decode(lengths, len(batch.tokens), verify_s if is_pure else math.nan)
 
     def _read(self, job: Job, n: int, row: LogitsRow | None) -> None:
         """Take ``n`` tokens of its prompt in; ``row`` follows the last of them."""

@@ -41,7 +41,9 @@ class World:
     c_slope: float = 0.0  # seconds of a draft step for each further stream that takes it
     n_tokens: int = 0
     seconds: float = 0.0
-    drafted: list[int] = field(default_factory=list)  # tokens of each stream's round, -1 = not asked
+    drafted: list[int] = field(
+        default_factory=list
+    )  # tokens of each stream's round, -1 = not asked
 
     def __post_init__(self) -> None:
         shared = self.n_streams > 1
@@ -77,8 +79,7 @@ class World:
             self.n_tokens += 1 + accepted
             self.drafted.append(n if asked else -1)
         if n_streams > 1:
-            for length in self.streams:
-                length.learn_decode(n_streams, n_decoded, verify_s)
+            self.length.learn_decode(self.streams, n_decoded, verify_s)
         self.seconds += draft_s + self.time(n_decoded)  # at one pace, so that speeds compare
 
     def _draft(self, i: int, limit: int) -> tuple[bool, list[float], int, int]:
@@ -90,7 +91,7 @@ class World:
         asked = length.plain_steps(self.n_behind[i]) == 0
         if asked and length.consider(self.drafter) and self.rng.random() < self.speaks:
             while n < limit:
-                shown.append(float(self.rng.choice(self.entropies)))
+                shown.append(self.entropies[int(self.rng.integers(len(self.entropies)))])
                 if not length.goes_on(n, shown[-1]):
                     break
                 n += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...native import forkable_lock
@@ -109,9 +109,9 @@ class _Learned:
         self.target_s: dict[int, float] = {}  # seconds of a target decode of so many tokens
         self.overhead_s = {False: 0.0, True: 0.0}  # of a stream's round, by whether it had a draft
         self.n_streams = 1  # in the last decode
-        self.n_plain = 0.0  # rounds
+        self.n_plain = 0  # rounds
         self.n_drafts = 0
-        self.since_plain = 0.0
+        self.since_plain = 0  # rounds since the last of them
         self.costs: list[float] = []  # seconds of a round by its length; computed anew when empty
         self.costs_of = self.profile
 
@@ -251,7 +251,7 @@ class AutoLength:
             learned = self._learned
             self._n_behind = n_behind
             if learned.n_plain < self.WARM_UP_PLAIN:
-                return math.ceil(self.WARM_UP_PLAIN - learned.n_plain)
+                return self.WARM_UP_PLAIN - learned.n_plain
             if self._is_on():
                 return int(learned.since_plain >= self.REFRESH)
             return 0 if any(map(self._is_due, learned.profiles.values())) else self.LOOK_EVERY
@@ -325,54 +325,53 @@ class AutoLength:
                 if report.entropies:
                     profile.learn(report)
                     learned.n_drafts += 1
-            learned.costs = []
             if self._shares_decode:
                 self._report = report if report.asked else None
             else:
-                self._learn_times(report, 1, report.n_verified, report.verify_s)
+                self._learn_round([report], report.n_verified, report.verify_s, report.n_rounds)
 
-    def learn_decode(self, n_streams: int, n_tokens: int, verify_s: float) -> None:
-        """Learn the time of a decode that was shared; NaN = it is not comparable."""
-        report, self._report = self._report, None
-        if not math.isnan(verify_s):
-            with self._learned.lock:
-                report = report or RoundReport.plain(1, 0.0, self._learned.overhead_s[False])
-                self._learn_times(report, n_streams, n_tokens, verify_s)
+    def learn_decode(self, streams: Sequence[DraftLength], n_tokens: int, verify_s: float) -> None:
+        """Learn the time of a decode that ``streams`` shared; NaN = it is not comparable."""
+        with self._learned.lock:
+            reports: list[RoundReport] = []
+            for stream in streams:
+                if isinstance(stream, AutoLength):
+                    overhead_s = self._learned.overhead_s[False]
+                    reports.append(stream._report or RoundReport.plain(1, 0.0, overhead_s))
+                    stream._report = None
+            if reports and not math.isnan(verify_s):
+                self._learn_round(reports, n_tokens, verify_s)
 
-    def _learn_times(
-        self, report: RoundReport, n_streams: int, n_tokens: int, verify_s: float
+    def _learn_round(
+        self, reports: Sequence[RoundReport], n_tokens: int, verify_s: float, n_rounds: int = 1
     ) -> None:
-        """Learn from this stream's part of a decode of ``n_tokens`` for ``n_streams``.
-
-        All its streams tell of the same decode: together they weigh as one.
-        """
-        learned, weight = self._learned, report.n_rounds / n_streams
-        learned.target_s[n_tokens] = _smooth(
-            learned.target_s.get(n_tokens, 0.0), verify_s, weight
-        )
+        """Learn from what each stream did in a decode of ``n_tokens``; together they weigh as one."""
+        learned, n_streams = self._learned, len(reports)
         learned.n_streams = n_streams
+        learned.target_s[n_tokens] = _smooth(
+            learned.target_s.get(n_tokens, 0.0), verify_s, n_rounds
+        )
         learned.costs = []
-        if n_tokens == n_streams and not report.asked:
-            learned.n_plain += weight
-            learned.since_plain = 0.0
-        else:
-            learned.since_plain += weight
+        learned.since_plain += n_rounds
+        if n_tokens == n_streams and not any(report.asked for report in reports):
+            learned.n_plain += n_rounds
+            learned.since_plain = 0
         # Each stream bears what its own draft added to the decode.
         plain_s = self._time(n_streams) if n_tokens > n_streams else verify_s
-        share = (report.n_verified - 1) / max(1, n_tokens - n_streams)
-        seconds = plain_s / n_streams + share * (verify_s - plain_s)
-        seconds += report.draft_s + report.overhead_s
-        asked = learned.profiles.get(report.drafter) if report.asked else None
-        for profile in learned.profiles.values():
-            if profile is not asked and not profile.is_on:
-                profile.waited += weight
-                profile.waited_s += weight * seconds
-        if asked is not None:
-            self._judge(asked, report, seconds, weight)
+        added_s = (verify_s - plain_s) / max(1, n_tokens - n_streams)
+        weight = n_rounds / n_streams
+        for report in reports:
+            seconds = plain_s / n_streams + (report.n_verified - 1) * added_s
+            seconds += report.draft_s + report.overhead_s
+            asked = learned.profiles.get(report.drafter) if report.asked else None
+            for profile in learned.profiles.values():
+                if profile is not asked and not profile.is_on:
+                    profile.waited += weight
+                    profile.waited_s += weight * seconds
+            if asked is not None:
+                self._judge(asked, report, seconds, weight)
 
-    def _judge(
-        self, profile: _Profile, report: RoundReport, seconds: float, weight: float
-    ) -> None:
+    def _judge(self, profile: _Profile, report: RoundReport, seconds: float, weight: float) -> None:
         """Switch a drafter on or off by what the rounds in which it was asked have brought."""
         self._learned.profile = profile
         if not report.caught_up:  # reading a prompt tells nothing about the rounds that follow
@@ -419,7 +418,9 @@ class AutoLength:
         profile, one_s = learned.profile, self._time(1)
         k, speedup = self._best(profile)
         n = learned.n_streams
-        sizes = [m for m in sorted({1, *(n * i for i in (1, 2, 3, 5, 9))}) if m <= max(learned.target_s)]
+        sizes = [
+            m for m in sorted({1, *(n * i for i in (1, 2, 3, 5, 9))}) if m <= max(learned.target_s)
+        ]
         facts = (
             f"a drafted token is accepted with probability {profile.mean_acceptance:.2f}, "
             f"a draft step costs c = {profile.step_s / one_s:.2f} target steps, a target decode of "
@@ -459,11 +460,11 @@ def _interpolate(seconds: Mapping[int, float], n: int) -> float:
     return seconds[low] + slope * (n - low)
 
 
-def _smooth(old: float, new: float, times: float = 1.0) -> float:
+def _smooth(old: float, new: float, times: int = 1) -> float:
     """Follow ``new``, seen so many ``times``, slowly; a single slow outlier moves little."""
     if old == 0.0:
         return new
-    return old + (1.0 - math.pow(0.9, times)) * (min(new, 2.0 * old) - old)
+    return old + (1.0 - 0.9**times) * (min(new, 2.0 * old) - old)
 
 
 def draft_length(config: SpeculativeConfig, width: int = 1) -> DraftLength:

@@ -92,11 +92,11 @@ class DraftLength(Protocol):
     def learn(self, report: RoundReport) -> None:
         """Learn from a round, or from plain steps that are reported together."""
 
-    def learn_decode(self, n_streams: int, n_tokens: int, verify_s: float) -> None:
-        """Learn what the decode took that this stream shared; called for each, after ``learn``.
+    def learn_decode(self, streams: Sequence[DraftLength], n_tokens: int, verify_s: float) -> None:
+        """Learn what a decode took that ``streams`` shared, once all of them have learned the round.
 
-        It had ``n_tokens`` of ``n_streams`` streams and took ``verify_s`` seconds; NaN = it also read
-        prompts, so its time is not comparable.
+        It had ``n_tokens`` and took ``verify_s`` seconds; NaN = it also read prompts, so its time is
+        not comparable.
         """
 
     def explain(self) -> str:
@@ -133,7 +133,7 @@ class FixedLength:
     def learn(self, report: RoundReport) -> None:
         """Do nothing: the length is fixed."""
 
-    def learn_decode(self, n_streams: int, n_tokens: int, verify_s: float) -> None:
+    def learn_decode(self, streams: Sequence[DraftLength], n_tokens: int, verify_s: float) -> None:
         """Do nothing: the length is fixed."""
 
     def explain(self) -> str:

@@ -3,7 +3,6 @@
 request.py    what is asked for, and what came of it
 job.py        a request on its way: waiting, reading its prompt, running
 scheduler.py  who runs: admission, shared prefixes, preemption
-pricing.py    how much each stream drafts when all share one decode
 drafting.py   the drafts of many streams, made together
 engine.py     the loop: schedule, draft, decode, settle
 jsonl.py      requests and results as files, one line each

@@ -17,8 +17,7 @@ class Batch:
         self.wants: list[bool] = []
         self.parts: list[tuple[Job, int]] = []
         self.n_plans = 0
-        self.n_drafted = self.n_read = 0
-        self.draft_s = 0.0
+        self.n_drafted = 0
 
     def add_plan(self, job: Job, branch: Branch, tokens: list[int]) -> None:
         """Add a stream's pending token and draft: every row is wanted."""

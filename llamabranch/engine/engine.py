@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import weakref
 from collections.abc import (
     AsyncIterator,
@@ -31,12 +32,12 @@ from ..errors import (
 from ..sampling import SamplingParams
 from ..speculative import Draft, Drafter, NullDrafter, SpeculativeConfig
 from ..speculative.drafters.base import NO_DRAFT
+from ..speculative.length.auto import draft_length
 from ..speculative.round import Stream
 from ..speculative.rules import choose_rule
 from .batch import Batch
 from .drafting import Proposal, propose_together
 from .job import Job, jobs_of, refusal
-from .pricing import Market, StreamLength
 from .request import EngineStats, Event, Request, Result
 from .scheduler import Scheduler
 
@@ -54,7 +55,7 @@ class Engine:
     Args:
         target: the context whose text it is; its n_seq_max is how many run at a time.
         drafter: who proposes; None = nobody. A draft context needs as many sequences to draft for all.
-        config: how much to draft; "auto" drafts what is worth its price in the shared decode.
+        config: how much to draft; "auto" drafts what raises the throughput of the shared decode.
         sampling: settings of requests that have none of their own.
         max_tokens: the limit of requests that have none of their own.
         seed: what seeds of requests without one are derived from; None picks one.
@@ -96,7 +97,7 @@ class Engine:
         self._sampling = sampling or SamplingParams()
         self._max_tokens = None if max_tokens is None else whole("max_tokens", max_tokens, 0)
         self._wait_s = wait_s
-        self._market = Market(self.config)
+        self._length = draft_length(self.config)
         self._drafts = drafter is not None and target.capabilities.can_truncate
         # What is cancelled, and whether the cache is cramped, each stream keeps for itself. A scheduler
         # that is dropped takes itself off the list; all of that is atomic, so ``cancel`` needs no lock.
@@ -197,7 +198,7 @@ class Engine:
             if isinstance(self.drafter, NullDrafter):
                 return "plain decoding: there is no drafter"
             return "plain decoding: this model's memory cannot drop what is wrong in a draft"
-        return self._market.explain()
+        return self._length.explain()
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -342,22 +343,17 @@ class Engine:
             return [(job, NO_DRAFT) for job in running]
         proposals: list[tuple[Job, Proposal]] = []
         plain: list[Job] = []
-        start = perf_counter()
         for job in running:
             stream = job.stream
             if stream is None:
                 continue
             limit = job.transcript.draft_limit
-            if isinstance(stream.length, StreamLength):
-                stream.length.n_streams = len(running)
             tokens = stream.ask(limit)
             if tokens is None:
                 plain.append(job)
             else:
                 proposals.append((job, Proposal(stream, tokens, limit)))
         drafts = propose_together([proposal for _, proposal in proposals])
-        batch.draft_s = perf_counter() - start if proposals else 0.0
-        batch.n_read = sum(draft.n_read for draft in drafts)
         self.stats.draft_forward_passes += sum(draft.n_decodes for draft in drafts)
         made = [(job, draft) for (job, _), draft in zip(proposals, drafts, strict=True)]
         return made + [(job, NO_DRAFT) for job in plain]
@@ -423,7 +419,7 @@ class Engine:
         verify_s: float,
     ) -> Iterator[Event]:
         """Tell the drafters, begin where a prompt is read, pass on what is said."""
-        n_emitted = 0
+        lengths = [job.stream.length for job, _ in batch.parts if job.stream is not None]
         for (job, n), outcome in zip(batch.parts, outcomes, strict=True):
             failed = outcome if isinstance(outcome, LlamaBranchError) else None
             said = [] if isinstance(outcome, LlamaBranchError) else outcome
@@ -439,23 +435,16 @@ class Engine:
                 except LlamaBranchError as error:
                     failed = error
             shown = job.say(said)
-            n_emitted += len(said)
             for emitted in shown:
                 yield Event(job.name, job.sample, emitted=emitted)
             if job.transcript.finish_reason is not None:
                 yield from self._end(scheduler, job, job.transcript.finish_reason)
             elif failed is not None:
                 yield from self._end(scheduler, job, "error", failed)
-        if self._drafts and batch.n_plans and batch.n_plans == len(batch.parts):
-            self._market.learn(
-                batch.n_plans,
-                len(batch.tokens),
-                n_emitted,
-                verify_s,
-                batch.draft_s,
-                batch.n_drafted,
-                batch.n_read,
-            )
+        if self._drafts:
+            # The time of a decode that also read prompts is not comparable.
+            is_pure = batch.n_plans == len(batch.parts)
+            self._length.learn_decode(lengths, len(batch.tokens), verify_s if is_pure else math.nan)
 
     def _read(self, job: Job, n: int, row: LogitsRow | None) -> None:
         """Take ``n`` tokens of its prompt in; ``row`` follows the last of them."""
@@ -494,7 +483,7 @@ class Engine:
             line = (self.drafter if self._drafts else NullDrafter()).line(branch, rule)
         except CapacityError:  # no room to draft is no reason to stop
             line = NullDrafter().line(branch, rule)
-        return Stream(branch, line, self._market.length(), rule, job.stats)
+        return Stream(branch, line, self._length.stream(shares_decode=True), rule, job.stats)
 
 
 def _listed(requests: Iterable[Request | str]) -> list[Request | str]:

@@ -158,7 +158,7 @@ class Stream:
             n = len(self._rested)
             self._rested.clear()
             self.stats.count_plain(n, sum(verify_s), sum(overhead_s), NO_DRAFT.stopped)
-            self.length.learn_plain(n, median(verify_s), median(overhead_s))
+            self.length.learn(RoundReport.plain(n, median(verify_s), median(overhead_s)))
 
     def plan(self, limit: int) -> list[int]:
         """Return what to decode: the pending token and a draft of at most ``limit`` tokens."""

@@ -4,8 +4,8 @@ Every rule here is lossless: what it emits has exactly the target's distribution
 models. It asks for distributions, and it leaves everything random to a :class:`Chance`, so the tests can
 put an enumeration of all outcomes in the place of the noise and prove the code that runs.
 
-Within one round all noise must be fresh. Draft tokens under the token, block and rejection rules
-are drawn with :func:`draft_seed`: the block rule looks at drafted tokens that it then throws away, so
+Within one round all noise must be fresh. Draft tokens under the token and block rules are drawn
+with :func:`draft_seed`: the block rule looks at drafted tokens that it then throws away, so
 drawing them again from the same noise in the next round would bias that round.
 """
 
@@ -33,8 +33,6 @@ __all__ = [
     "block_rule",
     "choose_rule",
     "draft_seed",
-    "recursive_rejection",
-    "rejection_tree_rule",
     "seeded_rule",
     "token_rule",
     "tree_rule",
@@ -253,64 +251,6 @@ def tree_rule(tree: DraftTree, target: Target, chance: Chance) -> TreeVerdict:
         node = child
 
 
-def rejection_tree_rule(
-    tree: DraftTree, sources: Target, target: Target, chance: Chance
-) -> TreeVerdict:
-    """Walk down a tree of sampled children by recursive rejection (Jeon et al. 2024, 2402.14160).
-
-    ``sources(node)`` is what the children of ``node`` were drawn from, without replacement and in
-    the order of the tree; ``target`` as for :func:`tree_rule`. Coins are numbered by node.
-
-    Raises:
-        ConfigError: a child that its source cannot have drawn.
-    """
-    path: list[int] = []
-    node = -1
-    while True:
-        children, left = tree.children(node), target(node)
-        child = None
-        if children:
-            tokens = [tree.tokens[c] for c in children]
-            at, left = recursive_rejection(tokens, sources(node), left, chance, children)
-            child = None if at is None else children[at]
-        if child is None:
-            return TreeVerdict(path, chance.draw(left, len(path)))
-        path.append(child)
-        node = child
-
-
-def recursive_rejection(
-    candidates: Sequence[int],
-    source: Distribution,
-    target: Distribution,
-    chance: Chance,
-    coins: Sequence[int],
-) -> tuple[int | None, Distribution]:
-    """Accept one of several candidates drawn without replacement (Jeon et al. 2402.14160).
-
-    Each in turn stands with probability min(1, p/q); if it falls, p becomes norm(max(p - q, 0)), and q
-    loses the token and is normalised again.
-
-    Args:
-        candidates: in the order in which they were drawn.
-        source: what the first was drawn from.
-        target: what the outcome shall be distributed by.
-        chance, coins: candidate i is decided by coin ``coins[i]``.
-
-    Returns:
-        The index of the candidate that stands, and ``target``; or None, and what to draw from instead.
-    """
-    p, q = target, source
-    for i, token in enumerate(candidates):
-        if i > 0:
-            q = q.without(candidates[i - 1])
-        _check_sources([token], [q])
-        if chance.coin(coins[i], min(1.0, p.prob(token) / q.prob(token))):
-            return i, target
-        p = p.residual(q)
-    return None, p
-
-
 # -- what a round calls ----------------------------------------------------------------------------
 
 
@@ -365,23 +305,12 @@ def verify(
     raise ConfigError(f"unknown rule {rule!r}: use {', '.join(map(repr, RULES))}")
 
 
-def verify_tree(
-    tree: DraftTree,
-    target: Target,
-    *,
-    seed: int,
-    position: int,
-    sources: Target | None = None,
-) -> TreeVerdict:
-    """Return what stands of a tree, by the noise of (seed, position).
+def verify_tree(tree: DraftTree, target: Target, *, seed: int, position: int) -> TreeVerdict:
+    """Return what is accepted of a tree by :func:`tree_rule`, by the noise of (seed, position).
 
-    Without ``sources`` the text is what plain decoding draws from the same seed (:func:`tree_rule`);
-    with them, :func:`rejection_tree_rule`.
+    The text is what plain decoding draws from the same seed.
     """
-    noise = Noise(seed, position)
-    if sources is None:
-        return tree_rule(tree, target, noise)
-    return rejection_tree_rule(tree, sources, target, noise)
+    return tree_rule(tree, target, Noise(seed, position))
 
 
 def _check_sources(drafted: Sequence[int], sources: Sequence[Distribution]) -> None:

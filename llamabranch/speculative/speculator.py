@@ -114,7 +114,7 @@ class Speculator:
         """Return the rounds of ``branch``; give its line back with ``close_stream``."""
         rule = self.rule_for(branch)
         line = self._lines.take(branch, rule)
-        return Stream(branch, line, self.length, rule, stats, n_alternatives)
+        return Stream(branch, line, self.length.stream(), rule, stats, n_alternatives)
 
     def close_stream(self, stream: Stream, *, keep: bool) -> None:
         """Count its last steps; keep the line for the branch's next generation, or free it."""
@@ -138,9 +138,9 @@ class Speculator:
             low, high = stats.alpha_interval
             drafts = "1 draft" if stats.num_drafts == 1 else f"{stats.num_drafts} drafts"
             lines.append(
-                f"{drafts}: {stats.draft_acceptance_rate:.1%} of the drafted tokens "
-                f"stood, {stats.mean_acceptance_length:.2f} tokens a round; a tested token stands with "
-                f"chance {stats.alpha_hat:.2f} ({low:.2f} to {high:.2f})"
+                f"{drafts}: {stats.draft_acceptance_rate:.1%} of the drafted tokens were accepted, "
+                f"{stats.mean_acceptance_length:.2f} tokens a round; a tested token is accepted with "
+                f"probability {stats.alpha_hat:.2f} ({low:.2f} to {high:.2f})"
             )
         if stats.stop_reasons:
             reasons = sorted(stats.stop_reasons.items(), key=lambda item: -item[1])

@@ -26,7 +26,7 @@ Chance = Callable[[float], float]  # of a token, given the entropy it was drawn 
 
 @dataclass
 class World:
-    """Runs rounds as the loop does, and adds up what they yield and cost."""
+    """Runs rounds as a Speculator does, or an Engine with many streams; adds up tokens and seconds."""
 
     length: AutoLength
     chance: Chance
@@ -37,41 +37,67 @@ class World:
     noise: float = 0.0  # how far the time of a round may be off, and the machine's speed drift
     speaks: float = 1.0  # how often the drafter has something to propose
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(2))
-    n_behind: int = 1
+    n_streams: int = 1
+    c_slope: float = 0.0  # seconds of a draft step for each further stream that takes it
     n_tokens: int = 0
     seconds: float = 0.0
-    drafted: list[int] = field(default_factory=list)  # tokens of each round, -1 = not asked
+    drafted: list[int] = field(
+        default_factory=list
+    )  # tokens of each stream's round, -1 = not asked
+
+    def __post_init__(self) -> None:
+        shared = self.n_streams > 1
+        self.streams = [self.length]  # a Speculator with one stream, as it is used by itself
+        if shared:
+            self.streams = [self.length.stream(shares_decode=True) for _ in range(self.n_streams)]
+        self.n_behind = [1] * self.n_streams
 
     def time(self, n: int) -> float:
         return 1.0 + self.slope * (n - 1)
 
     def round(self, limit: int = 1 << 30) -> None:
-        length, limit = self.length, min(limit, self.length.limit)
+        n_streams = self.n_streams
+        drafts = [self._draft(i, limit) for i in range(n_streams)]
+        n_decoded = n_streams + sum(n for _, _, n, _ in drafts)
+        draft_s = 0.0
+        for step in range(max(n for _, _, n, _ in drafts)):
+            draft_s += self.c + self.c_slope * (sum(n > step for _, _, n, _ in drafts) - 1)
+        pace = 1.0
+        if self.noise:
+            pace += self.noise * math.sin(len(self.drafted) / n_streams / 150)
+            pace *= 1.0 + self.noise * self.rng.uniform(-1.0, 1.0)
+        verify_s = pace * self.time(n_decoded)
+        for i, (length, (asked, shown, n, accepted)) in enumerate(
+            zip(self.streams, drafts, strict=True)
+        ):
+            own_s = draft_s * n / (n_decoded - n_streams) if n else 0.0
+            share_s = verify_s * (1 + n) / n_decoded
+            length.learn(
+                RoundReport(self.drafter, asked, shown, n, accepted, 1 + n, own_s, share_s)
+            )
+            self.n_behind[i] = 1 if asked else self.n_behind[i] + 1
+            self.n_tokens += 1 + accepted
+            self.drafted.append(n if asked else -1)
+        if n_streams > 1:
+            self.length.learn_decode(self.streams, n_decoded, verify_s)
+        self.seconds += draft_s + self.time(n_decoded)  # at one pace, so that speeds compare
+
+    def _draft(self, i: int, limit: int) -> tuple[bool, list[float], int, int]:
+        """Return whether a stream's drafter was asked, the entropies, tokens drafted and accepted."""
+        length, limit = self.streams[i], min(limit, self.length.limit)
         shown: list[float] = []
         n = accepted = 0
-        standing = True
-        asked = length.plain_steps(self.n_behind) == 0
+        is_right = True
+        asked = length.plain_steps(self.n_behind[i]) == 0
         if asked and length.consider(self.drafter) and self.rng.random() < self.speaks:
             while n < limit:
-                shown.append(float(self.rng.choice(self.entropies)))
+                shown.append(self.entropies[int(self.rng.integers(len(self.entropies)))])
                 if not length.goes_on(n, shown[-1]):
                     break
                 n += 1
-                standing = standing and self.rng.random() < self.chance(shown[-1])
-                accepted += standing
-        pace = 1.0
-        if self.noise:
-            pace += self.noise * math.sin(len(self.drafted) / 150)
-            pace *= 1.0 + self.noise * self.rng.uniform(-1.0, 1.0)
-        report = RoundReport(
-            drafter=self.drafter, asked=asked, entropies=shown, n_steps=n, n_accepted=accepted,
-            n_verified=1 + n, draft_s=self.c * n, verify_s=pace * self.time(1 + n),
-        )  # fmt: skip
-        length.learn(report)
-        self.n_behind = 1 if asked else self.n_behind + 1
-        self.n_tokens += 1 + accepted
-        self.seconds += report.draft_s + self.time(1 + n)  # at one pace, so that speeds compare
-        self.drafted.append(n if asked else -1)
+                is_right = is_right and self.rng.random() < self.chance(shown[-1])
+                accepted += is_right
+        return asked, shown, n, accepted
 
     def run(self, n: int) -> World:
         for _ in range(n):
@@ -80,8 +106,8 @@ class World:
 
     @property
     def speed(self) -> float:
-        """Of plain decoding, which says a token a second."""
-        return self.n_tokens / self.seconds
+        """Over plain decoding, which emits a token of each stream a decode."""
+        return self.n_tokens / self.seconds * self.time(self.n_streams) / self.n_streams
 
     def recent(self, n: int = 50) -> float:
         """Return the mean length of the last ``n`` drafts."""
@@ -122,8 +148,8 @@ def test_pauses_between_trials_grow() -> None:
     pauses = np.diff(asked[asked > 20])
     assert len(pauses) >= 4
     assert all(b >= a for a, b in pairwise(pauses))
-    assert pauses[0] >= AutoLength.PAUSE
-    assert pauses[-1] >= AutoLength.LONGEST_PAUSE
+    assert pauses[0] >= AutoLength.COOLDOWN
+    assert pauses[-1] >= AutoLength.LONGEST_COOLDOWN
 
 
 def test_drafter_that_gets_better_comes_back() -> None:
@@ -205,7 +231,7 @@ def test_plain_steps_are_learned_together_as_one_by_one() -> None:
     for _ in range(400):
         one.learn(RoundReport("", False, (), 0, 0, 1, 0.0, 1.5, 0.5))
     for _ in range(50):
-        many.learn_plain(8, 1.5, 0.5)
+        many.learn(RoundReport.plain(8, 1.5, 0.5))
     assert one.plain_steps(1) == many.plain_steps(1) == 0  # both have waited long enough
     assert one.verify_cost(2) == pytest.approx(many.verify_cost(2))
 
@@ -327,7 +353,6 @@ def test_drafters_of_a_chain_have_profiles_of_their_own() -> None:
     copies = World(length, always(0.98), c=0.001, drafter="lookup")
     copies.run(100)
     model = World(length, always(0.0), c=0.5, drafter="model")
-    model.n_behind = 1
     for _ in range(60):
         copies.round()
         if length.is_on:
@@ -415,7 +440,7 @@ def test_drafter_that_fills_only_tokens_is_switched_off_where_it_does_not_pay() 
     assert sum(n > 0 for n in drafted[1000:]) < 30
     assert speed > 0.97
     assert "drafting is off" in length.explain()
-    assert "chance 0.0" in length.explain()
+    assert "probability 0.0" in length.explain()
 
 
 def test_drafter_that_fills_only_tokens_is_used_where_it_pays() -> None:
@@ -423,7 +448,7 @@ def test_drafter_that_fills_only_tokens_is_used_where_it_pays() -> None:
     assert length.is_on
     assert sum(drafted[-100:]) > 4 * 100
     assert speed > 1.5
-    assert "chance 0.9" in length.explain() or "chance 0.8" in length.explain()
+    assert "probability 0.9" in length.explain() or "probability 0.8" in length.explain()
 
 
 def test_bare_draft_is_cut_by_length_alone_and_never_changed_in_place() -> None:
@@ -463,7 +488,7 @@ def test_bare_drafter_under_auto_is_measured_and_the_text_is_plain(
     assert drafted.stats.draft_time_s > 0
     said = speculator.explain()
     assert "still measuring" not in said
-    chance = float(said.split("stands with chance ")[1].split(",")[0])
+    chance = float(said.split("accepted with probability ")[1].split(",")[0])
     assert (chance > 0.5) == honest
     if not honest:  # never more at once than a warm-up tries
         assert drafted.stats.num_draft_tokens <= 3 * drafted.stats.num_drafts
@@ -475,7 +500,7 @@ def test_bare_drafter_of_an_engine_is_measured_too(ctx: lb.Context) -> None:
     engine.generate([lb.Request("Once upon a time", max_tokens=40, sampling=settings)])
     said = engine.explain()
     assert "unknown" not in said
-    assert float(said.split("stands with chance ")[1].split("\n")[0].split(";")[0]) < 0.5
+    assert float(said.split("accepted with probability ")[1].split(",")[0]) < 0.5
 
 
 @pytest.mark.parametrize("width", [1, 2])

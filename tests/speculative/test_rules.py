@@ -30,8 +30,6 @@ from llamabranch.speculative.rules import (
     block_rule,
     choose_rule,
     draft_seed,
-    recursive_rejection,
-    rejection_tree_rule,
     seeded_rule,
     token_rule,
     tree_rule,
@@ -405,10 +403,6 @@ def after_node(models: Pair, tree: DraftTree, node: int) -> Distribution:
     return models.target[text_of(tree, node)]
 
 
-def source_of_children(models: Pair, tree: DraftTree, node: int) -> Distribution:
-    return models.draft[text_of(tree, node)]
-
-
 def said(tree: DraftTree, verdict: TreeVerdict) -> Context:
     assert verdict.path == (tree.path(verdict.path[-1]) if verdict.path else [])
     return (*(tree.tokens[n] for n in verdict.path), verdict.token)
@@ -424,74 +418,6 @@ def test_tree_rule_is_lossless_for_any_tree() -> None:
             return said(tree, tree_rule(tree, partial(after_node, models, tree), walk))
 
         assert models.error(law(program)) < EXACT
-
-
-def draw_children(source: Distribution, width: int, chance: Chance) -> list[int]:
-    """Draw at most ``width`` tokens without replacement, one after the other."""
-    drawn = [chance.draw(source, 0)]
-    while len(drawn) < min(width, len(source)):
-        source = source.without(drawn[-1])
-        drawn.append(chance.draw(source, 0))
-    return drawn
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "mixed"])
-@pytest.mark.parametrize("width", [1, 2, 3])
-def test_recursive_rejection_is_lossless(kind: str, width: int) -> None:
-    for seed in range(20):
-        models = pair(kind, 0, seed)
-        p, q = models.target[ROOT], models.draft[ROOT]
-
-        def program(
-            walk: Walk, p: Distribution = p, q: Distribution = q, width: int = width
-        ) -> Context:
-            drawn = draw_children(q, width, walk)
-            at, left = recursive_rejection(drawn, q, p, walk, range(len(drawn)))
-            return (drawn[at] if at is not None else walk.draw(left, 0),)
-
-        assert models.error(law(program)) < EXACT
-
-
-@pytest.mark.parametrize("kind", ["dense", "truncated", "mixed"])
-def test_rejection_tree_is_lossless(kind: str) -> None:
-    for seed in range(2):
-        models = pair(kind, 2, seed)
-
-        def program(walk: Walk, models: Pair = models) -> Context:
-            tokens: list[int] = []
-            parents: list[int] = []
-            level = [-1]
-            for width in (2, 2):
-                below = []
-                for node in level:
-                    tree = DraftTree(tokens, parents)
-                    for token in draw_children(models.draft[text_of(tree, node)], width, walk):
-                        below.append(len(tokens))
-                        tokens.append(token)
-                        parents.append(node)
-                level = below
-            tree = DraftTree(tokens, parents)
-            target = partial(after_node, models, tree)
-            sources = partial(source_of_children, models, tree)
-            return said(tree, rejection_tree_rule(tree, sources, target, walk))
-
-        assert models.error(law(program)) < EXACT
-
-
-def test_rejection_tree_of_one_line_is_the_token_rule() -> None:
-    models = pair("dense", 3, 5)
-    for seed in range(200):
-        drafted, sources = draft_all(models, Noise(seed + 10_000, 0))
-        tree = DraftTree(drafted, [-1, 0, 1])
-        by_tree = verify_tree(
-            tree,
-            partial(after_node, models, tree),
-            sources=dict(zip(range(-1, 2), sources, strict=True)).__getitem__,
-            seed=seed,
-            position=7,
-        )
-        verdict = verify("token", drafted, sources, models.after(drafted), seed=seed, position=7)
-        assert (len(by_tree.path), by_tree.token) == (verdict.n_accepted, verdict.token)
 
 
 def test_tree_that_is_no_tree_is_refused() -> None:
@@ -680,18 +606,6 @@ def test_impossible_draft_is_refused(rule: str) -> None:
         verify(rule, [1], [Distribution.point(0)], lambda i: p, seed=0, position=0)
     with pytest.raises(ConfigError, match="1 drafted tokens but 0 sources"):
         verify(rule, [1], [], lambda i: p, seed=0, position=0)
-
-
-def test_impossible_child_is_refused() -> None:
-    p = Distribution.from_probs(np.array([0.5, 0.5]))
-    with pytest.raises(ConfigError, match="cannot have been drawn"):
-        verify_tree(
-            DraftTree([1], [-1]),
-            lambda node: p,
-            sources=lambda node: Distribution.point(0),
-            seed=0,
-            position=0,
-        )
 
 
 def test_unknown_rule_is_refused() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Draft, SamplingParams, SpeculativeConfig, Speculator
-from llamabranch.speculative.length.base import DraftLength, FixedLength
+from llamabranch.speculative.length.base import DraftLength, FixedLength, RoundReport
 
 PROMPTS = [
     "Once upon a time there was a king who had three daughters, and the youngest",
@@ -597,7 +597,7 @@ def test_explanation_names_drafter_length_and_outcome(ctx: Context, draft_ctx: C
     speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k="auto"))
     speculator.generate(PROMPTS[0], max_tokens=60, sampling=WARM).finish()
     words = speculator.explain()
-    for part in (speculator.drafter.name, "drafts:", "stood", "c =", "v ="):
+    for part in (speculator.drafter.name, "drafts:", "accepted", "c =", "v ="):
         assert part in words
 
 
@@ -631,11 +631,11 @@ def test_single_slow_step_is_counted_but_not_learned(
     ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else one pause of the machine would make plain decoding look slow, and any draft worth it."""
-    learned: list[tuple[int, float]] = []
+    learned: list[RoundReport] = []
 
     class Spy(FixedLength):
-        def learn_plain(self, n: int, verify_s: float, overhead_s: float) -> None:
-            learned.append((n, verify_s))
+        def learn(self, report: RoundReport) -> None:
+            learned.append(report)
 
     commit, n_commits = Branch.commit, 0
 
@@ -650,8 +650,8 @@ def test_single_slow_step_is_counted_but_not_learned(
     speculator = Speculator(ctx)
     speculator.length = Spy(0)
     stats = speculator.generate(PROMPTS[0], max_tokens=20, sampling=WARM).finish().stats
-    assert [n for n, _ in learned] == [19]
-    assert learned[0][1] < 1.0
+    assert [report.n_rounds for report in learned] == [19]
+    assert learned[0].verify_s < 1.0
     assert stats.plain_time_s > 2.0
 
 

@@ -1,18 +1,18 @@
-"""As many drafted tokens as pay, and none where none do."""
+"""As many drafted tokens as raise the throughput, and none where none do."""
 
 from __future__ import annotations
 
 import bisect
+import copy
 import math
-import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...native import forkable_lock
 from ..config import SpeculativeConfig
 from .base import DraftLength, FixedLength, RoundReport
 
-__all__ = ["AutoLength", "Profile", "draft_length", "interpolate", "smooth"]
+__all__ = ["AutoLength", "draft_length"]
 
 _EDGES = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)  # nats
 _N_BUCKETS = len(_EDGES) + 1
@@ -22,359 +22,419 @@ _SHARED = ((-2, 0.1), (-1, 0.3), (0, 1.0), (1, 0.3), (2, 0.1))
 
 
 @dataclass
-class Profile:
-    """What is known of one drafter: how often its tokens stand, by entropy, and what they cost."""
+class _Profile:
+    """What is known of one drafter: how often its tokens are accepted, and what it has brought.
 
-    tried: list[float] = field(default_factory=lambda: [1.0] * (_N_BUCKETS + 1))
-    stood: list[float] = field(
+    ``tested``, ``accepted`` and ``drawn`` count its tokens by entropy bucket, old ones for less.
+    """
+
+    tested: list[float] = field(default_factory=lambda: [1.0] * (_N_BUCKETS + 1))
+    accepted: list[float] = field(
         default_factory=lambda: [0.5] * (_N_BUCKETS + 1)
     )  # prior: one in two
-    seen: list[float] = field(default_factory=lambda: [0.0] * (_N_BUCKETS + 1))
-    step_s: float = 0.0
+    drawn: list[float] = field(default_factory=lambda: [0.0] * (_N_BUCKETS + 1))
+    step_s: float = 0.0  # seconds of a draft step
     n_drafts: int = 0
-    # Whether it is asked, and what the rounds in which it was asked yielded.
-    on: bool = True
-    trial: bool = False
+    # Whether it is asked in every round, and what the rounds in which it was asked brought of late.
+    is_on: bool = True
     tokens: float = 0.0
     seconds: float = 0.0
     rounds: float = 0.0
-    lost_s: float = 0.0  # more than plain decoding would have taken, since it last was even with it
-    pause: int = 0
-    paused: int = 0
-    paused_s: float = 0.0
-    asked_in_vain: int = 0
+    lost_s: float = 0.0  # beyond what plain decoding would have taken, since they were last even
+    # The cooldown while it is off, in rounds: how long it is to be, and how long it has lasted.
+    cooldown: int = 0
+    waited: float = 0.0
+    waited_s: float = 0.0
+    empty_probes: float = 0.0  # rounds since then in which it was asked and had nothing to propose
 
-    def chance(self, entropy: float) -> float:
+    def acceptance(self, entropy: float) -> float:
+        """Return the probability that a token drawn at this entropy is accepted."""
         bucket = _bucket(entropy)
-        return self.stood[bucket] / self.tried[bucket]
+        return self.accepted[bucket] / self.tested[bucket]
 
     @property
-    def mean_chance(self) -> float:
-        seen = sum(self.seen)
-        if seen == 0:
+    def mean_acceptance(self) -> float:
+        """The same over all entropies, as often as they occur."""
+        drawn = sum(self.drawn)
+        if drawn == 0:
             return 0.5
-        return (
-            sum(w * s / t for w, s, t in zip(self.seen, self.stood, self.tried, strict=True)) / seen
-        )
+        counts = zip(self.drawn, self.accepted, self.tested, strict=True)
+        return sum(n * accepted / tested for n, accepted, tested in counts) / drawn
 
     def learn(self, report: RoundReport) -> None:
+        """Learn the acceptance and the time of a step from a round that drafted."""
         self.n_drafts += 1
         buckets = [_bucket(entropy) for entropy in report.entropies]
         for bucket in buckets:
-            self.seen[bucket] = 0.995 * self.seen[bucket] + 1.0
-        tested = min(report.n_steps, report.n_accepted + 1)
-        for i, bucket in enumerate(buckets[:tested]):
-            self._test(bucket, stood=i < report.n_accepted)
+            self.drawn[bucket] = 0.995 * self.drawn[bucket] + 1.0
+        n_tested = min(report.n_steps, report.n_accepted + 1)
+        for i, bucket in enumerate(buckets[:n_tested]):
+            self._test(bucket, accepted=i < report.n_accepted)
         for bucket in buckets[report.n_steps :]:
             self._forget(bucket)
         if report.n_steps and not report.caught_up:
-            self.step_s = smooth(self.step_s, report.draft_s / report.n_steps)
+            self.step_s = _smooth(self.step_s, report.draft_s / report.n_steps)
 
-    def _test(self, bucket: int, *, stood: bool) -> None:
+    def _test(self, bucket: int, *, accepted: bool) -> None:
         for offset, weight in ((0, 1.0),) if bucket == _UNKNOWN else _SHARED:
             at = bucket + offset
             if 0 <= at < _N_BUCKETS or at == bucket:
                 keep = 1.0 - 0.01 * weight
-                self.tried[at] = keep * self.tried[at] + weight
-                self.stood[at] = keep * self.stood[at] + weight * stood
+                self.tested[at] = keep * self.tested[at] + weight
+                self.accepted[at] = keep * self.accepted[at] + weight * accepted
 
     def _forget(self, bucket: int) -> None:
         """Return a little to the prior: what is never drawn would else be thought bad for ever."""
-        self.tried[bucket] += 0.02 * (1.0 - self.tried[bucket])
-        self.stood[bucket] += 0.02 * (0.5 - self.stood[bucket])
+        self.tested[bucket] += 0.02 * (1.0 - self.tested[bucket])
+        self.accepted[bucket] += 0.02 * (0.5 - self.accepted[bucket])
 
-    def rest(self, pause: int) -> None:
-        """Ask it no more for ``pause`` rounds."""
-        self.pause, self.paused, self.paused_s, self.asked_in_vain = pause, 0, 0.0, 0
-
-    def switch(self, *, on: bool, pause: int) -> None:
-        """Ask it every round from now on, or rest."""
-        self.on = on
+    def switch(self, *, on: bool) -> None:
+        """Ask it in every round from now on, or only after a cooldown."""
+        self.is_on = on
         self.tokens = self.seconds = self.rounds = self.lost_s = 0.0
-        self.rest(pause)
+
+    def cool_down(self, cooldown: int) -> None:
+        """Do not ask it for so many rounds."""
+        self.cooldown = cooldown
+        self.waited = self.waited_s = self.empty_probes = 0.0
 
 
-class _Drafting(threading.local):
-    """What concerns the draft at hand: each thread may be at another."""
+class _Learned:
+    """What all streams of a controller share."""
 
     def __init__(self) -> None:
-        self.profile: Profile | None = None  # of the drafter that was considered
-        self.n_behind = 0
-        self.reach = 1.0
-        self.going_rate = 0.0
-        self.reason = "length"
+        self.lock = forkable_lock()
+        self.profiles: dict[str, _Profile] = {}
+        self.profile = _Profile()  # of the drafter that was asked last
+        self.target_s: dict[int, float] = {}  # seconds of a target decode of so many tokens
+        self.overhead_s = {False: 0.0, True: 0.0}  # of a stream's round, by whether it had a draft
+        self.n_streams = 1  # in the last decode
+        self.n_plain = 0  # rounds
+        self.n_drafts = 0
+        self.since_plain = 0  # rounds since the last of them
+        self.costs: list[float] = []  # seconds of a round by its length; computed anew when empty
+        self.costs_of = self.profile
 
 
 class AutoLength:
-    """The length with the most expected tokens a second, learned while it runs.
+    """The length with the highest throughput in tokens a second, learned while it runs.
 
-    A draft of k tokens is expected to yield E_k = 1 + sum_{j<=k} prod_{i<=j} b_i tokens in
-    k c + t(k + 1) + s seconds: b_i is the learned chance that a token drawn at this entropy stands, c the
-    time of a draft step, t(n) the target's time for n tokens in one decode, s that of sampling and text.
-    A draft goes on while some longer one adds more tokens than the generation, at the rate of its last
-    rounds, would say in the time that it takes.
+    A draft of k tokens is expected to produce E_k = 1 + sum_{j<=k} prod_{i<=j} b_i tokens in
+    k c + t(n (k + 1)) / n + s seconds: b_i is the learned probability that a token drawn at this
+    entropy is accepted, c the time of a draft step, t(m) the target's time for m tokens in one decode,
+    n the number of streams that share it, s the time of sampling and text. So a drafted token costs
+    what it adds to the decode of all. A draft goes on while some longer one adds more tokens than the
+    generation, at the throughput of its last rounds, would produce in the time that it takes.
 
-    Whether to draft at all is decided by what came of it, for each drafter of a chain by itself: while
-    it is asked, the time its rounds lost or won against plain steps is added up, and where it has lost
-    the time of a few it is switched off. It is tried again after ever longer pauses, and only when the
+    Whether to draft at all is decided by the outcome, for each drafter of a chain by itself: the time
+    that its rounds lost or won against plain steps is added up, and where it has lost the time of a few
+    it is switched off. After a cooldown it is tried again: each time a longer one, and only when the
     trial would cost little of the time since the last.
 
-    Many threads may draft by it: what is learned is shared, what concerns one draft is each thread's own.
+    Args:
+        limit: the most tokens a draft may have.
+        entropy_stop: end a draft before a token above this entropy, nats; None = never.
+        width: tokens that a draft step adds to the decode: 1, or those of a tree's level.
+
+    What is learned is shared by the streams, and any number of threads may each drive one.
     """
 
     WARM_UP_PLAIN, WARM_UP_DRAFTS, WARM_UP_K = 3, 4, 3
-    RATE_ROUNDS = 32  # how many rounds the going rate looks back, about
+    RATE_ROUNDS = 32  # how many rounds the throughput looks back, about
     LOST_ROUNDS = 8  # a drafter that has lost the time of so many of its rounds is switched off
-    WORTH = 1.03  # of plain speed: what drafting must promise to be on, times being noisy
-    DOUBT = 0.6  # over the number of drafts: how far off the chance that was learned may be
-    REFRESH = 64  # rounds after which a plain step measures t(1) again
-    PAUSE, LONGEST_PAUSE = 16, 1024  # plain steps between trials
+    MARGIN = 1.03  # times plain throughput: what drafting must promise to be on, times being noisy
+    ERROR = 0.6  # over the number of drafts: how far off the learned acceptance may be
+    REFRESH = 64  # rounds after which a plain step measures t(n) again
+    COOLDOWN, LONGEST_COOLDOWN = 16, 1024  # rounds between trials
     TRIAL_SHARE = 0.02  # of the time since the last trial
     LOOK_EVERY = 8  # plain steps between questions whether a trial is due
-    VAIN_ASKS = 8  # how often a drafter with nothing to propose is asked in a trial
+    EMPTY_PROBES = 8  # how often a drafter with nothing to propose is asked in a trial
+
     reads_entropy = True
 
     def __init__(self, limit: int, entropy_stop: float | None = None, width: int = 1) -> None:
         self.limit = limit
-        self._lock = forkable_lock()
-        self._now = _Drafting()
         self._entropy_stop = entropy_stop
         self._width = width
-        self._profiles: dict[str, Profile] = {}
-        self._profile = Profile()  # of the drafter that was asked last
-        self._target_s: dict[int, float] = {}
-        self._settle_s = {False: 0.0, True: 0.0}  # by whether there was a draft
-        self._costs: list[float] = []  # seconds of a round with k tokens; made anew when stale
-        self._costs_of = self._profile
-        self._n_plain = self._n_drafts = self._since_plain = 0
+        self._learned = _Learned()
+        self._begin(shares_decode=False)
 
-    @property
-    def reason(self) -> str:
-        """Why ``goes_on`` last said no to this thread."""
-        return self._now.reason
+    def _begin(self, *, shares_decode: bool) -> None:
+        """Set what concerns one stream alone."""
+        self.reason = "length"
+        self._shares_decode = shares_decode
+        self._report: RoundReport | None = None  # of a round whose shared decode is not learned yet
+        self._profile: _Profile | None = None  # of the drafter that is considered
+        self._is_trial = False
+        self._n_behind = 0
+        self._reach = 1.0  # the probability that all of the draft so far is accepted
+
+    def stream(self, *, shares_decode: bool = False) -> AutoLength:
+        """Return one for another stream, which shares what is learned."""
+        other = copy.copy(self)
+        other._begin(shares_decode=shares_decode)
+        return other
 
     # -- what is known -----------------------------------------------------------------------------
 
     def step_cost(self) -> float:
         """Return c: a draft step's time over a plain target step's, nan before it is measured."""
-        with self._lock:
-            return self._profile.step_s / self._target_s[1] if 1 in self._target_s else math.nan
+        with self._learned.lock:
+            target_s = self._learned.target_s
+            return self._learned.profile.step_s / self._time(1) if target_s else math.nan
 
     def verify_cost(self, n: int) -> float:
         """Return v(n): the target's time for n tokens over its time for one, interpolated."""
-        with self._lock:
-            return self._time(n) / self._target_s[1] if 1 in self._target_s else math.nan
-
-    def _time(self, n: int) -> float:
-        return interpolate(self._target_s, n)
+        with self._learned.lock:
+            return self._time(n) / self._time(1) if self._learned.target_s else math.nan
 
     @property
-    def _plain_s(self) -> float:
-        return self._time(1) + self._settle_s[False]
+    def is_on(self) -> bool:
+        """True while a drafter is asked in every round."""
+        with self._learned.lock:
+            return self._is_on()
 
-    def _round_costs(self, profile: Profile) -> list[float]:
-        if not self._costs or self._costs_of is not profile:
-            self._costs_of = profile
-            step_s, width = profile.step_s, self._width
-            # Times are noisy, but more tokens never take less: a draft is not free because of noise.
-            least_s, overhead_s = self._time(1), max(self._settle_s.values())
-            self._costs = [
-                k * step_s + max(least_s, self._time(1 + k * width)) + overhead_s
-                for k in range(self.limit + 1)
-            ]
-            self._costs[0] = self._plain_s
-        return self._costs
+    def best(self) -> tuple[int, float]:
+        """Return the length with the highest expected throughput, and that over plain decoding's."""
+        with self._learned.lock:
+            return self._best(self._learned.profile)
 
-    def _pays(self, profile: Profile, k: int, chance: float) -> bool:
-        """Return whether to draft on after ``k`` tokens; the next one stands with ``chance``."""
-        costs, mean, rate = self._round_costs(profile), profile.mean_chance, self._now.going_rate
-        reach, gained = self._now.reach, 0.0
-        for longer in range(k + 1, self.limit + 1):
-            reach *= chance
-            gained += reach
-            if gained > rate * (costs[longer] - costs[k]):
-                return True
-            if reach < 0.05:
-                break
-            chance = mean
-        return False
-
-    def _rate(self, profile: Profile) -> float:
-        """Return the tokens a second of late, those of plain decoding at least."""
-        plain = 1.0 / self._plain_s
-        return max(plain, profile.tokens / profile.seconds) if profile.rounds > 1 else plain
-
-    def best(self, doubt: float = 0.0) -> tuple[int, float]:
-        """Return the length with the best expected rate at the mean chance, and its speedup.
-
-        ``doubt`` is by how much the chance may be higher than it seems.
-        """
-        with self._lock:
-            costs = self._round_costs(self._profile)
-            chance = min(1.0, self._profile.mean_chance + doubt)
-        rates, expected, reach = [1.0 / costs[0]], 1.0, 1.0
+    def _best(self, profile: _Profile, error: float = 0.0) -> tuple[int, float]:
+        """Return the same; the acceptance may be higher than it seems by ``error``."""
+        costs, expected, reach = self._costs(profile), 1.0, 1.0
+        acceptance = min(1.0, profile.mean_acceptance + error)
+        rates = [1.0 / costs[0]]
         for cost in costs[1:]:
-            reach *= chance
+            reach *= acceptance
             expected += reach
             rates.append(expected / cost)
         k = max(range(len(rates)), key=rates.__getitem__)
         return k, rates[k] / rates[0]
 
-    @property
-    def is_on(self) -> bool:
-        """True while a drafter is asked every round."""
-        with self._lock:
-            return not self._profiles or any(profile.on for profile in self._profiles.values())
+    def _is_on(self) -> bool:
+        profiles = self._learned.profiles
+        return not profiles or any(profile.is_on for profile in profiles.values())
+
+    def _time(self, n: int) -> float:
+        return _interpolate(self._learned.target_s, n)
+
+    def _plain_s(self) -> float:
+        """Return the seconds of a plain token: a stream's share of the decode, and its overhead."""
+        n = self._learned.n_streams
+        return self._time(n) / n + self._learned.overhead_s[False]
+
+    def _costs(self, profile: _Profile) -> list[float]:
+        """Return the seconds of a stream's part of a round in which each drafts k tokens, by k."""
+        learned = self._learned
+        if not learned.costs or learned.costs_of is not profile:
+            learned.costs_of = profile
+            n, per_token = learned.n_streams, learned.n_streams * self._width
+            # Times are noisy, but more tokens never take less: a draft is not free because of noise.
+            least_s, overhead_s = self._time(n), max(learned.overhead_s.values())
+            learned.costs = [
+                k * profile.step_s + max(least_s, self._time(n + k * per_token)) / n + overhead_s
+                for k in range(self.limit + 1)
+            ]
+            learned.costs[0] = self._plain_s()
+        return learned.costs
+
+    def _throughput(self, profile: _Profile) -> float:
+        """Return the tokens a second of late, those of plain decoding at least."""
+        plain = 1.0 / self._plain_s()
+        return max(plain, profile.tokens / profile.seconds) if profile.rounds > 1 else plain
 
     # -- decisions ---------------------------------------------------------------------------------
 
     def plain_steps(self, n_behind: int) -> int:
         """Return how many plain steps come before the drafter is asked: none while it is on."""
-        with self._lock:
-            if self._n_plain < self.WARM_UP_PLAIN:
-                return self.WARM_UP_PLAIN - self._n_plain
-            self._now.n_behind = n_behind
-            if self.is_on:
-                self._since_plain += 1
-                if self._since_plain > self.REFRESH:
-                    self._since_plain = 0
-                    return 1
-                return 0
-            return 0 if any(map(self._is_due, self._profiles.values())) else self.LOOK_EVERY
+        with self._learned.lock:
+            learned = self._learned
+            self._n_behind = n_behind
+            if learned.n_plain < self.WARM_UP_PLAIN:
+                return self.WARM_UP_PLAIN - learned.n_plain
+            if self._is_on():
+                return int(learned.since_plain >= self.REFRESH)
+            return 0 if any(map(self._is_due, learned.profiles.values())) else self.LOOK_EVERY
 
-    def _is_due(self, profile: Profile) -> bool:
+    def _is_due(self, profile: _Profile) -> bool:
         """Return whether a drafter that is off should be tried again."""
-        if profile.paused < profile.pause:
+        if profile.waited < profile.cooldown:
             return False
         # Reading many tokens at once costs about a fifth of a step for each. In a chain that others
-        # are asked in, a drafter has missed what was said in its own pause.
-        n_behind = max(self._now.n_behind, profile.paused)
-        round_s = self._round_costs(self._profile)[1]
-        cost = profile.step_s * (1 + n_behind / 5) + round_s - self._plain_s
-        return cost < self.TRIAL_SHARE * profile.paused_s
+        # are asked in, a drafter has missed what was generated in its own cooldown.
+        n_behind = max(self._n_behind, profile.waited)
+        cost_s = profile.step_s * (1 + n_behind / 5) + self._costs(profile)[1] - self._plain_s()
+        return cost_s < self.TRIAL_SHARE * profile.waited_s
 
     def consider(self, drafter: str) -> bool:
-        """Return whether this drafter should propose; what follows is about it."""
-        with self._lock:
-            profile = self._profiles.setdefault(drafter, Profile())
-            self._profile = self._now.profile = profile
-            profile.trial = not profile.on and self._is_due(profile)
-            return profile.on or profile.trial
+        """Return whether this drafter should propose; ``goes_on`` is then about it."""
+        with self._learned.lock:
+            profile = self._learned.profiles.setdefault(drafter, _Profile())
+            self._profile = self._learned.profile = profile
+            self._is_trial = not profile.is_on and self._is_due(profile)
+            return profile.is_on or self._is_trial
 
     def goes_on(self, n_drafted: int, entropy: float) -> bool:
-        """Return whether to draw one more after ``n_drafted``, from a distribution of ``entropy``."""
-        with self._lock:
-            now = self._now
-            profile = now.profile or self._profile
+        """Return whether to draw another token after ``n_drafted``, at this ``entropy`` in nats."""
+        with self._learned.lock:
+            profile = self._profile or self._learned.profile
             if n_drafted == 0:
-                now.reach = 1.0
-                now.going_rate = self._rate(profile)
-            now.reason = "length"
+                self._reach = 1.0
+            self.reason = "length"
             if n_drafted >= self.limit:
                 return False
             if self._entropy_stop is not None and entropy > self._entropy_stop:
-                now.reason = "entropy"
+                self.reason = "entropy"
                 return False
-            now.reason = "goodput"
+            self.reason = "goodput"
             if profile.n_drafts < self.WARM_UP_DRAFTS:
                 return n_drafted < self.WARM_UP_K
-            chance = profile.chance(entropy)
-            is_trial = profile.trial and n_drafted == 0
-            if not is_trial and not self._pays(profile, n_drafted, chance):
+            acceptance = profile.acceptance(entropy)
+            is_probe = self._is_trial and n_drafted == 0
+            if not is_probe and not self._pays(profile, n_drafted, acceptance):
                 return False
-            now.reach *= chance
+            self._reach *= acceptance
             return True
+
+    def _pays(self, profile: _Profile, k: int, acceptance: float) -> bool:
+        """Return whether to draft on after ``k`` tokens; the next is accepted with ``acceptance``."""
+        costs, mean = self._costs(profile), profile.mean_acceptance
+        reach, gained, rate = self._reach, 0.0, self._throughput(profile)
+        for longer in range(k + 1, self.limit + 1):
+            reach *= acceptance
+            gained += reach
+            if gained > rate * (costs[longer] - costs[k]):
+                return True
+            if reach < 0.05:
+                break
+            acceptance = mean
+        return False
 
     # -- learning ----------------------------------------------------------------------------------
 
     def learn(self, report: RoundReport) -> None:
-        """Take in a round."""
-        with self._lock:
-            self._learn_costs(report.n_verified, report.verify_s, report.overhead_s, 1)
-            reported = self._profiles.get(report.drafter) if report.asked else None
-            self._let_pass(1, report.verify_s + report.overhead_s, reported)
-            if not report.asked:
-                self._n_plain += 1
-                return
-            if reported is None:
-                reported = self._profiles[report.drafter] = Profile()
-            if report.entropies:
-                reported.learn(report)
-                self._n_drafts += 1
-            self._judge(reported, report)
+        """Learn the acceptance from a round; its times too, unless the decode was shared."""
+        with self._learned.lock:
+            learned = self._learned
+            overhead_s, has_draft = learned.overhead_s, report.n_verified > 1
+            overhead_s[has_draft] = _smooth(
+                overhead_s[has_draft], report.overhead_s, report.n_rounds
+            )
+            if report.asked:
+                profile = learned.profiles.setdefault(report.drafter, _Profile())
+                if report.entropies:
+                    profile.learn(report)
+                    learned.n_drafts += 1
+            if self._shares_decode:
+                self._report = report if report.asked else None
+            else:
+                self._learn_round([report], report.n_verified, report.verify_s, report.n_rounds)
 
-    def learn_plain(self, n: int, verify_s: float, overhead_s: float) -> None:
-        """Take in ``n`` plain steps in which the drafter was not asked; seconds are medians."""
-        with self._lock:
-            self._n_plain += n
-            self._learn_costs(1, verify_s, overhead_s, n)
-            self._let_pass(n, n * (verify_s + overhead_s))
+    def learn_decode(self, streams: Sequence[DraftLength], n_tokens: int, verify_s: float) -> None:
+        """Learn the time of a decode that ``streams`` shared; NaN = it is not comparable."""
+        with self._learned.lock:
+            reports: list[RoundReport] = []
+            for stream in streams:
+                if isinstance(stream, AutoLength):
+                    overhead_s = self._learned.overhead_s[False]
+                    reports.append(stream._report or RoundReport.plain(1, 0.0, overhead_s))
+                    stream._report = None
+            if reports and not math.isnan(verify_s):
+                self._learn_round(reports, n_tokens, verify_s)
 
-    def _learn_costs(self, n: int, verify_s: float, overhead_s: float, times: int) -> None:
-        drafted = n > 1
-        self._target_s[n] = smooth(self._target_s.get(n, 0.0), verify_s, times)
-        self._settle_s[drafted] = smooth(self._settle_s[drafted], overhead_s, times)
-        self._costs = []
+    def _learn_round(
+        self, reports: Sequence[RoundReport], n_tokens: int, verify_s: float, n_rounds: int = 1
+    ) -> None:
+        """Learn from what each stream did in a decode of ``n_tokens``; together they weigh as one."""
+        learned, n_streams = self._learned, len(reports)
+        learned.n_streams = n_streams
+        learned.target_s[n_tokens] = _smooth(
+            learned.target_s.get(n_tokens, 0.0), verify_s, n_rounds
+        )
+        learned.costs = []
+        learned.since_plain += n_rounds
+        if n_tokens == n_streams and not any(report.asked for report in reports):
+            learned.n_plain += n_rounds
+            learned.since_plain = 0
+        # Each stream bears what its own draft added to the decode.
+        plain_s = self._time(n_streams) if n_tokens > n_streams else verify_s
+        added_s = (verify_s - plain_s) / max(1, n_tokens - n_streams)
+        weight = n_rounds / n_streams
+        for report in reports:
+            seconds = plain_s / n_streams + (report.n_verified - 1) * added_s
+            seconds += report.draft_s + report.overhead_s
+            asked = learned.profiles.get(report.drafter) if report.asked else None
+            for profile in learned.profiles.values():
+                if profile is not asked and not profile.is_on:
+                    profile.waited += weight
+                    profile.waited_s += weight * seconds
+            if asked is not None:
+                self._judge(asked, report, seconds, weight)
 
-    def _let_pass(self, n: int, seconds: float, asked: Profile | None = None) -> None:
-        """Note rounds for all that rest but the one that was ``asked``."""
-        for profile in self._profiles.values():
-            if profile is not asked and not profile.on:
-                profile.paused += n
-                profile.paused_s += seconds
-
-    def _judge(self, profile: Profile, report: RoundReport) -> None:
-        """Switch a drafter on or off by what the rounds in which it was asked yielded."""
-        self._profile = profile
-        plain_s = self._plain_s
-        if not report.caught_up:  # reading a prompt says nothing of what follows
+    def _judge(self, profile: _Profile, report: RoundReport, seconds: float, weight: float) -> None:
+        """Switch a drafter on or off by what the rounds in which it was asked have brought."""
+        self._learned.profile = profile
+        if not report.caught_up:  # reading a prompt tells nothing about the rounds that follow
             tokens = 1 + report.n_accepted
-            seconds = report.draft_s + report.verify_s + report.overhead_s
-            keep = 1.0 - 1.0 / self.RATE_ROUNDS
-            profile.tokens = keep * profile.tokens + tokens
-            profile.seconds = keep * profile.seconds + seconds
-            profile.rounds = keep * profile.rounds + 1
-            profile.lost_s = max(0.0, profile.lost_s + seconds - tokens * plain_s)
-        if profile.on:
+            keep = (1.0 - 1.0 / self.RATE_ROUNDS) ** weight
+            profile.tokens = keep * profile.tokens + weight * tokens
+            profile.seconds = keep * profile.seconds + weight * seconds
+            profile.rounds = keep * profile.rounds + weight
+            lost_s = seconds - tokens * self._plain_s()
+            profile.lost_s = max(0.0, profile.lost_s + weight * lost_s)
+        if profile.is_on:
             n = profile.n_drafts
-            hopeless = n >= self.WARM_UP_DRAFTS and self.best(self.DOUBT / n)[1] < self.WORTH
-            if hopeless or profile.lost_s * profile.rounds > self.LOST_ROUNDS * profile.seconds:
-                profile.switch(on=False, pause=profile.pause or self.PAUSE)
-        elif not report.entropies:  # nothing to propose says nothing: ask again, but not for ever
-            profile.asked_in_vain += 1
-            if profile.asked_in_vain == self.VAIN_ASKS:
-                profile.rest(profile.pause)
-        elif self.best()[1] >= self.WORTH:
-            profile.switch(on=True, pause=self.PAUSE)
+            is_below = (
+                n >= self.WARM_UP_DRAFTS and self._best(profile, self.ERROR / n)[1] < self.MARGIN
+            )
+            if is_below or profile.lost_s * profile.rounds > self.LOST_ROUNDS * profile.seconds:
+                profile.switch(on=False)
+                profile.cool_down(profile.cooldown or self.COOLDOWN)
+        elif profile.waited < profile.cooldown:
+            return  # another stream of the same trial has decided
+        elif not report.entropies:  # nothing to propose tells nothing: ask again, but not for ever
+            profile.empty_probes += weight
+            if profile.empty_probes >= self.EMPTY_PROBES:
+                profile.cool_down(profile.cooldown)
+        elif self._best(profile)[1] >= self.MARGIN:
+            profile.switch(on=True)
+            profile.cool_down(self.COOLDOWN)
         else:
-            profile.rest(min(2 * profile.pause, self.LONGEST_PAUSE))
+            profile.cool_down(min(2 * profile.cooldown, self.LONGEST_COOLDOWN))
 
     # -- words -------------------------------------------------------------------------------------
 
     def explain(self) -> str:
         """Return what it chose, and the measurements it chose by."""
-        with self._lock:
+        with self._learned.lock:
             return self._explanation()
 
     def _explanation(self) -> str:
-        missing = [
-            name
-            for name, known in (("plain step", 1 in self._target_s), ("draft", self._n_drafts > 0))
-            if not known
-        ]
+        learned = self._learned
+        known = (("plain step", bool(learned.target_s)), ("draft", learned.n_drafts > 0))
+        missing = [name for name, is_known in known if not is_known]
         if missing:
             return "still measuring: " + " and ".join(f"no {name}" for name in missing) + " yet"
-        k, speedup = self.best()
-        costs = (
-            f"a drafted token stands with chance {self._profile.mean_chance:.2f}, a draft step costs "
-            f"c = {self.step_cost():.2f} target steps, a target decode of "
-            + ", ".join(f"{n} tokens v = {self.verify_cost(n):.2f}" for n in sorted(self._target_s))
+        profile, one_s = learned.profile, self._time(1)
+        k, speedup = self._best(profile)
+        n = learned.n_streams
+        sizes = [
+            m for m in sorted({1, *(n * i for i in (1, 2, 3, 5, 9))}) if m <= max(learned.target_s)
+        ]
+        facts = (
+            f"a drafted token is accepted with probability {profile.mean_acceptance:.2f}, "
+            f"a draft step costs c = {profile.step_s / one_s:.2f} target steps, a target decode of "
+            + ", ".join(f"{m} tokens v = {self._time(m) / one_s:.2f}" for m in sizes)
         )
-        if not self.is_on:
-            return f"drafting is off, {speedup:.2f} of plain speed at best; {costs}"
+        streams = "" if n == 1 else f" with {n} streams in a decode"
+        if not self._is_on():
+            return (
+                f"drafting is off{streams}: it would reach {speedup:.2f} times plain throughput "
+                f"at best; {facts}"
+            )
         return (
-            f"about {k} tokens a draft, more where the draft is sure, fewer where it is not: "
-            f"expected {speedup:.2f} of plain speed; {costs}"
+            f"about {k} tokens a draft{streams}, more at low entropy, fewer at high: "
+            f"{speedup:.2f} times plain throughput expected; {facts}"
         )
 
 
@@ -382,7 +442,7 @@ def _bucket(entropy: float) -> int:
     return _UNKNOWN if math.isnan(entropy) else bisect.bisect(_EDGES, entropy)
 
 
-def interpolate(seconds: Mapping[int, float], n: int) -> float:
+def _interpolate(seconds: Mapping[int, float], n: int) -> float:
     """Return the time of ``n`` tokens: measured, between two measured ones, or extrapolated."""
     known = sorted(seconds)
     at = bisect.bisect_left(known, n)
@@ -400,7 +460,7 @@ def interpolate(seconds: Mapping[int, float], n: int) -> float:
     return seconds[low] + slope * (n - low)
 
 
-def smooth(old: float, new: float, times: int = 1) -> float:
+def _smooth(old: float, new: float, times: int = 1) -> float:
     """Follow ``new``, seen so many ``times``, slowly; a single slow outlier moves little."""
     if old == 0.0:
         return new

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import threading
+import copy
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-CATCH_UP = 8  # new tokens; a draft that follows another finds one or two
-
 __all__ = ["DraftLength", "FixedLength", "RoundReport"]
+
+_CATCH_UP = 8  # new tokens; a drafter asked in every round has one or two to read
 
 
 class RoundReport(NamedTuple):
-    """What a round cost and yielded; a plain step is a round without a draft.
+    """What one round of one stream cost and produced; a plain step is a round without a draft.
 
-    ``entropies`` (nats) are of the draft's distributions, one for each step that was thought about,
-    NaN where the drafter does not tell;
-    ``n_steps`` were drawn (of a tree, its levels) and ``n_accepted`` stood. ``n_verified`` tokens were in
-    the target's decode. ``asked`` says whether the drafter was asked at all. Times in seconds: drafting,
-    the target's decode, and ``overhead_s`` the rest: the rule, text, clean-up. Before it drew, the
-    drafter read ``n_read`` tokens that were new to it.
+    Attributes:
+        drafter: the name of the drafter that made the draft.
+        asked: whether the drafter was asked at all.
+        entropies: of the draft's distributions in nats, one for each step that was considered, drawn
+            or not; NaN where the drafter does not tell.
+        n_steps: draft steps that drew a token (of a tree, its levels).
+        n_accepted: drafted tokens that were accepted.
+        n_verified: this stream's tokens in the target's decode: the pending one and the draft.
+        draft_s: seconds of drafting.
+        verify_s: seconds of the target's decode; of a decode shared with others, a share of them.
+        overhead_s: seconds of the rest: sampling, the acceptance rule, text, clean-up.
+        n_read: tokens new to the drafter that it read before it drew.
+        n_rounds: how many equal rounds this is. Plain steps are reported together with the median
+            seconds of one, since a single step may be far too slow.
     """
 
     drafter: str
@@ -32,77 +40,84 @@ class RoundReport(NamedTuple):
     verify_s: float
     overhead_s: float = 0.0
     n_read: int = 0
+    n_rounds: int = 1
+
+    @classmethod
+    def plain(cls, n_rounds: int, verify_s: float, overhead_s: float) -> RoundReport:
+        """Return a report of ``n_rounds`` steps for which no drafter was asked; seconds are medians."""
+        return cls("", False, (), 0, 0, 1, 0.0, verify_s, overhead_s, n_rounds=n_rounds)
 
     @property
     def caught_up(self) -> bool:
-        """True if the drafter also read a prompt, or what was said in a long pause."""
-        return self.n_read > CATCH_UP
+        """True if the drafter also read a prompt, or what was generated during a long pause."""
+        return self.n_read > _CATCH_UP
 
 
 class DraftLength(Protocol):
-    """Decides, before each drafted token is drawn, whether it is worth drawing.
+    """How many tokens one stream drafts, decided before each of them is drawn.
 
-    A draft is made in one thread; where a speculator is shared, others may be at theirs meanwhile.
+    A stream has one of its own, made by ``stream()``, and is driven by one thread at a time. What they
+    learn may be shared; then any number of threads may each drive their own.
     """
 
     limit: int  # the most tokens a draft may have
     reads_entropy: bool  # whether it decides or learns by entropies; else they may be NaN
+    reason: str  # why ``goes_on`` last returned False: "length", "entropy" or "goodput"
 
-    @property
-    def reason(self) -> str:
-        """Why ``goes_on`` last said no to this thread: "length", "entropy" or "goodput"."""
+    def stream(self, *, shares_decode: bool = False) -> DraftLength:
+        """Return one for another stream, which shares what is learned.
+
+        With ``shares_decode`` several streams are verified in one decode of the target, whose time
+        ``learn_decode`` reports.
+        """
 
     def plain_steps(self, n_behind: int) -> int:
-        """Return how many plain steps come before the drafter is asked; 0 = it is asked now.
+        """Return how many plain steps come before the drafter is asked; 0 = ask it now.
 
-        It has ``n_behind`` tokens to read first.
+        The drafter has ``n_behind`` tokens to read before it can draft.
         """
 
     def consider(self, drafter: str) -> bool:
-        """Return whether this drafter should propose; what follows is about it.
+        """Return whether the drafter of this name should propose; ``goes_on`` is then about it.
 
-        Lines call it first of all; in a chain each in turn.
+        A draft state calls this first of all; in a chain each calls it in turn.
         """
 
     def goes_on(self, n_drafted: int, entropy: float) -> bool:
-        """Return whether to draw one more after ``n_drafted``, from a distribution of ``entropy``.
+        """Return whether to draw another token after ``n_drafted``.
 
-        NaN is an entropy that nobody knows.
+        It is to be drawn from a distribution of this ``entropy`` in nats; NaN = not known.
         """
 
     def learn(self, report: RoundReport) -> None:
-        """Take in a round."""
+        """Learn from a round, or from plain steps that are reported together."""
 
-    def learn_plain(self, n: int, verify_s: float, overhead_s: float) -> None:
-        """Take in ``n`` plain steps in which the drafter was not asked, and the seconds of most of them.
+    def learn_decode(self, streams: Sequence[DraftLength], n_tokens: int, verify_s: float) -> None:
+        """Learn what a decode took that ``streams`` shared, once all of them have learned the round.
 
-        Medians, since a single step may be far too slow.
+        It had ``n_tokens`` and took ``verify_s`` seconds; NaN = it also read prompts, so its time is
+        not comparable.
         """
 
     def explain(self) -> str:
-        """Return in words and numbers what it does and why."""
-
-
-class _Reason(threading.local):
-    reason = "length"
+        """Return what it does and why, in words and numbers."""
 
 
 class FixedLength:
-    """Always the same number, or fewer where the entropy is above a limit (nats)."""
+    """Always the same number of tokens, or fewer where the entropy is above a limit (nats)."""
 
     def __init__(self, k: int, entropy_stop: float | None = None) -> None:
         self.limit = k
-        self._now = _Reason()
         self.reads_entropy = entropy_stop is not None
+        self.reason = "length"
         self._entropy_stop = entropy_stop
 
-    @property
-    def reason(self) -> str:
-        """Why ``goes_on`` last said no to this thread."""
-        return self._now.reason
+    def stream(self, *, shares_decode: bool = False) -> FixedLength:
+        """Return a copy: nothing is learned."""
+        return copy.copy(self)
 
     def plain_steps(self, n_behind: int) -> int:
-        """Return 0, or any number if none are drafted."""
+        """Return 0, or some number if nothing is ever drafted."""
         return 0 if self.limit > 0 else 64
 
     def consider(self, drafter: str) -> bool:
@@ -111,18 +126,18 @@ class FixedLength:
 
     def goes_on(self, n_drafted: int, entropy: float) -> bool:
         """Return True while below the number and the entropy limit."""
-        too_open = self._entropy_stop is not None and entropy > self._entropy_stop
-        self._now.reason = "entropy" if too_open else "length"
-        return n_drafted < self.limit and not too_open
+        is_unsure = self._entropy_stop is not None and entropy > self._entropy_stop
+        self.reason = "entropy" if is_unsure else "length"
+        return n_drafted < self.limit and not is_unsure
 
     def learn(self, report: RoundReport) -> None:
-        """Nothing to learn."""
+        """Do nothing: the length is fixed."""
 
-    def learn_plain(self, n: int, verify_s: float, overhead_s: float) -> None:
-        """Nothing to learn."""
+    def learn_decode(self, streams: Sequence[DraftLength], n_tokens: int, verify_s: float) -> None:
+        """Do nothing: the length is fixed."""
 
     def explain(self) -> str:
-        """Return what was asked for."""
+        """Return the number that was asked for."""
         if self.limit == 0:
             return "no drafts: the length is fixed at 0"
         stop = "" if self._entropy_stop is None else f", fewer above {self._entropy_stop:g} nats"

@@ -6,11 +6,9 @@ scheduler.py  who runs: admission, shared prefixes, preemption
 pricing.py    how much each stream drafts when all share one decode
 drafting.py   the drafts of many streams, made together
 engine.py     the loop: schedule, draft, decode, settle
-jsonl.py      requests and results as files, one line each
 """
 
 from .engine import Engine
-from .jsonl import read_requests, read_results, write_result
 from .request import EngineStats, Event, Request, Result
 
 __all__ = [
@@ -19,7 +17,4 @@ __all__ = [
     "Event",
     "Request",
     "Result",
-    "read_requests",
-    "read_results",
-    "write_result",
 ]

@@ -9,9 +9,6 @@ from .engine import (
     Event,
     Request,
     Result,
-    read_requests,
-    read_results,
-    write_result,
 )
 from .errors import (
     BranchStateError,
@@ -120,11 +117,8 @@ __all__ = [
     "catalogue",
     "first_divergence",
     "load",
-    "read_requests",
-    "read_results",
     "resolve",
     "set_log_level",
     "system_info",
     "theory",
-    "write_result",
 ]

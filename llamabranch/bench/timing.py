@@ -227,6 +227,7 @@ def interleave(
     *,
     n_runs: int,
     n_items: int,
+    budget_s: float = math.inf,
     pause_s: float = PAUSE_S,
     warm_up: bool = True,
     progress: Callable[[str], None] = tell,
@@ -236,6 +237,7 @@ def interleave(
     Each first warms up on item 0, untimed and with a state of its own. A run gives every item to every
     rival, in order and, for every other item, in reverse. Each run starts with fresh state. Where a
     work is ``Stopped``, or its decode interrupted, what is returned holds the items all rivals did.
+    No run begins after the timed work has taken ``budget_s`` seconds.
     """
     series = {name: Series() for name in makers}
     try:
@@ -243,6 +245,8 @@ def interleave(
             progress(f"warming up: {name}")
             maker(-1)(0)
         for run in range(n_runs):
+            if sum(each.seconds for each in series.values()) >= budget_s:
+                break
             works = {name: maker(run) for name, maker in makers.items()}
             totals = {name: Total() for name in makers}
             for item in range(n_items):

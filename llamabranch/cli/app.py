@@ -10,10 +10,10 @@ import typer
 from llamabranch.startup import quit_interrupted, quit_on_ctrl_c
 
 from .bench import bench
-from .commands import Command, Commands, reopen_closed_streams
-from .generate import ManyPrompts, generate
+from .generate import generate
 from .inspect import inspect
 from .models import models
+from .parsing import Command, CommandGroup, PromptsCommand, reopen_closed_streams
 from .speculate import speculate
 from .theory import theory
 
@@ -21,8 +21,8 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="llamabranch",
-    cls=Commands,
-    help="Fork, score and rewind lines of thought on llama.cpp; speculative decoding.",
+    cls=CommandGroup,
+    help="Branches and speculative decoding on llama.cpp.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -48,8 +48,8 @@ def _root(
 
 
 app.command(cls=Command)(speculate)
-app.command(cls=ManyPrompts)(generate)
-app.command(cls=Command)(bench)
+app.command(cls=PromptsCommand)(generate)
+app.command(cls=PromptsCommand)(bench)
 app.command(cls=Command)(inspect)
 app.command(cls=Command)(models)
 app.command(cls=Command)(theory)

@@ -1,18 +1,21 @@
-"""What ``bench`` says at the end: tables, the setting to use, one JSON object, plots."""
+"""What ``bench`` prints at the end: tables, the setting to use, one JSON object, plots."""
 
 from __future__ import annotations
 
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from llamabranch import ConfigError, Context, Model, UnsupportedError
-from llamabranch.bench import Cell, Curve, Interval, Machine, PairReport, Spread, save_plot
+from llamabranch.bench import Cell, Curve, Machine, PairReport, save_plot
 
-from .render import Screen, number
+from .console import Console, finite
+from .formats import interval_text, machine_text, number, spread_text
+
+__all__ = ["BenchReport"]
 
 
 @dataclass(frozen=True)
@@ -108,19 +111,15 @@ class BenchReport:
 
     # -- text --------------------------------------------------------------------------------------
 
-    def print(self, screen: Screen) -> None:
+    def print(self, console: Console) -> None:
         """Print everything that was measured."""
         report = self.report
-        screen.line(self._heading())
-        screen.line()
-        after = "unknown" if self.load_after is None else f"{self.load_after:.2f}"
-        screen.line(f"Machine: {self.machine.describe(self.n_threads)}; load {after} after.")
-        complaint = self.machine.complaint(self.n_threads)
-        if complaint:
-            screen.line(f"The figures are noisy: {complaint}.")
+        console.line(self._heading())
+        console.line()
+        console.line(machine_text(self.machine, self.load_after, self.n_threads))
         if report.t:
-            screen.line()
-            screen.line(
+            console.line()
+            console.line(
                 f"v(n): a target decode of n tokens over one of 1, which takes "
                 f"{1e3 * report.t[1]:.3f} ms"
             )
@@ -129,28 +128,28 @@ class BenchReport:
             for name in ("low", "high"):
                 ends = [number(getattr(each, name), 2) for each in intervals.values()]
                 rows.append((f"95 % {name}", "", *ends))
-            screen.table(("n", *map(str, report.v)), rows)
+            console.table(("n", *map(str, report.v)), rows)
         if report.plain.runs:
-            screen.line()
-            screen.line(f"Plain decoding: {_spread(report.plain.rate, 1)} tokens a second")
+            console.line()
+            console.line(f"Plain decoding: {spread_text(report.plain.rate, 1)} tokens a second")
         if report.lengths:
-            screen.line(
-                f"A drafted token costs c = {number(report.c, 3)} of a target step and stands with "
-                f"chance a = {number(report.a, 2)} when it is tested."
+            console.line(
+                f"A drafted token costs c = {number(report.c, 3)} of a target step and is accepted "
+                f"with probability a = {number(report.a, 2)} when it is tested."
             )
             rule = " (rule seeded)" if self.temperature > 0 else ""
-            self._table(screen, f"Draft lengths{rule}:", report.lengths, "length")
-            self._positions(screen)
+            self._table(console, f"Draft lengths{rule}:", report.lengths, "length")
+            self._positions(console)
         if report.rules:
-            self._table(screen, "Rules:", report.rules, "length, rule")
+            self._table(console, "Rules:", report.rules, "length, rule")
         if report.confirmed is not None:
-            self._table(screen, "The fastest, measured again:", [report.confirmed], "length, rule")
-        screen.line()
-        screen.line(self._advice())
+            self._table(console, "The fastest, measured again:", [report.confirmed], "length, rule")
+        console.line()
+        console.line(self._advice())
         command = self.command()
         if command is not None:
-            screen.line()
-            screen.write(f"  {command}\n")
+            console.line()
+            console.write(f"  {command}\n")
 
     def _heading(self) -> str:
         model = self.target.model
@@ -162,7 +161,7 @@ class BenchReport:
             "(lowest to highest)"
         )
 
-    def _table(self, screen: Screen, title: str, cells: Sequence[Cell], first: str) -> None:
+    def _table(self, console: Console, title: str, cells: Sequence[Cell], first: str) -> None:
         best, candidate = self.report.best, self.report.candidate
         rows = []
         for cell in cells:
@@ -171,30 +170,32 @@ class BenchReport:
             rows.append(
                 (
                     name,
-                    _spread(cell.series.rate, 1),
-                    _spread(cell.speedup, 2),
-                    _between(cell.interval),
+                    spread_text(cell.series.rate, 1),
+                    spread_text(cell.speedup, 2),
+                    interval_text(cell.interval),
                     number(self.report.predicted(cell), 2),
                     number(100 * stats.draft_acceptance_rate, 1, " %"),
                     number(stats.mean_acceptance_length, 2),
                     "best" if cell is best else "fastest" if cell is candidate else "",
                 )
             )
-        screen.line()
-        screen.line(title)
+        console.line()
+        console.line(title)
         columns = (
             first, "tokens a second", "x plain", "95 %", "theory", "accepted / drafted",
             "tokens a round", "",
         )  # fmt: skip
-        screen.table(columns, rows)
+        console.table(columns, rows)
 
-    def _positions(self, screen: Screen) -> None:
+    def _positions(self, console: Console) -> None:
         rates = self._longest_rates()
         if rates:
-            screen.line()
-            screen.line("How often the token at a position of a draft stood when it was tested:")
+            console.line()
+            console.line(
+                "Acceptance rate by position in the draft, of the tokens that were tested:"
+            )
             columns = ("position", *(str(i + 1) for i in range(len(rates))))
-            screen.table(columns, [("stood", *(number(rate, 2) for rate in rates))])
+            console.table(columns, [("accepted", *(number(rate, 2) for rate in rates))])
 
     def _longest_rates(self) -> list[float]:
         fixed = self.report.fixed
@@ -231,7 +232,7 @@ class BenchReport:
             "best": None if best is None else self._cell(best),
             "command": self.command(),
         }
-        return {key: _known(value) for key, value in answer.items()}
+        return {key: finite(value) for key, value in answer.items()}
 
     def _cell(self, cell: Cell) -> dict[str, object]:
         same, compared = cell.series.same_texts(cell.base)
@@ -249,7 +250,7 @@ class BenchReport:
 
     # -- files -------------------------------------------------------------------------------------
 
-    def write(self, folder: Path, screen: Screen) -> list[Path]:
+    def write(self, folder: Path, console: Console) -> list[Path]:
         """Write JSON and plots; return the files. Without matplotlib there are no plots, and a hint.
 
         Raises:
@@ -267,7 +268,7 @@ class BenchReport:
             files.append(self._plot_speed(folder / "speed.png"))
             files.append(self._plot_acceptance(folder / "acceptance.png"))
         except UnsupportedError as error:
-            screen.note(f"no plots: {error.message}; {error.hint}")
+            console.note(f"no plots: {error.message}; {error.hint}")
         return files
 
     def _title(self) -> str:
@@ -306,7 +307,7 @@ class BenchReport:
             if rates:
                 places = list(range(1, len(rates) + 1))
                 curves.append(Curve(f"draft length {cell.length}", places, rates))
-        axes = ("position in the draft", "chance to stand when tested")
+        axes = ("position in the draft", "acceptance rate of tested tokens")
         save_plot(path, self._title(), axes, curves)
         return path
 
@@ -321,32 +322,10 @@ def _described(model: Model) -> dict[str, object]:
     }
 
 
-def _spread(spread: Spread, digits: int) -> str:
-    if math.isnan(spread.median):
-        return "-"
-    low, high = f"{spread.low:.{digits}f}", f"{spread.high:.{digits}f}"
-    return f"{spread.median:.{digits}f} ({low} to {high})"
-
-
-def _between(interval: Interval) -> str:
-    if math.isnan(interval.low):
-        return "-"
-    return f"{interval.low:.2f} to {interval.high:.2f}"
-
-
 def _measured(cell: Cell) -> str:
-    """Return the speedup with what noise leaves open."""
+    """Return the speedup with its interval."""
     interval = cell.interval
-    open_range = "no 95 % interval from so few" if math.isnan(interval.low) else _between(interval)
+    open_range = (
+        "no 95 % interval from so few" if math.isnan(interval.low) else interval_text(interval)
+    )
     return f"{interval.median:.2f} ({open_range})"
-
-
-def _known(value: object) -> object:
-    """Return ``value`` with None for what JSON cannot say."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): _known(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_known(item) for item in value]
-    return value

@@ -1,9 +1,8 @@
-"""Timing generations, and explaining a speedup in numbers."""
+"""Generations timed beside plain decoding, and a speedup explained in numbers."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,12 +13,14 @@ from llamabranch import (
     Produced,
     SpeculativeStats,
 )
-from llamabranch.bench import Interval
+from llamabranch.bench import Interval, Sample, Series, Stopped, Work, interleave
 
-from .render import Interruption
+from .interrupts import InterruptHandler
+
+__all__ = ["Comparison", "RoundCost", "Run", "compare", "round_cost", "run"]
 
 _N_PAIRS = 12  # as many have a 95 % interval that two outliers on either side do not widen
-_REPEAT_FOR_S = 6.0  # seconds after which no further pair is begun: long runs are not repeated
+_BUDGET_S = 6.0  # no pair is started after so many seconds: long runs are not repeated
 
 
 @dataclass(frozen=True)
@@ -36,24 +37,24 @@ class Run:
     emitted: tuple[Produced, ...] = ()  # one for each of the tokens
 
     @property
-    def tokens_per_s(self) -> float:
-        """Return tokens over seconds; 0 for an empty run."""
-        return len(self.tokens) / self.elapsed_s if self.elapsed_s > 0 else 0.0
+    def sample(self) -> Sample:
+        """Its time and tokens, as the measurement functions take them."""
+        return Sample(len(self.tokens), self.elapsed_s, tuple(self.tokens), self.stats)
 
 
 def run(
     start: Callable[[], Generation],
     show: Callable[[Produced], None] | None,
-    interruption: Interruption,
+    interrupts: InterruptHandler,
 ) -> Run:
-    """Drain a generation, showing its tokens; stop early when an interrupt is asked for.
+    """Run a generation to its end, showing its tokens; stop early at a Ctrl-C.
 
     A full context ends it too, as the finish reason then says.
 
     Raises:
-        KeyboardInterrupt, DecodeInterruptedError: interrupted before it has said anything.
+        KeyboardInterrupt, DecodeInterruptedError: interrupted before the first token.
     """
-    interruption.check()
+    interrupts.check()
     generation = start()
     events: list[Produced] = []
     try:
@@ -61,13 +62,13 @@ def run(
             events.append(emitted)
             if show is not None:
                 show(emitted)
-            if interruption.asked:
+            if interrupts.requested:
                 break
     except CapacityError:
         if not generation.tokens:
             raise
     except DecodeInterruptedError:
-        if not events or not interruption.asked:
+        if not events or not interrupts.requested:
             raise
     finally:
         generation.close()
@@ -78,7 +79,7 @@ def run(
         seed=generation.seed,
         elapsed_s=generation.elapsed_s,
         stats=generation.stats,
-        interrupted=interruption.asked,
+        interrupted=interrupts.requested,
         emitted=tuple(emitted for emitted in events if not emitted.is_stop),
     )
 
@@ -87,21 +88,34 @@ def run(
 class Comparison:
     """Speculative against plain decoding of the same prompt with the same seed.
 
-    ``interval`` is of the speedup, by pairs of runs one right after the other.
+    ``speculative`` and ``plain`` are the first runs; the series hold the times of all of them.
     """
 
     speculative: Run
     plain: Run
-    speculative_tokens_per_s: float  # medians over the repeats
-    plain_tokens_per_s: float
-    interval: Interval
+    speculative_series: Series
+    plain_series: Series
+
+    @property
+    def speculative_tokens_per_s(self) -> float:
+        """Tokens a second with drafts: the median of the runs."""
+        return self.speculative_series.rate.median
+
+    @property
+    def plain_tokens_per_s(self) -> float:
+        """Tokens a second of plain decoding: the median of the runs."""
+        return self.plain_series.rate.median
 
     @property
     def speedup(self) -> float:
-        """Return speculative over plain tokens a second."""
-        if self.plain_tokens_per_s == 0:
-            return 0.0
-        return self.speculative_tokens_per_s / self.plain_tokens_per_s
+        """The one median over the other, nan without a token."""
+        plain = self.plain_tokens_per_s
+        return self.speculative_tokens_per_s / plain if plain else math.nan
+
+    @property
+    def interval(self) -> Interval:
+        """The speedup by pairs of runs, one right after the other."""
+        return self.speculative_series.interval(self.plain_series)
 
     @property
     def verdict(self) -> str:
@@ -120,45 +134,45 @@ def compare(
     first: Run,
     speculative: Callable[[], Generation],
     plain: Callable[[], Generation],
-    interruption: Interruption,
+    interrupts: InterruptHandler,
 ) -> Comparison | None:
-    """Time plain decoding beside a speculative run, turn by turn; None if interrupted.
+    """Time plain decoding beside ``first`` and further speculative runs; None if interrupted."""
+    undrafted: list[Run] = []
 
-    Short runs are repeated, in one order and then in the other, and their medians compared.
-    """
-    drafted, undrafted = [first], []
-    try:
-        undrafted.append(run(plain, None, interruption))
-        spent = first.elapsed_s + undrafted[0].elapsed_s
-        while len(undrafted) < _N_PAIRS and spent < _REPEAT_FOR_S:
-            rivals = [(drafted, speculative), (undrafted, plain)]
-            for runs, start in rivals if len(drafted) % 2 == 0 else reversed(rivals):
-                runs.append(run(start, None, interruption))
-                spent += runs[-1].elapsed_s
-    except (KeyboardInterrupt, DecodeInterruptedError):
-        return None
-    if interruption.asked:
-        return None
-    pairs = zip(drafted, undrafted, strict=True)
-    ratios = [
-        ours.tokens_per_s / theirs.tokens_per_s if theirs.tokens_per_s else math.nan
-        for ours, theirs in pairs
-    ]
-    return Comparison(
-        speculative=first,
-        plain=undrafted[0],
-        speculative_tokens_per_s=statistics.median(each.tokens_per_s for each in drafted),
-        plain_tokens_per_s=statistics.median(each.tokens_per_s for each in undrafted),
-        interval=Interval.of(ratios),
+    def timed(start: Callable[[], Generation]) -> Run:
+        if interrupts.requested:
+            raise Stopped
+        done = run(start, None, interrupts)
+        if done.interrupted:
+            raise Stopped
+        return done
+
+    def drafting(number: int) -> Work:
+        return lambda item: (first if number == 0 else timed(speculative)).sample
+
+    def decoding(number: int) -> Work:
+        def work(item: int) -> Sample:
+            undrafted.append(timed(plain))
+            return undrafted[-1].sample
+
+        return work
+
+    series = interleave(
+        {"speculative": drafting, "plain": decoding},
+        n_runs=_N_PAIRS,
+        n_items=1,
+        budget_s=_BUDGET_S,
+        warm_up=False,
+        progress=lambda text: None,
     )
+    if interrupts.requested or not series["plain"].runs:
+        return None
+    return Comparison(first, undrafted[0], series["speculative"], series["plain"])
 
 
 @dataclass(frozen=True)
 class RoundCost:
-    """What a round cost and yielded, in the terms of Leviathan et al. (2211.17192), section 3.3.
-
-    ``c`` is the time per drafted token, ``v`` that of a verification, both over a target step.
-    """
+    """What a round cost and yielded, in the terms of Leviathan et al. (2211.17192), section 3.3."""
 
     draft_step_s: float
     target_step_s: float
@@ -168,21 +182,21 @@ class RoundCost:
 
     @property
     def c(self) -> float:
-        """Return the time per drafted token over the time of a target step."""
+        """The time per drafted token over the time of a target step."""
         return self.draft_step_s / self.target_step_s
 
     @property
     def v(self) -> float:
-        """Return the time of a verification pass over the time of a target step."""
+        """The time of a verification over the time of a target step."""
         return self.verify_s / self.target_step_s
 
     @property
     def round_cost(self) -> float:
-        """Return the time of a round in target steps."""
+        """The time of a round in target steps."""
         return self.draft_length * self.c + self.v
 
     def explain(self) -> str:
-        """Say in numbers what a round cost and what it yielded."""
+        """Return in numbers what a round cost and what it yielded."""
         k, rows = f"{self.draft_length:.3g}", f"{self.draft_length + 1:.3g}"
         draft_ms, target_ms = 1e3 * self.draft_step_s, 1e3 * self.target_step_s
         gain = self.tokens_a_round / self.round_cost

@@ -9,13 +9,15 @@ import typer
 
 from llamabranch import Context, Model, VocabularyReport, hub
 
-from ..load import LoadOptions, load
-from . import options
-from .render import Screen, decimal_size, print_json, reporting
+from .bundles import with_bundles
+from .console import Console, print_json
+from .formats import decimal_size
+from .options import LoadingOptions, OutputOptions
 
 N_CTX = 256  # enough to probe what the memory can do
 
 
+@with_bundles
 def inspect(
     model: Annotated[
         str, typer.Argument(help="A GGUF path, or a name from `llamabranch models`.")
@@ -23,34 +25,23 @@ def inspect(
     draft: Annotated[
         str | None, typer.Argument(help="A second model: could it draft for the first?")
     ] = None,
-    gpu_layers: options.GpuLayers = None,
-    as_json: options.Json = False,
-    no_color: options.NoColor = False,
-    verbose: options.Verbose = False,
-    debug: options.Debug = False,
+    *,
+    loading: LoadingOptions,
+    output: OutputOptions,
 ) -> None:
     """Print architecture, size, vocabulary, memory type and capabilities of a model.
 
     With two models, print both and whether the second can draft for the first; if not, why.
     """
-    screen = Screen(color=not no_color)
-    with reporting(screen, debug=debug, as_json=as_json), ExitStack() as stack:
+    with output.console() as console, ExitStack() as stack:
         names = [model] if draft is None else [model, draft]
         for name in names:
             hub.resolve(name)
-        loading = LoadOptions(n_ctx=N_CTX)
-        if gpu_layers is not None:
-            loading["n_gpu_layers"] = gpu_layers
-        contexts = []
-        for name in names:
-            with screen.loading(name) as progress:
-                contexts.append(
-                    stack.enter_context(load(name, progress=progress, verbose=verbose, **loading))
-                )
+        contexts = [loading.open(name, console, stack, n_ctx=N_CTX) for name in names]
         report = None
         if len(contexts) == 2:
             report = contexts[0].model.compatibility(contexts[1].model)
-        if as_json:
+        if output.as_json:
             answer: dict[str, object] = {"models": [_facts(context) for context in contexts]}
             if report is not None:
                 answer["compatible"] = report.compatible
@@ -59,19 +50,19 @@ def inspect(
             print_json(answer)
             return
         columns = [_lines(context) for context in contexts]
-        screen.table(
+        console.table(
             ("", *names),
             [(label, *(column[label] for column in columns)) for label in columns[0]],
             left=names,
         )
         for name, context in zip(names, contexts, strict=True):
             if not context.capabilities.batch_invariant:
-                screen.line()
+                console.line()
                 reason = context.capabilities.batch_invariant_reason
-                screen.line(f"{name} is not batch-invariant: {reason}.")
+                console.line(f"{name} is not batch-invariant: {reason}.")
         if report is not None:
-            screen.line()
-            _print_verdict(screen, report)
+            console.line()
+            _print_verdict(console, report)
 
 
 def _facts(context: Context) -> dict[str, object]:
@@ -116,7 +107,7 @@ def _lines(context: Context) -> dict[str, str]:
         "layers x width": f"{model.n_layer} x {model.n_embd}",
         "trained context": f"{model.n_ctx_train:,} tokens",
         "vocabulary": f"{model.n_vocab:,} tokens ({model.vocab_type})",
-        "first, end token": f"{_token(model, model.bos)}, {_token(model, model.eos)}",
+        "BOS, EOS token": f"{_token(model, model.bos)}, {_token(model, model.eos)}",
         "chat template": _yes(model.chat_template is not None),
         "memory": model.memory_type,
         "can truncate": _yes(capabilities.can_truncate),
@@ -137,14 +128,14 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def _print_verdict(screen: Screen, report: VocabularyReport) -> None:
+def _print_verdict(console: Console, report: VocabularyReport) -> None:
     if report.path == "tokens":
-        screen.line(f"These two can speculate together, token by token: {report.reason}.", "green")
+        console.line(f"These two can speculate together, token by token: {report.reason}.", "green")
     elif report.path == "text":
-        screen.line(
+        console.line(
             f"These two can speculate together through the text only: {report.reason}. "
-            "Every draft is then encoded again, which costs more and accepts less.",
+            "Every draft is then tokenized again, which costs time, and fewer tokens are accepted.",
             "yellow",
         )
     else:
-        screen.line(f"These two cannot speculate together: {report.reason}", "yellow")
+        console.line(f"These two cannot speculate together: {report.reason}", "yellow")

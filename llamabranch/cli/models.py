@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from llamabranch import hub
 
-from . import options
-from .render import Screen, print_json, reporting
+from .bundles import with_bundles
+from .console import print_json
+from .options import OutputOptions
 
 
-def models(
-    as_json: options.Json = False,
-    no_color: options.NoColor = False,
-    debug: options.Debug = False,
-) -> None:
+@with_bundles
+def models(*, output: OutputOptions) -> None:
     """List the models of models.txt and mark those that are on this machine.
 
     A target is followed by the draft that goes with it. The names are what
     --target and --draft take.
     """
-    screen = Screen(color=not no_color)
-    with reporting(screen, debug=debug, as_json=as_json):
+    with output.console() as console:
         found = [(entry, hub.locate(entry)) for entry in hub.catalogue()]
-        if as_json:
+        if output.as_json:
             print_json(
                 {
                     "models": [
@@ -40,7 +37,7 @@ def models(
                 }
             )
             return
-        screen.table(
+        console.table(
             ("name", "role", "repository", "file", "licence", "size", "here"),
             [
                 (
@@ -57,5 +54,5 @@ def models(
             left=("role", "repository", "file", "licence"),
         )
         if any(path is None for _, path in found):
-            screen.line()
-            screen.line("Fetch one that is not here with: hf download REPOSITORY FILE")
+            console.line()
+            console.line("Fetch one that is not here with: hf download REPOSITORY FILE")

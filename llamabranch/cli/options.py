@@ -1,351 +1,435 @@
-"""The options of the commands: their names, limits and help."""
+"""The options that commands share, in bundles, and what they mean to the library.
+
+Options that only one command has are in that command's file.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-_MODELS = "Models"
-_REQUESTS = "Requests"
-_DRAFTING = "Drafting"
-_SAMPLING = "Sampling"
-_RUNTIME = "Runtime"
-_OUTPUT = "Output"
+from llamabranch import (
+    ConfigError,
+    Context,
+    Grammar,
+    Model,
+    SamplingParams,
+    SpeculativeConfig,
+    hub,
+)
 
-Prompt = Annotated[str, typer.Argument(help="What to continue; - reads standard input.")]
+from ..load import LoadOptions, load
+from .console import Console
+from .drafters import parse_draft
+from .prompts import PromptSource, read_prompts, read_text
+from .reporting import reporting_errors
 
-Target = Annotated[
-    str | None,
-    typer.Option(
-        "--target",
-        "-t",
-        "-m",
-        help="A GGUF path, or a name from `llamabranch models`. Default: the bundled target.",
-        rich_help_panel=_MODELS,
-    ),
-]
-Draft = Annotated[
-    str | None,
-    typer.Option(
-        "--draft",
-        "-d",
-        "-md",
-        help="A GGUF path, a name, `lookup`, `suffix`, a chain such as `suffix+NAME`, or `none`. "
-        "Default: the draft listed with the target.",
-        rich_help_panel=_MODELS,
-    ),
-]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-DraftLength = Annotated[
-    str,
-    typer.Option(
-        "--draft-length",
-        "-k",
-        metavar="N|auto",
-        help="Tokens to draft a round.",
-        rich_help_panel=_DRAFTING,
-    ),
-]
-DraftWidth = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        max=16,
-        help="Candidates at each place of a draft; above 1 the draft is a tree.",
-        rich_help_panel=_DRAFTING,
-    ),
-]
-Rule = Annotated[
-    str,
-    typer.Option(
-        metavar="auto|seeded|token|block",
-        help="Which drafted tokens stand; auto is seeded with a seed, at temperature 0 and for trees, "
-        "else block.",
-        rich_help_panel=_DRAFTING,
-    ),
-]
-EntropyStop = Annotated[
-    float | None,
-    typer.Option(
-        help="End a draft where the draft's entropy exceeds this many nats.",
-        rich_help_panel=_DRAFTING,
-    ),
+__all__ = [
+    "DRAFTING",
+    "OUTPUT",
+    "REQUESTS",
+    "RUNTIME",
+    "DraftOptions",
+    "Explain",
+    "LoadingOptions",
+    "ModelOptions",
+    "OutputOptions",
+    "PromptOptions",
+    "RuntimeOptions",
+    "SamplingOptions",
+    "TextOptions",
 ]
 
-MaxTokens = Annotated[
-    int,
-    typer.Option(
-        "--max-tokens", "-n", min=1, help="Tokens to generate.", rich_help_panel=_SAMPLING
-    ),
-]
-Temperature = Annotated[
-    float, typer.Option(help="0 takes the most probable token.", rich_help_panel=_SAMPLING)
-]
-TopK = Annotated[
-    int, typer.Option(help="Keep the k most probable; 0 keeps all.", rich_help_panel=_SAMPLING)
-]
-TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.", rich_help_panel=_SAMPLING)]
-MinP = Annotated[
-    float,
-    typer.Option(
-        help="Drop what is less probable than this share of the best; 0 is off.",
-        rich_help_panel=_SAMPLING,
-    ),
-]
-RepeatPenalty = Annotated[
-    float, typer.Option(help="Penalise recent tokens; 1 is off.", rich_help_panel=_SAMPLING)
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        "--seed",
-        "-s",
-        help="With a seed the text is that of plain decoding, whatever the draft.",
-        rich_help_panel=_SAMPLING,
-    ),
-]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(help="End at this text; may be repeated.", rich_help_panel=_SAMPLING),
-]
-IgnoreEnd = Annotated[
-    bool,
-    typer.Option("--ignore-end", help="Go on past end tokens.", rich_help_panel=_SAMPLING),
-]
-GrammarFile = Annotated[
-    Path | None, typer.Option(help="A file with a GBNF grammar.", rich_help_panel=_SAMPLING)
-]
-JsonSchema = Annotated[
-    str | None,
-    typer.Option(help="A JSON schema: a file, or the JSON itself.", rich_help_panel=_SAMPLING),
-]
-Chat = Annotated[
-    bool,
-    typer.Option(
-        "--chat",
-        help="Wrap the prompt in the target's chat template.",
-        rich_help_panel=_SAMPLING,
-    ),
-]
+# The headings of --help.
+MODELS = "Models"
+REQUESTS = "Requests"
+DRAFTING = "Drafting"
+SAMPLING = "Sampling"
+RUNTIME = "Runtime"
+OUTPUT = "Output"
 
-NCtx = Annotated[
-    int | None,
-    typer.Option("--n-ctx", "-c", help="Context size in tokens.", rich_help_panel=_RUNTIME),
-]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.", rich_help_panel=_RUNTIME)]
-GpuLayers = Annotated[
-    int | None,
-    typer.Option(
-        "--gpu-layers",
-        "-ngl",
-        help="Layers to put on the GPU; -1 is all.",
-        rich_help_panel=_RUNTIME,
-    ),
-]
-KvType = Annotated[
-    str | None,
-    typer.Option(help="Type of the K/V cache: f16, bf16, q8_0, ...", rich_help_panel=_RUNTIME),
-]
+DEFAULTS = SamplingParams()
 
-TargetModel = Annotated[
-    str | None,
-    typer.Option(
-        "--target-model",
-        "--target",
-        "-t",
-        "-m",
-        help="A GGUF path, or a name from `llamabranch models`. Default: the bundled target.",
-        rich_help_panel=_MODELS,
-    ),
-]
-DraftModel = Annotated[
-    str | None,
-    typer.Option(
-        "--draft-model",
-        "--draft",
-        "-d",
-        "-md",
-        help="A GGUF path, a name, `lookup`, `suffix`, a chain such as `suffix+NAME`, or `none`. "
-        "Default: the draft listed with the target.",
-        rich_help_panel=_MODELS,
-    ),
-]
-Prompts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--prompts",
-        "--prompt",
-        "-p",
-        metavar="P1 P2 ...",
-        help="What to continue: one or more texts; may be repeated.",
-        rich_help_panel=_REQUESTS,
-    ),
-]
-Input = Annotated[
-    str | None,
-    typer.Option(
-        "--input",
-        "-i",
-        metavar="FILE|-",
-        help="A file of prompts, one a line, or of JSON objects (.jsonl); - is standard input.",
-        rich_help_panel=_REQUESTS,
-    ),
-]
-Samples = Annotated[
-    int,
-    typer.Option(min=1, help="Texts for each prompt, from one prefill.", rich_help_panel=_REQUESTS),
-]
-OutputFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        help="Append each result to this file as it ends, one JSON object a line.",
-        rich_help_panel=_REQUESTS,
-    ),
-]
-Resume = Annotated[
-    bool,
-    typer.Option(
-        "--resume",
-        help="Leave out what --output holds already.",
-        rich_help_panel=_REQUESTS,
-    ),
-]
-Gamma = Annotated[
-    str,
-    typer.Option(
-        "--gamma",
-        "--draft-length",
-        "-k",
-        metavar="N|auto",
-        help="Tokens to draft a round.",
-        rich_help_panel=_DRAFTING,
-    ),
-]
-AutoRegressive = Annotated[
-    bool,
-    typer.Option(
-        "--auto-regressive",
-        help="Decode plainly, without a draft: the same as --draft none.",
-        rich_help_panel=_DRAFTING,
-    ),
-]
-Parallel = Annotated[
-    int,
-    typer.Option(min=1, max=255, help="Texts at a time.", rich_help_panel=_RUNTIME),
-]
-
-BenchPrompts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--prompt",
-        "-p",
-        help="What to continue; may be repeated. Default: four of its own.",
-        rich_help_panel=_REQUESTS,
-    ),
-]
-BenchTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--max-tokens",
-        "-n",
-        min=1,
-        help="Tokens for each prompt. Default: 64.",
-        rich_help_panel=_REQUESTS,
-    ),
-]
-Runs = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="How often everything is measured. Default: 3.",
-        rich_help_panel=_REQUESTS,
-    ),
-]
-Longest = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        max=64,
-        help="The longest draft of the sweep. Default: 8.",
-        rich_help_panel=_DRAFTING,
-    ),
-]
-Quick = Annotated[
-    bool,
-    typer.Option(
-        "--quick",
-        help="One prompt, one run, 16 tokens, lengths 1 and 2: does it run? The times mean little.",
-        rich_help_panel=_REQUESTS,
-    ),
-]
-OutputFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="DIR",
-        help="Write bench.json, speed.png and acceptance.png into this folder.",
-        rich_help_panel=_OUTPUT,
-    ),
-]
-
-Compare = Annotated[
-    bool,
-    typer.Option(
-        "--compare",
-        help="Also decode plainly: tokens a second, speedup, same text.",
-        rich_help_panel=_OUTPUT,
-    ),
-]
 Explain = Annotated[
     bool,
     typer.Option(
-        "--explain", help="Say how it drafted, why, and what stood.", rich_help_panel=_OUTPUT
+        "--explain",
+        help="Explain how it drafted, what was accepted, and why drafts ended.",
+        rich_help_panel=OUTPUT,
     ),
 ]
-TopLogprobs = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        help="With --json: list each token with this many alternatives.",
-        rich_help_panel=_OUTPUT,
-    ),
-]
-Json = Annotated[
-    bool,
-    typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel=_OUTPUT),
-]
-NoColor = Annotated[bool, typer.Option("--no-color", help="No colours.", rich_help_panel=_OUTPUT)]
-Verbose = Annotated[
-    bool,
-    typer.Option("--verbose", "-v", help="Show llama.cpp's log.", rich_help_panel=_OUTPUT),
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.", rich_help_panel=_OUTPUT)]
 
-Acceptance = Annotated[
-    list[float] | None,
-    typer.Option(
-        "--acceptance",
-        "-a",
-        help="Chance that a drafted token stands if those before it stood; may be repeated.",
-    ),
-]
-DraftLengths = Annotated[
-    list[int] | None,
-    typer.Option("--draft-length", "-k", help="Tokens drafted a round; may be repeated."),
-]
-DraftCosts = Annotated[
-    list[float] | None,
-    typer.Option("--c", "-c", help="Time of a draft step over a target step; may be repeated."),
-]
-VerifyCost = Annotated[
-    str,
-    typer.Option(
-        metavar="V|N:V,N:V,...",
-        help="Time to verify, in target steps: one number, or points to go straight between.",
-    ),
-]
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The target and what drafts for it."""
+
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target",
+            "--target-model",
+            "-t",
+            "-m",
+            help="A GGUF path, or a name from `llamabranch models`. Default: the bundled target.",
+            rich_help_panel=MODELS,
+        ),
+    ] = None
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft",
+            "--draft-model",
+            "-d",
+            "-md",
+            help="A GGUF path, a name, `lookup`, `suffix`, a chain such as `suffix+NAME`, or `none`. "
+            "Default: the draft listed with the target.",
+            rich_help_panel=MODELS,
+        ),
+    ] = None
+
+    def resolve(self) -> tuple[str, tuple[str, ...]]:
+        """Return the name of the target and those of its drafters, all found before any is loaded.
+
+        Raises:
+            ConfigError: a model that is not on this machine, or no draft is known for the target.
+        """
+        target = hub.BUNDLED_TARGET if self.target is None else self.target
+        hub.resolve(target)
+        draft = hub.draft_for(target) if self.draft is None else self.draft
+        if draft is None:
+            raise ConfigError(
+                f"no draft is known for {target}",
+                hint="name one with --draft, copy from the text with --draft suffix, "
+                "or decode plainly with --draft none",
+            )
+        return target, parse_draft(draft)
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Prompts of the command line and of a file."""
+
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prompts",
+            "--prompt",
+            "-p",
+            metavar="P1 P2 ...",
+            help="What to continue: one or more texts; may be repeated.",
+            rich_help_panel=REQUESTS,
+        ),
+    ] = None
+    input_file: Annotated[
+        str | None,
+        typer.Option(
+            "--input",
+            "-i",
+            metavar="FILE|-",
+            help="A file of prompts, one a line, or of JSON objects (.jsonl); - is standard input.",
+            rich_help_panel=REQUESTS,
+        ),
+    ] = None
+
+    def read(self) -> PromptSource:
+        """Return all prompts, first those of the command line.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        return read_prompts(self.prompts or (), self.input_file)
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """How long to draft, and how drafted tokens are accepted."""
+
+    draft_length: Annotated[
+        str,
+        typer.Option(
+            "--draft-length",
+            "--gamma",
+            "-k",
+            metavar="N|auto",
+            help="Tokens to draft a round; auto drafts as many as pay, and none where none pays.",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = "auto"
+    rule: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|seeded|token|block",
+            help="How drafted tokens are accepted; auto is seeded with a seed, at temperature 0 and "
+            "for trees, else block.",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = "auto"
+    entropy_stop: Annotated[
+        float | None,
+        typer.Option(
+            help="End a draft where the draft model's entropy exceeds this many nats.",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = None
+
+    def config(self) -> SpeculativeConfig:
+        """Return the settings as the library takes them.
+
+        Raises:
+            ConfigError: a value out of range.
+        """
+        return SpeculativeConfig(
+            draft_k=_parse_length(self.draft_length),
+            entropy_stop=self.entropy_stop,
+            rule=self.rule,
+        )
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are drawn, and how a prompt is wrapped."""
+
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the most probable token.", rich_help_panel=SAMPLING)
+    ] = DEFAULTS.temperature
+    top_k: Annotated[
+        int, typer.Option(help="Keep the k most probable; 0 keeps all.", rich_help_panel=SAMPLING)
+    ] = DEFAULTS.top_k
+    top_p: Annotated[
+        float, typer.Option(help="Nucleus sampling; 1 is off.", rich_help_panel=SAMPLING)
+    ] = DEFAULTS.top_p
+    min_p: Annotated[
+        float,
+        typer.Option(
+            help="Drop tokens less probable than this share of the most probable one; 0 is off.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = DEFAULTS.min_p
+    repeat_penalty: Annotated[
+        float, typer.Option(help="Penalise recent tokens; 1 is off.", rich_help_panel=SAMPLING)
+    ] = DEFAULTS.repeat_penalty
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos",
+            "--ignore-end",
+            help="Never sample an EOG (end of generation) token.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = False
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Wrap the prompt in the target's chat template.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = False
+
+    def params(self, seed: int | None = None) -> SamplingParams:
+        """Return the settings as the library takes them; `without_eog` adds ``--ignore-eos``.
+
+        Raises:
+            ConfigError: a value out of range.
+        """
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repeat_penalty=self.repeat_penalty,
+            seed=seed,
+        )
+
+    def without_eog(self, params: SamplingParams, model: Model) -> SamplingParams:
+        """Return ``params`` without the model's EOG tokens if ``--ignore-eos`` was given."""
+        if not self.ignore_eos:
+            return params
+        banned = dict.fromkeys(model.end_tokens, -math.inf)
+        return params.replace(logit_bias={**params.logit_bias, **banned})
+
+    def temperature_arguments(self) -> list[str]:
+        """Return the temperature as words of a command line; nothing for the default."""
+        if self.temperature == DEFAULTS.temperature:
+            return []
+        return ["--temperature", f"{self.temperature:g}"]
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """What decides a text besides the sampling settings: its length, seed, stops and grammar."""
+
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-tokens", "-n", min=1, help="Tokens to generate.", rich_help_panel=SAMPLING
+        ),
+    ] = 128
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed",
+            "-s",
+            help="With a seed the text is that of plain decoding, whatever the draft.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End at this text; may be repeated.", rich_help_panel=SAMPLING),
+    ] = None
+    grammar: Annotated[
+        Path | None, typer.Option(help="A file with a GBNF grammar.", rich_help_panel=SAMPLING)
+    ] = None
+    json_schema: Annotated[
+        str | None,
+        typer.Option(help="A JSON schema: a file, or the JSON itself.", rich_help_panel=SAMPLING),
+    ] = None
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Where to end the text."""
+        return tuple(self.stop or ())
+
+    def parse_grammar(self) -> Grammar | None:
+        """Return the grammar that a file or a JSON schema describes, None if there is neither.
+
+        Raises:
+            ConfigError, GrammarError: the file cannot be read, or the grammar is invalid.
+        """
+        if self.grammar is not None and self.json_schema is not None:
+            raise typer.BadParameter("--grammar and --json-schema exclude each other")
+        if self.grammar is not None:
+            return Grammar(read_text(self.grammar))
+        if self.json_schema is not None:
+            inline = self.json_schema.lstrip().startswith("{")
+            text = self.json_schema if inline else read_text(Path(self.json_schema))
+            return Grammar.from_json_schema(text)
+        return None
+
+
+@dataclass(frozen=True)
+class LoadingOptions:
+    """How a model is loaded."""
+
+    gpu_layers: Annotated[
+        int | None,
+        typer.Option(
+            "--gpu-layers",
+            "-ngl",
+            help="Layers to put on the GPU; -1 is all.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Show llama.cpp's log.", rich_help_panel=OUTPUT),
+    ] = False
+
+    def options(self) -> LoadOptions:
+        """Return what was given, by the names of `llamabranch.load`."""
+        return (
+            LoadOptions() if self.gpu_layers is None else LoadOptions(n_gpu_layers=self.gpu_layers)
+        )
+
+    def open(
+        self, name: str, console: Console, stack: ExitStack, **more: Unpack[LoadOptions]
+    ) -> Context:
+        """Load a model, with a progress bar, and open a context on it; ``stack`` closes both.
+
+        Args:
+            name: what `llamabranch.load` takes.
+            console: where the bar is.
+            stack: what closes the context.
+            more: options that take precedence over those given.
+        """
+        options = self.options()
+        options.update(more)
+        with console.loading(name) as progress:
+            context = load(name, progress=progress, verbose=self.verbose, **options)
+            return stack.enter_context(context)
+
+
+@dataclass(frozen=True)
+class RuntimeOptions(LoadingOptions):
+    """How models are loaded and their contexts opened."""
+
+    n_ctx: Annotated[
+        int | None,
+        typer.Option("--n-ctx", "-c", help="Context size in tokens.", rich_help_panel=RUNTIME),
+    ] = None
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads.", rich_help_panel=RUNTIME)
+    ] = None
+    kv_type: Annotated[
+        str | None,
+        typer.Option(help="Type of the KV cache: f16, bf16, q8_0, ...", rich_help_panel=RUNTIME),
+    ] = None
+
+    def options(self) -> LoadOptions:
+        """Return what was given, by the names of `llamabranch.load`."""
+        options = super().options()
+        if self.n_ctx is not None:
+            options["n_ctx"] = self.n_ctx
+        if self.threads is not None:
+            options["n_threads"] = self.threads
+            options["n_threads_batch"] = self.threads
+        if self.kv_type is not None:
+            options["kv_type"] = self.kv_type
+        return options
+
+    def as_arguments(self) -> list[str]:
+        """Return what was given as words of a command line."""
+        given = {
+            "--n-ctx": self.n_ctx,
+            "--threads": self.threads,
+            "--gpu-layers": self.gpu_layers,
+            "--kv-type": self.kv_type,
+        }
+        return [w for name, v in given.items() if v is not None for w in (name, str(v))]
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """How a command answers."""
+
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print one JSON object and nothing else.", rich_help_panel=OUTPUT
+        ),
+    ] = False
+    no_color: Annotated[
+        bool, typer.Option("--no-color", help="No colours.", rich_help_panel=OUTPUT)
+    ] = False
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks.", rich_help_panel=OUTPUT)
+    ] = False
+
+    @contextmanager
+    def console(self) -> Iterator[Console]:
+        """Yield the console of a command; errors end the command with one line and an exit code."""
+        console = Console(color=not self.no_color)
+        with reporting_errors(console, debug=self.debug, as_json=self.as_json):
+            yield console
+
+
+def _parse_length(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is neither a number nor auto", param_hint="--draft-length"
+        ) from None

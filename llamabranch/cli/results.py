@@ -1,4 +1,4 @@
-"""The file of a job's results: what is in it already, what it was made with, and how it grows."""
+"""The file of a job's results: which texts it has, which settings they were made with, appending."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from llamabranch import ConfigError, Request, Result, read_results, write_result
+from llamabranch import ConfigError, Request, Result
 
-from .render import OutputError
+from .console import OutputError
+from .jsonl import cut_torn_line, read_results, write_result
+
+__all__ = ["JobSettings", "ResultFile"]
 
 # What decides the texts of a job, and what it is called on the command line.
 _NAMES = {
-    "model": "the model (--target-model)",
+    "model": "the model (--target)",
     "kv_type": "--kv-type",
     "prompts": "the prompts (--prompts, --input)",
     "samples": "--samples",
     "sampling": "the sampling settings (--temperature, --top-k, ..., --max-tokens, --stop, "
-    "--ignore-end, --grammar, --json-schema, --chat)",
+    "--ignore-eos, --grammar, --json-schema, --chat)",
     "rule": "--rule",
     "seed": "--seed",
 }
@@ -45,7 +48,7 @@ class JobSettings:
     model: str | None = None
 
     def differences(self, record: Mapping[str, object]) -> list[str]:
-        """Return in words what is otherwise in ``record``; what is not known yet is no difference."""
+        """Return the options that differ in ``record``; what is not known yet is left out."""
         ours = asdict(self)
         found = []
         for field, name in _NAMES.items():
@@ -60,7 +63,7 @@ class ResultFile:
     """A file that results are appended to, one JSON object a line, each with the job's settings.
 
     Raises:
-        ConfigError: it is there already and not to be resumed, or is of another job.
+        ConfigError: it exists and is not to be resumed, or belongs to another job.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class ResultFile:
         if not resume:
             if path.is_file() and path.stat().st_size:
                 raise ConfigError(
-                    f"{path} is there already", hint="go on with --resume, or name another file"
+                    f"{path} already exists", hint="continue it with --resume, or name another file"
                 )
             return
         try:
@@ -86,18 +89,18 @@ class ResultFile:
             name, sample = str(record["id"]), record.get("sample", 0)
             if name not in prompts or record.get("prompt") != _listed(prompts[name]):
                 raise ConfigError(
-                    f"{path} is of other prompts: it has a result {name!r}",
-                    hint="resume with the prompts it was begun with, or name another file",
+                    f"{path} has results of other prompts: the id {name!r}",
+                    hint="resume with the prompts it was started with, or name another file",
                 )
             if isinstance(sample, int):
                 self.done.add((name, sample))
             self._records.append(_job_of(record, path))
         if self._records:
-            self._take_seed(self._records[0])
+            self._adopt_seed(self._records[0])
         self._check()
 
-    def _take_seed(self, record: Mapping[str, object]) -> None:
-        """Go on with the seed of the file, unless another one was given."""
+    def _adopt_seed(self, record: Mapping[str, object]) -> None:
+        """Continue with the seed of the file, unless another one was given."""
         seed = record.get("seed")
         if isinstance(seed, int) and self.job.seed in (None, seed):
             given = record.get("seed_given") is True
@@ -109,11 +112,13 @@ class ResultFile:
             if found:
                 raise ConfigError(
                     f"{self.path} was made with other settings: {'; '.join(found)}",
-                    hint="resume with the settings it was begun with, or name another file",
+                    hint="resume with the settings it was started with, or name another file",
                 )
 
     def open(self, model: str, seed: int) -> None:
         """Open it for appending, now that the model's fingerprint and the seed are known.
+
+        A torn last line is cut off first.
 
         Raises:
             ConfigError: it was made with another model, or cannot be written.
@@ -122,12 +127,13 @@ class ResultFile:
         self._check()
         self._records.clear()
         try:
+            cut_torn_line(self.path)
             self._file = self.path.open("a", encoding="utf-8", newline="\n")
         except OSError as error:
             raise ConfigError(f"cannot write {self.path}: {error.strerror or error}") from None
 
     def write(self, result: Result) -> None:
-        """Append one result and push it to the disk.
+        """Append one result and flush it to the disk.
 
         Raises:
             OutputError: the disk is full or broken; what was written before is kept.
@@ -157,7 +163,7 @@ class ResultFile:
                 raise self._failed(failure) from None
 
     def _failed(self, error: OSError) -> OutputError:
-        hint = "what is in it is kept; --resume goes on from there"
+        hint = "what is in it is kept; --resume continues from there"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             hint = "free some space; " + hint
         return OutputError(f"cannot write {self.path}: {error.strerror or error}", hint=hint)
@@ -171,7 +177,7 @@ def _job_of(record: Mapping[str, object], path: Path) -> Mapping[str, object]:
     job = record.get("job")
     if not isinstance(job, dict):
         raise ConfigError(
-            f"{path} does not say what it was made with: the result {record['id']!r} has no job",
+            f"{path} does not record its settings: the result {record['id']!r} has no job",
             hint="version 0.1.0 wrote such files; they cannot be resumed safely: name another file",
         )
     return job

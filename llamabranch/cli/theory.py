@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
 from llamabranch import theory as formulas
 
-from . import options
-from .render import Screen, print_json, reporting
+from .bundles import with_bundles
+from .console import print_json
+from .options import OutputOptions
 
 ACCEPTANCES = (0.7, 0.8)
 DRAFT_LENGTHS = (4, 8)
@@ -18,26 +20,45 @@ DRAFT_COSTS = (0.05, 0.10, 0.20)
 LONGEST = 16  # the longest draft that is considered the best
 
 
+@with_bundles
 def theory(
-    acceptance: options.Acceptance = None,
-    draft_length: options.DraftLengths = None,
-    draft_cost: options.DraftCosts = None,
-    verify_cost: options.VerifyCost = "1",
-    as_json: options.Json = False,
-    no_color: options.NoColor = False,
-    debug: options.Debug = False,
+    *,
+    acceptance: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--acceptance",
+            "-a",
+            help="Probability that a drafted token is accepted if those before it were; may be "
+            "repeated.",
+        ),
+    ] = None,
+    draft_length: Annotated[
+        list[int] | None,
+        typer.Option("--draft-length", "-k", help="Tokens drafted a round; may be repeated."),
+    ] = None,
+    draft_cost: Annotated[
+        list[float] | None,
+        typer.Option("--c", "-c", help="Time of a draft step over a target step; may be repeated."),
+    ] = None,
+    verify_cost: Annotated[
+        str,
+        typer.Option(
+            metavar="V|N:V,N:V,...",
+            help="Time to verify, in target steps: one number, or points to interpolate between.",
+        ),
+    ] = "1",
+    output: OutputOptions,
 ) -> None:
     """Print tokens a round, speedup and best draft length that the theory expects.
 
     E is the tokens a round; "often seen" is a formula that is wrong, for comparison.
     """
-    screen = Screen(color=not no_color)
-    with reporting(screen, debug=debug, as_json=as_json):
+    with output.console() as console:
         cost = _parse_cost(verify_cost)
         rates, costs = acceptance or ACCEPTANCES, draft_cost or DRAFT_COSTS
         rows = formulas.table(rates, draft_length or DRAFT_LENGTHS, costs, cost)
         best = [[_best(a, c, cost) for c in costs] for a in rates]
-        if as_json:
+        if output.as_json:
             print_json(
                 {
                     "verify_cost": verify_cost,
@@ -62,8 +83,8 @@ def theory(
             )
             return
         headings = [f"c = {c:g}" for c in costs]
-        screen.line("Speedup over plain decoding, by the cost c of a draft step in target steps:")
-        screen.table(
+        console.line("Speedup over plain decoding, by the cost c of a draft step in target steps:")
+        console.table(
             ("a", "length", "often seen", "E", *headings, "accepted / drafted"),
             [
                 (
@@ -75,9 +96,9 @@ def theory(
                 for row in rows
             ],
         )
-        screen.line()
-        screen.line(f"Best draft length, at most {LONGEST}, and its speedup (0: do not draft):")
-        screen.table(
+        console.line()
+        console.line(f"Best draft length, at most {LONGEST}, and its speedup (0: do not draft):")
+        console.table(
             ("a", *headings),
             [
                 (f"{a:g}", *(f"{k}: {speedup:.2f}" for k, speedup in line))
@@ -94,7 +115,7 @@ def _best(a: float, c: float, cost: Callable[[int], float]) -> tuple[int, float]
 def _parse_cost(text: str) -> Callable[[int], float]:
     """Return v(n), the cost of verifying n tokens, from one number or from points n:v.
 
-    Between points it goes straight, after the last as between the last two; v(1) is 1.
+    Linear between points, and after the last as between the last two; v(1) is 1.
     """
     try:
         if ":" not in text:

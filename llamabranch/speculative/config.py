@@ -16,21 +16,21 @@ class SpeculativeConfig:
     """How to speculate.
 
     Args:
-        draft_k: tokens to draft a round, 0 to ``max_draft_tokens``; "auto" drafts as many as pay,
-            measured while it runs, and none where none pays.
+        draft_k: tokens to draft a round, 0 to 256; "auto" drafts as many as pay, measured while it
+            runs, and none where none pays.
         max_draft_tokens: the most "auto" may draft a round.
         entropy_stop: end a draft before a token whose distribution has more than this entropy, nats;
             None = never. The decision never looks at the drawn token, so it is lossless.
-        rule: what stands of a draft: "seeded", "token", "block" or "auto". "auto" is seeded where a
-            seed was given, the temperature is 0 or the drafter proposes trees, else block; it is never
-            token. All are lossless; under "seeded" the text is moreover that of plain decoding, and at
-            temperature 0 it is under all of them.
+        rule: how drafted tokens are accepted: "seeded", "token", "block" or "auto". "auto" is seeded
+            where a seed was given, the temperature is 0 or the drafter proposes trees, else block; it is
+            never token. All are lossless; under "seeded" the text is moreover that of plain decoding, and
+            at temperature 0 it is under all of them.
 
     Raises:
         ConfigError: a value out of range.
     """
 
-    draft_k: int | str = 4
+    draft_k: int | str = "auto"
     max_draft_tokens: int = 16
     entropy_stop: float | None = None
     rule: str = "auto"

@@ -31,7 +31,7 @@ from llamabranch.bench import (
 )
 from llamabranch.cli import app
 from llamabranch.cli.bench_report import BenchReport
-from llamabranch.cli.render import Screen
+from llamabranch.cli.console import Console
 
 TIMEOUT_S = 600  # for a machine that is busy with other things
 PNG = b"\x89PNG"
@@ -209,7 +209,7 @@ def test_plots_leave_out_what_is_unknown(tmp_path: Path) -> None:
     ("arguments", "complaint"),
     [
         (("--target", "tale-targte"), "did you mean tale-target?"),
-        (("--draft", "suffix+"), "no chain of drafters"),
+        (("--draft", "suffix+"), "not a chain of drafters"),
         (("--input", "absent.txt"), "cannot read absent.txt"),
         (("--input", os.devnull), "has no prompts"),
         (("--longest", "0"), "longest"),
@@ -383,7 +383,7 @@ def _advice(ctx: lb.Context, report: PairReport, load: float | None = 0.0) -> Be
 
 
 def _printed(told: BenchReport, capsys: pytest.CaptureFixture[str]) -> str:
-    told.print(Screen(color=False))
+    told.print(Console(color=False))
     return " ".join(capsys.readouterr().out.split())
 
 
@@ -412,7 +412,7 @@ def test_advice_follows_the_verdict(ctx: lb.Context, capsys: pytest.CaptureFixtu
     assert "Best" not in shown
 
     busy = _advice(ctx, _decided(*[0.9, 1.2] * 6), load=9.0)
-    assert "The figures are noisy: " in _printed(busy, capsys)
+    assert "The timings are noisy: " in _printed(busy, capsys)
 
     told = _advice(ctx, PairReport(lengths=[_cell("auto", "seeded", 1.3, n_drafted=0)]))
     assert "nothing was drafted" in _printed(told, capsys)

@@ -10,8 +10,9 @@ import pytest
 import llamabranch as lb
 from llamabranch.bench import Machine
 from llamabranch.cli.compare import Comparison, Run, compare
-from llamabranch.cli.render import Interruption, Screen
-from llamabranch.cli.report import Outcome
+from llamabranch.cli.console import Console
+from llamabranch.cli.interrupts import InterruptHandler
+from llamabranch.cli.speculate_report import SpeculateReport
 
 
 def _run(seconds: float, n_drafted: int = 0) -> Run:
@@ -53,7 +54,7 @@ def _compared(
         _run(drafted[0], n_drafted),
         _starts(drafted[1:], log, "drafted"),
         _starts(plain, log, "plain"),
-        Interruption(),
+        InterruptHandler(),
     )
     assert found is not None
     return found, log
@@ -88,21 +89,21 @@ def _printed(
     capsys: pytest.CaptureFixture[str],
     load: float = 0.0,
 ) -> tuple[str, dict[str, object]]:
-    outcome = Outcome(
+    report = SpeculateReport(
         model=model,
         first=found.speculative,
         drafted=True,
         rule="seeded",
         explanation="",
-        batch_invariant=True,
-        batch_invariant_reason="",
+        length_explanation="",
+        capabilities=lb.Capabilities(True, True, False, False, True, ""),
         same_text_expected=True,
         comparison=found,
         machine=Machine("a processor", 2, load, "1.0", "2.0", ("AVX",)),
         n_threads=2,
     )
-    outcome.print(Screen(color=False), explain=False)
-    return " ".join(capsys.readouterr().out.split()), outcome.as_json()
+    report.print(Console(color=False), explain=False)
+    return " ".join(capsys.readouterr().out.split()), report.as_json()
 
 
 def test_noise_is_called_inconclusive_with_what_to_do(
@@ -152,5 +153,5 @@ def test_machine_is_printed_and_a_busy_one_is_named(
     assert isinstance(machine, dict)
     assert set(machine) == {*vars(Machine.now()), "load_after"}
     shown, _ = _printed(found, target, capsys, load=7.5)
-    assert "The times are noisy: " in shown
+    assert "The timings are noisy: " in shown
     assert "load 7.50 before" in shown

@@ -10,6 +10,7 @@ import pytest
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, Request
+from llamabranch.cli.jsonl import read_requests
 from llamabranch.errors import ConfigError, LlamaBranchError, TokenizeError
 
 BYTES = {"bytes": b"abc", "bytearray": bytearray(b"abc"), "memoryview": memoryview(b"abc")}
@@ -99,8 +100,8 @@ def test_what_to_skip_is_pairs(skip: Any, ctx: Context) -> None:
 
 def test_requests_are_read_from_lines(ctx: Context) -> None:
     for text in ("one\ntwo\n", b"one\ntwo\n"):
-        refuse(ConfigError, lambda t=text: lb.read_requests(t, json_lines=False), hinted=True)  # type: ignore[misc]
-    read = lb.read_requests(iter(["one\n", "two\n"]), json_lines=False)
+        refuse(ConfigError, lambda t=text: read_requests(t, json_lines=False), hinted=True)  # type: ignore[misc]
+    read = read_requests(iter(["one\n", "two\n"]), json_lines=False)
     assert [request.prompt for request in read] == ["one", "two"]
 
 

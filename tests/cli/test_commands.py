@@ -28,6 +28,7 @@ ENDLESS = [
 ]  # fmt: skip
 SPECULATE = "llamabranch.cli.speculate"
 ESCAPE = "\x1b["
+FIXED = ("--draft-length", "4")  # where a test needs drafts: "auto" drafts where it pays
 STATISTICS = (
     "iterations",
     "drafted",
@@ -79,7 +80,7 @@ def test_speculate_writes_no_colour_codes_to_a_pipe() -> None:
 
 
 def test_speculate_colours_tokens_by_source_on_a_terminal() -> None:
-    arguments = ("speculate", "--max-tokens", "48", "--seed", "1")
+    arguments = ("speculate", "--max-tokens", "48", "--seed", "1", *FIXED)
     colored = run(*arguments, FORCE_COLOR="1", TERM="xterm-256color").stdout
     assert "drafted and accepted" in colored
     assert "\x1b[32m" in colored  # drafted: green
@@ -99,7 +100,7 @@ def test_speculate_streams_the_text_that_json_gives() -> None:
 
 
 def test_json_has_the_names_of_the_field() -> None:
-    answer = run_json("--max-tokens", "20", "--seed", "5")
+    answer = run_json("--max-tokens", "20", "--seed", "5", *FIXED)
     assert set(answer) == {
         *("text", "tokens", "finish_reason", "tokens_per_s", "seed", "rule", "explain", "stats")
     }
@@ -133,7 +134,7 @@ def test_same_seed_gives_the_same_text_and_another_seed_another() -> None:
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_compare_gives_the_text_of_plain_decoding(temperature: str) -> None:
     answer = run_json(
-        "--compare", "--temperature", temperature, "--max-tokens", "40", "--seed", "7"
+        "--compare", "--temperature", temperature, "--max-tokens", "40", "--seed", "7", *FIXED
     )
     plain, speed = answer["plain"], answer["tokens_per_s"]
     assert isinstance(plain, dict)
@@ -149,7 +150,7 @@ def test_compare_gives_the_text_of_plain_decoding(temperature: str) -> None:
 
 
 def test_compare_without_a_seed_picks_one_and_prints_it() -> None:
-    first = run_json("--compare", "--max-tokens", "24")
+    first = run_json("--compare", "--max-tokens", "24", *FIXED)
     assert first["same_text"] is True
     assert isinstance(first["seed"], int)
     again = run_json("--seed", str(first["seed"]), "--max-tokens", "24")
@@ -157,7 +158,7 @@ def test_compare_without_a_seed_picks_one_and_prints_it() -> None:
 
 
 def test_compare_prints_speedup_and_says_why_when_it_is_below_one() -> None:
-    result = run("speculate", "--compare", "--max-tokens", "40", "--seed", "7")
+    result = run("speculate", "--compare", "--max-tokens", "40", "--seed", "7", *FIXED)
     assert result.exit_code == 0, result.stderr
     lines = {line[:15].strip(): line.split()[-2:] for line in result.stdout.splitlines()}
     assert lines["same text"][-1] == "yes"
@@ -186,7 +187,7 @@ def test_round_cost_explains_a_loss_in_numbers() -> None:
 def test_draft_none_decodes_plainly() -> None:
     arguments = ("--max-tokens", "24", "--seed", "7")
     plain = run_json("--draft", "none", *arguments)
-    assert plain["tokens"] == run_json(*arguments)["tokens"]
+    assert plain["tokens"] == run_json(*arguments, *FIXED)["tokens"]
     assert plain["stats"]["num_draft_tokens"] == 0  # type: ignore[index]
     assert "iterations" not in run("speculate", "--draft", "none", *arguments).stdout
 
@@ -200,9 +201,23 @@ def test_draft_length_bounds_what_a_round_drafts() -> None:
 
 def test_draft_length_auto_gives_the_same_text() -> None:
     arguments = ("--max-tokens", "24", "--seed", "7")
-    assert (
-        run_json("--draft-length", "auto", *arguments)["tokens"] == run_json(*arguments)["tokens"]
-    )
+    auto = run_json("--draft-length", "auto", *arguments)["tokens"]
+    assert auto == run_json(*arguments, *FIXED)["tokens"]
+
+
+def test_draft_length_is_auto_unless_given_and_the_table_says_why_drafts_ended() -> None:
+    arguments = ("speculate", "--max-tokens", "48", "--seed", "7")
+    shown = run(*arguments).stdout
+    rows = {line[:17].strip(): line[17:].strip() for line in shown.splitlines()}
+    for label in ("drafted", "accepted", "plain steps", "drafts ended by"):
+        assert rows[label]
+    assert int(rows["plain steps"]) > 0  # "auto" measures plain steps first
+    assert "Draft length: always" not in shown
+    assert "Draft length: " in shown
+    fixed = run(*arguments, *FIXED).stdout
+    assert "Draft length: always 4 tokens a draft" in fixed
+    assert "length " in next(row for row in fixed.splitlines() if row.startswith("drafts ended by"))
+    assert "Draft length: " not in run(*arguments, "--draft", "none").stdout
 
 
 def test_entropy_stop_ends_drafts_early() -> None:
@@ -296,7 +311,7 @@ REFRAIN = "Mirror, mirror on the wall, who is the fairest of them all?\n\n" * 4
 @pytest.mark.parametrize("draft", ["lookup", "suffix", "suffix+tale-draft", "lookup+suffix"])
 def test_every_drafter_gives_the_text_of_plain_decoding(draft: str) -> None:
     arguments = (REFRAIN, "--max-tokens", "48", "--seed", "7", "--temperature", "0")
-    drafted = run_json("--draft", draft, *arguments)
+    drafted = run_json("--draft", draft, *arguments, *FIXED)
     assert drafted["tokens"] == run_json("--draft", "none", *arguments)["tokens"]
     assert drafted["stats"]["num_accepted_tokens"] > 0  # type: ignore[index]
     assert str(drafted["explain"]).startswith(f"drafter: {draft};")
@@ -304,7 +319,7 @@ def test_every_drafter_gives_the_text_of_plain_decoding(draft: str) -> None:
 
 def test_repeated_runs_of_a_comparison_do_not_copy_each_other() -> None:
     # With an index shared by all runs the second one would find its own text and accept all of it.
-    arguments = ("A prince", "--draft", "suffix", "--seed", "3", "--max-tokens", "40")
+    arguments = ("A prince", "--draft", "suffix", "--seed", "3", "--max-tokens", "40", *FIXED)
     alone, again = run_json(*arguments), run_json(*arguments, "--compare")
     counts = [run["stats"]["num_accepted_tokens"] for run in (alone, again)]  # type: ignore[index]
     assert counts[0] == counts[1]
@@ -314,12 +329,12 @@ def test_repeated_runs_of_a_comparison_do_not_copy_each_other() -> None:
 def test_file_with_a_plus_in_its_name_is_no_chain(tmp_path: Path) -> None:
     path = write_toy(tmp_path / "a+b.gguf", vocab="bytes")
     arguments = ("Hi", "--target", str(path), "--draft", str(path), "--max-tokens", "8")
-    assert run_json(*arguments, "--seed", "1")["stats"]["draft_acceptance_rate"] == 1.0  # type: ignore[index]
+    assert run_json(*arguments, *FIXED, "--seed", "1")["stats"]["draft_acceptance_rate"] == 1.0  # type: ignore[index]
 
 
 def test_draft_of_another_vocabulary_goes_through_the_text_and_says_so(tmp_path: Path) -> None:
     other = write_toy(tmp_path / "other.gguf", vocab="bytes")
-    arguments = ("speculate", "--max-tokens", "16", "--seed", "7", "--json")
+    arguments = ("speculate", "--max-tokens", "16", "--seed", "7", "--json", *FIXED)
     result = run(*arguments, "--draft", str(other))
     assert result.exit_code == 0, result.stderr
     assert "another vocabulary" in result.stderr
@@ -329,7 +344,7 @@ def test_draft_of_another_vocabulary_goes_through_the_text_and_says_so(tmp_path:
 
 @pytest.mark.parametrize("arguments", [("--draft-width", "3"), ("--rule", "seeded")])
 def test_trees_and_the_seeded_rule_promise_the_same_text(arguments: tuple[str, ...]) -> None:
-    answer = run_json(*arguments, "--max-tokens", "32", "--compare")
+    answer = run_json(*arguments, *FIXED, "--max-tokens", "32", "--compare")
     assert answer["rule"] == "seeded"
     assert answer["same_text_expected"] is True
     assert answer["same_text"] is True
@@ -347,7 +362,7 @@ def test_tree_drafts_more_than_one_candidate_a_place() -> None:
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_rule_lossless_in_distribution_expects_no_equal_text(rule: str) -> None:
-    arguments = ("--rule", rule, "--compare", "--max-tokens", "32", "--seed", "7")
+    arguments = ("--rule", rule, "--compare", "--max-tokens", "32", "--seed", "7", *FIXED)
     answer = run_json(*arguments)
     assert (answer["rule"], answer["same_text_expected"]) == (rule, False)
     assert answer["divergence"] is None
@@ -357,7 +372,7 @@ def test_rule_lossless_in_distribution_expects_no_equal_text(rule: str) -> None:
 
 
 def test_every_rule_gives_the_same_text_at_temperature_0() -> None:
-    arguments = ("--compare", "--max-tokens", "32", "--temperature", "0")
+    arguments = ("--compare", "--max-tokens", "32", "--temperature", "0", *FIXED)
     for rule in ("seeded", "token", "block"):
         answer = run_json("--rule", rule, *arguments)
         assert (answer["rule"], answer["same_text_expected"]) == (rule, True)
@@ -369,7 +384,7 @@ def test_rule_without_a_seed_is_block() -> None:
 
 
 def test_explain_is_printed_on_request_and_with_compare() -> None:
-    arguments = ("speculate", "--max-tokens", "16", "--seed", "7")
+    arguments = ("speculate", "--max-tokens", "16", "--seed", "7", *FIXED)
     assert "drafter: " not in run(*arguments).stdout
     for option in ("--explain", "--compare"):
         assert "drafter: tale-draft; always 4 tokens a draft" in run(*arguments, option).stdout
@@ -378,12 +393,12 @@ def test_explain_is_printed_on_request_and_with_compare() -> None:
 
 
 def test_explain_counts_the_run_that_is_shown() -> None:
-    answer = run_json("--max-tokens", "24", "--seed", "7", "--compare")
+    answer = run_json("--max-tokens", "24", "--seed", "7", "--compare", *FIXED)
     assert f"\n{answer['stats']['num_drafts']} drafts: " in str(answer["explain"])  # type: ignore[index]
 
 
 def test_top_logprobs_are_those_of_plain_decoding() -> None:
-    arguments = ("--top-logprobs", "3", "--max-tokens", "24", "--seed", "7")
+    arguments = ("--top-logprobs", "3", "--max-tokens", "24", "--seed", "7", *FIXED)
     drafted = run_json(*arguments)["logprobs"]
     plain = run_json(*arguments, "--draft", "none")["logprobs"]
     assert isinstance(drafted, list)
@@ -396,7 +411,7 @@ def test_top_logprobs_are_those_of_plain_decoding() -> None:
         assert ours["logprob"] <= ours["top"][0]["logprob"] <= 0
 
 
-def test_top_logprobs_list_exactly_the_tokens_that_were_said() -> None:
+def test_top_logprobs_list_exactly_the_tokens_that_were_generated() -> None:
     answer = run_json("--top-logprobs", "1", "--stop", "the", "--seed", "1", "--max-tokens", "64")
     logprobs = answer["logprobs"]
     assert isinstance(logprobs, list)
@@ -404,7 +419,7 @@ def test_top_logprobs_list_exactly_the_tokens_that_were_said() -> None:
 
 
 def _compare_with_a_flaw(*arguments: Any) -> Comparison | None:
-    """Compare as usual, then pretend that plain decoding had said something else for token 5."""
+    """Compare as usual, then pretend that plain decoding had generated another token 5."""
     found = compare(*arguments)
     if found is None:
         return None
@@ -416,7 +431,7 @@ def test_texts_that_differ_are_reported_with_place_and_gap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys.modules[SPECULATE], "compare", _compare_with_a_flaw)
-    arguments = ("--compare", "--max-tokens", "12", "--seed", "7")
+    arguments = ("--compare", "--max-tokens", "12", "--seed", "7", *FIXED)
     answer = run_json(*arguments)
     divergence, tokens = answer["divergence"], answer["tokens"]
     assert answer["same_text"] is False
@@ -427,7 +442,7 @@ def test_texts_that_differ_are_reported_with_place_and_gap(
     assert divergence["gap"] > 0
     shown = run("speculate", *arguments).stdout
     assert "First difference at token 5: " in shown
-    assert f"logits must move by {divergence['gap']:.3g} against each other" in shown
+    assert f"logits must move by {divergence['gap']:.3g} relative to each other" in shown
     assert (divergence["difference"], divergence["explained"]) == (0.0, False)
     assert "batch-invariant (checked" in shown
     assert "bug in llamabranch" in shown
@@ -437,7 +452,16 @@ def test_texts_that_differ_by_more_than_rounding_are_a_bug_anywhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys.modules[SPECULATE], "compare", _compare_with_a_flaw)
-    arguments = ("--compare", "--max-tokens", "12", "--temperature", "0", "--kv-type", "f16")
+    arguments = (
+        "--compare",
+        "--max-tokens",
+        "12",
+        "--temperature",
+        "0",
+        "--kv-type",
+        "f16",
+        *FIXED,
+    )
     shown = run("speculate", *arguments).stdout
     assert "not batch-invariant (the K/V type is f16, not bf16 or q8_0)" in shown
     assert "rounding of this size does not explain it: this is a bug in llamabranch" in shown
@@ -496,8 +520,8 @@ def test_theory_goes_straight_on_after_the_last_point() -> None:
     [
         (("speculate", "--draft-length", "four"), "neither a number nor auto"),
         (("speculate", "--draft-length", "-1"), "draft"),
-        (("speculate", "--draft", "suffix+"), "no chain of drafters"),
-        (("speculate", "--draft", "none+suffix"), "no chain of drafters"),
+        (("speculate", "--draft", "suffix+"), "not a chain of drafters"),
+        (("speculate", "--draft", "none+suffix"), "not a chain of drafters"),
         (("speculate", "--draft", "suffix+tale-dratf"), "did you mean tale-draft?"),
         (("speculate", "--rule", "best"), "unknown rule 'best'"),
         (("speculate", "--draft-width", "2", "--rule", "block"), "need the rule seeded"),

@@ -1,4 +1,4 @@
-"""What ``--draft`` means: a model, copying from the text, a chain of both, or nobody."""
+"""What ``--draft`` means: a draft model, a drafter that copies from the text, a chain, or none."""
 
 from __future__ import annotations
 
@@ -19,6 +19,19 @@ from llamabranch import (
     hub,
 )
 
+from .console import Console
+
+__all__ = [
+    "COPYING",
+    "drafting_contexts",
+    "drafting_models",
+    "has_model",
+    "make_drafter",
+    "note_translation",
+    "parse_draft",
+    "tree_sequences",
+]
+
 # One request at a time: a shared index would let a repeated run copy its own text.
 COPYING: dict[str, Callable[[], Drafter]] = {
     "lookup": PromptLookupDrafter,
@@ -29,10 +42,10 @@ COPYING: dict[str, Callable[[], Drafter]] = {
 def parse_draft(given: str) -> tuple[str, ...]:
     """Return the drafters of a chain in order, () for "none".
 
-    The words win over files of that name; a file may have a + in its name.
+    ``lookup``, ``suffix`` and ``none`` are never file names; a file may have a + in its name.
 
     Raises:
-        ConfigError: a model that is not on this machine, or no chain at all.
+        ConfigError: a model that is not on this machine, or an invalid chain.
     """
     if given == "none":
         return ()
@@ -41,7 +54,7 @@ def parse_draft(given: str) -> tuple[str, ...]:
     for part in parts:
         if part in ("", "none"):
             raise ConfigError(
-                f"{given!r} is no chain of drafters", hint="for example suffix+tale-draft"
+                f"{given!r} is not a chain of drafters", hint="for example suffix+tale-draft"
             )
         if part not in COPYING:
             hub.resolve(part)
@@ -75,8 +88,15 @@ def drafting_models(drafter: Drafter) -> list[Model]:
     return [context.model for context in drafting_contexts(drafter)]
 
 
+def note_translation(drafter: Drafter, target: Model, console: Console) -> None:
+    """Say on standard error which draft models have another vocabulary than the target."""
+    for model in drafting_models(drafter):
+        if target.compatibility(model).path == "text":
+            console.note(f"{model.name} has another vocabulary: it drafts through the text")
+
+
 def tree_sequences(config: SpeculativeConfig, width: int) -> tuple[int, int]:
-    """Return the sequences that trees take at most: of the target's context, of the draft's.
+    """Return how many sequences trees need at most: in the target's context, in the draft's.
 
     The target needs one for each leaf, the draft one for each node of a level and of the next.
     """

@@ -1,10 +1,10 @@
-"""What all commands share: how their arguments are read, and how wrong ones are answered."""
+"""How arguments are read: llama.cpp's options refused by name, several prompts, wrong usage as JSON."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from inspect import Parameter, Signature
 from typing import Annotated, Any
@@ -12,14 +12,17 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from .render import (
-    EXIT_FAILURE,
-    EXIT_INTERRUPTED,
-    Screen,
-    begin_answer,
-    leave_standard_output,
-    print_json_error,
-)
+from .console import Console, begin_answer, leave_standard_output, print_json_error
+from .reporting import EXIT_FAILURE, EXIT_INTERRUPTED
+
+__all__ = [
+    "LLAMA_CPP_OPTIONS",
+    "Command",
+    "CommandGroup",
+    "PromptsCommand",
+    "reopen_closed_streams",
+    "repeat_prompts_option",
+]
 
 # Typer brings a Click of its own, or uses the one that is installed: this is the class of either.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -27,8 +30,8 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 _KV_TYPE = "--kv-type sets the type of both K and V"
 _DOWNLOAD = "nothing is downloaded: `hf download REPOSITORY FILE`, then give the path of the file"
 _BATCHED = "`llamabranch generate --parallel N` decodes several texts at a time"
-_MANY_THREADS = "--threads holds for prompts too"
-_LAYERS = "-ngl holds for target and draft"
+_MANY_THREADS = "--threads is used for prompts too"
+_LAYERS = "-ngl is used for target and draft"
 _CHAT = "--chat wraps a prompt in the chat template"
 # Options of llama.cpp's tools that Click would read as a short option with text behind it, as it reads
 # -n128: -hf as -h, -ctk as "-c tk". What is not mentioned has no counterpart here.
@@ -39,9 +42,9 @@ LLAMA_CPP_OPTIONS: dict[str, str] = {
     **dict.fromkeys(("-tb", "-td", "-tbd"), _MANY_THREADS),
     **dict.fromkeys(("-ngld",), _LAYERS),
     **dict.fromkeys(("-cnv", "-no-cnv", "-st", "-sys", "-sysf"), _CHAT),
-    "-cd": "-c holds for target and draft",
+    "-cd": "-c is used for target and draft",
     "-fa": "flash attention is used where the model can",
-    "-kvu": "the cache is always shared by all sequences",
+    "-kvu": "the KV cache is always unified",
     "-jf": "--json-schema takes a file too",
     **dict.fromkeys(
         (
@@ -100,11 +103,50 @@ def _refuse(name: str, instead: str) -> Callable[..., None]:
     return refuse
 
 
-class Commands(TyperGroup):
+class PromptsCommand(Command):
+    """Takes several prompts after one ``--prompts``, and ``_`` for ``-`` in the names of options."""
+
+    def parse_args(  # type: ignore[override]  # typer has a click of its own, or not
+        self, ctx: typer.Context, args: list[str]
+    ) -> list[str]:
+        """Parse the arguments after `repeat_prompts_option`."""
+        known = {name for param in self.params for name in param.opts}
+        return super().parse_args(ctx, repeat_prompts_option(args, known))
+
+
+def repeat_prompts_option(arguments: Sequence[str], known: Collection[str]) -> list[str]:
+    """Return the arguments with ``--prompts`` before every prompt, and ``known`` options with dashes.
+
+    A prompt that begins with a dash is given as ``--prompts=-...``.
+    """
+    names = {"--prompts", "--prompt", "-p"}
+    found: list[str] = []
+    reading, n_read = False, 0
+    for argument in arguments:
+        if argument.startswith("-") and argument != "-":
+            if reading and n_read == 0:
+                break
+            name, equals, value = argument.partition("=")
+            if name.replace("_", "-") in known:
+                name = name.replace("_", "-")
+            reading, n_read = name in names, len(equals)
+            if not reading or equals:
+                found.append(name + equals + value)
+        elif reading:
+            found += ["--prompts", argument]
+            n_read += 1
+        else:
+            found.append(argument)
+    if reading and n_read == 0:
+        raise typer.BadParameter("needs at least one prompt", param_hint="--prompts")
+    return found
+
+
+class CommandGroup(TyperGroup):
     """The commands: where ``--json`` is asked for, wrong usage is a JSON object too."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse what stands before the command."""
+        """Parse the arguments before the name of the command."""
         self._arguments = tuple(args)
         begin_answer()
         with _answering(args):
@@ -128,10 +170,10 @@ def _answering(arguments: Sequence[str]) -> Iterator[None]:
         raise
     except OSError as error:  # from what Click prints itself: help and version
         leave_standard_output()
-        Screen().error(f"cannot write to standard output: {error.strerror or error}")
+        Console().error(f"cannot write to standard output: {error.strerror or error}")
         raise typer.Exit(EXIT_FAILURE) from None
     except KeyboardInterrupt:  # between two steps of the command line itself
-        Screen().note("interrupted")
+        Console().note("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 

@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 import llamabranch as lb
 from llamabranch import ConfigError, Request, SamplingParams
 from llamabranch.cli import app
-from llamabranch.cli.generate import spread
-from llamabranch.engine.jsonl import read_requests, read_results, write_result
+from llamabranch.cli.jsonl import cut_torn_line, read_requests, read_results, write_result
+from llamabranch.cli.parsing import repeat_prompts_option
 
 COMMAND = [sys.executable, "-m", "llamabranch.cli", "generate"]
 TIMEOUT_S = 600  # for a machine that is busy with other things
@@ -87,9 +87,9 @@ def test_command_of_the_seed_runs_as_it_is_written() -> None:
     ],
     ids=" ".join,
 )
-def test_prompts_are_spread(given: list[str], meant: list[str]) -> None:
+def test_every_prompt_gets_its_option(given: list[str], meant: list[str]) -> None:
     known = {"--prompts", "-p", "--seed", "--input", "--max-tokens"}
-    assert spread(given, known) == meant
+    assert repeat_prompts_option(given, known) == meant
 
 
 def test_drafts_and_neighbours_change_no_text() -> None:
@@ -161,8 +161,8 @@ def test_settings_of_a_line_are_added_to_those_of_the_command() -> None:
      '{"prompt": ' + "[" * 100_000, '{"prompt": "a", "seed": "x"}'],
     ids=lambda line: line[:60],
 )  # fmt: skip
-def test_line_that_is_no_request_is_named(line: str) -> None:
-    with pytest.raises(ConfigError, match="line 2 is no request"):
+def test_invalid_request_is_named_by_its_line(line: str) -> None:
+    with pytest.raises(ConfigError, match="line 2: invalid request"):
         list(read_requests(['{"prompt": "a"}', line], json_lines=True))
 
 
@@ -194,7 +194,7 @@ def test_resumed_run_leaves_out_what_is_there(tmp_path: Path) -> None:
     path.write_text("".join(kept) + '{"id": "3", "sample": 0, "prompt": "torn', encoding="utf-8")
     result = run(*common, "--output", str(path), "--resume")
     assert result.exit_code == 0, result.stderr
-    assert "texts there already" in result.stdout
+    assert "texts in the file already" in result.stdout
     assert path.read_text("utf-8").startswith("".join(kept))
     known = {(r["id"], r["sample"]): r["text"] for r in lines(whole)}
     assert len(lines(path)) == len(known) == 8
@@ -213,7 +213,7 @@ def test_resuming_refuses_a_file_of_other_prompts(tmp_path: Path) -> None:
     path.write_text("no json\n", encoding="utf-8")
     result = run("--prompts", "The king", "--output", str(path), "--resume")
     assert result.exit_code == 2
-    assert "line 1 is no result" in result.stderr
+    assert "line 1: invalid result" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_resuming_refuses_a_file_of_other_prompts(tmp_path: Path) -> None:
         (["--stop", "the"], "the sampling settings"),
         (["--rule", "block"], "--rule was auto, not block"),
         (["--kv-type", "f16"], "--kv-type was auto, not f16"),
-        (["--target", "tale-draft", "--draft", "none"], "the model (--target-model) differs"),
+        (["--target", "tale-draft", "--draft", "none"], "the model (--target) differs"),
         (["--prompts", "The queen"], "the prompts (--prompts, --input) differ"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -237,11 +237,13 @@ def test_resuming_refuses_other_settings_and_says_which(
     path = tmp_path / "out.jsonl"
     begun = ["--prompts", "The king", "-n", "4", "--seed", "2", "--output", str(path)]
     assert run(*begun).exit_code == 0
-    before = path.read_bytes()
+    with path.open("ab") as file:
+        file.write(b'{"id": "to')
+    before = path.read_bytes()  # refused, it keeps its torn line too
     result = run(*begun, "--resume", *changed)
     assert result.exit_code == 2, result.output
     assert named in " ".join(result.stderr.split())
-    assert "resume with the settings it was begun with" in " ".join(result.stderr.split())
+    assert "resume with the settings it was started with" in " ".join(result.stderr.split())
     assert path.read_bytes() == before
 
 
@@ -279,9 +281,9 @@ def test_resuming_leaves_a_file_alone_that_is_not_its_own(tmp_path: Path) -> Non
     begun = ["--prompts", "The king", "-n", "4", "--output", str(path), "--resume"]
     old = json.dumps({"id": "0", "sample": 0, "prompt": "The king", "text": ""}) + "\n"
     for text, message in [
-        ("Dear diary", "line 1 is no result"),  # without an end of line: not a torn result
-        (old + "more", "line 2 is no result"),
-        (old, "does not say what it was made with"),
+        ("Dear diary", "line 1: invalid result"),  # without an end of line: not a torn result
+        (old + "more", "line 2: invalid result"),
+        (old, "does not record its settings"),
     ]:
         path.write_text(text, encoding="utf-8")
         result = run(*begun)
@@ -382,9 +384,13 @@ def test_torn_line_is_cut_off_and_whole_ones_are_kept(tmp_path: Path) -> None:
     assert [record["id"] for record in read_results(path)] == ["half", "1"]
     assert read_results(path)[0]["prompt"] == "\ud800"
     assert "Unicode" in str(read_results(path)[0]["error"])
-    path.write_bytes(whole + b'{"id": "to')
+    torn = whole + b'{"id": "to'
+    path.write_bytes(torn)
     assert len(read_results(path)) == 2
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == torn  # reading changes nothing
+    for _ in range(2):
+        cut_torn_line(path)
+        assert path.read_bytes() == whole
 
 
 # -- what is shown, and errors -------------------------------------------------------------------------
@@ -437,7 +443,7 @@ def test_request_settings_of_the_command_reach_every_text() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--seed", "1"], "nothing to continue"),
+        (["--seed", "1"], "there is no prompt"),
         (["--prompts"], "at least one prompt"),
         (["--prompts", "a", "--resume"], "needs --output"),
         (["--input", "no-such-file.txt"], "cannot read no-such-file.txt"),

@@ -1,4 +1,7 @@
-"""Requests and results as files: one JSON object a line, each whole or not there."""
+"""Requests and results as lines: one JSON object each.
+
+Reading never changes a file; `cut_torn_line` repairs one whose writer was killed.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from ..errors import ConfigError, LlamaBranchError
-from ..sampling import SamplingParams
-from ..sampling.grammar import Grammar
-from .request import Request, Result
+from llamabranch import ConfigError, Grammar, LlamaBranchError, Request, Result, SamplingParams
 
-__all__ = ["read_requests", "read_results", "write_result"]
+__all__ = ["cut_torn_line", "read_requests", "read_results", "write_result"]
 
 _FIELDS = {"prompt", "id", "max_tokens", "stop", "grammar", "n", "seed", "sampling"}
-_BEGINNING = b'{"id": '  # of every line that `write_result` writes
+_PREFIX = b'{"id": '  # of every line that `write_result` writes
 
 
 def read_requests(
@@ -29,7 +29,7 @@ def read_requests(
     the argument ``sampling``, and so is a request without settings). Empty lines are skipped.
 
     Raises:
-        ConfigError: a line that is no request, and says which line; or one text instead of lines.
+        ConfigError: an invalid request, with its line number; or one text instead of lines.
     """
     if isinstance(lines, (str, bytes, bytearray)):
         raise ConfigError(
@@ -51,10 +51,10 @@ def _requests(
         try:
             yield _request(json.loads(line), sampling)
         except RecursionError:
-            raise ConfigError(f"line {number} is no request: it is nested too deep") from None
+            raise ConfigError(f"line {number}: invalid request: it is nested too deep") from None
         except (LlamaBranchError, ValueError, TypeError) as error:
             hint = error.hint if isinstance(error, LlamaBranchError) else None
-            raise ConfigError(f"line {number} is no request: {error}", hint=hint) from error
+            raise ConfigError(f"line {number}: invalid request: {error}", hint=hint) from error
 
 
 def _request(data: object, sampling: SamplingParams | None) -> Request:
@@ -108,12 +108,12 @@ def _settings(data: Mapping[str, object], sampling: SamplingParams | None) -> Sa
 
 
 def write_result(file: IO[str], result: Result, job: Mapping[str, object] | None = None) -> None:
-    """Append one line and push it to the disk: what stands there survives the process.
+    """Append one line and flush it to the disk, so that it survives the end of the process.
 
     Args:
         file: an open text file.
         result: what to write.
-        job: what the text was made with, if it is to be known later; it becomes the field ``job``.
+        job: the settings that the text was made with; they become the field ``job``.
 
     Raises:
         OSError: the disk is full, or the file cannot be written for another reason.
@@ -122,7 +122,7 @@ def write_result(file: IO[str], result: Result, job: Mapping[str, object] | None
     if job is not None:
         record["job"] = dict(job)
     line = json.dumps(record, ensure_ascii=False)
-    if not _is_unicode(line):  # a prompt with half a surrogate pair, refused but reported
+    if not _is_unicode(line):  # a prompt with half a surrogate pair: refused, but reported
         line = json.dumps(record)
     file.write(line + "\n")
     file.flush()
@@ -130,33 +130,43 @@ def write_result(file: IO[str], result: Result, job: Mapping[str, object] | None
 
 
 def read_results(path: Path) -> list[Mapping[str, object]]:
-    """Return the whole records of a file that was perhaps cut off, and cut off its torn last line.
+    """Return the records of a file; a torn last line, without its end, is left out.
 
     Raises:
-        ConfigError: a line that is no record, or a torn one that is not the beginning of one; the
-            file is as it was.
+        ConfigError: a line that is not a record, or a last line that is not the beginning of one:
+            it may be a file of something else.
     """
     if not path.exists():
         return []
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    torn = data[len(whole) :]
-    if torn[: len(_BEGINNING)] != _BEGINNING[: len(torn)]:  # it may be a file that is not ours
-        n_lines = whole.count(b"\n")
-        raise ConfigError(f"{path}, line {n_lines + 1} is no result, and not the beginning of one")
+    *lines, last = path.read_bytes().split(b"\n")
+    if last[: len(_PREFIX)] != _PREFIX[: len(last)]:
+        raise ConfigError(
+            f"{path}, line {len(lines) + 1}: invalid result: it does not begin like one"
+        )
     records: list[Mapping[str, object]] = []
-    for number, line in enumerate(whole.split(b"\n")[:-1], 1):
+    for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}, line {number} is no result: {error}") from error
+            raise ConfigError(f"{path}, line {number}: invalid result: {error}") from error
         if not isinstance(record, dict) or "id" not in record:
-            raise ConfigError(f"{path}, line {number} is no result: it has no id")
+            raise ConfigError(f"{path}, line {number}: invalid result: it has no id")
         records.append(record)
-    if torn:
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
     return records
+
+
+def cut_torn_line(path: Path) -> None:
+    """Cut off what follows the last end of a line: a record that was not written whole.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
+    if not path.is_file():
+        return
+    data = path.read_bytes()
+    n_whole = data.rfind(b"\n") + 1
+    if n_whole < len(data):
+        os.truncate(path, n_whole)
 
 
 def _is_unicode(text: str) -> bool:

@@ -1,24 +1,38 @@
-"""What ``speculate`` says at the end: a table and what it means, or one JSON object."""
+"""What ``speculate`` prints at the end: a table with explanations, or one JSON object."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
 
-from llamabranch import Divergence, Model, Produced
+from llamabranch import Capabilities, Divergence, Model, Produced
 from llamabranch.bench import Interval, Machine, load_average
 
 from .compare import Comparison, Run, round_cost
-from .render import Screen, number
+from .console import Console
+from .formats import interval_text, machine_text, number, stop_reasons_text
+
+__all__ = ["SpeculateReport"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SpeculateReport:
     """A finished run, and what is needed to explain it.
 
-    ``same_text_expected``: the rule promises the very text of plain decoding, not only its
-    distribution. ``divergence`` is None also where the texts are equal or need not be. ``machine`` is
-    as it was before.
+    Attributes:
+        model: the target.
+        first: the run whose text was shown.
+        drafted: whether there was a drafter.
+        rule: the rule in effect.
+        explanation: how it drafted, why, and what was accepted, in words.
+        length_explanation: how long drafts are and why, in words.
+        capabilities: those of the target's context.
+        same_text_expected: the rule promises the very text of plain decoding, not only its distribution.
+        machine: as it was before the run.
+        n_threads: threads of the target.
+        comparison: with plain decoding, if asked for.
+        divergence: the first difference of texts that should be the same, None where there is none.
+        with_logprobs: whether the JSON lists every token.
     """
 
     model: Model
@@ -26,19 +40,21 @@ class Outcome:
     drafted: bool
     rule: str
     explanation: str
-    batch_invariant: bool
-    batch_invariant_reason: str
+    length_explanation: str
+    capabilities: Capabilities
     same_text_expected: bool
+    machine: Machine
+    n_threads: int
     comparison: Comparison | None = None
     divergence: Divergence | None = None
     with_logprobs: bool = False
-    machine: Machine | None = None
-    n_threads: int = 1
 
     def as_json(self) -> dict[str, object]:
         """Return everything, ready for JSON."""
         first, comparison = self.first, self.comparison
-        speed = first.tokens_per_s if comparison is None else comparison.speculative_tokens_per_s
+        speed = first.sample.rate
+        if comparison is not None:
+            speed = comparison.speculative_tokens_per_s
         answer: dict[str, object] = {
             "text": first.text,
             "tokens": first.tokens,
@@ -60,14 +76,12 @@ class Outcome:
             answer["speedup"] = comparison.speedup
             answer["speedup_interval"] = comparison.interval.as_dict()
             answer["speedup_verdict"] = comparison.verdict
-            if self.machine is not None:
-                load = {"load_after": load_average()}
-                answer["machine"] = self.machine.as_dict() | load
-                answer["n_threads"] = self.n_threads
+            answer["machine"] = self.machine.as_dict() | {"load_after": load_average()}
+            answer["n_threads"] = self.n_threads
             answer["same_text"] = comparison.same_text
             answer["same_text_expected"] = self.same_text_expected
-            answer["batch_invariant"] = self.batch_invariant
-            answer["batch_invariant_reason"] = self.batch_invariant_reason
+            answer["batch_invariant"] = self.capabilities.batch_invariant
+            answer["batch_invariant_reason"] = self.capabilities.batch_invariant_reason
             answer["divergence"] = self._divergence()
         return answer
 
@@ -95,26 +109,28 @@ class Outcome:
     def _piece(self, token: int) -> str:
         return self.model.piece(token).decode(errors="replace")
 
-    def print(self, screen: Screen, *, explain: bool) -> None:
+    def print(self, console: Console, *, explain: bool) -> None:
         """Print the table, and under it what needs words."""
         first, comparison = self.first, self.comparison
         if comparison is None:
-            rows = [*self._rows(), ("tokens a second", f"{first.tokens_per_s:.1f}")]
+            rows = [*self._rows(), ("tokens a second", number(first.sample.rate, 1))]
             rows.append(("seed", str(first.seed)))
-            screen.table(("", "speculative" if self.drafted else "plain"), rows)
+            console.table(("", "speculative" if self.drafted else "plain"), rows)
         else:
-            screen.table(("", "speculative", "plain"), self._compared(comparison))
+            console.table(("", "speculative", "plain"), self._compared(comparison))
         if first.finish_reason == "capacity":
-            screen.note("the context is full: raise --n-ctx to go on")
+            console.note("the context is full: raise --n-ctx to go on")
         paragraphs = []
         if explain or (comparison is not None and self.drafted):
             paragraphs.append(self.explanation)
+        elif self.drafted:
+            paragraphs.append(f"Draft length: {self.length_explanation}")
         if comparison is not None:
             paragraphs += [self._about_the_texts(comparison), self._about_the_speed(comparison)]
-            paragraphs.append(self._about_the_machine())
+            paragraphs.append(machine_text(self.machine, load_average(), self.n_threads))
         for paragraph in filter(None, paragraphs):
-            screen.line()
-            screen.line(paragraph)
+            console.line()
+            console.line(paragraph)
 
     def _rows(self) -> list[tuple[str, str]]:
         stats = self.first.stats
@@ -126,7 +142,10 @@ class Outcome:
                 ("accepted", str(stats.num_accepted_tokens)),
                 ("accept rate", number(100 * stats.draft_acceptance_rate, 1, " %")),
                 ("tokens a round", number(stats.mean_acceptance_length, 2)),
+                ("plain steps", str(stats.num_plain_steps)),
             ]
+            if stats.stop_reasons:
+                rows.append(("drafts ended by", stop_reasons_text(stats)))
         return [*rows, ("tokens", str(len(self.first.tokens)))]
 
     def _compared(self, comparison: Comparison) -> list[tuple[str, str, str]]:
@@ -135,9 +154,9 @@ class Outcome:
         rows = [(label, value, "") for label, value in self._rows()[:-1]]
         rows += [
             ("tokens", str(len(self.first.tokens)), str(len(plain.tokens))),
-            ("tokens a second", f"{fast:.1f}", f"{slow:.1f}"),
-            ("speedup", f"{comparison.speedup:.2f}", "1"),
-            ("95 % interval", _between(comparison.interval), ""),
+            ("tokens a second", number(fast, 1), number(slow, 1)),
+            ("speedup", number(comparison.speedup, 2), "1"),
+            ("95 % interval", interval_text(comparison.interval), ""),
         ]
         if self.same_text_expected:
             rows.append(("same text", "yes" if comparison.same_text else "no", ""))
@@ -149,26 +168,27 @@ class Outcome:
         if comparison.same_text:
             return ""
         parts = ["The texts differ."]
+        reason = self.capabilities.batch_invariant_reason
         if self.divergence is not None:
             plain, drafted = map(self._quoted, self.divergence.tokens)
             parts.append(
-                f"First difference at token {self.divergence.position}: plain decoding said {plain}, "
-                f"speculative decoding {drafted}. {_decided(self.divergence)}"
+                f"First difference at token {self.divergence.position}: plain decoding generated "
+                f"{plain}, speculative decoding {drafted}. {_decided(self.divergence)}"
             )
-        if self.batch_invariant:
+        if self.capabilities.batch_invariant:
             parts.append(
-                f"This context is batch-invariant ({self.batch_invariant_reason}), so they "
+                f"This context is batch-invariant ({reason}), so they "
                 "should be the same: this is a bug in llamabranch."
             )
         elif self.divergence is not None and not self.divergence.explained:
             parts.append(
-                f"This context is not batch-invariant ({self.batch_invariant_reason}), but rounding of "
+                f"This context is not batch-invariant ({reason}), but rounding of "
                 "this size does not explain it: this is a bug in llamabranch."
             )
         else:
             parts.append(
-                f"This context is not batch-invariant ({self.batch_invariant_reason}): logits "
-                "change a little with what shares the batch, which decides where so little is enough."
+                f"This context is not batch-invariant ({reason}): rounding "
+                "differences between batches can change the sampled token."
             )
         return " ".join(parts)
 
@@ -185,7 +205,7 @@ class Outcome:
         elif verdict == "nothing drafted":
             parts.append(
                 "Inconclusive: nothing was drafted, so both decoded plainly and differ by noise and by "
-                "the time it takes to ask."
+                "the time that looking for a draft takes."
             )
         elif verdict == "slower":
             parts.append("Slower than plain decoding here.")
@@ -205,29 +225,14 @@ class Outcome:
             parts.append(cost.explain())
         else:
             parts.append(
-                f"Looking for something to draft took {1e3 * stats.draft_time_s:.2f} of "
+                f"Looking for drafts took {1e3 * stats.draft_time_s:.2f} of "
                 f"{1e3 * self.first.elapsed_s:.2f} ms."
             )
         return parts
 
-    def _about_the_machine(self) -> str:
-        if self.machine is None:
-            return ""
-        load = load_average()
-        after = "unknown" if load is None else f"{load:.2f}"
-        text = f"Machine: {self.machine.describe(self.n_threads)}; load {after} after."
-        complaint = self.machine.complaint(self.n_threads)
-        return f"{text} The times are noisy: {complaint}." if complaint else text
-
-
-def _between(interval: Interval) -> str:
-    if math.isnan(interval.low):
-        return "-"
-    return f"{interval.low:.2f} to {interval.high:.2f}"
-
 
 _DECIDERS = {
-    "logits": "The two largest logits decided",
+    "logits": "The order of the two largest logits decided",
     "scores": "Log-probability plus noise decided",
     "temperature": "The dynamic temperature decided",
 }
@@ -236,10 +241,10 @@ _DECIDERS = {
 def _decided(found: Divergence) -> str:
     by = _DECIDERS.get(found.decided_by, f"The boundary of {found.decided_by} decided")
     if math.isinf(found.gap):
-        return "No small change of the logits turns the one into the other."
+        return "No small change of the logits turns one token into the other."
     return (
-        f"{by}: logits must move by {found.gap:.3g} against each other to turn it, and move by "
-        f"{found.difference:.3g} between decodes here."
+        f"{by}: to change the token, logits must move by {found.gap:.3g} relative to each other; between "
+        f"decodes here they move by {found.difference:.3g}."
     )
 
 
@@ -247,7 +252,7 @@ def _inconclusive(interval: Interval) -> str:
     pairs = "1 pair of runs was" if interval.n == 1 else f"{interval.n} pairs of runs were"
     found = "fewer than 6 have no interval"
     if not math.isnan(interval.low):
-        found = f"their 95 % interval is {_between(interval)}"
+        found = f"their 95 % interval is {interval_text(interval)}"
     return (
         f"Inconclusive: {pairs} timed, and {found}. To decide whether drafting is faster, "
         "let nothing else run on the machine, generate more (--max-tokens), or measure with "

@@ -1,4 +1,4 @@
-"""What the commands print: styles, tables, JSON, progress, errors, and how a Ctrl-C is taken.
+"""Standard output and standard error: text, tables, colours, progress, one JSON object.
 
 Standard output carries the answer, standard error everything about it. Colours are used on a
 terminal only, and neither with ``--no-color`` nor when ``NO_COLOR`` is set.
@@ -10,34 +10,19 @@ import contextlib
 import json
 import math
 import os
-import signal
 import sys
-import threading
-import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
-from typing import IO, Literal, TextIO
+from typing import IO, Literal
 
-import typer
 from rich.color import ColorSystem
-from rich.console import Console
+from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from llamabranch import (
-    ConfigError,
-    Context,
-    DecodeInterruptedError,
-    GrammarError,
-    LlamaBranchError,
-    LlamaBranchWarning,
-    Produced,
-    startup,
-)
+from llamabranch import LlamaBranchError, Produced
 
 SOURCE_STYLES = {"drafted": "green", "bonus": "bold cyan", "corrected": "yellow", "plain": ""}
 SOURCE_LABELS = {
@@ -46,29 +31,25 @@ SOURCE_LABELS = {
     "corrected": "corrected by the target",
 }
 
-EXIT_FAILURE = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = startup.EXIT_INTERRUPTED
-
 
 class OutputError(LlamaBranchError):
     """What was to be written cannot be: the disk is full, or standard output is closed."""
 
 
-class Screen:
+class Console:
     """Standard output and standard error, with or without colour."""
 
     def __init__(self, *, color: bool = True) -> None:
         color = color and not os.environ.get("NO_COLOR")
-        self.out = Console(highlight=False, color_system="auto" if color else None)
-        self.err = Console(stderr=True, highlight=False, color_system="auto" if color else None)
+        self.out = RichConsole(highlight=False, color_system="auto" if color else None)
+        self.err = RichConsole(stderr=True, highlight=False, color_system="auto" if color else None)
         if not self.out.is_terminal:
             self.out.width = 10_000  # a pipe has no width, and names must stay whole
         self.colored = self.out.color_system not in (None, "windows")
-        self._said_escaped = False
+        self._warned_of_escapes = False
 
     def write(self, text: str, style: str = "") -> None:
-        """Write text as it is, at once, and styled if the screen has colours.
+        """Write text as it is, at once, and styled if there are colours.
 
         Characters that the encoding of standard output lacks are written as escapes.
 
@@ -80,8 +61,8 @@ class Screen:
         encoding = getattr(self.out.file, "encoding", None) or "utf-8"
         if not _fits(text, encoding):
             text = text.encode(encoding, "backslashreplace").decode(encoding)
-            if not self._said_escaped:
-                self._said_escaped = True
+            if not self._warned_of_escapes:
+                self._warned_of_escapes = True
                 self.note(
                     f"standard output is {encoding}: characters it lacks are written as escapes; "
                     "PYTHONIOENCODING=utf-8 writes them as they are"
@@ -93,7 +74,7 @@ class Screen:
         self.write(token.text, SOURCE_STYLES[token.source])
 
     def legend(self) -> None:
-        """Say what the colours mean; nothing on a screen without colours."""
+        """Say what the colours mean; nothing without colours."""
         if self.colored:
             line = Text()
             for source, label in SOURCE_LABELS.items():
@@ -222,7 +203,7 @@ def print_json(value: Mapping[str, object]) -> None:
         OutputError: standard output is closed, or its disk is full.
     """
     global _answered
-    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False)
     # JSON can spell every character in ASCII, also half a surrogate pair.
     if not _fits(text, getattr(sys.stdout, "encoding", None) or "utf-8"):
         text = json.dumps(json.loads(text))
@@ -245,170 +226,12 @@ def print_json_error(error: BaseException, message: str, hint: str | None) -> No
         print_json({"error": described})
 
 
-def _finite(value: object) -> object:
+def finite(value: object) -> object:
+    """Return ``value`` with None for numbers that JSON does not have: nan and infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {str(key): finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return value
-
-
-def number(value: float, digits: int, unit: str = "") -> str:
-    """Format a number, or a dash for one that does not exist (nan)."""
-    return "-" if math.isnan(value) else f"{value:.{digits}f}{unit}"
-
-
-def decimal_size(n_bytes: float) -> str:
-    """Format a number of bytes in decimal units."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n_bytes >= scale:
-            return f"{n_bytes / scale:.2f} {unit}"
-    return f"{n_bytes:.0f} B"
-
-
-@contextmanager
-def reporting(screen: Screen, *, debug: bool, as_json: bool = False) -> Iterator[None]:
-    """Turn exceptions into one line on standard error and an exit code.
-
-    A wrong name, file or setting exits with 2, any other failure with 1, Ctrl-C with 130.
-    ``debug`` prints the traceback too, ``as_json`` the error as a JSON object to standard output.
-    Warnings of the library become one line each.
-    """
-
-    def fail(error: BaseException, message: str, hint: str | None, code: int) -> typer.Exit:
-        _trace(debug)
-        screen.error(message, hint)
-        if as_json:
-            print_json_error(error, message, hint)
-        return typer.Exit(code)
-
-    try:
-        with _raising_on_ctrl_c(), warnings.catch_warnings():
-            _show_warnings(screen)
-            yield
-    except (KeyboardInterrupt, DecodeInterruptedError) as error:
-        _trace(debug)
-        screen.note("interrupted")
-        if as_json:
-            print_json_error(error, "interrupted", None)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    except LlamaBranchError as error:
-        is_usage = isinstance(error, (ConfigError, GrammarError))
-        code = EXIT_USAGE if is_usage else EXIT_FAILURE
-        raise fail(error, error.message, error.hint, code) from None
-    except BrokenPipeError:
-        # The reader went away, as `| head` does: there is nobody left to tell.
-        leave_standard_output()
-        raise typer.Exit(EXIT_FAILURE) from None
-    except OSError as error:
-        what = "" if error.filename is None else f"{error.filename}: "
-        message = f"{what}{error.strerror or error}"
-        raise fail(error, message, None if debug else "--debug shows where", EXIT_FAILURE) from None
-    except (typer.Exit, typer.Abort, typer.BadParameter):
-        raise
-    except Exception as error:
-        raise fail(
-            error,
-            f"unexpected {type(error).__name__}: {error}",
-            None if debug else "this is a bug in llamabranch; --debug shows where",
-            EXIT_FAILURE,
-        ) from None
-
-
-_interrupted = False  # whether the command under way has got a Ctrl-C that raises
-
-
-@contextmanager
-def _raising_on_ctrl_c() -> Iterator[None]:
-    """Raise KeyboardInterrupt at a Ctrl-C, at the latest at the end.
-
-    Python prints and forgets what is raised in a finalizer, or in a callback that C calls.
-    """
-    global _interrupted
-    _interrupted = False
-
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
-        global _interrupted
-        _interrupted = True
-        raise KeyboardInterrupt
-
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(
-        signal.SIGINT
-    ) in (signal.default_int_handler, startup.quit_interrupted)
-    if not ours:
-        yield
-        return
-
-    def on_lost(lost: sys.UnraisableHookArgs) -> None:
-        if not issubclass(lost.exc_type, KeyboardInterrupt):
-            hook(lost)
-
-    hook, sys.unraisablehook = sys.unraisablehook, on_lost
-    previous = signal.signal(signal.SIGINT, on_signal)
-    try:
-        yield
-        if _interrupted:
-            raise KeyboardInterrupt
-    finally:
-        signal.signal(signal.SIGINT, previous)
-        sys.unraisablehook = hook
-
-
-def _show_warnings(screen: Screen) -> None:
-    """Print this library's warnings as lines of ``screen``, until the filters are restored."""
-    inner = warnings.showwarning
-
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        if issubclass(category, LlamaBranchWarning):
-            screen.note(f"warning: {message}")
-        else:
-            inner(message, category, filename, lineno, file, line)
-
-    warnings.showwarning = show
-
-
-def _trace(debug: bool) -> None:
-    if debug:
-        traceback.print_exc()
-
-
-class Interruption:
-    """Lets the first Ctrl-C end the decode under way, in a DecodeInterruptedError; the second raises.
-
-    A KeyboardInterrupt might come in the middle of a line that is being written.
-    """
-
-    def __init__(self, contexts: Sequence[Context] = ()) -> None:
-        self.asked = False
-        self._contexts = contexts
-
-    def __enter__(self) -> Interruption:
-        self.asked = _interrupted  # one that Python lost, as in a finalizer
-        self._listening = threading.current_thread() is threading.main_thread()
-        if self._listening:
-            self._previous = signal.signal(signal.SIGINT, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._listening:
-            signal.signal(signal.SIGINT, self._previous)
-
-    def check(self) -> None:
-        """Raise KeyboardInterrupt if it was asked for already."""
-        if self.asked:
-            raise KeyboardInterrupt
-
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self.check()
-        self.asked = True
-        for context in self._contexts:
-            context.interrupt()

@@ -1,0 +1,52 @@
+"""Bundles of options: dataclasses whose fields Typer reads as options of a command.
+
+Commands share most of their options. A bundle names each of them once, with its default, and says what
+it means to the library; a command takes the bundles it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from inspect import Parameter, Signature, signature
+from typing import get_type_hints
+
+__all__ = ["with_bundles"]
+
+
+def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
+    """Return ``command`` with the fields of its bundles as parameters, for Typer to read.
+
+    A parameter whose type is a dataclass is a bundle: each of its fields becomes an option, declared by
+    the field's annotation. The command gets the bundle, built from the options that were given.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[Parameter] = []
+    bundles: dict[str, type] = {}
+    for parameter in signature(command).parameters.values():
+        kind = hints[parameter.name]
+        if isinstance(kind, type) and is_dataclass(kind):
+            bundles[parameter.name] = kind
+            parameters += _parameters(kind)
+        else:
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=kind))
+
+    def run(**values: object) -> None:
+        arguments: dict[str, object] = {}
+        for name, kind in bundles.items():
+            arguments[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+        command(**arguments, **values)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def _parameters(bundle: type) -> Iterator[Parameter]:
+    hints = get_type_hints(bundle, include_extras=True)
+    for field in fields(bundle):
+        default = Parameter.empty if field.default is MISSING else field.default
+        yield Parameter(
+            field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]
+        )

@@ -1,0 +1,59 @@
+"""Numbers, intervals and machines as text, the same in all tables."""
+
+from __future__ import annotations
+
+import math
+
+from llamabranch import SpeculativeStats
+from llamabranch.bench import Interval, Machine, Spread
+
+__all__ = [
+    "decimal_size",
+    "interval_text",
+    "machine_text",
+    "number",
+    "spread_text",
+    "stop_reasons_text",
+]
+
+
+def number(value: float, digits: int, unit: str = "") -> str:
+    """Format a number, or a dash for one that does not exist (nan)."""
+    return "-" if math.isnan(value) else f"{value:.{digits}f}{unit}"
+
+
+def decimal_size(n_bytes: float) -> str:
+    """Format a number of bytes in decimal units."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n_bytes >= scale:
+            return f"{n_bytes / scale:.2f} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
+def spread_text(spread: Spread, digits: int) -> str:
+    """Format a median with the lowest and the highest value, or a dash where there is none."""
+    if math.isnan(spread.median):
+        return "-"
+    low, high = f"{spread.low:.{digits}f}", f"{spread.high:.{digits}f}"
+    return f"{spread.median:.{digits}f} ({low} to {high})"
+
+
+def interval_text(interval: Interval) -> str:
+    """Format the ends of an interval, or a dash where there are too few values for one."""
+    if math.isnan(interval.low):
+        return "-"
+    return f"{interval.low:.2f} to {interval.high:.2f}"
+
+
+def machine_text(machine: Machine, load_after: float | None, n_threads: int) -> str:
+    """Describe the machine that was measured on, and what disturbed the measurement if anything did."""
+    after = "unknown" if load_after is None else f"{load_after:.2f}"
+    text = f"Machine: {machine.describe(n_threads)}; load {after} after."
+    complaint = machine.complaint(n_threads)
+    return f"{text} The timings are noisy: {complaint}." if complaint else text
+
+
+def stop_reasons_text(stats: SpeculativeStats) -> str:
+    """Return why drafts were not longer, the most frequent reason first."""
+    reasons = sorted(stats.stop_reasons.items(), key=lambda item: -item[1])
+    return ", ".join(f"{reason} {n}" for reason, n in reasons)

@@ -1,0 +1,173 @@
+"""What ``generate`` shows: results as they end, progress, totals as a table or one JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+
+import rich.progress
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+
+from llamabranch import Engine, Event, NullDrafter, Request, Result
+
+from .console import Console
+from .formats import number, stop_reasons_text
+from .results import ResultFile
+
+__all__ = ["GenerateReport", "Progress"]
+
+
+class GenerateReport:
+    """The results of a job and what is printed of them.
+
+    Args:
+        engine: what runs the job.
+        requests: the prompts as they were given.
+        console: where results, progress and totals go.
+        file: where results are appended instead, if anywhere.
+        quiet: print neither results nor their errors.
+
+    Attributes:
+        done: the texts (id, sample) that the file had before.
+        n_failed: how many texts have an error and no token.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        console: Console,
+        file: ResultFile | None,
+        *,
+        quiet: bool,
+    ) -> None:
+        self.engine = engine
+        self.requests = requests
+        self.console = console
+        self.file = file
+        self.quiet = quiet
+        self.results: list[Result] = []
+        self.n_failed = 0
+        self.prompts = {str(request.id): request.prompt for request in requests}
+        self.done = set() if file is None else file.done
+
+    def add(self, result: Result) -> None:
+        """Write a result to the file, or print it, or keep it for the JSON object."""
+        result.prompt = self.prompts[result.id]  # not what a chat template made of it
+        self.n_failed += result.error is not None and not result.tokens
+        if self.file is not None:
+            self.file.write(result)
+        else:
+            self.results.append(result)
+            if not self.quiet:
+                self._show(result)
+        if result.error is not None and not self.quiet:
+            self.console.error(f"{_label(result)}: {result.error.message}", result.error.hint)
+
+    def _show(self, result: Result) -> None:
+        if result.error is not None and not result.tokens:
+            return
+        self.console.write(f"[{_label(result)}] ", "bold")
+        if isinstance(result.prompt, str):
+            self.console.write(result.prompt, "dim")
+        self.console.write(result.text + "\n\n")
+
+    @contextmanager
+    def progress(self) -> Iterator[Progress]:
+        """Show the progress of the job on standard error while it is entered."""
+        n_texts = sum(request.n for request in self.requests)
+        console = self.console
+        # Where results are shown as they end, they are the progress.
+        shown = console.err.is_terminal and (
+            self.file is not None or self.quiet or not console.out.is_terminal
+        )
+        columns = (
+            TextColumn("requests"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+        )
+        with rich.progress.Progress(
+            *columns, console=console.err, transient=True, disable=not shown
+        ) as bar:
+            yield Progress(bar, n_texts, len(self.done))
+
+    def as_json(self, interrupted: bool) -> dict[str, object]:
+        """Return the totals, and the results unless a file has them."""
+        answer: dict[str, object] = {
+            "requests": len(self.requests),
+            "skipped": len(self.done),
+            "failed": self.n_failed,
+            "interrupted": interrupted,
+            "seed": self.engine.seed,
+            "batch_invariant": self.engine.target.capabilities.batch_invariant,
+            "explain": self.engine.explain(),
+            "stats": self.engine.stats.as_dict(),
+        }
+        if self.file is None:
+            answer["results"] = [result.as_dict() for result in self.results]
+        return answer
+
+    def print(self, *, explain: bool) -> None:
+        """Print the totals as a table."""
+        stats = self.engine.stats
+        drafting = stats.speculative
+        rows = [("requests", str(len(self.requests)))]
+        if self.done:
+            rows.append(("texts in the file already", str(len(self.done))))
+        if self.n_failed:
+            rows.append(("failed", str(self.n_failed)))
+        rows += [
+            ("tokens", str(stats.generated_tokens)),
+            ("tokens a second", number(stats.tokens_per_s, 1)),
+        ]
+        if not isinstance(self.engine.drafter, NullDrafter):
+            rows += [
+                ("drafted", str(drafting.num_draft_tokens)),
+                ("accepted", str(drafting.num_accepted_tokens)),
+                ("accept rate", number(100 * drafting.draft_acceptance_rate, 1, " %")),
+            ]
+            if drafting.stop_reasons:
+                rows.append(("drafts ended by", stop_reasons_text(drafting)))
+        rows.append(("target forward passes", str(stats.target_forward_passes)))
+        if stats.draft_forward_passes:
+            rows.append(("draft forward passes", str(stats.draft_forward_passes)))
+        if stats.shared_prompt_tokens:
+            rows.append(("prompt tokens shared", str(stats.shared_prompt_tokens)))
+        if stats.preemptions:
+            rows.append(("preemptions", str(stats.preemptions)))
+        rows.append(("seed", str(self.engine.seed)))
+        self.console.table(("", "total"), rows)
+        if explain:
+            self.console.line()
+            self.console.line(self.engine.explain())
+
+
+class Progress:
+    """A bar with the texts done, tokens a second and the accept rate."""
+
+    def __init__(self, bar: rich.progress.Progress, n_texts: int, n_done: int) -> None:
+        self._bar = bar
+        self._task = bar.add_task("", total=n_texts, completed=n_done)
+        self._start = perf_counter()
+        self._n_tokens = self._n_drafted = self._n_accepted = 0
+
+    def update(self, event: Event) -> None:
+        """Show what an event changes."""
+        self._n_tokens += event.emitted is not None
+        if event.result is None and self._n_tokens % 16:
+            return
+        if event.result is not None:
+            self._n_drafted += event.result.stats.num_draft_tokens
+            self._n_accepted += event.result.stats.num_accepted_tokens
+        speed = self._n_tokens / max(perf_counter() - self._start, 1e-9)
+        words = f"{speed:.0f} tokens/s"
+        if self._n_drafted:
+            words += f", {self._n_accepted / self._n_drafted:.0%} accepted"
+        advance = event.result is not None
+        self._bar.update(self._task, advance=advance, description=words)
+
+
+def _label(result: Result) -> str:
+    return result.id if result.sample == 0 else f"{result.id}, sample {result.sample}"

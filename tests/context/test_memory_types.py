@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toys
+from drafts import FIXED
 
 import llamabranch as lb
 from llamabranch import Branch, Context, ModelDrafter, SamplingParams, SpeculativeConfig, Speculator
@@ -218,7 +219,7 @@ def test_context_without_a_spare_sequence_goes_on_plainly(world: World) -> None:
     """Memory that cannot truncate needs a fork to verify on; without one it decodes plainly."""
     model, kind = world.ctx.model, world.kind
     with Context(model, n_ctx=512, n_seq_max=1, n_threads=1, swa_full=kind.swa_full) as ctx:
-        speculator = Speculator(ctx, world.drafter("llama"))
+        speculator = Speculator(ctx, world.drafter("llama"), FIXED)
         generation = speculator.generate(PROMPT, max_tokens=40, sampling=WARM).finish()
         assert generation.tokens == [t.token for t in world.plain[_key(WARM)]][:40]
         assert (generation.stats.num_drafts > 0) == kind.can_truncate

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 
 import toys
 from crash_harness import World, case, must_raise, refuses
+from drafts import FIXED
 
 from llamabranch import Branch, Context, Model, SamplingParams
 from llamabranch.errors import (
@@ -84,7 +85,7 @@ refuses(
 def drafter_of_another_vocabulary(w: World) -> None:
     with _drafter(w, vocab="small") as drafter:
         by_token = ModelDrafter(drafter.ctx, translate=False)
-        must_raise(VocabularyMismatchError, lambda: Speculator(w.ctx, by_token))
+        must_raise(VocabularyMismatchError, lambda: Speculator(w.ctx, by_token, FIXED))
 
 
 @case("speculative")
@@ -103,7 +104,7 @@ def drafts_longer_than_a_batch(w: World) -> None:
 @case("speculative")
 def draft_memory_smaller_than_the_text(w: World) -> None:
     with w.context(n_ctx=1024) as ctx, _drafter(w) as drafter:
-        generation = Speculator(ctx, drafter).generate("ab", max_tokens=600)
+        generation = Speculator(ctx, drafter, FIXED).generate("ab", max_tokens=600)
         assert len(generation.finish().tokens) > 0
         ctx.audit()
 
@@ -111,19 +112,23 @@ def draft_memory_smaller_than_the_text(w: World) -> None:
 @case("speculative")
 def target_memory_full(w: World) -> None:
     with _drafter(w, n_ctx=1024) as drafter, suppress(CacheFullError):
-        Speculator(w.ctx, drafter).generate("ab", max_tokens=None).finish()
+        Speculator(w.ctx, drafter, FIXED).generate("ab", max_tokens=None).finish()
 
 
 @case("speculative")
 def no_sequence_left(w: World) -> None:
     held = w.root.fork_many(3)
     with _drafter(w) as drafter:
-        must_raise(SequencesExhaustedError, lambda: Speculator(w.ctx, drafter).generate("ab"))
+        must_raise(
+            SequencesExhaustedError, lambda: Speculator(w.ctx, drafter, FIXED).generate("ab")
+        )
         for branch in held:
             branch.prune()
         taken = [Branch.start(drafter.ctx, "ab") for _ in range(2)]
         # A drafter without room is no reason to stop: the target goes on alone.
-        said = Speculator(w.ctx, drafter).generate("ab", max_tokens=5, sampling=SPOKEN).finish()
+        said = (
+            Speculator(w.ctx, drafter, FIXED).generate("ab", max_tokens=5, sampling=SPOKEN).finish()
+        )
         assert said.stats.num_drafts == 0, "it drafted"
         assert len(said.tokens) == 5, "it stopped"
         del taken
@@ -132,7 +137,7 @@ def no_sequence_left(w: World) -> None:
 @case("speculative")
 def drafter_closed_while_it_drafts(w: World) -> None:
     with _drafter(w) as drafter:
-        generation = Speculator(w.ctx, drafter).generate("ab", max_tokens=50)
+        generation = Speculator(w.ctx, drafter, FIXED).generate("ab", max_tokens=50)
         next(generation)
         drafter.ctx.close()
         with suppress(ClosedError):
@@ -143,7 +148,7 @@ def drafter_closed_while_it_drafts(w: World) -> None:
 @case("speculative")
 def target_closed_while_it_speaks(w: World) -> None:
     with w.context() as ctx, _drafter(w) as drafter:
-        generation = Speculator(ctx, drafter).generate("ab", max_tokens=200)
+        generation = Speculator(ctx, drafter, FIXED).generate("ab", max_tokens=200)
         next(generation)
         ctx.close()
         must_raise(ClosedError, generation.finish)
@@ -153,7 +158,7 @@ def target_closed_while_it_speaks(w: World) -> None:
 @case("speculative")
 def target_drafts_for_itself(w: World) -> None:
     with suppress(LlamaBranchError):
-        generation = Speculator(w.ctx, ModelDrafter(w.ctx)).generate("ab", max_tokens=20)
+        generation = Speculator(w.ctx, ModelDrafter(w.ctx), FIXED).generate("ab", max_tokens=20)
         generation.finish().close()
 
 
@@ -161,7 +166,7 @@ def target_drafts_for_itself(w: World) -> None:
 def abandoned_generations(w: World) -> None:
     with _drafter(w) as drafter:
         for _ in range(20):
-            generation = Speculator(w.ctx, drafter).generate("ab", max_tokens=50)
+            generation = Speculator(w.ctx, drafter, FIXED).generate("ab", max_tokens=50)
             next(generation)
             del generation
 
@@ -170,7 +175,7 @@ def abandoned_generations(w: World) -> None:
 def grammar_that_ends_inside_a_draft(w: World) -> None:
     with _drafter(w) as drafter:
         for text in ("abc", "a", "\U0001f642" * 3):
-            generation = Speculator(w.ctx, drafter).generate(
+            generation = Speculator(w.ctx, drafter, FIXED).generate(
                 "ab", max_tokens=50, grammar=f'root ::= "{text}"'
             )
             assert generation.finish().text == text

@@ -255,7 +255,7 @@ class World:
     def speculator(
         self, target: lb.Context, drafter: lb.Drafter | None, **config: object
     ) -> lb.Speculator:
-        return lb.Speculator(target, drafter, lb.SpeculativeConfig(**config))  # type: ignore[arg-type]
+        return lb.Speculator(target, drafter, lb.SpeculativeConfig(**{"draft_k": 4, **config}))  # type: ignore[arg-type]
 
     def generate(
         self,
@@ -300,7 +300,7 @@ class World:
             prompt,
             sampling=None if settings is None else self.params(settings),
             grammar=self.grammar(grammar),
-            config=lb.SpeculativeConfig(**config),  # type: ignore[arg-type]
+            config=lb.SpeculativeConfig(**{"draft_k": 4, **config}),  # type: ignore[arg-type]
             max_tokens=n,
             stop=stop,
         ) as session:
@@ -339,7 +339,7 @@ class World:
         return lb.Engine(
             target,
             drafter,
-            lb.SpeculativeConfig(**config),  # type: ignore[arg-type]
+            lb.SpeculativeConfig(**{"draft_k": 4, **config}),  # type: ignore[arg-type]
             sampling=lb.SamplingParams(**unseeded),
             max_tokens=n,
             seed=self.seed(5),

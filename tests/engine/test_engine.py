@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toys
+from drafts import FIXED
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -251,7 +252,7 @@ def test_seed_of_a_request_does_not_depend_on_its_place(
     requests = [Request(p, id=p[:5], max_tokens=16, sampling=UNSEEDED) for p in PROMPTS]
     texts = []
     for order in (requests, requests[::-1], requests[2:3]):
-        engine = Engine(ctx, make(which, draft_ctx), seed=3)
+        engine = Engine(ctx, make(which, draft_ctx), FIXED, seed=3)
         texts.append({r.id: (r.seed, r.text) for r in engine.generate(order)})
     assert texts[0] == texts[1]
     assert texts[2].items() <= texts[0].items()
@@ -315,7 +316,7 @@ def test_stop_strings_end_a_text_where_they_begin(
     requests = [
         Request(p, max_tokens=40, sampling=s, stop=stops) for p in PROMPTS for s in (GREEDY, WARM)
     ]
-    results = Engine(ctx, make(which, draft_ctx)).generate(requests)
+    results = Engine(ctx, make(which, draft_ctx), FIXED).generate(requests)
     assert "stop" in {result.finish_reason for result in results}
     for request, result in zip(requests, results, strict=True):
         assert not any(stop in result.text for stop in stops)
@@ -357,7 +358,7 @@ def test_grammars_hold_in_company(
         Request(p, max_tokens=30, sampling=s, grammar=grammar if i % 2 else None)
         for i, (p, s) in enumerate(itertools.product(PROMPTS, (GREEDY, WARM, PENALISED)))
     ]
-    results = Engine(ctx, make(which, draft_ctx)).generate(requests)
+    results = Engine(ctx, make(which, draft_ctx), FIXED).generate(requests)
     for request, result in zip(requests, results, strict=True):
         alone.check(request, result)
     assert_clean(ctx, draft_ctx)
@@ -435,7 +436,7 @@ def test_request_that_cannot_be_served_gets_its_own_error(
     }
     good = [Request(p, max_tokens=10, sampling=WARM) for p in PROMPTS]
     mixed = [*good[:2], *(request for request, _, _ in bad.values()), *good[2:]]
-    results = by_name(Engine(ctx, make(which, draft_ctx)).generate(mixed))
+    results = by_name(Engine(ctx, make(which, draft_ctx), FIXED).generate(mixed))
     assert len(results) == len(mixed) + 1
     for name, (_, reason, kind) in bad.items():
         result = results[name, 0]
@@ -459,7 +460,7 @@ def test_empty_prompt_is_the_beginning_token_as_alone(
         for p in empty
         for s, g in itertools.product((WARM, PENALISED), (None, grammar))
     ]
-    engine = Engine(ctx, make(which, draft_ctx))
+    engine = Engine(ctx, make(which, draft_ctx), FIXED)
     results = engine.generate([*requests, Request(TALE, max_tokens=4)])
     assert len(results) == 17
     for result in results[:-1]:
@@ -515,7 +516,7 @@ def test_prompts_are_text_or_ids(prompt: object) -> None:
 
 def test_engine_refuses_what_it_cannot_do(ctx: Context, draft_ctx: Context) -> None:
     with pytest.raises(ConfigError, match="width 1"):
-        Engine(ctx, lb.ModelDrafter(draft_ctx, width=2))
+        Engine(ctx, lb.ModelDrafter(draft_ctx, width=2), FIXED)
     with pytest.raises(ConfigError, match="a request is"):
         Engine(ctx).generate([5])  # type: ignore[list-item]
 
@@ -627,7 +628,7 @@ def test_others_may_hold_a_part_of_the_cache(
     before = guest.logits
     requests = [Request(p, max_tokens=30, sampling=WARM) for p in PROMPTS * 3]
     for request, result in zip(
-        requests, Engine(ctx, make("model", draft_ctx)).generate(requests), strict=True
+        requests, Engine(ctx, make("model", draft_ctx), FIXED).generate(requests), strict=True
     ):
         alone.check(request, result)
     assert ctx.usage().cells_used == 300
@@ -671,7 +672,7 @@ def test_results_outlive_the_sequences(
         if event.result is not None:
             guests.extend(take_all(ctx))
 
-    engine = Engine(ctx, make(which, draft_ctx), wait_s=0)
+    engine = Engine(ctx, make(which, draft_ctx), FIXED, wait_s=0)
     results = engine.generate(requests, on_event=on_event)
     assert [result.id for result in results] == [str(i) for i in range(15)]
     n_done = sum(result.error is None for result in results)
@@ -849,7 +850,7 @@ def test_events_come_as_the_tokens_do(ctx: Context, draft_ctx: Context) -> None:
 
 
 def test_closed_stream_frees_everything(ctx: Context, draft_ctx: Context) -> None:
-    engine = Engine(ctx, make("model", draft_ctx))
+    engine = Engine(ctx, make("model", draft_ctx), FIXED)
     stream = engine.stream([Request(p, max_tokens=30) for p in PROMPTS])
     for _ in range(25):
         next(stream)
@@ -868,7 +869,7 @@ def test_listener_that_fails_ends_the_job(ctx: Context, draft_ctx: Context) -> N
         raise OSError("the listener has gone")
 
     with pytest.raises(OSError, match="has gone"):
-        Engine(ctx, make("model", draft_ctx)).generate(PROMPTS, on_event=on_event)
+        Engine(ctx, make("model", draft_ctx), FIXED).generate(PROMPTS, on_event=on_event)
     assert_clean(ctx, draft_ctx)
 
 
@@ -976,7 +977,7 @@ def test_asynchronous_stream_leaves_the_loop_free(
     ctx: Context, draft_ctx: Context, alone: Alone
 ) -> None:
     requests = [Request(p, max_tokens=20, sampling=WARM) for p in PROMPTS]
-    engine = Engine(ctx, make("model", draft_ctx))
+    engine = Engine(ctx, make("model", draft_ctx), FIXED)
 
     async def collect() -> tuple[list[Result], int]:
         n_ticks, done = 0, False
@@ -1003,7 +1004,7 @@ def test_asynchronous_stream_leaves_the_loop_free(
 
 def test_cancelled_task_frees_everything(ctx: Context, draft_ctx: Context) -> None:
     """The task dies while a thread is in the middle of a step; a generator cannot be closed then."""
-    engine = Engine(ctx, make("model", draft_ctx))
+    engine = Engine(ctx, make("model", draft_ctx), FIXED)
 
     async def consume(under_way: asyncio.Event) -> None:
         n_events = 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toys
+from drafts import FIXED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -296,7 +297,7 @@ def test_padding_of_the_vocabulary_does_not_matter(tmp_path: Path) -> None:
 def test_drafter_of_another_vocabulary_is_refused(ctx: lb.Context, toy: lb.Model) -> None:
     with lb.Context(toy, n_ctx=256, n_threads=1) as other:
         with pytest.raises(VocabularyMismatchError, match="cannot draft") as caught:
-            lb.Speculator(ctx, lb.ModelDrafter(other, translate=False))
+            lb.Speculator(ctx, lb.ModelDrafter(other, translate=False), FIXED)
         assert caught.value.hint
 
 

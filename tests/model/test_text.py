@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from drafts import FIXED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,7 +105,9 @@ def test_text_leaves_the_stop_string_out_and_tokens_hold_it(
     assert branch.text.startswith(prompt + text + stop)
     for name, drafter in (("plain", None), ("drafted", lb.ModelDrafter(draft_ctx))):
         root = lb.Branch.start(ctx, prompt, sampling=params)
-        made = lb.Speculator(ctx, drafter).generate(root, max_tokens=40, stop=[stop]).finish()
+        made = (
+            lb.Speculator(ctx, drafter, FIXED).generate(root, max_tokens=40, stop=[stop]).finish()
+        )
         note(f"{name} speculator", made.text, made.tokens, made.finish_reason)
         assert root.generated == made.tokens
         assert root.text.startswith(prompt + made.text + stop)
@@ -115,7 +118,7 @@ def test_text_leaves_the_stop_string_out_and_tokens_hold_it(
                 pass
             note(f"{name} session", session.text, session.tokens, session.finish_reason)
         request = lb.Request(prompt, max_tokens=40, sampling=params, stop=[stop])
-        (result,) = lb.Engine(ctx, drafter).generate([request])
+        (result,) = lb.Engine(ctx, drafter, FIXED).generate([request])
         note(f"{name} engine", result.text, result.tokens, result.finish_reason)
         root.prune()
     assert set(map(repr, found.values())) == {repr(found["branch"])}, found

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drafts import FIXED
 
 import llamabranch as lb
 from llamabranch.arguments import plain_int, real, whole
@@ -355,6 +356,8 @@ def test_numpy_tokens_of_a_drafter_are_verified(ctx: lb.Context) -> None:
 
     params = lb.SamplingParams(temperature=0.8, seed=2)
     plain = lb.Speculator(ctx).generate(STORY, max_tokens=12, sampling=params).finish()
-    drafted = lb.Speculator(ctx, NumPyDrafter()).generate(STORY, max_tokens=12, sampling=params)
+    drafted = lb.Speculator(ctx, NumPyDrafter(), FIXED).generate(
+        STORY, max_tokens=12, sampling=params
+    )
     assert drafted.finish().tokens == plain.tokens
     assert drafted.stats.num_drafts > 0

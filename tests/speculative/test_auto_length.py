@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from drafts import FIXED
 
 import llamabranch as lb
 from llamabranch import Draft, SpeculativeConfig
@@ -510,7 +511,7 @@ def test_auto_rule_is_what_the_documentation_says(
     ctx: lb.Context, draft_ctx: lb.Context, width: int, seed: int | None, temperature: float
 ) -> None:
     """The docstring of 0.1 promised "else token", which no code path picks."""
-    speculator = lb.Speculator(ctx, lb.ModelDrafter(draft_ctx, width=width))
+    speculator = lb.Speculator(ctx, lb.ModelDrafter(draft_ctx, width=width), FIXED)
     with lb.Branch.start(ctx, "A", temperature=temperature, seed=seed) as branch:
         found = speculator.rule_for(branch)
     expected = "seeded" if width > 1 or seed is not None or temperature == 0 else "block"

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toys
+from drafts import FIXED
 
 import llamabranch as lb
 from llamabranch import Branch, Context, ModelDrafter, SamplingParams, SpeculativeConfig, Speculator
@@ -110,7 +111,7 @@ def test_translated_draft_draws_with_noise_of_its_own(
 ) -> None:
     """Under the token rule a draft must be independent of the target's draws."""
     with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
-        speculator = Speculator(ctx, ModelDrafter(renumbered_ctx))
+        speculator = Speculator(ctx, ModelDrafter(renumbered_ctx), FIXED)
         speculator.generate(branch, max_tokens=8).finish()
         holders = [b for b in renumbered_ctx.holders() if isinstance(b, Branch)]
         assert [b.seed == branch.seed for b in holders] == [False]
@@ -120,7 +121,7 @@ def test_translated_draft_draws_with_noise_of_its_own(
 def test_forks_and_their_parents_may_end_in_any_order(
     ctx: Context, renumbered_ctx: Context
 ) -> None:
-    speculator = Speculator(ctx, ModelDrafter(renumbered_ctx))
+    speculator = Speculator(ctx, ModelDrafter(renumbered_ctx), FIXED)
     root = Branch.start(ctx, PROMPTS[0], sampling=WARM)
     speculator.generate(root, max_tokens=10).finish()
     child = root.fork()
@@ -135,7 +136,7 @@ def test_forks_and_their_parents_may_end_in_any_order(
 
 
 def test_forks_reuse_what_the_draft_has_read(ctx: Context, renumbered_ctx: Context) -> None:
-    speculator = Speculator(ctx, ModelDrafter(renumbered_ctx))
+    speculator = Speculator(ctx, ModelDrafter(renumbered_ctx), FIXED)
     with Branch.start(ctx, PROMPTS[0] * 8, sampling=WARM) as root:
         speculator.generate(root, max_tokens=5).finish()
         before = renumbered_ctx.usage().cells_used
@@ -174,7 +175,7 @@ def test_bytes_that_are_no_text_are_not_translated_but_the_text_is_right(
     with Context(target, n_threads=1) as ctx, Context(draft, n_threads=1) as other:
         for prompt in ("abc", "é", [0], [0, 130, 131]):
             expected = [t.token for t in plain(ctx, prompt, params, 60)]
-            speculator = Speculator(ctx, ModelDrafter(other))
+            speculator = Speculator(ctx, ModelDrafter(other), FIXED)
             generation = speculator.generate(prompt, max_tokens=60, sampling=params).finish()
             assert generation.tokens == expected
         ctx.audit()
@@ -186,7 +187,7 @@ def test_text_of_control_tokens_alone_is_no_text(byte_pair: tuple[lb.Model, lb.M
     params = SamplingParams(temperature=0.0, logit_bias={0: 100.0})  # says <|bos|> all the time
     target, draft = byte_pair
     with Context(target, n_threads=1) as ctx, Context(draft, n_threads=1) as other:
-        speculator = Speculator(ctx, ModelDrafter(other))
+        speculator = Speculator(ctx, ModelDrafter(other), FIXED)
         generation = speculator.generate([0], max_tokens=10, sampling=params).finish()
         assert generation.tokens == [0] * 10
         assert generation.stats.num_draft_tokens == 0
@@ -197,7 +198,7 @@ def test_text_of_control_tokens_alone_is_no_text(byte_pair: tuple[lb.Model, lb.M
 
 def test_translation_can_be_refused(ctx: Context, renumbered_ctx: Context) -> None:
     with pytest.raises(VocabularyMismatchError, match="cannot draft") as caught:
-        Speculator(ctx, ModelDrafter(renumbered_ctx, translate=False))
+        Speculator(ctx, ModelDrafter(renumbered_ctx, translate=False), FIXED)
     assert caught.value.hint
     with pytest.raises(VocabularyMismatchError):
         Speculator(
@@ -205,6 +206,7 @@ def test_translation_can_be_refused(ctx: Context, renumbered_ctx: Context) -> No
             lb.ChainDrafter(
                 [lb.PromptLookupDrafter(), ModelDrafter(renumbered_ctx, translate=False)]
             ),
+            FIXED,
         )
 
 
@@ -217,7 +219,7 @@ def test_models_without_text_cannot_be_translated(
             for target in (ctx, silent):
                 drafter = ModelDrafter(silent if target is ctx else ctx)
                 with pytest.raises(VocabularyMismatchError):
-                    Speculator(target, drafter)
+                    Speculator(target, drafter, FIXED)
 
 
 def test_models_without_text_draft_for_each_other(tmp_path: Path) -> None:
@@ -232,7 +234,7 @@ def test_models_without_text_draft_for_each_other(tmp_path: Path) -> None:
         Context(two, n_threads=1) as other,
     ):
         expected = [t.token for t in plain(ctx, [3, 4], params, 40)]
-        speculator = Speculator(ctx, ModelDrafter(other))
+        speculator = Speculator(ctx, ModelDrafter(other), FIXED)
         generation = speculator.generate([3, 4], max_tokens=40, sampling=params).finish()
         assert generation.tokens == expected
         assert generation.stats.num_accepted_tokens > 0

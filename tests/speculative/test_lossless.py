@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drafts import FIXED
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Draft, SamplingParams, SpeculativeConfig, Speculator
@@ -228,7 +229,7 @@ def test_drafter_with_its_own_settings_does_not_change_the_text(
     main_ctx: Context, draft_ctx: Context, plain_texts: dict[tuple[str, str], Said]
 ) -> None:
     drafter = lb.ModelDrafter(draft_ctx, SamplingParams(temperature=1.5, seed=1))
-    generation = Speculator(main_ctx, drafter).generate(
+    generation = Speculator(main_ctx, drafter, FIXED).generate(
         PROMPTS[2], max_tokens=N_TOKENS, sampling=WARM
     )
     assert speculated(generation) == plain_texts["warm", PROMPTS[2]]
@@ -239,7 +240,7 @@ def test_draft_whose_cache_is_full_does_not_change_the_text(
 ) -> None:
     with Context(draft, n_ctx=256, n_seq_max=2, n_threads=1) as small:
         small.decode([5] * 170, 0)
-        generation = Speculator(main_ctx, lb.ModelDrafter(small)).generate(
+        generation = Speculator(main_ctx, lb.ModelDrafter(small), FIXED).generate(
             PROMPTS[3], max_tokens=N_TOKENS, sampling=WARM
         )
         assert speculated(generation) == plain_texts["warm", PROMPTS[3]]
@@ -251,7 +252,7 @@ def test_drafter_of_another_vocabulary_does_not_change_the_text(
     main_ctx: Context, toy: lb.Model, plain_texts: dict[tuple[str, str], Said]
 ) -> None:
     with Context(toy, n_ctx=1024, n_seq_max=2, n_threads=1) as stranger:
-        generation = Speculator(main_ctx, lb.ModelDrafter(stranger)).generate(
+        generation = Speculator(main_ctx, lb.ModelDrafter(stranger), FIXED).generate(
             PROMPTS[4], max_tokens=40, sampling=WARM
         )
         assert speculated(generation) == plain_texts["warm", PROMPTS[4]][:40]
@@ -266,7 +267,7 @@ def test_draft_that_goes_on_after_the_end_says_nothing_more(
     assert target.eos is not None
     drafter = EndingDrafter([target.eos] * n_ends + [5, 6, 7])
     with Branch.start(main_ctx, PROMPTS[0], sampling=GREEDY) as branch:
-        generation = Speculator(main_ctx, drafter).generate(branch, max_tokens=20)
+        generation = Speculator(main_ctx, drafter, FIXED).generate(branch, max_tokens=20)
         next(generation)
         position = branch.position
         branch.steer({target.eos: 1e6})
@@ -353,7 +354,7 @@ def test_limit_is_kept_exactly(
     for drafter in _drafters(draft_ctx, plain_texts["warm", PROMPTS[0]]):
         branch = Branch.start(ctx, PROMPTS[0], sampling=WARM)
         before = branch.tokens
-        generation = Speculator(ctx, drafter).generate(branch, max_tokens=n)
+        generation = Speculator(ctx, drafter, FIXED).generate(branch, max_tokens=n)
         assert speculated(generation) == expected
         assert generation.finish_reason == "length"
         assert branch.tokens == before + [token for token, *_ in expected]
@@ -377,7 +378,7 @@ def test_end_tokens_end_the_text_where_plain_decoding_ends_it(
         for drafter in _drafters(draft_ctx, expected):
             branch = Branch.start(main_ctx, PROMPTS[seed], sampling=params)
             start = branch.position
-            generation = Speculator(main_ctx, drafter).generate(branch, max_tokens=60)
+            generation = Speculator(main_ctx, drafter, FIXED).generate(branch, max_tokens=60)
             assert speculated(generation) == expected
             assert generation.finish_reason == reason
             assert branch.tokens[start:] == [token for token, *_ in expected]
@@ -399,7 +400,9 @@ def test_stop_strings_end_the_text_where_plain_decoding_ends_it(
         branch.prune()
         for drafter in _drafters(draft_ctx, free):
             branch = Branch.start(main_ctx, PROMPTS[0], sampling=WARM)
-            generation = Speculator(main_ctx, drafter).generate(branch, max_tokens=200, stop=stop)
+            generation = Speculator(main_ctx, drafter, FIXED).generate(
+                branch, max_tokens=200, stop=stop
+            )
             assert speculated(generation) == expected
             assert generation.text == text[: text.index(stop[0])]
             assert generation.finish_reason == "stop"
@@ -415,8 +418,8 @@ def test_stop_string_that_an_end_token_cuts_short_holds_nothing_back(
     stop = [chr(c) + "\x00never" for c in range(32, 127)]
     params = SamplingParams(temperature=0.9, seed=1, logit_bias={target.eos: 9.0})
     for drafter in _drafters(draft_ctx, []):
-        free = Speculator(main_ctx, drafter).generate(PROMPTS[0], sampling=params).finish()
-        held = Speculator(main_ctx, drafter).generate(PROMPTS[0], sampling=params, stop=stop)
+        free = Speculator(main_ctx, drafter, FIXED).generate(PROMPTS[0], sampling=params).finish()
+        held = Speculator(main_ctx, drafter, FIXED).generate(PROMPTS[0], sampling=params, stop=stop)
         shown = "".join(t.text for t in held)
         assert held.finish_reason == "stop"
         assert shown == held.text == free.text
@@ -453,7 +456,7 @@ def test_continued_branch_keeps_its_perplexity(
     ctx: Context, draft_ctx: Context, plain_texts: dict[tuple[str, str], Said]
 ) -> None:
     branch = Branch.start(ctx, PROMPTS[0], sampling=WARM)
-    Speculator(ctx, lb.ModelDrafter(draft_ctx)).generate(branch, max_tokens=50).finish()
+    Speculator(ctx, lb.ModelDrafter(draft_ctx), FIXED).generate(branch, max_tokens=50).finish()
     logprobs = [logprob for _, _, logprob, _ in plain_texts["warm", PROMPTS[0]][:50]]
     assert branch.perplexity() == pytest.approx(math.exp(-np.mean(logprobs)))
 
@@ -461,7 +464,7 @@ def test_continued_branch_keeps_its_perplexity(
 def test_generations_may_interleave(
     ctx: Context, draft_ctx: Context, plain_texts: dict[tuple[str, str], Said]
 ) -> None:
-    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx))
+    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), FIXED)
     generations = [
         speculator.generate(prompt, max_tokens=40, sampling=WARM) for prompt in PROMPTS[:4]
     ]
@@ -480,7 +483,7 @@ def test_full_cache_ends_both_loops_at_the_same_token(target: lb.Model, draft_ct
         tokens: list[list[int]] = []
         for drafter in (None, lb.ModelDrafter(draft_ctx), AdversarialDrafter()):
             branch = Branch.start(ctx, [5] * 240, sampling=WARM)
-            generation = Speculator(ctx, drafter).generate(branch, max_tokens=None)
+            generation = Speculator(ctx, drafter, FIXED).generate(branch, max_tokens=None)
             with pytest.raises(CacheFullError):
                 generation.finish()
             assert generation.finish_reason == "capacity"

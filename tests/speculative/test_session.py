@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from drafts import FIXED
 
 import llamabranch as lb
 from llamabranch import Branch, Context, InferenceSession, SamplingParams, SpeculativeConfig
@@ -49,7 +50,7 @@ def test_text_is_that_of_plain_decoding_however_it_is_asked_for(
         "other drafters": lambda i: (None, model, lookup, twin)[(i // 5) % 4],
         "tree": lambda i: lb.ModelDrafter(draft_ctx, width=2) if i % 9 == 0 else None,
     }
-    with InferenceSession(ctx, PROMPT, sampling=params, max_tokens=60) as session:
+    with InferenceSession(ctx, PROMPT, sampling=params, max_tokens=60, config=FIXED) as session:
         assert drain(session, choose[how]) == expected
         assert session.finish_reason == "length"
         assert session.tokens == [t for t, *_ in expected]
@@ -97,7 +98,7 @@ def test_limit_is_kept_in_the_middle_of_a_block(
     for drafter in (None, lb.ModelDrafter(draft_ctx), lb.ModelDrafter(other_ctx)):
         branch = Branch.start(ctx, PROMPT, sampling=WARM)
         start = branch.position
-        with InferenceSession(ctx, branch, max_tokens=n) as session:
+        with InferenceSession(ctx, branch, max_tokens=n, config=FIXED) as session:
             assert drain(session, lambda i, d=drafter: d) == expected  # type: ignore[misc]
             assert session.finish_reason == "length"
         assert branch.tokens[start:] == [t for t, *_ in expected]
@@ -116,7 +117,7 @@ def test_stop_string_ends_the_text_before_it(
         for drafter in (None, lb.ModelDrafter(draft_ctx)):
             branch = Branch.start(ctx, PROMPT, sampling=WARM)
             start = branch.position
-            with InferenceSession(ctx, branch, stop=stop, max_tokens=80) as session:
+            with InferenceSession(ctx, branch, stop=stop, max_tokens=80, config=FIXED) as session:
                 assert drain(session, lambda i, d=drafter: d) == expected  # type: ignore[misc]
                 assert session.finish_reason == "stop"
                 assert session.text == text[: text.index(stop[0])]
@@ -137,7 +138,7 @@ def test_end_token_ends_the_text(
         for drafter in (None, lb.ModelDrafter(draft_ctx), lb.ModelDrafter(other_ctx)):
             branch = Branch.start(ctx, PROMPT, sampling=params)
             start = branch.position
-            with InferenceSession(ctx, branch, max_tokens=40) as session:
+            with InferenceSession(ctx, branch, max_tokens=40, config=FIXED) as session:
                 assert [t for t, *_ in drain(session, lambda i, d=drafter: d)] == expected  # type: ignore[misc]
                 assert session.finish_reason == reason
                 assert session.next_token() is None
@@ -152,7 +153,7 @@ def test_grammar_holds(ctx: Context, draft_ctx: Context, other_ctx: Context) -> 
     with Branch.start(other_ctx, PROMPT, sampling=WARM, grammar=grammar) as branch:
         expected = "".join(t.text for t in branch.generate(60))
     drafter = lb.ModelDrafter(draft_ctx)
-    with InferenceSession(ctx, PROMPT, sampling=WARM, grammar=grammar) as session:
+    with InferenceSession(ctx, PROMPT, sampling=WARM, grammar=grammar, config=FIXED) as session:
         drain(session, lambda i: drafter if i % 4 else None)
         assert session.text == expected
         assert session.finish_reason == "stop"
@@ -169,7 +170,7 @@ def test_closed_session_leaves_exactly_what_was_returned(
     for drafter in (None, lb.ModelDrafter(draft_ctx), lb.ModelDrafter(other_ctx)):
         branch = Branch.start(ctx, PROMPT, sampling=WARM)
         start = branch.position
-        session = InferenceSession(ctx, branch)
+        session = InferenceSession(ctx, branch, config=FIXED)
         for _ in range(n):
             session.next_token(drafter)
         session.close()
@@ -185,7 +186,7 @@ def test_closed_session_leaves_exactly_what_was_returned(
 
 
 def test_closed_session_prunes_a_branch_of_its_own(ctx: Context, draft_ctx: Context) -> None:
-    session = InferenceSession(ctx, PROMPT, sampling=WARM)
+    session = InferenceSession(ctx, PROMPT, sampling=WARM, config=FIXED)
     session.next_token(lb.ModelDrafter(draft_ctx))
     assert ctx.usage().cells_used > 0
     session.close()
@@ -195,7 +196,7 @@ def test_closed_session_prunes_a_branch_of_its_own(ctx: Context, draft_ctx: Cont
 
 def test_forgotten_session_gives_everything_back(ctx: Context, draft_ctx: Context) -> None:
     for _ in range(12):  # more than there are sequences
-        session = InferenceSession(ctx, PROMPT, sampling=WARM)
+        session = InferenceSession(ctx, PROMPT, sampling=WARM, config=FIXED)
         for _ in range(3):
             session.next_token(lb.ModelDrafter(draft_ctx))
     del session
@@ -207,7 +208,7 @@ def test_session_survives_the_draft_context(
     ctx: Context, draft: lb.Model, other_ctx: Context
 ) -> None:
     expected = plain(other_ctx, WARM, 30)
-    with InferenceSession(ctx, PROMPT, sampling=WARM, max_tokens=30) as session:
+    with InferenceSession(ctx, PROMPT, sampling=WARM, max_tokens=30, config=FIXED) as session:
         with Context(draft, n_ctx=256, n_threads=1) as small:
             drafter = lb.ModelDrafter(small)
             said = [session.next_token(drafter) for _ in range(10)]
@@ -217,7 +218,7 @@ def test_session_survives_the_draft_context(
 
 def test_session_closes_after_its_context(target: lb.Model, draft_ctx: Context) -> None:
     ctx = Context(target, n_ctx=256, n_threads=1)
-    session = InferenceSession(ctx, PROMPT, sampling=WARM)
+    session = InferenceSession(ctx, PROMPT, sampling=WARM, config=FIXED)
     session.next_token(lb.ModelDrafter(draft_ctx))
     ctx.close()
     with pytest.raises(ClosedError):
@@ -233,7 +234,7 @@ def test_full_cache_ends_a_session_where_plain_decoding_ends(
         tokens = []
         for drafter in (None, lb.ModelDrafter(draft_ctx)):
             branch = Branch.start(ctx, [5] * 240, sampling=WARM)
-            session = InferenceSession(ctx, branch)
+            session = InferenceSession(ctx, branch, config=FIXED)
             with pytest.raises(CacheFullError):
                 drain(session, lambda i, d=drafter: d)  # type: ignore[misc]
             tokens.append(session.tokens)
@@ -254,7 +255,7 @@ def test_session_closes_in_a_full_cache_and_its_branch_holds_what_was_returned(
     drafter = lb.ModelDrafter(draft_ctx) if drafts else None
     with Context(target, n_ctx=256, n_seq_max=2, n_threads=1) as ctx:
         branch = Branch.start(ctx, [5] * 240, sampling=WARM)
-        session = InferenceSession(ctx, branch, max_tokens=max_tokens)
+        session = InferenceSession(ctx, branch, max_tokens=max_tokens, config=FIXED)
         if max_tokens is None:
             with pytest.raises(CacheFullError):
                 drain(session, lambda i: drafter)
@@ -281,7 +282,7 @@ def test_session_checks_its_arguments_at_once(ctx: Context, other_ctx: Context) 
         InferenceSession(ctx, PROMPT, stop="the")
     with Branch.start(other_ctx, PROMPT) as branch:
         with pytest.raises(ConfigError, match="another context"):
-            InferenceSession(ctx, branch)
+            InferenceSession(ctx, branch, config=FIXED)
         with pytest.raises(ConfigError, match="its own"):
             InferenceSession(other_ctx, branch, sampling=GREEDY)
     assert ctx.usage().cells_used == 0
@@ -293,7 +294,7 @@ def test_drafter_of_another_vocabulary_is_refused_when_it_is_given(
     expected = plain(other_ctx, WARM, 5)
     with Context(toy, n_threads=1) as strange:
         drafter = lb.ModelDrafter(strange, translate=False)
-        with InferenceSession(ctx, PROMPT, sampling=WARM, max_tokens=5) as session:
+        with InferenceSession(ctx, PROMPT, sampling=WARM, max_tokens=5, config=FIXED) as session:
             assert session.next_token() is not None
             with pytest.raises(lb.VocabularyMismatchError):
                 session.next_token(drafter)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drafts import FIXED
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Draft, SamplingParams, SpeculativeConfig, Speculator
@@ -267,7 +268,7 @@ def test_memory_is_that_of_a_fresh_prefill_after_any_work(
 
 
 def test_abandoned_generations_and_branches_leak_nothing(ctx: Context, draft_ctx: Context) -> None:
-    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx))
+    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), FIXED)
     for _ in range(20):  # more than there are sequences
         branch = Branch.start(ctx, PROMPTS[0], sampling=WARM)
         next(speculator.generate(branch))
@@ -284,7 +285,7 @@ def test_closed_contexts_end_generations_with_a_clear_error(
 ) -> None:
     ctx = Context(target, n_ctx=256, n_threads=1)
     branch = Branch.start(ctx, PROMPTS[0], sampling=WARM)
-    generation = Speculator(ctx, lb.ModelDrafter(draft_ctx)).generate(branch)
+    generation = Speculator(ctx, lb.ModelDrafter(draft_ctx), FIXED).generate(branch)
     next(generation)
     ctx.close()
     with pytest.raises(lb.ClosedError):
@@ -389,7 +390,7 @@ LONG = " ".join(PROMPTS) * 4
 
 
 def test_forks_reuse_what_the_draft_has_read(ctx: Context, draft_ctx: Context) -> None:
-    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx))
+    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), FIXED)
     with Branch.start(ctx, LONG, sampling=WARM) as root:
         first = speculator.generate(root, max_tokens=9).finish()
         n_prompt = root.n_prompt
@@ -408,7 +409,7 @@ def test_forks_reuse_what_the_draft_has_read(ctx: Context, draft_ctx: Context) -
 
 
 def test_second_generation_goes_on_where_the_first_ended(ctx: Context, draft_ctx: Context) -> None:
-    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx))
+    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), FIXED)
     with Branch.start(ctx, LONG, sampling=WARM) as branch:
         speculator.generate(branch, max_tokens=9).finish()
         before = draft_ctx.usage().cells_used
@@ -425,7 +426,7 @@ def test_user_may_rewind_and_reseed_between_generations(
     which: str, ctx: Context, draft_ctx: Context, other_ctx: Context
 ) -> None:
     """Best of n by hand: rewind, reseed, go on. Each text is what a fresh branch would say."""
-    speculator = Speculator(ctx, make(which, draft_ctx, other_ctx))
+    speculator = Speculator(ctx, make(which, draft_ctx, other_ctx), FIXED)
     with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
         for seed in (42, 1, 2, 1):
             branch.rewind(branch.n_prompt)
@@ -438,7 +439,7 @@ def test_user_may_rewind_and_reseed_between_generations(
 
 def test_reseeded_branch_keeps_its_acceptance(ctx: Context, other_ctx: Context) -> None:
     """The draft draws with the branch's noise: after a reseed it must learn of the new one."""
-    speculator = Speculator(ctx, lb.ModelDrafter(other_ctx))
+    speculator = Speculator(ctx, lb.ModelDrafter(other_ctx), FIXED)
     with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
         for seed in range(4):
             branch.reseed(seed)
@@ -453,7 +454,7 @@ def test_settings_changed_between_generations_reach_the_draft(
     ctx: Context, other_ctx: Context, width: int
 ) -> None:
     """A line that is kept goes on with what its branch draws by now; so does that of a fork."""
-    speculator = Speculator(ctx, lb.ModelDrafter(other_ctx, width=width))
+    speculator = Speculator(ctx, lb.ModelDrafter(other_ctx, width=width), FIXED)
     with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
         for params in (
             WARM,
@@ -475,7 +476,7 @@ def test_settings_changed_between_generations_reach_the_draft(
 
 def test_rewind_into_the_prompt_is_followed(ctx: Context, draft_ctx: Context) -> None:
     """What is said after a prompt that was cut short belongs to the grammar, not to the prompt."""
-    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx))
+    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), FIXED)
     grammar = 'root ::= ("yes " | "no " | "maybe "){60}'
     with Branch.start(ctx, PROMPTS[0], sampling=WARM, grammar=grammar) as branch:
         speculator.generate(branch, max_tokens=10).finish()
@@ -490,7 +491,7 @@ def test_rewind_into_the_prompt_is_followed(ctx: Context, draft_ctx: Context) ->
 
 def test_promoted_branch_goes_on_with_its_line(ctx: Context, draft_ctx: Context) -> None:
     """Its line was forked from its parent's, which ends with the parent."""
-    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx))
+    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), FIXED)
     expected = [t[0] for t in plain(ctx, PROMPTS[0], WARM, 30)]
     root = Branch.start(ctx, PROMPTS[0], sampling=WARM)
     speculator.generate(root, max_tokens=10).finish()
@@ -506,7 +507,7 @@ def test_promoted_branch_goes_on_with_its_line(ctx: Context, draft_ctx: Context)
 
 
 def test_pruned_branches_free_the_draft(ctx: Context, draft_ctx: Context) -> None:
-    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx))
+    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), FIXED)
     root = Branch.start(ctx, PROMPTS[0], sampling=WARM)
     children = root.fork_many(5)
     for child in children:
@@ -526,7 +527,7 @@ def test_draft_with_too_few_sequences_serves_as_many_branches_as_it_can(
     ctx: Context, draft: lb.Model, other_ctx: Context
 ) -> None:
     with Context(draft, n_ctx=512, n_seq_max=2, n_threads=1) as small:
-        speculator = Speculator(ctx, lb.ModelDrafter(small))
+        speculator = Speculator(ctx, lb.ModelDrafter(small), FIXED)
         root = Branch.start(ctx, PROMPTS[0], sampling=WARM)
         branches = [root, *root.fork_many(5)]
         expected = []
@@ -550,7 +551,7 @@ def test_draft_with_too_few_sequences_serves_as_many_branches_as_it_can(
 
 def test_branch_that_found_no_room_to_draft_tries_again(ctx: Context, draft: lb.Model) -> None:
     with Context(draft, n_ctx=256, n_seq_max=1, n_threads=1) as small:
-        speculator = Speculator(ctx, lb.ModelDrafter(small))
+        speculator = Speculator(ctx, lb.ModelDrafter(small), FIXED)
         with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
             with Branch.start(small, "somebody else is here"):
                 assert speculator.generate(branch, max_tokens=9).finish().stats.num_drafts == 0
@@ -564,7 +565,7 @@ def test_draft_without_cells_drafts_again_when_there_are_some(
     expected = [t[0] for t in plain(ctx, LONG, WARM, 40)]
     with Context(draft, n_ctx=256, n_seq_max=2, n_threads=1) as small:
         rival = Branch.start(small, [5] * 100)
-        speculator = Speculator(ctx, lb.ModelDrafter(small))
+        speculator = Speculator(ctx, lb.ModelDrafter(small), FIXED)
         with Branch.start(ctx, LONG, sampling=WARM) as branch:
             first = speculator.generate(branch, max_tokens=20).finish()
             assert first.stats.num_drafts == 0
@@ -813,7 +814,7 @@ def test_branch_holds_what_was_said_when_the_cache_is_full(
     prompt, full = [5] * 200, max_tokens is None or max_tokens > 17
     with Context(target, n_ctx=256, n_seq_max=3, n_threads=1, batch_invariant=True) as ctx:
         others = Branch.start(ctx, [7] * 40)
-        speculator = Speculator(ctx, make(which, draft_ctx, other_ctx))
+        speculator = Speculator(ctx, make(which, draft_ctx, other_ctx), FIXED)
 
         def finish(generation: lb.Generation) -> list[int]:
             if full:

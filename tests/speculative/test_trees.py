@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toys
+from drafts import FIXED
 
 import llamabranch as lb
 from llamabranch import Branch, Context, ModelDrafter, SamplingParams, SpeculativeConfig, Speculator
@@ -132,7 +133,7 @@ def test_greedy_trees_follow_the_grammar(ctx: Context, draft_ctx: Context) -> No
     for params in (GREEDY, GREEDY.replace(repeat_penalty=1.3), WARM):
         with Branch.start(ctx, PROMPTS[0], sampling=params, grammar=grammar) as branch:
             expected = [t.token for t in branch.generate(60)]
-        speculator = Speculator(ctx, ModelDrafter(draft_ctx, width=3))
+        speculator = Speculator(ctx, ModelDrafter(draft_ctx, width=3), FIXED)
         generation = speculator.generate(
             PROMPTS[0], max_tokens=60, sampling=params, grammar=grammar
         ).finish()
@@ -171,7 +172,7 @@ def test_tokens_that_only_the_draft_has_are_never_proposed(
 ) -> None:
     params = params.replace(logit_bias={1: -math.inf})
     with Context(padded[0], n_threads=1) as ctx, Context(padded[1], n_threads=1) as other:
-        generation = Speculator(ctx, ModelDrafter(other, width=width)).generate(
+        generation = Speculator(ctx, ModelDrafter(other, width=width), FIXED).generate(
             "abc", max_tokens=60, sampling=params
         )
         assert [t.token for t in generation] == plain(ctx, "abc", params, 60)
@@ -186,12 +187,12 @@ def test_trees_need_the_seeded_rule_and_auto_chooses_it(ctx: Context, draft_ctx:
     chain = lb.ChainDrafter([lb.PromptLookupDrafter(), tree])
     assert chain.width == 2
     for rule in ("token", "block"):
-        speculator = Speculator(ctx, tree, SpeculativeConfig(rule=rule))
+        speculator = Speculator(ctx, tree, SpeculativeConfig(rule=rule, draft_k=4))
         with pytest.raises(ConfigError, match="seeded"):
             speculator.generate(PROMPTS[0], max_tokens=5, sampling=WARM).finish()
     assert ctx.usage().cells_used == draft_ctx.usage().cells_used == 0
     for drafter in (tree, chain):
-        speculator = Speculator(ctx, drafter)
+        speculator = Speculator(ctx, drafter, FIXED)
         unseeded = SamplingParams(temperature=0.8)
         generation = speculator.generate(PROMPTS[0], max_tokens=20, sampling=unseeded).finish()
         assert generation.tokens == plain(ctx, PROMPTS[0], WARM.replace(seed=generation.seed), 20)
@@ -209,7 +210,7 @@ def test_trees_are_cut_to_the_sequences_there_are(
 ) -> None:
     with Context(target, n_ctx=256, n_seq_max=n_seq_max, n_threads=1) as ctx:
         expected = plain(ctx, PROMPTS[0], WARM, 40)
-        speculator = Speculator(ctx, ModelDrafter(draft_ctx, width=4))
+        speculator = Speculator(ctx, ModelDrafter(draft_ctx, width=4), FIXED)
         generation = speculator.generate(PROMPTS[0], max_tokens=40, sampling=WARM).finish()
         assert generation.tokens == expected
         assert generation.stats.num_accepted_tokens > 0  # a chain needs no sequence
@@ -221,7 +222,7 @@ def test_draft_without_sequences_for_a_tree_does_not_change_the_text(
     n_seq_max: int, ctx: Context, draft: lb.Model
 ) -> None:
     with Context(draft, n_ctx=256, n_seq_max=n_seq_max, n_threads=1) as small:
-        speculator = Speculator(ctx, ModelDrafter(small, width=2))
+        speculator = Speculator(ctx, ModelDrafter(small, width=2), FIXED)
         generation = speculator.generate(PROMPTS[0], max_tokens=40, sampling=WARM).finish()
         assert generation.tokens == plain(ctx, PROMPTS[0], WARM, 40)
         small.audit()
@@ -239,7 +240,7 @@ def test_recurrent_target_takes_the_trees_first_chain(
         Context(target, n_threads=1) as ctx,
         Context(draft, n_threads=1) as other,
     ):
-        speculator = Speculator(ctx, ModelDrafter(other, width=3))
+        speculator = Speculator(ctx, ModelDrafter(other, width=3), FIXED)
         generation = speculator.generate("abc", max_tokens=40, sampling=params).finish()
         assert generation.tokens == plain(ctx, "abc", params, 40)
         assert generation.stats.num_accepted_tokens > 0
@@ -254,7 +255,7 @@ def test_recurrent_draft_can_propose_trees(tmp_path: Path) -> None:
         Context(target, n_threads=1) as ctx,
         Context(draft, n_threads=1) as other,
     ):
-        speculator = Speculator(ctx, ModelDrafter(other, width=2))
+        speculator = Speculator(ctx, ModelDrafter(other, width=2), FIXED)
         generation = speculator.generate("abc", max_tokens=40, sampling=params).finish()
         assert generation.tokens == plain(ctx, "abc", params, 40)
         assert generation.stats.num_accepted_tokens > 0

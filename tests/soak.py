@@ -24,7 +24,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = map(str, (HERE, HERE / "branch", HERE / "engine"))
 
 import loads
 import toys

@@ -1,4 +1,4 @@
-"""Distributions are what mathematics says, and draws are pure functions of (seed, position, id).
+"""Distributions agree with mathematics, and draws are pure functions of (seed, position, id).
 
 Statistical tests use fixed seeds, so they pass or fail for good; the odds they state are those of a
 false failure for somebody who changes the hash. All chi-square limits are at one in a million.

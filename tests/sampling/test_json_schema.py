@@ -22,8 +22,8 @@ from llamabranch.errors import GrammarError
 
 N_TEXTS = 40
 _ALL = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-# llama.cpp takes E0 and F0 with a second byte that makes the character overlong: no grammar can say
-# otherwise, and no token of a real vocabulary holds such bytes.
+# llama.cpp accepts E0 and F0 with a second byte that makes the character overlong: no grammar can exclude
+# this, and no token of a real vocabulary contains such bytes.
 _OVERLONG = (0xE0, 0xF0)
 _FAVOURED = [b'"', b"\\", b"\n\t\x00\x1f", b"}]", b",:", b"u0", b"abc", b"\xc3\xa9", b" ", b"1"]
 

@@ -115,7 +115,9 @@ class _Converter:
         self._rules["root"] = self._visit(self._document, "root")
         text = "\n".join(f"{name} ::= {rule}" for name, rule in sorted(self._rules.items()))
         if Gbnf(text).endless:
-            raise GrammarError("no text fits the JSON schema: it asks for itself inside itself")
+            raise GrammarError(
+                "no finite text satisfies the JSON schema: it requires itself inside itself"
+            )
         return text
 
     # -- rules -------------------------------------------------------------------------------------

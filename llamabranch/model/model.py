@@ -78,9 +78,9 @@ class Model:
         )
         self._pieces: list[bytes | None] = [None] * self.n_vocab
         self._texts: list[str | None] = [None] * self.n_vocab
-        self._ends = frozenset(self._end_tokens())
+        self._eog_tokens = frozenset(self._find_eog_tokens())
 
-    def _end_tokens(self) -> list[int]:
+    def _find_eog_tokens(self) -> list[int]:
         if not self.has_text:
             return []
         return [token for token in range(self.n_vocab) if self._handle.is_eog(token)]
@@ -234,12 +234,12 @@ class Model:
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """All ids that end a generation."""
-        return self._ends
+        """The ids of all EOG (end of generation) tokens."""
+        return self._eog_tokens
 
     def is_eog(self, token: int) -> bool:
-        """Return True if ``token`` ends a generation."""
-        return token in self._ends
+        """Return True if ``token`` is an EOG (end of generation) token."""
+        return token in self._eog_tokens
 
     def token_id(self, token: SupportsIndex) -> int:
         """Return one token id as a plain integer.

@@ -1,6 +1,6 @@
-"""The baseline of the speculative lab: token by token, one decode of the target for each.
+"""Plain autoregressive decoding, as a baseline: one decode of the target for each token.
 
-`optimized_speculative.py` says the same text with the help of a draft model.
+`optimized_speculative.py` generates the same text with the help of a draft model.
 """
 
 import statistics
@@ -18,17 +18,17 @@ def main() -> None:
             before = perf_counter()
             with lb.Branch.start(target, PROMPT, temperature=0.8, seed=SEED) as branch:
                 start, n_prompt = perf_counter(), branch.position
-                said = "".join(token.text for token in branch.generate(max_tokens=MAX_TOKENS))
-                elapsed_s, n_said = perf_counter() - start, branch.position - n_prompt
+                text = "".join(token.text for token in branch.generate(max_tokens=MAX_TOKENS))
+                elapsed_s, n_tokens = perf_counter() - start, branch.position - n_prompt
                 perplexity = branch.perplexity()
-            speeds.append(n_said / elapsed_s)
+            speeds.append(n_tokens / elapsed_s)
 
-        print(PROMPT + said)
+        print(PROMPT + text)
         print("=" * 50 + "\nAutoregressive baseline\n" + "=" * 50)
         speed = statistics.median(speeds[1:])
         print(f"  Prompt: {n_prompt} tokens in {1e3 * (start - before):.2f} ms")
-        print(f"  Output tokens: {n_said}")
-        print(f"  Target decodes: {n_said}")
+        print(f"  Output tokens: {n_tokens}")
+        print(f"  Target decodes: {n_tokens}")
         print(f"  Perplexity of the output: {perplexity:.1f}")
         print(f"  Time a token: {1e3 / speed:.3f} ms")
         print(f"  Tokens a second: {speed:.1f} (median of {N_RUNS} runs)")

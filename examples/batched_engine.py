@@ -1,7 +1,7 @@
-"""Many prompts at once: one cache, one decode a step, a draft model for all of them.
+"""Continuous batching: many prompts share one K/V cache and one decode a step, with one draft model.
 
-Nothing is padded, a text that ends makes room for the next, prompts that begin alike are read once, and
-every text is the one its prompt has alone. Usage: batched_engine.py [PROMPT ...]
+There is no padding, a finished text makes room for the next prompt, shared prefixes are evaluated once,
+and every text equals the one its prompt would get alone. Usage: batched_engine.py [PROMPT ...]
 """
 
 import sys
@@ -21,7 +21,7 @@ SETTINGS = lb.SamplingParams(temperature=0.75)
 
 
 def alone(target: lb.Context, result: lb.Result) -> str:
-    """Return what plain decoding says to the same prompt with nobody else there."""
+    """Return the text of plain decoding for the same prompt, without other prompts."""
     sampling = SETTINGS.replace(seed=result.seed)
     with lb.Branch.start(target, result.prompt, sampling=sampling) as branch:
         return "".join(t.text for t in branch.generate(MAX_TOKENS))

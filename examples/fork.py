@@ -1,4 +1,4 @@
-"""Fork a thought: the prompt is computed once, its continuations share its cache."""
+"""Fork a branch: the prompt is evaluated once, and all continuations share its K/V cells."""
 
 import llamabranch as lb
 
@@ -14,7 +14,7 @@ def main() -> None:
             story = "".join(token.text for token in child.generate(max_tokens=40))
             print(f"seq {child.seq_id}, perplexity {child.perplexity():.1f}: ...{story}\n")
 
-        # Keep the line the model finds least surprising and go on from there.
+        # Keep the branch with the lowest perplexity, and continue it.
         best = min(children, key=lambda child: child.perplexity())
         best.promote()
         more = "".join(token.text for token in best.generate(max_tokens=30))

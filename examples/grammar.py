@@ -1,4 +1,4 @@
-"""Make a model answer in a form: a GBNF grammar, and a JSON schema."""
+"""Constrain the generated text with a GBNF grammar, and with a JSON schema."""
 
 import json
 

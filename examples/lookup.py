@@ -1,6 +1,6 @@
-"""Drafting without a draft model: copy what followed the same words before.
+"""Drafting without a draft model: copy the tokens that followed the same tokens before.
 
-Costs next to nothing, and pays where a text repeats itself: refrains, code, quotations, summaries.
+It costs almost nothing, and is faster where a text repeats itself: refrains, code, quotations, summaries.
 """
 
 import llamabranch as lb
@@ -12,9 +12,9 @@ MAX_TOKENS = 96
 
 def main() -> None:
     with lb.load("tale-target") as target, lb.load("tale-draft") as small:
-        suffix = lb.SuffixDrafter(shared_tokens=0)  # else it would remember its own warm-up
+        suffix = lb.SuffixDrafter(shared_tokens=0)  # otherwise it would copy from the warm-up
         drafters: dict[str, lb.Drafter] = {
-            "nobody": lb.NullDrafter(),
+            "no drafter": lb.NullDrafter(),
             "lookup": lb.PromptLookupDrafter(max_ngram=4),
             "suffix": suffix,
             "suffix, then model": lb.ChainDrafter([suffix, lb.ModelDrafter(small)]),
@@ -22,22 +22,22 @@ def main() -> None:
         config = lb.SpeculativeConfig(draft_k=8)
         greedy = lb.SamplingParams(temperature=0.0)
         print(
-            f"{'drafted by':20}{'rounds':>8}{'drafted':>9}{'accepted':>10}{'decodes':>9}{'tok/s':>9}"
+            f"{'drafter':20}{'rounds':>8}{'drafted':>9}{'accepted':>10}{'decodes':>9}{'tok/s':>9}"
         )
         texts = {}
         for name, drafter in drafters.items():
             speculator = lb.Speculator(target, drafter, config)
             speculator.generate(PROMPT, max_tokens=8, sampling=greedy).finish()  # warm up
-            said = speculator.generate(PROMPT, max_tokens=MAX_TOKENS, sampling=greedy).finish()
-            stats, texts[name] = said.stats, said.text
+            result = speculator.generate(PROMPT, max_tokens=MAX_TOKENS, sampling=greedy).finish()
+            stats, texts[name] = result.stats, result.text
             print(
                 f"{name:20}{stats.num_drafts:8}{stats.num_draft_tokens:9}"
                 f"{stats.num_accepted_tokens:10}{stats.target_forward_passes:9}"
-                f"{said.tokens_per_s:9.0f}"
+                f"{result.tokens_per_s:9.0f}"
             )
         same = len(set(texts.values())) == 1
         print(f"the same text every time: {'yes' if same else 'no'}\n")
-        print(PROMPT + texts["nobody"])
+        print(PROMPT + texts["no drafter"])
 
 
 if __name__ == "__main__":

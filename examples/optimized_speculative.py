@@ -1,7 +1,7 @@
-"""The speculative lab: the same text as the baseline's, drafted by a small model, verified in blocks.
+"""Speculative decoding: the text of the baseline, drafted by a small model and verified in batches.
 
-Both ways are measured in turn. Whether it pays depends on c and v: a target this small on a few cores
-mostly loses, and the last lines say why, in numbers.
+Both are measured in turns. The speedup depends on the costs c and v: with such a small target on a few
+cores it is mostly below 1, and the last lines show the reason in numbers.
 """
 
 import statistics
@@ -26,21 +26,21 @@ def main() -> None:
         pairs = [(run(speculative), run(baseline)) for _ in range(N_RUNS)]
         fast = statistics.median(fast.tokens_per_s for fast, _ in pairs)
         slow = statistics.median(slow.tokens_per_s for _, slow in pairs)
-        (said, plain), stats = pairs[-1], pairs[-1][0].stats
+        (drafted, plain), stats = pairs[-1], pairs[-1][0].stats
 
-        print(PROMPT + said.text)
+        print(PROMPT + drafted.text)
         print("=" * 50 + "\nStatistics\n" + "=" * 50)
         print(f"  Iterations: {stats.num_drafts}\n  Tokens drafted: {stats.num_draft_tokens}")
         print(f"  Tokens accepted: {stats.num_accepted_tokens}")
         print(f"  Accept rate: {stats.draft_acceptance_rate:.1%}")
-        print(f"  Output tokens: {len(said.tokens)}")
+        print(f"  Output tokens: {len(drafted.tokens)}")
         print(f"  Target decodes: {stats.target_forward_passes}")
         print(f"  Tokens a round: {stats.mean_acceptance_length:.2f}")
         rates = ", ".join(f"{rate:.2f}" for rate in stats.conditional_rates_per_pos)
-        print(f"  Chance to stand, by position in the draft: {rates}")
+        print(f"  Acceptance rate by position in the draft: {rates}")
         print(f"  Tokens a second: {fast:.1f} speculative, {slow:.1f} plain (medians)")
         print(f"  Speedup: {fast / slow:.2f}")
-        print(f"  Same text: {'yes' if said.tokens == plain.tokens else 'no'}\n")
+        print(f"  Same text: {'yes' if drafted.tokens == plain.tokens else 'no'}\n")
 
         step_s = plain.stats.plain_time_s / plain.stats.num_plain_steps
         c = stats.draft_time_s / stats.num_draft_tokens / step_s
@@ -49,11 +49,11 @@ def main() -> None:
         best = lb.theory.best_draft_length(
             stats.alpha_hat, c, lambda n: 1 + (v - 1) * (n - 1) / DRAFT_LENGTH
         )
-        print(f"A drafted token costs c = {c:.2f} target steps, verifying a draft v = {v:.2f}.")
+        print(f"A drafted token takes c = {c:.2f} target steps, verifying a draft v = {v:.2f}.")
         print(
-            f"At an acceptance of {stats.alpha_hat:.2f} the theory expects {expected:.2f} times plain"
+            f"With an acceptance of {stats.alpha_hat:.2f} theory predicts {expected:.2f} times the plain"
         )
-        print(f"speed, and that {best} tokens a draft are best.")
+        print(f"speed, and {best} as the best draft length.")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""One token at a time, with a draft model or without: each call decides for itself.
+"""One token at a time: each call chooses whether to use a draft model.
 
-`next_token(drafter)` runs a round when nothing is waiting and hands out its tokens one by one;
-`next_token()` decodes plainly, which is also what happens where a drafter has nothing to propose.
+`next_token(drafter)` runs a speculative round if no token of the last round is left, and returns the
+tokens one by one; `next_token()` uses plain decoding, which also happens if the drafter proposes nothing.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ SAMPLING = lb.SamplingParams(temperature=0.8, seed=5)
 Choice = Callable[[int], lb.Drafter | None]
 
 
-def tell(target: lb.Context, choose: Choice) -> lb.InferenceSession:
-    """Tell the tale; `choose` names the drafter, or None, for the n-th token."""
+def generate(target: lb.Context, choose: Choice) -> lb.InferenceSession:
+    """Continue PROMPT; `choose` returns the drafter for the n-th token, or None."""
     config = lb.SpeculativeConfig(draft_k=4)
     with lb.InferenceSession(
         target, PROMPT, sampling=SAMPLING, config=config, max_tokens=MAX_TOKENS
@@ -32,7 +32,7 @@ def main() -> None:
             "speculative": lambda n: draft,
             "only the second half": lambda n: draft if n >= MAX_TOKENS // 2 else None,
         }
-        sessions = {name: tell(target, choose) for name, choose in ways.items()}
+        sessions = {name: generate(target, choose) for name, choose in ways.items()}
         print(PROMPT + sessions["standard"].text + "\n")
         print(f"{'way':22}{'tokens':>8}{'target decodes':>16}{'accepted':>10}  ended by")
         for name, session in sessions.items():

@@ -1,7 +1,7 @@
 """Speculative decoding with the Branch API: fork, draft, prune, verify, accept, bonus.
 
-The draft model reads along on a branch of its own. With one seed for both, the text is exactly what plain
-decoding of the target gives for that seed. `llamabranch.Speculator` is this loop, made fast.
+The draft model has a branch of its own with the same tokens. Both use one seed, so the text is exactly
+that of plain decoding with this seed. `llamabranch.Speculator` is a fast version of this loop.
 """
 
 import llamabranch as lb
@@ -11,7 +11,7 @@ PROMPT, MAX_TOKENS, DRAFT_LENGTH, MAX_ENTROPY, SEED = "The quick brown fox", 30,
 
 def main() -> None:
     with lb.load("tale-target") as target, lb.load("tale-draft") as small:
-        # 1. MAIN holds what is settled; the helper is the draft model's reading of the same text.
+        # 1. MAIN holds the accepted tokens; the helper holds the same tokens in the draft model.
         settings = lb.SamplingParams(temperature=0.8, seed=SEED)
         main_branch = lb.Branch.start(target, PROMPT, sampling=settings)
         helper = lb.Branch.start(small, PROMPT, sampling=settings)
@@ -33,22 +33,22 @@ def main() -> None:
             rows = [main_branch.logits, *(trial.extend(guesses) if guesses else [])]
             n = 0
             while True:
-                verdict = sampler.distribution(rows[n], start + n, SEED).draw(SEED, start + n)
-                if n == len(guesses) or verdict != guesses[n]:
+                target_token = sampler.distribution(rows[n], start + n, SEED).draw(SEED, start + n)
+                if n == len(guesses) or target_token != guesses[n]:
                     break
                 n += 1
             iterations, drafted, accepted = iterations + 1, drafted + len(guesses), accepted + n
 
-            # 6. ACCEPT what stands: the fork, cut to it, takes main's place.
+            # 6. ACCEPT the matching tokens: the fork, truncated to them, replaces main.
             trial.rewind(start + n)
             trial.promote()
             main_branch = trial
-            if target.model.is_eog(verdict):
+            if target.model.is_eog(target_token):
                 break
 
             # 7. BONUS (or correction): the target's own token, also when everything was accepted.
-            main_branch.commit(verdict)
-            helper.extend([*guesses[:n], verdict])
+            main_branch.commit(target_token)
+            helper.extend([*guesses[:n], target_token])
 
         print(main_branch.text + "\n" + "=" * 50 + "\nStatistics\n" + "=" * 50)
         print(f"  Iterations: {iterations}\n  Tokens drafted: {drafted}")

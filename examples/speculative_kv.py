@@ -1,6 +1,7 @@
-"""Speculative decoding on the raw K/V primitives: draft, fork, verify, accept, bonus, clean up.
+"""Speculative decoding with the low-level K/V operations: draft, fork, verify, accept, bonus, clean up.
 
-Two models, greedy. The text is the target's own: the draft only decides how much of it one decode yields.
+Two models, greedy. The text is that of the target; the draft only affects how many tokens a decode
+yields.
 """
 
 import llamabranch as lb
@@ -14,32 +15,32 @@ def main() -> None:
         output = target.tokenize(PROMPT)
         n_prompt = len(output)
         target.decode(output, 0)
-        output.append(target.sample(GREEDY))  # said, but not decoded yet: the pending token
+        output.append(target.sample(GREEDY))  # the pending token: sampled, but not decoded yet
         iterations = drafted = accepted = 0
 
         while len(output) - n_prompt < MAX_TOKENS and not target.model.is_eog(output[-1]):
-            # 1. DRAFT with the small model, after it has read what it missed; stop where it is unsure.
+            # 1. DRAFT: decode what the draft model has not seen, then draft until its entropy is high.
             draft.decode(output[draft.kv_cache_size(0) :], draft.kv_cache_size(0))
             guesses: list[int] = []
             while len(guesses) < DRAFT_LENGTH and draft.model_entropy("nats") < MAX_ENTROPY:
                 guesses.append(draft.sample(GREEDY))
                 draft.decode(guesses[-1:], draft.kv_cache_size(0))
 
-            # 2. FORK the target's cache: a tag on its cells, no K/V is copied.
+            # 2. FORK the target's sequence: its cells get a second sequence id, no K/V is copied.
             target.kv_seq_copy(0, 1)
 
             # 3. VERIFY the pending token and all guesses in one decode.
             start = target.kv_cache_size(1)
             target.decode([output[-1], *guesses], start, seq_id=1, logits="all")
-            verdicts = [int(target.logits(row).argmax()) for row in range(len(guesses) + 1)]
+            choices = [int(target.logits(row).argmax()) for row in range(len(guesses) + 1)]
 
-            # 4. ACCEPT while the target would have said the same; 5. BONUS: what it says next.
+            # 4. ACCEPT guesses that equal the target's choice; 5. BONUS: its next choice.
             n = 0
-            while n < len(guesses) and guesses[n] == verdicts[n]:
+            while n < len(guesses) and guesses[n] == choices[n]:
                 n += 1
-            output += [*guesses[:n], verdicts[n]]
+            output += [*guesses[:n], choices[n]]
 
-            # 6. CLEAN UP: cut what fell from both caches, and let the verified fork take over.
+            # 6. CLEAN UP: remove rejected tokens from both caches; the fork replaces sequence 0.
             target.kv_cache_remove(1, start + 1 + n)
             target.kv_seq_copy(1, 0)
             target.kv_cache_remove(1)

@@ -1,7 +1,7 @@
-"""Numbers as users give them, made plain Python ones: checked once, where they come in.
+"""Numeric arguments, checked and converted to plain Python numbers where they enter the package.
 
-NumPy's integers and floats count as numbers, and whatever else Python takes for an index or a real
-number; truth values do not. What is computed with, saved or handed to C is always int or float.
+NumPy integers and floats are accepted, and everything else that Python can use as an index or a real
+number, except bool. What is computed, saved or passed to C is always int or float.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LARGEST = int(sys.float_info.max)
 
 
 def plain_int(value: object) -> int | None:
-    """Return an integer of any kind as int; None for everything else, truth values and text too."""
+    """Return an integer of any type as int; None for everything else, including bool and text."""
     if type(value) is int:
         return value
     if isinstance(value, (bool, np.bool_)):
@@ -34,7 +34,7 @@ def plain_int(value: object) -> int | None:
 
 
 def shown(value: object) -> str:
-    """Return ``value`` for a message; Python writes no integer of more than 4,300 digits."""
+    """Return ``value`` as text for a message; Python does not format integers above 4,300 digits."""
     if isinstance(value, int) and value.bit_length() > 1024:
         return f"an integer of {value.bit_length()} bits"
     return repr(value)
@@ -44,7 +44,7 @@ def whole(name: str, value: object, low: int | None = None, high: int | None = N
     """Return ``value`` as int.
 
     Raises:
-        ConfigError: not an integer, or not from ``low`` to ``high``; says which argument.
+        ConfigError: not an integer, or not from ``low`` to ``high``; names the argument.
     """
     found = plain_int(value)
     if found is None:
@@ -59,12 +59,12 @@ def whole(name: str, value: object, low: int | None = None, high: int | None = N
 
 
 def real(name: str, value: object) -> float:
-    """Return ``value`` as int or float, whichever it is; it may be infinite or NaN.
+    """Return ``value`` as int or float; it may be infinite or NaN.
 
-    What no float can hold is infinite.
+    A number that is too large for a float becomes infinite.
 
     Raises:
-        ConfigError: not a number; says which argument.
+        ConfigError: not a number; names the argument.
     """
     if type(value) is float:
         return value

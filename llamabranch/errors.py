@@ -1,29 +1,29 @@
 """The exception tree.
 
     LlamaBranchError
-    ├── ConfigError (ValueError)          an argument or a setting is wrong
-    ├── ModelLoadError                    the file is not a model this library can run
-    ├── TokenizeError                     text or token ids the vocabulary cannot take
-    ├── UsageError (RuntimeError)         the call makes no sense in this state
+    ├── ConfigError (ValueError)          an argument or a setting is invalid
+    ├── ModelLoadError                    the file is not a model that this library can run
+    ├── TokenizeError                     text that cannot be encoded, or invalid token ids
+    ├── UsageError (RuntimeError)         the call is not possible in this state
     │   ├── ClosedError                   the model or context is closed
-    │   └── BranchStateError              the branch is pruned, has children, holds no logits, ...
-    ├── CapacityError                     something is full; the hint says what to raise or prune
+    │   └── BranchStateError              the branch is pruned, has children, has no logits, ...
+    ├── CapacityError                     cells or sequence ids are used up; see the hint
     │   ├── CacheFullError
     │   └── SequencesExhaustedError
-    ├── DecodeError                       llama.cpp could not compute; carries its return code
+    ├── DecodeError                       llama_decode failed; has its return code
     │   └── DecodeInterruptedError        interrupt() or a time limit stopped it
-    ├── GrammarError                      a grammar that does not parse, or a token it forbids
-    ├── SnapshotError                     a saved branch that cannot be trusted
-    ├── UnsupportedError                  this model or memory type cannot do that
-    └── VocabularyMismatchError           two models that do not speak the same tokens
+    ├── GrammarError                      an invalid grammar, or a token that it forbids
+    ├── SnapshotError                     a saved branch that is damaged or does not fit
+    ├── UnsupportedError                  not possible with this model, memory type or build
+    └── VocabularyMismatchError           two models with different vocabularies
 
-Every error can be pickled and carries an optional ``hint``: what the user can do about it.
+Every error can be pickled and has an optional ``hint``, which tells what the user can do about it.
 
-Warnings, for what works but not as its user would want:
+Warnings:
 
     LlamaBranchWarning (UserWarning)
-    ├── ContextLengthWarning              texts get longer than the model was trained for
-    └── PerformanceWarning                decoding is far slower than it could be
+    ├── ContextLengthWarning              longer texts than the model was trained for
+    └── PerformanceWarning                decoding is much slower than possible
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = [
 
 
 class LlamaBranchError(Exception):
-    """Base of every error this library raises on purpose."""
+    """Base class of all errors that this library raises on purpose."""
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -78,48 +78,48 @@ def _rebuild(
 
 
 class ConfigError(LlamaBranchError, ValueError):
-    """An argument or a setting is wrong."""
+    """An argument or a setting is invalid."""
 
 
 class ModelLoadError(LlamaBranchError):
-    """The file is not a model this library can run."""
+    """The file is not a model that this library can run."""
 
 
 class TokenizeError(LlamaBranchError):
-    """Text or token ids the vocabulary cannot take."""
+    """Text that cannot be encoded, or invalid token ids."""
 
 
 class UsageError(LlamaBranchError, RuntimeError):
-    """The call makes no sense in this state."""
+    """The call is not possible in this state."""
 
 
 class ClosedError(UsageError):
-    """The model, context or stream was closed."""
+    """The model, context or stream is closed."""
 
 
 class BranchStateError(UsageError):
-    """The branch is pruned, has children, holds no logits, or is leased to somebody else."""
+    """The branch is pruned, has children, has no logits, or is in use by a generation."""
 
 
 class CapacityError(LlamaBranchError):
-    """Something is full; the hint says what to raise or prune."""
+    """Cells or sequence ids are used up; the hint tells what to increase or prune."""
 
 
 class CacheFullError(CapacityError):
-    """No free cell is left in the K/V cache."""
+    """The K/V cache has no free cell."""
 
 
 class SequencesExhaustedError(CapacityError):
-    """Every sequence id of the context is taken."""
+    """All sequence ids of the context are in use."""
 
 
 class DecodeError(LlamaBranchError):
-    """llama.cpp could not compute a batch.
+    """llama_decode failed for a batch.
 
-    ``code`` is llama.cpp's return code; ``memory_changed`` says whether the sequences of the batch
-    were truncated back to where they stood before it (True) or never touched (False). Where the
-    memory cannot be truncated they are emptied, and the message says which; branches read what they
-    need again by themselves.
+    ``code`` is its return code. ``memory_changed`` is True if the sequences of the batch had changed and
+    were truncated to their length before it, False if they never changed. Where the memory cannot be
+    truncated the sequences are emptied, and the message names them; branches evaluate their tokens again
+    when they need them.
     """
 
     def __init__(
@@ -136,42 +136,42 @@ class DecodeError(LlamaBranchError):
 
 
 class DecodeInterruptedError(DecodeError):
-    """``Context.interrupt()`` or a ``time_limit`` stopped the decode; the context can be used on."""
+    """``Context.interrupt()`` or a ``time_limit`` stopped the decode; the context remains usable."""
 
 
 class GrammarError(LlamaBranchError):
-    """A grammar that does not parse, or a token that the grammar forbids."""
+    """An invalid grammar, or a token that the grammar forbids."""
 
 
 class SnapshotError(LlamaBranchError):
-    """A saved branch that cannot be trusted."""
+    """A saved branch that is damaged, or does not fit this model or context."""
 
 
 class UnsupportedError(LlamaBranchError):
-    """This model, memory type or build cannot do that."""
+    """Not possible with this model, memory type or build."""
 
 
 class VocabularyMismatchError(LlamaBranchError):
-    """Two models that do not speak the same tokens."""
+    """Two models with different vocabularies."""
 
 
 class LlamaBranchWarning(UserWarning):
-    """Base of every warning of this library."""
+    """Base class of all warnings of this library."""
 
 
 class ContextLengthWarning(LlamaBranchWarning):
-    """Texts may get, or have become, longer than the model was trained for."""
+    """Texts can become, or are, longer than the model was trained for."""
 
 
 class PerformanceWarning(LlamaBranchWarning):
-    """Decoding is far slower than it could be."""
+    """Decoding is much slower than possible."""
 
 
 _PACKAGE = str(Path(__file__).parent)
 
 
 def warn(message: str, category: type[LlamaBranchWarning]) -> None:
-    """Warn at the line outside this package that made the call."""
+    """Warn with the line outside this package that made the call."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""A name or a path to a ready context."""
+"""``load``: from a name or a path to a context."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def load(
     verbose: bool = False,
     **options: Unpack[LoadOptions],
 ) -> Context:
-    """Load a model and open a context on it.
+    """Load a model and create a context for it.
 
     Args:
-        name_or_path: what `resolve` takes; None means the bundled target.
+        name_or_path: as for `resolve`; None = the bundled target.
         progress: called with the loaded fraction, 0.0 to 1.0.
-        verbose: show llama.cpp's log on standard error from now on (of the whole process).
-        options: those of `Model` and `Context`, routed by name.
+        verbose: show llama.cpp's log on standard error from now on, for the whole process.
+        options: those of `Model` and of `Context`.
 
     Returns:
-        A context that owns its model: closing the context closes the model too.
+        A context that owns its model: closing the context closes the model, too.
 
     Raises:
-        ConfigError: an unknown name or option, or a bad value.
-        ModelLoadError: the file does not load.
+        ConfigError: an unknown name or option, or an invalid value.
+        ModelLoadError: the file cannot be loaded.
     """
     if verbose:
         set_log_level("info")

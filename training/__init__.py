@@ -1,1 +1,1 @@
-"""How the bundled pair of models was made: text, tokenizer, target, draft, GGUF."""
+"""The training of the bundled models: text, tokenizer, target, draft, GGUF."""

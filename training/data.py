@@ -1,4 +1,4 @@
-"""Windows of tokens: random ones to train on, fixed ones to measure on. Knows no model."""
+"""Windows of tokens: random ones for training, fixed ones for evaluation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRAINED_SHARES = {"fairy": 0.40, "children": 0.15, "novels": 0.45}
 
 @dataclass(frozen=True)
 class Mixture:
-    """Token streams and how often each is drawn from. The draws of a step depend on it alone."""
+    """Token streams with their sampling weights. The windows depend only on the seed and the step."""
 
     streams: dict[str, np.ndarray]
     shares: dict[str, float]
@@ -26,7 +26,7 @@ class Mixture:
         return cls({name: np.load(work / f"{name}.train.npy") for name in shares}, shares, seed)
 
     def draw(self, step: int, n_rows: int, length: int) -> Tensor:
-        """Return windows [n_rows, length + 1], int64: inputs and, shifted by one, answers."""
+        """Return windows [n_rows, length + 1], int64: inputs and, shifted by one, targets."""
         random = np.random.default_rng([self.seed, step])
         names = list(self.shares)
         weights = np.array([self.shares[n] for n in names])
@@ -39,7 +39,7 @@ class Mixture:
 
 
 def heldout_windows(work: Path, name: str, length: int, max_tokens: int) -> Tensor:
-    """Return the first `max_tokens` held-out tokens as windows [N, length + 1], end to end."""
+    """Return the first `max_tokens` held-out tokens as consecutive windows [N, length + 1]."""
     stream = np.load(work / f"{name}.heldout.npy")[: max_tokens + 1]
     n_rows = max(1, (len(stream) - 1) // length)
     rows = [np.resize(stream[i * length : (i + 1) * length + 1], length + 1) for i in range(n_rows)]

@@ -1,8 +1,9 @@
 """Distil the draft from the target: sample text from the target, then match its distributions.
 
-The loss is the forward KL divergence from the target's whole softmax at temperature 1 (Hinton et
-al. 2015), at every position, half on the corpus, half on text the target wrote itself: acceptance
-is decided on the latter. The draft's embedding starts as the best low-rank copy of the target's.
+The loss is the forward KL divergence from the target's full softmax at temperature 1 (Hinton et
+al. 2015), at every position; half of the text is from the corpus, half was sampled from the target,
+because drafts are accepted or rejected on such text. The draft's embedding starts as the best
+low-rank approximation of the target's.
 
     python -m training.distill WORK_DIR
 """
@@ -27,7 +28,7 @@ PROMPT_SHARES = {"fairy": 0.6, "children": 0.2, "novels": 0.2}
 
 @torch.no_grad()
 def sample(network: Network, prompts: Tensor, n_tokens: int, temperatures: Tensor) -> Tensor:
-    """Return `prompts` [B, P] continued to [B, P + n_tokens], each row at its temperature [B]."""
+    """Return `prompts` [B, P] continued to [B, P + n_tokens]; each row has its own temperature [B]."""
     past, batch = prompts.shape[1], len(prompts)
     cache = network.new_cache(batch, past + n_tokens)
     text = torch.cat((prompts, prompts.new_zeros(batch, n_tokens)), 1)
@@ -35,14 +36,14 @@ def sample(network: Network, prompts: Tensor, n_tokens: int, temperatures: Tenso
         logits = network(prompts, cache)[:, -1]
         for i in range(past, past + n_tokens):
             scaled = logits.float() / temperatures[:, None]
-            # The largest of logit - log(exponential noise) is a draw from the softmax (Gumbel-max).
+            # The argmax of logit - log(exponential noise) is a sample from the softmax (Gumbel-max).
             text[:, i] = (scaled - torch.empty_like(scaled).exponential_().log()).argmax(-1)
             logits = network(text[:, i : i + 1], cache, i)[:, -1]
     return text
 
 
 def write_samples(target: Network, mixture: Mixture, args: argparse.Namespace) -> None:
-    """Let the target continue snippets of its training text; save the tokens as one stream."""
+    """Continue snippets of the training text with the target; save the tokens as one stream."""
     began = time.monotonic()
     rounds: list[np.ndarray] = []
     low, high = args.temperatures
@@ -100,8 +101,10 @@ def main() -> None:
     parser.add_argument("--sample-length", type=int, default=256, help="tokens, prompt included")
     parser.add_argument("--prompt-length", type=int, default=16)
     parser.add_argument("--temperatures", type=float, nargs=2, default=(0.6, 1.0))
-    parser.add_argument("--sampled-share", type=float, default=0.5, help="of the windows drawn")
-    parser.add_argument("--heldout-tokens", type=int, default=24_000, help="measured, a group")
+    parser.add_argument("--sampled-share", type=float, default=0.5, help="share of such windows")
+    parser.add_argument(
+        "--heldout-tokens", type=int, default=24_000, help="tokens to evaluate, for each group"
+    )
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)

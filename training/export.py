@@ -53,7 +53,7 @@ def write_vocabulary(writer: gguf.GGUFWriter, tokenizer: Path) -> None:
 
 
 def write(network: Network, tokenizer: Path, role: str, kind: str, out: Path) -> None:
-    """Write one GGUF file; it appears under its name only when it is whole."""
+    """Write one GGUF file; it gets its final name when it is complete."""
     config = network.config
     quantisation, file_type = TYPES[kind]
     temporary = out.with_suffix(".tmp")
@@ -96,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="checkpoints to GGUF")
     parser.add_argument("work", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--type", choices=TYPES, default="q8_0", help="of the matrices")
+    parser.add_argument("--type", choices=TYPES, default="q8_0", help="type of the weight matrices")
     parser.add_argument("--roles", nargs="+", default=["target", "draft"])
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

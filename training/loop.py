@@ -1,7 +1,7 @@
 """The training loop that target and draft share: schedule, optimizers, log, checkpoints.
 
-It knows neither the text nor the loss: both come as functions. Progress runs from 0 to 1 over a
-wall-clock budget (or a number of steps), and rates and sequence length depend on progress alone.
+Text and loss are passed as functions. Progress goes from 0 to 1 over a wall-clock budget (or a number
+of steps); the learning rates and the sequence length depend only on it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,29 @@ def add_options(parser: argparse.ArgumentParser, minutes: float) -> None:
     parser.add_argument("--steps", type=int, default=0, help="a budget in steps instead")
     parser.add_argument("--tokens", type=int, default=6144, help="tokens a step")
     parser.add_argument("--length", type=int, default=256, help="tokens a sequence")
-    parser.add_argument("--long-length", type=int, default=1024, help="the same, at the end")
-    parser.add_argument("--long-from", type=float, default=0.78, help="progress where that starts")
+    parser.add_argument(
+        "--long-length", type=int, default=1024, help="tokens a sequence near the end"
+    )
+    parser.add_argument(
+        "--long-from", type=float, default=0.78, help="progress at which the long sequences start"
+    )
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=3e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--warmup-steps", type=int, default=50)
-    parser.add_argument("--flat-until", type=float, default=0.4, help="progress; then linear to 0")
-    parser.add_argument("--eval-every", type=int, default=300, help="steps; checkpoints too")
+    parser.add_argument(
+        "--flat-until",
+        type=float,
+        default=0.4,
+        help="progress at which the rate starts to fall to 0",
+    )
+    parser.add_argument(
+        "--eval-every", type=int, default=300, help="steps between evaluations and checkpoints"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-compile", action="store_true", help="slower steps, no C++ compiler")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
 
 
 def make_network(size: str, vocab: int | None = None) -> Network:
@@ -69,7 +80,7 @@ def optimizers(network: Network, args: argparse.Namespace) -> list[torch.optim.O
 
 
 def rate(progress: float, step: int, args: argparse.Namespace) -> float:
-    """Return the share of the full learning rate: warm-up, flat, linear to zero."""
+    """Return the factor of the learning rate: warm-up, constant, linear to zero."""
     cooled = (1 - progress) / (1 - args.flat_until)
     return float(max(0.0, min(1.0, (step + 1) / args.warmup_steps, cooled)))
 
@@ -84,8 +95,8 @@ def fit(
 ) -> Metrics:
     """Train `network` in place and return its last metrics.
 
-    `batch(step, n_rows, length)` gives windows [n_rows, length + 1]; `loss` maps them to a number.
-    Writes `out` (a checkpoint) and one JSON line a report to `out` with the suffix `.log`.
+    `batch(step, n_rows, length)` returns windows [n_rows, length + 1]; `loss` their mean loss.
+    Writes `out` (a checkpoint) and one JSON line for each report to `out` with the suffix `.log`.
     """
     torch.set_num_threads(args.threads)
     optims = optimizers(network, args)

@@ -1,7 +1,7 @@
 """Measure the finished pair on held-out text and print the tables of the model card.
 
-Teacher-forced, on checkpoints: nats a token, bits a byte, and how well the draft matches the
-target. Acceptance inside the runtime is the benchmarks' business.
+On checkpoints, with teacher forcing: nats a token, bits a byte, and how well the draft matches the
+target. Acceptance in the runtime is measured by the benchmarks.
 
     python -m training.measure WORK_DIR
 """
@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="measure the pair on held-out text")
     parser.add_argument("work", type=Path)
     parser.add_argument("--length", type=int, default=1024, help="tokens a window")
-    parser.add_argument("--heldout-tokens", type=int, default=65_536, help="at most, a group")
+    parser.add_argument("--heldout-tokens", type=int, default=65_536, help="maximum for each group")
     parser.add_argument("--prompt", default="Once upon a time there was")
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--sample-tokens", type=int, default=200)

@@ -1,7 +1,7 @@
-"""The two networks: the `llama` architecture, small, exactly as llama.cpp computes it.
+"""The two networks: the `llama` architecture in a small size, exactly as llama.cpp computes it.
 
 RMSNorm, rotary positions on neighbouring pairs (2i, 2i+1), grouped K/V heads, SwiGLU and an
-embedding that is also the output matrix. Knows nothing of files, tokenizers or training.
+embedding that is also the output matrix. Without files, tokenizers and training.
 
 Shapes in comments: B sequences, T tokens, H heads, K key/value heads, D head size, V vocabulary.
 """
@@ -88,7 +88,7 @@ class Block(nn.Module):
         if kv is not None:
             kv[0][:, :, past : past + T], kv[1][:, :, past : past + T] = k, v
             k, v = kv[0][:, :, : past + T].type_as(q), kv[1][:, :, : past + T].type_as(q)
-        if T == 1:  # the query heads that share a key head become rows of one query: no copies
+        if T == 1:  # query heads that share a key head become rows of one query: no copies
             mixed = F.scaled_dot_product_attention(q.reshape(B, k.shape[1], -1, D), k, v)
         else:
             n_shared = self.config.n_heads // self.config.n_kv_heads
@@ -132,7 +132,7 @@ class Network(nn.Module):
                 nn.init.zeros_(matrix.weight)  # every layer starts as the identity
 
     def new_cache(self, batch: int, n_positions: int) -> Cache:
-        """Return room for the keys and values of `batch` sequences, bfloat16."""
+        """Return an empty K/V cache for `batch` sequences, bfloat16."""
         config = self.config
         shape = (batch, config.n_kv_heads, n_positions, config.head_size)
         new = torch.zeros

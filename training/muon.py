@@ -1,8 +1,8 @@
 """The Muon optimizer (Jordan et al. 2024, "Muon: An optimizer for hidden layers").
 
 The update of a matrix is its momentum, made nearly orthogonal by five quintic Newton-Schulz steps.
-Changed against the paper's listing: matrices of equal shape are stacked and done as one batch,
-which keeps two CPU cores busy on matrices this small.
+Different from the original: matrices of equal shape are processed as one batch, which uses two CPU
+cores better for matrices of this size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     a, b, c = QUINTIC
     x = matrices.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x  # the Gram matrix below is then the smaller one
+    x = x.mT if tall else x  # so that the Gram matrix is the smaller one
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(N_ITERATIONS):
         gram = x @ x.mT
@@ -31,7 +31,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised; decoupled weight decay. For matrices inside the network only."""
+    """Orthogonalised momentum with decoupled weight decay; only for the matrices of the layers."""
 
     def __init__(
         self, parameters: Iterable[Tensor], lr: float, momentum: float, weight_decay: float
@@ -48,7 +48,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             matrices = group["params"]
             grad = torch.stack([p.grad for p in matrices])
-            state = self.state[matrices[0]]  # one buffer serves the whole stack
+            state = self.state[matrices[0]]  # one buffer for all matrices of this shape
             if "momentum" not in state:
                 state["momentum"] = torch.zeros_like(grad)
             average = state["momentum"].lerp_(grad, 1 - group["momentum"])

@@ -2,7 +2,7 @@
 
 Reads `fairy.txt`, `children_novels.txt` and `novels.txt` (or `.xz`): UTF-8, documents separated by
 a line `<|doc|>`. Writes `tokenizer.json`, `<group>.train.npy`, `<group>.heldout.npy` (uint16) and
-`meta.json`. Held-out text is cut away before the vocabulary is learned.
+`meta.json`. Held-out text is removed before the vocabulary is learned.
 
     python -m training.prepare CORPUS_DIR WORK_DIR
 """
@@ -41,7 +41,7 @@ def read_documents(path: Path) -> list[str]:
 
 
 def paragraphs(document: str) -> list[str]:
-    """Return a document's paragraphs: ASCII punctuation, wraps joined, notes and contents gone."""
+    """Return a document's paragraphs: ASCII punctuation, lines joined, without notes and contents."""
     lines: list[str] = []
     in_contents = False
     for raw in document.translate(ASCII).splitlines():
@@ -56,13 +56,13 @@ def paragraphs(document: str) -> list[str]:
         return []
     wrapped = sorted(n for n in filled if n <= 110) or [0]
     wrap = wrapped[int(len(wrapped) * 0.95)]
-    spaced = 1 - len(filled) / len(lines) >= 0.1  # blank lines part the paragraphs
+    spaced = 1 - len(filled) / len(lines) >= 0.1  # blank lines separate the paragraphs
     found, current = [], ""
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         current = f"{current} {line}".strip()
         if spaced and not HEADING.match(line):
             ends = not following
-        else:  # a line with room left for the next word was the last of its paragraph
+        else:  # a line with room for the next word is the last of its paragraph
             room = len(line) + len(following.split(" ")[0]) < wrap - 3 or len(line) > 110
             ends = (
                 not following or bool(HEADING.match(line)) or (room and bool(CLOSED.search(line)))
@@ -74,7 +74,7 @@ def paragraphs(document: str) -> list[str]:
 
 
 def tales(document: list[str]) -> list[list[str]]:
-    """Cut a collection of tales at its headings; a heading stays as the title."""
+    """Split a collection of tales at its headings; a heading becomes the title."""
     pieces: list[list[str]] = [[]]
     for paragraph in document:
         if HEADING.match(paragraph) and any(len(p) > 80 for p in pieces[-1]):
@@ -84,7 +84,7 @@ def tales(document: list[str]) -> list[list[str]]:
 
 
 def sections(document: list[str], size: int) -> list[list[str]]:
-    """Cut a novel into sections of about `size` characters, at paragraph ends."""
+    """Split a novel into sections of about `size` characters, at paragraph ends."""
     pieces: list[list[str]] = [[]]
     for paragraph in document:
         if sum(map(len, pieces[-1])) > size:
@@ -96,7 +96,7 @@ def sections(document: list[str], size: int) -> list[list[str]]:
 def split(pieces: list[list[str]], every: int, joined: bool) -> tuple[list[str], list[str]]:
     """Return (training texts, held-out texts): each `every`-th piece is held out.
 
-    `joined` pieces follow on from one another and stay one text up to the next held-out piece.
+    With `joined`, consecutive pieces form one text up to the next held-out piece.
     """
     train: list[str] = []
     heldout: list[str] = []
@@ -142,8 +142,15 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--heldout-every", type=int, default=33, help="hold out 1 piece in N")
-    parser.add_argument("--section", type=int, default=20_000, help="characters of a novel a piece")
-    parser.add_argument("--vocab-novels", type=int, default=4_000_000, help="characters of novels")
+    parser.add_argument(
+        "--section", type=int, default=20_000, help="characters of a section of a novel"
+    )
+    parser.add_argument(
+        "--vocab-novels",
+        type=int,
+        default=4_000_000,
+        help="characters of novels for the vocabulary",
+    )
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
 
@@ -156,7 +163,7 @@ def main() -> None:
         for document in read_documents(args.corpus / name):
             text = paragraphs(document)
             opening = re.sub(r"\W", "", "".join(text))[:40].lower()
-            if opening in seen:  # the children's books stand among the novels again
+            if opening in seen:  # the novels contain the children's books again
                 continue
             seen.add(opening)
             if group == "fairy":

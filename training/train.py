@@ -35,7 +35,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="train the target")
     add_options(parser, minutes=65)
     parser.add_argument("--size", default="target")
-    parser.add_argument("--heldout-tokens", type=int, default=24_000, help="measured, a group")
+    parser.add_argument(
+        "--heldout-tokens", type=int, default=24_000, help="tokens to evaluate, for each group"
+    )
     args = parser.parse_args()
     torch.manual_seed(args.seed)
 

@@ -1,10 +1,10 @@
-"""Measuring speed: rivals turn by turn, what a decode costs, what drafting brings to a pair.
+"""Benchmarking: interleaved runs, the time of a decode, the best settings for a model pair.
 
-timing.py     samples, interleaved runs, medians, spread, ratios and their intervals
-machine.py    the processor, its load, the build: what figures were taken on
+timing.py     samples, interleaved runs, medians, spread, ratios and their confidence intervals
+machine.py    the machine of a measurement: processor, load, build
 workloads.py  one timed generation, plain or speculative
-costs.py      clocks around llama.cpp's own part; v(n) and c
-pair.py       a target with its drafter: which length and rule is the fastest
+costs.py      the time inside llama.cpp; v(n) and c
+pair.py       which draft length and rule is the fastest for a target with its drafter
 plotting.py   curves as PNG files
 """
 

@@ -1,4 +1,4 @@
-"""What a decode costs: the clock around llama.cpp's own part, v(n), and c."""
+"""The time of decodes: a clock for the time inside llama.cpp, v(n), and c."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ __all__ = ["CallClock", "DecodeClock", "draft_cost", "verify_costs", "verify_tim
 
 
 class CallClock:
-    """Adds up the seconds spent inside some methods of one object, while it is entered.
+    """Adds up the seconds inside some methods of one object, from ``__enter__`` to ``__exit__``.
 
-    ``settle`` is called, and timed, after each of them: for calls that only begin their work.
+    ``synchronize`` is called and timed after each call, for methods that return before their work is
+    done.
     """
 
     def __init__(
-        self, owner: object, *names: str, settle: Callable[[], None] = lambda: None
+        self, owner: object, *names: str, synchronize: Callable[[], None] = lambda: None
     ) -> None:
         self._owner = owner
         self._names = names
-        self._settle = settle
+        self._synchronize = synchronize
         self.seconds = 0.0
         self.n_calls = 0
 
@@ -39,7 +40,7 @@ class CallClock:
         def timed(*arguments: object) -> object:
             start = perf_counter()
             result = inner(*arguments)
-            self._settle()
+            self._synchronize()
             self.seconds += perf_counter() - start
             self.n_calls += 1
             return result
@@ -57,11 +58,11 @@ class CallClock:
 
 
 class DecodeClock(CallClock):
-    """Adds up the seconds a context spends inside ``llama_decode``, until the logits are there."""
+    """Adds up the seconds inside ``llama_decode``, until the logits are available."""
 
     def __init__(self, ctx: Context) -> None:
         handle = ctx.decoder.handle
-        super().__init__(handle, "decode", settle=handle.synchronize)
+        super().__init__(handle, "decode", synchronize=handle.synchronize)
 
 
 def verify_costs(
@@ -73,7 +74,7 @@ def verify_costs(
     least_s: float = 0.0,
     stop: Callable[[], bool] = never,
 ) -> dict[int, float]:
-    """Return t(n): the median of :func:`verify_times` for each size, seconds. v(n) is t(n) / t(1)."""
+    """Return t(n) in seconds: the median of :func:`verify_times` for each n. v(n) = t(n) / t(1)."""
     times = verify_times(ctx, sizes, n_prefix=n_prefix, repeats=repeats, least_s=least_s, stop=stop)
     return {n: Spread.of(seconds).median for n, seconds in times.items()}
 
@@ -87,14 +88,13 @@ def verify_times(
     least_s: float = 0.0,
     stop: Callable[[], bool] = never,
 ) -> dict[int, list[float]]:
-    """Return the seconds of decodes of n tokens of one sequence, all rows of logits, turn by turn.
+    """Return the seconds of decodes of n tokens of one sequence, with logits for all of them.
 
-    The sizes take turns, so that a machine that changes speed changes it for all; each is decoded
-    ``repeats`` times, and more until ``least_s`` seconds have passed. Only the time inside
-    ``llama_decode`` counts.
+    The sizes take turns, so that a change of the machine's speed affects all; each is decoded ``repeats``
+    times, and more until ``least_s`` seconds have passed. Only the time inside ``llama_decode`` counts.
 
     Raises:
-        Stopped: ``stop()`` said so. UnsupportedError: memory whose tail cannot be dropped.
+        Stopped: ``stop()`` returned True. UnsupportedError: memory that cannot be truncated.
     """
     token = ctx.model.eos or 0
     ctx.decode([token] * n_prefix, 0)
@@ -104,7 +104,8 @@ def verify_times(
             turn, start = 0, perf_counter()
             while turn < repeats + 2 or perf_counter() - start < least_s:
                 for n in sizes:
-                    # llama.cpp builds a graph when the shape changes: the second decode is the usual one.
+                    # llama.cpp builds a new graph when the shape changes: the second decode is the
+                    # typical one.
                     for _ in range(2):
                         before = clock.seconds
                         ctx.decode([token] * n, n_prefix, logits="all")
@@ -121,7 +122,7 @@ def verify_times(
 
 
 def draft_cost(stats: SpeculativeStats, step_s: float) -> float:
-    """Return c: seconds for a drafted token over those for a token of plain decoding; or nan."""
+    """Return c: seconds of a drafted token divided by those of a plain one; nan without drafts."""
     if not stats.num_draft_tokens:
         return math.nan
     return stats.draft_time_s / stats.num_draft_tokens / step_s

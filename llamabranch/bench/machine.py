@@ -1,4 +1,4 @@
-"""What figures were taken on: the processor, its cores, how busy they were, and the build."""
+"""The machine of a measurement: processor, cores, load, and the build of llama.cpp."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Machine", "load_average"]
 
 
 def load_average() -> float | None:
-    """Return how many processes ran or waited to run in the last minute; None where nobody counts."""
+    """Return the load average of the last minute; None where the system has none."""
     try:
         return round(os.getloadavg()[0], 2)
     except (AttributeError, OSError):
@@ -24,10 +24,10 @@ def load_average() -> float | None:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine as it was before a measurement.
+    """The machine at the start of a measurement.
 
-    ``cores`` are those this process may use, ``load`` the load average of the minute before,
-    ``features`` what of the processor's instructions llama.cpp was compiled to use.
+    ``cores`` is the number that this process may use, ``load`` the load average of the last minute,
+    ``features`` the instruction sets that llama.cpp was compiled for.
     """
 
     processor: str
@@ -39,7 +39,7 @@ class Machine:
 
     @classmethod
     def now(cls) -> Machine:
-        """Look."""
+        """Return the state of the machine now."""
         versions = engine_versions()
         return cls(
             processor=_processor(),
@@ -51,7 +51,7 @@ class Machine:
         )
 
     def describe(self, n_threads: int) -> str:
-        """Return it as a line of text, for a measurement with so many threads."""
+        """Return one line of text, for a measurement with ``n_threads`` threads."""
         load = "unknown" if self.load is None else f"{self.load:.2f}"
         return (
             f"processor {self.processor}, {_count(self.cores, 'core')}, {_count(n_threads, 'thread')}, "
@@ -61,7 +61,7 @@ class Machine:
         )
 
     def complaint(self, n_threads: int) -> str:
-        """Return why figures taken with so many threads are not to be trusted, "" if nothing is known."""
+        """Return why figures with ``n_threads`` threads are unreliable, "" if no reason is known."""
         if n_threads > self.cores:
             return (
                 f"{n_threads} threads share {_count(self.cores, 'core')}: measure with --threads "

@@ -1,4 +1,4 @@
-"""A target with its drafter: which draft length and which rule is the fastest here, and why."""
+"""Which draft length and rule is the fastest for a target with its drafter on this machine, and why."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Cell", "PairBench", "PairReport"]
 
 RULES = ("seeded", "token", "block")
 _PLAIN = "plain"
-_N_REPEATS = 6  # decodes of each size for v(n), at least: fewer have no interval
-_NEARLY = 0.98  # so much of the best, and a setting that gives the text of plain decoding is better
+_N_REPEATS = 6  # decodes of each size for v(n): fewer have no confidence interval
+_NEARLY = 0.98  # a setting with the text of plain decoding wins with this share of the best speed
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting, and what was measured of it beside plain decoding in the same runs."""
+    """One setting, measured together with plain decoding in the same runs."""
 
     length: int | str
     rule: str
@@ -38,29 +38,30 @@ class Cell:
 
     @property
     def speedup(self) -> Spread:
-        """Tokens a second over those of plain decoding, taken within each run."""
+        """Tokens a second divided by those of plain decoding, within each run."""
         return self.series.ratio(self.base)
 
     @property
     def interval(self) -> Interval:
-        """The same, taken within each pair of texts, with what noise leaves open."""
+        """The speedup from pairs of texts, with its confidence interval."""
         return self.series.interval(self.base)
 
     @property
     def drafts(self) -> bool:
-        """Whether anything was drafted: else it is plain decoding, and faster or slower by chance."""
+        """True if any token was drafted; otherwise it is plain decoding, and any difference is noise."""
         return self.stats.num_draft_tokens > 0
 
 
 @dataclass
 class PairReport:
-    """What was measured; after an interruption, so far.
+    """The results; after an interruption those up to it.
 
-    ``times`` are the seconds of target decodes of n tokens, empty where the memory cannot drop a
-    tail. ``lengths`` are the cells of the sweep over draft lengths, all under the rule "seeded";
-    ``rules`` those of the sweep over rules, empty at temperature 0, where the rules are one.
-    ``confirmed`` is the fastest of them measured once more, beside plain decoding alone: the largest of
-    many noisy figures is too large, and says nothing of whether it is above 1.
+    ``times`` are the seconds of target decodes of n tokens, empty where the memory cannot be truncated.
+    ``lengths`` are the cells of the different draft lengths, all with the rule "seeded"; ``rules`` are
+    those of the different rules, empty at temperature 0, where all rules give the same. ``confirmed`` is
+    the fastest
+    setting, measured once more against plain decoding only: the maximum of many noisy figures is biased
+    upwards, so it does not show that the setting is faster.
     """
 
     times: dict[int, list[float]] = field(default_factory=dict)
@@ -77,13 +78,13 @@ class PairReport:
 
     @property
     def v(self) -> dict[int, float]:
-        """v(n): the time of a target decode of n tokens over that of one."""
+        """v(n): the time of a target decode of n tokens divided by that of one."""
         t = self.t
         return {n: seconds / t[1] for n, seconds in t.items()}
 
     @property
     def v_intervals(self) -> dict[int, Interval]:
-        """The same, taken within each turn, with what noise leaves open."""
+        """v(n) from the ratios within each turn, with confidence intervals."""
         return {
             n: Interval.of([mine / one for mine, one in zip(seconds, self.times[1], strict=True)])
             for n, seconds in self.times.items()
@@ -92,7 +93,7 @@ class PairReport:
 
     @property
     def fixed(self) -> list[Cell]:
-        """The cells of the sweep whose length is a number."""
+        """The cells with a fixed draft length."""
         return [cell for cell in self.lengths if cell.length != "auto"]
 
     @property
@@ -105,23 +106,23 @@ class PairReport:
 
     @property
     def c(self) -> float:
-        """The time of a drafted token over that of a token of plain decoding, nan without a draft."""
+        """The time of a drafted token divided by that of a plain one; nan without drafts."""
         return draft_cost(self.pooled, self.plain.step_s)
 
     @property
     def a(self) -> float:
-        """The chance that a drafted token stands when it is tested, nan without a draft."""
+        """The probability that a drafted token is accepted when it is tested; nan without drafts."""
         return self.pooled.alpha_hat
 
     def predicted(self, cell: Cell) -> float:
-        """Return the speedup that the cell's own acceptance and cost let expect, nan if unknown."""
+        """Return the speedup predicted from the cell's own acceptance and cost; nan if unknown."""
         if not isinstance(cell.length, int):
             return math.nan
         stats = cell.stats
         return self._speedup(stats.alpha_hat, cell.length, draft_cost(stats, cell.base.step_s))
 
     def curve(self) -> list[tuple[int, float]]:
-        """Return the speedup that one a, one c and v let expect of every length that was measured."""
+        """Return the speedup predicted from one a, one c and v for every measured length."""
         lengths = [cell.length for cell in self.fixed if isinstance(cell.length, int)]
         return [(k, self._speedup(self.a, k, self.c)) for k in lengths]
 
@@ -131,9 +132,9 @@ class PairReport:
 
     @property
     def candidate(self) -> Cell | None:
-        """The setting that seems the fastest of those that drafted anything, None if none did.
+        """The setting with the highest measured speedup; None if no setting drafted anything.
 
-        Of settings that are nearly the same the first: those under the rule "seeded" come first.
+        A setting with the rule "seeded" is preferred if it is nearly as fast as the best.
         """
         cells = [cell for cell in (*self.lengths, *self.rules) if cell.drafts]
         most = max((cell.speedup.median for cell in cells), default=math.nan)
@@ -146,10 +147,10 @@ class PairReport:
 
     @property
     def verdict(self) -> str:
-        """What came out: "faster", "slower" or "inconclusive", about drafting at its fastest here.
+        """Whether the best setting is "faster" or "slower" than plain decoding, or "inconclusive".
 
-        "nothing compared" and "nothing drafted" say why there is no more to tell. "faster" and
-        "slower" need the whole interval of ``confirmed`` to lie above 1, or below.
+        "faster" and "slower" require that the whole interval of ``confirmed`` is above or below 1.
+        Otherwise "nothing compared" or "nothing drafted", if there is nothing to judge.
         """
         if not self.lengths:
             return "nothing compared"
@@ -161,25 +162,25 @@ class PairReport:
 
     @property
     def best(self) -> Cell | None:
-        """The setting to use, measured once more; None where that is not established."""
+        """The setting to use, if ``confirmed`` is faster than plain decoding; otherwise None."""
         return self.confirmed if self.verdict == "faster" else None
 
 
 class PairBench:
-    """Measures plain against speculative decoding, turn by turn, over several prompts.
+    """Compares speculative with plain decoding over several prompts, in interleaved runs.
 
     Args:
-        target: whose text it is.
-        drafter: makes a drafter with nothing learned; None where there is none, and then only the
-            target is measured.
-        prompts: token ids.
-        sampling: the seed is set by the runs.
-        lengths: draft lengths, numbers and "auto".
-        n_tokens, n_runs: tokens a prompt, and how often all of it is done.
-        n_pairs: texts, at least, that the fastest setting and plain decoding are compared by.
-        verify_s: seconds, at least, to measure v(n) for.
-        progress: told what is being done.
-        stop: asked between tokens whether to end here.
+        target: the context of the target model.
+        drafter: returns a new drafter; None = measure the target only.
+        prompts: token ids of each prompt.
+        sampling: the settings; each run sets its own seed.
+        lengths: draft lengths: numbers and "auto".
+        n_tokens: tokens for each prompt.
+        n_runs: how often everything is measured.
+        n_pairs: the smallest number of texts for the final comparison with plain decoding.
+        verify_s: the smallest number of seconds for measuring v(n).
+        progress: called with a description of the current step.
+        stop: called between tokens; True ends the measurement.
     """
 
     def __init__(
@@ -210,7 +211,7 @@ class PairBench:
         self._stop = stop
 
     def run(self) -> PairReport:
-        """Measure v(n), all lengths, the rules at the best length and at "auto"; then confirm the best.
+        """Measure v(n), all lengths, the rules at the best length and at "auto"; then the best one again.
 
         Raises:
             CapacityError: a prompt with its tokens does not fit into the context.
@@ -236,7 +237,7 @@ class PairBench:
         return report
 
     def _confirm(self, candidate: Cell) -> Cell | None:
-        """Measure a setting again, with seeds that had no part in its choice."""
+        """Measure a setting again, with seeds that were not used to choose it."""
         n_runs = max(self._n_runs, math.ceil(self._n_pairs / len(self._prompts)))
         setting = (candidate.length, candidate.rule)
         _, cells = self._measure("the fastest", [setting], n_runs=n_runs, first_run=self._n_runs)
@@ -300,5 +301,5 @@ class PairBench:
 
 
 def _from_run(first: int, maker: Maker) -> Maker:
-    """Return ``maker`` with its runs counted from ``first``: they decide the seeds."""
+    """Return ``maker`` with run numbers, which determine the seeds, that start at ``first``."""
     return lambda run: maker(first + run)

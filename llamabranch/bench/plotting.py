@@ -16,13 +16,13 @@ __all__ = ["Curve", "save_plot"]
 
 @dataclass(frozen=True)
 class Curve:
-    """Points to be joined: measured ones with a bar from lowest to highest, or computed ones, dashed."""
+    """Points joined by a line: measured ones with a bar from lowest to highest; computed ones dashed."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float | Spread]
     computed: bool = False
-    colour: int | None = None  # a number of its own unless given: for curves that belong together
+    colour: int | None = None  # give the same number to curves that belong together
 
 
 def save_plot(
@@ -37,9 +37,9 @@ def save_plot(
     """Draw ``curves`` into a PNG file.
 
     Args:
-        axes: what stands along x, and along y.
-        log: both axes logarithmic, x to the base of 2; else y begins at 0.
-        level: where to draw a horizontal line.
+        axes: the labels of x and y.
+        log: make both axes logarithmic, x with base 2; otherwise y starts at 0.
+        level: the height of a horizontal line.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
@@ -52,7 +52,7 @@ def save_plot(
             "plots need matplotlib",
             hint="pip install 'llamabranch[plot]', or pip install matplotlib",
         ) from None
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns when it fills its caches
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns while it fills its caches
     figure = Figure(figsize=(8, 5), layout="constrained")
     plot = figure.add_subplot()
     for number, curve in enumerate(curves):

@@ -1,7 +1,7 @@
-"""Samples, interleaved runs, medians, spread, ratios and their intervals; knows nothing of models.
+"""Samples, interleaved runs, medians, spread, ratios and their confidence intervals. No models here.
 
-A machine changes speed while it is measured. So rivals are never timed one after another: each prompt is
-given to all of them in turn, in one order and then in the other, and ratios are taken within a run.
+The speed of a machine changes during a measurement. Therefore contestants take turns: each prompt is
+given to all of them, in alternating order, and ratios are taken within a run.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ __all__ = [
     "median_time",
 ]
 
-PAUSE_S = 0.01  # between rivals: the other's threads spin for a moment after their last decode
+PAUSE_S = 0.01  # between contestants: the threads of the last one still spin for a moment
 
 
 class Stopped(Exception):
-    """Raised by a work that was asked to stop: what it did does not count."""
+    """Raised by a work that was asked to stop; its sample is not counted."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed piece of work; ``seconds`` leave out what is said not to count."""
+    """One timed piece of work; ``seconds`` is the time that counts, for example without the prompt."""
 
     n_tokens: int
     seconds: float
@@ -51,13 +51,13 @@ class Sample:
         return self.n_tokens / self.seconds if self.n_tokens and self.seconds > 0 else math.nan
 
 
-Work = Callable[[int], Sample]  # does the work for the item of that number
-Maker = Callable[[int], Work]  # called at the start of the run of that number: fresh state
+Work = Callable[[int], Sample]  # processes the item with that number
+Maker = Callable[[int], Work]  # called at the start of the run with that number: fresh state
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A median with the extremes it was taken from."""
+    """A median with the lowest and the highest value."""
 
     median: float
     low: float
@@ -65,7 +65,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Return the spread of ``values``, nan where there are none."""
+        """Return the spread of ``values``; nan if there are none."""
         known = [value for value in values if not math.isnan(value)]
         if not known:
             return cls(math.nan, math.nan, math.nan)
@@ -79,12 +79,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class Interval:
-    """The median of ratios with a confidence interval that assumes nothing of how they are spread.
+    """The median of ratios with a distribution-free confidence interval.
 
-    ``low`` and ``high`` are order statistics: the median lies outside them only if fewer than so many
-    of ``n`` independent ratios fall on one side of it, and each side is a toss of a coin (the sign
-    test turned round). ``low`` and ``high`` are nan where ``n`` is too small for that confidence:
-    below 6 for 95 %.
+    ``low`` and ``high`` are order statistics of ``n`` independent ratios. Each ratio is above or below
+    the true median with probability 1/2, so the binomial distribution gives the confidence (the interval
+    that belongs to the sign test). Both are nan if ``n`` is too small: below 6 for 95 %.
     """
 
     median: float
@@ -96,12 +95,12 @@ class Interval:
 
     @classmethod
     def of(cls, values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
-        """Return the interval of the median of ``values``; those that are nan are left out."""
+        """Return the interval of the median of ``values``; nan values are ignored."""
         known = sorted(value for value in values if not math.isnan(value))
         n = len(known)
         if n == 0:
             return cls(math.nan, math.nan, math.nan, 0)
-        outside, below = 0, 0  # how many of each side lie outside; 2^n times the chance of fewer
+        outside, below = 0, 0  # values outside on each side; 2^n times the probability of fewer
         while 2 * (below + math.comb(n, outside)) <= (1 - confidence) * 2**n:
             below += math.comb(n, outside)
             outside += 1
@@ -112,7 +111,7 @@ class Interval:
 
     @property
     def verdict(self) -> str:
-        """ "faster" or "slower" than 1 where the whole interval is, else "inconclusive"."""
+        """ "faster" if the whole interval is above 1, "slower" if below, else "inconclusive"."""
         if self.low > 1:
             return "faster"
         return "slower" if self.high < 1 else "inconclusive"
@@ -125,7 +124,7 @@ class Interval:
 
 @dataclass
 class Total:
-    """What one run of one rival came to."""
+    """The sums of one run of one contestant."""
 
     n_tokens: int = 0
     seconds: float = 0.0
@@ -133,7 +132,7 @@ class Total:
     stats: SpeculativeStats = field(default_factory=SpeculativeStats)
 
     def add(self, sample: Sample) -> None:
-        """Count a sample in."""
+        """Add a sample."""
         self.n_tokens += sample.n_tokens
         self.seconds += sample.seconds
         self.samples.append(sample)
@@ -142,7 +141,7 @@ class Total:
 
     @property
     def texts(self) -> list[tuple[int, ...] | None]:
-        """The token ids of each item, None where they were not kept."""
+        """The token ids of each item, None where they were not recorded."""
         return [sample.tokens for sample in self.samples]
 
     @property
@@ -153,7 +152,7 @@ class Total:
 
 @dataclass
 class Series:
-    """The runs of one rival."""
+    """The runs of one contestant."""
 
     runs: list[Total] = field(default_factory=list)
 
@@ -168,12 +167,12 @@ class Series:
         return Spread.of(self.rates)
 
     def ratio(self, base: Series) -> Spread:
-        """Return how much faster this is than ``base``: the median of the ratios within each run."""
+        """Return the speedup over ``base``: the median of the ratios within each run."""
         pairs = zip(self.rates, base.rates, strict=True)
         return Spread.of([mine / theirs for mine, theirs in pairs])
 
     def interval(self, base: Series) -> Interval:
-        """Return how much faster this is than ``base``, item by item: each was timed beside the other."""
+        """Return the speedup over ``base`` from the ratios of single items, which were timed in turns."""
         return Interval.of(
             [
                 mine.rate / theirs.rate
@@ -206,7 +205,7 @@ class Series:
         return self.seconds / self.n_tokens if self.n_tokens else math.nan
 
     def same_texts(self, other: Series) -> tuple[int, int]:
-        """Return how many texts are token for token those of ``other``, and how many were compared."""
+        """Return how many texts have exactly the tokens of ``other``, and how many were compared."""
         same = compared = 0
         for mine, theirs in zip(self.runs, other.runs, strict=True):
             for a, b in zip(mine.texts, theirs.texts, strict=True):
@@ -217,7 +216,7 @@ class Series:
 
 
 def tell(text: str) -> None:
-    """Write what is being done over the last such line, if standard error is a terminal."""
+    """Show progress on one line of standard error, if that is a terminal."""
     if sys.stderr.isatty():
         print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
 
@@ -267,7 +266,7 @@ def interleave(
 
 
 def median_time(work: Callable[[], object], n: int, warm_up: int = 3) -> Spread:
-    """Return the seconds ``work()`` takes, of ``n`` calls after ``warm_up`` untimed ones."""
+    """Return the seconds of ``work()``: ``n`` calls after ``warm_up`` untimed ones."""
     for _ in range(warm_up):
         work()
     seconds = []

@@ -1,4 +1,4 @@
-"""One timed generation, plain or speculative; the prompt's prefill is never timed."""
+"""One timed generation, plain or speculative; the prefill of the target is never timed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Prompts = Sequence[Sequence[int]]  # token ids
 
 
 def seed_of(run: int, item: int) -> int:
-    """Return the seed of a prompt in a run: the same for all rivals, another in each run."""
+    """Return the seed of a prompt in a run: the same for all contestants, different in each run."""
     return 1 + 1000 * (run + 1) + item
 
 
 def never() -> bool:
-    """Do not stop."""
+    """Return False: never stop."""
     return False
 
 
@@ -34,20 +34,20 @@ def plain(
     *,
     stop: Callable[[], bool] = never,
 ) -> Maker:
-    """Return plain decoding: one branch, token by token, with text. ``sampling`` gets other seeds."""
+    """Return plain decoding: one branch, token by token, with text. Each run sets its own seed."""
 
     def make(run: int) -> Work:
         def work(item: int) -> Sample:
-            said = []
+            generated = []
             seeded = sampling.replace(seed=seed_of(run, item))
             with Branch.start(ctx, prompts[item], sampling=seeded) as branch:
                 start = perf_counter()
                 for produced in branch.generate(n):
-                    said.append(produced.token)
+                    generated.append(produced.token)
                     if stop():
                         raise Stopped
                 seconds = perf_counter() - start
-            return Sample(len(said), seconds, tuple(said))
+            return Sample(len(generated), seconds, tuple(generated))
 
         return work
 
@@ -65,10 +65,10 @@ def speculative(
     cold: bool = False,
     stop: Callable[[], bool] = never,
 ) -> Maker:
-    """Return decoding with a drafter, new in every run (``cold``: for every prompt).
+    """Return decoding with a drafter that is new in every run (``cold``: for every prompt).
 
-    New, because a drafter that copies would else find the very text of the run before, and the draft
-    length would have been learned in untimed runs. The draft model's reading of the prompt is timed.
+    Otherwise a copying drafter would find the text of the run before, and the draft length would have
+    been learned in untimed runs. Evaluating the prompt with the draft model is timed.
     """
 
     def make(run: int) -> Work:
@@ -88,8 +88,8 @@ def speculative(
             finally:
                 generation.close()
             seconds = perf_counter() - start
-            said = tuple(generation.tokens)
-            return Sample(len(said), seconds, said, generation.stats)
+            tokens = tuple(generation.tokens)
+            return Sample(len(tokens), seconds, tokens, generation.stats)
 
         return work
 

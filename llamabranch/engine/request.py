@@ -50,7 +50,7 @@ class Request:
         is_bytes = isinstance(self.prompt, (bytes, bytearray, memoryview))
         if is_bytes or not isinstance(self.prompt, (Sequence, np.ndarray)):
             raise ConfigError(
-                f"a prompt is text or a list of token ids, not {self.prompt!r:.40}",
+                f"a prompt must be text or a list of token ids, not {self.prompt!r:.40}",
                 hint="decode bytes first: prompt.decode()" if is_bytes else None,
             )
         if not isinstance(self.prompt, str) and any(type(t) is not int for t in self.prompt):

@@ -1,4 +1,4 @@
-"""Names to model files."""
+"""From the name of a model to its file."""
 
 from .catalogue import (
     BUNDLED_DRAFT,

@@ -1,9 +1,9 @@
-"""Turn names into model files, and a name into a ready context.
+"""Finds the file of a model by its name.
 
-A name is a path to a GGUF file, one of the bundled pair, or a line of ``models.txt``. Files from
-``models.txt`` are looked for, not downloaded: first below ``LLAMABRANCH_CACHE`` (by default
-``~/.cache/llamabranch``), then in the Hugging Face hub's cache. What is missing raises a
-`ConfigError` whose hint is the command that fetches it.
+A name is a path to a GGUF file, one of the bundled pair, or a name in ``models.txt``. Files of
+``models.txt`` are searched, not downloaded: first in ``LLAMABRANCH_CACHE`` (default:
+``~/.cache/llamabranch``), then in the Hugging Face hub's cache. A missing file raises a `ConfigError`
+whose hint is the command that downloads it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,8 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "BUNDLED_DRAFT",
@@ -50,11 +46,11 @@ class CatalogueEntry:
     repository: str  # on the Hugging Face hub, or "bundled"
     file: str
     licence: str
-    size: str  # decimal and rounded, such as "1.82 GB"
+    size: str  # in decimal units and rounded, such as "1.82 GB"
 
     @property
     def bundled(self) -> bool:
-        """Whether the file ships inside the package."""
+        """True if the file is part of the package."""
         return self.repository == "bundled"
 
     @property
@@ -65,18 +61,18 @@ class CatalogueEntry:
 
     @property
     def download_command(self) -> str | None:
-        """Return the command that fetches the file, or None for a bundled one."""
+        """Return the command that downloads the file, or None for a bundled one."""
         return None if self.bundled else f"hf download {self.repository} {self.file}"
 
 
 def resolve(name_or_path: str | os.PathLike[str]) -> Path:
     """Return the path of a model file.
 
-    Takes a path to a GGUF file, or a name from `catalogue` (a name wins over a file of the same
-    name in the current folder; write ``./name`` for that file).
+    Accepts a path to a GGUF file or a name of `catalogue`. If the current folder has a file with the same
+    name, write ``./name`` for the file.
 
     Raises:
-        ConfigError: no such name, or no such file on this machine; the hint says what to do.
+        ConfigError: no such name, or the file is not on this machine; the hint tells how to get it.
     """
     text = os.fspath(name_or_path)
     for entry in catalogue():
@@ -97,7 +93,7 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
 
 
 def locate(entry: CatalogueEntry) -> Path | None:
-    """Return where an entry's file is on this machine, or None."""
+    """Return the path of an entry's file on this machine, or None."""
     if entry.bundled:
         places = [_DATA / entry.file]
     else:
@@ -108,7 +104,7 @@ def locate(entry: CatalogueEntry) -> Path | None:
 
 
 def draft_for(name: str) -> str | None:
-    """Return the draft listed with a target in ``models.txt``, or None if there is none."""
+    """Return the draft model listed for a target in ``models.txt``, or None."""
     entries = catalogue()
     for target, draft in itertools.pairwise(entries):
         if target.name == name and target.role == "target" and draft.role == "draft":
@@ -127,8 +123,8 @@ def parse_catalogue(text: str, source: str = "models.txt") -> list[CatalogueEntr
     Blank lines and lines that start with ``#`` are skipped.
 
     Raises:
-        ConfigError: a line that is not ``name | role | repository | file | licence | size``, a name
-            that appears twice, or a draft without a target before it; with the line number.
+        ConfigError: with the line number: a line that is not ``name | role | repository | file | licence
+            | size``, a duplicate name, or a draft that does not follow a target.
     """
     entries: list[CatalogueEntry] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -136,11 +132,11 @@ def parse_catalogue(text: str, source: str = "models.txt") -> list[CatalogueEntr
             continue
         entry = _parse_line(line, f"{source}, line {number}")
         if any(entry.name == other.name for other in entries):
-            raise ConfigError(f"{source}, line {number}: {entry.name!r} is there twice")
+            raise ConfigError(f"{source}, line {number}: duplicate name {entry.name!r}")
         if entry.role == "draft" and (not entries or entries[-1].role != "target"):
             raise ConfigError(
                 f"{source}, line {number}: the draft {entry.name!r} does not follow a target",
-                hint="a target comes first, then the draft that goes with it",
+                hint="list a target first, then the draft model for it",
             )
         entries.append(entry)
     return entries
@@ -151,7 +147,7 @@ def _parse_line(line: str, where: str) -> CatalogueEntry:
     if len(fields) != 6:
         raise ConfigError(
             f"{where}: {len(fields)} fields instead of 6",
-            hint="a line is: name | role | repository | file | licence | size",
+            hint="write a line as: name | role | repository | file | licence | size",
         )
     names = ("name", "role", "repository", "file", "licence", "size")
     for name, field in zip(names, fields, strict=True):
@@ -159,21 +155,23 @@ def _parse_line(line: str, where: str) -> CatalogueEntry:
             raise ConfigError(f"{where}: the {name} is empty")
     entry = CatalogueEntry(*fields)
     if any(mark in entry.name for mark in (" ", "/", os.sep)):
-        raise ConfigError(f"{where}: a name has no spaces or slashes, unlike {entry.name!r}")
+        raise ConfigError(f"{where}: the name {entry.name!r} contains a space or a slash")
     if entry.role not in ("target", "draft"):
         raise ConfigError(f"{where}: the role is {entry.role!r}, not target or draft")
     if not entry.bundled and not _REPOSITORY.fullmatch(entry.repository):
-        raise ConfigError(f"{where}: {entry.repository!r} is not owner/name, nor bundled")
+        raise ConfigError(
+            f"{where}: the repository {entry.repository!r} is neither owner/name nor bundled"
+        )
     if not entry.file.endswith(".gguf") or "/" in entry.file:
         raise ConfigError(f"{where}: {entry.file!r} is not the name of a .gguf file")
     if not _SIZE.fullmatch(entry.size):
-        raise ConfigError(f"{where}: the size {entry.size!r} is not a number and MB or GB")
+        raise ConfigError(f"{where}: the size {entry.size!r} is not a number followed by MB or GB")
     return entry
 
 
 @lru_cache(maxsize=1)
 def _shipped_catalogue() -> tuple[CatalogueEntry, ...]:
-    # The wheel carries a copy beside the weights; a checkout has the one file at its top.
+    # The wheel has a copy next to the weights; a checkout has the file in its top folder.
     for path in (_DATA / "models.txt", Path(__file__).parents[2] / "models.txt"):
         if path.is_file():
             return tuple(parse_catalogue(path.read_text(encoding="utf-8")))
@@ -193,7 +191,7 @@ def _resolve_entry(entry: CatalogueEntry) -> Path:
         )
     raise ConfigError(
         f"{entry.name} is not on this machine",
-        hint=f"fetch it ({entry.size}) with: {entry.download_command}  (the command comes with "
+        hint=f"download it ({entry.size}) with: {entry.download_command}  (the command comes with "
         f"`pip install huggingface_hub`), or put {entry.file} in {_cache()}",
     )
 
@@ -204,7 +202,7 @@ def _cache() -> Path:
 
 
 def _hub_snapshots(entry: CatalogueEntry) -> list[Path]:
-    """List the places of a file in the Hugging Face hub's cache, the current revision first."""
+    """Return the possible paths of a file in the Hugging Face cache, the current revision first."""
     if given := os.environ.get("HF_HUB_CACHE"):
         hub = Path(given).expanduser()
     else:
@@ -222,7 +220,7 @@ def _hub_snapshots(entry: CatalogueEntry) -> list[Path]:
 
 def _first_gguf(folder: Path) -> str:
     found = sorted(folder.glob("*.gguf"))
-    return f"it holds {found[0]}" if found else "give the path of a .gguf file"
+    return f"it contains {found[0]}" if found else "give the path of a .gguf file"
 
 
 def nearest(text: str, names: list[str], what: str) -> str:

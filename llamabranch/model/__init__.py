@@ -1,4 +1,4 @@
-"""Weights, vocabulary, text."""
+"""A loaded model: weights, vocabulary, and text from tokens."""
 
 from .model import Model
 from .text import NO_TOKEN, StopStrings, TextDecoder, TokenIds, token_list

@@ -1,4 +1,4 @@
-"""A loaded model: its facts, its vocabulary, and whether another model speaks the same tokens."""
+"""A loaded model: its properties, its vocabulary, and whether another model has the same one."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Model:
 
     Args:
         path: the GGUF file (of a split model, the first part).
-        n_gpu_layers: layers to put on the GPU; -1 = all, if this build has a GPU backend.
-        use_mmap: map the file instead of reading it.
-        use_mlock: keep the weights in memory.
+        n_gpu_layers: layers to offload to the GPU; -1 = all, if this build has a GPU backend.
+        use_mmap: map the file into memory instead of reading it.
+        use_mlock: lock the weights in memory, so that they are never swapped out.
         check_tensors: look for NaN and infinity in the weights (slower to load).
-        vocab_only: load the vocabulary without the weights; such a model opens no context.
-        extra_buffers: let llama.cpp lay the weights out anew for this processor. "auto" = yes, but not
-            for Intel's AMX: a build by GCC 12 was seen to end the process there, at the first decode.
-        progress: called with 0.0 to 1.0 while loading; an exception in it stops the loading.
+        vocab_only: load the vocabulary without the weights; no context can be created for such a model.
+        extra_buffers: let llama.cpp repack the weights for this processor. "auto" = yes, except for
+            Intel's AMX, where a build with GCC 12 aborted at the first decode.
+        progress: called with 0.0 to 1.0 while loading; an exception in it cancels the loading.
 
     Raises:
         ModelLoadError: no such file, not a GGUF, or one that llama.cpp cannot run; with the reason.
-        ConfigError: ``extra_buffers`` is none of these, ``n_gpu_layers`` no integer of 32 bits.
+        ConfigError: an invalid ``extra_buffers``, or ``n_gpu_layers`` is no 32-bit integer.
     """
 
     def __init__(
@@ -78,18 +78,18 @@ class Model:
         )
         self._pieces: list[bytes | None] = [None] * self.n_vocab
         self._texts: list[str | None] = [None] * self.n_vocab
-        self._ends = frozenset(self._end_tokens())
+        self._eog_tokens = frozenset(self._find_eog_tokens())
 
-    def _end_tokens(self) -> list[int]:
+    def _find_eog_tokens(self) -> list[int]:
         if not self.has_text:
             return []
         return [token for token in range(self.n_vocab) if self._handle.is_eog(token)]
 
-    # -- life --------------------------------------------------------------------------------------
+    # -- lifetime ----------------------------------------------------------------------------------
 
     @property
     def handle(self) -> ModelHandle:
-        """The native handle; for the layers above, not for users."""
+        """The native handle, for the other modules of this package; not part of the public API."""
         self._handle.ptr  # noqa: B018  (raises ClosedError)
         return self._handle
 
@@ -99,7 +99,7 @@ class Model:
         return self._handle.closed
 
     def close(self) -> None:
-        """Free the model, and before it every context that still uses it. Idempotent."""
+        """Free the model and, before it, every context that uses it. Idempotent."""
         self._handle.close()
 
     def __enter__(self) -> Model:
@@ -116,21 +116,21 @@ class Model:
     def __repr__(self) -> str:
         return f"<Model {self.name!r}{' closed' if self.closed else ''}>"
 
-    # -- facts -------------------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------------
 
     @cached_property
     def metadata(self) -> dict[str, str]:
-        """The GGUF's scalar metadata, as text."""
+        """The scalar metadata of the GGUF file, as text."""
         return self.handle.metadata()
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name of the architecture: "llama", "qwen2", "gemma3", "mamba", ..."""
+        """llama.cpp's name for the architecture: "llama", "qwen2", "gemma3", "mamba", ..."""
         return self.metadata.get("general.architecture", "unknown")
 
     @property
     def name(self) -> str:
-        """The model's own name, or its file's."""
+        """The name in the metadata, or the file's name without its suffix."""
         return self.path.stem if self.closed else self.metadata.get("general.name", self.path.stem)
 
     @cached_property
@@ -140,7 +140,7 @@ class Model:
 
     @cached_property
     def file_type(self) -> str:
-        """The quantization most weights have: "Q8_0", "F16", "Q4_K_M", ..."""
+        """The quantization of most weights: "Q8_0", "F16", "Q4_K_M", ..."""
         return self.handle.file_type(self.metadata.get("general.file_type", ""))
 
     @cached_property
@@ -175,7 +175,7 @@ class Model:
 
     @cached_property
     def memory_type(self) -> str:
-        """How it remembers: "attention", "sliding-window", "recurrent", "hybrid" or "none"."""
+        """The kind of memory: "attention", "sliding-window", "recurrent", "hybrid" or "none"."""
         handle = self.handle
         if handle.number("is_hybrid"):
             return "hybrid"
@@ -195,12 +195,12 @@ class Model:
 
     @property
     def on_gpu(self) -> bool:
-        """True if layers may lie on a GPU."""
+        """True if layers may be on a GPU."""
         return self._handle.on_gpu
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) over the file's size, first and last MiB: the same file, the same print."""
+        """SHA-256 (hex) over the file's size, its first and its last MiB; identifies the file."""
         digest = hashlib.sha256()
         size = self.path.stat().st_size
         digest.update(size.to_bytes(8, "little"))
@@ -214,7 +214,7 @@ class Model:
 
     @property
     def vocab_type(self) -> str:
-        """The tokenizer's kind: "bpe", "spm", "wpm", ..., or "none"."""
+        """The kind of tokenizer: "bpe", "spm", "wpm", ..., or "none"."""
         return self._handle.vocab_type
 
     @property
@@ -224,28 +224,28 @@ class Model:
 
     @cached_property
     def bos(self) -> int | None:
-        """Id of the beginning-of-sequence token, if there is one."""
+        """Id of the BOS (beginning of sequence) token, or None."""
         return self.handle.special("bos")
 
     @cached_property
     def eos(self) -> int | None:
-        """Id of the end-of-sequence token, if there is one."""
+        """Id of the EOS (end of sequence) token, or None."""
         return self.handle.special("eos")
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """All ids that end a generation."""
-        return self._ends
+        """The ids of all EOG (end of generation) tokens."""
+        return self._eog_tokens
 
     def is_eog(self, token: int) -> bool:
-        """Return True if ``token`` ends a generation."""
-        return token in self._ends
+        """Return True if ``token`` is an EOG (end of generation) token."""
+        return token in self._eog_tokens
 
     def token_id(self, token: SupportsIndex) -> int:
         """Return one token id as a plain integer.
 
         Raises:
-            TokenizeError: not an integer of the vocabulary.
+            TokenizeError: not an integer, or not an id of the vocabulary.
         """
         if type(token) is int and 0 <= token < self.n_vocab:
             return token
@@ -257,9 +257,9 @@ class Model:
         return found
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
-        """Raise TokenizeError unless every id is a plain integer of the vocabulary."""
+        """Raise TokenizeError unless every item is a plain integer and an id of the vocabulary."""
         n_vocab = self.n_vocab
-        if isinstance(tokens, TEXT_TYPES):  # bytes are integers, too
+        if isinstance(tokens, TEXT_TYPES):  # iterating bytes gives integers
             token_list(tokens)
         for token in tokens:
             if type(token) is int and 0 <= token < n_vocab:
@@ -271,18 +271,18 @@ class Model:
     def prompt_tokens(self, prompt: str | TokenIds) -> list[int]:
         """Return the token ids of a prompt, at least one.
 
-        Text gets the model's beginning token if it has one; ids are taken as they are. An empty prompt is
-        the beginning token, or where there is none the end token, after which texts begin, too.
+        Text starts with the BOS token if the model uses one; ids are used unchanged. For an empty prompt
+        the BOS token is returned, or the EOS token if the model has no BOS.
 
         Raises:
-            ConfigError: neither text nor ids, or empty where the model has no such token.
-            TokenizeError: as ``tokenize``, or an id that is not in the vocabulary.
+            ConfigError: neither text nor ids, or an empty prompt for a model with neither token.
+            TokenizeError: as in ``tokenize``, or an id that is not in the vocabulary.
         """
         if isinstance(prompt, str):
             tokens = self.tokenize(prompt)
         elif isinstance(prompt, TEXT_TYPES) or not isinstance(prompt, Iterable):
             raise ConfigError(
-                f"a prompt is text or a list of token ids, not {prompt!r:.40}",
+                f"a prompt must be text or a list of token ids, not {prompt!r:.40}",
                 hint="decode bytes first: prompt.decode()"
                 if isinstance(prompt, TEXT_TYPES)
                 else None,
@@ -295,14 +295,14 @@ class Model:
         token = self.bos if self.bos is not None else self.eos
         if token is None:
             raise ConfigError(
-                "the prompt is empty and the model has no beginning token",
+                "the prompt is empty and the model has no BOS token",
                 hint="give at least one token",
             )
         return [token]
 
     def _need_text(self) -> None:
         if not self.has_text:
-            raise TokenizeError(f"{self.name} has no vocabulary: it takes token ids, not text")
+            raise TokenizeError(f"{self.name} has no vocabulary: use token ids instead of text")
 
     def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = False
@@ -311,8 +311,9 @@ class Model:
 
         Args:
             text: any string.
-            add_special: add the beginning (or end) token if the model was trained with one.
-            parse_special: read control tokens such as ``<|im_start|>`` written in the text as such.
+            add_special: add BOS (or EOS) if the model was trained with it.
+            parse_special: turn control tokens written in the text, such as ``<|im_start|>``, into their
+                ids.
 
         Raises:
             TokenizeError: the model has no vocabulary, or llama.cpp cannot encode the text.
@@ -321,7 +322,7 @@ class Model:
         if not isinstance(text, str):
             raise TokenizeError(f"text must be str, not {type(text).__name__}")
         if add_special and self.bos is None and self._handle.flag("get_add_bos"):
-            add_special = False  # asks for a token it does not have: llama.cpp would abort
+            add_special = False  # BOS is requested, but does not exist: llama.cpp would abort
         try:
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -339,7 +340,7 @@ class Model:
         return b"<0x00>" in self._vocabulary_texts
 
     def _check_spm_text(self, text: str) -> None:
-        # Without byte tokens llama.cpp throws on any character that is not a token of its own.
+        # Without byte tokens llama.cpp throws on any character that is not a token.
         if self.metadata.get("tokenizer.ggml.add_space_prefix") != "false":
             text = " " + text
         for character in set(text.replace(" ", "\u2581")):
@@ -347,10 +348,10 @@ class Model:
                 raise TokenizeError(f"the vocabulary has no token for the character {character!r}")
 
     def detokenize(self, tokens: TokenIds, *, special: bool = False) -> str:
-        """Return the text of ``tokens``; with ``special`` control tokens are spelled out.
+        """Return the text of ``tokens``; with ``special`` including the text of control tokens.
 
         Raises:
-            TokenizeError: an id out of range, or no vocabulary.
+            TokenizeError: an id out of range, or the model has no vocabulary.
         """
         self._need_text()
         tokens = token_list(tokens)
@@ -358,7 +359,7 @@ class Model:
         return self.handle.detokenize(tokens, special).decode("utf-8", "replace")
 
     def piece(self, token: SupportsIndex) -> bytes:
-        """Return the bytes ``token`` adds to a text; control tokens add none.
+        """Return the bytes that ``token`` adds to a text; control tokens add none.
 
         Raises:
             TokenizeError: the id is out of range.
@@ -374,9 +375,9 @@ class Model:
         return piece
 
     def text_after(self, token: int, pending: bytes) -> tuple[str, bytes]:
-        """Return what ``token`` completes after ``pending`` bytes, and the bytes still pending.
+        """Return the text that ``token`` completes after ``pending`` bytes, and the bytes still pending.
 
-        A character whose UTF-8 bytes come in several tokens appears with the last of them.
+        A character whose UTF-8 bytes are spread over several tokens is returned with the last of them.
         """
         if not pending:
             text = self._texts[token]
@@ -388,7 +389,7 @@ class Model:
         return text, left
 
     def text_decoder(self) -> TextDecoder:
-        """Return a streaming decoder for one line of tokens."""
+        """Return a streaming decoder for one sequence of tokens."""
         return TextDecoder(self)
 
     # -- chat --------------------------------------------------------------------------------------
@@ -401,9 +402,9 @@ class Model:
     def apply_chat_template(
         self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool = True
     ) -> str:
-        """Return the prompt for ``messages`` of (role, content), as the model was trained on it.
+        """Return the prompt for ``messages`` of (role, content), in the format of the model's template.
 
-        llama.cpp recognises the well-known templates; it does not run Jinja.
+        llama.cpp recognises well-known templates; it does not execute Jinja.
 
         Raises:
             UnsupportedError: the model has no template, or one that llama.cpp does not know.
@@ -419,14 +420,14 @@ class Model:
     # -- pairs -------------------------------------------------------------------------------------
 
     def compatibility(self, draft: Model) -> VocabularyReport:
-        """Return whether ``draft`` can draft for this model token by token, and if not, why."""
+        """Return whether ``draft`` can draft for this model token by token; if not, with the reason."""
         report = self._reports.get(draft)
         if report is None:
             report = self._reports[draft] = compare(self, draft)
         return report
 
     def entry(self, token: int) -> tuple[bytes, bool]:
-        """Return how the vocabulary spells ``token``, and whether it is a control token."""
+        """Return the text of ``token`` in the vocabulary, and whether it is a control token."""
         if not self.has_text:
             return str(token).encode(), False
         return self._handle.token_text(token), self._handle.is_control(token)

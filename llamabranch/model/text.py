@@ -1,4 +1,4 @@
-"""Text from tokens: a streaming UTF-8 decoder, and stop strings found in the stream."""
+"""Text from tokens: a streaming UTF-8 decoder, and a search for stop strings in the stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import ConfigError, TokenizeError
 
 __all__ = ["NO_TOKEN", "StopStrings", "TextDecoder", "TokenIds", "decode_utf8", "token_list"]
 
-# What is taken as token ids: NumPy integers and arrays of them, too.
+# Accepted as token ids; NumPy integers and arrays of them, too.
 TokenIds = Iterable[SupportsIndex] | npt.NDArray[np.integer]
 
 
@@ -22,21 +22,20 @@ TEXT_TYPES = (str, bytes, bytearray, memoryview)
 
 
 def token_list(tokens: TokenIds) -> list[int]:
-    """Return token ids as a list of plain integers; what is none is left to ``check_tokens``.
+    """Return token ids as a list of plain integers; ``check_tokens`` rejects items that are not integers.
 
     Raises:
-        TokenizeError: text or bytes, whose characters are no token ids, an array of anything but
-            integers, or nothing that can be listed.
+        TokenizeError: text or bytes, an array of something else than integers, or not iterable.
     """
     if isinstance(tokens, np.ndarray):
         if tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size):
             return [int(token) for token in tokens.tolist()]
         raise TokenizeError(
-            f"token ids are a list of integers, not an array of {tokens.dtype} of shape {tokens.shape}"
+            f"token ids must be a list of integers, not an array of {tokens.dtype}, shape {tokens.shape}"
         )
     if isinstance(tokens, TEXT_TYPES) or not isinstance(tokens, Iterable):
         raise TokenizeError(
-            f"token ids are a list of integers, not {tokens!r:.40}",
+            f"token ids must be a list of integers, not {tokens!r:.40}",
             hint="turn text into tokens with tokenize(text), bytes into text with decode()",
         )
     found = list(tokens)
@@ -46,17 +45,17 @@ def token_list(tokens: TokenIds) -> list[int]:
 
 
 class TextSource(Protocol):
-    """What a decoder needs of a model."""
+    """The part of a model that a decoder needs."""
 
     def token_id(self, token: SupportsIndex) -> int:
-        """Return it as a plain integer, or raise TokenizeError."""
+        """Return ``token`` as a plain integer, or raise TokenizeError."""
 
     def text_after(self, token: int, pending: bytes) -> tuple[str, bytes]:
-        """Return the text that ``token`` completes, and the bytes that stay incomplete."""
+        """Return the text that ``token`` completes, and the bytes of a still incomplete character."""
 
 
 class TextDecoder:
-    """Turns tokens into text one by one without ever splitting a UTF-8 character."""
+    """Turns tokens into text one by one, without ever splitting a UTF-8 character."""
 
     def __init__(self, model: TextSource) -> None:
         self._model = model
@@ -69,13 +68,13 @@ class TextDecoder:
         return text
 
     def flush(self) -> str:
-        """Return what is left as replacement characters, and forget it."""
+        """Return the pending bytes as replacement characters, and drop them."""
         left, self._pending = self._pending, b""
         return left.decode("utf-8", "replace")
 
 
 def decode_utf8(data: bytes) -> tuple[str, bytes]:
-    """Return the text of ``data``, and the bytes at its end that are not yet a whole character."""
+    """Return the text of ``data``, and the bytes of an incomplete character at its end."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     return decoder.decode(data), decoder.getstate()[0]
 
@@ -84,10 +83,10 @@ NO_TOKEN = -1  # llama.cpp's LLAMA_TOKEN_NULL
 
 
 class StopStrings:
-    """Watches a stream for any of some strings and holds back what may become one.
+    """Searches a stream of text for stop strings; holds back text that may be the start of one.
 
     Raises:
-        ConfigError: an empty stop string, or one string where a sequence belongs.
+        ConfigError: an empty stop string, or a string instead of a sequence of strings.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -100,11 +99,11 @@ class StopStrings:
         self.found: str | None = None
 
     def feed(self, text: str) -> str:
-        """Return what of the stream is safe to show; sets ``found`` at the first stop string."""
+        """Return the text that can be emitted now; sets ``found`` at the first stop string."""
         if not self._stops or self.found is not None:
             return text if self.found is None else ""
         self._held += text
-        # The first one to be complete counts, so that it does not matter how the text was cut.
+        # The first one that is complete counts, so that it does not matter how the text was split.
         places = [
             (at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0
         ]
@@ -118,23 +117,23 @@ class StopStrings:
         return shown
 
     def show(self, text: str, *, last: bool) -> str:
-        """Return what to show of the next piece, and of what was held if it is the ``last``."""
+        """Return the text to emit for the next piece; after the ``last`` nothing is held back."""
         shown = self.feed(text)
         return shown + self.flush() if last else shown
 
     @property
     def held(self) -> str:
-        """What is held back now."""
+        """The text that is held back."""
         return self._held
 
     def _overlap(self, stop: str) -> int:
-        """Return how many characters at the end of what is held could begin ``stop``."""
+        """Return how many characters at the end of the held text could be the start of ``stop``."""
         for n in range(min(len(stop) - 1, len(self._held)), 0, -1):
             if stop.startswith(self._held[-n:]):
                 return n
         return 0
 
     def flush(self) -> str:
-        """Return what was held back: the stream ends here without a stop string."""
+        """Return the held text: the stream has ended without a stop string."""
         held, self._held = self._held, ""
         return held

@@ -1,4 +1,4 @@
-"""Whether two vocabularies mean the same tokens."""
+"""Comparing two vocabularies: can a model draft for another one token by token?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["VocabularyReport", "compare"]
 
 
 class Vocabulary(Protocol):
-    """What is compared; a Model is one."""
+    """The part of a model that is compared."""
 
     n_vocab: int
 
@@ -30,10 +30,10 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class VocabularyReport:
-    """Whether two models speak the same tokens.
+    """Whether two models have the same vocabulary.
 
-    ``n_vocab`` are the sizes (target, draft), ``n_different`` counts the ids that mean different
-    tokens, ``first_difference`` is the smallest of them.
+    ``n_vocab`` are the sizes (target, draft), ``n_different`` is the number of ids that stand for
+    different tokens, ``first_difference`` is the smallest of them.
     """
 
     compatible: bool
@@ -45,7 +45,7 @@ class VocabularyReport:
 
     @property
     def path(self) -> str:
-        """How the second can draft for the first: by "tokens", through the "text", or "none"."""
+        """How the second model can draft for the first: by "tokens", through the "text", or "none"."""
         if self.compatible:
             return "tokens"
         return "text" if self.both_have_text else "none"
@@ -72,13 +72,14 @@ def compare(target: Vocabulary, draft: Vocabulary) -> VocabularyReport:
         return VocabularyReport(False, reason, (ours, theirs), len(different), first, text)
     if (target.bos, target.eos) != (draft.bos, draft.eos):
         reason = (
-            f"beginning and end tokens differ: {target.bos}, {target.eos} "
-            f"and {draft.bos}, {draft.eos}"
+            f"BOS and EOS tokens differ: {target.bos}, {target.eos} and {draft.bos}, {draft.eos}"
         )
         return VocabularyReport(False, reason, (ours, theirs), 0, None, text)
     if ours == theirs:
         reason = f"the same {ours} tokens"
     else:
-        # Families pad their vocabularies differently; the padding is never drawn.
-        reason = f"the first {shared} tokens agree; {abs(ours - theirs)} only one of them has"
+        # Models of one family pad their vocabularies differently; the padding is never drawn.
+        reason = (
+            f"the first {shared} tokens are equal; {abs(ours - theirs)} exist in one model only"
+        )
     return VocabularyReport(True, reason, (ours, theirs), 0, None)

@@ -1,7 +1,7 @@
-"""The only door to llama.cpp: handles with lifetimes, NumPy batches, return codes as errors.
+"""The only package that calls llama.cpp: handles with lifetimes, NumPy batches, return codes.
 
-Nothing above this package imports ``llama_cpp``. Callers validate with what this package tells them
-(sizes, ranges) before they call in, because llama.cpp answers most misuse with ``abort()``.
+No other package imports ``llama_cpp``. Callers check every argument first, with the sizes and ranges
+that this package reports, because llama.cpp calls ``abort()`` on most invalid arguments.
 """
 
 from .context import ContextHandle, NativeContextParams

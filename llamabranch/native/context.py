@@ -1,6 +1,6 @@
 """llama_context: decoding NumPy batches, logits rows, memory operations, interruption.
 
-Arguments are checked by the caller: almost every wrong one aborts the process in C.
+The caller checks the arguments: llama.cpp aborts the process on almost every invalid one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as C
 
 from ..errors import ConfigError, UsageError
-from .apart import call_apart
 from .handle import Handle, forkable_lock, generation
-from .library import forget_log_lines, last_log_lines
+from .library import clear_log_lines, last_log_lines
 from .model import ModelHandle
 from .state_layout import State
+from .thread_call import call_in_thread
 
 Rows = npt.NDArray[np.float32]
 
@@ -42,23 +42,23 @@ KV_TYPES = {
 FLASH_ATTENTION = {"auto": -1, False: 0, True: 1}
 ROPE_SCALING = {None: -1, "none": 0, "linear": 1, "yarn": 2, "longrope": 3}
 
-# The bindings return a ctypes pointer object for each call; an address costs a tenth of that.
+# The bindings create a ctypes pointer object in each call; a plain address takes a tenth of that time.
 _get_logits = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("llama_get_logits", C._lib))
 _int32_p = ctypes.POINTER(ctypes.c_int32)
 _uint8_p = ctypes.POINTER(ctypes.c_uint8)
 
-# llama.cpp asks after each node of its graph whether to stop. C's own strlen over two bytes answers:
-# 0 while the first is 0, 1 once it is 1. A Python callback would wait for the interpreter's lock at
-# every node, and lose the KeyboardInterrupt that is raised in it.
+# llama.cpp calls the abort callback after each node of its graph. The callback is C's own strlen over two
+# bytes: it returns 0 while the first is 0, and 1 once it is 1. A Python callback would wait for the GIL
+# at every node, and would lose a KeyboardInterrupt that is raised in it.
 _libc = ctypes.CDLL("ucrtbase" if sys.platform == "win32" else None)
 _is_asked_to_stop = ctypes.cast(_libc.strlen, C.ggml_abort_callback)
 
-# Tokens times parameters from which on a decode lasts long enough, tenths of a second on few cores, to
-# be worth a thread.
+# From this many tokens times parameters on, a decode takes tenths of a second on a few cores: it then
+# runs in a thread of its own, so that Ctrl-C can stop it.
 _WORTH_A_THREAD = 1e10
-_first_team: int | None = None  # the process that first computed with several threads
-_LISTEN_S = 0.1  # how often to look for a signal that did not wake the waiting thread
-_INTERRUPTED = 2  # llama_decode's code
+_first_team: int | None = None  # generation() of the process that first used several threads
+_POLL_S = 0.1  # how often to look for a signal that did not wake the waiting thread
+_INTERRUPTED = 2  # llama_decode's return code
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class NativeContextParams:
 class ContextHandle(Handle):
     """A llama_context with its batch buffers and a view of its logits.
 
-    One unified cache for all sequences, always: otherwise a fork would copy whole buffers and a
-    partial copy would abort. ``lock`` is held by whoever uses the handle; freeing takes it too.
+    The K/V cache is always unified (``kv_unified``): otherwise a fork would copy whole buffers, and a
+    partial copy would abort. Hold ``lock`` while using the handle; freeing acquires it too.
     """
 
     closes_first = True
@@ -124,13 +124,13 @@ class ContextHandle(Handle):
         params.kv_unified = True
         params.no_perf = True
         _check_threads(max(options.n_threads, options.n_threads_batch))
-        forget_log_lines()
+        clear_log_lines()
         self.lock = forkable_lock()
         self._stop = bytearray(2)
         stop, lock = self._stop, self.lock
 
         def free(ptr: object) -> None:
-            stop[0] = 1  # a thread may be decoding: when the model is closed, or at exit
+            stop[0] = 1  # another thread may be decoding when the model is closed, or at exit
             with lock:
                 C.llama_free(ptr)
 
@@ -139,11 +139,11 @@ class ContextHandle(Handle):
         def create() -> None:
             nonlocal ptr
             ptr = C.llama_init_from_model(model.ptr, params)
-            if ptr:  # from here on whoever drops this object frees the context
+            if ptr:  # from here on the context is freed with this object
                 Handle.__init__(self, ptr, free, name="context", parent=model)
 
         try:
-            call_apart(create)
+            call_in_thread(create)
         except BaseException:
             if ptr:
                 self.close()
@@ -151,7 +151,7 @@ class ContextHandle(Handle):
         if not ptr:
             reason = "; ".join(last_log_lines()) or "no reason given"
             raise ConfigError(
-                f"llama.cpp cannot open a context: {reason}",
+                f"llama.cpp cannot create the context: {reason}",
                 hint="lower n_ctx, or use another kv_type or flash_attention",
             )
         _close_at_exit(self)
@@ -165,8 +165,8 @@ class ContextHandle(Handle):
         self._open_batch(self.n_batch, options.n_seq_max)
         self._n_seq_max = options.n_seq_max
         self.forget_rows()
-        # A graph over recurrent memory also moves the states of sequences that are not in the batch:
-        # half of it would leave them wrong. And GPUs do not ask.
+        # A graph over recurrent memory also moves the states of sequences that are not in the batch: if
+        # it stopped half way, these would be wrong. GPU backends do not call the abort callback.
         moves_states = C.llama_model_is_recurrent(model.ptr) or C.llama_model_is_hybrid(model.ptr)
         self.stops_inside = not moves_states and not model.on_gpu
         self.n_watched = max(2, int(_WORTH_A_THREAD / max(1, model.number("n_params"))))
@@ -197,7 +197,7 @@ class ContextHandle(Handle):
     # -- decoding ----------------------------------------------------------------------------------
 
     def decode(self, n: int) -> int:
-        """Decode the first ``n`` entries of the batch arrays; return llama.cpp's code."""
+        """Decode the first ``n`` entries of the batch arrays; return llama_decode's code."""
         if self._stop[0]:
             return _INTERRUPTED
         self._batch.n_tokens = n
@@ -207,16 +207,16 @@ class ContextHandle(Handle):
         return code
 
     def _decode_apart(self) -> int:
-        """Decode in a thread of its own, so that this one hears a Ctrl-C and stops it.
+        """Decode in another thread, so that this one can receive Ctrl-C and stop the decode.
 
-        Python runs the handler of a signal only in the main thread, and only between its own
-        instructions: never while that thread is inside llama.cpp.
+        Python runs signal handlers only in the main thread, between two Python instructions: never while
+        that thread is inside llama.cpp.
         """
         codes: list[int] = []
         finished = threading.Lock()
 
         def run() -> None:
-            code = -3  # should the call itself fail
+            code = -3  # if the call itself raises
             try:
                 code = C.llama_decode(self.unchecked_ptr, self._batch)
             finally:
@@ -227,15 +227,17 @@ class ContextHandle(Handle):
         finished.acquire()
         try:
             _thread.start_new_thread(run, ())
-        except RuntimeError:  # no thread is to be had, as when the interpreter ends
+        except RuntimeError:  # no thread can be started, for example while the interpreter exits
             run()
-        except BaseException as error:  # raised by a signal's handler; the thread has started
+        except BaseException as error:  # raised by a signal handler; the thread has started
             interruption = error
-        while not codes:  # whatever is raised, nobody may touch the context before it is over
+        while (
+            not codes
+        ):  # whatever is raised, the context must not be used before the decode returns
             try:
                 if interruption is not None:
                     self.stop()
-                finished.acquire(timeout=_LISTEN_S)
+                finished.acquire(timeout=_POLL_S)
             except BaseException as error:
                 interruption = error
         if interruption is not None:
@@ -244,11 +246,11 @@ class ContextHandle(Handle):
         return codes[0]
 
     def stop(self) -> None:
-        """Stop the decode under way, or the next one: its code is 2. From any thread."""
+        """Stop the running decode, or the next one; it returns 2. Can be called from any thread."""
         self._stop[0] = 1
 
     def resume(self) -> None:
-        """Take a ``stop`` back."""
+        """Undo ``stop``."""
         self._stop[0] = 0
 
     def decode_tree(self, n: int, members: Sequence[Sequence[int]]) -> int:
@@ -280,14 +282,14 @@ class ContextHandle(Handle):
         return self._rows
 
     def forget_rows(self) -> None:
-        """Note that llama.cpp has given its buffer of rows up, as it does when it cannot grow it."""
+        """Forget the address of the logits buffer: llama.cpp frees it when it cannot enlarge it."""
         self._rows_address = None
         self._rows = np.empty((0, self.n_vocab), dtype=np.float32)
-        # It starts with n_seq_max rows and moves the buffer when it needs more.
+        # llama.cpp starts with n_seq_max rows and moves the buffer when it needs more.
         self.row_capacity = self._n_seq_max
 
     def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
-        """Compute one token, and many, with so many threads: at most those it was opened with."""
+        """Set the threads for single tokens and for batches: at most as many as at creation."""
         C.llama_set_n_threads(self.ptr, n_threads, n_threads_batch)
 
     def synchronize(self) -> None:
@@ -296,15 +298,12 @@ class ContextHandle(Handle):
     # -- memory ------------------------------------------------------------------------------------
 
     def remove(self, seq_id: int, start: int, end: int) -> bool:
-        """Drop positions [start, end) of a sequence (end -1: all after); False if it cannot be."""
+        """Remove positions [start, end) of a sequence (end -1: to its end); False if impossible."""
         return bool(C.llama_memory_seq_rm(self._memory, seq_id, start, end))
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         """Tag the cells of ``source`` in [start, end) with ``target``, which must be empty."""
         C.llama_memory_seq_cp(self._memory, source, target, start, end)
-
-    def keep(self, seq_id: int) -> None:
-        C.llama_memory_seq_keep(self._memory, seq_id)
 
     def clear(self) -> None:
         C.llama_memory_clear(self._memory, True)
@@ -317,7 +316,7 @@ class ContextHandle(Handle):
         )
 
     def state(self, seq_id: int) -> State:
-        """Return what the memory holds of a sequence, uint8 (n,), a copy; empty if that failed."""
+        """Return the state of a sequence, uint8 (n,), a copy; empty if llama.cpp failed."""
         size = int(C.llama_state_seq_get_size(self.ptr, seq_id))
         state = np.empty(size, dtype=np.uint8)
         address = state.ctypes.data_as(_uint8_p)
@@ -325,8 +324,8 @@ class ContextHandle(Handle):
         return state if written == size else state[:0]
 
     def set_state(self, seq_id: int, state: State) -> bool:
-        """Fill a sequence; False if llama.cpp refused, and then anything may be in it."""
-        forget_log_lines()
+        """Restore the state of a sequence; False if llama.cpp failed: its content is then undefined."""
+        clear_log_lines()
         address = state.ctypes.data_as(_uint8_p)
         size = int(C.llama_state_seq_set_data(self.ptr, address, len(state), seq_id))
         return size == len(state)
@@ -336,10 +335,12 @@ _open: weakref.WeakSet[ContextHandle] = weakref.WeakSet()
 
 
 def _close_at_exit(handle: ContextHandle) -> None:
-    """Close contexts before what is used with them: a daemon thread may still be at work."""
+    """Close contexts before everything else at exit: a daemon thread may still be decoding."""
     if not _open:
         atexit.unregister(_close_all)
-        atexit.register(_close_all)  # after the hook of weakref.finalize, hence run before it
+        atexit.register(
+            _close_all
+        )  # registered after weakref.finalize's hook, so it runs before it
     _open.add(handle)
 
 
@@ -353,7 +354,7 @@ def _hears_signals() -> bool:
 
 
 def _check_threads(n: int) -> None:
-    """Raise where OpenMP would wait for ever: in the child of a process that has used it."""
+    """Raise where OpenMP would wait forever: in a child of a process that has used it."""
     global _first_team
     if n == 1:
         return
@@ -361,7 +362,7 @@ def _check_threads(n: int) -> None:
         _first_team = generation()
     if _first_team != generation():
         raise UsageError(
-            "the process that forked this one has computed with several threads, which do not "
-            "survive fork()",
+            "the parent process has computed with several threads before fork(): OpenMP would wait "
+            "forever in this process",
             hint='start processes with the method "spawn", or open the context with n_threads=1',
         )

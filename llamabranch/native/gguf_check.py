@@ -1,10 +1,10 @@
-"""Refuse, before llama.cpp opens it, a GGUF file that would end the process.
+"""Reject GGUF files on which llama.cpp would abort the process, before it opens them.
 
-llama.cpp answers most bad files with NULL, but some with `abort()`: while loading, while opening
-a context, or at the first decode. `check_header` reads only the header, without llama.cpp, and
-raises for what is known to be fatal in the pinned release, plus what is certainly no model
-(missing, empty, not GGUF, cut off). It proves nothing else: a file that passes may still be
-refused by llama.cpp, which then says so itself.
+For most bad files llama.cpp returns NULL, but for some it calls `abort()`: while loading, while
+creating a context, or at the first decode. `check_header` reads only the header, without llama.cpp,
+and raises for everything known to be fatal in the pinned release, and for files that are certainly no
+model (missing, empty, not GGUF, truncated). A file that passes may still be rejected by llama.cpp,
+with an error of its own.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from llamabranch.errors import ModelLoadError
 
 _Value = bool | int | float | str | list[int] | list[float]
 
-# GGUF value types by number: struct codes of those with a fixed size.
+# GGUF value types with a fixed size: number and struct code.
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
-_KEPT_ARRAY = 512  # one number a layer; longer arrays are tokenizer data
+_KEPT_ARRAY = 512  # enough for one number a layer; longer arrays are tokenizer data
 
-# ggml tensor types by number: elements and bytes of a block. Others are not measured.
+# ggml tensor types: number, elements and bytes of a block. The size of other types is not checked.
 _BLOCKS = {
     0: (1, 4), 1: (1, 2), 30: (1, 2),  # F32, F16, BF16
     2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34),  # Q4_0 to Q8_0
@@ -33,10 +33,10 @@ _BLOCKS = {
 _F32 = 0
 _MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
 _MAX_EXPERTS = 1024  # LLAMA_MAX_EXPERTS
-_MAX_HEADS = 1 << 20  # no model is near
+_MAX_HEADS = 1 << 20  # far above any model's
 _MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
-# Architectures whose graph asserts key length == value length, and those known to rotate heads.
+# Architectures whose graph asserts key length == value length, and those that use RoPE.
 _EQUAL_HEADS = (
     "bert",
     "granite",
@@ -79,7 +79,7 @@ class _Reader:
         return self.data[self.at - length : self.at]
 
     def value(self, key: str) -> _Value | None:
-        """Read a value of any type; None for arrays that no check needs."""
+        """Read a value of any type; None for arrays of strings."""
         kind = self.number("I")
         if kind == _STRING:
             return self.blob().decode("utf-8", "replace")
@@ -92,9 +92,9 @@ class _Reader:
         return self._scalars(kind, count)
 
     def _scalars(self, kind: int, count: int) -> list[int] | list[float]:
-        """Read numbers; of a long array only the first ones, which is more than checks need."""
+        """Read numbers; of a long array only the first ones, which are all that the checks need."""
         if kind not in _SCALARS:
-            _refuse(f"its header has a value of unknown type {kind}")
+            _reject(f"its header has a value of unknown type {kind}")
         length = count * struct.calcsize(_SCALARS[kind])
         if length > self.size - self.at:
             raise struct.error(_CUT_OFF)
@@ -104,7 +104,7 @@ class _Reader:
         return list(values)
 
     def _strings(self, count: int, keep: list[bytes] | None) -> None:
-        """Walk an array of strings. A vocabulary has 150,000: the loops are kept tight."""
+        """Go through an array of strings. A vocabulary has 150,000, so the loop is kept short."""
         if count > (self.size - self.at) // 8:
             raise struct.error(_CUT_OFF)
         data, at, unpack = self.data, self.at, struct.Struct("<Q").unpack_from
@@ -119,20 +119,20 @@ class _Reader:
 
 
 def check_header(path: str | Path, *, vocab_only: bool = False) -> None:
-    """Raise `ModelLoadError`, with the reason, if loading the file would end the process.
+    """Raise `ModelLoadError`, with the reason, if llama.cpp would abort on the file.
 
-    `vocab_only` leaves out the checks of sizes and tensors, which llama.cpp does not read then.
-    Raises nothing else, whatever the file holds. A 150,000-token vocabulary takes about 0.1 s.
+    `vocab_only` skips the checks of sizes and tensors, which llama.cpp does not read in that case.
+    Raises nothing else, whatever the file contains. A 150,000-token vocabulary takes about 0.1 s.
     """
     try:
         if not Path(path).exists():
-            _refuse("there is no such file")
+            _reject("there is no such file")
         if not Path(path).is_file():
-            _refuse("it is not a file")
+            _reject("it is not a file")
         with open(path, "rb") as file:
             size = file.seek(0, 2)
             if size == 0:
-                _refuse("the file is empty", _DOWNLOAD_HINT)
+                _reject("the file is empty", _DOWNLOAD_HINT)
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 _check(_Reader(data, size), vocab_only)
     except ModelLoadError as error:
@@ -143,33 +143,36 @@ def check_header(path: str | Path, *, vocab_only: bool = False) -> None:
         raise ModelLoadError(f"cannot read {path}: {error}") from None
 
 
-def _refuse(reason: str, hint: str | None = None) -> NoReturn:
+def _reject(reason: str, hint: str | None = None) -> NoReturn:
     raise ModelLoadError(reason, hint=hint)
 
 
 def _check(reader: _Reader, vocab_only: bool) -> None:
     if reader.data[:4] != b"GGUF":
-        _refuse("it is not a GGUF file (its first bytes are not 'GGUF')")
+        _reject("it is not a GGUF file (its first bytes are not 'GGUF')")
     reader.at = 4
     version = reader.number("I")
     if version and not version & 0xFFFF:
-        _refuse("it was written on a big-endian machine")
+        _reject("it was written on a big-endian machine")
     if version not in (2, 3):
-        _refuse(f"GGUF version {version} is not supported; 2 and 3 are")
+        _reject(f"GGUF version {version} is not supported; 2 and 3 are")
     n_tensors, n_values = reader.number("Q"), reader.number("Q")
     # The smallest tensor entry takes 24 bytes, the smallest value 13.
     if n_tensors * 24 + n_values * 13 > reader.size:
-        _refuse(f"its header claims {n_tensors} tensors and {n_values} values", _DOWNLOAD_HINT)
+        _reject(
+            f"its header announces {n_tensors} tensors and {n_values} values, more than fit in the file",
+            _DOWNLOAD_HINT,
+        )
     metadata: dict[str, _Value | None] = {}
     for _ in range(n_values):
         key = reader.blob().decode("utf-8", "replace")
         if key in metadata:
-            _refuse(f"its header has the key {key!r} twice")
+            _reject(f"its header contains the key {key!r} twice")
         metadata[key] = reader.value(key)
     _check_vocabulary(metadata, reader.tokens)
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
-        _refuse("its header names no architecture")
+        _reject("its header has no general.architecture")
     if vocab_only:
         return
     keys = _Keys(architecture, metadata)
@@ -190,13 +193,13 @@ class _Keys:
         return self._metadata.get(f"{self.architecture}.{key}")
 
     def integers(self, key: str) -> list[int]:
-        """Return the key as a list, whether it is a number or one number a layer."""
+        """Return the value as a list, whether it is one number or one for each layer."""
         value = self.get(key)
         items = value if isinstance(value, list) else [value]
         return [item for item in items if isinstance(item, int)]
 
     def integer(self, key: str, default: int = 0) -> int:
-        """Return the key, or its number for the first layer."""
+        """Return the value, or that of the first layer."""
         return next(iter(self.integers(key)), default)
 
 
@@ -205,30 +208,30 @@ def _check_vocabulary(metadata: Mapping[str, _Value | None], tokens: list[bytes]
         return
     if any(b"\0" in token for token in tokens):  # llama.cpp reads them as C strings
         tokens = [token.split(b"\0", 1)[0] for token in tokens]
-    named = [token for token in tokens if token]  # it gives empty ones names of their own
+    named = [token for token in tokens if token]  # llama.cpp renames empty ones
     if len(set(named)) == len(named):
         return
     seen: set[bytes] = set()
     for token in named:
         if token in seen:
             text = token.decode("utf-8", "replace")
-            _refuse(f"its vocabulary has the token {text!r} twice", "convert the model again")
+            _reject(f"its vocabulary contains the token {text!r} twice", "convert the model again")
         seen.add(token)
 
 
 def _check_sizes(keys: _Keys) -> None:
     blocks = keys.integer("block_count", 1)
     if not 0 < blocks <= _MAX_LAYERS:
-        _refuse(f"block_count is {blocks}, not between 1 and {_MAX_LAYERS}")
+        _reject(f"block_count is {blocks}, not between 1 and {_MAX_LAYERS}")
     extra = keys.integer("nextn_predict_layers")
     if not 0 <= extra <= blocks:
-        _refuse(f"nextn_predict_layers is {extra}, more than the {blocks} blocks")
+        _reject(f"nextn_predict_layers is {extra}, more than the {blocks} blocks")
     if keys.architecture in _RWKV and keys.integer("wkv.head_size", 64) != 64:
-        _refuse("wkv.head_size is not 64: llama.cpp would read out of bounds")
+        _reject("wkv.head_size is not 64: llama.cpp would read out of bounds")
     for name in ("layer_norm_epsilon", "layer_norm_rms_epsilon"):
         epsilon = keys.get(f"attention.{name}")
         if isinstance(epsilon, float) and not epsilon >= 0:
-            _refuse(f"attention.{name} is {epsilon}")
+            _reject(f"attention.{name} is {epsilon}")
 
 
 def _check_experts(keys: _Keys) -> None:
@@ -238,24 +241,24 @@ def _check_experts(keys: _Keys) -> None:
         keys.integer("expert_group_used_count"),
     )
     if keys.architecture.startswith("hunyuan") and experts <= 1:
-        return  # llama.cpp ignores them there
+        return  # llama.cpp ignores them here
     if not 0 <= experts <= _MAX_EXPERTS:
-        _refuse(f"expert_count is {experts}, more than {_MAX_EXPERTS}")
+        _reject(f"expert_count is {experts}, more than {_MAX_EXPERTS}")
     if used > experts or (experts and used < 1):
-        _refuse(f"expert_used_count is {used} of expert_count {experts}")
+        _reject(f"expert_used_count is {used} of expert_count {experts}")
     if groups and groups >= experts:
-        _refuse(f"expert_group_count is {groups} of expert_count {experts}")
+        _reject(f"expert_group_count is {groups} of expert_count {experts}")
     if groups > 1 and (experts % groups or not 0 < groups_used < groups):
-        _refuse(f"{experts} experts in {groups} groups, {groups_used} of them used")
+        _reject(f"{experts} experts in {groups} groups, {groups_used} of them used")
 
 
 def _check_heads(keys: _Keys) -> None:
     scaling = keys.get("rope.scaling.type")
     if isinstance(scaling, str) and scaling not in _ROPE_SCALINGS:
-        _refuse(f"rope.scaling.type is {scaling!r}, not one of {', '.join(_ROPE_SCALINGS)}")
+        _reject(f"rope.scaling.type is {scaling!r}, not one of {', '.join(_ROPE_SCALINGS)}")
     for name in ("head_count", "head_count_kv", "key_length", "value_length"):
         if max(keys.integers(f"attention.{name}"), default=0) > _MAX_HEADS:
-            _refuse(f"attention.{name} is absurd: sizes made of it would overflow")
+            _reject(f"attention.{name} is too large: sizes computed from it would overflow")
     n_head = keys.integer("attention.head_count")
     if n_head <= 0:
         return
@@ -263,25 +266,25 @@ def _check_heads(keys: _Keys) -> None:
     d_key = keys.integer("attention.key_length", usual)
     d_value = keys.integer("attention.value_length", usual)
     if keys.architecture in _EQUAL_HEADS and d_key != d_value:
-        _refuse(f"attention.key_length is {d_key}, but value_length is {d_value}")
+        _reject(f"attention.key_length is {d_key}, but value_length is {d_value}")
     rotated = d_key
-    for kind in ("", "_swa"):  # layers that slide have sizes of their own
+    for kind in ("", "_swa"):  # sliding-window layers have sizes of their own
         d_key = keys.integer(f"attention.key_length{kind}", d_key)
         rotated = keys.integer(f"rope.dimension_count{kind}", rotated)
         if keys.architecture in _ROTATING and (not 0 < rotated <= d_key or rotated % 2):
-            _refuse(f"rope.dimension_count is {rotated}, not an even part of the head size {d_key}")
+            _reject(f"rope.dimension_count is {rotated}, not an even part of the head size {d_key}")
 
 
 def _check_layer_kinds(keys: _Keys) -> None:
-    """Refuse a model with two memories, one of which would have no layers."""
+    """Reject a model with two kinds of memory, one of which would have no layers."""
     if keys.architecture in _LFM2:
         kinds = {heads == 0 for heads in keys.integers("attention.head_count_kv")}
         if len(kinds) == 1:
-            _refuse("it has no convolution layers or no attention layers, and needs both")
+            _reject("it has no convolution layers or no attention layers, and needs both")
     if keys.architecture.startswith("gemma3") and keys.integer("attention.sliding_window"):
         pattern = keys.get("attention.sliding_window_pattern")
         if pattern == 1 or (isinstance(pattern, list) and not any(pattern)):
-            _refuse("attention.sliding_window is set, but no layer uses it")
+            _reject("attention.sliding_window is set, but no layer uses it")
 
 
 def _check_tensors(reader: _Reader, count: int, alignment: int) -> None:
@@ -290,16 +293,16 @@ def _check_tensors(reader: _Reader, count: int, alignment: int) -> None:
         name = reader.blob().decode("utf-8", "replace")
         n_dimensions = reader.number("I")
         if n_dimensions > _MAX_DIMENSIONS:
-            _refuse(f"the tensor {name!r} has {n_dimensions} dimensions", _DOWNLOAD_HINT)
+            _reject(f"the tensor {name!r} has {n_dimensions} dimensions", _DOWNLOAD_HINT)
         elements = 1
         for _ in range(n_dimensions):
             elements *= reader.number("Q")
         kind, offset = reader.number("I"), reader.number("Q")
         if name.endswith("norm.weight") and n_dimensions == 1 and kind != _F32:
-            _refuse(f"the tensor {name!r} is not F32, which aborts at the first decode")
+            _reject(f"the tensor {name!r} is not F32: llama.cpp would abort at the first decode")
         block, block_bytes = _BLOCKS.get(kind, (1, 0))
         end = max(end, offset + elements // block * block_bytes)
     start = -(-reader.at // alignment) * alignment if alignment > 0 else reader.at
     if count and start + end > reader.size:
         missing = start + end - reader.size
-        _refuse(f"the file is cut off: its last {missing} bytes are missing", _DOWNLOAD_HINT)
+        _reject(f"the file is truncated: its last {missing} bytes are missing", _DOWNLOAD_HINT)

@@ -10,17 +10,17 @@ from typing import Any
 
 from ..errors import ClosedError
 
-_generation = 0  # how many fork()s lie between this process and the one that imported this
+_generation = 0  # how many times this process and its ancestors were forked since the import
 _locks: weakref.WeakSet[threading.RLock] = weakref.WeakSet()
 
 
 def generation() -> int:
-    """Return a number that is another one in every child of fork()."""
+    """Return a number that differs between a process and its children by fork()."""
     return _generation
 
 
 def forkable_lock() -> threading.RLock:
-    """Return a lock that a child of fork() finds free if another thread held it."""
+    """Return a lock that is free in a child of fork(), even if another thread of the parent held it."""
     lock = threading.RLock()
     _locks.add(lock)
     return lock
@@ -30,7 +30,7 @@ def _after_fork_in_child() -> None:
     global _generation
     _generation += 1
     for lock in _locks:
-        # As the standard library does with its own; the thread that forked keeps what it holds.
+        # As the standard library does with its own locks; those of the forking thread stay locked.
         if not lock._is_owned():  # type: ignore[attr-defined]
             lock._at_fork_reinit()  # type: ignore[attr-defined]
 
@@ -40,7 +40,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _release(free: Callable[[Any], None], ptr: Any, born: int, _parent: Handle | None) -> None:
-    # A child of fork() inherits the address but not the threads behind it: only the owner frees.
+    # A child of fork() inherits the address but not llama.cpp's threads: only the parent frees it.
     if born == _generation:
         free(ptr)
 
@@ -48,11 +48,11 @@ def _release(free: Callable[[Any], None], ptr: Any, born: int, _parent: Handle |
 class Handle:
     """One native pointer, freed exactly once: by ``close()``, garbage collection or at exit.
 
-    A handle keeps its parent alive; a parent knows its children weakly and closes them first. In a
-    child of fork() it is closed: llama.cpp does not survive fork().
+    A handle keeps its parent alive; a parent has weak references to its children and closes them first.
+    In a child of fork() every handle counts as closed, because llama.cpp does not survive fork().
     """
 
-    closes_first = False  # whether a thread at work with its siblings may hold its lock
+    closes_first = False  # close before the siblings: another thread may be decoding with it
 
     def __init__(
         self, ptr: Any, free: Callable[[Any], None], *, name: str, parent: Handle | None = None
@@ -67,13 +67,13 @@ class Handle:
 
     @property
     def ptr(self) -> Any:
-        """The pointer; raises ClosedError instead of ever handing out NULL."""
+        """The pointer; raises ClosedError instead of returning NULL."""
         if not self._finalizer.alive:
             raise ClosedError(f"the {self._name} is closed")
         if self._generation != _generation:
             raise ClosedError(
-                f"the {self._name} belongs to the process that forked this one",
-                hint="load the model in the process that uses it; llama.cpp does not survive fork()",
+                f"the {self._name} was opened in the parent process, before fork()",
+                hint="load the model in the process that uses it: llama.cpp does not survive fork()",
             )
         return self.unchecked_ptr
 
@@ -82,7 +82,7 @@ class Handle:
         return self._generation != _generation or not self._finalizer.alive
 
     def close(self) -> None:
-        """Free the pointer, children first. Does nothing the second time."""
+        """Free the pointer, children first. Idempotent."""
         for child in sorted(self._children, key=lambda child: not child.closes_first):
             child.close()
         self._finalizer()

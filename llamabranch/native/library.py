@@ -15,8 +15,8 @@ from llama_cpp import llama_cpp as C
 from ..errors import ConfigError
 from .handle import forkable_lock
 
-# ggml_log_level as ggml.h has it: none, debug, info, warn, error, continue. (llama-cpp-python's own table
-# is that of an older ggml.h: there an error counts as debugging.)
+# ggml_log_level of ggml.h: none, debug, info, warn, error, continue. (llama-cpp-python's own table is
+# from an older ggml.h, in which the number of an error means debug.)
 _SEVERITY = {0: 4, 1: 0, 2: 1, 3: 2, 4: 3, 5: -1}
 _WARNING, _ERROR = 2, 3
 _THRESHOLDS = {"debug": 0, "info": 1, "warn": 2, "warning": 2, "error": 3, "none": 5}
@@ -31,7 +31,7 @@ _recent_lock = forkable_lock()
 def _on_log(level: int, text: bytes | None, _user_data: Any) -> None:
     global _last_severity
     severity = _SEVERITY.get(level, 1)
-    if severity < 0:  # the continuation of the line before
+    if severity < 0:  # continues the previous line
         severity = _last_severity
     _last_severity = severity
     if severity < _WARNING and severity < _threshold:
@@ -45,7 +45,7 @@ def _on_log(level: int, text: bytes | None, _user_data: Any) -> None:
 
 
 def set_log_level(level: str) -> None:
-    """Show llama.cpp's log from ``level`` up on standard error: debug, info, warn, error or none.
+    """Show llama.cpp's log on standard error, from ``level`` up: debug, info, warn, error or none.
 
     The environment variable LLAMABRANCH_LOG sets it at import; the default is "none".
 
@@ -61,15 +61,15 @@ def set_log_level(level: str) -> None:
 
 
 def last_log_lines(n: int = 3) -> list[str]:
-    """Return llama.cpp's last ``n`` errors, oldest first; where there is none, its last warnings."""
+    """Return llama.cpp's last ``n`` errors, oldest first; if there are none, its last warnings."""
     with _recent_lock:
         recent = list(_recent)
     errors = [line for severity, line in recent if severity >= _ERROR]
     return (errors or [line for _, line in recent])[-n:]
 
 
-def forget_log_lines() -> None:
-    """Forget the warnings and errors so far, so that the next ones belong to the next call."""
+def clear_log_lines() -> None:
+    """Drop the warnings and errors so far, so that later ones belong to the next call."""
     with _recent_lock:
         _recent.clear()
 
@@ -80,7 +80,7 @@ def _discard(_level: int, _text: bytes | None, _user_data: Any) -> None:
 
 
 def engine_versions() -> dict[str, str]:
-    """Return the versions of llama-cpp-python and the llama.cpp in it."""
+    """Return the versions of llama-cpp-python and of its llama.cpp."""
     version = C.llama_version() if hasattr(C, "llama_version") else b""
     return {
         "llama_cpp_python": str(llama_cpp.__version__),
@@ -89,17 +89,17 @@ def engine_versions() -> dict[str, str]:
 
 
 def system_info() -> str:
-    """Return llama.cpp's line on the features of this processor and build."""
+    """Return llama.cpp's line about the instruction sets that this build uses."""
     return (C.llama_print_system_info() or b"").decode("utf-8", "replace")
 
 
 def uses_amx() -> bool:
-    """Return True if this build lays weights out for Intel's AMX where it can."""
+    """Return True if this build can repack weights for Intel's AMX."""
     return "AMX_INT8 = 1" in system_info()
 
 
 def max_sequences() -> int:
-    """Return how many sequences one context may hold at most."""
+    """Return the largest number of sequences that one context can hold."""
     return int(C.llama_max_parallel_sequences())
 
 
@@ -111,6 +111,6 @@ def supports_gpu_offload() -> bool:
 set_log_level(os.environ.get("LLAMABRANCH_LOG") or "none")
 C.llama_log_set(_on_log, ctypes.c_void_p(0))
 C.llama_backend_init()
-# At exit llama.cpp may still log while Python is half gone: a callback that runs no Python code of ours
-# is installed last, after the handles are freed (atexit runs in reverse order of registration).
+# At exit llama.cpp may still log while Python is being torn down: a callback that does nothing is
+# installed last, after the handles are freed (atexit runs in reverse order of registration).
 atexit.register(C.llama_log_set, _discard, ctypes.c_void_p(0))

@@ -12,9 +12,9 @@ import numpy as np
 from llama_cpp import llama_cpp as C
 
 from ..errors import ModelLoadError, TokenizeError
-from .apart import call_apart
 from .handle import Handle
-from .library import forget_log_lines, last_log_lines, supports_gpu_offload
+from .library import clear_log_lines, last_log_lines, supports_gpu_offload
+from .thread_call import call_in_thread
 
 _FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K",
@@ -27,7 +27,7 @@ _VOCAB_TYPES = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6:
 
 
 class ModelHandle(Handle):
-    """A loaded GGUF. The caller has checked the file's header."""
+    """A loaded GGUF file. The caller has checked its header."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class ModelHandle(Handle):
         stopped = False
         fractions: SimpleQueue[float] = SimpleQueue()
 
-        # Called in the thread that loads; ``progress`` itself is called in the caller's.
+        # Called in the loading thread; ``progress`` itself is called in the caller's thread.
         def on_progress(value: float, _user_data: object) -> bool:
             if progress is not None:
                 fractions.put(float(value))
@@ -65,16 +65,16 @@ class ModelHandle(Handle):
         def load() -> None:
             nonlocal ptr
             ptr = C.llama_model_load_from_file(str(path).encode(), params)
-            if ptr:  # from here on whoever drops this object frees the model
+            if ptr:  # from here on the model is freed with this object
                 Handle.__init__(self, ptr, C.llama_model_free, name="model")
 
         def stop() -> None:
             nonlocal stopped
             stopped = True
 
-        forget_log_lines()
+        clear_log_lines()
         try:
-            call_apart(load, messages=fractions, hear=progress, stop=stop)
+            call_in_thread(load, messages=fractions, on_message=progress, stop=stop)
         except BaseException:
             if ptr:
                 self.close()
@@ -104,11 +104,11 @@ class ModelHandle(Handle):
         return buffer.value.decode("utf-8", "replace")
 
     def file_type(self, value: str) -> str:
-        """Return the name of what stands in the metadata as ``general.file_type``, or "unknown"."""
+        """Return the name of a value of ``general.file_type`` in the metadata, or "unknown"."""
         return _FILE_TYPES.get(int(value), "unknown") if value.isdigit() else "unknown"
 
     def metadata(self) -> dict[str, str]:
-        """Return the GGUF's scalar metadata as llama.cpp prints it."""
+        """Return the GGUF file's scalar metadata, as llama.cpp formats it."""
         found = {}
         for i in range(C.llama_model_meta_count(self.ptr)):
             key = self._meta(C.llama_model_meta_key_by_index, i)
@@ -123,7 +123,7 @@ class ModelHandle(Handle):
             read(self.ptr, index, buffer, len(buffer))
         return buffer.value.decode("utf-8", "replace")
 
-    # -- vocabulary: ids are checked by the caller ---------------------------------------------------
+    # -- vocabulary: the caller checks the ids -------------------------------------------------------
 
     def special(self, name: str) -> int | None:
         """Return the id of bos, eos, eot, nl, ... or None if the vocabulary has none."""
@@ -141,11 +141,8 @@ class ModelHandle(Handle):
         return bool(C.llama_vocab_is_control(self.vocab, token))
 
     def token_text(self, token: int) -> bytes:
-        """Return the token as the vocabulary spells it (byte-level BPE: in its own alphabet)."""
+        """Return the token's text in the vocabulary (byte-level BPE: in its own byte alphabet)."""
         return C.llama_vocab_get_text(self.vocab, token) or b""
-
-    def token_type(self, token: int) -> int:
-        return int(C.llama_vocab_get_attr(self.vocab, token))
 
     def piece(self, token: int, special: bool) -> bytes:
         buffer = ctypes.create_string_buffer(64)

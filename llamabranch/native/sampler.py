@@ -1,4 +1,4 @@
-"""llama_sampler chains used as a transform: logits in, the surviving candidates out."""
+"""llama_sampler chains that transform candidates: they mask, truncate and scale, but never draw."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from typing_extensions import Self
 
 from ..errors import GrammarError
 from .handle import Handle
-from .library import forget_log_lines, last_log_lines
+from .library import clear_log_lines, last_log_lines
 from .model import ModelHandle
-
-__all__ = []
 
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 
 class SamplerHandle(Handle):
-    """One llama_sampler (most often a chain)."""
+    """One llama_sampler, usually a chain."""
 
     def __init__(self, ptr: Any, model: ModelHandle) -> None:
         super().__init__(ptr, C.llama_sampler_free, name="sampler", parent=model)
@@ -38,12 +36,6 @@ class SamplerHandle(Handle):
     def add(self, name: str, *arguments: float) -> None:
         """Append llama_sampler_init_<name>(*arguments) to this chain."""
         C.llama_sampler_chain_add(self.ptr, getattr(C, f"llama_sampler_init_{name}")(*arguments))
-
-    def add_logit_bias(self, bias: Sequence[tuple[int, float]]) -> None:
-        entries = (C.llama_logit_bias * len(bias))(
-            *(C.llama_logit_bias(token, value) for token, value in bias)
-        )
-        self.add("logit_bias", self._model.n_vocab, len(bias), entries)
 
     def add_dry(
         self,
@@ -68,9 +60,6 @@ class SamplerHandle(Handle):
     def accept(self, token: int) -> None:
         C.llama_sampler_accept(self.ptr, token)
 
-    def reset(self) -> None:
-        C.llama_sampler_reset(self.ptr)
-
     def clone(self) -> Self:
         """Return a copy with its own state."""
         twin = type(self).__new__(type(self))
@@ -88,7 +77,7 @@ class CandidateBuffer:
         self._address = data.ctypes.data
         self._pointer = ctypes.cast(self._address, C.llama_token_data_p)
         self._array = C.llama_token_data_array()
-        self._start = ctypes.c_void_p.from_buffer(self._array)  # its first field, as a number
+        self._start = ctypes.c_void_p.from_buffer(self._array)  # its field ``data``, as a number
         self.reference = ctypes.byref(self._array)
 
     def fill(
@@ -104,7 +93,7 @@ class CandidateBuffer:
         self._array.sorted = False
 
     def read(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Return what is left: ids int32 (K,) and logits float32 (K,), copies."""
+        """Return the remaining candidates: ids int32 (K,) and logits float32 (K,), copies."""
         # A sampler may move the data pointer forward instead of moving the data.
         first = ((self._start.value or 0) - self._address) // _CANDIDATE.itemsize
         last = first + self._array.size
@@ -112,21 +101,22 @@ class CandidateBuffer:
 
 
 class GrammarHandle(SamplerHandle):
-    """A grammar with its state: where in the grammar the text stands.
+    """A grammar with its state: the position in the grammar after the tokens accepted so far.
 
-    The caller has checked the text: the parser prints what it refuses to standard error, past the log.
+    The caller has checked the grammar: llama.cpp's parser prints its errors to standard error instead of
+    its log.
     """
 
     def __init__(self, model: ModelHandle, gbnf: str, root: str = "root") -> None:
-        forget_log_lines()
+        clear_log_lines()
         ptr = C.llama_sampler_init_grammar(model.vocab, gbnf.encode(), root.encode())
         if not ptr:
             reason = "; ".join(last_log_lines()) or "llama.cpp printed the reason to standard error"
-            raise GrammarError(f"llama.cpp does not take the grammar: {reason}")
+            raise GrammarError(f"llama.cpp rejects the grammar: {reason}")
         super().__init__(ptr, model)
 
     def allows(self, token: int, probe: CandidateBuffer) -> bool:
-        """Return True if ``token`` may come next; accepting another one would end the process."""
+        """Return True if ``token`` may come next; accepting another one would abort the process."""
         probe.fill(np.zeros(1, dtype=np.float32), np.array([token], dtype=np.int32))
         self.apply(probe)
         _, logits = probe.read()

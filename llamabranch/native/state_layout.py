@@ -1,8 +1,9 @@
-"""The bytes of ``llama_state_seq_get_data``, read so that llama.cpp need not be trusted with them.
+"""Checks the bytes of a ``llama_state_seq_get_data`` before llama.cpp reads them.
 
-llama.cpp believes the cell counts and positions of a state it is given: a bad position stays in the
-cache, a second recurrent cell ends the process, a NaN in one sequence's values reaches all sequences.
-What a context writes is learned from its own first two tokens; what it is given must look the same.
+llama.cpp does not check the cell counts and positions of a state: a bad position stays in the cache, a
+second recurrent cell aborts the process, and a NaN in one sequence's values spreads to all sequences.
+The layout is learned from the state that the context itself writes for two tokens; a state to be
+restored must have the same layout.
 
 Layout: magic, sequence id, then one part for each cache. A part of cells: stream count (1), n, then n
 times (position, 1, extension, sequence id), then the tensors. A recurrent part: n (1), position, 0, the
@@ -30,12 +31,13 @@ _COMBINATIONS = (
     (_CELLS, _RECURRENT),
     (_CELLS, _WINDOW, _RECURRENT),
 )
-_EXTENSIONS = (0, 12, 8)  # bytes that some models keep with each cell
+_EXTENSIONS = (0, 12, 8)  # extra bytes that some models store with each cell
 
 _MAX_TENSORS = 1 << 16
 
-# Type: bytes of a block, how many floats it starts with, their bytes, and the mask of their exponents,
-# where infinity and NaN have all bits set. After a quantized block's scales come small integers.
+# Tensor type: bytes of a block, the number of floats at its start, their bytes, and the mask of their
+# exponent bits, all of which are set in infinity and NaN. A quantized block is scales, then small
+# integers.
 _FLOATS = {
     0: (4, 1, 4, 0x7F800000),
     1: (2, 1, 2, 0x7C00),
@@ -47,15 +49,15 @@ _FLOATS = {
     20: (18, 1, 2, 0x7C00),
     30: (2, 1, 2, 0x7F80),
 }
-# Numbers of wide types are refused from these powers of two on, since NaN comes soon after. Cells are
-# shared, so they get the narrow limit, which is still 16 times what the usual f16 cache can hold.
+# Numbers of types with a wide range are rejected from these powers of two on, since NaN soon follows.
+# Cells are shared, so their limit is lower; it is still 16 times the largest number of an f16 cache.
 _LIMITS = {_CELLS: 20, _WINDOW: 20, _RECURRENT: 40}
 _MANTISSA_BITS = {0: 23, 30: 7}
 
 
 @dataclass(frozen=True)
 class Part:
-    """One cache: its tensors in order, each with its type and its bytes for one cell."""
+    """One cache: its tensors in order, each with its type and its bytes per cell."""
 
     kind: str
     transposed: bool
@@ -69,7 +71,7 @@ class Part:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """How the state of a sequence is laid out; two contexts can exchange states if theirs are equal."""
+    """The layout of a sequence's state; contexts with equal layouts can exchange states."""
 
     magic: int
     extension: int
@@ -77,7 +79,7 @@ class StateLayout:
 
     @classmethod
     def learn(cls, state: State, n_tokens: int) -> StateLayout | None:
-        """Return the layout of a state of ``n_tokens`` tokens, None if it is not one known here."""
+        """Return the layout of a state of ``n_tokens`` tokens, None if it is an unknown one."""
         for kinds in _COMBINATIONS:
             for extension in _EXTENSIONS:
                 for has_values in (True, False):
@@ -90,7 +92,7 @@ class StateLayout:
 
     @property
     def flash_attention(self) -> bool | None:
-        """Whether flash attention is on (it decides how values lie); None without attention."""
+        """True if flash attention is on (V is then not transposed); None without attention."""
         for part in self.parts:
             if part.kind != _RECURRENT:
                 return not part.transposed
@@ -98,11 +100,11 @@ class StateLayout:
 
     @property
     def needs_cells(self) -> bool:
-        """True if every token takes a cell."""
+        """True if every token takes a cell of a cache without a window."""
         return any(part.kind == _CELLS for part in self.parts)
 
     def max_bytes(self, n_tokens: int) -> int:
-        """Return the size of a state of so many tokens; with a window it may be less."""
+        """Return the size of a state of ``n_tokens`` tokens; with a sliding window it may be smaller."""
         total = 8
         for part in self.parts:
             n = 1 if part.kind == _RECURRENT else n_tokens
@@ -113,22 +115,22 @@ class StateLayout:
     def check(self, state: State, n_tokens: int) -> None:
         """Raise unless ``state`` has this layout and the positions 0 to n_tokens - 1, each once.
 
-        A cache of sliding layers holds the last of them.
+        A cache of sliding-window layers holds only the last of them.
 
         Raises:
-            SnapshotError: another layout, a position that is missing, twice there or too much, a number
-                that is not finite.
+            SnapshotError: another layout; a missing, repeated or additional position; a number that is
+                not finite.
         """
         reader = _Reader(state, n_tokens)
         kinds = tuple(part.kind for part in self.parts)
         has_values = any(len(p.tensors) > p.n_layer for p in self.parts if p.kind != _RECURRENT)
         if reader.read(kinds, self.extension, has_values) != self:
-            raise SnapshotError("the K/V is laid out differently from this context's")
+            raise SnapshotError("the K/V layout differs from that of this context")
         reader.check_numbers()
 
 
 class _Reader:
-    """Walks through a state; every size is checked before it is believed."""
+    """Reads a state from its start; checks every size before using it."""
 
     def __init__(self, state: State, n_tokens: int) -> None:
         self._state = state
@@ -148,13 +150,13 @@ class _Reader:
             else:
                 parts.append(self._cells(kind, extension, has_values))
         if self._at != len(self._bytes):
-            raise SnapshotError("the K/V is longer than what it says it holds")
+            raise SnapshotError("the K/V is longer than its header announces")
         return StateLayout(magic, extension, tuple(parts))
 
     def _skip(self, n: int) -> int:
         start = self._at
         if n < 0 or n > len(self._bytes) - start:
-            raise SnapshotError("the K/V is shorter than what it says it holds")
+            raise SnapshotError("the K/V is shorter than its header announces")
         self._at = start + n
         return start
 
@@ -176,7 +178,7 @@ class _Reader:
             raise SnapshotError("a cell of the K/V belongs to several sequences")
         transposed, n_layer = self._numbers("<II")
         if transposed > 1 or n_layer > _MAX_TENSORS:
-            raise SnapshotError("the K/V is laid out differently from this context's")
+            raise SnapshotError("the K/V layout differs from that of this context")
         tensors = list(self._tensors(n_layer, n, False))
         if has_values:
             tensors += self._tensors(n_layer, n, bool(transposed))
@@ -186,7 +188,7 @@ class _Reader:
         n, position, n_sequences, transposed, n_layer = self._numbers("<IiIII")
         if (n, position, n_sequences, transposed) != (1, self._n_tokens - 1, 0, 0):
             raise SnapshotError(f"the recurrent state is not the one after {self._n_tokens} tokens")
-        # Layers without a recurrent state are left out, and nothing says how many: it is the last part.
+        # Layers without a recurrent state are omitted, and their number is not stored: read to the end.
         tensors: list[tuple[int, int]] = []
         while self._at < len(self._bytes) and len(tensors) <= _MAX_TENSORS:
             tensors += self._tensors(1, 1, False)
@@ -204,7 +206,7 @@ class _Reader:
             yield kind, size
 
     def check_numbers(self) -> None:
-        """Raise if a tensor holds NaN, infinity or what leads there: it would reach other sequences."""
+        """Raise if a tensor holds NaN, infinity or huge numbers: they would spread to other sequences."""
         for part, kind, start, end in self._blocks:
             if kind not in _FLOATS:
                 continue
@@ -214,9 +216,11 @@ class _Reader:
                 limit = (127 + _LIMITS[part]) << _MANTISSA_BITS[kind]
             data = self._state[start:end]
             if len(data) % block:
-                raise SnapshotError("the K/V is laid out differently from this context's")
+                raise SnapshotError("the K/V layout differs from that of this context")
             if block != width:
                 data = np.ascontiguousarray(data.reshape(-1, block)[:, : n_floats * width])
             numbers: npt.NDArray[np.unsignedinteger] = data.reshape(-1).view(f"u{width}")
             if ((numbers & bits) >= limit).any():
-                raise SnapshotError("the K/V holds a number that is not finite, or absurdly large")
+                raise SnapshotError(
+                    "the K/V contains a number that is infinite, NaN or far too large"
+                )

@@ -1,4 +1,4 @@
-"""Logits to token: settings, grammar, distribution, the draw."""
+"""From logits to the next token: settings, grammar, distribution, draw."""
 
 from .distribution import Distribution
 from .grammar import Grammar

@@ -23,11 +23,11 @@ _LOG_BASES = {"nats": 1.0, "bits": math.log(2.0)}
 
 
 def candidates(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.intp] | None:
-    """Return ids, ascending, among which are the ``k`` largest of ``logits`` (V,) and their equals.
+    """Return ascending ids that include the ``k`` largest of ``logits`` (V,) and all ties with them.
 
-    Few more than k, without sorting: of 8 k blocks that cover the row, k have a maximum of at least the
-    k-th largest maximum, so at least k logits have. None where that tells nothing or saves nothing:
-    logits that are not numbers, a small vocabulary, too many equals.
+    These are few more than k, found without sorting: the row is divided into 8 k blocks; k blocks have a
+    maximum of at least the k-th largest maximum, so at least k logits are that large. None where this is
+    impossible or saves no time: NaN among the logits, a small vocabulary, too many ties.
     """
     n_blocks = max(512, 8 * k)
     n_rows = len(logits) // n_blocks
@@ -36,18 +36,18 @@ def candidates(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.intp] 
     maxima = logits[: n_rows * n_blocks].reshape(n_rows, n_blocks).max(axis=0)
     maxima.partition(n_blocks - k)
     least = maxima[n_blocks - k]
-    if not (maxima[n_blocks - k :] < math.inf).all():  # a number that is none is sorted to the end
+    if not (maxima[n_blocks - k :] < math.inf).all():  # NaN is sorted to the end
         return None
     found = np.flatnonzero(logits >= least)
     return found if len(found) < len(logits) // 4 else None
 
 
 class Distribution:
-    """A categorical distribution over few or many token ids.
+    """A categorical distribution over token ids, stored sparsely.
 
     ``ids`` is int32 (K,) without repeats, ``logprobs`` float64 (K,), normalised, natural logarithm.
-    Tokens that are not listed have probability zero. Immutable by convention: arrays may be shared.
-    A draw needs no normalised probabilities, so they are made when something else asks for them.
+    Tokens that are not listed have probability zero. Do not change the arrays: they may be shared.
+    A draw needs no normalised probabilities, so ``logprobs`` is computed at its first use.
     """
 
     __slots__ = ("_logprobs", "_logweights", "ids")
@@ -55,11 +55,11 @@ class Distribution:
     def __init__(self, ids: Ids, logprobs: Floats) -> None:
         if ids.ndim != 1 or ids.shape != logprobs.shape or len(ids) == 0:
             raise ConfigError(
-                f"a distribution needs as many ids as log-probabilities, at least one; "
+                f"a distribution needs equally many ids and log-probabilities, at least one; "
                 f"got shapes {ids.shape} and {logprobs.shape}"
             )
         self.ids = ids
-        self._logweights = logprobs  # the same up to a constant
+        self._logweights = logprobs  # equal to the log-probabilities up to a constant
         self._logprobs: Floats | None = logprobs
 
     @property
@@ -72,7 +72,7 @@ class Distribution:
 
     @classmethod
     def from_logits(cls, logits: npt.NDArray[np.floating], ids: Ids | None = None) -> Distribution:
-        """Return softmax(logits), (V,) or with ``ids`` (K,). Entries of -inf are left out."""
+        """Return softmax(logits), (V,) or with ``ids`` (K,). Entries of -inf are omitted."""
         x = logits.astype(np.float64)
         top = x.max() if len(x) else -math.inf
         if not math.isfinite(top):
@@ -95,12 +95,12 @@ class Distribution:
         keep = probs > 0.0
         total = float(probs[keep].sum())
         if not keep.any() or not math.isfinite(total):
-            raise ConfigError("no distribution: the weights are all zero or not finite")
+            raise ConfigError("no distribution: all weights are zero, or one is not finite")
         return cls(ids[keep], np.log(probs[keep] / total))
 
     @classmethod
     def point(cls, token: int) -> Distribution:
-        """Return the distribution that is certain of ``token``."""
+        """Return the distribution in which ``token`` has probability 1."""
         return cls(np.array([token], dtype=np.int32), np.zeros(1))
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class Distribution:
 
     @property
     def is_point(self) -> bool:
-        """True if all the probability lies on one token."""
+        """True if one token has probability 1."""
         return len(self.ids) == 1
 
     @property
@@ -136,7 +136,7 @@ class Distribution:
         return math.exp(self.logprob(token))
 
     def surprisal(self, token: int, base: str = "nats") -> float:
-        """Return -log p(token) in ``base`` ("nats" or "bits"), inf for an impossible token."""
+        """Return -log p(token) in ``base`` ("nats" or "bits"), inf if p(token) is 0."""
         return -self.logprob(token) / log_base(base)
 
     def entropy(self, base: str = "nats") -> float:
@@ -144,14 +144,14 @@ class Distribution:
         return max(0.0, -float(np.dot(np.exp(self.logprobs), self.logprobs))) / log_base(base)
 
     def argmax(self) -> int:
-        """Return the most probable token, the smallest id among equals."""
+        """Return the most probable token; of equally probable ones that with the smallest id."""
         best = self.logprobs.max()
         return int(self.ids[self.logprobs == best].min())
 
     def draw(self, seed: int, position: int, purpose: int = DRAW) -> int:
         """Return the token drawn for (seed, position): Gumbel-max with counter-based noise.
 
-        argmax(log p + g) is computed as argmax(log(u) / w): w are weights proportional to p, and u is
+        argmax(log p + g) is computed as argmax(log(u) / w), where w is proportional to p and u is
         uniform, so that -log(u) = exp(-g) is exponential.
         """
         if len(self.ids) == 1:
@@ -168,7 +168,7 @@ class Distribution:
         return [(int(self.ids[i]), float(self.logprobs[i])) for i in order]
 
     def without(self, token: int) -> Distribution:
-        """Return this distribution given that ``token`` is excluded."""
+        """Return this distribution conditioned on not being ``token``."""
         keep = self.ids != token
         if not keep.any():
             raise ConfigError(f"no distribution without token {token}: it has all the probability")
@@ -182,10 +182,10 @@ class Distribution:
         return np.where(self.ids[where] == ids, np.exp(self.logprobs[where]), 0.0)
 
     def residual(self, other: Distribution) -> Distribution:
-        """Return norm(max(self - other, 0)): where a rejected draft is replaced from.
+        """Return norm(max(self - other, 0)), from which the replacement of a rejected token is drawn.
 
-        Leviathan et al. 2022, section 2.3. If the two are equal there is nothing left, and no
-        rejection can have happened; then this returns ``self``.
+        Leviathan et al. 2022, section 2.3. If both distributions are equal nothing is left, but then no
+        token is ever rejected; this case returns ``self``.
         """
         left = np.maximum(np.exp(self.logprobs) - other.at(self.ids), 0.0)
         return Distribution.from_probs(left, self.ids) if left.any() else self

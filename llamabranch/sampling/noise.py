@@ -64,7 +64,7 @@ def _all_counters(n: int) -> npt.NDArray[np.uint64]:
 
 
 def _unit(key: int, ids: Ids | int) -> Floats:
-    """Uniform numbers strictly inside (0, 1), one for each id (an int n stands for 0..n-1)."""
+    """Uniform numbers strictly inside (0, 1), one for each id (an int n means 0..n-1)."""
     if isinstance(ids, int):
         x = _all_counters(ids) ^ np.uint64(key)
     else:
@@ -111,7 +111,7 @@ def uniform(seed: int, position: int, purpose: int = RULE, index: int = 0) -> fl
 
 
 def seed_from_text(text: str) -> int:
-    """Return a number that depends on nothing but ``text`` (FNV-1a over UTF-8, 64 bits)."""
+    """Return a seed that depends only on ``text`` (FNV-1a over UTF-8, 64 bits)."""
     value = 0xCBF29CE484222325
     for byte in text.encode("utf-8", "surrogatepass"):
         value = ((value ^ byte) * 0x100000001B3) & _MASK
@@ -119,5 +119,5 @@ def seed_from_text(text: str) -> int:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Return the ``index``-th of the seeds that descend from ``seed``, 63 bits."""
+    """Return the ``index``-th seed derived from ``seed``, 63 bits."""
     return _key(seed, index, FORK) >> 1

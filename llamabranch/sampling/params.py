@@ -1,4 +1,4 @@
-"""How the next token is drawn: the settings, checked."""
+"""The sampling settings, checked."""
 
 from __future__ import annotations
 
@@ -42,31 +42,32 @@ _INTEGERS = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is drawn. Names, meaning, defaults and order are llama.cpp's.
+    """The sampling settings. Names, meaning, defaults and order are those of llama.cpp.
 
     Order: logit bias, grammar, penalties, DRY, top-n-sigma, top-k, typical-p, top-p, min-p, XTC,
-    temperature. A grammar always masks before anything truncates, so the distribution is the model's
-    own given that the grammar holds.
+    temperature. A grammar masks tokens before any truncation, so the result is the model's distribution
+    over the tokens that the grammar allows.
 
     Args:
-        temperature: 0 takes the most probable token.
-        dynatemp_range, dynatemp_exponent: dynamic temperature within temperature +- range.
+        temperature: 0 = always the most probable token (greedy).
+        dynatemp_range, dynatemp_exponent: dynamic temperature between temperature - range and
+            temperature + range.
         top_k: keep the k most probable; 0 = all.
-        top_p: keep the smallest set with this much probability; 1 = off.
+        top_p: keep the smallest set of tokens whose probability is at least this; 1 = off.
         min_p: drop tokens below min_p times the largest probability; 0 = off.
         typical_p: locally typical sampling; 1 = off.
         top_n_sigma: keep logits within n standard deviations of the largest; -1 or 0 = off.
-        xtc_probability, xtc_threshold: with that probability drop all but the least likely of the
-            tokens above the threshold; 0 = off.
+        xtc_probability, xtc_threshold: with this probability drop, of the tokens above the threshold, all
+            except the least probable one; 0 = off.
         repeat_penalty, frequency_penalty, presence_penalty, penalty_last_n: penalties over the last n
             tokens, prompt included; 1, 0, 0 = off. penalty_last_n -1 = the whole context.
         dry_*: the "don't repeat yourself" penalty on repeated sequences; multiplier 0 = off.
-        logit_bias: token id to what is added to its logit; -inf forbids it.
-        min_keep: truncating samplers leave at least that many tokens.
-        seed: what the noise is made of; None picks one (ask the branch for it).
+        logit_bias: token id to the number added to its logit; -inf = never this token.
+        min_keep: truncation keeps at least this many tokens.
+        seed: any integer; None = a random one (``Branch.seed`` tells which).
 
     Raises:
-        ConfigError: a value out of range, or not a number.
+        ConfigError: a value is out of range or not a number.
     """
 
     temperature: float = 0.8
@@ -123,7 +124,7 @@ class SamplingParams:
                     f"32-bit float), or -inf, not {value if isinstance(value, float) else 'more'}"
                 )
             if value < -_FLOAT_MAX:
-                bias[token] = -math.inf  # as good as
+                bias[token] = -math.inf  # no 32-bit float is lower
         object.__setattr__(self, "logit_bias", bias)
 
     def replace(self, **changes: object) -> SamplingParams:
@@ -137,18 +138,18 @@ class SamplingParams:
         if unknown:
             raise ConfigError(
                 f"unknown sampling setting {unknown[0]!r}",
-                hint="known: " + ", ".join(sorted(known)),
+                hint="settings: " + ", ".join(sorted(known)),
             )
         return replace(self, **changes)  # type: ignore[arg-type]
 
     @property
     def uses_history(self) -> bool:
-        """True if penalties or DRY look at the tokens so far."""
+        """True if penalties or DRY depend on the tokens so far."""
         return self.penalises or self.dry_multiplier > 0
 
     @property
     def penalises(self) -> bool:
-        """True if tokens are penalised for having been said."""
+        """True if tokens that occurred are penalised."""
         return self.penalty_last_n != 0 and (
             self.repeat_penalty != 1.0
             or self.frequency_penalty != 0.0

@@ -1,9 +1,9 @@
-"""From logits to the distribution that is drawn from: settings, grammar, sampler.
+"""From logits to the distribution from which the next token is drawn.
 
-A llama.cpp sampler chain serves as a *transform*: it masks, truncates, penalises and scales, and hands
-the surviving candidates back. Nothing in it draws; :class:`~llamabranch.distribution.Distribution`
-does, from counter-based noise. XTC is the one sampler of llama.cpp that draws while it transforms, so
-its coin is taken from the same noise and the sampler is applied for certain or not at all.
+A llama.cpp sampler chain is used as a *transform*: it masks, truncates, penalises and scales, and returns
+the remaining candidates. It never draws; :class:`~llamabranch.sampling.distribution.Distribution` does,
+with counter-based noise. XTC is the only sampler of llama.cpp that draws while it transforms; so the same
+noise decides whether XTC applies, and then it is applied with probability 1 or not at all.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ __all__ = ["Sampler"]
 LogitsArray = npt.NDArray[np.float32]
 
 _FLOAT_MAX = float(np.finfo(np.float32).max)
-_SAFE = 1e37  # what is below stays in range when a little is added
-_LOGIT = 1e6  # no model's logits are larger
+_SAFE = 1e37  # below it, small additions cannot leave the range of a 32-bit float
+_LOGIT = 1e6  # an upper bound of the logits of a model
 _LEAST = 5e-324
 _LEAST_NORMAL = 1e-300
 
 
 class Sampler:
-    """Turns a row of logits into the distribution to draw from, and remembers what was drawn.
+    """Turns a row of logits into the distribution of the next token; keeps the state of the samplers.
 
-    Memory: penalties and DRY keep the tokens they look at, a grammar keeps where it stands; without
-    them the sampler has no state and ``clone`` returns the sampler itself.
+    State: penalties and DRY keep the last tokens, a grammar keeps its position; without these the sampler
+    has no state, and ``clone`` returns the sampler itself.
     """
 
     def __init__(
@@ -54,32 +54,38 @@ class Sampler:
         bad = [token for token in params.logit_bias if not 0 <= token < model.n_vocab]
         if bad:
             raise ConfigError(
-                f"logit_bias names token {shown(bad[0])}, the last one is {model.n_vocab - 1}"
+                f"logit_bias contains token {shown(bad[0])}; the vocabulary ends at {model.n_vocab - 1}"
             )
         self.model = model
         self.params = params
         self.grammar = grammar
         self._greedy = params.temperature == 0.0
         self._history = self._build_history()
-        self._cut = self._build_truncation()
+        self._truncation = self._build_truncation()
         self._xtc = self._build_xtc()
-        self._heat = self._build_temperature()
+        self._temperature_step = self._build_temperature()
         self._grammar_state = self._build_grammar()
         self._grammar_done = False
         self._buffer = CandidateBuffer(model.n_vocab)
         self._bias = self._build_bias()
-        # Where top-k comes first the others need not be looked at: only its candidates go to llama.cpp.
+        # If top-k is the first step, only the k largest logits need to go to llama.cpp.
         no_mask = self._history is None and self._grammar_state is None
-        cuts_first = no_mask and self._cut is not None and params.top_n_sigma <= 0
-        self._watches_heat = self._may_spoil_heat()
+        truncates_first = no_mask and self._truncation is not None and params.top_n_sigma <= 0
+        self._checks_temperature = self._temperature_may_fail()
         self._overflows = self._may_overflow()
-        self._first_k = params.top_k if cuts_first and params.top_k < model.n_vocab else 0
-        self._plain_argmax = self._greedy and all(
-            stage is None
-            for stage in (self._history, self._cut, self._xtc, self._grammar_state, self._bias)
+        self._first_k = params.top_k if truncates_first and params.top_k < model.n_vocab else 0
+        self._is_argmax = self._greedy and all(
+            step is None
+            for step in (
+                self._history,
+                self._truncation,
+                self._xtc,
+                self._grammar_state,
+                self._bias,
+            )
         )
 
-    # -- the stages, in llama.cpp's order; None = nothing to do --------------------------------------
+    # -- the steps, in llama.cpp's order; None = nothing to do ---------------------------------------
 
     def _build_bias(self) -> tuple[npt.NDArray[np.int64], LogitsArray] | None:
         bias = self.params.logit_bias
@@ -96,7 +102,7 @@ class Sampler:
         for text in self.grammar.token_texts:
             if len(self.model.handle.tokenize(text.encode(), False, True)) != 1:
                 raise GrammarError(
-                    f"the grammar names {text!r}, which is no token of this vocabulary"
+                    f"the grammar refers to {text!r}, which is not one token of this vocabulary"
                 )
         return GrammarHandle(self.model.handle, self.grammar.gbnf)
 
@@ -104,7 +110,8 @@ class Sampler:
         p = self.params
         if not p.uses_history:
             return None
-        # "The whole context" is more than any branch holds; llama.cpp keeps what has come so far.
+        # -1 = the whole context: more tokens than any branch holds; llama.cpp stores only those there
+        # are.
         whole = max(self.model.n_ctx_train, 1 << 16)
         chain = SamplerHandle.chain(self.model.handle)
         if p.penalises:
@@ -124,7 +131,7 @@ class Sampler:
     def _build_truncation(self) -> SamplerHandle | None:
         p = self.params
         chain = SamplerHandle.chain(self.model.handle)
-        # At temperature 0 only typical-p can change which token is the most probable one left.
+        # At temperature 0 only typical-p and XTC can remove the most probable token.
         needed = not self._greedy or p.typical_p < 1.0 or p.xtc_probability > 0
         if needed:
             if p.top_n_sigma > 0:
@@ -132,7 +139,7 @@ class Sampler:
             if 0 < p.top_k < self.model.n_vocab:
                 chain.add("top_k", p.top_k)
             if p.typical_p < 1.0:
-                # It takes the logarithm of every probability: one that is 0 would make all NaN.
+                # typical-p takes the logarithm of every probability: a 0 would make all of them NaN.
                 chain.add("min_p", 1e-30, 1)
                 chain.add("typical", p.typical_p, p.min_keep)
             if p.top_p < 1.0:
@@ -153,62 +160,64 @@ class Sampler:
         p = self.params
         if self._greedy or (p.temperature == 1.0 and p.dynatemp_range == 0.0):
             return None
-        # Nothing in between: one call less.
-        joins = self._cut is not None and self._xtc is None and not self._may_spoil_heat()
-        chain = self._cut if joins and self._cut else SamplerHandle.chain(self.model.handle)
+        # If nothing comes in between, the temperature is a part of the truncation chain: one call less.
+        joins = (
+            self._truncation is not None and self._xtc is None and not self._temperature_may_fail()
+        )
+        chain = (
+            self._truncation
+            if joins and self._truncation
+            else SamplerHandle.chain(self.model.handle)
+        )
         chain.add("temp_ext", p.temperature, p.dynatemp_range, p.dynatemp_exponent)
         return None if joins else chain
 
-    def _reach(self) -> float:
-        """Return a bound on how large a logit can become before the temperature divides it."""
+    def _logit_bound(self) -> float:
+        """Return an upper bound of the logits before the temperature divides them."""
         bias = (abs(value) for value in self.params.logit_bias.values() if value > -math.inf)
-        reach = _LOGIT + max(bias, default=0.0)
+        bound = _LOGIT + max(bias, default=0.0)
         repeat = self.params.repeat_penalty if self.params.penalises else 1.0
-        return reach * max(repeat, 1.0 / max(repeat, _LEAST_NORMAL))
+        return bound * max(repeat, 1.0 / max(repeat, _LEAST_NORMAL))
 
     def _may_overflow(self) -> bool:
-        """Return True if penalties could leave the range of a 32-bit float."""
+        """Return True if penalties could push a logit out of the range of a 32-bit float."""
         p = self.params
-        return p.uses_history and (self._reach() > _SAFE or p.dry_multiplier > 1.0)
+        return p.uses_history and (self._logit_bound() > _SAFE or p.dry_multiplier > 1.0)
 
-    def _may_spoil_heat(self) -> bool:
-        """Return True if masked tokens or a division that overflows could spoil the temperature."""
+    def _temperature_may_fail(self) -> bool:
+        """Return True if masked tokens or an overflow could make the temperature step fail."""
         p = self.params
-        reach = self._reach() / p.temperature if p.temperature > 0.0 else 0.0
-        return p.dynatemp_range > 0.0 or p.dry_multiplier > 0.0 or reach > _SAFE
+        bound = self._logit_bound() / p.temperature if p.temperature > 0.0 else 0.0
+        return p.dynatemp_range > 0.0 or p.dry_multiplier > 0.0 or bound > _SAFE
 
     # -- use ---------------------------------------------------------------------------------------
 
     @property
     def is_stateless(self) -> bool:
-        """True if what was accepted does not change what comes next."""
+        """True if accepted tokens do not change later distributions."""
         return self._history is None and self._grammar_state is None
 
     @property
-    def is_greedy(self) -> bool:
-        """True at temperature 0: the distribution is a point."""
-        return self._greedy
-
-    @property
     def is_argmax(self) -> bool:
-        """True if the draw is the largest logit, whatever came before."""
-        return self._plain_argmax
+        """True if the result is always the largest logit, whatever tokens came before."""
+        return self._is_argmax
 
     def distribution(self, logits: LogitsArray, position: int = 0, seed: int = 0) -> Distribution:
-        """Return what is drawn from, given the model's ``logits`` (V,); changes nothing.
+        """Return the distribution of the next token for ``logits`` (V,); the state does not change.
 
-        ``position`` is that of the token to be drawn; only XTC's coin depends on it and on ``seed``.
+        ``position`` is that of the next token. Only XTC uses it and ``seed``, to decide whether it
+        applies.
 
         Raises:
-            GrammarError: the grammar is complete or leaves no token.
-            ConfigError: the logits are NaN, or no token is left.
+            GrammarError: the grammar is complete, or allows no token.
+            ConfigError: the logits contain NaN, or no token is left.
         """
         if logits.shape != (self.model.n_vocab,):
             raise ConfigError(f"logits must have shape ({self.model.n_vocab},), not {logits.shape}")
-        if self._plain_argmax:
+        if self._is_argmax:
             token = int(logits.argmax())
             if logits[token] != logits[token]:
-                raise ConfigError("no token can be drawn: the logits are not numbers")
+                raise ConfigError("no token can be drawn: the logits contain NaN")
             return Distribution.point(token)
         if self._bias is not None:
             tokens, values = self._bias
@@ -222,29 +231,29 @@ class Sampler:
         if self._history is not None:
             self._history.apply(buffer)
             if self._overflows:
-                self._restrain(logits)
-        if self._cut is not None:
-            self._cut.apply(buffer)
+                self._limit_penalised(logits)
+        if self._truncation is not None:
+            self._truncation.apply(buffer)
         if self._xtc is not None and self._xtc_applies(position, seed):
             self._drop_masked()
             self._xtc.apply(buffer)
-        if self._heat is not None:
-            if self._watches_heat:
-                return self._heated(self._heat)
-            self._heat.apply(buffer)
+        if self._temperature_step is not None:
+            if self._checks_temperature:
+                return self._apply_temperature(self._temperature_step)
+            self._temperature_step.apply(buffer)
         ids, left = buffer.read()
         if self._greedy:
             best = left.max() if len(left) else math.nan
             if not math.isfinite(best):
-                raise ConfigError("no token is left to draw: every logit is masked or not a number")
+                raise ConfigError("no token is left to draw: every logit is masked or NaN")
             return Distribution.point(int(ids[left == best].min()))
         return Distribution.from_logits(left, ids)
 
     def _apply_grammar(self, state: GrammarHandle) -> None:
         if self._grammar_done:
-            raise GrammarError("the grammar is complete: nothing can follow")
+            raise GrammarError("the grammar is complete: no token can follow")
         state.apply(self._buffer)
-        # Top-p and its like must never see an array without a candidate: drop what is masked here.
+        # Truncation must not get an array without candidates: remove the masked tokens here.
         ids, left = self._buffer.read()
         keep = left > -np.inf
         if not keep.any():
@@ -252,32 +261,33 @@ class Sampler:
         self._buffer.fill(left[keep], ids[keep])
 
     def _drop_masked(self) -> None:
-        """Take masked tokens out: XTC and dynamic temperature count them as candidates."""
+        """Remove masked tokens: XTC and dynamic temperature would count them as candidates."""
         ids, left = self._buffer.read()
         masked = left == -np.inf
         if masked.any() and not masked.all():
             self._buffer.fill(left[~masked], ids[~masked])
 
-    def _restrain(self, logits: LogitsArray) -> None:
-        """Bring logits back that penalties have carried out of the range of a 32-bit float."""
+    def _limit_penalised(self, logits: LogitsArray) -> None:
+        """Replace logits that penalties have pushed out of the range of a 32-bit float."""
         ids, left = self._buffer.read()
         over = left == np.inf
         if over.any():
-            # Divided by next to nothing they are infinitely far above the others, and in proportion.
+            # Divided by a tiny repeat penalty: far above all others, but still in proportion to each
+            # other.
             before = logits[ids[over]].astype(np.float64)
             left[over] = _FLOAT_MAX * (before / before.max())
         elif (left == -np.inf).all():
-            allowed = logits[ids] > -np.inf  # all were penalised beyond measure: alike, then
+            allowed = logits[ids] > -np.inf  # all overflowed to -inf: treat them as equal
             left[allowed] = -_FLOAT_MAX
         else:
             return
         self._buffer.fill(left, ids)
 
-    def _heated(self, heat: SamplerHandle) -> Distribution:
-        """Apply the temperature, in 64 bits where 32 cannot hold what comes out."""
+    def _apply_temperature(self, step: SamplerHandle) -> Distribution:
+        """Apply the temperature; with 64-bit floats where 32 bits overflow."""
         self._drop_masked()
         ids, before = self._buffer.read()
-        heat.apply(self._buffer)
+        step.apply(self._buffer)
         found, left = self._buffer.read()
         if not len(left) or math.isfinite(left.max()) or not math.isfinite(before.max()):
             return Distribution.from_logits(left, found)
@@ -286,7 +296,7 @@ class Sampler:
             return Distribution.from_logits(x / self._temperature(x), ids)
 
     def _temperature(self, x: npt.NDArray[np.float64]) -> float:
-        """Return the temperature for logits whose largest is 0, as llama.cpp's temp_ext finds it."""
+        """Return the temperature for logits whose maximum is 0, as llama.cpp's temp_ext computes it."""
         p = self.params
         if p.dynatemp_range == 0.0 or len(x) < 2:
             return p.temperature
@@ -297,13 +307,13 @@ class Sampler:
         low = max(0.0, p.temperature - p.dynatemp_range)
         high = p.temperature + p.dynatemp_range
         found: float = low + (high - low) * min(1.0, max(0.0, entropy)) ** p.dynatemp_exponent
-        return max(found, _LEAST)  # 0 takes the most probable token
+        return max(found, _LEAST)  # 0 would be greedy
 
     def _xtc_applies(self, position: int, seed: int) -> bool:
         return uniform(seed, position, MIXTURE) < self.params.xtc_probability
 
     def allows(self, token: SupportsIndex) -> bool:
-        """Return True unless the grammar forbids ``token`` here."""
+        """Return True unless the grammar forbids ``token`` at this position."""
         token = self.model.token_id(token)
         if self._grammar_state is None:
             return True
@@ -312,10 +322,10 @@ class Sampler:
         return self._grammar_state.allows(token, self._buffer)
 
     def accept(self, token: SupportsIndex) -> None:
-        """Remember a token that was generated.
+        """Update the state with a generated token.
 
         Raises:
-            GrammarError: the grammar forbids it; nothing has changed.
+            GrammarError: the grammar forbids it; the state is unchanged.
         """
         token = self.model.token_id(token)
         if self._grammar_state is not None:
@@ -349,7 +359,7 @@ class Sampler:
                 self._history.accept(token)
 
     def clone(self) -> Sampler:
-        """Return a sampler in the same state that goes its own way."""
+        """Return an independent copy with the same state."""
         if self.is_stateless:
             return self
         twin = object.__new__(Sampler)
@@ -359,11 +369,11 @@ class Sampler:
         return twin
 
     def fresh(self, params: SamplingParams | None = None) -> Sampler:
-        """Return a sampler without memory, with these or other settings."""
+        """Return a sampler in its initial state, with these or other settings."""
         return Sampler(self.model, params or self.params, self.grammar)
 
     def replay(self, prompt: Sequence[int], generated: Sequence[int]) -> Sampler:
-        """Return a sampler that has seen exactly these tokens."""
+        """Return a sampler whose state is that after exactly these tokens."""
         if self.is_stateless:
             return self
         sampler = self.fresh()

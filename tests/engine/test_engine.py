@@ -477,7 +477,7 @@ def test_empty_prompt_without_a_beginning_token_is_that_requests_error(tmp_path:
     path = toys.write_llama(tmp_path / "toy.gguf", vocab=toys.Vocabulary(tokens), metadata=metadata)
     with lb.Model(path) as model, Context(model, n_ctx=256, n_threads=1) as ctx:
         assert model.bos is model.eos is None
-        with pytest.raises(ConfigError, match="no beginning token"):
+        with pytest.raises(ConfigError, match="no BOS token"):
             Branch.start(ctx, "")
         results = Engine(ctx).generate([Request([]), Request([5], max_tokens=3)])
         assert isinstance(results[0].error, ConfigError)

@@ -1,4 +1,4 @@
-"""Names to files: models.txt, the caches, the bundled pair, and `load`."""
+"""From names to files: models.txt, the caches, the bundled pair, and `load`."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def test_parse_skips_comments_and_blank_lines() -> None:
         ("qwen3-4b | target | Qwen/Qwen3-4B-GGUF", "3 fields instead of 6"),
         (LINE + " | more", "7 fields instead of 6"),
         (LINE.replace("Apache-2.0", ""), "the licence is empty"),
-        (LINE.replace("qwen3-4b", "qwen 3"), "no spaces or slashes"),
+        (LINE.replace("qwen3-4b", "qwen 3"), "contains a space or a slash"),
         (LINE.replace("| target |", "| teacher |"), "'teacher', not target or draft"),
-        (LINE.replace("Qwen/Qwen3-4B-GGUF", "Qwen3"), "not owner/name"),
+        (LINE.replace("Qwen/Qwen3-4B-GGUF", "Qwen3"), "neither owner/name"),
         (LINE.replace("_M.gguf", "_M.bin"), "not the name of a .gguf file"),
         (LINE.replace("2.50 GB", "big"), "the size 'big'"),
     ],
@@ -82,7 +82,7 @@ def test_parse_refuses_a_bad_line_by_its_number(line: str, complaint: str) -> No
 
 
 def test_parse_refuses_a_name_twice() -> None:
-    with pytest.raises(lb.ConfigError, match="line 2: 'qwen3-4b' is there twice"):
+    with pytest.raises(lb.ConfigError, match="line 2: duplicate name 'qwen3-4b'"):
         hub.parse_catalogue(f"{LINE}\n{LINE}\n")
 
 
@@ -110,7 +110,7 @@ def test_resolve_takes_a_path(tmp_path: Path) -> None:
     assert hub.resolve(str(path)) == path
 
 
-def test_resolve_says_that_a_file_is_missing(tmp_path: Path) -> None:
+def test_resolve_reports_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(lb.ConfigError, match="there is no file"):
         hub.resolve(tmp_path / "absent.gguf")
 
@@ -200,7 +200,7 @@ def test_load_refuses_an_unknown_option() -> None:
     assert caught.value.hint == "did you mean n_ctx?"
 
 
-def test_load_closes_the_model_when_the_context_does_not_open() -> None:
+def test_load_closes_the_model_when_the_context_cannot_be_created() -> None:
     with pytest.raises(lb.ConfigError):
         lb.load(hub.BUNDLED_DRAFT, n_ctx=-5)
 

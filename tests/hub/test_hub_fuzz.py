@@ -1,4 +1,4 @@
-"""The reader of ``models.txt`` takes any text: a list that keeps its rules, or a ConfigError."""
+"""Any text as ``models.txt`` gives a valid catalogue or a ConfigError."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LINES = st.lists(st.sampled_from(FIELDS) | st.text(max_size=8), min_size=4, max_
 
 @st.composite
 def mutated(draw: st.DrawFn) -> str:
-    """The real file after some cuts, doublings, moves and foreign characters."""
+    """The real file with parts removed, repeated or moved, and with other characters."""
     text = REAL
     for _ in range(draw(st.integers(1, 4))):
         at, length = draw(st.integers(0, len(text))), draw(st.integers(0, 40))
@@ -40,7 +40,7 @@ def mutated(draw: st.DrawFn) -> str:
 
 
 def check(text: str) -> bool:
-    """Read ``text``; return False if it was refused."""
+    """Parse ``text``; return False if it was rejected."""
     try:
         entries = hub.parse_catalogue(text, "some file")
     except lb.ConfigError as error:

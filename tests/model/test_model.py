@@ -1,4 +1,4 @@
-"""A model states its facts, turns text into tokens and back, and knows who speaks its tokens."""
+"""The properties of a model, its tokenizer, and the comparison of vocabularies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TEXTS = [
 # -- facts ---------------------------------------------------------------------------------------
 
 
-def test_bundled_pair_states_what_it_is(target: lb.Model, draft: lb.Model) -> None:
+def test_properties_of_the_bundled_pair(target: lb.Model, draft: lb.Model) -> None:
     for model in (target, draft):
         assert model.architecture == "llama"
         assert model.file_type == "Q8_0"
@@ -58,7 +58,7 @@ def test_bundled_pair_states_what_it_is(target: lb.Model, draft: lb.Model) -> No
     assert (draft.n_layer, draft.n_embd) == (2, 128)
 
 
-def test_end_tokens_end_and_others_do_not(target: lb.Model) -> None:
+def test_end_tokens_are_eog_and_others_are_not(target: lb.Model) -> None:
     assert target.eos in target.end_tokens
     assert all(target.is_eog(token) for token in target.end_tokens)
     assert not target.is_eog(target.tokenize("a", add_special=False)[0])
@@ -114,25 +114,25 @@ def test_files_that_are_no_models_are_refused(tmp_path: Path) -> None:
 
 def test_extra_buffers_change_no_text(target: lb.Model) -> None:
     # Never laid out for AMX by default: code that reads them was seen to end the process.
-    def said(model: lb.Model) -> str:
+    def text_of(model: lb.Model) -> str:
         with lb.Context(model, n_ctx=256) as ctx:
             branch = lb.Branch.start(ctx, "The king", temperature=0)
             return "".join(t.text for t in branch.generate(20))
 
     with lb.Model(target.path, extra_buffers=False) as plain:
-        assert said(plain) == said(target)
+        assert text_of(plain) == text_of(target)
     with pytest.raises(ConfigError, match="extra_buffers"):
         lb.Model(target.path, extra_buffers="yes")
 
 
-def test_vocabulary_alone_opens_no_context(target: lb.Model) -> None:
+def test_context_for_a_vocabulary_without_weights_is_refused(target: lb.Model) -> None:
     with lb.Model(target.path, vocab_only=True) as model:
         assert model.tokenize("a tale") == target.tokenize("a tale")
         with pytest.raises(UnsupportedError, match="vocabulary"):
             lb.Context(model)
 
 
-def test_embedding_model_opens_no_context(tmp_path: Path) -> None:
+def test_context_for_an_embedding_model_is_refused(tmp_path: Path) -> None:
     with lb.Model(toys.write_toy(tmp_path / "toy.gguf", "bert")) as model:
         assert not model.can_generate
         assert model.memory_type == "none"
@@ -155,7 +155,7 @@ def test_memory_type_is_known(architecture: str, memory: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_text_comes_back(text: str, target: lb.Model, toy: lb.Model) -> None:
+def test_text_survives_tokenizing(text: str, target: lb.Model, toy: lb.Model) -> None:
     for model in (target, toy):
         tokens = model.tokenize(text, add_special=False)
         assert model.detokenize(tokens) == text
@@ -163,7 +163,7 @@ def test_text_comes_back(text: str, target: lb.Model, toy: lb.Model) -> None:
 
 @settings(derandomize=True, max_examples=150, deadline=None)
 @given(text=st.text(max_size=40))
-def test_any_text_comes_back(target: lb.Model, text: str) -> None:
+def test_any_text_survives_tokenizing(target: lb.Model, text: str) -> None:
     tokens = target.tokenize(text, add_special=False)
     assert target.detokenize(tokens) == text
     assert b"".join(map(target.piece, tokens)).decode() == text
@@ -198,7 +198,7 @@ def _byte_token(model: lb.Model, byte: int) -> int:
     return next(t for t in range(model.n_vocab) if model.piece(t) == bytes([byte]))
 
 
-def test_special_tokens_are_read_only_when_asked_for(target: lb.Model) -> None:
+def test_special_tokens_are_parsed_only_with_parse_special(target: lb.Model) -> None:
     assert target.eos is not None
     spelled = target.detokenize([target.eos], special=True)
     assert target.tokenize(spelled, add_special=False, parse_special=True) == [target.eos]
@@ -207,7 +207,7 @@ def test_special_tokens_are_read_only_when_asked_for(target: lb.Model) -> None:
     assert target.piece(target.eos) == b""
 
 
-def test_beginning_token_is_added_where_the_model_wants_it(toy: lb.Model) -> None:
+def test_bos_is_added_if_the_model_uses_it(toy: lb.Model) -> None:
     assert toy.tokenize("a")[0] == toy.bos
     assert toy.tokenize("a")[1:] == toy.tokenize("a", add_special=False)
 
@@ -226,7 +226,7 @@ def test_piece_outside_the_vocabulary_is_refused(token: object, target: lb.Model
         target.piece(token)  # type: ignore[arg-type]
 
 
-def test_text_that_is_no_text_is_refused(target: lb.Model) -> None:
+def test_tokenize_refuses_what_is_not_text(target: lb.Model) -> None:
     with pytest.raises(TokenizeError, match="str"):
         target.tokenize(b"bytes")  # type: ignore[arg-type]
     with pytest.raises(TokenizeError, match="Unicode"):
@@ -242,8 +242,8 @@ def test_model_without_text_takes_ids(tmp_path: Path) -> None:
         with pytest.raises(TokenizeError, match="no vocabulary"):
             model.detokenize([1])
         branch = lb.Branch.start(context, [1, 2, 3], temperature=1.0, seed=1)
-        said = [t.token for t in branch.generate(10)]
-        assert len(said) == 10
+        tokens = [t.token for t in branch.generate(10)]
+        assert len(tokens) == 10
         assert branch.text == ""
 
 
@@ -265,7 +265,7 @@ def test_chat_template_is_applied(tmp_path: Path, target: lb.Model) -> None:
 # -- pairs ---------------------------------------------------------------------------------------
 
 
-def test_bundled_pair_speaks_the_same_tokens(target: lb.Model, draft: lb.Model) -> None:
+def test_bundled_pair_has_the_same_vocabulary(target: lb.Model, draft: lb.Model) -> None:
     report = target.compatibility(draft)
     assert report
     assert report.n_different == 0
@@ -307,7 +307,7 @@ def test_loading_prints_nothing(target: lb.Model) -> None:
     assert run.stdout == run.stderr == b""
 
 
-def test_contexts_of_one_model_do_not_meet(target: lb.Model) -> None:
+def test_contexts_of_one_model_are_independent(target: lb.Model) -> None:
     with (
         lb.Context(target, n_ctx=256, n_threads=1) as one,
         lb.Context(target, n_ctx=256, n_threads=1) as two,

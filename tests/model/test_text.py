@@ -1,4 +1,4 @@
-"""Stop strings are found in any stream, however it is cut."""
+"""Stop strings are found in a stream of text, however it is split."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_nothing_follows_a_stop_string() -> None:
     stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
     cuts=st.lists(st.integers(0, 12), max_size=6),
 )
-def test_what_is_shown_does_not_depend_on_the_cuts(
+def test_emitted_text_does_not_depend_on_how_the_stream_is_split(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
     ends = [*sorted(min(c, len(text)) for c in cuts), len(text)]
@@ -85,7 +85,7 @@ def test_bad_stop_strings_are_refused(bad: object) -> None:
         StopStrings(bad)  # type: ignore[arg-type]
 
 
-def test_text_leaves_the_stop_string_out_and_tokens_hold_it(
+def test_text_is_without_the_stop_string_and_tokens_include_it(
     ctx: lb.Context, draft_ctx: lb.Context
 ) -> None:
     prompt, params = "Once upon a time", lb.SamplingParams(temperature=0.8, seed=4)
@@ -98,9 +98,9 @@ def test_text_leaves_the_stop_string_out_and_tokens_hold_it(
         found[name] = text, list(tokens), reason
 
     branch = lb.Branch.start(ctx, prompt, sampling=params)
-    said = list(branch.generate(40, [stop]))
-    text = "".join(token.text for token in said)
-    note("branch", text, [token.token for token in said], branch.finish_reason)
+    produced = list(branch.generate(40, [stop]))
+    text = "".join(token.text for token in produced)
+    note("branch", text, [token.token for token in produced], branch.finish_reason)
     assert branch.generated == found["branch"][1]
     assert branch.text.startswith(prompt + text + stop)
     for name, drafter in (("plain", None), ("drafted", lb.ModelDrafter(draft_ctx))):

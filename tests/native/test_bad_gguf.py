@@ -1,12 +1,13 @@
-"""Whatever is in a GGUF file: a typed error with the reason, or a model that runs; never a dead process.
+"""A GGUF file of any content gives a typed error with the reason, or a model that runs; never a crash.
 
-The trials run in a process of their own (this file, as a program), so that one that dies is seen as a
-failure of the test. ``tests/crash`` holds the single files that are known to end a process unchecked.
+The trials run in a process of their own (this file, as a program), so that a crash fails the test.
+``tests/crash`` has the single files that are known to crash a process that does not check them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -23,7 +24,7 @@ import toys
 import llamabranch as lb
 from llamabranch.errors import LlamaBranchError, ModelLoadError, UnsupportedError
 
-TRIAL_SECONDS = 20  # a runaway is a failure too
+TRIAL_SECONDS = 20  # an endless loop is a failure, too
 MEMORY_BYTES = 4 << 30
 RAN = "ran"
 TARGET = lb.resolve("tale-target")
@@ -81,7 +82,9 @@ def program() -> None:
 
 
 def outcomes(base: Path, trials: list[Trial]) -> list[str]:
-    """Return how each trial ended; fail with the trials that ended their process."""
+    """Return the outcome of each trial; fail with the trials that crashed their process."""
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]  # for ``toys``
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     found: list[str] = []
     dead: list[str] = []
     while len(found) < len(trials):
@@ -90,12 +93,13 @@ def outcomes(base: Path, trials: list[Trial]) -> list[str]:
             input=json.dumps([str(base), trials[len(found) :]]),
             capture_output=True,
             text=True,
+            env=environment,
             errors="replace",
             check=False,
         )
         found += [json.loads(line) for line in done.stdout.splitlines()]
         if len(found) < len(trials):
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1][-200:]
+            last = (done.stderr.strip().splitlines() or ["no output"])[-1][-200:]
             dead.append(f"{trials[len(found)]} ended with {done.returncode}: {last}")
             found.append("dead")
     if dead:
@@ -105,7 +109,7 @@ def outcomes(base: Path, trials: list[Trial]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def header_bytes() -> int:
-    """How long the header of the bundled target is."""
+    """The length of the bundled target's header."""
     return int(gguf.GGUFReader(TARGET).data_offset)
 
 
@@ -114,13 +118,13 @@ def test_file_cut_anywhere_is_refused_with_the_reason(header_bytes: int) -> None
     size = TARGET.stat().st_size
     in_header = [0, 1, 4, 23, *range(4096, header_bytes, 4096)]
     in_data = [header_bytes, header_bytes + 1, size // 3, size // 2, size - 4096, size - 1]
-    said = outcomes(TARGET, [["cut", end] for end in in_header + in_data])
-    assert said[0].endswith("the file is empty")
-    for text in said[1 : len(in_header)]:
+    found = outcomes(TARGET, [["cut", end] for end in in_header + in_data])
+    assert found[0].endswith("the file is empty")
+    for text in found[1 : len(in_header)]:
         assert text.startswith("ModelLoadError: cannot load ")
-        assert "in the middle of its header" in text or "not a GGUF" in text or "claims" in text
-    for text in said[len(in_header) :]:
-        assert "the file is cut off: its last" in text, text
+        assert "in the middle of its header" in text or "not a GGUF" in text or "announces" in text
+    for text in found[len(in_header) :]:
+        assert "the file is truncated: its last" in text, text
 
 
 def test_noise_is_refused() -> None:
@@ -131,7 +135,7 @@ def test_noise_is_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_flipped_bits_in_the_header_kill_no_process(seed: int, header_bytes: int) -> None:
-    """A bit or three; half of them in the first 2 KiB, where the numbers are."""
+    """One or three bits; half of them in the first 2 KiB, where the numbers are."""
     rng = np.random.default_rng(seed)
     trials: list[Trial] = []
     for _ in range(80):
@@ -140,20 +144,20 @@ def test_flipped_bits_in_the_header_kill_no_process(seed: int, header_bytes: int
         for _ in range(int(rng.choice([1, 1, 3]))):
             trial += [int(rng.integers(end)), int(rng.integers(8))]
         trials.append(trial)
-    said = outcomes(TARGET, trials)
-    assert 5 < said.count(RAN) < 75  # a letter of a token does no harm, a size does
-    assert all(text == RAN or text.split(":")[0].endswith("Error") for text in said)
+    found = outcomes(TARGET, trials)
+    assert 5 < found.count(RAN) < 75  # in the text of a token it is harmless, in a size it is not
+    assert all(text == RAN or text.split(":")[0].endswith("Error") for text in found)
 
 
 def test_flipped_bits_in_the_list_of_tensors_kill_no_process(header_bytes: int) -> None:
-    """Names, shapes, types and offsets stand at the end of the header."""
+    """Names, shapes, types and offsets are at the end of the header."""
     rng = np.random.default_rng(9)
     trials: list[Trial] = [
         ["flip", int(rng.integers(header_bytes - 4096, header_bytes)), int(rng.integers(8))]
         for _ in range(80)
     ]
-    said = outcomes(TARGET, trials)
-    assert sum(text.startswith("ModelLoadError") for text in said) > 20
+    found = outcomes(TARGET, trials)
+    assert sum(text.startswith("ModelLoadError") for text in found) > 20
 
 
 def test_vocabulary_without_weights_is_refused(tmp_path: Path) -> None:
@@ -186,7 +190,7 @@ def test_file_that_llama_cpp_would_abort_on_is_refused_before(
 
 
 def test_model_without_an_end_token_says_as_much_as_it_may(tmp_path: Path) -> None:
-    """Nothing but ``max_tokens`` ends its texts. (From 12 tokens on llama.cpp takes number 11.)"""
+    """Only ``max_tokens`` ends its texts. (With 12 tokens or more llama.cpp would use id 11 as EOS.)"""
     tokens = tuple("@ABCDEFGHIJ")
     metadata: dict[str, toys.Value | None] = {
         "tokenizer.ggml.eos_token_id": None,

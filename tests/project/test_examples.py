@@ -17,7 +17,7 @@ NAMES = [path.stem for path in EXAMPLES]
 
 @lru_cache
 def output(name: str) -> str:
-    """Run an example as a user would, and return what it prints; it must not complain."""
+    """Run an example as a user would, and return its output; standard error must be empty."""
     (path,) = (path for path in EXAMPLES if path.stem == name)
     command = [sys.executable, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
@@ -61,23 +61,23 @@ def test_example_runs_and_prints(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["speculative", "speculative_kv"])
-def test_loop_of_the_seeds_counts_what_it_does(name: str) -> None:
+def test_speculative_loops_count_their_tokens(name: str) -> None:
     assert output(name).startswith("The quick brown fox")
     drafted, accepted = figure(name, "Tokens drafted"), figure(name, "Tokens accepted")
-    iterations, said = figure(name, "Iterations"), figure(name, "Output tokens")
+    iterations, n_tokens = figure(name, "Iterations"), figure(name, "Output tokens")
     assert 0 < accepted <= drafted
     assert figure(name, "Accept rate") == pytest.approx(100 * accepted / drafted, abs=0.06)
-    # Each round says what it accepted and one token of the target's own; the first may add one.
-    assert abs(iterations + accepted - said) <= 5
-    assert iterations < said, "nothing was gained"
+    # Each round yields its accepted tokens and one of the target's own; the first may add one.
+    assert abs(iterations + accepted - n_tokens) <= 5
+    assert iterations < n_tokens, "no decode was saved"
 
 
 def test_fork_copies_no_cells() -> None:
-    said = output("fork")
-    assert re.search(r"3 forks of \d+ tokens: 0 new cells", said)
-    assert said.count("perplexity") == 3
+    shown = output("fork")
+    assert re.search(r"3 forks of \d+ tokens: 0 new cells", shown)
+    assert shown.count("perplexity") == 3
     assert re.search(
-        r"sequences: \{\d+: \d+\}$", said, re.MULTILINE
+        r"sequences: \{\d+: \d+\}$", shown, re.MULTILINE
     )  # the best one took the parent's place
 
 
@@ -87,17 +87,17 @@ def test_entropy_shows_surprisal_and_alternatives() -> None:
     assert all(0 <= float(entropy) <= 12 and rest.count("%") == 3 for entropy, _, rest in rows)
 
 
-def test_grammar_answers_in_the_form_that_was_asked_for() -> None:
-    said = output("grammar")
-    assert len(re.findall(r"^- the [a-z]{3,7} [a-z]{3,7}$", said, re.MULTILINE)) == 3
-    found = re.search(r"^parsed: (.+)$", said, re.MULTILINE)
+def test_grammar_example_follows_its_grammar_and_schema() -> None:
+    shown = output("grammar")
+    assert len(re.findall(r"^- the [a-z]{3,7} [a-z]{3,7}$", shown, re.MULTILINE)) == 3
+    found = re.search(r"^parsed: (.+)$", shown, re.MULTILINE)
     assert found
     record = ast.literal_eval(found[1])
     assert set(record) == {"name", "age", "kind"}
     assert record["kind"] in ("king", "fairy", "wolf")
 
 
-def test_baseline_and_speculative_lab_say_the_same_text() -> None:
+def test_baseline_and_speculative_example_generate_the_same_text() -> None:
     baseline, speculative = output("baseline_autoregressive"), output("optimized_speculative")
     text = baseline.split("\n====")[0]
     assert text.startswith("Once upon a time")
@@ -113,15 +113,15 @@ def test_baseline_decodes_once_a_token() -> None:
     assert figure(name, "Time a token") == pytest.approx(1e3 / speed, abs=0.001)
 
 
-def test_speculative_lab_measures_what_it_reports() -> None:
+def test_speculative_example_measures_what_it_reports() -> None:
     name = "optimized_speculative"
     drafted, accepted = figure(name, "Tokens drafted"), figure(name, "Tokens accepted")
-    rounds, said = figure(name, "Iterations"), figure(name, "Output tokens")
-    assert said == 128
+    rounds, n_tokens = figure(name, "Iterations"), figure(name, "Output tokens")
+    assert n_tokens == 128
     assert 0 < accepted < drafted <= 4 * rounds
     assert figure(name, "Accept rate") == pytest.approx(100 * accepted / drafted, abs=0.06)
     assert figure(name, "Tokens a round") == pytest.approx(1 + accepted / rounds, abs=0.006)
-    assert figure(name, "Target decodes") < said
+    assert figure(name, "Target decodes") < n_tokens
     found = re.search(r"by position in the draft: ([\d., ]+)\n", output(name))
     assert found
     assert len(found[1].split(", ")) == 4
@@ -132,37 +132,37 @@ def test_speculative_lab_measures_what_it_reports() -> None:
     assert re.search(r"c = \d+\.\d\d target steps, verifying a draft v = \d+\.\d\d", output(name))
 
 
-def test_session_says_the_same_with_and_without_a_drafter() -> None:
-    said = output("session")
-    assert said.startswith("The old king had three sons.")
-    rows = re.findall(r"^(\w[\w ]+?) +(\d+) +(\d+) +(\d+)/(\d+)  (\w+)$", said, re.MULTILINE)
+def test_session_generates_the_same_with_and_without_a_drafter() -> None:
+    shown = output("session")
+    assert shown.startswith("The old king had three sons.")
+    rows = re.findall(r"^(\w[\w ]+?) +(\d+) +(\d+) +(\d+)/(\d+)  (\w+)$", shown, re.MULTILINE)
     ways = {way: tuple(map(int, counts)) for way, *counts, _ in rows}
     assert list(ways) == ["standard", "speculative", "only the second half"]
     assert ways["standard"][2:] == (0, 0)
     assert ways["speculative"][1] < ways["only the second half"][1] < ways["standard"][1]
     assert len({tokens for tokens, *_ in ways.values()}) == 1
-    assert "the same tokens every time: yes" in said
+    assert "the same tokens every time: yes" in shown
 
 
 def test_lookup_copies_and_saves_decodes() -> None:
-    said = output("lookup")
+    shown = output("lookup")
     pattern = r"^(\w[\w, ]+?) +(\d+) +(\d+) +(\d+) +(\d+) +\d+$"
-    rows = re.findall(pattern, said, re.MULTILINE)
+    rows = re.findall(pattern, shown, re.MULTILINE)
     ways = {way: tuple(map(int, counts)) for way, *counts in rows}
-    assert list(ways) == ["nobody", "lookup", "suffix", "suffix, then model"]
+    assert list(ways) == ["no drafter", "lookup", "suffix", "suffix, then model"]
     decodes = {way: counts[3] for way, counts in ways.items()}
-    assert ways["nobody"][:3] == (0, 0, 0)
+    assert ways["no drafter"][:3] == (0, 0, 0)
     for way in ("lookup", "suffix", "suffix, then model"):
         assert 0 < ways[way][2] <= ways[way][1]
-        assert decodes[way] < decodes["nobody"]
-    assert "the same text every time: yes" in said
+        assert decodes[way] < decodes["no drafter"]
+    assert "the same text every time: yes" in shown
 
 
-def test_batched_engine_says_what_each_prompt_says_alone() -> None:
+def test_batched_engine_generates_what_each_prompt_gets_alone() -> None:
     name = "batched_engine"
-    said = output(name)
-    assert re.findall(r"^\[(\d)\] ", said, re.MULTILINE) == list("012345")
-    assert "Same texts as alone: yes" in said
+    shown = output(name)
+    assert re.findall(r"^\[(\d)\] ", shown, re.MULTILINE) == list("012345")
+    assert "Same texts as alone: yes" in shown
     assert 6 * 20 < figure(name, "Output tokens") <= 6 * 40
     assert figure(name, "Target forward passes") < figure(name, "Output tokens") / 3
     assert figure(name, "Prompt tokens shared") > 10

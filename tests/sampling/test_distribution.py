@@ -1,4 +1,4 @@
-"""Distributions are what mathematics says, and draws are pure functions of (seed, position, id).
+"""Distributions agree with mathematics, and draws are pure functions of (seed, position, id).
 
 Statistical tests use fixed seeds, so they pass or fail for good; the odds they state are those of a
 false failure for somebody who changes the hash. All chi-square limits are at one in a million.
@@ -43,7 +43,7 @@ def chi_square(counts: npt.NDArray[Any], expected: Floats) -> float:
 
 
 def chi_square_limit(degrees: int) -> float:
-    """Return what chi-square exceeds once in a million (Wilson and Hilferty's approximation)."""
+    """Return the value that chi-square exceeds once in a million (Wilson-Hilferty approximation)."""
     spread = 2 / (9 * degrees)
     return degrees * (1 - spread + 4.7534 * math.sqrt(spread)) ** 3
 
@@ -166,7 +166,7 @@ def test_draw_is_gumbel_max() -> None:
 
 
 def test_tokens_too_improbable_for_a_float_are_never_drawn() -> None:
-    """At a temperature near 0 most weights are 0 as floats: no warning (they are errors here)."""
+    """At a temperature near 0 most weights underflow to 0: no NumPy warning (an error in the tests)."""
     choice = Distribution.from_logits(np.array([-1e6, 0.0, -800.0, -3.0], dtype=np.float32))
     drawn = {choice.draw(7, position) for position in range(500)}
     assert drawn == {1, 3}
@@ -283,7 +283,7 @@ def test_without_renormalises() -> None:
 def test_residual_and_overlap_rebuild_the_distribution(
     a: npt.NDArray[np.float32], b: npt.NDArray[np.float32], seed: int
 ) -> None:
-    """min(p, q) + TV * residual = p: what makes speculative sampling exact."""
+    """min(p, q) + TV * residual = p: the identity that makes speculative sampling exact."""
     rng = np.random.default_rng(seed)
     p = Distribution.from_logits(a / 10, rng.permutation(50)[: len(a)].astype(np.int32))
     q = Distribution.from_logits(b / 10, rng.permutation(50)[: len(b)].astype(np.int32))

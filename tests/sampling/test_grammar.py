@@ -18,7 +18,7 @@ from llamabranch.native import GrammarHandle
 
 
 @pytest.mark.parametrize(
-    ("gbnf", "said"),
+    ("gbnf", "reason"),
     [
         ("root", "line 1, column 5: expected '::=', found the end"),
         ("root := [a]", "line 1, column 6: expected '::=', found ':'"),
@@ -37,7 +37,7 @@ from llamabranch.native import GrammarHandle
         ("root ::= [a]{x}", "expected a number"),
         ("root ::= [a]{,3}", "expected a number"),
         ("root ::= [a]{1;2}", "expected ','"),
-        ("root ::= [a]{3,2}", "backwards"),
+        ("root ::= [a]{3,2}", "below its minimum"),
         ("root ::= [a]{2001}", "limit of 2000"),
         ("root ::= ([a]{50} [b]{0,50}){50}", "limit of 2000"),
         ("root ::= " + "(" * 300 + "[a]" + ")" * 300, "nested deeper"),
@@ -50,9 +50,9 @@ from llamabranch.native import GrammarHandle
     ids=lambda s: s[:30],
 )
 def test_reason_is_in_the_error_and_not_on_standard_error(
-    gbnf: str, said: str, toy: lb.Model, capfd: pytest.CaptureFixture[str]
+    gbnf: str, reason: str, toy: lb.Model, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(GrammarError, match=said):
+    with pytest.raises(GrammarError, match=reason):
         Sampler(toy, SamplingParams(), Grammar(gbnf))
     assert capfd.readouterr().err == ""
 
@@ -62,17 +62,17 @@ def test_token_that_the_vocabulary_lacks_is_refused_with_its_name(
 ) -> None:
     grammar = Grammar('root ::= "a" <nothing> !<|bos|>')
     assert grammar.token_texts == ("<nothing>", "<|bos|>")
-    with pytest.raises(GrammarError, match="'<nothing>', which is no token"):
+    with pytest.raises(GrammarError, match="'<nothing>', which is not one token"):
         Sampler(toy, SamplingParams(), grammar)
     Sampler(toy, SamplingParams(), Grammar("root ::= <|bos|> <[7]> !<[8]>"))
     assert capfd.readouterr().err == ""
 
 
 def test_left_recursion_that_llama_cpp_overlooks_is_refused() -> None:
-    """``b`` is empty by way of ``c``: llama.cpp looks one rule deep, and would never return."""
+    """``b`` can be empty through ``c``: llama.cpp looks only one rule deep, and would loop forever."""
     with pytest.raises(GrammarError, match="left recursion"):
         Grammar('root ::= b root "x" | "y"\nb ::= c\nc ::= ""')
-    # Nothing is left behind on the way round: llama.cpp notices, and goes on.
+    # The recursion is at the end of the alternative: llama.cpp detects this case.
     Grammar('root ::= ws* "x"\nws ::= sp\nsp ::= " "?')
 
 
@@ -88,13 +88,15 @@ VALID = [
 
 
 def _agrees(text: str, model: lb.Model) -> bool:
-    """Return whether a grammar is taken, having compared the check with llama.cpp's parser."""
+    """Return True if a grammar is accepted, after comparing the check with llama.cpp's parser."""
     try:
         names = Grammar(text).token_texts
         taken = all(len(model.handle.tokenize(n.encode(), False, True)) == 1 for n in names)
     except GrammarError as error:
         taken = False
-        if any(word in str(error) for word in ("the limit", "backwards", "nested", "left rec")):
+        if any(
+            word in str(error) for word in ("the limit", "below its minimum", "nested", "left rec")
+        ):
             return False  # stricter than the parser, which would hang, overflow or drop the limit
     try:
         GrammarHandle(model.handle, text).close()

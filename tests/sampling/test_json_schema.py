@@ -1,7 +1,7 @@
-"""Text under a JSON schema is JSON and fits the schema; what cannot be kept is refused by name.
+"""Text generated with a JSON schema is valid against it; unsupported keywords raise, by name.
 
-A walk draws from a grammar alone, with random logits that favour what breaks JSON: quotation marks,
-backslashes, control characters, brackets, early ends. A validator written here judges the text.
+Texts are drawn from a grammar with random logits that favour what breaks JSON: quotation marks,
+backslashes, control characters, brackets, early ends. A validator in this file checks them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from llamabranch.errors import GrammarError
 
 N_TEXTS = 40
 _ALL = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-# llama.cpp takes E0 and F0 with a second byte that makes the character overlong: no grammar can say
-# otherwise, and no token of a real vocabulary holds such bytes.
+# llama.cpp accepts E0 and F0 with a second byte that makes the character overlong: no grammar can exclude
+# this, and no token of a real vocabulary contains such bytes.
 _OVERLONG = (0xE0, 0xF0)
 _FAVOURED = [b'"', b"\\", b"\n\t\x00\x1f", b"}]", b",:", b"u0", b"abc", b"\xc3\xa9", b" ", b"1"]
 
@@ -238,7 +238,7 @@ def test_text_is_json_that_fits_the_schema(schema: Any, toy: lb.Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    ("schema", "reason"),
     [
         ({"pattern": "^a|b$"}, "alternative outside of parentheses"),
         ({"pattern": "a+"}, "begin with \\^ and end with \\$"),
@@ -256,9 +256,9 @@ def test_text_is_json_that_fits_the_schema(schema: Any, toy: lb.Model) -> None:
         ({"pattern": "^[]$"}, "empty set"),
         ({"pattern": "^[b-a]$"}, "range"),
         ({"pattern": "^a**$"}, "repetition of a repetition"),
-        ({"pattern": "^*a$"}, "repeats nothing"),
-        ({"pattern": "^a{2,1}$"}, "backwards"),
-        ({"pattern": "^a{,2}$"}, "no repetition"),
+        ({"pattern": "^*a$"}, "nothing to repeat"),
+        ({"pattern": "^a{2,1}$"}, "below its minimum"),
+        ({"pattern": "^a{,2}$"}, "not begin a repetition"),
         ({"pattern": "^(a?)*$"}, "may be empty"),
         ({"pattern": "^a{3000}$"}, "2000"),
         ({"pattern": 3}, "pattern"),
@@ -282,12 +282,12 @@ def test_text_is_json_that_fits_the_schema(schema: Any, toy: lb.Model) -> None:
         (_object(properties=[]), "properties"),
         (_object(properties={"a": False}, required=["a"]), "false"),
         (_object(patternProperties={}), "patternProperties"),
-        ({"anyOf": [_INT], "minLength": 3}, "'minLength' is not supported beside 'anyOf'"),
-        ({"anyOf": [_INT], "oneOf": [_INT]}, "beside"),
+        ({"anyOf": [_INT], "minLength": 3}, "'minLength' is not supported together with 'anyOf'"),
+        ({"anyOf": [_INT], "oneOf": [_INT]}, "together with"),
         ({"anyOf": []}, "anyOf"),
         ({"type": "string", "anyOf": [_INT]}, "other types"),
         ({"$ref": "#/$defs/a", "maxLength": 3, "$defs": {"a": {"type": "string"}}}, "maxLength"),
-        ({"$ref": "#/$defs/a"}, "leads nowhere"),
+        ({"$ref": "#/$defs/a"}, "has no target"),
         ({"$ref": "https://localhost:1/x"}, "reference"),
         ({"$ref": "#"}, "itself"),
         ({"anyOf": [{"$ref": "#"}, _INT]}, "left recursion"),
@@ -303,8 +303,8 @@ def test_text_is_json_that_fits_the_schema(schema: Any, toy: lb.Model) -> None:
         ({"type": "string", "allOf": [_object(properties={"a": _INT})]}, "allOf"),
         ({"enum": []}, "enum"),
         ({"enum": [1], "type": "string"}, "enum"),
-        ({"enum": ["a"], "pattern": "^b$"}, "'pattern' is not supported beside 'enum'"),
-        ({"const": {"a": 1}, "required": ["b"]}, "'required' is not supported beside 'const'"),
+        ({"enum": ["a"], "pattern": "^b$"}, "'pattern' is not supported together with 'enum'"),
+        ({"const": {"a": 1}, "required": ["b"]}, "'required' is not supported together with 'const'"),
         ({"type": "nonsense"}, "nonsense"),
         ({"type": []}, "type"),
         ({"not": {}}, "not"),
@@ -313,8 +313,8 @@ def test_text_is_json_that_fits_the_schema(schema: Any, toy: lb.Model) -> None:
     ],
     ids=lambda s: json.dumps(s)[:70] if not isinstance(s, str) else "",
 )  # fmt: skip
-def test_what_cannot_be_kept_is_refused_by_name(schema: Any, said: str) -> None:
-    with pytest.raises(GrammarError, match=said):
+def test_what_cannot_be_kept_is_refused_by_name(schema: Any, reason: str) -> None:
+    with pytest.raises(GrammarError, match=reason):
         Grammar.from_json_schema(json.dumps(schema))
 
 

@@ -1,4 +1,4 @@
-"""Every setting does what llama.cpp's documentation says, held against a plain NumPy version of it."""
+"""Every setting does what llama.cpp's documentation says, compared with a simple NumPy version."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def reference(
     breakers: frozenset[int] = frozenset(),
     xtc: bool = False,
 ) -> Floats:
-    """Return the probabilities of all tokens, written down as simply as can be."""
+    """Return the probabilities of all tokens, computed as simply as possible."""
     x = logits.astype(np.float64)
     for token, bias in p.logit_bias.items():
         x[token] += bias
@@ -256,7 +256,7 @@ def test_repeat_penalty_close_to_zero_repeats_the_most_probable_said(
 
 
 def test_penalties_beyond_measure_leave_the_only_token_a_grammar_allows(toy: lb.Model) -> None:
-    """DRY took the last candidate's logit to -inf: then nothing was left to draw."""
+    """DRY pushed the last candidate's logit to -inf, so that no token was left to draw."""
     a = toy.tokenize("a", add_special=False)[0]
     for multiplier in (1.0, 1e4):
         params = SamplingParams(
@@ -314,7 +314,7 @@ def test_top_k_does_what_it_says_to_a_large_vocabulary(
 
 @pytest.mark.parametrize("k", [1, 40, 100])
 @pytest.mark.parametrize("n_vocab", [1 << 15, 32_003, 128_256])
-def test_candidates_are_the_largest_and_their_equals(k: int, n_vocab: int) -> None:
+def test_candidates_are_the_largest_and_their_ties(k: int, n_vocab: int) -> None:
     rng = np.random.default_rng(k)
     rows = _rows(n_vocab)
     rows.append(np.sort(rows[0]))  # the largest all stand together
@@ -328,7 +328,7 @@ def test_candidates_are_the_largest_and_their_equals(k: int, n_vocab: int) -> No
         assert (np.diff(found) > 0).all()
 
 
-def test_candidates_are_not_sought_where_that_tells_nothing() -> None:
+def test_candidates_are_none_where_blocks_cannot_tell() -> None:
     row = _rows(1 << 15)[2]
     assert candidates(row[: 1 << 13], 40) is None
     assert candidates(row, 2000) is None
@@ -361,7 +361,7 @@ HISTORY = [5, 9, 5, 7, 30, 9, 5, 9, 100, 7, 5, 9, 5, 7, 40, 41, 5, 9, 5]
     ids=str,
 )
 @pytest.mark.parametrize("n_prompt", [0, 7, len(HISTORY)])
-def test_penalties_count_what_was_said(
+def test_penalties_count_prompt_and_generated_tokens(
     settings: dict[str, Any], n_prompt: int, toy: lb.Model
 ) -> None:
     params = SamplingParams(**{**OFF, **settings})
@@ -410,17 +410,17 @@ def test_xtc_drops_the_likely_tokens_or_does_nothing(
         **{**OFF, "xtc_probability": 0.5, "xtc_threshold": 0.08, **settings, "seed": 1}
     )
     sampler = Sampler(toy, params)
-    fell = 0
+    n_applied = 0
     for i, row in enumerate(_rows(toy.n_vocab)):
         for position in range(20 * i, 20 * i + 20):
-            falls = uniform(1, position, MIXTURE) < 0.5
-            fell += falls
-            expected = reference(row, params, xtc=falls and params.min_keep == 1)
+            applies = uniform(1, position, MIXTURE) < 0.5
+            n_applied += applies
+            expected = reference(row, params, xtc=applies and params.min_keep == 1)
             if params.min_keep == 1:
                 _same(sampler.distribution(row, position, 1), expected)
             else:
                 assert len(sampler.distribution(row, position, 1)) >= params.min_keep
-    assert 30 < fell < 90  # of 120 fair coins; the seed is fixed
+    assert 30 < n_applied < 90  # of 120, each with probability 1/2; the seed is fixed
 
 
 @pytest.mark.parametrize(
@@ -472,7 +472,7 @@ def test_distribution_changes_nothing(toy: lb.Model) -> None:
     assert np.array_equal(row, before)
 
 
-def test_clone_goes_its_own_way(toy: lb.Model) -> None:
+def test_clone_is_independent(toy: lb.Model) -> None:
     sampler = Sampler(toy, SamplingParams(**OFF, presence_penalty=5.0))
     sampler.accept(5)
     twin = sampler.clone()
@@ -498,7 +498,7 @@ def test_masking_everything_is_an_error_and_not_a_token(small_toy: lb.Model) -> 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_logits_that_are_not_numbers_are_refused(temperature: float, small_toy: lb.Model) -> None:
+def test_nan_logits_are_refused(temperature: float, small_toy: lb.Model) -> None:
     sampler = Sampler(small_toy, SamplingParams(temperature=temperature))
     with pytest.raises(ConfigError):
         sampler.distribution(np.full(16, math.nan, dtype=np.float32))
@@ -618,7 +618,7 @@ def test_grammar_leaves_the_models_own_proportions(toy: lb.Model) -> None:
 
 
 def test_grammar_comes_before_truncation(toy: lb.Model) -> None:
-    """With top-k 1 first, the grammar would find nothing left."""
+    """If top-k 1 came first, the grammar would leave no token."""
     row = _rows(toy.n_vocab)[2]
     params = SamplingParams(temperature=1.0, top_k=1, top_p=0.01)
     choice = Sampler(toy, params, Grammar("root ::= [a-f]")).distribution(row)

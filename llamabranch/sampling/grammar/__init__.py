@@ -1,4 +1,4 @@
-"""What a text must follow: GBNF, checked, and JSON schemas turned into it."""
+"""Grammars for the generated text: GBNF, checked, and JSON schemas converted to GBNF."""
 
 from .grammar import Grammar
 

@@ -1,7 +1,7 @@
-"""Sets of characters inside a JSON string, and how GBNF writes them. Pure Python.
+"""Sets of characters inside a JSON string, and their GBNF. Pure Python.
 
 A character that JSON must escape (a quotation mark, a backslash, a control character) is written as its
-escape sequence; surrogates are in no set: they are no characters.
+escape sequence. Surrogates are not characters, so no set contains them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def complement(ranges: Iterable[tuple[int, int]], within: Ranges = CHARACTERS) -
 
 
 def plain(but: Iterable[str] = ()) -> str:
-    """Return the GBNF class of the characters that JSON takes as they are, except some."""
+    """Return the GBNF set of the characters that need no escape in JSON, except ``but``."""
     return _bracket(_common(_UNESCAPED, complement((ord(c), ord(c)) for c in but)))
 
 
 def encoded(ranges: Iterable[tuple[int, int]]) -> str:
-    """Return GBNF for one character of a set, as it stands in a JSON string; "" for an empty set."""
+    """Return GBNF for one character of a set, as written in a JSON string; "" for an empty set."""
     within = _common(CHARACTERS, tuple(ranges))
     raw = _common(_UNESCAPED, within)
     forms = [_bracket(raw)] if raw else []

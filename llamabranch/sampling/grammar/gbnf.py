@@ -1,8 +1,10 @@
-"""What llama.cpp's parser takes as a grammar, checked before it sees it. Pure Python.
+"""A parser for GBNF that accepts what llama.cpp's parser accepts. Pure Python.
 
-The parser is followed step by step, for two reasons. It prints why it refuses a text to standard error,
-past the log callback, and standard error belongs to the whole process. And some texts it takes would hang
-or overflow it: those are refused too.
+It follows llama.cpp's parser step by step, so that a grammar is checked before llama.cpp reads it, for
+two
+reasons: llama.cpp prints its errors to standard error instead of its log, and some grammars that it
+    accepts
+make it hang or overflow its stack. These are rejected, too.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ Sequence = list[int | None]
 
 
 class Gbnf:
-    """A GBNF grammar that llama.cpp takes, as the rules it makes of it.
+    """A GBNF grammar that llama.cpp accepts, as the rules that its parser creates.
 
-    ``rules`` maps each rule's number to its alternatives, ``token_texts`` lists what stands in the form
+    ``rules`` maps each rule's number to its alternatives, ``token_texts`` lists the tokens written as
     ``<text>``: each must be one token of the vocabulary.
 
     Raises:
-        GrammarError: with the place and the reason.
+        GrammarError: with line, column and reason.
     """
 
     def __init__(self, text: str, root: str = "root") -> None:
@@ -44,7 +46,7 @@ class Gbnf:
         self._depth = 0
         self._numbers: dict[str, int] = {}
         self._n_symbols = 0
-        self._end = 0  # above the number of every rule defined
+        self._end = 0  # one above the highest number of a defined rule
         self.rules: dict[int, list[Sequence]] = {}
         self.token_texts: list[str] = []
         self._skip(_LINES)
@@ -53,8 +55,9 @@ class Gbnf:
         if not self.rules:
             raise GrammarError("the grammar does not parse: it has no rule")
         if root not in self._numbers:
-            raise GrammarError(f"the grammar has no rule {root!r}: that is where it begins")
-        # A name that only a rule since replaced has used is no fault, unless later ones are defined.
+            raise GrammarError(f"the grammar has no rule {root!r}, its start symbol")
+        # An undefined name is allowed if only a rule that was replaced used it, and no later rule is
+        # defined.
         used = {symbol for ways in self.rules.values() for way in ways for symbol in way}
         for name, number in self._numbers.items():
             if number not in self.rules and (number in used or number < self._end):
@@ -69,7 +72,7 @@ class Gbnf:
         return self._text[self._at + ahead : self._at + ahead + 1]
 
     def _skip(self, what: re.Pattern[str]) -> str:
-        """Go past what matches here, and return it."""
+        """Skip the text that matches here, and return it."""
         match = what.match(self._text, self._at)
         found = match.group() if match else ""
         self._at += len(found)
@@ -132,8 +135,8 @@ class Gbnf:
 
     def _sequence(self, nested: bool) -> Sequence:
         sequence: Sequence = []
-        last = 0  # where the item begins that a repetition repeats
-        n_rules = 1  # how many rules that item is made of
+        last = 0  # where the item starts that a repetition would repeat
+        n_rules = 1  # the number of rules in that item
         while c := self._next():
             at = self._at
             if c in "*+?{":
@@ -156,7 +159,7 @@ class Gbnf:
                     del sequence[last:]
                 n_optional = 1 if high is None else high - low
                 if n_optional:
-                    # One of the rules that llama.cpp makes stands for all: they differ in their number.
+                    # llama.cpp creates one rule for each optional item; one of them is enough here.
                     number = self._new()
                     self._n_symbols += n_optional - 1
                     self._define(number, [[*item, number] if high is None else item, []])
@@ -220,7 +223,7 @@ class Gbnf:
             self._blank(nested)
         self._expect("}")
         if most is not None and most < least:
-            raise self._fail(f"the repetition {{{low},{most}}} is backwards", at)
+            raise self._fail(f"the maximum of {{{low},{most}}} is below its minimum", at)
         if max(least, most or 0) > _MAX_REPEAT:
             raise self._fail(f"a repetition is above the limit of {_MAX_REPEAT}", at)
         return least, most
@@ -247,7 +250,7 @@ class Gbnf:
             if not self._next():
                 raise self._fail("the set does not end", at)
             self._character()
-            found = [None]  # however many characters: it is one place
+            found = [None]  # a set matches one character
             if self._next() == "-" and self._next(1) != "]":
                 self._at += 1
                 if not self._next():
@@ -291,15 +294,15 @@ class Gbnf:
     # -- the rules ---------------------------------------------------------------------------------
 
     def _check_left_recursion(self) -> None:
-        """Refuse what llama.cpp does, and what it overlooks: there it would never return."""
-        direct = {n for n, ways in self.rules.items() if [] in ways}  # llama.cpp looks no further
+        """Reject left recursion: what llama.cpp rejects, and what it overlooks and then loops forever."""
+        direct = {n for n, ways in self.rules.items() if [] in ways}  # all that llama.cpp considers
         nullable = _closure(self.rules, lambda way, known: all(x in known for x in way))
         for empty, forbids_last in ((direct, True), (nullable, False)):
             firsts = {n: list(_leftmost(ways, empty)) for n, ways in self.rules.items()}
             component = _components({n: [to for to, _ in found] for n, found in firsts.items()})
             for number, found in firsts.items():
                 for to, is_last in found:
-                    # Where the circle leaves nothing behind, llama.cpp notices that it was here.
+                    # If the recursion is at the end of the alternative, llama.cpp detects it.
                     if component[to] == component[number] and (forbids_last or not is_last):
                         raise self._left_recursion(number)
 
@@ -313,7 +316,7 @@ class Gbnf:
 
     @property
     def endless(self) -> bool:
-        """True if no text can ever complete the grammar."""
+        """True if no finite text completes the grammar."""
         ends = _closure(self.rules, lambda s, known: all(x is None or x in known for x in s))
         return self.root not in ends
 
@@ -323,7 +326,7 @@ def _capped(digits: str) -> int:
 
 
 def _leftmost(ways: Iterable[Sequence], empty: set[int]) -> Iterable[tuple[int, bool]]:
-    """Yield the rules that alternatives can begin with, and whether each is the last of its own."""
+    """Yield each rule that an alternative can begin with, and whether it is its last symbol."""
     for way in ways:
         for i, symbol in enumerate(way):
             if symbol is None:
@@ -336,7 +339,7 @@ def _leftmost(ways: Iterable[Sequence], empty: set[int]) -> Iterable[tuple[int, 
 def _closure(
     rules: dict[int, list[Sequence]], holds: Callable[[Sequence, set[int]], bool]
 ) -> set[int]:
-    """Return the rules of which one alternative holds, given those for which that is known."""
+    """Return the smallest set of rules with an alternative that ``holds``, given that set."""
     users: dict[int, set[int]] = {n: set() for n in rules}
     for number, ways in rules.items():
         for way in ways:
@@ -354,7 +357,7 @@ def _closure(
 
 
 def _components(edges: dict[int, list[int]]) -> dict[int, int]:
-    """Return each node's strongly connected component, by a member of it (Kosaraju's algorithm)."""
+    """Return one member of each node's strongly connected component (Kosaraju's algorithm)."""
     order: list[int] = []
     seen: set[int] = set()
     for start in edges:

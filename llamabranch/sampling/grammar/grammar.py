@@ -1,4 +1,4 @@
-"""What a text must look like: GBNF grammars, and those made from JSON schemas."""
+"""GBNF grammars, and their creation from JSON schemas."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Grammar:
     """A GBNF grammar that the generated text must follow; its start symbol is ``root``.
 
     Raises:
-        GrammarError: empty, one that llama.cpp does not take (with the line, the column and the reason),
-            nested too deep, or with repetitions that llama.cpp cannot expand. Whether a token written
-            as ``<text>`` exists is known once a branch with a model uses the grammar.
+        GrammarError: empty; a syntax error (with line, column and reason); nested too deep; repetitions
+            that llama.cpp cannot expand. Whether a token written as ``<text>`` exists is checked when a
+            branch uses the grammar.
     """
 
     gbnf: str
@@ -41,11 +41,11 @@ class Grammar:
 
     @classmethod
     def from_json_schema(cls, schema: str | Mapping[str, object]) -> Grammar:
-        """Return a grammar whose texts are valid JSON that fits the schema.
+        """Return a grammar for JSON texts that are valid against the schema.
 
         Raises:
-            GrammarError: not a schema, one that no text fits, or one with something that cannot be
-                kept, by name.
+            GrammarError: not a schema, one that no text satisfies, or one with an unsupported keyword,
+                which the message names.
         """
         if not isinstance(schema, str):
             try:

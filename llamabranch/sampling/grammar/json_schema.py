@@ -1,10 +1,10 @@
 """JSON schemas as GBNF grammars. Pure Python.
 
-Every text of the grammar is valid JSON and fits the schema; what cannot be kept is refused by name. The
-texts are those of llama.cpp's converter where that keeps the schema: properties in the order in which
-they are declared, no others unless ``additionalProperties`` says so, at most one space between tokens.
-llama-cpp-python's converter itself is not used: it ignores keywords beside others, writes names and
-constants that need an escape wrongly, and lets raw control characters into strings.
+Every text of the grammar is valid JSON and satisfies the schema; an unsupported keyword raises an error
+that names it. Where llama.cpp's converter is correct the texts are the same: properties in the order of
+their declaration, no others unless ``additionalProperties`` allows them, at most one space between
+tokens. llama-cpp-python's converter is not used, because it ignores some combinations of keywords, writes
+names and constants that need an escape wrongly, and allows raw control characters in strings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NOTES = {
     "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description",
     "examples", "readOnly", "title", "writeOnly",
 }  # fmt: skip
-# The keywords that say something about values of one type; about others they say nothing.
+# Keywords that apply to values of one type only.
 _OF_TYPE = {
     "object": {"properties", "required", "additionalProperties"},
     "array": {"items", "prefixItems", "minItems", "maxItems"},
@@ -37,7 +37,7 @@ _OF_TYPE = {
 }
 _COMBINERS = ("$ref", "oneOf", "anyOf", "allOf")
 _KEYWORDS = {*_COMBINERS, "type", "const", "enum"}.union(*_OF_TYPE.values())
-# Of a value in "enum" these are looked at, beside its type.
+# Keywords that a value of "const" or "enum" is checked against.
 _CHECKED_OF_CONSTANTS = {"type", "const", "enum", "minLength", "maxLength", "minItems", "maxItems"}
 _TYPES = {
     "string": {"string"}, "integer": {"integer"}, "number": {"integer", "number"},
@@ -59,7 +59,7 @@ _BUILT_IN = {
     "integral": f"[0-9] | [1-9] {_DIGITS}",
     "integer": '"-"? integral space',
     "number": f'"-"? integral ("." [0-9] {_DIGITS})? ([eE] [-+]? integral)? space',
-    # No half of a surrogate pair: it would count as a character, and is none.
+    # No half of a surrogate pair: it would count as a character, but is not one.
     "char": f'{plain()} | "\\\\" (["\\\\/bfnrt] | "u" ([0-9a-cA-CefEF] {_HEX} | [dD] [0-7]) {_HEX}{{2}})',
     "string": '"\\"" char* "\\"" space',
     "array": '"[" space (value ("," space value)*)? "]" space',
@@ -78,7 +78,7 @@ _BUILT_IN = {
     ),
     "date-time": 'date "T" time',
 }
-# Format: the fewest and the most characters of its texts.
+# Format: the smallest and the largest number of characters.
 _FORMATS = {"uuid": (36, 36), "date": (10, 10), "time": (9, 18), "date-time": (20, 29)}
 _NAME = re.compile(r"[^a-zA-Z0-9]+")
 
@@ -144,7 +144,9 @@ class _Converter:
         self._rules["root"] = self._visit(self._document, "root")
         text = "\n".join(f"{name} ::= {rule}" for name, rule in sorted(self._rules.items()))
         if Gbnf(text).endless:
-            raise GrammarError("no text fits the JSON schema: it asks for itself inside itself")
+            raise GrammarError(
+                "no finite text satisfies the JSON schema: it requires itself inside itself"
+            )
         return text
 
     # -- rules -------------------------------------------------------------------------------------
@@ -179,7 +181,7 @@ class _Converter:
     # -- schemas -----------------------------------------------------------------------------------
 
     def _visit(self, schema: object, name: str) -> str:
-        """Return an expression (one rule's name, or what may stand as a whole rule)."""
+        """Return an expression: the name of a rule, or the body of one."""
         if schema is True:
             return self._built_in("value")
         return self._visit_object(_checked(schema), name)
@@ -201,7 +203,7 @@ class _Converter:
         return self._typed(schema, types[0] if types else _implied_type(schema), name)
 
     def _named(self, expression: str, name: str) -> str:
-        """Return the name of a rule that stands for ``expression``."""
+        """Return the name of a rule with the body ``expression``."""
         return expression if expression in self._rules else self._rule(name, expression)
 
     def _inner(self, schema: object, name: str) -> str:
@@ -219,7 +221,7 @@ class _Converter:
         beside = sorted(schema.keys() - _NOTES - {keyword, "type"})
         if beside:
             raise GrammarError(
-                f"the JSON-schema keyword {beside[0]!r} is not supported beside {keyword!r}"
+                f"the JSON-schema keyword {beside[0]!r} is not supported together with {keyword!r}"
             )
         if keyword == "$ref":
             self._check_type(schema, keyword, [self._resolve(schema["$ref"])])
@@ -233,7 +235,7 @@ class _Converter:
                 for other in (*parts[:i], *parts[i + 1 :]):
                     if not self._excludes(one, other):
                         raise GrammarError(
-                            "the JSON-schema keyword 'oneOf' is not supported where a text might fit "
+                            "the JSON-schema keyword 'oneOf' is not supported if a text could satisfy "
                             "two of its schemas",
                             hint="use anyOf, or give each a property with a different const",
                         )
@@ -241,7 +243,7 @@ class _Converter:
         return " | ".join(dict.fromkeys(names))
 
     def _with_type(self, schema: Schema, parts: list[object], keyword: str) -> list[object]:
-        """Return ``parts`` with the type that stands beside the keyword."""
+        """Return ``parts`` with the type that is given together with the keyword."""
         types = _declared_types(schema)
         if not types:
             return parts
@@ -260,7 +262,7 @@ class _Converter:
         allowed = frozenset().union(*(_TYPES[t] for t in types)) if types else _ALL_TYPES
         if any(not self._types(part) <= allowed for part in meant):
             raise GrammarError(
-                f"the JSON-schema keyword 'type' is not supported beside a {keyword!r} of other types"
+                f"the JSON-schema keyword 'type' is not supported with a {keyword!r} of other types"
             )
 
     def _reference(self, ref: object) -> str:
@@ -289,15 +291,15 @@ class _Converter:
             elif isinstance(found, dict) and key in found:
                 found = found[key]
             else:
-                raise GrammarError(f"the JSON-schema reference {ref!r} leads nowhere")
+                raise GrammarError(f"the JSON-schema reference {ref!r} has no target")
         return found
 
     def _followed(self, schema: object) -> object:
-        """Return what a schema stands for, its references followed."""
+        """Return the schema that a reference finally refers to; other schemas unchanged."""
         seen = set()
         while isinstance(schema, dict) and "$ref" in schema:
             if str(schema["$ref"]) in seen:
-                raise GrammarError(f"the JSON-schema reference {schema['$ref']!r} leads to itself")
+                raise GrammarError(f"the JSON-schema reference {schema['$ref']!r} refers to itself")
             seen.add(str(schema["$ref"]))
             schema = self._resolve(schema["$ref"])
         return schema
@@ -311,12 +313,12 @@ class _Converter:
         if beside:
             keyword = "const" if "const" in schema else "enum"
             raise GrammarError(
-                f"the JSON-schema keyword {beside[0]!r} is not supported beside {keyword!r}"
+                f"the JSON-schema keyword {beside[0]!r} is not supported together with {keyword!r}"
             )
         fitting = [v for v in values if _fits(v, schema, types)]
         if not fitting:
             raise GrammarError(
-                "no value of the JSON schema's 'const' or 'enum' fits what stands beside it"
+                "no value of the JSON schema's 'const' or 'enum' satisfies its other keywords"
             )
         return " | ".join(dict.fromkeys(_constant(v) for v in fitting))
 
@@ -339,7 +341,7 @@ class _Converter:
                 for key, inner in _properties(member).items():
                     if key in properties and properties[key] != inner:
                         raise GrammarError(
-                            f"the JSON-schema keyword 'allOf' is not supported where two schemas "
+                            f"the JSON-schema keyword 'allOf' is not supported if two schemas "
                             f"describe the property {key!r}"
                         )
                     properties[key] = inner
@@ -363,7 +365,7 @@ class _Converter:
         return [_checked(self._followed(part)) for part in _list_of(schema, "anyOf")]
 
     def _is_optional(self, schema: Schema) -> bool:
-        """Return True for an anyOf of objects that require nothing: any mixture of them fits."""
+        """Return True for an anyOf of objects without 'required': any mixture of them is valid."""
         return (
             "anyOf" in schema
             and not schema.keys() - _NOTES - {"anyOf", "type"}
@@ -388,7 +390,7 @@ class _Converter:
         pairs = {}
         for key, inner in properties.items():
             if inner is False and key not in required:
-                continue  # a property that must not be there
+                continue  # a property that is forbidden
             value = self._inner(inner, f"{name}-{key}")
             pairs[key] = self._rule(
                 f"{name}-{key}-kv", f'{_constant(key)} {space} ":" {space} {value}'
@@ -396,7 +398,7 @@ class _Converter:
         must = [pair for key, pair in pairs.items() if key in required]
         may = [pair for key, pair in pairs.items() if key not in required]
         if additional is not None and additional is not False:
-            # An empty schema stands for an object, as in llama.cpp.
+            # An empty schema means an object, as in llama.cpp.
             value = self._inner({} if additional is True else additional, f"{name}-additional")
             key = self._other_name(properties, name) if properties else self._built_in("string")
             pair = self._rule(f"{name}-additional-kv", f'{key} ":" {space} {value}')
@@ -414,7 +416,7 @@ class _Converter:
         return f'"{{" {space} {inside} "}}" {space}'
 
     def _other_name(self, names: Iterable[str], name: str) -> str:
-        """Return a rule for a string that is none of ``names``: a later pair replaces an earlier one."""
+        """Return a rule for a string that is not in ``names``: a repeated key would replace the first."""
         ends: set[str] = set(names)
         starts = {n[:i] for n in ends for i in range(len(n) + 1)}
         rules: dict[str, str] = {}
@@ -439,18 +441,18 @@ class _Converter:
         space = self._built_in("space")
         if isinstance(items, list) and "prefixItems" in schema:
             raise GrammarError(
-                "the JSON-schema keyword 'items' is not supported as a list beside 'prefixItems'"
+                "the JSON-schema keyword 'items' is not supported as a list together with 'prefixItems'"
             )
         if isinstance(items, list) or "prefixItems" in schema:
             prefix = items if isinstance(items, list) else _list_of(schema, "prefixItems")
             if isinstance(items, dict):
                 raise GrammarError(
-                    "the JSON-schema keyword 'items' is not supported beside 'prefixItems'"
+                    "the JSON-schema keyword 'items' is not supported together with 'prefixItems'"
                 )
             if least > len(prefix) or (most is not None and most < len(prefix)):
                 keyword = "minItems" if least > len(prefix) else "maxItems"
                 raise GrammarError(
-                    f"the JSON-schema keyword {keyword!r} is supported for tuples only where it allows "
+                    f"the JSON-schema keyword {keyword!r} is supported for tuples only if it allows "
                     f"exactly their {len(prefix)} items"
                 )
             each = [self._inner(item, f"{name}-tuple-{i}") for i, item in enumerate(prefix)]
@@ -459,7 +461,7 @@ class _Converter:
         if items is False:
             if least:
                 raise GrammarError(
-                    "no array fits the JSON schema: 'items' allows none, 'minItems' asks for some"
+                    "no array satisfies the JSON schema: 'items' allows no item, 'minItems' requires some"
                 )
             most = 0
         if most == 0:
@@ -478,7 +480,9 @@ class _Converter:
         if pattern is not None and not isinstance(pattern, str):
             raise GrammarError(f"the JSON-schema keyword 'pattern' needs a string, not {pattern!r}")
         if pattern is not None and form is not None:
-            raise GrammarError("the JSON-schema keyword 'format' is not supported beside 'pattern'")
+            raise GrammarError(
+                "the JSON-schema keyword 'format' is not supported together with 'pattern'"
+            )
         if pattern is None and form is None:
             char = self._built_in("char")
             if (least, most) == (0, None):
@@ -495,23 +499,23 @@ class _Converter:
         keyword = "pattern" if form is None else "format"
         if shortest < least:
             raise GrammarError(
-                f"the JSON-schema keyword 'minLength' is not supported beside a "
+                f"the JSON-schema keyword 'minLength' is not supported together with a "
                 f"{keyword!r} of shorter texts"
             )
         if most is not None and (longest is None or longest > most):
             raise GrammarError(
-                f"the JSON-schema keyword 'maxLength' is not supported beside a "
+                f"the JSON-schema keyword 'maxLength' is not supported together with a "
                 f"{keyword!r} of longer texts"
             )
         return self._string(inside)
 
-    # -- what excludes what ------------------------------------------------------------------------
+    # -- disjoint schemas -------------------------------------------------------------------------
 
     def _types(self, schema: object, seen: frozenset[str] = frozenset()) -> frozenset[str]:
-        """Return the types of the texts that are generated for a schema, or more."""
+        """Return a superset of the types of the texts that are generated for a schema."""
         if isinstance(schema, dict) and "$ref" in schema:
             if str(schema["$ref"]) in seen:
-                return frozenset()  # round a circle nothing is generated
+                return frozenset()  # a circular reference generates nothing
             return self._types(self._resolve(schema["$ref"]), seen | {str(schema["$ref"])})
         if not isinstance(schema, dict):
             return _ALL_TYPES
@@ -529,7 +533,7 @@ class _Converter:
         return frozenset().union(*(_TYPES[t] for t in types))
 
     def _excludes(self, generated: object, other: object) -> bool:
-        """Return True if no text generated for one schema fits the other."""
+        """Return True if no text generated for the first schema satisfies the second."""
         generated, other = self._followed(generated), self._followed(other)
         if not isinstance(generated, dict) or not isinstance(other, dict):
             return other is False
@@ -569,9 +573,9 @@ class _Converter:
 
 def _checked(schema: object) -> Schema:
     if schema is False:
-        raise GrammarError("the JSON schema 'false' fits no value")
+        raise GrammarError("no value satisfies the JSON schema 'false'")
     if not isinstance(schema, dict):
-        raise GrammarError(f"a JSON schema is an object, not {schema!r}")
+        raise GrammarError(f"a JSON schema must be an object, not {schema!r}")
     unknown = sorted(set(schema) - _KEYWORDS - _NOTES)
     if unknown:
         raise GrammarError(f"the JSON-schema keyword {unknown[0]!r} is not supported")
@@ -595,7 +599,7 @@ def _declared_types(schema: Mapping[str, object]) -> list[str]:
 
 
 def _implied_type(schema: Mapping[str, object]) -> str:
-    """Return the type that a schema without one is about; an empty one stands for an object."""
+    """Return the type that a schema without 'type' means; an empty schema means an object."""
     for kind, keywords in _OF_TYPE.items():
         if keywords & schema.keys():
             return kind
@@ -644,7 +648,7 @@ def _bounds(schema: Schema, low: str, high: str) -> tuple[int, int | None]:
             found.append(int(n))
     least, most = found[0] or 0, found[1]
     if most is not None and most < least:
-        raise GrammarError(f"no value fits the JSON schema: {low!r} is above {high!r}")
+        raise GrammarError(f"no value satisfies the JSON schema: {low!r} is above {high!r}")
     return least, most
 
 
@@ -668,7 +672,7 @@ def _type_of(value: object) -> str:
 
 
 def _equal(left: object, right: object) -> bool:
-    """Return True if two JSON values are equal: 1 is 1.0, but true is not 1."""
+    """Return True if two JSON values are equal: 1 equals 1.0, but true does not equal 1."""
     if isinstance(left, list) and isinstance(right, list):
         return len(left) == len(right) and all(map(_equal, left, right))
     if isinstance(left, dict) and isinstance(right, dict):
@@ -677,7 +681,7 @@ def _equal(left: object, right: object) -> bool:
 
 
 def _fits(value: object, schema: Schema, types: list[str]) -> bool:
-    """Return False if a value breaks one of the keywords that can stand beside "enum"."""
+    """Return False if a value violates one of the keywords that can be combined with "enum"."""
     if types and not any(_type_of(value) in _TYPES[t] for t in types):
         return False
     values = _values({k: v for k, v in schema.items() if k == "enum"})
@@ -693,7 +697,7 @@ def _fits(value: object, schema: Schema, types: list[str]) -> bool:
 
 
 def _constant(value: object) -> str:
-    """Return the GBNF literal of a JSON value, spaced like ``json.dumps`` does."""
+    """Return the GBNF literal of a JSON value, with the spaces of ``json.dumps``."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["AdversarialDrafter"]
 
 
-class AdversarialDrafter:
+class AdversarialDrafter(lb.Drafter):
     """Proposes arbitrary tokens at no cost and reports entropy 0, as if it were certain of them."""
 
     name = "adversarial"
@@ -22,7 +22,7 @@ class AdversarialDrafter:
     def check(self, target: lb.Model) -> None:
         """Accept any target."""
 
-    def line(self, target: lb.Branch, rule: str) -> lb.DraftState:
+    def start(self, target: lb.Branch, rule: str) -> lb.DraftState:
         """Return the draft state of a stream."""
         return _AdversarialState(target.ctx.model)
 

@@ -25,7 +25,9 @@ from pathlib import Path
 from time import perf_counter
 
 HERE = Path(__file__).parent
-sys.path[:0] = map(str, (HERE, HERE / "branch", HERE / "engine"))
+sys.path.insert(0, str(HERE / "engine"))
+sys.path.insert(0, str(HERE / "branch"))
+sys.path.insert(0, str(HERE))
 
 import loads
 import toys

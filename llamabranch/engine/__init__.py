@@ -3,7 +3,6 @@
 request.py    what is asked for, and what came of it
 job.py        a request on its way: waiting, reading its prompt, running
 scheduler.py  who runs: admission, shared prefixes, preemption
-drafting.py   the drafts of many streams, made together
 engine.py     the loop: schedule, draft, decode, settle
 """
 

@@ -31,12 +31,11 @@ from ..errors import (
 )
 from ..sampling import SamplingParams
 from ..speculative import Draft, Drafter, NullDrafter, SpeculativeConfig
-from ..speculative.drafters.base import NO_DRAFT
+from ..speculative.drafters.base import NO_DRAFT, DraftRequest, DraftState, NullState
 from ..speculative.length.auto import draft_length
 from ..speculative.round import Stream
 from ..speculative.rules import choose_rule
 from .batch import Batch
-from .drafting import Proposal, propose_together
 from .job import Job, jobs_of, refusal
 from .request import EngineStats, Event, Request, Result
 from .scheduler import Scheduler
@@ -87,7 +86,7 @@ class Engine:
             raise ConfigError(f"wait_s must be a number of seconds of at least 0, not {wait_s!r}")
         self.target = target
         self.drafter: Drafter = drafter or NullDrafter()
-        if getattr(self.drafter, "width", 1) > 1:
+        if self.drafter.width > 1:
             raise ConfigError("token trees cannot share a decode: use a drafter of width 1")
         self.drafter.check(target.model)
         self.config = config or SpeculativeConfig()
@@ -341,7 +340,8 @@ class Engine:
         scheduler.is_cramped = False
         if not drafts_now:
             return [(job, NO_DRAFT) for job in running]
-        proposals: list[tuple[Job, Proposal]] = []
+        asked: list[Job] = []
+        requests: list[DraftRequest] = []
         plain: list[Job] = []
         for job in running:
             stream = job.stream
@@ -352,10 +352,12 @@ class Engine:
             if tokens is None:
                 plain.append(job)
             else:
-                proposals.append((job, Proposal(stream, tokens, limit)))
-        drafts = propose_together([proposal for _, proposal in proposals])
+                limit = min(limit, stream.length.limit)
+                asked.append(job)
+                requests.append(DraftRequest(stream.state, tokens, stream.length, limit))
+        drafts = self.drafter.propose_many(requests)
         self.stats.draft_forward_passes += sum(draft.n_decodes for draft in drafts)
-        made = [(job, draft) for (job, _), draft in zip(proposals, drafts, strict=True)]
+        made = list(zip(asked, drafts, strict=True))
         return made + [(job, NO_DRAFT) for job in plain]
 
     def _decode(self, batch: Batch) -> list[LogitsRow]:
@@ -376,7 +378,7 @@ class Engine:
         for job in scheduler.active:
             if job.stream is not None:
                 job.stream.take(NO_DRAFT)
-                job.stream.line.observe(job.stream.branch.position)
+                job.stream.state.observe(job.stream.branch.position)
         if batch.n_drafted:
             for job, n in batch.parts:
                 if job.stream is not None and n > 1:
@@ -480,10 +482,28 @@ class Engine:
             temperature=params.temperature,
         )
         try:
-            line = (self.drafter if self._drafts else NullDrafter()).line(branch, rule)
+            state = self._draft_state(job, branch, rule) if self._drafts else NullState()
         except CapacityError:  # no room to draft is no reason to stop
-            line = NullDrafter().line(branch, rule)
-        return Stream(branch, line, self._length.stream(shares_decode=True), rule, job.stats)
+            state = NullState()
+        return Stream(branch, state, self._length.stream(shares_decode=True), rule, job.stats)
+
+    def _draft_state(self, job: Job, branch: Branch, rule: str) -> DraftState:
+        """Return a state that drafts for ``branch``: where the prompt was shared, a fork of the other's.
+
+        So what many streams share is decoded once by the draft model, too.
+        """
+        source, n_shared = job.shared
+        usable = source is not None and source.request.grammar == job.request.grammar
+        if (
+            source is not None
+            and usable
+            and source.stream is not None
+            and source.stream.rule == rule
+        ):
+            state = source.stream.state.fork(branch)
+            state.observe(n_shared)
+            return state
+        return self.drafter.start(branch, rule)
 
 
 def _listed(requests: Iterable[Request | str]) -> list[Request | str]:

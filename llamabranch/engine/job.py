@@ -42,6 +42,10 @@ class Job:
         self.stats = SpeculativeStats()
         self.branch: Branch | None = None
         self.stream: Stream | None = None
+        self.shared: tuple[Job | None, int] = (
+            None,
+            0,
+        )  # whose cells its prompt begins with, and how many
         self.arrival = 0  # the order of first admission; the newest is preempted first
         self.n_preempted = 0
         self.pending: Produced | None = None  # its last word, while it has no sequence
@@ -84,12 +88,13 @@ class Job:
         if self.stream is not None:
             self.stream.report()
             self.pending = self.stream.pending
-            self.stream.line.close()
+            self.stream.state.close()
             self.stream = None
         if self.branch is not None:
             if not self.branch.ctx.closed:
                 self.branch.prune()
             self.branch = None
+        self.shared = (None, 0)
 
     def result(self, reason: str, error: LlamaBranchError | None = None) -> Result:
         """Return what came of it."""

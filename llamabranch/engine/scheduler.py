@@ -55,7 +55,8 @@ class Scheduler:
                 self.no_sequence = None if self.active else before
                 break
             source, n_shared = self._best_prefix(job)
-            if n_shared and source is not None and source.position < n_shared:
+            shared = None if source is None else source.branch
+            if shared is not None and shared.position < n_shared:
                 break  # what it will share is still being read
             free = self._ctx.usage().cells_free - sum(other.n_unread + 1 for other in self.active)
             if self.active and need - n_shared > free:
@@ -70,8 +71,9 @@ class Scheduler:
                 continue
             self.waiting.remove(job)
             job.branch = branch
-            if source is not None and n_shared:
-                branch.sequence.share_prefix(source.sequence, n_shared)
+            if shared is not None:
+                branch.sequence.share_prefix(shared.sequence, n_shared)
+                job.shared = (source, n_shared)
                 self.n_shared += n_shared
             if job.arrival == 0:
                 self._arrivals += 1
@@ -85,20 +87,20 @@ class Scheduler:
             hint="shorten the prompt, or open the context with a larger n_ctx",
         )
 
-    def _best_prefix(self, job: Job) -> tuple[Branch | None, int]:
-        """Return the active branch whose prompt begins most like the job's, and how far."""
+    def _best_prefix(self, job: Job) -> tuple[Job | None, int]:
+        """Return the active job whose prompt begins most like the job's, and how far."""
         if not self._ctx.capabilities.can_truncate:
             return None, 0
         # The last token must be decoded: its logits are needed. Words a job said before it was
         # preempted are read by itself: they count for its grammar.
         wanted = job.to_read[:-1][: len(job.prompt)]
-        best: tuple[Branch | None, int] = (None, 0)
+        best: tuple[Job | None, int] = (None, 0)
         for other in self.active:
             if other.branch is None:
                 continue
             n = n_common(other.to_read, wanted)
             if n >= _WORTH_SHARING and n > best[1]:
-                best = (other.branch, n)
+                best = (other, n)
         return best
 
     def preempt(self) -> Job | None:

@@ -1,4 +1,4 @@
-"""Which draft line goes with which branch: the drafter's side of forks, rewinds and prunes."""
+"""Which draft state belongs to which branch: the drafter's side of forks, rewinds and prunes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from ..context.cell_ledger import n_common
 from ..errors import CapacityError
 from ..native import forkable_lock
 from ..sampling import SamplingParams
-from .drafters.base import Drafter, DraftState, NullLine
+from .drafters.base import Drafter, DraftState, NullState
 
 __all__ = ["DraftCache"]
 
-_IDLE = NullLine()  # stands in while there is no room for a line; it has no state
+_IDLE = NullState()  # used while there is no room for another; it holds nothing
 
 
 class DraftCache:
-    """Keeps the lines of branches that may go on, so that nothing is read twice.
+    """Keeps the states of branches that may go on, so that nothing is read twice.
 
-    A branch without a line gets a fork of its nearest ancestor's, or a new one. A line is told by
+    A branch without a state gets a fork of its nearest ancestor's, or a new one. A state is told by
     ``observe`` how much of what it knows still holds for its branch. When the drafter's context runs out
-    of sequences, the lines that have waited longest are closed.
+    of sequences, the states that have waited longest are closed.
 
-    Many threads may use one book. A line belongs to whoever took it out, or marked it as being forked;
-    the book's own lock is never held while a line works, since that may wait for a context.
+    Many threads may use one cache. A state belongs to whoever took it out, or marked it as being forked;
+    the cache's own lock is never held while a state works, since that may wait for a context.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -35,25 +35,25 @@ class DraftCache:
         self._kept: weakref.WeakKeyDictionary[Branch, _Kept] = weakref.WeakKeyDictionary()
 
     def take(self, branch: Branch, rule: str) -> DraftState:
-        """Return the line that drafts for ``branch`` from where it stands."""
+        """Return the state that drafts for ``branch`` from where it stands."""
         self._close_pruned()
         found = self._pop(branch, lambda kept: kept.fits(branch, rule) and kept.draws_like(branch))
         if found is not None:
-            found.line.observe(n_common(found.tokens, branch.tokens))
-            return found.line
+            found.state.observe(n_common(found.tokens, branch.tokens))
+            return found.state
         while True:
             try:
-                line = self._make(branch, rule)
+                state = self._make(branch, rule)
                 self.forget(branch)
-                return line
+                return state
             except CapacityError:
                 oldest = self._pop_oldest()
                 if oldest is None:  # no room to draft is no reason to stop
                     return _IDLE
-                oldest.line.close()
+                oldest.state.close()
 
     def _make(self, branch: Branch, rule: str) -> DraftState:
-        relative: Branch | None = branch  # reseeded or steered, it takes a fork of its own line
+        relative: Branch | None = branch  # reseeded or steered, it takes a fork of its own
         while relative is not None:
             with self._lock:
                 found = self._kept.get(relative)
@@ -62,29 +62,29 @@ class DraftCache:
                     found.is_forked = True
             if found is not None and usable:
                 try:
-                    line = found.line.fork(branch)
-                    line.observe(n_common(found.tokens, branch.tokens))
-                    return line
+                    state = found.state.fork(branch)
+                    state.observe(n_common(found.tokens, branch.tokens))
+                    return state
                 finally:
                     self._end_fork(relative, found)
             relative = relative.parent
-        return self._drafter.line(branch, rule)
+        return self._drafter.start(branch, rule)
 
     def _end_fork(self, branch: Branch, kept: _Kept) -> None:
         with self._lock:
             kept.is_forked = False
             is_kept = self._kept.get(branch) is kept
         if not is_kept:  # it was forgotten or replaced meanwhile
-            kept.line.close()
+            kept.state.close()
 
-    def give_back(self, branch: Branch, line: DraftState, rule: str, *, keep: bool) -> None:
-        """Keep ``line`` for the next time ``branch`` goes on, or close it."""
-        if line is _IDLE:
+    def give_back(self, branch: Branch, state: DraftState, rule: str, *, keep: bool) -> None:
+        """Keep ``state`` for the next time ``branch`` goes on, or close it."""
+        if state is _IDLE:
             return
         if not keep or branch.state == "pruned" or branch.ctx.closed:
-            line.close()
+            state.close()
             return
-        kept = _Kept(line, rule, branch.n_prompt, branch.seed, branch.sampling, branch.tokens)
+        kept = _Kept(state, rule, branch.n_prompt, branch.seed, branch.sampling, branch.tokens)
         with self._lock:
             before = self._pop_free(branch)
             self._kept[branch] = kept
@@ -92,14 +92,14 @@ class DraftCache:
             before.close()
 
     def forget(self, branch: Branch) -> None:
-        """Close the line of ``branch`` if one is kept."""
+        """Close the state of ``branch`` if one is kept."""
         with self._lock:
-            line = self._pop_free(branch)
-        if line is not None:
-            line.close()
+            state = self._pop_free(branch)
+        if state is not None:
+            state.close()
 
     def _pop(self, branch: Branch, fits: Callable[[_Kept], bool]) -> _Kept | None:
-        """Take out the line of ``branch`` if it fits and nobody is forking it."""
+        """Take out the state of ``branch`` if it fits and nobody is forking it."""
         with self._lock:
             found = self._kept.get(branch)
             if found is None or found.is_forked or not fits(found):
@@ -116,33 +116,33 @@ class DraftCache:
     def _close_pruned(self) -> None:
         with self._lock:
             pruned = [branch for branch in list(self._kept) if branch.state == "pruned"]
-            lines = [self._pop_free(branch) for branch in pruned]
-        for line in lines:
-            if line is not None:
-                line.close()
+            states = [self._pop_free(branch) for branch in pruned]
+        for state in states:
+            if state is not None:
+                state.close()
 
     def _pop_free(self, branch: Branch) -> DraftState | None:
-        """Take out what is kept for ``branch``; return its line, None if its forker will close it."""
+        """Take out what is kept for ``branch``; return its state, None if its forker will close it."""
         kept = self._kept.pop(branch, None)
-        return None if kept is None or kept.is_forked else kept.line
+        return None if kept is None or kept.is_forked else kept.state
 
 
 @dataclass(eq=False)
 class _Kept:
-    """A line, and what it was told of its branch."""
+    """A state, and what it was told of its branch."""
 
-    line: DraftState
+    state: DraftState
     rule: str
     n_prompt: int
     seed: int
     sampling: SamplingParams
     tokens: Sequence[int]
-    is_forked: bool = False  # by a thread that is at it: nobody else may use the line
+    is_forked: bool = False  # by a thread that is at it: nobody else may use the state
 
     def fits(self, branch: Branch, rule: str) -> bool:
-        """Return whether the line may serve ``branch``: a prompt cut short is another prompt."""
+        """Return whether the state may serve ``branch``: a prompt cut short is another prompt."""
         return self.rule == rule and self.n_prompt == branch.n_prompt
 
     def draws_like(self, branch: Branch) -> bool:
-        """Return whether the line still drafts with the seed and the settings of ``branch``."""
+        """Return whether the state still drafts with the seed and the settings of ``branch``."""
         return self.seed == branch.seed and self.sampling == branch.sampling

@@ -54,29 +54,29 @@ class _Outcome(NamedTuple):
 
 
 class Stream:
-    """A branch being continued, the line that drafts for it, and its pending token."""
+    """A branch being continued, the state that drafts for it, and its pending token."""
 
     def __init__(
         self,
         branch: Branch,
-        line: DraftState,
+        state: DraftState,
         length: DraftLength,
         rule: str,
         stats: SpeculativeStats,
         n_alternatives: int = 0,
     ) -> None:
         self.branch = branch
-        self.line = line
+        self.state = state
         self.length = length
         self.stats = stats
         self.pending: Produced | None = None
         self.rule = rule
         self._n_alternatives = n_alternatives
         self._draft = Draft()
-        self._n_told = 0  # what the line has read; it catches up when it is asked next
+        self._n_told = 0  # what the state has read; it catches up when it is asked next
         self._n_resting = 0  # plain steps to come before it is asked
         self._rested: list[tuple[float, float]] = []  # seconds of those that came: decode, the rest
-        self._outcome: _Outcome | None = None  # what the line and the length are still to be told
+        self._outcome: _Outcome | None = None  # what the state and the length are still to be told
         self._verification: Verification | None = None  # decoded, nothing of it accepted yet
 
     def begin(self) -> Produced:
@@ -109,7 +109,7 @@ class Stream:
         except CapacityError:
             self.stats.count_stop("no room to verify")
             self._draft, self._verification = NO_DRAFT, None
-            self.line.observe(self.branch.position + 1)
+            self.state.observe(self.branch.position + 1)
             return None
         except BaseException:
             if self._verification is not None:
@@ -138,14 +138,14 @@ class Stream:
         return [emitted]
 
     def conclude(self) -> None:
-        """Tell the line and the length what became of the round; the target's lock is not held."""
+        """Tell the state and the length what became of the round; the target's lock is not held."""
         outcome, self._outcome = self._outcome, None
         if outcome is None:
             if len(self._rested) >= _MOST_RESTED:
                 self.report()
             return
         start = perf_counter()
-        self.line.observe(self.branch.position)
+        self.state.observe(self.branch.position)
         rollback_s = perf_counter() - start
         self.stats.sample_time_s += outcome.overhead_s
         self.stats.rollback_time_s += rollback_s
@@ -166,10 +166,10 @@ class Stream:
         if asked is None:
             return self.take(NO_DRAFT)
         limit = min(limit, self.length.limit)
-        return self.take(propose(self.line, asked, self.length, limit))
+        return self.take(propose(self.state, asked, self.length, limit))
 
     def ask(self, limit: int) -> list[int] | None:
-        """Return the tokens the line should continue, None if there is to be no draft."""
+        """Return the tokens the state should continue, None if there is to be no draft."""
         pending = self.pending or self.begin()
         if min(limit, self.length.limit) <= 0:
             return None

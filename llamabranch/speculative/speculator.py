@@ -56,16 +56,16 @@ class Speculator:
         self.config = config or SpeculativeConfig()
         self.length: DraftLength = FixedLength(0)  # nobody to ask
         if not isinstance(self.drafter, NullDrafter):
-            self.length = draft_length(self.config, getattr(self.drafter, "width", 1))
+            self.length = draft_length(self.config, self.drafter.width)
         self.stats = SpeculativeStats()
-        self._lines = DraftCache(self.drafter)
+        self._drafts = DraftCache(self.drafter)
         self._lock = forkable_lock()
 
     def rule_for(self, branch: Branch) -> str:
         """Return the acceptance rule that the configuration means for ``branch``."""
         return choose_rule(
             self.config.rule,
-            seed_given=branch.seed_given or getattr(self.drafter, "width", 1) > 1,
+            seed_given=branch.seed_given or self.drafter.width > 1,
             temperature=branch.sampling.temperature,
         )
 
@@ -111,15 +111,15 @@ class Speculator:
     def open_stream(
         self, branch: Branch, stats: SpeculativeStats, n_alternatives: int = 0
     ) -> Stream:
-        """Return the rounds of ``branch``; give its line back with ``close_stream``."""
+        """Return the rounds of ``branch``; give its draft state back with ``close_stream``."""
         rule = self.rule_for(branch)
-        line = self._lines.take(branch, rule)
-        return Stream(branch, line, self.length.stream(), rule, stats, n_alternatives)
+        state = self._drafts.take(branch, rule)
+        return Stream(branch, state, self.length.stream(), rule, stats, n_alternatives)
 
     def close_stream(self, stream: Stream, *, keep: bool) -> None:
-        """Count its last steps; keep the line for the branch's next generation, or free it."""
+        """Count its last steps; keep the draft state for the branch's next generation, or free it."""
         stream.report()
-        self._lines.give_back(stream.branch, stream.line, stream.rule, keep=keep)
+        self._drafts.give_back(stream.branch, stream.state, stream.rule, keep=keep)
 
     def add_stats(self, stats: SpeculativeStats) -> None:
         """Count a generation that has ended."""
@@ -149,7 +149,7 @@ class Speculator:
 
     def forget(self, branch: Branch) -> None:
         """Free what the drafter keeps for ``branch``."""
-        self._lines.forget(branch)
+        self._drafts.forget(branch)
 
 
 class Generation:

@@ -355,15 +355,18 @@ def test_contexts_that_draft_for_each_other_wait_for_nobody(
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-class Watched:
+class Watched(lb.Drafter):
     """A drafter that passes everything on, and notes what is asked of it while a lock is held."""
 
     def __init__(self, drafter: lb.Drafter, lock: threading.RLock) -> None:
         self._drafter = drafter
         self._lock = lock
-        self.name = drafter.name
         self.asked: set[str] = set()
         self.asked_under_lock: set[str] = set()
+
+    @property
+    def name(self) -> str:
+        return self._drafter.name
 
     def note(self, what: str) -> None:
         """Let another thread try the lock: it is free unless this one holds it."""
@@ -384,9 +387,9 @@ class Watched:
     def check(self, target: lb.Model) -> None:
         self._drafter.check(target)
 
-    def line(self, target: Branch, rule: str) -> WatchedLine:
+    def start(self, target: Branch, rule: str) -> WatchedLine:
         self.note("line")
-        return WatchedLine(self, self._drafter.line(target, rule))
+        return WatchedLine(self, self._drafter.start(target, rule))
 
 
 class WatchedLine:

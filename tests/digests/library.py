@@ -373,7 +373,7 @@ class Length(Protocol):
     def goes_on(self, n_drafted: int, entropy: float) -> bool: ...
 
 
-class Custom:
+class Custom(lb.Drafter):
     """A drafter of one's own: it proposes by position, or draws from one distribution."""
 
     name = "custom"
@@ -387,7 +387,7 @@ class Custom:
     def check(self, target: lb.Model) -> None:
         """Accept any target."""
 
-    def line(self, target: lb.Branch, rule: str) -> DraftState:
+    def start(self, target: lb.Branch, rule: str) -> DraftState:
         return self
 
     def propose(self, tokens: Sequence[int], length: Length, limit: int) -> lb.Draft:

@@ -346,12 +346,12 @@ def test_numpy_tokens_of_a_drafter_are_verified(ctx: lb.Context) -> None:
 
         def close(self) -> None: ...
 
-    class NumPyDrafter:
+    class NumPyDrafter(lb.Drafter):
         name = "numpy"
 
         def check(self, target: lb.Model) -> None: ...
 
-        def line(self, target: lb.Branch, rule: str) -> lb.DraftState:
+        def start(self, target: lb.Branch, rule: str) -> lb.DraftState:
             return NumPyLine()
 
     params = lb.SamplingParams(temperature=0.8, seed=2)

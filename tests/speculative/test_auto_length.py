@@ -398,14 +398,14 @@ class BareLine:
 
 
 @dataclass
-class BareDrafter:
+class BareDrafter(lb.Drafter):
     truth: Sequence[int] = ()
     name: str = "bare"
 
     def check(self, target: lb.Model) -> None:
         """Fit anything."""
 
-    def line(self, target: lb.Branch, rule: str) -> BareLine:
+    def start(self, target: lb.Branch, rule: str) -> BareLine:
         return BareLine(truth=self.truth, start=target.position)
 
 

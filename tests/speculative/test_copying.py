@@ -62,7 +62,7 @@ def propose(line: DraftState, tokens: Sequence[int], k: int = 8) -> Draft:
 
 
 def test_lookup_copies_from_the_most_recent_occurrence(branch: Branch) -> None:
-    line = PromptLookupDrafter(max_ngram=3, min_ngram=2).line(branch, "seeded")
+    line = PromptLookupDrafter(max_ngram=3, min_ngram=2).start(branch, "seeded")
     told = propose(line, [20, 21, 30, 20, 21, 40, 41, 20, 21], k=2)
     assert told.tokens == [40, 41]
     assert told.n_decodes == 0
@@ -70,26 +70,26 @@ def test_lookup_copies_from_the_most_recent_occurrence(branch: Branch) -> None:
 
 
 def test_lookup_prefers_the_longest_suffix(branch: Branch) -> None:
-    line = PromptLookupDrafter(max_ngram=3, min_ngram=1).line(branch, "seeded")
+    line = PromptLookupDrafter(max_ngram=3, min_ngram=1).start(branch, "seeded")
     assert propose(line, [1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], k=1).tokens == [50]
 
 
 def test_lookup_declines_without_evidence(branch: Branch) -> None:
-    line = PromptLookupDrafter(max_ngram=3, min_ngram=2).line(branch, "seeded")
+    line = PromptLookupDrafter(max_ngram=3, min_ngram=2).start(branch, "seeded")
     told = propose(line, [1, 2, 3, 4, 3])
     assert (told.tokens, told.entropies, told.n_decodes) == ([], [], 0)
     assert propose(line, [1, 2, 3, 4, 3, 4]).tokens[:1] == [3]
 
 
 def test_surprisal_stands_where_an_entropy_would(branch: Branch) -> None:
-    line = PromptLookupDrafter(max_ngram=2, min_ngram=2).line(branch, "seeded")
+    line = PromptLookupDrafter(max_ngram=2, min_ngram=2).start(branch, "seeded")
     told = propose(line, [1, 2, 3, 1, 2], k=3)
     expected = [-math.log(m / (m + 1)) for m in (2, 3, 4)]
     assert told.entropies == pytest.approx(expected)
 
 
 def test_entropy_stop_ends_a_copy(branch: Branch) -> None:
-    line = PromptLookupDrafter(max_ngram=2, min_ngram=1).line(branch, "seeded")
+    line = PromptLookupDrafter(max_ngram=2, min_ngram=1).start(branch, "seeded")
     tokens = [1, 2, 3, 1]  # one token of evidence: probability 1/2, 0.69 nats
     assert line.propose(tokens, FixedLength(4, 0.6), 4).tokens == []
     assert len(line.propose(tokens, FixedLength(4, 0.7), 4).tokens) == 4
@@ -99,14 +99,14 @@ def test_entropy_stop_ends_a_copy(branch: Branch) -> None:
 def test_nothing_is_proposed_after_the_end(target: Context, make: Callable[[], Drafter]) -> None:
     end = next(t for t in range(target.n_vocab) if target.model.is_eog(t))
     with Branch.start(target, [5]) as branch:
-        line = make().line(branch, "seeded")
+        line = make().start(branch, "seeded")
         told = propose(line, [20, 21, 22, end, 30, 31, 20, 21, 22])
     assert told.tokens == [end]
 
 
 @pytest.mark.parametrize("make", [PromptLookupDrafter, SuffixDrafter])
 def test_limit_and_refusal_hold(branch: Branch, make: Callable[[], Drafter]) -> None:
-    line = make().line(branch, "seeded")
+    line = make().start(branch, "seeded")
     tokens = [1, 2, 3, 4] * 4
     assert line.propose(tokens, FixedLength(8), 0).tokens == []
     assert len(line.propose(tokens, FixedLength(8), 3).tokens) == 3
@@ -116,7 +116,7 @@ def test_limit_and_refusal_hold(branch: Branch, make: Callable[[], Drafter]) -> 
 
 @pytest.mark.parametrize("make", [PromptLookupDrafter, lambda: SuffixDrafter(shared_tokens=0)])
 def test_rewound_line_proposes_as_a_fresh_one(branch: Branch, make: Callable[[], Drafter]) -> None:
-    line, fresh = make().line(branch, "seeded"), make().line(branch, "seeded")
+    line, fresh = make().start(branch, "seeded"), make().start(branch, "seeded")
     tokens = [1, 2, 3, 4, 1, 2, 8, 9]
     propose(line, tokens)
     line.observe(6)
@@ -126,7 +126,7 @@ def test_rewound_line_proposes_as_a_fresh_one(branch: Branch, make: Callable[[],
 
 @pytest.mark.parametrize("make", [PromptLookupDrafter, lambda: SuffixDrafter(shared_tokens=0)])
 def test_forks_share_the_past_and_then_diverge(branch: Branch, make: Callable[[], Drafter]) -> None:
-    parent = make().line(branch, "seeded")
+    parent = make().start(branch, "seeded")
     past = [1, 2, 3, 4, 5, 1, 2]
     propose(parent, past)
     child = parent.fork(branch)
@@ -145,7 +145,7 @@ def test_forks_share_the_past_and_then_diverge(branch: Branch, make: Callable[[]
 def test_match_length_gives_the_budget(branch: Branch) -> None:
     text = list(range(100, 130))
     for m in (2, 3, 5):
-        line = SuffixDrafter(factor=1.5, offset=1.0, min_probability=0.0).line(branch, "seeded")
+        line = SuffixDrafter(factor=1.5, offset=1.0, min_probability=0.0).start(branch, "seeded")
         told = propose(line, [*text, 0, *text[:m]], k=100)
         assert told.tokens == text[m : m + math.floor(m * 1.5 + 1.0)]
 
@@ -153,24 +153,24 @@ def test_match_length_gives_the_budget(branch: Branch) -> None:
 def test_line_learns_from_what_others_say(branch: Branch) -> None:
     drafter = SuffixDrafter()
     said = list(range(200, 212))
-    first = drafter.line(branch, "seeded")
+    first = drafter.start(branch, "seeded")
     propose(first, [5, *said])  # the line starts at position 1: all of this is said
     first.close()
-    second = drafter.line(branch, "seeded")
+    second = drafter.start(branch, "seeded")
     assert propose(second, [5, *said[:4]]).tokens == said[4:9]  # five tokens match
-    assert propose(SuffixDrafter().line(branch, "seeded"), [5, *said[:4]]).tokens == []
+    assert propose(SuffixDrafter().start(branch, "seeded"), [5, *said[:4]]).tokens == []
 
 
 def test_prompts_are_not_shared(target: Context) -> None:
     drafter = SuffixDrafter()
     prompt = list(range(200, 212))
     with Branch.start(target, prompt) as branch:
-        propose(drafter.line(branch, "seeded"), prompt)
-        assert propose(drafter.line(branch, "seeded"), prompt[:4]).tokens == []
+        propose(drafter.start(branch, "seeded"), prompt)
+        assert propose(drafter.start(branch, "seeded"), prompt[:4]).tokens == []
 
 
 def test_rewound_text_stays_evidence(branch: Branch) -> None:
-    line = SuffixDrafter().line(branch, "seeded")
+    line = SuffixDrafter().start(branch, "seeded")
     propose(line, [5, 6, 70, 71, 72])
     line.observe(3)
     assert propose(line, [5, 6, 70]).tokens == [71, 72]
@@ -179,7 +179,7 @@ def test_rewound_text_stays_evidence(branch: Branch) -> None:
 
 def test_sibling_learns_while_the_other_runs(branch: Branch) -> None:
     drafter = SuffixDrafter()
-    parent = drafter.line(branch, "seeded")
+    parent = drafter.start(branch, "seeded")
     propose(parent, [5, 6])
     a, b = parent.fork(branch), parent.fork(branch)
     propose(a, [5, 6, 70, 71, 72, 73])
@@ -188,19 +188,19 @@ def test_sibling_learns_while_the_other_runs(branch: Branch) -> None:
 
 def test_better_evidence_is_taken(branch: Branch) -> None:
     drafter = SuffixDrafter(min_probability=0.0)
-    other = drafter.line(branch, "seeded")
+    other = drafter.start(branch, "seeded")
     propose(other, [5, 40, 41, 42, 43, 44, 45, 46, 47])
-    line = drafter.line(branch, "seeded")
+    line = drafter.start(branch, "seeded")
     assert propose(line, [5, 42, 43, 9, 40, 41, 42, 43]).tokens == [44, 45, 46, 47]
-    assert propose(drafter.line(branch, "seeded"), [1, 2, 9, 1, 2]).tokens == [9, 1]
+    assert propose(drafter.start(branch, "seeded"), [1, 2, 9, 1, 2]).tokens == [9, 1]
 
 
 def test_models_do_not_share(branch: Branch, draft: Context) -> None:
     drafter = SuffixDrafter()
     said = list(range(200, 212))
-    propose(drafter.line(branch, "seeded"), [5, *said])
+    propose(drafter.start(branch, "seeded"), [5, *said])
     with Branch.start(draft, [5]) as other:
-        assert propose(drafter.line(other, "seeded"), [5, *said[:4]]).tokens == []
+        assert propose(drafter.start(other, "seeded"), [5, *said[:4]]).tokens == []
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_bad_settings_are_refused(make: Callable[[], Drafter]) -> None:
 # -- chain -----------------------------------------------------------------------------------------
 
 
-class Script:
+class Script(Drafter):
     """A drafter and its own line: says what it is given, remembers what it is told."""
 
     name = "script"
@@ -237,7 +237,7 @@ class Script:
     def check(self, target: Model) -> None:
         self.log.append(("check", 0))
 
-    def line(self, target: Branch, rule: str) -> DraftState:
+    def start(self, target: Branch, rule: str) -> DraftState:
         return self
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
@@ -259,7 +259,7 @@ def test_chain_asks_in_order_and_tells_everyone(branch: Branch) -> None:
     chain = ChainDrafter([silent, first, last])
     assert chain.name == "script+script+script"
     chain.check(branch.ctx.model)
-    line = chain.line(branch, "seeded")
+    line = chain.start(branch, "seeded")
     told = propose(line, [5, 6])
     line.observe(3)
     line.close()
@@ -271,7 +271,7 @@ def test_chain_asks_in_order_and_tells_everyone(branch: Branch) -> None:
 
 def test_model_behind_ngrams_catches_up_in_one_decode(target: Context, draft: Context) -> None:
     with Branch.start(target, [5, 6, 7], temperature=0.0) as branch:
-        line = ChainDrafter([PromptLookupDrafter(), ModelDrafter(draft)]).line(branch, "seeded")
+        line = ChainDrafter([PromptLookupDrafter(), ModelDrafter(draft)]).start(branch, "seeded")
         tokens = [5, 6, 7]
         assert (
             propose(line, tokens, k=1).n_decodes == 1
@@ -287,7 +287,7 @@ def test_model_behind_ngrams_catches_up_in_one_decode(target: Context, draft: Co
 
 def test_failed_fork_leaves_nothing_open(target: Context, draft: Context) -> None:
     with Branch.start(target, [5], temperature=0.0) as branch, branch.fork() as other:
-        line = ChainDrafter([ModelDrafter(draft)] * 3).line(branch, "seeded")
+        line = ChainDrafter([ModelDrafter(draft)] * 3).start(branch, "seeded")
         with pytest.raises(SequencesExhaustedError):
             line.fork(other)  # three of four sequences are taken: the second fork fails
         line.close()

@@ -259,7 +259,7 @@ def test_stopping_before_a_draw_is_lossless(
 # -- wrong loops: the same statistic must see them ---------------------------------------------------
 
 
-class Tampering:
+class Tampering(lb.Drafter):
     """A model drafter whose proposals somebody changes after they were drawn."""
 
     name = "tampering"
@@ -271,8 +271,8 @@ class Tampering:
     def check(self, target: lb.Model) -> None:
         self.drafter.check(target)
 
-    def line(self, target: Branch, rule: str) -> lb.DraftState:
-        return TamperingLine(self.drafter.line(target, rule), self.change)
+    def start(self, target: Branch, rule: str) -> lb.DraftState:
+        return TamperingLine(self.drafter.start(target, rule), self.change)
 
 
 class TamperingLine:

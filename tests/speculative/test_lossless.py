@@ -63,7 +63,7 @@ def speculated(generation: lb.Generation) -> Said:
 
 
 @dataclass
-class AdversarialDrafter:
+class AdversarialDrafter(lb.Drafter):
     """Drafts the truth and then a lie, only lies, ends, or nothing, in turn, and counts its lines."""
 
     truth: Sequence[int] = ()
@@ -74,7 +74,7 @@ class AdversarialDrafter:
     def check(self, target: lb.Model) -> None:
         """Claim to fit."""
 
-    def line(self, target: Branch, rule: str) -> HostileLine:
+    def start(self, target: Branch, rule: str) -> HostileLine:
         self.open_lines += 1
         return HostileLine(self, target.position, target.ctx.n_vocab, target.ctx.model.eos or 0)
 
@@ -128,7 +128,7 @@ class HostileLine:
 class EndingDrafter(AdversarialDrafter):
     """Always proposes the same."""
 
-    def line(self, target: Branch, rule: str) -> HostileLine:
+    def start(self, target: Branch, rule: str) -> HostileLine:
         self.open_lines += 1
         return EndingLine(self, target.position, target.ctx.n_vocab, 0)
 

@@ -49,7 +49,7 @@ def facts(t: lb.Produced) -> Said:
 
 
 @dataclass
-class Wrong:
+class Wrong(lb.Drafter):
     """Proposes tokens that are almost never right, an end now and then."""
 
     name: str = "wrong"
@@ -57,7 +57,7 @@ class Wrong:
     def check(self, target: lb.Model) -> None:
         """Claim to fit."""
 
-    def line(self, target: Branch, rule: str) -> Wrong:
+    def start(self, target: Branch, rule: str) -> Wrong:
         return self
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:

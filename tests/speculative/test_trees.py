@@ -31,7 +31,7 @@ def plain(ctx: Context, prompt: str | list[int], params: SamplingParams, n: int)
 
 
 def propose(drafter: ModelDrafter, branch: Branch, k: int) -> lb.Draft:
-    line = drafter.line(branch, "seeded")
+    line = drafter.start(branch, "seeded")
     draft = line.propose([*branch.tokens, branch.produce().token], FixedLength(k), k)
     line.observe(branch.position)
     line.close()

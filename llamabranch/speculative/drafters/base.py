@@ -1,34 +1,44 @@
 """Who proposes tokens.
 
-A *drafter* is shared by all requests; a *line* is one request's draft state. A line sees the tokens that
+A *drafter* is shared by all requests; a *state* is one request's draft state. A state sees the tokens that
 stand and proposes what may follow; it is told how much of that stood and forgets the rest.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ...branch import Branch
 from ...model import Model
 from ...sampling import Distribution
 from ..length.base import DraftLength
 
-__all__ = ["NO_DRAFT", "Draft", "DraftState", "Drafter", "NullDrafter", "NullLine", "propose"]
+__all__ = [
+    "NO_DRAFT",
+    "Draft",
+    "DraftRequest",
+    "DraftState",
+    "Drafter",
+    "NullDrafter",
+    "NullState",
+    "propose",
+]
 
 
 @dataclass
 class Draft:
-    """What a line proposes, and which ``drafter`` it is from. Only ``tokens`` must be filled.
+    """What a state proposes, and which ``drafter`` it is from. Only ``tokens`` must be filled.
 
     ``sources[i]`` is what ``tokens[i]`` was really drawn from; left empty they are taken as certain.
     ``parents`` make it a tree: -1 = right after the text, None = a chain; every beginning of the list
     must be a tree too, so that it can be cut to what fits. ``entropies`` (nats) are
     those of the draft's own distributions, one for each step that was thought about, drawn or not;
-    NaN where the length does not read them. A line that leaves them out has not asked the length how
+    NaN where the length does not read them. A state that leaves them out has not asked the length how
     far to draft; then it is asked afterwards, without an entropy. ``n_read`` tokens were new to the
     drafter. ``seconds`` (measured if 0) and ``n_decodes`` are what it cost, ``stopped`` says why it is
     not longer: "length", "entropy", "goodput", "end", "capacity", "no evidence" or "off".
@@ -75,33 +85,33 @@ class DraftState(Protocol):
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         """Return at most ``limit`` tokens that may follow ``tokens``.
 
-        ``tokens`` begin with everything this line was told before. ``length`` is asked before each
+        ``tokens`` begin with everything this state was told before. ``length`` is asked before each
         token is drawn, never after.
         """
 
     def observe(self, n_tokens: int) -> None:
-        """Learn that exactly the first ``n_tokens`` of tokens and proposal stand."""
+        """Learn that exactly the first ``n_tokens`` of tokens and proposal were accepted; forget the rest."""
 
     def fork(self, target: Branch) -> DraftState:
-        """Return a line in the same state that drafts for ``target``, a fork of its target."""
+        """Return a state in the same state that drafts for ``target``, a fork of its target."""
 
     def close(self) -> None:
-        """Give back what the line holds."""
+        """Give back what the state holds."""
 
 
-def propose(line: DraftState, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
-    """Return what ``line`` proposes, its time measured and its length asked for if it did neither.
+def propose(state: DraftState, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+    """Return what ``state`` proposes, its time measured and its length asked for if it did neither.
 
     What the length does not want is cut from the end: it decides by what earlier drafts yielded and
     never sees these tokens, so it is as lossless as not to have drawn them.
     """
     start = perf_counter()
-    draft = line.propose(tokens, length, limit)
+    draft = state.propose(tokens, length, limit)
     if not draft.tokens or draft.entropies or not length.reads_entropy:
         return draft
     seconds = draft.seconds or perf_counter() - start
     parents = None if draft.parents is None else list(draft.parents)
-    draft = replace(  # the line may keep what it returned
+    draft = replace(  # the state may keep what it returned
         draft, tokens=list(draft.tokens), sources=list(draft.sources), parents=parents,
         entropies=[], seconds=seconds,
     )  # fmt: skip
@@ -119,37 +129,68 @@ def propose(line: DraftState, tokens: Sequence[int], length: DraftLength, limit:
     return draft
 
 
-class Drafter(Protocol):
-    """Where lines come from."""
+class DraftRequest(NamedTuple):
+    """A stream that wants a draft: its state, the tokens to continue, who decides how far, the limit."""
+
+    state: DraftState
+    tokens: list[int]
+    length: DraftLength
+    limit: int
+
+
+class Drafter(ABC):
+    """Where draft states come from; a drafter of one's own is a subclass.
+
+    Attributes:
+        width: candidates a node; above 1 it proposes trees, which need the seeded rule.
+    """
 
     @property
+    def width(self) -> int:
+        """Candidates a node; above 1 it proposes trees."""
+        return 1
+
+    @property
+    @abstractmethod
     def name(self) -> str:
         """What statistics call it."""
 
+    @abstractmethod
     def check(self, target: Model) -> None:
         """Raise VocabularyMismatchError if it cannot draft for ``target``."""
 
-    def line(self, target: Branch, rule: str) -> DraftState:
-        """Return a new line that drafts for ``target`` from where it stands.
+    @abstractmethod
+    def start(self, target: Branch, rule: str) -> DraftState:
+        """Return a new state that drafts for ``target`` from where it is.
 
         Under every rule but "seeded" what it draws must be independent of the target's draws.
         """
 
+    def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Return a draft for each request, made by states of this drafter; default: one by one.
 
-class NullDrafter:
+        A drafter overrides it to share work, such as one decode of a draft model for all.
+        """
+        return [propose(*request) for request in requests]
+
+
+class NullDrafter(Drafter):
     """Proposes nothing: plain decoding through the same loop."""
 
-    name = "none"
+    @property
+    def name(self) -> str:
+        """ "none"."""
+        return "none"
 
     def check(self, target: Model) -> None:
         """Accept any target."""
 
-    def line(self, target: Branch, rule: str) -> DraftState:
-        """Return a line that never proposes."""
-        return NullLine()
+    def start(self, target: Branch, rule: str) -> DraftState:
+        """Return a state that never proposes."""
+        return NullState()
 
 
-class NullLine:
+class NullState:
     """Proposes nothing and holds nothing."""
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:

@@ -9,15 +9,15 @@ from ...branch import Branch
 from ...errors import ConfigError
 from ...model import Model
 from ..length.base import DraftLength
-from .base import Draft, Drafter, DraftState, propose
+from .base import Draft, Drafter, DraftRequest, DraftState, propose
 
 __all__ = ["ChainDrafter"]
 
 
-class ChainDrafter:
+class ChainDrafter(Drafter):
     """Asks one drafter after another until one proposes: the cheap ones first, a model last.
 
-    Lines that are not asked are told only what stands, so a model behind n-grams reads what it missed
+    States that are not asked are told only what stands, so a model behind n-grams reads what it missed
     in one decode when it is asked.
 
     Args:
@@ -40,30 +40,45 @@ class ChainDrafter:
     @property
     def width(self) -> int:
         """The largest width of its drafters: above 1 trees may come, which need the seeded rule."""
-        return max(int(getattr(drafter, "width", 1)) for drafter in self.drafters)
+        return max(drafter.width for drafter in self.drafters)
 
     def check(self, target: Model) -> None:
         """Raise VocabularyMismatchError if one of them cannot draft for ``target``."""
         for drafter in self.drafters:
             drafter.check(target)
 
-    def line(self, target: Branch, rule: str) -> DraftState:
-        """Return a new line; takes what each drafter's line takes."""
-        return _ChainLine(
-            _all_or_none([partial(drafter.line, target, rule) for drafter in self.drafters])
+    def start(self, target: Branch, rule: str) -> DraftState:
+        """Return a new state; takes what each drafter's state takes."""
+        return _ChainState(
+            _all_or_none([partial(drafter.start, target, rule) for drafter in self.drafters])
         )
 
+    def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Ask each drafter for all requests that those before it left without a proposal."""
+        drafts = [Draft() for _ in requests]
+        found = ((i, request.state) for i, request in enumerate(requests))
+        states = {i: state.states for i, state in found if isinstance(state, _ChainState)}
+        left = list(states)
+        for number, drafter in enumerate(self.drafters):
+            asked = [requests[i]._replace(state=states[i][number]) for i in left]
+            for i, draft in zip(left, drafter.propose_many(asked), strict=True):
+                draft.seconds += drafts[i].seconds
+                draft.n_decodes += drafts[i].n_decodes
+                drafts[i] = draft
+            left = [i for i in left if not drafts[i].tokens]
+        return drafts
 
-class _ChainLine:
-    def __init__(self, lines: Sequence[DraftState]) -> None:
-        self._lines = lines
+
+class _ChainState:
+    def __init__(self, states: Sequence[DraftState]) -> None:
+        self.states = states
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         """Return the first proposal, with the time of those who were asked in vain added to it."""
         draft = Draft()
-        for line in self._lines:
+        for state in self.states:
             seconds, n_decodes = draft.seconds, draft.n_decodes
-            draft = propose(line, tokens, length, limit)
+            draft = propose(state, tokens, length, limit)
             draft.seconds += seconds
             draft.n_decodes += n_decodes
             if draft.tokens:
@@ -71,25 +86,25 @@ class _ChainLine:
         return draft
 
     def observe(self, n_tokens: int) -> None:
-        for line in self._lines:
-            line.observe(n_tokens)
+        for state in self.states:
+            state.observe(n_tokens)
 
     def fork(self, target: Branch) -> DraftState:
-        return _ChainLine(_all_or_none([partial(line.fork, target) for line in self._lines]))
+        return _ChainState(_all_or_none([partial(state.fork, target) for state in self.states]))
 
     def close(self) -> None:
-        for line in self._lines:
-            line.close()
+        for state in self.states:
+            state.close()
 
 
 def _all_or_none(makers: Sequence[Callable[[], DraftState]]) -> list[DraftState]:
     """Return what the makers make; where one fails, close what the others made."""
-    lines: list[DraftState] = []
+    states: list[DraftState] = []
     try:
         for make in makers:
-            lines.append(make())
+            states.append(make())
     except BaseException:
-        for line in lines:
-            line.close()
+        for state in states:
+            state.close()
         raise
-    return lines
+    return states

@@ -21,13 +21,13 @@ from ...branch import Branch
 from ...errors import ConfigError
 from ...model import Model
 from ..length.base import DraftLength
-from .base import Draft, DraftState
+from .base import Draft, Drafter, DraftState
 from .ngram_index import Guess, Segment, SharedIndex, TokenIndex, doubling
 
 __all__ = ["PromptLookupDrafter", "SuffixDrafter"]
 
 
-class PromptLookupDrafter:
+class PromptLookupDrafter(Drafter):
     """Copies what followed the last few tokens when they were last seen, in prompt or output.
 
     Known as prompt lookup decoding (Saxena 2023) and n-gram speculation. The longest suffix of
@@ -41,7 +41,7 @@ class PromptLookupDrafter:
         ConfigError: a value out of range.
     """
 
-    name = "lookup"
+    name = "lookup"  # what statistics call it
 
     def __init__(self, max_ngram: int = 4, min_ngram: int = 2) -> None:
         self.max_ngram = whole("max_ngram", max_ngram, 1, 64)
@@ -51,13 +51,13 @@ class PromptLookupDrafter:
     def check(self, target: Model) -> None:
         """Accept any target: it speaks the tokens it is told."""
 
-    def line(self, target: Branch, rule: str) -> DraftState:
-        """Return a new line."""
+    def start(self, target: Branch, rule: str) -> DraftState:
+        """Return a new state."""
         index = TokenIndex(range(self.min_ngram, self.max_ngram + 1))
-        return _CopyLine(self._policy, index, None, target.position, target.ctx.model.is_eog)
+        return _CopyState(self._policy, index, None, target.position, target.ctx.model.is_eog)
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Follows the most frequent continuation of the longest suffix seen before.
 
     Known as SuffixDecoding (Oliaro et al. 2024, 2411.04975): one index over the request's prompt and
@@ -65,7 +65,7 @@ class SuffixDrafter:
     proposed. Each index is searched for its longest match, and the continuation of which more tokens
     are expected to stand is taken, the request's own if they are equal. Unlike in the paper, the
     estimated probability keeps a part for the unseen (``Match.follow``), the shared index is fed
-    while lines run, so that branches learn from their siblings, and only the newest occurrences vote.
+    while states run, so that branches learn from their siblings, and only the newest occurrences vote.
 
     Args:
         max_match: the longest suffix compared, up to 64 tokens.
@@ -81,7 +81,7 @@ class SuffixDrafter:
         ConfigError: a value out of range.
     """
 
-    name = "suffix"
+    name = "suffix"  # what statistics call it
 
     def __init__(
         self,
@@ -116,11 +116,11 @@ class SuffixDrafter:
     def check(self, target: Model) -> None:
         """Accept any target: it speaks the tokens it is told."""
 
-    def line(self, target: Branch, rule: str) -> DraftState:
-        """Return a new line; what it says from here on becomes evidence for all others."""
+    def start(self, target: Branch, rule: str) -> DraftState:
+        """Return a new state; what it says from here on becomes evidence for all others."""
         model = target.ctx.model
         index = TokenIndex(self.lengths)
-        return _CopyLine(self._policy, index, self._pool(model), target.position, model.is_eog)
+        return _CopyState(self._policy, index, self._pool(model), target.position, model.is_eog)
 
     def _pool(self, model: Model) -> SharedIndex | None:
         if not self.shared_tokens:
@@ -143,7 +143,7 @@ class _Policy:
         return math.floor(min(limit, match_length * self.factor + self.offset))
 
 
-class _CopyLine:
+class _CopyState:
     """One request's index, and the segment of the shared one that it writes.
 
     ``told`` counts the tokens that need not be written: read by others than us, or written already.
@@ -217,7 +217,7 @@ class _CopyLine:
             self._told, self._segment = n_tokens, None
 
     def fork(self, target: Branch) -> DraftState:
-        return _CopyLine(self._policy, self._index.fork(), self._shared, self._told, self._is_end)
+        return _CopyState(self._policy, self._index.fork(), self._shared, self._told, self._is_end)
 
     def close(self) -> None:
         self._index = TokenIndex(())

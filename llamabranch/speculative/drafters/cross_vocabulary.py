@@ -16,12 +16,12 @@ from ...model import Model
 from ..length.base import DraftLength
 from .base import Draft, DraftState
 
-__all__ = ["TranslatingLine"]
+__all__ = ["TranslatingState"]
 
 _WINDOW = 12  # tokens before the end that are encoded again: a word may take several
 
 
-class TranslatingLine:
+class TranslatingState:
     """A branch of a draft model with another vocabulary, which follows the target's text.
 
     Each proposal encodes the whole text again, so its cost grows with the text; only what changed is
@@ -113,10 +113,10 @@ class TranslatingLine:
         """Nothing to forget: the next proposal compares the texts."""
 
     def fork(self, target: Branch) -> DraftState:
-        """Return a line in the same state that drafts for ``target``."""
+        """Return a state in the same state that drafts for ``target``."""
         branch = self._branch.fork()
-        branch.detach()  # lines end in any order
-        return TranslatingLine(branch, target.ctx.model)
+        branch.detach()  # states end in any order
+        return TranslatingState(branch, target.ctx.model)
 
     def close(self) -> None:
         """Free its sequence."""

@@ -17,20 +17,20 @@ from ...sampling import Distribution, SamplingParams
 from ...sampling.noise import DRAFT, derive_seed, gumbel_noise
 from ..length.base import DraftLength
 from ..rules import draft_seed
-from .base import Draft, DraftState
-from .cross_vocabulary import TranslatingLine
+from .base import Draft, Drafter, DraftRequest, DraftState
+from .cross_vocabulary import TranslatingState
 
 __all__ = ["ModelDrafter"]
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Drafts with a small model.
 
     A model of the same vocabulary drafts token by token; one of another drafts through the text
     (:mod:`.translation`), which costs more and accepts less. ``Model.compatibility`` tells which.
 
     Args:
-        ctx: a context of the draft model; each line takes one of its sequences, a tree some more.
+        ctx: a context of the draft model; each state takes one of its sequences, a tree some more.
         sampling: its own settings, None = the request's. At equal settings and seed the draft draws
             with the target's noise, which is what makes the two agree so often.
         width: candidates a node; above 1 it proposes trees, which need the seeded rule.
@@ -51,8 +51,13 @@ class ModelDrafter:
         width = whole("width", width, 1, 16)
         self.ctx = ctx
         self.sampling = sampling
-        self.width = width
+        self._width = width
         self.translate = translate
+
+    @property
+    def width(self) -> int:
+        """Candidates a node; above 1 it proposes trees."""
+        return self._width
 
     @property
     def name(self) -> str:
@@ -68,8 +73,8 @@ class ModelDrafter:
                 hint="use a draft model of the target's family; see `llamabranch inspect`",
             )
 
-    def line(self, target: Branch, rule: str) -> DraftState:
-        """Return a new line; takes a sequence of the draft context.
+    def start(self, target: Branch, rule: str) -> DraftState:
+        """Return a new state; takes a sequence of the draft context.
 
         Raises:
             ConfigError: trees under another rule than "seeded".
@@ -80,10 +85,28 @@ class ModelDrafter:
             # Its draws must not be the target's: there is nothing to gain, and the token rule forbids it.
             params = self.sampling or target.sampling
             params = params.replace(seed=derive_seed(target.seed, 0), logit_bias={})
-            return TranslatingLine(Branch.create(self.ctx, params), target.ctx.model)
+            return TranslatingState(Branch.create(self.ctx, params), target.ctx.model)
         branch = Branch.create(self.ctx, self.settings(target), target.grammar)
-        kind = ModelLine if self.width == 1 else TreeLine
+        kind = ModelState if self.width == 1 else TreeState
         return kind(self, branch, target, rule)
+
+    def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Draft for all requests in step: one decode of the draft model for each drafted position.
+
+        Trees, drafts through the text, and memory that cannot drop a tail go one by one.
+        """
+        in_step: dict[int, ModelState] = {}
+        if self.width == 1 and self.ctx.capabilities.can_truncate:
+            states = enumerate(request.state for request in requests)
+            in_step = {i: state for i, state in states if isinstance(state, ModelState)}
+        if len(in_step) < 2:
+            return super().propose_many(requests)
+        found = _InStep(self.ctx, [requests[i] for i in in_step], list(in_step.values())).run()
+        drafts = dict(zip(in_step, found, strict=True))
+        rest = [i for i in range(len(requests)) if i not in drafts]
+        alone = super().propose_many([requests[i] for i in rest])
+        drafts.update(zip(rest, alone, strict=True))
+        return [drafts[i] for i in range(len(requests))]
 
     def settings(self, target: Branch) -> SamplingParams:
         """Return what drafts for ``target`` are drawn by."""
@@ -99,8 +122,8 @@ class ModelDrafter:
         return params
 
 
-class ModelLine:
-    """A branch of the draft model that follows the target's line and runs ahead of it."""
+class ModelState:
+    """A branch of the draft model that follows the target's state and runs ahead of it."""
 
     def __init__(self, drafter: ModelDrafter, branch: Branch, target: Branch, rule: str) -> None:
         self.branch = branch
@@ -183,9 +206,9 @@ class ModelLine:
             self.branch.rewind(n_tokens)
 
     def fork(self, target: Branch) -> DraftState:
-        """Return a line in the same state that drafts for ``target``."""
+        """Return a state in the same state that drafts for ``target``."""
         branch = self.branch.fork()
-        branch.detach()  # lines end in any order
+        branch.detach()  # states end in any order
         params = self._drafter.settings(target)
         if params == branch.sampling.replace(seed=params.seed):
             branch.reseed(target.seed)
@@ -199,7 +222,70 @@ class ModelLine:
             self.branch.prune_subtree()
 
 
-class TreeLine(ModelLine):
+class _InStep:
+    """The drafts of several streams, advanced in step."""
+
+    def __init__(
+        self, ctx: Context, requests: Sequence[DraftRequest], states: Sequence[ModelState]
+    ) -> None:
+        self._ctx = ctx
+        self._requests = requests
+        self._states = states
+        self._drafts = [Draft(drafter=ctx.model.name) for _ in requests]
+
+    def run(self) -> list[Draft]:
+        start = perf_counter()
+        decodes = self._ctx.decoder.n_decodes
+        live = []
+        for i, request in enumerate(self._requests):
+            if request.length.consider(self._drafts[i].drafter):
+                live.append(i)
+            else:
+                self._drafts[i].stopped = "off"
+        try:
+            self._catch_up(live)
+            store = BranchStore(self._ctx)
+            while live:
+                tokens = {}
+                for i in list(live):
+                    token = self._draw(i)
+                    if token is None:
+                        live.remove(i)
+                    else:
+                        tokens[self._states[i].branch] = token
+                store.commit(tokens)
+        except CapacityError:  # no room to draft is no reason to stop
+            for i in live:
+                self._drafts[i].stopped = "capacity"
+        self._share_costs(perf_counter() - start, self._ctx.decoder.n_decodes - decodes)
+        return self._drafts
+
+    def _catch_up(self, live: Sequence[int]) -> None:
+        store = BranchStore(self._ctx)
+        prompts: dict[Branch, list[int]] = {}
+        for i in live:
+            state, tokens = self._states[i], self._requests[i].tokens
+            self._drafts[i].n_read = len(tokens) - state.branch.position
+            prompts[state.branch] = tokens[state.branch.position : state.n_prompt]
+        store.prefill({branch: tokens for branch, tokens in prompts.items() if tokens})
+        unread = {self._states[i].branch: self._requests[i].tokens for i in live}
+        store.append_unscored({b: tokens[b.position :] for b, tokens in unread.items()})
+
+    def _draw(self, i: int) -> int | None:
+        """Draw the next token of a draft; return it if the draft goes on after it."""
+        draft, state, request = self._drafts[i], self._states[i], self._requests[i]
+        token = state.draw(draft, request.length, state.branch)
+        return token if token is not None and len(draft.tokens) < request.limit else None
+
+    def _share_costs(self, seconds: float, n_decodes: int) -> None:
+        """Divide what it cost by the steps each draft took; decodes are counted with the first."""
+        steps = sum(len(draft.entropies) for draft in self._drafts) or 1
+        for draft in self._drafts:
+            draft.seconds = seconds * len(draft.entropies) / steps
+        self._drafts[0].n_decodes = n_decodes
+
+
+class TreeState(ModelState):
     """Proposes a tree: at each level the most probable nodes are followed, all in one decode.
 
     A node's candidates have the largest keys log q + g, with the noise g the target will draw with, so

@@ -24,8 +24,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 
-HERE = Path(__file__).parent
-sys.path[:0] = map(str, (HERE, HERE / "branch", HERE / "engine"))
+sys.path.extend(str(Path(__file__).parent / folder) for folder in ("", "branch", "engine"))
 
 import loads
 import toys

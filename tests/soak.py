@@ -24,10 +24,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE / "engine"))
-sys.path.insert(0, str(HERE / "branch"))
-sys.path.insert(0, str(HERE))
+sys.path.extend(str(Path(__file__).parent / folder) for folder in ("", "branch", "engine"))
 
 import loads
 import toys

@@ -64,7 +64,7 @@ class Branch:
         """Return an empty branch; ``prefill`` it next.
 
         Raises:
-            SequencesExhaustedError, GrammarError, ConfigError.
+            SequencesExhaustedError, GrammarError, ConfigError: nothing is created.
         """
         params = sampling or SamplingParams()
         if isinstance(grammar, str):
@@ -357,7 +357,7 @@ class Branch:
 
         Raises:
             CacheFullError: no cell is left; the branch holds all tokens that were yielded. Before this
-            and any other error, text that was held back comes with ``is_stop`` and the token id -1.
+                and any other error, text that was held back comes with ``is_stop`` and the token id -1.
         """
         return self._generate(OutputBuffer(max_tokens, stop))
 

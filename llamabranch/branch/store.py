@@ -59,7 +59,7 @@ class BranchStore:
 
         Raises:
             ConfigError, BranchStateError, TokenizeError, GrammarError, CacheFullError, DecodeError:
-            no branch has changed.
+                no branch has changed.
         """
         with self._ctx.lock:
             taken: dict[Branch, int] = {}

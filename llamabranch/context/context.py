@@ -338,9 +338,11 @@ class Context:
             logits: whose rows to keep for ``logits()``: "last", "all" or "none".
 
         Raises:
-            ConfigError: a bad argument. TokenizeError: a bad id. CacheFullError, DecodeError: the
-            sequence is as it was before the call, or empty if some of the tokens were in and this
-            memory cannot drop them (``capabilities.can_truncate``); after Ctrl-C, too.
+            ConfigError: a bad argument.
+            TokenizeError: a bad id.
+            CacheFullError, DecodeError: the sequence is as it was before the call, or empty if some of
+                the tokens were in and this memory cannot drop them (``capabilities.can_truncate``);
+                after Ctrl-C, too.
         """
         with self._lock:
             (seq_id,) = self._check_raw(seq_id)

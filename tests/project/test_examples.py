@@ -108,9 +108,11 @@ def test_baseline_and_speculative_example_generate_the_same_text() -> None:
 def test_baseline_decodes_once_a_token() -> None:
     name = "baseline_autoregressive"
     assert figure(name, "Output tokens") == figure(name, "Target decodes") == 128
-    speed = figure(name, "Tokens a second")
+    speed, time_ms = figure(name, "Tokens a second"), figure(name, "Time a token")
     assert speed > 0
-    assert figure(name, "Time a token") == pytest.approx(1e3 / speed, abs=0.001)
+    # Printed with one and with three digits: on a busy machine the speed is small, its rounding is not.
+    slowest, fastest = max(0.001, speed - 0.051), speed + 0.051
+    assert 1e3 / fastest - 0.001 <= time_ms <= 1e3 / slowest + 0.001
 
 
 def test_speculative_example_measures_what_it_reports() -> None:

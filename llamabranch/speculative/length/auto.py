@@ -387,7 +387,7 @@ class AutoLength:
             is_useless = is_known and self._best(profile)[0] == 0
             if is_useless or profile.lost_s > self.LOST_STEPS * self._plain_s():
                 profile.switch(on=False)
-                profile.cool_down(profile.cooldown or self.COOLDOWN)
+                profile.cool_down(self.COOLDOWN)
         elif profile.waited < profile.cooldown:
             return  # another stream of the same trial has decided
         elif not report.entropies:  # nothing to propose tells nothing: ask again, but not for ever

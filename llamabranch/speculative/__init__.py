@@ -7,8 +7,7 @@ models.py      models that do: token by token, or as a tree
 translation.py models of another vocabulary, through the text
 ngrams.py      indexes of what was said before
 lookup.py      drafters that copy from them, and chains of drafters
-length.py      how many to propose: the protocol, and a fixed number
-goodput.py     as many as raise the throughput, and none where none do
+length/        how many to propose: the protocol, a fixed number, or as many as raise the throughput
 round.py       one round: plan, verify, settle, for any branch
 lines.py       the drafter's side of forks, rewinds and prunes
 transcript.py  what has been said, and whether that was all

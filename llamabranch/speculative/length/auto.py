@@ -84,7 +84,7 @@ class _Profile:
                 self.accepted[at] = keep * self.accepted[at] + weight * accepted
 
     def _forget(self, bucket: int) -> None:
-        """Return a little to the prior: what is never drawn would else be thought bad for ever."""
+        """Return a little to the prior: else what is never drawn could never be tried again."""
         self.tested[bucket] += 0.02 * (1.0 - self.tested[bucket])
         self.accepted[bucket] += 0.02 * (0.5 - self.accepted[bucket])
 
@@ -126,10 +126,10 @@ class AutoLength:
     what it adds to the decode of all. A draft goes on while some longer one adds more tokens than the
     generation, at the throughput of its last rounds, would produce in the time that it takes.
 
-    Whether to draft at all is decided by the outcome, for each drafter of a chain by itself: the time
-    that its rounds lost or won against plain steps is added up, and where it has lost the time of a few
-    it is switched off. After a cooldown it is tried again: each time a longer one, and only when the
-    trial would cost little of the time since the last.
+    Whether to draft at all is decided for each drafter of a chain by itself. The time that its rounds
+    lost or won against plain steps is added up. It is switched off where it has lost the time of a few
+    steps, or where no length is expected to be faster than plain decoding. After a cooldown it is tried
+    again: each time a longer one, and only when the trial would cost little of the time since the last.
 
     Args:
         limit: the most tokens a draft may have.
@@ -139,11 +139,14 @@ class AutoLength:
     What is learned is shared by the streams, and any number of threads may each drive one.
     """
 
-    WARM_UP_PLAIN, WARM_UP_DRAFTS, WARM_UP_K = 3, 4, 3
+    WARM_UP_PLAIN = 3  # plain steps before the first draft
+    WARM_UP_DRAFTS, WARM_UP_K = (
+        4,
+        3,
+    )  # drafts of a new drafter before it is judged, and their tokens
     RATE_ROUNDS = 32  # how many rounds the throughput looks back, about
-    LOST_ROUNDS = 8  # a drafter that has lost the time of so many of its rounds is switched off
-    MARGIN = 1.03  # times plain throughput: what drafting must promise to be on, times being noisy
-    ERROR = 0.6  # over the number of drafts: how far off the learned acceptance may be
+    LOST_STEPS = 8  # a drafter that has lost the time of so many plain steps is switched off
+    MARGIN = 1.03  # times plain throughput: what a trial must promise, times being noisy
     REFRESH = 64  # rounds after which a plain step measures t(n) again
     COOLDOWN, LONGEST_COOLDOWN = 16, 1024  # rounds between trials
     TRIAL_SHARE = 0.02  # of the time since the last trial
@@ -199,10 +202,9 @@ class AutoLength:
         with self._learned.lock:
             return self._best(self._learned.profile)
 
-    def _best(self, profile: _Profile, error: float = 0.0) -> tuple[int, float]:
-        """Return the same; the acceptance may be higher than it seems by ``error``."""
+    def _best(self, profile: _Profile) -> tuple[int, float]:
         costs, expected, reach = self._costs(profile), 1.0, 1.0
-        acceptance = min(1.0, profile.mean_acceptance + error)
+        acceptance = profile.mean_acceptance
         rates = [1.0 / costs[0]]
         for cost in costs[1:]:
             reach *= acceptance
@@ -305,8 +307,6 @@ class AutoLength:
             gained += reach
             if gained > rate * (costs[longer] - costs[k]):
                 return True
-            if reach < 0.05:
-                break
             acceptance = mean
         return False
 
@@ -383,13 +383,11 @@ class AutoLength:
             lost_s = seconds - tokens * self._plain_s()
             profile.lost_s = max(0.0, profile.lost_s + weight * lost_s)
         if profile.is_on:
-            n = profile.n_drafts
-            is_below = (
-                n >= self.WARM_UP_DRAFTS and self._best(profile, self.ERROR / n)[1] < self.MARGIN
-            )
-            if is_below or profile.lost_s * profile.rounds > self.LOST_ROUNDS * profile.seconds:
+            is_known = profile.n_drafts >= self.WARM_UP_DRAFTS
+            is_useless = is_known and self._best(profile)[0] == 0
+            if is_useless or profile.lost_s > self.LOST_STEPS * self._plain_s():
                 profile.switch(on=False)
-                profile.cool_down(profile.cooldown or self.COOLDOWN)
+                profile.cool_down(self.COOLDOWN)
         elif profile.waited < profile.cooldown:
             return  # another stream of the same trial has decided
         elif not report.entropies:  # nothing to propose tells nothing: ask again, but not for ever

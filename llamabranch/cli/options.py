@@ -255,7 +255,7 @@ class SamplingOptions:
         """Return ``params`` without the model's EOG tokens if ``--ignore-eos`` was given."""
         if not self.ignore_eos:
             return params
-        banned = dict.fromkeys(model.end_tokens, -math.inf)
+        banned = dict.fromkeys(model.eog_tokens, -math.inf)
         return params.replace(logit_bias={**params.logit_bias, **banned})
 
     def temperature_arguments(self) -> list[str]:

@@ -26,7 +26,6 @@ from ..errors import (
     CacheFullError,
     CapacityError,
     ConfigError,
-    DecodeInterruptedError,
     LlamaBranchError,
 )
 from ..sampling import SamplingParams
@@ -407,8 +406,6 @@ class Engine:
                 else:
                     self._read(job, n, its_rows[0] if its_rows else None)
                     outcomes.append([])
-            except DecodeInterruptedError:
-                raise  # it is meant for all
             except LlamaBranchError as error:
                 outcomes.append(error)
         return outcomes
@@ -432,8 +429,6 @@ class Engine:
                     else:
                         self.stats.prompt_tokens += n
                         said = [] if job.n_unread else self._begin_text(job)
-                except DecodeInterruptedError:
-                    raise
                 except LlamaBranchError as error:
                     failed = error
             shown = job.say(said)

@@ -233,7 +233,7 @@ class Model:
         return self.handle.special("eos")
 
     @property
-    def end_tokens(self) -> frozenset[int]:
+    def eog_tokens(self) -> frozenset[int]:
         """The ids of all EOG (end of generation) tokens."""
         return self._eog_tokens
 

@@ -261,7 +261,7 @@ class _Decision:
         drawn = self._draw(self._row)
         wins: Callable[[int | None], bool] = partial(_is, token)
         if token is None:
-            ends = model.end_tokens
+            ends = model.eog_tokens
             if not ends:
                 return math.inf, "nothing"
             wins = set(ends).__contains__

@@ -43,6 +43,7 @@ from llamabranch.errors import (
     SequencesExhaustedError,
     TokenizeError,
 )
+from llamabranch.speculative.length.base import DraftLength
 
 GREEDY = SamplingParams(temperature=0.0)
 WARM = SamplingParams(temperature=0.8, seed=42)
@@ -1102,3 +1103,55 @@ def test_other_memory_types_run_batched(architecture: str, tmp_path: Path) -> No
         assert ctx.usage().cells_used == draft_ctx.usage().cells_used == 0
         ctx.audit()
         draft_ctx.audit()
+
+
+# -- interrupts ------------------------------------------------------------------------------------
+
+
+class InterruptedOnce(lb.Drafter):
+    """Proposes nothing; telling the state of one prompt what was accepted is interrupted."""
+
+    name = "interrupted"
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.prompt = list(prompt)
+
+    def check(self, target: lb.Model) -> None:
+        """Any target."""
+
+    def start(self, target: Branch, rule: str) -> lb.DraftState:
+        """Return a state that is interrupted where the prompt is the chosen one."""
+        return InterruptedState(target.tokens == self.prompt)
+
+
+class InterruptedState:
+    def __init__(self, is_chosen: bool) -> None:
+        self.is_chosen = is_chosen
+
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> lb.Draft:
+        return lb.Draft(tokens=[5], drafter="interrupted")
+
+    def observe(self, n_tokens: int) -> None:
+        if self.is_chosen:
+            raise DecodeInterruptedError("the decode was interrupted", code=2, memory_changed=True)
+
+    def fork(self, target: Branch) -> lb.DraftState:
+        return InterruptedState(self.is_chosen)
+
+    def close(self) -> None:
+        return None
+
+
+def test_interrupt_of_one_request_does_not_end_the_others(ctx: Context) -> None:
+    prompts = [[5, 6, 7], [8, 9, 10], [11, 12, 13]]
+    requests = [lb.Request(p, sampling=lb.SamplingParams(temperature=0.0)) for p in prompts]
+    alone = lb.Engine(ctx, max_tokens=12).generate(requests)
+    config = lb.SpeculativeConfig(draft_k=1)
+    engine = lb.Engine(ctx, InterruptedOnce(prompts[1]), config, max_tokens=12)
+    results = engine.generate(requests)
+    assert [r.finish_reason for r in results] == ["length", "error", "length"]
+    assert isinstance(results[1].error, DecodeInterruptedError)
+    assert results[0].tokens == alone[0].tokens
+    assert results[2].tokens == alone[2].tokens
+    ctx.audit()
+    assert ctx.usage().cells_used == 0

@@ -59,8 +59,8 @@ def test_properties_of_the_bundled_pair(target: lb.Model, draft: lb.Model) -> No
 
 
 def test_end_tokens_are_eog_and_others_are_not(target: lb.Model) -> None:
-    assert target.eos in target.end_tokens
-    assert all(target.is_eog(token) for token in target.end_tokens)
+    assert target.eos in target.eog_tokens
+    assert all(target.is_eog(token) for token in target.eog_tokens)
     assert not target.is_eog(target.tokenize("a", add_special=False)[0])
 
 

@@ -201,7 +201,7 @@ def test_model_without_an_end_token_says_as_much_as_it_may(tmp_path: Path) -> No
         tmp_path / "endless.gguf", vocab=toys.Vocabulary(tokens), metadata=metadata
     )
     with lb.Model(path) as model, lb.Context(model, n_ctx=256, n_threads=1) as ctx:
-        assert model.end_tokens == frozenset()
+        assert model.eog_tokens == frozenset()
         branch = lb.Branch.start(ctx, "ABC", temperature=1.0, seed=1)
         assert len(list(branch.generate(100))) == 100
         assert branch.finish_reason == "length"

@@ -151,7 +151,7 @@ def test_exported_pair_speaks_and_shares_its_tokenizer(work: Path) -> None:
         with lb.Model(path) as model, lb.Context(model, n_ctx=256, n_threads=1) as ctx:
             assert model.tokenize(text) == tokenizer.encode(text).ids
             assert model.detokenize(model.tokenize(text)) == text
-            assert model.end_tokens == {0}
+            assert model.eog_tokens == {0}
             assert model.metadata["general.license"] == "mit"
             branch = lb.Branch.start(ctx, "Once upon", temperature=0.0)
             assert list(branch.generate(max_tokens=24))

@@ -41,11 +41,11 @@ def renumbered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lb.Model]:
     """The bundled draft with its text tokens in another order."""
     source = DATA / "tale-draft-q8_0.gguf"
     with lb.Model(source) as model:
-        n, ends = model.n_vocab, sorted(model.end_tokens)
+        n, ends = model.n_vocab, sorted(model.eog_tokens)
     order = np.random.default_rng(1).permutation(n).tolist()
     path = toys.write_permuted(source, tmp_path_factory.mktemp("renumbered") / "draft.gguf", order)
     with lb.Model(path) as model:
-        assert sorted(order[t] for t in model.end_tokens) == ends
+        assert sorted(order[t] for t in model.eog_tokens) == ends
         yield model
 
 

@@ -259,7 +259,7 @@ def test_any_memory_and_a_single_sequence_will_do(
 def test_a_text_that_ended_is_compared_with_its_end(toy: lb.Model) -> None:
     """The gap is that of the end token; a text cut short elsewhere is far from ending."""
     params = SamplingParams(temperature=0.0)
-    (end,) = toy.end_tokens
+    (end,) = toy.eog_tokens
     with Context(toy, n_ctx=256, n_threads=1) as ctx:
         with Branch.start(ctx, [5, 6], sampling=params) as branch:
             best = branch.sequence.logits_row().best

@@ -1,7 +1,7 @@
 """Who proposes tokens.
 
-A *drafter* is shared by all requests; a *state* is one request's draft state. A state sees the tokens that
-stand and proposes what may follow; it is told how much of that stood and forgets the rest.
+A *drafter* is shared by all requests; a *draft state* belongs to one of them. It sees the tokens of the
+text and proposes what may follow; it is told how much of that was accepted and forgets the rest.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class DraftState(Protocol):
         """
 
     def observe(self, n_tokens: int) -> None:
-        """Learn that exactly the first ``n_tokens`` of tokens and proposal were accepted; forget the rest."""
+        """Learn that just the first ``n_tokens`` of text and proposal were accepted; forget the rest."""
 
     def fork(self, target: Branch) -> DraftState:
         """Return a state in the same state that drafts for ``target``, a fork of its target."""

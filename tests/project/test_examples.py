@@ -110,7 +110,8 @@ def test_baseline_decodes_once_a_token() -> None:
     assert figure(name, "Output tokens") == figure(name, "Target decodes") == 128
     speed = figure(name, "Tokens a second")
     assert speed > 0
-    assert figure(name, "Time a token") == pytest.approx(1e3 / speed, abs=0.001)
+    rounding = 0.001 + 1e3 * 0.05 / speed**2  # the speed is printed with one digit
+    assert figure(name, "Time a token") == pytest.approx(1e3 / speed, abs=rounding)
 
 
 def test_speculative_lab_measures_what_it_reports() -> None:

@@ -563,7 +563,7 @@ class Branch:
         self.snapshot().write(path)
 
     @classmethod
-    def restore(cls, ctx: Context, snapshot: Snapshot) -> Branch:
+    def restore(cls, ctx: Context, snapshot: Snapshot, *, trusted: bool = False) -> Branch:
         """Return a root that goes on where the snapshot was taken, here or in another context.
 
         Where contexts are batch-invariant, with the same text to the bit.
@@ -572,26 +572,33 @@ class Branch:
             SnapshotError: it is of another model, K/V type or rope setting, or contradicts itself.
             SequencesExhaustedError, CacheFullError: no room; ``ctx`` is as before.
         """
-        return cls._restored(ctx, lambda: snapshot)
+        return cls._restored(ctx, lambda: snapshot, trusted)
 
     @classmethod
-    def load(cls, ctx: Context, path: str | os.PathLike[str]) -> Branch:
+    def load(cls, ctx: Context, path: str | os.PathLike[str], *, trusted: bool = False) -> Branch:
         """Return the branch that ``save`` wrote, as a root; see ``restore``.
 
-        The file may be anybody's: nothing in it is believed unchecked.
+        The file may be anybody's: everything in it is checked before it is used.
+
+        Args:
+            ctx: where it goes on.
+            path: the file.
+            trusted: take K/V that cannot be checked, because this llama.cpp writes it in a form unknown
+                here. Only for files of which you know that nobody forged them.
 
         Raises:
-            SnapshotError: no such file, damaged, not to be trusted, or not for this context.
+            SnapshotError: no such file, damaged, forged, or not for this context.
+            UnsupportedError: the K/V cannot be checked, and is not ``trusted``.
             SequencesExhaustedError, CacheFullError: no room; ``ctx`` is as before.
         """
-        return cls._restored(ctx, lambda: Snapshot.read(path, ctx))
+        return cls._restored(ctx, lambda: Snapshot.read(path, ctx), trusted)
 
     @classmethod
-    def _restored(cls, ctx: Context, get: Callable[[], Snapshot]) -> Branch:
+    def _restored(cls, ctx: Context, get: Callable[[], Snapshot], trusted: bool) -> Branch:
         with ctx.lock:
             branch = cls(ctx, Sampler(ctx.model, SamplingParams(temperature=0.0)), 0, None)
             try:
-                fill(branch.sequence, get())
+                fill(branch.sequence, get(), trusted=trusted)
             except BaseException:
                 branch.sequence.release()
                 raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 
 from ..context import Context
-from ..errors import SnapshotError, UnsupportedError
+from ..errors import SnapshotError
 
 __all__ = ["KVCompatibility"]
 
@@ -28,13 +28,9 @@ class KVCompatibility:
         """Return the context's own.
 
         Raises:
-            UnsupportedError: this memory writes states in a form that cannot be checked.
+            SnapshotError: the model's file is gone.
         """
         layout = ctx.kv_cache.state_layout
-        if layout is None:
-            raise UnsupportedError(
-                f"the memory of {ctx.model.name} cannot be saved: its K/V has a form unknown here"
-            )
         model = ctx.model
         try:
             fingerprint = model.fingerprint
@@ -47,7 +43,7 @@ class KVCompatibility:
             n_embd=model.n_embd,
             n_vocab=model.n_vocab,
             kv_type=ctx.kv_type,
-            flash_attention=layout.flash_attention,
+            flash_attention=None if layout is None else layout.flash_attention,
             rope=_rope(ctx),
         )
 

@@ -128,11 +128,16 @@ class Snapshot:
 
     # -- trust -------------------------------------------------------------------------------------
 
-    def check(self, ctx: Context) -> None:
+    def check(self, ctx: Context, *, trusted: bool = False) -> None:
         """Raise unless this can go on in ``ctx`` as far as can be known without llama.cpp.
+
+        Args:
+            trusted: accept K/V that cannot be checked, because this llama.cpp writes it in a form unknown
+                here.
 
         Raises:
             SnapshotError: another model or settings, or parts that contradict each other.
+            UnsupportedError: the K/V cannot be checked, and is not ``trusted``.
             CacheFullError: not enough free cells.
         """
         self.origin.check(ctx)
@@ -150,6 +155,11 @@ class Snapshot:
                 "the snapshot's logits do not fit the vocabulary, or are no numbers"
             )
         layout = ctx.kv_cache.state_layout
+        if n and layout is None and not trusted:
+            raise UnsupportedError(
+                "this llama.cpp writes K/V in a form unknown here, so that it cannot be checked",
+                hint="load(path, trusted=True) takes a file of which you know that nobody forged it",
+            )
         if n and layout is not None:
             layout.check(self.state, n)
         elif len(self.state):
@@ -281,10 +291,11 @@ def capture(sequence: TokenSequence, sampling: SamplingParams) -> Snapshot:
     tokens = np.array(sequence.tokens, dtype=np.int32)
     logits = sequence.logits_row().array.copy() if sequence.tokens else np.empty(0, np.float32)
     state = np.empty(0, np.uint8)
-    if sequence.tokens and cache.state_layout is not None:
+    if sequence.tokens:
         state = cache.state(sequence.seq_id)
         try:
-            cache.state_layout.check(state, len(tokens))
+            if cache.state_layout is not None:
+                cache.state_layout.check(state, len(tokens))
         except SnapshotError as error:
             raise UnsupportedError(f"this branch cannot be saved: {error}") from error
     arrays = tokens, np.array(sequence.surprisals, dtype=np.float64), logits, state
@@ -303,7 +314,7 @@ def capture(sequence: TokenSequence, sampling: SamplingParams) -> Snapshot:
     )
 
 
-def fill(sequence: TokenSequence, snapshot: Snapshot) -> None:
+def fill(sequence: TokenSequence, snapshot: Snapshot, *, trusted: bool = False) -> None:
     """Let an empty sequence go on where the snapshot was taken.
 
     Raises:
@@ -311,7 +322,7 @@ def fill(sequence: TokenSequence, snapshot: Snapshot) -> None:
         Anything may be in the sequence then: release it.
     """
     ctx = sequence.ctx
-    snapshot.check(ctx)
+    snapshot.check(ctx, trusted=trusted)
     sampler = snapshot.sampler(ctx)
     tokens = snapshot.tokens.tolist()
     row = None

@@ -742,15 +742,22 @@ def test_layout_with_cell_extensions_or_without_values(extension: int, has_value
         layout.check(state(9), 8)
 
 
-def test_unknown_layout_is_said_when_saving(
-    small_ctx: lb.Context, monkeypatch: pytest.MonkeyPatch
+def test_state_of_an_unknown_layout_is_saved_and_loaded_only_if_trusted(
+    small_ctx: lb.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert StateLayout.learn(np.zeros(100, np.uint8), 2) is None
     assert StateLayout.learn(np.zeros(0, np.uint8), 2) is None
     branch = lb.Branch.start(small_ctx, [2, 3], seed=1)
     monkeypatch.setattr(small_ctx.kv_cache, "state_layout", None)
-    with pytest.raises(lb.UnsupportedError):
-        branch.snapshot()
+    branch.save(tmp_path / "x.branch")
+    with pytest.raises(lb.UnsupportedError) as caught:
+        lb.Branch.load(small_ctx, tmp_path / "x.branch")
+    assert "trusted=True" in str(caught.value.hint)
+    assert small_ctx.holders() == [branch]
+    loaded = lb.Branch.load(small_ctx, tmp_path / "x.branch", trusted=True)
+    np.testing.assert_array_equal(loaded.logits, branch.logits)
+    assert [t.token for t in loaded.generate(8)] == [t.token for t in branch.generate(8)]
+    small_ctx.audit()
 
 
 def test_read_gives_what_write_was_given(small_ctx: lb.Context, tmp_path: Path) -> None:

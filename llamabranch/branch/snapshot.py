@@ -162,7 +162,7 @@ class Snapshot:
             )
         if n and layout is not None:
             layout.check(self.state, n)
-        elif len(self.state):
+        elif not n and len(self.state):
             raise SnapshotError("the snapshot has K/V but no tokens")
 
     def sampler(self, ctx: Context) -> Sampler:

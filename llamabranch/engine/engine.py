@@ -451,7 +451,7 @@ class Engine:
             self._length.learn_decode(lengths, len(batch.tokens), verify_s if is_pure else math.nan)
 
     def _append_prompt(self, job: Job, n: int, row: LogitsRow | None) -> None:
-        """Append ``n`` decoded tokens of ``to_cache`` to the branch; ``row`` has the logits after them."""
+        """Append ``n`` decoded tokens of ``to_cache`` to the branch; ``row``: the logits after them."""
         branch = job.branch
         if branch is None:
             raise RuntimeError("a job needs a branch to prefill its prompt")

@@ -94,7 +94,7 @@ class Result:
     error: LlamaBranchError | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """Return the fields as JSON types, but for the two counts; ``error`` only if there is one."""
+        """Return JSON types, without ``n_prompt`` and ``n_preempted``; ``error`` only if there is one."""
         record: dict[str, object] = {
             "id": self.id,
             "sample": self.sample,

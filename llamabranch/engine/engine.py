@@ -180,9 +180,7 @@ class Engine:
                 yield event
         finally:
             scheduler.is_abandoned = True
-            if (
-                step is not None
-            ):  # if the task is cancelled, its thread may be in the middle of a step
+            if step is not None:  # the thread of a cancelled task may be in the middle of a step
                 await asyncio.gather(step, return_exceptions=True)
             await asyncio.to_thread(events.close)
 

@@ -244,9 +244,7 @@ class Stream:
         n = len(path)
         is_eog = branch.ctx.model.is_eog
         is_dead_end = following is None
-        if (
-            following is None
-        ):  # the last accepted token becomes pending; the next round raises the error
+        if following is None:  # the last accepted token waits; the next round raises the error
             following = plan[path.pop()]
         ends = [at for at, i in enumerate(path) if is_eog(plan[i])]
         if ends:  # the text ends at an accepted EOG token, whatever the draft proposed after it
@@ -288,9 +286,7 @@ class Stream:
         is_eog = branch.ctx.model.is_eog
 
         def target(i: int) -> Distribution:
-            if i and is_eog(
-                plan[i]
-            ):  # nothing follows an EOG token: a draw from this is not emitted
+            if i and is_eog(plan[i]):  # nothing follows an EOG token: this draw is not emitted
                 return Distribution.point(plan[i])
             try:
                 return targets.distribution(i)

@@ -1,9 +1,10 @@
-"""Any number of prompts over the sequences of one context.
+"""Any number of requests, batched over the sequences of one context.
 
-request.py    what is asked for, and what came of it
-job.py        a request on its way: waiting, reading its prompt, running
-scheduler.py  who runs: admission, shared prefixes, preemption
-engine.py     the loop: schedule, draft, decode, settle
+request.py    a request, its events and its result; the engine's totals
+job.py        one text of a request and its state: waiting, prefilling, generating
+scheduler.py  which jobs hold a sequence: admission, prefix sharing, preemption
+batch.py      the tokens of one decode, and which job each of them belongs to
+engine.py     the loop: schedule, draft, decode, accept
 """
 
 from .engine import Engine

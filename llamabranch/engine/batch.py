@@ -1,4 +1,4 @@
-"""What one decode of the engine computes."""
+"""The tokens of one decode of the engine, and which job each of them belongs to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ __all__ = ["Batch"]
 
 
 class Batch:
-    """Parts in order, each a job and its number of tokens: plans of streams, pieces of prompts."""
+    """The input of one decode: the pending tokens and drafts of streams, and chunks of prompts.
+
+    Attributes:
+        tokens, seqs, wants: for each token its id, its sequence, and whether its logits are needed.
+        parts: the jobs in the order of their tokens, each with its number of tokens.
+        n_plans: how many of the parts are streams, not chunks of prompts.
+        n_drafted: how many of the tokens are drafted.
+    """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -20,15 +27,15 @@ class Batch:
         self.n_drafted = 0
 
     def add_plan(self, job: Job, branch: Branch, tokens: list[int]) -> None:
-        """Add a stream's pending token and draft: every row is wanted."""
+        """Add a stream's pending token and draft: the logits after each of them are needed."""
         self._add(job, branch, tokens, [True] * len(tokens))
         self.n_plans += 1
         self.n_drafted += len(tokens) - 1
 
-    def add_reading(self, job: Job, branch: Branch, tokens: list[int]) -> None:
-        """Add a piece of a prompt: the row after its very end is wanted."""
-        last = len(tokens) == job.n_unread
-        self._add(job, branch, tokens, [False] * (len(tokens) - 1) + [last])
+    def add_prompt(self, job: Job, branch: Branch, tokens: list[int]) -> None:
+        """Add a chunk of a prompt: only the logits after the whole prompt are needed."""
+        is_last = len(tokens) == job.n_uncached
+        self._add(job, branch, tokens, [False] * (len(tokens) - 1) + [is_last])
 
     def _add(self, job: Job, branch: Branch, tokens: list[int], wants: list[bool]) -> None:
         self.tokens += tokens

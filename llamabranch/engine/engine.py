@@ -1,4 +1,4 @@
-"""The loop: admit, draft, decode once for all, accept."""
+"""The engine's loop: admit jobs, draft, decode once for all of them, accept."""
 
 from __future__ import annotations
 
@@ -41,33 +41,36 @@ from .scheduler import Scheduler
 
 __all__ = ["Engine"]
 
-_POLL_S = 0.02  # how often to look whether others have given a sequence back
+_POLL_S = 0.02  # how often to check whether others have freed a sequence
 
 
 class Engine:
     """Continues any number of prompts over the sequences of one context.
 
     Every token carries its own position and sequence, so ragged prompts and ragged acceptance need no
-    padding. A finished text's place is taken at once; prompts are read in chunks mixed with decoding.
+    padding. The sequence of a finished text is reused at once; prompts are prefilled in chunks that
+    share decodes with the running texts.
 
     Args:
-        target: the context whose text it is; its n_seq_max is how many run at a time.
-        drafter: who proposes; None = nobody. A draft context needs as many sequences to draft for all.
-        config: how much to draft; "auto" drafts what raises the throughput of the shared decode.
-        sampling: settings of requests that have none of their own.
-        max_tokens: the limit of requests that have none of their own.
-        seed: what seeds of requests without one are derived from; None picks one.
+        target: the context that generates; at most its n_seq_max texts run at a time.
+        drafter: proposes the drafts; None = plain decoding. To draft for every text, a draft model's
+            context needs as many sequences as the target.
+        config: how much to draft; "auto" drafts as many tokens as raise the throughput of the batch.
+        sampling: the settings of requests that give none.
+        max_tokens: the limit of requests that give none.
+        seed: the seed from which those of requests without one are derived; None = a random one.
         wait_s: how long to wait, in seconds, when others hold every sequence of the context and none of
-            its own requests is running. It counts only while nothing is decoded there; 0 = not at all.
-            Then the waiting requests end with "capacity".
+            the engine's own requests is running; then the waiting requests end with "capacity". Only
+            time in which nothing is decoded on the context counts; 0 = do not wait.
 
     Raises:
-        ConfigError: token trees, which cannot share a decode; a bad limit, seed or ``wait_s``.
-        VocabularyMismatchError: the drafter.
+        ConfigError: a drafter of token trees, which cannot share a decode; an invalid limit, seed or
+            ``wait_s``.
+        VocabularyMismatchError: the drafter cannot draft for the target's vocabulary.
 
     Attributes:
-        stats: totals over all jobs so far.
-        seed: the job's seed.
+        stats: totals over all requests so far.
+        seed: the seed in use.
     """
 
     def __init__(
@@ -97,8 +100,9 @@ class Engine:
         self._wait_s = wait_s
         self._length = draft_length(self.config)
         self._drafts = drafter is not None and target.capabilities.can_truncate
-        # What is cancelled, and whether the cache is cramped, each stream keeps for itself. A scheduler
-        # that is dropped takes itself off the list; all of that is atomic, so ``cancel`` needs no lock.
+        # Every call of ``stream`` has a scheduler of its own, with its cancellations and whether it had
+        # room to draft. A scheduler that is garbage-collected removes itself from the list; these list
+        # operations are atomic, so ``cancel`` needs no lock.
         self._schedulers: list[weakref.ref[Scheduler]] = []
 
     # -- use ---------------------------------------------------------------------------------------
@@ -110,14 +114,14 @@ class Engine:
         on_event: Callable[[Event], None] | None = None,
         skip: Collection[tuple[str, int]] = (),
     ) -> list[Result]:
-        """Continue all prompts; return one result for each text, in the order of the requests.
+        """Generate for all prompts; return one result for each text, in the order of the requests.
 
         Args:
             requests: requests, or prompts as text.
-            on_event: called with every token and every end as they come.
-            skip: texts that are there already, by id and sample: they are left out.
+            on_event: called with every event (a token, or the end of a text) as it happens.
+            skip: texts not to generate, as (id, sample): those that exist already.
 
-        A request that cannot be served gets its error in its result; the others finish.
+        A request that fails has its error in its result; the others finish.
 
         Raises:
             ConfigError: two requests with the same id, or no list of requests.
@@ -139,9 +143,9 @@ class Engine:
     def stream(
         self, requests: Iterable[Request | str], *, skip: Collection[tuple[str, int]] = ()
     ) -> Generator[Event, None, None]:
-        """Yield every token and every end as they come; ``skip`` as in ``generate``.
+        """Yield every event (a token, or the end of a text) as it happens; ``skip`` as in ``generate``.
 
-        What the texts hold is freed when the iterator ends or is closed.
+        All sequences and cells are freed when the iterator ends or is closed.
 
         Raises:
             ConfigError: two requests with the same id, or no list of requests.
@@ -164,7 +168,7 @@ class Engine:
         return scheduler, self._run(scheduler, listed, skip)
 
     async def astream(self, requests: Iterable[Request | str]) -> AsyncIterator[Event]:
-        """Yield what ``stream`` yields, without blocking the event loop: decoding runs in a thread."""
+        """Yield the events of ``stream`` without blocking the event loop: decoding runs in a thread."""
         scheduler, events = self._begin(requests)
         step: asyncio.Future[Event | None] | None = None
         try:
@@ -176,26 +180,28 @@ class Engine:
                 yield event
         finally:
             scheduler.is_abandoned = True
-            if step is not None:  # a cancelled task leaves its thread in the middle of a step
+            if step is not None:  # the thread of a cancelled task may be in the middle of a step
                 await asyncio.gather(step, return_exceptions=True)
             await asyncio.to_thread(events.close)
 
     def cancel(self, request_id: str) -> None:
-        """End a request with what it has said, at its next step. From any thread.
+        """End a request at its next step; its result holds what it has generated. From any thread.
 
-        It is meant for the streams that are open now, each of which has requests with ids of its own;
-        one that has no such request, or not any more, ignores it.
+        It applies to every open ``stream`` that has an unfinished request of this id; ids are unique
+        only within one stream. All other streams ignore it.
         """
         for scheduler in [ref() for ref in list(self._schedulers)]:
             if scheduler is not None:
                 scheduler.cancelled.add(request_id)
 
     def explain(self) -> str:
-        """Return in words and numbers how it drafts."""
+        """Return a description of how it drafts, with the measurements behind it."""
         if not self._drafts:
             if isinstance(self.drafter, NullDrafter):
                 return "plain decoding: there is no drafter"
-            return "plain decoding: this model's memory cannot drop what is wrong in a draft"
+            return (
+                "plain decoding: this model's memory cannot remove the rejected tokens of a draft"
+            )
         return self._length.explain()
 
     # -- requests ----------------------------------------------------------------------------------
@@ -238,7 +244,7 @@ class Engine:
                 except LlamaBranchError as error:
                     for i in wanted:
                         yield self._refuse(request, name, i, error)
-            patience = _Patience(self.target, self._wait_s)
+            wait = _SequenceWait(self.target, self._wait_s)
             while not (scheduler.is_idle or scheduler.is_abandoned):
                 events: list[Event] = []
                 failure: LlamaBranchError | None = None
@@ -246,14 +252,14 @@ class Engine:
                     for event in self._step(scheduler):
                         events.append(event)
                 except LlamaBranchError as error:
-                    failure = error  # what has ended before it is told first
+                    failure = error  # raised after the events of this step have been yielded
                 yield from events
                 if failure is not None:
                     raise failure
                 if scheduler.no_sequence is None:
-                    patience.renew()
-                elif not patience.wait():
-                    yield from self._give_up(scheduler, scheduler.no_sequence)
+                    wait.reset()
+                elif not wait.poll():
+                    yield from self._end_waiting(scheduler, scheduler.no_sequence)
         finally:
             for job in [*scheduler.active, *scheduler.waiting]:
                 job.release()
@@ -271,7 +277,7 @@ class Engine:
         error: LlamaBranchError | None = None,
     ) -> Iterator[Event]:
         scheduler.remove(job)
-        held = job.transcript.break_off()
+        held = job.output.break_off()
         if held is not None:
             yield Event(job.name, job.sample, emitted=held)
         result = job.result(reason, error)
@@ -279,8 +285,8 @@ class Engine:
         self.stats.generated_tokens += len(result.tokens)
         yield Event(job.name, job.sample, result=result)
 
-    def _give_up(self, scheduler: Scheduler, error: LlamaBranchError) -> Iterator[Event]:
-        """End every request: there is no sequence to be had for any."""
+    def _end_waiting(self, scheduler: Scheduler, error: LlamaBranchError) -> Iterator[Event]:
+        """End every waiting request with "capacity": others hold all sequences of the context."""
         for job in list(scheduler.waiting):
             yield from self._end(scheduler, job, "capacity", error)
 
@@ -298,10 +304,10 @@ class Engine:
         if not scheduler.active:
             return
         batch = self._fill(scheduler)
-        # No drafter is called under the lock: its context may be the target of another thread, whose
-        # drafter's context is this one.
+        # No drafter is called under the lock: another thread may generate on the drafter's context and
+        # draft on this one, and each would wait for the other's lock.
         try:
-            with self.target.lock:  # its rows are valid until anybody else decodes
+            with self.target.lock:  # the logits are valid until the next decode of any thread
                 start = perf_counter()
                 rows = self._decode(batch)
                 verify_s = perf_counter() - start
@@ -312,12 +318,12 @@ class Engine:
         yield from self._conclude(scheduler, batch, outcomes, verify_s)
 
     def _fill(self, scheduler: Scheduler) -> Batch:
-        """Collect what the next decode computes: every stream's plan, then pieces of prompts."""
+        """Return the next batch: every stream's pending token and draft, then chunks of prompts."""
         batch = Batch()
         running = [job for job in scheduler.active if job.stream is not None]
-        reading = [job for job in scheduler.active if job.stream is None]
+        prefilling = [job for job in scheduler.active if job.stream is None]
         ctx = self.target
-        room = min(ctx.n_batch, ctx.n_outputs_max) - len(running) - len(reading)
+        room = min(ctx.n_batch, ctx.n_outputs_max) - len(running) - len(prefilling)
         for job, draft in self._make_drafts(scheduler, running, batch):
             stream = job.stream
             if stream is not None:
@@ -326,17 +332,17 @@ class Engine:
                     room -= keep
                     draft.cut(keep)
                 batch.add_plan(job, stream.branch, stream.take(draft))
-        for job in reading:
+        for job in prefilling:
             left, branch = ctx.n_batch - len(batch.tokens), job.branch
             if left > 0 and branch is not None:
-                batch.add_reading(job, branch, job.to_read[branch.position :][:left])
+                batch.add_prompt(job, branch, job.to_cache[branch.position :][:left])
         return batch
 
     def _make_drafts(
         self, scheduler: Scheduler, running: list[Job], batch: Batch
     ) -> list[tuple[Job, Draft]]:
-        drafts_now = self._drafts and not scheduler.is_cramped
-        scheduler.is_cramped = False
+        drafts_now = self._drafts and not scheduler.had_no_room
+        scheduler.had_no_room = False
         if not drafts_now:
             return [(job, NO_DRAFT) for job in running]
         asked: list[Job] = []
@@ -346,7 +352,7 @@ class Engine:
             stream = job.stream
             if stream is None:
                 continue
-            limit = job.transcript.draft_limit
+            limit = job.output.draft_limit
             tokens = stream.ask(limit)
             if tokens is None:
                 plain.append(job)
@@ -373,7 +379,7 @@ class Engine:
     def _make_room(
         self, scheduler: Scheduler, batch: Batch, error: CacheFullError
     ) -> Iterator[Event]:
-        """Draft no more for once; then let the newest job give way; the last has said what it can."""
+        """Retry without drafts, then preempt the newest request, then finish the last as "capacity"."""
         for job in scheduler.active:
             if job.stream is not None:
                 job.stream.take(NO_DRAFT)
@@ -382,7 +388,7 @@ class Engine:
             for job, n in batch.parts:
                 if job.stream is not None and n > 1:
                     job.stats.count_stop("no room to verify")
-            scheduler.is_cramped = True
+            scheduler.had_no_room = True
         elif scheduler.preempt() is not None:
             self.stats.preemptions += 1
         else:
@@ -393,18 +399,18 @@ class Engine:
     def _accept(
         self, batch: Batch, rows: list[LogitsRow], verify_s: float
     ) -> list[list[Produced] | LlamaBranchError]:
-        """Take in what was decoded: for each part what it says, or why its text ends here."""
+        """Apply the logits; return for each part the emitted tokens, or the error that ends its text."""
         at = 0
         outcomes: list[list[Produced] | LlamaBranchError] = []
         for job, n in batch.parts:
-            n_rows = n if job.stream is not None else int(n == job.n_unread)
+            n_rows = n if job.stream is not None else int(n == job.n_uncached)
             its_rows = rows[at : at + n_rows]
             at += n_rows
             try:
                 if job.stream is not None:
                     outcomes.append(job.stream.accept(its_rows, verify_s * n / len(batch.tokens)))
                 else:
-                    self._read(job, n, its_rows[0] if its_rows else None)
+                    self._append_prompt(job, n, its_rows[0] if its_rows else None)
                     outcomes.append([])
             except LlamaBranchError as error:
                 outcomes.append(error)
@@ -417,39 +423,38 @@ class Engine:
         outcomes: list[list[Produced] | LlamaBranchError],
         verify_s: float,
     ) -> Iterator[Event]:
-        """Tell the drafters, begin where a prompt is read, pass on what is said."""
+        """Update the draft states, begin texts whose prompt is complete, yield the emitted tokens."""
         lengths = [job.stream.length for job, _ in batch.parts if job.stream is not None]
         for (job, n), outcome in zip(batch.parts, outcomes, strict=True):
             failed = outcome if isinstance(outcome, LlamaBranchError) else None
-            said = [] if isinstance(outcome, LlamaBranchError) else outcome
+            emitted = [] if isinstance(outcome, LlamaBranchError) else outcome
             if failed is None:
                 try:
                     if job.stream is not None:
                         job.stream.conclude()
                     else:
                         self.stats.prompt_tokens += n
-                        said = [] if job.n_unread else self._begin_text(job)
+                        emitted = [] if job.n_uncached else self._begin_text(job)
                 except LlamaBranchError as error:
                     failed = error
-            shown = job.say(said)
-            for emitted in shown:
-                yield Event(job.name, job.sample, emitted=emitted)
-            if job.transcript.finish_reason is not None:
-                yield from self._end(scheduler, job, job.transcript.finish_reason)
+            for shown in job.add(emitted):
+                yield Event(job.name, job.sample, emitted=shown)
+            if job.output.finish_reason is not None:
+                yield from self._end(scheduler, job, job.output.finish_reason)
             elif failed is not None:
                 yield from self._end(scheduler, job, "error", failed)
         if self._drafts:
-            # The time of a decode that also read prompts is not comparable.
+            # The time of a decode that also prefilled prompts is not comparable.
             is_pure = batch.n_plans == len(batch.parts)
             self._length.learn_decode(lengths, len(batch.tokens), verify_s if is_pure else math.nan)
 
-    def _read(self, job: Job, n: int, row: LogitsRow | None) -> None:
-        """Take ``n`` tokens of its prompt in; ``row`` follows the last of them."""
+    def _append_prompt(self, job: Job, n: int, row: LogitsRow | None) -> None:
+        """Append ``n`` decoded tokens of ``to_cache`` to the branch; ``row``: the logits after them."""
         branch = job.branch
         if branch is None:
-            raise RuntimeError("a job reads on a branch")
+            raise RuntimeError("a job needs a branch to prefill its prompt")
         start = branch.position
-        tokens = job.to_read[start : start + n]
+        tokens = job.to_cache[start : start + n]
         n_prompt = max(0, len(job.prompt) - start)
         if n_prompt:
             branch.sequence.append_prompt(tokens[:n_prompt], row if n <= n_prompt else None)
@@ -457,15 +462,15 @@ class Engine:
             branch.sequence.append_unscored(tokens[n_prompt:], row)
 
     def _begin_text(self, job: Job) -> list[Produced]:
-        """Let a job run whose prompt is read; return its first word."""
+        """Open the stream of a job whose prompt is decoded; return what it emits: one token or none."""
         branch = job.branch
         if branch is None:
-            raise RuntimeError("a job runs on a branch")
+            raise RuntimeError("a job needs a branch to generate")
         job.stream = self._open(job, branch)
-        if job.pending is not None:  # it was preempted: it goes on after its last word
+        if job.pending is not None:  # it was preempted: it continues after its last token
             job.stream.pending = job.pending
             return []
-        if job.transcript.finish_reason is not None:  # no token was asked for
+        if job.output.finish_reason is not None:  # max_tokens is 0
             return []
         return [job.stream.begin()]
 
@@ -478,14 +483,14 @@ class Engine:
         )
         try:
             state = self._draft_state(job, branch, rule) if self._drafts else NullState()
-        except CapacityError:  # no room to draft is no reason to stop
+        except CapacityError:  # without room for a draft state it decodes plainly
             state = NullState()
         return Stream(branch, state, self._length.stream(shares_decode=True), rule, job.stats)
 
     def _draft_state(self, job: Job, branch: Branch, rule: str) -> DraftState:
-        """Return a state that drafts for ``branch``: where the prompt was shared, a fork of the other's.
+        """Return a draft state for ``branch``; if its prompt was shared, a fork of the other job's.
 
-        So what many streams share is decoded once by the draft model, too.
+        So the draft model, too, decodes a shared prefix only once.
         """
         source, n_shared = job.shared
         usable = source is not None and source.request.grammar == job.request.grammar
@@ -502,7 +507,7 @@ class Engine:
 
 
 def _listed(requests: Iterable[Request | str]) -> list[Request | str]:
-    """Return the requests as a list; one prompt alone would be taken for as many as it has letters."""
+    """Return the requests as a list; a single prompt is refused, since it would be split into letters."""
     one = (str, bytes, bytearray, memoryview, Request)
     if isinstance(requests, (*one, Mapping)) or not isinstance(requests, Iterable):
         raise ConfigError(
@@ -513,7 +518,7 @@ def _listed(requests: Iterable[Request | str]) -> list[Request | str]:
 
 
 def _skipped(skip: Collection[tuple[str, int]]) -> frozenset[tuple[str, int]]:
-    """Return ``skip`` as a set, once it is known to be pairs of id and sample."""
+    """Return ``skip`` as a set, after checking that it consists of pairs (id, sample)."""
     pairs = list(skip) if isinstance(skip, Iterable) else [skip]
     for pair in pairs:
         match pair:
@@ -526,8 +531,8 @@ def _skipped(skip: Collection[tuple[str, int]]) -> frozenset[tuple[str, int]]:
     return frozenset(pairs)
 
 
-class _Patience:
-    """How long to wait for a sequence that others hold: as long as they are at work, and a while."""
+class _SequenceWait:
+    """Waits for a sequence that others hold: while they decode, and for ``wait_s`` after that."""
 
     def __init__(self, ctx: Context, wait_s: float) -> None:
         self._ctx = ctx
@@ -535,14 +540,14 @@ class _Patience:
         self._n_idle = 0
         self._n_decodes = -1
 
-    def renew(self) -> None:
-        """Begin anew: there was a sequence."""
+    def reset(self) -> None:
+        """Start counting again: there was a sequence."""
         self._n_idle = 0
 
-    def wait(self) -> bool:
-        """Wait a little; False if it has been for nothing for too long.
+    def poll(self) -> bool:
+        """Sleep briefly; return False once ``wait_s`` has passed without a decode on the context.
 
-        Looks are counted, not seconds: a machine that stands still does not end it.
+        Polls are counted, not seconds, so that a suspended machine does not use up the time.
         """
         n_decodes = self._ctx.decoder.n_decodes
         if n_decodes != self._n_decodes:

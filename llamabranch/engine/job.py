@@ -1,4 +1,4 @@
-"""A request's text on its way: waiting, reading its prompt, running, done."""
+"""One text of a request and its state: waiting, prefilling its prompt, generating, done."""
 
 from __future__ import annotations
 
@@ -18,10 +18,20 @@ __all__ = ["Job", "jobs_of", "refusal"]
 
 
 class Job:
-    """One text of a request, with all that survives a preemption.
+    """One text of a request, with everything that survives a preemption.
 
-    ``prompt`` are its token ids. A preempted job lost its sequence, not its words: it reads prompt and
-    words again and goes on from there.
+    A preempted job loses its sequence and cells, but not what it has generated: once it is admitted
+    again, its prompt and its generated tokens are decoded again, and it continues after them.
+
+    Attributes:
+        prompt: its token ids.
+        output: the tokens and the text generated so far.
+        branch: the sequence it holds; None while it waits.
+        stream: its speculative rounds; None until the prompt is decoded.
+        shared: the job whose cells its prompt begins with, and the number of those tokens.
+        arrival: the order of first admission; the newest job is preempted first.
+        n_preempted: how often it was preempted.
+        pending: while it holds no sequence: its last token, which is emitted but not yet decoded.
     """
 
     def __init__(
@@ -38,53 +48,50 @@ class Job:
         self.sample = sample
         self.prompt = prompt
         self.sampling = sampling
-        self.transcript = OutputBuffer(max_tokens, request.stop)
+        self.output = OutputBuffer(max_tokens, request.stop)
         self.stats = SpeculativeStats()
         self.branch: Branch | None = None
         self.stream: Stream | None = None
-        self.shared: tuple[Job | None, int] = (
-            None,
-            0,
-        )  # whose cells its prompt begins with, and how many
-        self.arrival = 0  # the order of first admission; the newest is preempted first
+        self.shared: tuple[Job | None, int] = (None, 0)
+        self.arrival = 0
         self.n_preempted = 0
-        self.pending: Produced | None = None  # its last word, while it has no sequence
+        self.pending: Produced | None = None
 
     def __repr__(self) -> str:
-        return f"<Job {self.name!r} sample {self.sample}, {len(self.transcript.tokens)} tokens>"
+        return f"<Job {self.name!r} sample {self.sample}, {len(self.output.tokens)} tokens>"
 
     @property
-    def to_read(self) -> list[int]:
-        """What must stand in the cache before it can go on: the prompt, and what it said already.
+    def to_cache(self) -> list[int]:
+        """The tokens the cache must hold before it can go on: the prompt, and those generated so far.
 
-        The last word is left out if there is one: it is pending, and goes in with the next round.
+        The last generated token is left out: it is pending, and is decoded in the next round.
         """
-        return [*self.prompt, *self.transcript.tokens[:-1]]
+        return [*self.prompt, *self.output.tokens[:-1]]
 
     @property
-    def n_unread(self) -> int:
-        """How many of those tokens are not in the cache yet."""
+    def n_uncached(self) -> int:
+        """How many tokens of ``to_cache`` are not in the cache yet."""
         done = 0 if self.branch is None else self.branch.position
-        return len(self.prompt) + max(0, len(self.transcript.tokens) - 1) - done
+        return len(self.prompt) + max(0, len(self.output.tokens) - 1) - done
 
     @property
     def is_running(self) -> bool:
-        """True once the prompt is read."""
+        """True once the prompt is decoded."""
         return self.stream is not None
 
-    def say(self, emitted: Sequence[Produced]) -> list[Produced]:
-        """Take new tokens in; return those to show."""
+    def add(self, emitted: Sequence[Produced]) -> list[Produced]:
+        """Add new tokens to the output; return those that have text to show."""
         shown = []
         for one in emitted:
-            if self.transcript.finish_reason is not None:
+            if self.output.finish_reason is not None:
                 break
-            text = self.transcript.add(one)
+            text = self.output.add(one)
             if text is not None:
                 shown.append(text)
         return shown
 
     def release(self) -> None:
-        """Free the sequences it holds."""
+        """Free the sequences it holds, that of its drafter included."""
         if self.stream is not None:
             self.stream.report()
             self.pending = self.stream.pending
@@ -97,14 +104,14 @@ class Job:
         self.shared = (None, 0)
 
     def result(self, reason: str, error: LlamaBranchError | None = None) -> Result:
-        """Return what came of it."""
-        self.stats.num_emitted_tokens = len(self.transcript.tokens)
+        """Return its result, with ``reason`` as the finish reason."""
+        self.stats.num_emitted_tokens = len(self.output.tokens)
         return Result(
             id=self.name,
             sample=self.sample,
             prompt=self.request.prompt,
-            text=self.transcript.text,
-            tokens=list(self.transcript.tokens),
+            text=self.output.text,
+            tokens=list(self.output.tokens),
             finish_reason=reason,
             seed=self.sampling.seed or 0,
             stats=self.stats,
@@ -122,7 +129,7 @@ def jobs_of(
     max_tokens: int | None,
     seed: int,
 ) -> list[Job]:
-    """Return a job for each text of ``request``; what it leaves open is taken from the engine's own.
+    """Return a job for each text of ``request``; settings it leaves out are the engine's.
 
     Raises:
         ConfigError: an empty prompt for a model without a beginning token, or a bad stop string.

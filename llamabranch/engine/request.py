@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what came of it."""
+"""A request to the engine, its events and its result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..speculative import SpeculativeStats
 
 __all__ = ["EngineStats", "Event", "Request", "Result"]
 
-_MOST_TEXTS = 100_000  # of one request; each takes some kilobytes from the start
+_MOST_TEXTS = 100_000  # of one request; each takes a few kilobytes as soon as it is queued
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,16 @@ class Request:
     """One prompt to continue.
 
     Args:
-        prompt: text or token ids; an empty one is the model's beginning token.
-        id: a name of its own; None = its number in the job, as text.
-        max_tokens: the most tokens to say; None = the engine's.
+        prompt: text or token ids; an empty one stands for the model's BOS token.
+        id: a unique name; None = its index in the list of requests, as text.
+        max_tokens: the most tokens to generate; None = the engine's.
         sampling: settings; None = the engine's. Without a seed the request gets one derived from the
-            job's seed and its id, so that neither order nor neighbours matter.
+            engine's seed and its id, so that its text depends neither on the order of the requests nor
+            on those it is batched with.
         stop: strings that end the text; a result's ``text`` leaves them out, its ``tokens`` hold them.
-        grammar: what the text must follow.
-        n: how many texts, all from one prefill; the i-th is drawn from a seed derived from the first's.
+        grammar: the grammar that the text must follow.
+        n: how many texts to generate from one prefill; each but the first is drawn with a seed derived
+            from the first's.
 
     Raises:
         ConfigError: a value out of range.
@@ -60,21 +62,23 @@ class Request:
         object.__setattr__(self, "n", whole("n", self.n, 1))
         if self.n > _MOST_TEXTS:
             raise ConfigError(
-                f"n must be at most {_MOST_TEXTS}, not {self.n}", hint="make several requests of it"
+                f"n must be at most {_MOST_TEXTS}, not {self.n}",
+                hint="split it into several requests",
             )
         if self.id is not None and not isinstance(self.id, str):
-            raise ConfigError(f"an id is a string, not {self.id!r}")
+            raise ConfigError(f"id must be a string, not {self.id!r}")
         if self.max_tokens is not None:
             object.__setattr__(self, "max_tokens", whole("max_tokens", self.max_tokens, 0))
 
 
 @dataclass
 class Result:
-    """What came of one text of a request.
+    """One generated text of a request, and how it ended.
 
-    ``finish_reason`` is "stop", "length", "capacity" (the cache cannot hold it), "cancelled" or "error";
-    under the last three ``error`` or the text so far tell more. ``text`` ends before a stop string,
-    ``tokens`` hold the tokens that completed it, but no end token.
+    ``finish_reason`` is "stop", "length", "capacity" (the cache cannot hold it), "cancelled" or "error".
+    In the last three cases ``text`` and ``tokens`` hold what was generated until then, and ``error``
+    holds the exception, if there was one. ``text`` ends before a stop string; ``tokens`` include those
+    that completed it, but no EOG token.
     """
 
     id: str
@@ -90,7 +94,7 @@ class Result:
     error: LlamaBranchError | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """Return everything, ready for JSON; ``error`` only if there is one."""
+        """Return JSON types, without ``n_prompt`` and ``n_preempted``; ``error`` only if there is one."""
         record: dict[str, object] = {
             "id": self.id,
             "sample": self.sample,
@@ -108,7 +112,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened: a token of a text, or its end (then ``result`` is set)."""
+    """A new token of a text (``emitted``), or the end of the text (``result``)."""
 
     id: str
     sample: int
@@ -118,7 +122,7 @@ class Event:
 
 @dataclass
 class EngineStats:
-    """Totals of an engine's work; ``speculative`` adds up all requests."""
+    """Totals of an engine's work; ``speculative`` is the sum over all requests."""
 
     target_forward_passes: int = 0
     draft_forward_passes: int = 0
@@ -131,11 +135,11 @@ class EngineStats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens a second of the engine's time; nan before the first."""
+        """Generated tokens per second of the engine's running time; nan before the first run."""
         return self.generated_tokens / self.elapsed_s if self.elapsed_s else float("nan")
 
     def as_dict(self) -> dict[str, object]:
-        """Return everything, ready for JSON."""
+        """Return all counts and times as JSON types."""
         known = {k: v for k, v in self.__dict__.items() if k != "speculative"}
         rate = self.tokens_per_s
         return {

@@ -1,4 +1,4 @@
-"""Who runs: admission, shared prefixes, preemption. Decides; decodes nothing."""
+"""Which jobs hold a sequence: admission, prefix sharing, preemption. It decodes nothing."""
 
 from __future__ import annotations
 
@@ -13,14 +13,23 @@ from .job import Job
 
 __all__ = ["Scheduler"]
 
-_WORTH_SHARING = 8  # tokens: below that a prefix is faster read than looked for
+_MIN_SHARED = 8  # tokens; a shorter prefix is decoded faster than it is shared
 
 
 class Scheduler:
     """Keeps the queue and the jobs that hold a sequence.
 
     Jobs are admitted in order while a sequence is free and the cache has room for their prompt. A job
-    whose prompt begins like that of one already in takes those cells instead of computing them.
+    whose prompt begins like that of an active job shares those cells instead of decoding them again.
+
+    Attributes:
+        waiting: the jobs without a sequence, in the order in which they will be admitted.
+        active: the jobs with a sequence: those prefilling their prompt and those generating.
+        n_shared: prompt tokens so far that were shared instead of decoded.
+        cancelled: ids of cancelled requests; written by any thread.
+        had_no_room: the cache had no room for the last decode with its drafts; the next has none.
+        is_abandoned: nobody consumes the events any more; the run ends after the current step.
+        no_sequence: why no job could be admitted, while no job is active; None if one could.
     """
 
     def __init__(self, ctx: Context) -> None:
@@ -29,36 +38,37 @@ class Scheduler:
         self.active: list[Job] = []
         self._arrivals = 0
         self.n_shared = 0
-        self.cancelled: set[str] = set()  # ids; written by any thread
-        self.is_cramped = False  # the last decode found no room with its drafts
-        self.is_abandoned = False  # nobody listens any more
-        self.no_sequence: SequencesExhaustedError | None = None  # why nobody could be admitted
+        self.cancelled: set[str] = set()
+        self.had_no_room = False
+        self.is_abandoned = False
+        self.no_sequence: SequencesExhaustedError | None = None
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Queue jobs behind those that wait."""
+        """Append jobs to the queue."""
         self.waiting.extend(jobs)
 
     def admit(self) -> list[tuple[Job, LlamaBranchError]]:
         """Give sequences to waiting jobs; return those that cannot be served, with the reason.
 
-        Where others hold the sequences, the jobs go on waiting; ``no_sequence`` says so if none is in.
+        If others hold every sequence of the context, the jobs stay queued; if no job is active then,
+        ``no_sequence`` holds the error.
         """
         refused: list[tuple[Job, LlamaBranchError]] = []
         before, self.no_sequence = self.no_sequence, None
         for job in list(self.waiting):
-            n_read = len(job.to_read)
-            if n_read > self._ctx.n_ctx:
-                refused.append((job, self._too_long(n_read)))
+            n_tokens = len(job.to_cache)
+            if n_tokens > self._ctx.n_ctx:
+                refused.append((job, self._too_long(n_tokens)))
                 continue
-            need = n_read + 1  # and its next token, which only the last one of all can do without
+            need = n_tokens + 1  # its next token needs a cell too, unless the job runs alone
             if (self.active or before) and self._ctx.n_seq_free == 0:
                 self.no_sequence = None if self.active else before
                 break
             source, n_shared = self._best_prefix(job)
             shared = None if source is None else source.branch
             if shared is not None and shared.position < n_shared:
-                break  # what it will share is still being read
-            free = self._ctx.usage().cells_free - sum(other.n_unread + 1 for other in self.active)
+                break  # the prefix it will share is still being decoded
+            free = self._ctx.usage().cells_free - sum(other.n_uncached + 1 for other in self.active)
             if self.active and need - n_shared > free:
                 break
             try:
@@ -66,7 +76,7 @@ class Scheduler:
             except SequencesExhaustedError as error:
                 self.no_sequence = None if self.active else error
                 break
-            except LlamaBranchError as error:  # its grammar or its settings
+            except LlamaBranchError as error:  # its grammar or sampling settings are invalid
                 refused.append((job, error))
                 continue
             self.waiting.remove(job)
@@ -88,23 +98,23 @@ class Scheduler:
         )
 
     def _best_prefix(self, job: Job) -> tuple[Job | None, int]:
-        """Return the active job whose prompt begins most like the job's, and how far."""
+        """Return the active job that shares the longest prefix with the prompt, and how many tokens."""
         if not self._ctx.capabilities.can_truncate:
             return None, 0
-        # The last token must be decoded: its logits are needed. Words a job said before it was
-        # preempted are read by itself: they count for its grammar.
-        wanted = job.to_read[:-1][: len(job.prompt)]
+        # The last token must be decoded: its logits are needed. Tokens that a job generated before it
+        # was preempted are decoded by the job itself, since they advance its grammar.
+        wanted = job.to_cache[:-1][: len(job.prompt)]
         best: tuple[Job | None, int] = (None, 0)
         for other in self.active:
             if other.branch is None:
                 continue
-            n = n_common(other.to_read, wanted)
-            if n >= _WORTH_SHARING and n > best[1]:
+            n = n_common(other.to_cache, wanted)
+            if n >= _MIN_SHARED and n > best[1]:
                 best = (other, n)
         return best
 
     def preempt(self) -> Job | None:
-        """Free the newest job's sequence and queue it first; None if there is nobody to give way."""
+        """Free the newest job's sequence and queue that job first; None if no other job is active."""
         if len(self.active) < 2:
             return None
         job = max(self.active, key=lambda j: (j.arrival, j.sample))
@@ -115,7 +125,7 @@ class Scheduler:
         return job
 
     def remove(self, job: Job) -> None:
-        """Take a job out and free what it holds."""
+        """Remove a job and free what it holds."""
         if job in self.active:
             self.active.remove(job)
         else:

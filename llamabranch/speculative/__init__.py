@@ -1,21 +1,16 @@
-"""Speculative decoding: draft cheaply, verify in one decode, keep what the target would have said.
+"""Speculative decoding: draft cheaply, verify in one decode, accept what the target would have generated.
 
-config.py      what may be set
-rules.py       which proposals stand: pure functions over distributions and chance
-drafters.py    who proposes tokens: the protocol
-models.py      models that do: token by token, or as a tree
-translation.py models of another vocabulary, through the text
-ngrams.py      indexes of what was said before
-lookup.py      drafters that copy from them, and chains of drafters
-length/        how many to propose: the protocol, a fixed number, or as many as raise the throughput
-round.py       one round: plan, verify, settle, for any branch
-lines.py       the drafter's side of forks, rewinds and prunes
-transcript.py  what has been said, and whether that was all
-speculator.py  a whole generation out of rounds
-session.py     the same, asked for token by token
-stats.py       what happened, under vLLM's names
-divergence.py  where two texts part that should be the same
-theory.py      what it can gain, from acceptance and costs
+config.py       the settings
+rules.py        which drafted tokens are accepted: pure functions over distributions and random numbers
+drafters/       where drafts come from: the interface, models, copying, chains of drafters
+length/         how many tokens to draft: the interface, a fixed number, or what raises the throughput
+round.py        one round: plan, verify, accept, for any branch
+draft_cache.py  the draft states that are kept between generations, and their forks and rewinds
+speculator.py   a whole generation, round by round
+session.py      the same, one token per call
+stats.py        counts and times, under vLLM's names
+divergence.py   where two texts that should be equal first differ, and whether rounding explains it
+theory.py       the expected speedup, from acceptance and costs
 """
 
 from .config import SpeculativeConfig

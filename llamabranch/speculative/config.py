@@ -1,4 +1,4 @@
-"""What may be set for speculative decoding."""
+"""The settings of speculative decoding."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class SpeculativeConfig:
     """How to speculate.
 
     Args:
-        draft_k: tokens to draft a round, 0 to 256; "auto" drafts as many as pay, measured while it
-            runs, and none where none pays.
-        max_draft_tokens: the most "auto" may draft a round.
+        draft_k: tokens to draft in each round, 0 to 256; "auto" drafts as many as raise the throughput
+            as measured while it runs, and none where drafting does not raise it.
+        max_draft_tokens: the most tokens that "auto" may draft in a round, 1 to 256.
         entropy_stop: end a draft before a token whose distribution has more than this entropy, nats;
-            None = never. The decision never looks at the drawn token, so it is lossless.
-        rule: how drafted tokens are accepted: "seeded", "token", "block" or "auto". "auto" is seeded
-            where a seed was given, the temperature is 0 or the drafter proposes trees, else block; it is
-            never token. All are lossless; under "seeded" the text is moreover that of plain decoding, and
-            at temperature 0 it is under all of them.
+            None = never. The decision does not depend on the drawn token, so it is lossless.
+        rule: how drafted tokens are accepted: "seeded", "token", "block" or "auto". "auto" is "seeded"
+            where a seed was given, the temperature is 0 or the drafter proposes trees, else "block".
+            All are lossless: they keep the target's distribution. Under "seeded", and at temperature 0
+            under all of them, the text is moreover the very one that plain decoding generates.
 
     Raises:
         ConfigError: a value out of range.

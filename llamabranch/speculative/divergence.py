@@ -1,12 +1,12 @@
-"""Where two texts part that should be the same, what decided it, and whether rounding explains it.
+"""Where two texts that should be equal first differ, what decided it, and whether rounding explains it.
 
-In a context that is not batch-invariant a token's logits depend a little on what it was decoded with.
-Plain and speculative text then part where so little decides: between the two largest logits, between two
-log-probabilities with their noise, or on which side of a truncation's boundary a token falls. Which of
-these it is, and how little it takes, is found out by trying: the sampler itself is given logits that are
-moved further and further until it draws the other token. What rounding can do is measured: the
-text is decoded once more token by token and in runs of several lengths, as verifications are, and read
-beside others.
+In a context that is not batch-invariant, a token's logits depend slightly on the other tokens of its
+decode. These rounding differences can change a sampled token where the decision is close: between the two
+largest logits, between two log-probabilities plus noise, or on which side of a truncation's boundary a
+token lies. Which of these it is, and how large a difference is needed, is found by experiment: the real
+sampler is given logits that are moved further and further until it draws the other token. How large
+rounding differences are is measured: the text is decoded again token by token, in runs of several
+lengths as verification does, and in a batch with other texts.
 """
 
 from __future__ import annotations
@@ -33,24 +33,16 @@ __all__ = ["Divergence", "first_divergence"]
 
 Logits = npt.NDArray[np.float32]
 
-_RUNS = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    6,
-    9,
-    17,
-    33,
-)  # tokens in a decode: what shares it decides how it is rounded
-# The real decodes had neighbours that are not known here, and may differ by more than those tried.
+# Tokens in a decode: their number decides how the logits are rounded.
+_RUNS = (1, 2, 3, 4, 5, 6, 9, 17, 33)
+# The original decodes were batched with tokens that are not known here, and their logits may differ by
+# more than those of the decodes tried here.
 _SLACK = 2.0
-# Texts beside each other, tokens of each that are compared, and logits that are kept for that.
-_COMPANY, _N_STEPS, _MOST_LOGITS = 8, 64, 1 << 22
-_LEAST, _MOST = 2.0**-20, 32.0  # the smallest and the largest move that is tried, logits
+# Texts that are decoded in one batch, tokens of each that are compared, and logits kept for that.
+_N_TEXTS, _N_STEPS, _MOST_LOGITS = 8, 64, 1 << 22
+_LEAST, _MOST = 2.0**-20, 32.0  # the smallest and the largest move that is tried, in logits
 _N_BISECTIONS = 12
-# What a token may be dropped by, and the value that switches it off.
+# The truncations that may drop a token, and the value that switches each off.
 _TRUNCATIONS: dict[str, float] = {
     "top_n_sigma": -1.0, "top_k": 0, "typical_p": 1.0, "top_p": 1.0, "min_p": 0.0,
     "xtc_probability": 0.0,
@@ -62,16 +54,17 @@ class Divergence:
     """The first token in which two continuations of a prompt differ, and what decided between them.
 
     Args:
-        position: counts from the first generated token.
+        position: the index of that token, from 0 = the first generated one.
         tokens: what the two texts have there; None = the text had ended.
-        gap: by how much logits must move against each other for the one token to be drawn instead of
-            the other; inf if no such move was found.
-        difference: by how much logits do move against each other here, when the same text is decoded
-            in runs of other lengths, and such texts beside others; 0 in a batch-invariant context.
-        decided_by: "logits" (temperature 0: the two largest are that close), "scores" (above it:
-            log-probability plus noise), "temperature" (the dynamic one, by the entropy), the setting
-            on whose boundary a token lies ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma",
-            "xtc_probability"; several are joined by "+"), or "nothing": no move of the logits does it.
+        gap: how far logits must move relative to each other for one token to be drawn instead of the
+            other; inf if no such move was found.
+        difference: how far logits do move relative to each other here when the same text is decoded in
+            runs of other lengths, and in a batch with other texts; 0 in a batch-invariant context.
+        decided_by: "logits" (at temperature 0: the two largest logits), "scores" (above it:
+            log-probability plus noise), "temperature" (the dynamic one, through the entropy), the
+            setting on whose boundary a token lies ("top_k", "top_p", "min_p", "typical_p",
+            "top_n_sigma", "xtc_probability"; several are joined by "+"), or "nothing": no move of the
+            logits that was tried changes the token.
     """
 
     position: int
@@ -82,10 +75,10 @@ class Divergence:
 
     @property
     def explained(self) -> bool:
-        """True if rounding explains it: the gap is of the size of the measured difference, or below.
+        """True if rounding explains it: the gap is at most twice the measured difference.
 
-        Else something other than rounding made the texts differ: other settings or another seed than
-        were given here, or a bug.
+        Else something other than rounding made the texts differ: settings or a seed other than those
+        given here, or a bug.
         """
         return self.gap <= _SLACK * self.difference
 
@@ -106,13 +99,13 @@ def first_divergence(
     seed: int = 0,
     grammar: Grammar | str | None = None,
 ) -> Divergence | None:
-    """Return where ``left`` and ``right``, both said after ``prompt``, differ; None if nowhere.
+    """Return where ``left`` and ``right``, both generated after ``prompt``, differ; None if nowhere.
 
     ``sampling``, ``seed`` and ``grammar`` are those that both were drawn with, under the rule "seeded"
     (at temperature 0 under any). The common prefix is decoded several times, on branches of its own.
 
     Raises:
-        CapacityError: no sequence or no cells for that. TokenizeError: no token ids.
+        CapacityError: no free sequence or cells to decode it. TokenizeError: invalid token ids.
         GrammarError: the common prefix does not follow the grammar.
     """
     prompt, left, right = token_list(prompt), token_list(left), token_list(right)
@@ -125,10 +118,10 @@ def first_divergence(
     if isinstance(grammar, str):
         grammar = Grammar(grammar)
     if not prompt:
-        with Branch.start(ctx, prompt) as branch:  # it begins with the model's beginning token
+        with Branch.start(ctx, prompt) as branch:  # an empty prompt starts with the BOS token
             prompt = branch.tokens
     prefix = list(left[:same])
-    tokens = tuple(line[same] if same < len(line) else None for line in (left, right))
+    tokens = tuple(text[same] if same < len(text) else None for text in (left, right))
 
     def make(params: SamplingParams) -> Sampler:
         return Sampler(ctx.model, params, grammar).replay(prompt, prefix)
@@ -139,22 +132,23 @@ def first_divergence(
     difference = (
         found.difference
         if len(whole) < 2
-        else max(found.difference, _difference_in_company(ctx, whole))
+        else max(found.difference, _difference_in_batch(ctx, whole))
     )
     gap, decided_by = max(map(found.turn, tokens))
     return Divergence(same, (tokens[0], tokens[1]), gap, difference, decided_by)
 
 
-# -- what rounding does ------------------------------------------------------------------------------
+# -- rounding differences ----------------------------------------------------------------------------
 
 
 def _rows(ctx: Context, prompt: Sequence[int], prefix: Sequence[int]) -> Iterator[Logits]:
     """Yield the logits after prompt and prefix, the prefix decoded in runs of each length.
 
-    As by verifications: with a row for each token, the last run filled up with tokens that fall.
+    As in verification, logits are computed for every token; the last run is padded with tokens that are
+    then rejected.
     """
     whole = [*prompt, *prefix]
-    # Without a prefix the end of the prompt is decoded in runs: the texts were drawn right after it.
+    # Without a common prefix the end of the prompt is decoded in runs: the texts differ right after it.
     start = len(prompt) if prefix else max(1, len(prompt) - max(_RUNS))
     with Branch.start(ctx, whole[:start], temperature=0.0) as branch:
         if start == len(whole):
@@ -163,7 +157,7 @@ def _rows(ctx: Context, prompt: Sequence[int], prefix: Sequence[int]) -> Iterato
         n_rest = len(whole) - start
         most = min(ctx.n_batch, ctx.n_outputs_max)
         if not ctx.capabilities.can_truncate and not ctx.n_seq_free:
-            most = 1  # longer runs are verified on a fork there
+            most = 1  # there longer runs need a free sequence: they are verified on a fork
         for n in sorted({min(n, most) for n in (*_RUNS, n_rest)}):
             branch.rewind(start)
             runs = [whole[i : i + n] for i in range(start, len(whole), n)]
@@ -173,16 +167,17 @@ def _rows(ctx: Context, prompt: Sequence[int], prefix: Sequence[int]) -> Iterato
             yield _verify(branch, [*last, *[last[-1]] * (n - len(last))], len(last))
 
 
-def _difference_in_company(ctx: Context, whole: Sequence[int]) -> float:
-    """Return by how much logits move where texts are decoded beside each other instead of alone.
+def _difference_in_batch(ctx: Context, whole: Sequence[int]) -> float:
+    """Return how far logits move if texts are decoded in one batch instead of one at a time.
 
-    What shares the cache counts too: sums are then made in another order, and once in a few dozen
-    tokens a K/V value is rounded the other way, which moves logits by far more than the sums do. So
-    several texts of these tokens are tried, and the logits after many of their tokens.
+    Other texts in the cache matter too: sums are then computed in another order, and once in a few
+    dozen tokens a K/V value is rounded the other way, which moves logits far more than the order of
+    the sums does. So several texts made of these tokens are tried, and the logits after many of their
+    tokens are compared.
     """
-    n = min(_COMPANY, ctx.n_seq_free)
+    n = min(_N_TEXTS, ctx.n_seq_free)
     if n < 2 or (n + 1) * len(whole) > ctx.usage().cells_free:
-        return 0.0  # too little room: what was measured alone must do
+        return 0.0  # too little room: only the differences measured without a batch are used
     n_rows = min(_N_STEPS, max(1, _MOST_LOGITS // (n * ctx.n_vocab)), len(whole) - 1)
     start = len(whole) - n_rows
     texts = [[*whole[i:], *whole[:i]] for i in (k * len(whole) // n for k in range(n))]
@@ -219,17 +214,17 @@ def _verify(branch: Branch, run: Sequence[int], n_kept: int | None = None) -> Lo
 
 
 def _spread(row: Logits, other: Logits) -> float:
-    """Return by how much logits moved against each other between two rows."""
+    """Return how far logits moved relative to each other between two rows."""
     known = np.isfinite(row) & np.isfinite(other)
     moves = (row - other)[known]
     return float(moves.max() - moves.min()) if len(moves) else 0.0
 
 
-# -- what decides ------------------------------------------------------------------------------------
+# -- the decision ------------------------------------------------------------------------------------
 
 
 class _Decision:
-    """A draw that can be repeated with other logits."""
+    """One sampled token, whose draw can be repeated with other logits."""
 
     def __init__(
         self,
@@ -248,7 +243,7 @@ class _Decision:
         self.difference = max((_spread(self._row, row) for row in rows[1:]), default=0.0)
 
     def _draw(self, row: Logits) -> int | None:
-        """Return the token drawn from ``row``, None where none can be."""
+        """Return the token drawn from ``row``, None if none can be drawn."""
         try:
             choices = self._sampler.distribution(row, self._position, self._seed)
         except (GrammarError, ConfigError):
@@ -256,7 +251,7 @@ class _Decision:
         return choices.draw(self._seed, self._position)
 
     def turn(self, token: int | None) -> tuple[float, str]:
-        """Return how far logits must move for ``token`` to be drawn (None: an end), and what decides."""
+        """Return how far logits must move for ``token`` to be drawn (None = EOG), and what decides."""
         model = self._sampler.model
         drawn = self._draw(self._row)
         wins: Callable[[int | None], bool] = partial(_is, token)
@@ -282,7 +277,7 @@ class _Decision:
         return moved
 
     def _least(self, direction: Logits, wins: Callable[[int | None], bool], most: float) -> float:
-        """Return the least move, below ``most``, after which the token wins; inf if there is none."""
+        """Return the least move, below ``most``, after which the token is drawn; inf if there is none."""
         low, high = 0.0, _LEAST
         while not wins(self._draw(self._move(direction, high))):
             low, high = high, 2 * high
@@ -297,11 +292,11 @@ class _Decision:
         return high
 
     def _directions(self, token: int, drawn: int | None) -> Iterator[tuple[Logits, bool]]:
-        """Yield ways for logits to move by at most 1, and whether it is the entropy that they change.
+        """Yield directions in which to move logits (each by at most 1), and whether they change the entropy.
 
-        Those that turn a draw with the least move: ``token`` rises, or ``drawn`` sinks, against the
-        other, against all others, or against those that are larger (whose mass top-p counts); and what
-        was measured. There is no formula for the least of all moves where several truncations meet.
+        These change a draw with the smallest moves: ``token`` rises, or ``drawn`` sinks, relative to the
+        other, to all others, or to the larger ones (whose mass top-p counts); and the moves that were
+        measured. Where several truncations apply there is no formula for the smallest move.
         """
         row = self._row
         ones = np.ones_like(row)
@@ -321,9 +316,8 @@ class _Decision:
         lightened[token] = 1.0
         yield lightened, False
         params = self._sampler.params
-        if (
-            params.temperature > 0
-        ):  # all that would be drawn before it sink, and give their places away
+        if params.temperature > 0:
+            # All tokens with larger keys sink; that also frees their places within the truncations.
             noise = gumbel_noise(self._seed, self._position, np.arange(len(row), dtype=np.int32))
             keys = row / params.temperature + noise
             yield np.where(keys > keys[token], -ones, ones), False
@@ -336,20 +330,20 @@ class _Decision:
         x = row.astype(np.float64) - float(row.max())
         logprobs = x - math.log(np.exp(x).sum())
         entropy = -float(np.dot(np.exp(logprobs), np.where(np.isfinite(logprobs), logprobs, 0.0)))
-        if params.xtc_probability > 0:  # whether it drops any hangs on those next to its threshold
+        if params.xtc_probability > 0:  # the tokens nearest its threshold decide what it drops
             threshold = math.log(max(params.xtc_threshold, 1e-9))
             for side, sign in ((logprobs >= threshold, -1.0), (logprobs < threshold, 1.0)):
                 near = np.where(side, np.abs(logprobs - threshold), np.inf)
                 crosses = np.full_like(row, -sign)
                 crosses[near.argmin()] = sign
                 yield crosses, False
-        # Towards more entropy, and towards less: by the derivative of the entropy.
+        # Along the gradient of the entropy: towards more, and towards less.
         flatter = np.where(logprobs + entropy > 0, -ones, ones)
         yield flatter, True
         yield -flatter, True
 
     def _reason(self, token: int, drawn: int | None, moved: Logits, entropic: bool) -> str:
-        """Return what decides between ``drawn`` here and ``token`` where logits are ``moved``."""
+        """Return what decides between ``drawn`` with these logits and ``token`` with ``moved`` ones."""
         params = self._sampler.params
         dropped = self._dropped_by(self._row, token)
         if not dropped and drawn is not None:
@@ -361,17 +355,17 @@ class _Decision:
         return "temperature" if entropic and params.dynatemp_range > 0 else "scores"
 
     def _dropped_by(self, row: Logits, token: int) -> str:
-        """Return the settings that keep ``token`` from being drawn from ``row``, "" if it can be."""
+        """Return the settings that prevent ``token`` from being drawn from ``row``, "" if it can be."""
         params = self._sampler.params
         used = [name for name, off in _TRUNCATIONS.items() if getattr(params, name) != off]
         if params.temperature == 0.0 and params.typical_p == 1.0 and params.xtc_probability == 0.0:
-            return ""  # the others never drop the largest
+            return ""  # the other truncations never drop the largest logit
         if not used or self._has(row, token, ()):
             return ""
         for name in used:
             if self._has(row, token, [name]):
                 return name
-        # No single one: those without which it is dropped still.
+        # No single setting does it: find a minimal set that must be off together.
         left = list(used)
         for name in used:
             fewer = [other for other in left if other != name]
@@ -380,7 +374,7 @@ class _Decision:
         return "+".join(left) if self._has(row, token, left) else ""
 
     def _has(self, row: Logits, token: int, without: Sequence[str]) -> bool:
-        """Return whether ``token`` can be drawn, some truncations being off."""
+        """Return whether ``token`` can be drawn with the truncations ``without`` switched off."""
         off: dict[str, object] = {name: _TRUNCATIONS[name] for name in without}
         params = self._sampler.params
         if params.temperature == 0.0:  # which token is the largest left does not matter here

@@ -1,4 +1,4 @@
-"""Which draft state belongs to which branch: the drafter's side of forks, rewinds and prunes."""
+"""Which draft state belongs to which branch, and what forks, rewinds and prunes do to it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from .drafters.base import Drafter, DraftState, NullState
 
 __all__ = ["DraftCache"]
 
-_IDLE = NullState()  # used while there is no room for another; it holds nothing
+_IDLE = NullState()  # used where there is no room for a real state; it holds nothing
 
 
 class DraftCache:
-    """Keeps the states of branches that may go on, so that nothing is read twice.
+    """Keeps the draft states of branches that may be continued, so that no text is decoded twice.
 
-    A branch without a state gets a fork of its nearest ancestor's, or a new one. A state is told by
-    ``observe`` how much of what it knows still holds for its branch. When the drafter's context runs out
-    of sequences, the states that have waited longest are closed.
+    A branch without a state gets a fork of its nearest ancestor's, or a new one. ``observe`` tells a
+    state how many of the tokens it has seen are still those of its branch. When the drafter's context
+    runs out of sequences, the states that were given back first are closed.
 
-    Many threads may use one cache. A state belongs to whoever took it out, or marked it as being forked;
-    the cache's own lock is never held while a state works, since that may wait for a context.
+    Threads may share one cache. A state belongs to the thread that took it out, or that marked it as
+    being forked; the cache's own lock is never held during a call of a state, since such a call may wait
+    for a context's lock.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -35,7 +36,7 @@ class DraftCache:
         self._kept: weakref.WeakKeyDictionary[Branch, _Kept] = weakref.WeakKeyDictionary()
 
     def take(self, branch: Branch, rule: str) -> DraftState:
-        """Return the state that drafts for ``branch`` from where it stands."""
+        """Return the state that drafts for ``branch`` after its last token."""
         self._close_pruned()
         found = self._pop(branch, lambda kept: kept.fits(branch, rule) and kept.draws_like(branch))
         if found is not None:
@@ -48,12 +49,12 @@ class DraftCache:
                 return state
             except CapacityError:
                 oldest = self._pop_oldest()
-                if oldest is None:  # no room to draft is no reason to stop
+                if oldest is None:  # without room for a draft state it decodes plainly
                     return _IDLE
                 oldest.state.close()
 
     def _make(self, branch: Branch, rule: str) -> DraftState:
-        relative: Branch | None = branch  # reseeded or steered, it takes a fork of its own
+        relative: Branch | None = branch  # with a new seed or new settings it forks its own state
         while relative is not None:
             with self._lock:
                 found = self._kept.get(relative)
@@ -74,11 +75,11 @@ class DraftCache:
         with self._lock:
             kept.is_forked = False
             is_kept = self._kept.get(branch) is kept
-        if not is_kept:  # it was forgotten or replaced meanwhile
+        if not is_kept:  # another thread removed or replaced it meanwhile
             kept.state.close()
 
     def give_back(self, branch: Branch, state: DraftState, rule: str, *, keep: bool) -> None:
-        """Keep ``state`` for the next time ``branch`` goes on, or close it."""
+        """Keep ``state`` for the next generation of ``branch``, or close it."""
         if state is _IDLE:
             return
         if not keep or branch.state == "pruned" or branch.ctx.closed:
@@ -99,7 +100,7 @@ class DraftCache:
             state.close()
 
     def _pop(self, branch: Branch, fits: Callable[[_Kept], bool]) -> _Kept | None:
-        """Take out the state of ``branch`` if it fits and nobody is forking it."""
+        """Take out the state of ``branch`` if it fits and no thread is forking it."""
         with self._lock:
             found = self._kept.get(branch)
             if found is None or found.is_forked or not fits(found):
@@ -122,14 +123,14 @@ class DraftCache:
                 state.close()
 
     def _pop_free(self, branch: Branch) -> DraftState | None:
-        """Take out what is kept for ``branch``; return its state, None if its forker will close it."""
+        """Take out what is kept for ``branch``; return its state, None if a forking thread closes it."""
         kept = self._kept.pop(branch, None)
         return None if kept is None or kept.is_forked else kept.state
 
 
 @dataclass(eq=False)
 class _Kept:
-    """A state, and what it was told of its branch."""
+    """A state, and the properties of its branch when it was given back."""
 
     state: DraftState
     rule: str
@@ -137,12 +138,12 @@ class _Kept:
     seed: int
     sampling: SamplingParams
     tokens: Sequence[int]
-    is_forked: bool = False  # by a thread that is at it: nobody else may use the state
+    is_forked: bool = False  # a thread is forking it: no other may use it now
 
     def fits(self, branch: Branch, rule: str) -> bool:
-        """Return whether the state may serve ``branch``: a prompt cut short is another prompt."""
+        """Return whether the state can draft for ``branch``: not once its prompt was cut short."""
         return self.rule == rule and self.n_prompt == branch.n_prompt
 
     def draws_like(self, branch: Branch) -> bool:
-        """Return whether the state still drafts with the seed and the settings of ``branch``."""
+        """Return whether the state drafts with the seed and the settings that ``branch`` has now."""
         return self.seed == branch.seed and self.sampling == branch.sampling

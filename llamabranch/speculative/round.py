@@ -1,12 +1,12 @@
 """One speculative round, for any branch: plan, verify in one decode, accept.
 
-A stream always holds one token that is emitted but not yet decoded: the *pending* one. It goes into the
-target together with the draft that follows it, so a round costs one target decode, however much of the
-draft is accepted. Planning and accepting are apart so that many streams can share that decode.
+A stream always holds one token that is emitted but not yet decoded: the *pending* one. It is decoded
+together with the draft that follows it, so a round costs one target decode, however much of the draft is
+accepted. Planning and accepting are separate calls, so that many streams can share that decode.
 
-A drafter may work on a context that another thread's text is decoded on, while this text's context
-drafts for that one. So what needs the target's lock (decode, ``accept``) and what may need the
-drafter's (``plan``, ``conclude``) never overlap: no thread waits for one while it holds the other.
+Two threads may each generate on the context that the other one drafts with. So what needs the target's
+lock (decode, ``accept``) and what may need the drafter's (``plan``, ``conclude``) never overlap: no
+thread waits for one lock while it holds the other.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .stats import SpeculativeStats
 
 __all__ = ["Stream", "finish_at"]
 
-_MOST_RESTED = 64  # plain steps that are counted together
+_MOST_PLAIN = 64  # plain steps that are reported together
 
 
 class _DeadEnd(Exception):
-    """The target has no distribution after entry ``at`` of a plan; the cause says why."""
+    """The target has no distribution after entry ``at`` of a plan; the cause holds the error."""
 
     def __init__(self, at: int) -> None:
         super().__init__(at)
@@ -45,7 +45,7 @@ class _DeadEnd(Exception):
 
 
 class _Outcome(NamedTuple):
-    """A round that has ended and is not yet counted; times in seconds."""
+    """A round that is accepted and not yet reported; times in seconds."""
 
     n_accepted: int
     n_verified: int
@@ -54,7 +54,11 @@ class _Outcome(NamedTuple):
 
 
 class Stream:
-    """A branch being continued, the state that drafts for it, and its pending token."""
+    """A branch being continued, the state that drafts for it, and its pending token.
+
+    Attributes:
+        pending: the last emitted token, which is not yet decoded; None before the first.
+    """
 
     def __init__(
         self,
@@ -73,23 +77,27 @@ class Stream:
         self.rule = rule
         self._n_alternatives = n_alternatives
         self._draft = Draft()
-        self._n_told = 0  # what the state has read; it catches up when it is asked next
-        self._n_resting = 0  # plain steps to come before it is asked
-        self._rested: list[tuple[float, float]] = []  # seconds of those that came: decode, the rest
-        self._outcome: _Outcome | None = None  # what the state and the length are still to be told
-        self._verification: Verification | None = None  # decoded, nothing of it accepted yet
+        self._n_seen = (
+            0  # tokens the draft state has been given; it gets the others with its next call
+        )
+        self._n_plain_left = 0  # plain steps to take before it is called again
+        self._plain_s: list[
+            tuple[float, float]
+        ] = []  # of those taken: seconds of decode, of the rest
+        self._outcome: _Outcome | None = None  # not yet reported to the draft state and the length
+        self._verification: Verification | None = None  # decoded, but not yet accepted or abandoned
 
     def begin(self) -> Produced:
-        """Emit the first token: it needs no decode, the branch's logits are there."""
+        """Emit the first token. It needs no decode: the branch has the logits already."""
         branch = self.branch
         with branch.ctx.lock:
             self.pending = self._plain()
         return self.pending
 
     def round(self, limit: int) -> list[Produced]:
-        """Run one round alone; return what it emits, at most ``limit`` + 1 tokens."""
-        if self._n_resting:
-            self._n_resting -= 1
+        """Run one round by itself; return the tokens it emits, at most ``limit`` + 1."""
+        if self._n_plain_left:
+            self._n_plain_left -= 1
             emitted = self._step()
         else:
             planned = self.plan(limit)
@@ -99,11 +107,11 @@ class Stream:
         return emitted
 
     def _verify(self, planned: Sequence[int]) -> list[Produced] | None:
-        """Decode a plan with a draft and accept what fits; None if there is no room for it."""
+        """Decode a plan with a draft and apply the rule; None if the cache has no room for the draft."""
         try:
-            with self.branch.ctx.lock:  # its rows are valid until anybody else decodes
+            with self.branch.ctx.lock:  # the logits are valid until the next decode of any thread
                 start = perf_counter()
-                self._verification = self._proposal(planned)
+                self._verification = self._verification_of(planned)
                 rows = self._verification.decode()
                 return self.accept(rows, perf_counter() - start)
         except CapacityError:
@@ -118,7 +126,7 @@ class Stream:
             raise
 
     def _step(self) -> list[Produced]:
-        """Run a round without a draft: the same as accepting an empty draft, and quicker."""
+        """Run a round without a draft: the same result as accepting an empty draft, and faster."""
         branch = self.branch
         with branch.ctx.lock:
             pending = self.pending or self.begin()
@@ -128,20 +136,20 @@ class Stream:
             return self._end_plain(verified - start, verified)
 
     def _end_plain(self, verify_s: float, since: float) -> list[Produced]:
-        """End a round without a draft that took ``verify_s`` for its decode, and was at it ``since``."""
+        """End a round without a draft; its decode took ``verify_s`` and ended at time ``since``."""
         self.pending = emitted = self._plain()
         overhead_s = perf_counter() - since
         if self._draft is NO_DRAFT:
-            self._rested.append((verify_s, overhead_s))
+            self._plain_s.append((verify_s, overhead_s))
         else:
             self._outcome = _Outcome(0, 1, verify_s, overhead_s)
         return [emitted]
 
     def conclude(self) -> None:
-        """Tell the state and the length what became of the round; the target's lock is not held."""
+        """Report the round to the draft state and the length. Call it without the target's lock."""
         outcome, self._outcome = self._outcome, None
         if outcome is None:
-            if len(self._rested) >= _MOST_RESTED:
+            if len(self._plain_s) >= _MOST_PLAIN:
                 self.report()
             return
         start = perf_counter()
@@ -152,16 +160,16 @@ class Stream:
         self._count(outcome, outcome.overhead_s + rollback_s)
 
     def report(self) -> None:
-        """Count the plain steps in which the drafter was not asked."""
-        if self._rested:
-            verify_s, overhead_s = zip(*self._rested, strict=True)
-            n = len(self._rested)
-            self._rested.clear()
+        """Report the plain steps in which the drafter was not called."""
+        if self._plain_s:
+            verify_s, overhead_s = zip(*self._plain_s, strict=True)
+            n = len(self._plain_s)
+            self._plain_s.clear()
             self.stats.count_plain(n, sum(verify_s), sum(overhead_s), NO_DRAFT.stopped)
             self.length.learn(RoundReport.plain(n, median(verify_s), median(overhead_s)))
 
     def plan(self, limit: int) -> list[int]:
-        """Return what to decode: the pending token and a draft of at most ``limit`` tokens."""
+        """Return the tokens to decode: the pending one and a draft of at most ``limit``."""
         asked = self.ask(limit)
         if asked is None:
             return self.take(NO_DRAFT)
@@ -169,23 +177,23 @@ class Stream:
         return self.take(propose(self.state, asked, self.length, limit))
 
     def ask(self, limit: int) -> list[int] | None:
-        """Return the tokens the state should continue, None if there is to be no draft."""
+        """Return the tokens that the draft state should continue; None if this round has no draft."""
         pending = self.pending or self.begin()
         if min(limit, self.length.limit) <= 0:
             return None
         self.report()
         n_tokens = self.branch.position + 1
-        n_plain = self.length.plain_steps(n_tokens - self._n_told)
+        n_plain = self.length.plain_steps(n_tokens - self._n_seen)
         if n_plain:
-            self._n_resting = n_plain - 1  # without this one
+            self._n_plain_left = n_plain - 1  # without this one
             return None
-        self._n_told = n_tokens
+        self._n_seen = n_tokens
         tokens = self.branch.tokens
         tokens.append(pending.token)
         return tokens
 
     def take(self, draft: Draft) -> list[int]:
-        """Use ``draft``, as far as it fits; return what to decode."""
+        """Use as much of ``draft`` as can be verified; return the tokens to decode."""
         pending = self.pending or self.begin()
         self._draft = draft
         if draft is NO_DRAFT:
@@ -196,21 +204,21 @@ class Stream:
         return [pending.token, *draft.tokens]
 
     def _fitting(self, draft: Draft) -> int:
-        """Return how many of the draft's tokens the target can verify."""
+        """Return how many of the draft's tokens the target can verify in one decode."""
         ctx = self.branch.ctx
         draft.tokens = token_list(draft.tokens)
         ctx.model.check_tokens(draft.tokens)
         fits = ctx.n_outputs_max - 1
         if draft.parents is None:
             return min(fits, len(draft.tokens))
-        # A chain, the tree with one leaf, takes no sequences, and any memory can verify it.
+        # A tree with one leaf is a chain: it needs no extra sequences, and any memory can verify it.
         room = max(1, ctx.n_seq_free) if ctx.capabilities.can_truncate else 1
         parents = draft.parents[:fits]
         while parents and len(set(range(len(parents))) - set(parents)) > room:
             parents = parents[:-1]
         return len(parents)
 
-    def _proposal(self, plan: Sequence[int], rows: Sequence[LogitsRow] = ()) -> Verification:
+    def _verification_of(self, plan: Sequence[int], rows: Sequence[LogitsRow] = ()) -> Verification:
         parents = None if self._draft.parents is None else self._plan_parents()
         return Verification(self.branch.sequence, plan, parents, rows)
 
@@ -218,27 +226,28 @@ class Stream:
         return [-1, *(parent + 1 for parent in self._draft.parents or ())]
 
     def accept(self, rows: Sequence[LogitsRow], verify_s: float) -> list[Produced]:
-        """Keep what is accepted of the plan whose logits are ``rows``; return what is emitted now.
+        """Apply the rule to the plan whose logits are ``rows``; return the tokens that are emitted.
 
-        ``conclude`` must follow, once the target's lock is free.
+        These are the accepted tokens and the one that follows them. ``conclude`` must follow, once the
+        target's lock is free.
         """
         start = perf_counter()
         branch, draft = self.branch, self._draft
         if self.pending is None:
-            raise RuntimeError("accept comes after plan")
+            raise RuntimeError("call plan before accept")
         if not draft.tokens:
             branch.sequence.append(self.pending.token, -self.pending.logprob, rows[0])
             return self._end_plain(verify_s, start)
         plan = [self.pending.token, *draft.tokens]
-        verification = self._verification or self._proposal(plan, rows)
-        path, following = self._verdict(plan, verification.targets)
+        verification = self._verification or self._verification_of(plan, rows)
+        path, following = self._choose(plan, verification.targets)
         n = len(path)
         is_eog = branch.ctx.model.is_eog
         is_dead_end = following is None
-        if following is None:  # the last token of the draft waits; the next round raises the reason
+        if following is None:  # the last accepted token waits; the next round raises the error
             following = plan[path.pop()]
         ends = [at for at, i in enumerate(path) if is_eog(plan[i])]
-        if ends:  # the draft was right that it ends here, whatever it proposed to follow
+        if ends:  # the text ends at an accepted EOG token, whatever the draft proposed after it
             n, following = ends[0] + 1, plan[path[ends[0]]]
             del path[ends[0] :]
         kept = [0, *path]
@@ -252,32 +261,32 @@ class Stream:
             for i, row, text in zip(path, kept_rows, texts[1:], strict=False)
         ]
         if draft.parents is None:
-            whole = n == len(draft.tokens)
+            is_complete = n == len(draft.tokens)
         else:
-            whole = kept[-1] not in self._plan_parents()
-        source = "drafted" if is_dead_end else "bonus" if whole else "corrected"
+            is_complete = kept[-1] not in self._plan_parents()
+        source = "drafted" if is_dead_end else "bonus" if is_complete else "corrected"
         last = kept_rows[-1]
         self.pending = self._emitted(branch.sequence.describe(following, last), last, source)
         emitted.append(self.pending)
         self._outcome = _Outcome(n, len(plan), verify_s, perf_counter() - start)
         return emitted
 
-    def _verdict(
+    def _choose(
         self, plan: list[int], targets: TargetDistributions
     ) -> tuple[list[int], int | None]:
-        """Return which entries of the plan are accepted after the pending one, and what follows them.
+        """Return which entries of the plan are accepted after the pending one, and the next token.
 
-        None follows where the target has nothing to go on with: a grammar that is complete, say, with
-        the end token biased away.
+        The next token is None where the target can draw none: for instance if the grammar is complete,
+        but a logit bias forbids the EOG token.
 
         Raises:
-            GrammarError, ConfigError: that is so right after the pending token.
+            GrammarError, ConfigError: the target can draw none right after the pending token.
         """
         branch, draft = self.branch, self._draft
         is_eog = branch.ctx.model.is_eog
 
         def target(i: int) -> Distribution:
-            if i and is_eog(plan[i]):  # nothing follows an end: what is drawn here is not emitted
+            if i and is_eog(plan[i]):  # nothing follows an EOG token: this draw is not emitted
                 return Distribution.point(plan[i])
             try:
                 return targets.distribution(i)
@@ -307,13 +316,13 @@ class Stream:
             except _DeadEnd as dead:
                 if dead.at == 0:
                     raise dead.reason from None
-                if dead.at == n:  # all before it are accepted, and the rule asked what follows
+                if dead.at == n:  # all n tokens are accepted; the rule asked for the next one
                     return list(range(1, n + 1)), None
-                # The block rule looks before it decides: a draft that ends there is judged as a whole.
+                # The block rule looks ahead before it decides: apply it to the draft up to there.
                 n = dead.at
 
     def _plain(self) -> Produced:
-        """Return what comes next on the branch, from the logits after its last token."""
+        """Draw the next token from the logits after the branch's last one."""
         sequence = self.branch.sequence
         with self.branch.ctx.lock:
             produced = sequence.produce()
@@ -354,10 +363,10 @@ class Stream:
 
 
 def finish_at(branch: Branch, position: int, pending: Produced | None) -> None:
-    """Leave the branch with exactly its first ``position`` tokens, the pending one among them.
+    """Leave the branch with exactly its first ``position`` tokens, the pending one included.
 
-    Where that one cannot be decoded (no cell is free), the branch holds it all the same, and decodes
-    it when its logits are asked for.
+    If no cell is free to decode that one, the branch holds it all the same, and decodes it when its
+    logits are needed.
     """
     if branch.state == "pruned":
         return

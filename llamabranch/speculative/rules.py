@@ -1,12 +1,12 @@
-"""Which drafted tokens stand: pure functions over distributions and chance.
+"""Which drafted tokens are accepted: pure functions over distributions and random numbers.
 
-Every rule here is lossless: what it emits has exactly the target's distribution. A rule knows nothing of
-models. It asks for distributions, and it leaves everything random to a :class:`Chance`, so the tests can
-put an enumeration of all outcomes in the place of the noise and prove the code that runs.
+Every rule here is lossless: the tokens it emits have exactly the target's distribution. A rule knows
+nothing of models. It calls a function for distributions and a :class:`Chance` for everything random, so
+the tests can replace the noise by an enumeration of all outcomes and prove the very code that runs.
 
-Within one round all noise must be fresh. Draft tokens under the token and block rules are drawn
-with :func:`draft_seed`: the block rule looks at drafted tokens that it then throws away, so
-drawing them again from the same noise in the next round would bias that round.
+Each round needs noise of its own. Under the token and block rules drafted tokens are drawn with
+:func:`draft_seed`: the block rule's decisions depend on drafted tokens that it then rejects, so drawing
+them again from the same noise in the next round would bias that round.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ RULES = ("seeded", "token", "block")
 
 
 class Chance(Protocol):
-    """Where a rule's randomness comes from: independent over indices and from the draft's draws."""
+    """A rule's source of randomness: independent between indices, and of the draft's draws."""
 
     def coin(self, index: int, probability: float) -> bool:
-        """Return True with ``probability``; each index is tossed at most once a round."""
+        """Return True with ``probability``; called at most once per index in a round."""
 
     def draw(self, distribution: Distribution, offset: int) -> int:
         """Return a token drawn for the ``offset``-th position of the round."""
@@ -58,10 +58,10 @@ class Chance(Protocol):
 
 @dataclass(frozen=True)
 class Noise:
-    """The counter-based chance of a round whose first drafted token is at ``position``.
+    """The counter-based noise of a round whose first drafted token is at ``position``.
 
-    Draws are the target's own: (seed, absolute position). Coins are keyed by where the round begins,
-    so no two rounds share one.
+    Draws are those of plain decoding: keyed by (seed, absolute position). Coins are keyed by the
+    position at which the round begins, so no two rounds share one.
     """
 
     seed: int
@@ -78,7 +78,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``n_accepted`` drafted tokens stand, and ``token`` follows them: bonus or correction."""
+    """``n_accepted`` drafted tokens are accepted; ``token`` follows them, as bonus or correction."""
 
     n_accepted: int
     token: int
@@ -86,7 +86,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class TreeVerdict:
-    """The nodes of ``path`` stand, from the root downward, and ``token`` follows them."""
+    """The nodes of ``path`` are accepted, from the root downward; ``token`` follows them."""
 
     path: list[int]
     token: int
@@ -94,13 +94,13 @@ class TreeVerdict:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Alternative drafts that share their beginnings.
+    """Alternative drafts that share prefixes.
 
     Node i proposes ``tokens[i]`` after node ``parents[i]``; -1 is the root, the text so far. Parents
     come before their children, and a node's children have different tokens.
 
     Raises:
-        ConfigError: it is not such a tree.
+        ConfigError: tokens and parents that do not form such a tree.
     """
 
     tokens: Sequence[int]
@@ -114,7 +114,9 @@ class DraftTree:
             )
         for node, parent in enumerate(self.parents):
             if not -1 <= parent < node:
-                raise ConfigError(f"node {node} of a tree has parent {parent}: not before it")
+                raise ConfigError(
+                    f"node {node} of a tree has parent {parent}, which is not before it"
+                )
         if len(set(zip(self.parents, self.tokens, strict=True))) != len(self.tokens):
             raise ConfigError("a node of a tree has two children with the same token")
 
@@ -153,19 +155,21 @@ def token_rule(
 ) -> Verdict:
     """Accept token by token (Leviathan et al. 2022, 2211.17192, algorithm 1; Chen et al. 2302.01318).
 
-    x_i stands with probability min(1, p_i(x_i) / q_i(x_i)); the first that falls is replaced from
-    norm(max(p_i - q_i, 0)); after a draft that stands whole comes one more token from p.
+    x_i is accepted with probability min(1, p_i(x_i) / q_i(x_i)); the first rejected one is replaced by
+    a draw from norm(max(p_i - q_i, 0)); a draft that is accepted as a whole is followed by one more
+    token from p.
 
     Args:
         drafted: the drafted tokens.
-        sources: what each was really drawn from. ``Distribution.point`` for a draft without chance;
-            it is right for any draft, but where it was drawn from more, fewer tokens stand.
-        target: ``target(i)`` is the target's distribution after i drafted tokens, asked in
-            increasing i, and never beyond a token of probability zero.
+        sources: the distribution that each was really drawn from; ``Distribution.point`` for a draft
+            that was not drawn at random. The latter is correct for any draft, but fewer tokens are
+            accepted than with the distribution they were drawn from.
+        target: ``target(i)`` is the target's distribution after i drafted tokens; called in increasing
+            i, and never after a drafted token of probability zero.
         chance: its coin i decides on ``drafted[i]``.
 
     Raises:
-        ConfigError: a token that its source cannot have drawn.
+        ConfigError: a token whose source gives it probability zero.
     """
     _check_sources(drafted, sources)
     for i, token in enumerate(drafted):
@@ -182,16 +186,16 @@ def block_rule(
     """Accept the draft as a block (Sun et al. 2024, 2403.10444, algorithm 2).
 
     With w_0 = 1 and w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), and s_i = sum_x max(w_i p_{i+1}(x) -
-    q_{i+1}(x), 0), the first i tokens stand together with probability h_i = s_i / (s_i + 1 - w_i),
-    h_gamma = w_gamma; the longest such i is taken, each with a coin of its own. What follows is drawn
-    from norm(max(w_i p_{i+1} - q_{i+1}, 0)), or from p if the whole draft stands. On average at least as
-    many tokens stand as under the token rule. Where a token has probability zero, w is zero
-    from there on, nothing longer can stand, and the target is not asked further.
+    q_{i+1}(x), 0), a coin of its own for each i comes up with probability h_i = s_i / (s_i + 1 - w_i),
+    h_gamma = w_gamma; the first i tokens are accepted for the largest i whose coin came up. The next
+    token is drawn from norm(max(w_i p_{i+1} - q_{i+1}, 0)), or from p if the whole draft is accepted. On
+    average at least as many tokens are accepted as under the token rule. After a token of probability
+    zero w is zero, nothing longer can be accepted, and the target is not called further.
 
     Arguments and errors as for :func:`token_rule`.
     """
     _check_sources(drafted, sources)
-    weight, stand = 1.0, [1.0]  # w_i of the step at hand; h_0, h_1, ...
+    weight, h = 1.0, [1.0]  # w_i of the current step; h_0, h_1, ...
     excesses: list[tuple[Distribution, Floats]] = []
     for i, token in enumerate(drafted):
         p, q = target(i), sources[i]
@@ -200,18 +204,18 @@ def block_rule(
         if i > 0:
             left = float(excess.sum())
             rest = left + (1.0 - weight)  # in this order: the ratio then never rounds above 1
-            stand.append(left / rest if rest > 0.0 else 1.0)
+            h.append(left / rest if rest > 0.0 else 1.0)
         weight = min(1.0, weight * p.prob(token) / q.prob(token))
         if weight == 0.0:
             break
     else:
-        stand = [*stand[: len(drafted)], weight]
-    # The longest first: the same as testing all and taking the longest, since coins are independent.
-    n = next((i for i in range(len(stand) - 1, 0, -1) if chance.coin(i, stand[i])), 0)
+        h = [*h[: len(drafted)], weight]
+    # Longest first: equivalent to testing all and taking the longest, since coins are independent.
+    n = next((i for i in range(len(h) - 1, 0, -1) if chance.coin(i, h[i])), 0)
     if n == len(drafted):
         return Verdict(n, chance.draw(target(n), n))
     p, excess = excesses[n]
-    # Nothing left means p = q, where falling has no probability but for rounding.
+    # An empty excess means p = q: there a rejection has probability zero, rounding apart.
     return Verdict(n, chance.draw(Distribution.from_probs(excess, p.ids) if excess.any() else p, n))
 
 
@@ -219,8 +223,8 @@ def seeded_rule(drafted: Sequence[int], target: Target, *, seed: int, position: 
     """Accept while the target's own draw is the drafted token (Daliri et al. 2024, 2408.07978).
 
     ``target(i)`` is the target's distribution after i drafted tokens; ``position`` that of the first
-    one. What is emitted is what plain decoding draws from the same seed, whoever drafted and however
-    much: the draft only decides how much of it one decode yields.
+    one. The emitted tokens are those that plain decoding draws with the same seed, whatever was
+    drafted: the draft only decides how many of them one decode yields.
     """
     for i, token in enumerate(drafted):
         choice = target(i).draw(seed, position + i)
@@ -233,12 +237,12 @@ def seeded_rule(drafted: Sequence[int], target: Target, *, seed: int, position: 
 def tree_rule(tree: DraftTree, target: Target, chance: Chance) -> TreeVerdict:
     """Follow the target's own draws down a tree (Miao et al. 2023, 2305.09781, naive sampling).
 
-    At each node, from the root, y is drawn from the target; if y is a child the walk goes on there,
-    else y is emitted. Lossless whatever the tree is, if the target's draws do not depend
-    on it or, as under the seeded rule, are the very ones plain decoding makes.
+    At each node, from the root, y is drawn from the target; if a child has the token y, the walk
+    continues there, else y is emitted and the walk ends. It is lossless for any tree if the target's
+    draws do not depend on the tree or, as under the seeded rule, are those that plain decoding makes.
 
-    ``target(node)`` is the target's distribution after ``node``, -1 = after the text so far; only
-    nodes that stand are asked.
+    ``target(node)`` is the target's distribution after ``node``, -1 = after the text so far; it is
+    called only for -1 and accepted nodes.
     """
     path: list[int] = []
     node = -1
@@ -255,13 +259,13 @@ def tree_rule(tree: DraftTree, target: Target, chance: Chance) -> TreeVerdict:
 
 
 def choose_rule(rule: str, *, seed_given: bool, temperature: float) -> str:
-    """Return the rule that ``rule``, one of :data:`RULES` or "auto", stands for.
+    """Return the rule to use for ``rule``, which is one of :data:`RULES` or "auto".
 
-    "auto" is seeded where a seed was given, so that the text depends on nothing else, and at temperature
-    0, where all rules are the same and it is the cheapest; block otherwise, since most stands then.
+    "auto" is "seeded" if a seed was given, so that the text depends on nothing else, and at temperature
+    0, where all rules give the same text and it is the cheapest; otherwise "block", which accepts most.
 
     Raises:
-        ConfigError: no such rule.
+        ConfigError: an unknown rule.
     """
     if rule == "auto":
         return "seeded" if seed_given or temperature == 0 else "block"
@@ -271,10 +275,10 @@ def choose_rule(rule: str, *, seed_given: bool, temperature: float) -> str:
 
 
 def draft_seed(seed: int, position: int) -> int:
-    """Return the seed a sampled draft that begins at ``position`` is drawn with, purpose DRAFT.
+    """Return the seed with which a sampled draft that begins at ``position`` is drawn (purpose DRAFT).
 
-    It is another one in each round. A drafted token that fell has been looked at, by the block rule
-    and by whatever learns the draft length: the same noise must not draw again.
+    Each round has another one. Decisions of the block rule and of the draft-length controller depend
+    on rejected tokens, so the noise that drew those must not be used again.
     """
     return derive_seed(seed, position)
 
@@ -288,13 +292,13 @@ def verify(
     seed: int,
     position: int,
 ) -> Verdict:
-    """Return what stands under ``rule``, one of :data:`RULES`, by the noise of (seed, position).
+    """Apply ``rule``, one of :data:`RULES`, to a draft, with the noise of (seed, position).
 
     Arguments as for :func:`token_rule`; ``position`` is that of the first drafted token. The seeded
-    rule does not look at ``sources``.
+    rule ignores ``sources``.
 
     Raises:
-        ConfigError: no such rule, or a token that its source cannot have drawn.
+        ConfigError: an unknown rule, or a token whose source gives it probability zero.
     """
     if rule == "seeded":
         return seeded_rule(drafted, target, seed=seed, position=position)
@@ -306,9 +310,9 @@ def verify(
 
 
 def verify_tree(tree: DraftTree, target: Target, *, seed: int, position: int) -> TreeVerdict:
-    """Return what is accepted of a tree by :func:`tree_rule`, by the noise of (seed, position).
+    """Return the accepted path of a tree under :func:`tree_rule`, with the noise of (seed, position).
 
-    The text is what plain decoding draws from the same seed.
+    The text is the one that plain decoding draws with the same seed.
     """
     return tree_rule(tree, target, Noise(seed, position))
 

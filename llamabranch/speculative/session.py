@@ -1,4 +1,4 @@
-"""One token at a time, with or without a draft model, decided anew at every call."""
+"""Generate one token per call, with or without a drafter, chosen at every call."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ __all__ = ["InferenceSession"]
 
 
 class InferenceSession:
-    """A text in the making that is asked for token by token.
+    """Generates one token per call; each call may use a drafter, another one, or none.
 
     Args:
-        target: the context whose text it is.
+        target: the context that generates.
         prompt: text, token ids, or a branch to continue.
         sampling, grammar: as for ``Branch.start``.
         config: how much to draft when ``next_token`` is given a drafter.
-        max_tokens: the most tokens to say; None = until the model ends or the cache is full.
-        stop: strings that end the text. ``text`` leaves them out, ``tokens`` hold what completed them.
+        max_tokens: the most tokens to generate; None = until the model ends the text or the cache is
+            full.
+        stop: strings that end the text. ``text`` leaves them out, ``tokens`` include their tokens.
 
     Attributes:
-        branch: the line of thought; it holds the tokens of all finished rounds.
+        branch: the branch being continued; it holds the tokens of all finished rounds.
         stats: counts and times so far.
     """
 
@@ -49,10 +50,10 @@ class InferenceSession:
         stop: Sequence[str] = (),
     ) -> None:
         self.stats = SpeculativeStats()
-        self._transcript = OutputBuffer(max_tokens, stop)
+        self._output = OutputBuffer(max_tokens, stop)
         self._target = target
         self._config = config
-        # By identity: a drafter need not be hashable; the speculator keeps it alive.
+        # By identity, since a drafter need not be hashable; the speculator keeps it alive.
         self._speculators: dict[int, Speculator] = {}
         self._owned = not isinstance(prompt, Branch)
         if isinstance(prompt, Branch):
@@ -64,32 +65,37 @@ class InferenceSession:
         else:
             self.branch = Branch.start(target, prompt, grammar=grammar, sampling=sampling)
         self._base = self.branch.position
-        self._said: list[Produced] = []
+        self._emitted: list[Produced] = []  # by the last round, not yet returned
         self._pending: Produced | None = None
         self._closed = False
 
     @property
     def tokens(self) -> list[int]:
-        """The ids that ``next_token`` has returned, a copy: with those of a stop string."""
-        return list(self._transcript.tokens)
+        """The ids that ``next_token`` has returned, a copy; those of a stop string included."""
+        return list(self._output.tokens)
 
     @property
     def text(self) -> str:
-        """Their text, without the stop string that ended it; after an error and after ``close`` with
-        what was held back for a stop string."""
-        return self._transcript.text
+        """Their text, without the stop string that ended it.
+
+        Text that was held back as a possible beginning of a stop string is included after an error and
+        after ``close``.
+        """
+        return self._output.text
 
     @property
     def finish_reason(self) -> str | None:
         """ "stop", "length", or None while it goes on."""
-        return self._transcript.finish_reason
+        return self._output.finish_reason
 
     def next_token(self, drafter: Drafter | None = None) -> Produced | None:
-        """Return the next token, None at the end. (An end token comes only with text held back.)
+        """Return the next token, None at the end.
 
-        With a ``drafter`` a round is run when nothing is waiting, and its other tokens come with the next
-        calls; without one the target decodes plainly. Calls may change their mind: under a seed
-        the text is the same.
+        With a ``drafter`` a round is run, and the other tokens it emits are returned by the next calls,
+        before another round is run; without one the target decodes plainly. Under the rule "seeded",
+        which "auto" means for a given seed, the text does not depend on which calls had a drafter. An
+        EOG token is returned only to carry text that was held back as a possible beginning of a stop
+        string.
 
         Raises:
             ClosedError: after ``close``. VocabularyMismatchError, CapacityError, DecodeError.
@@ -98,13 +104,13 @@ class InferenceSession:
             raise ClosedError("the session is closed")
         if self.finish_reason is not None:
             return None
-        if not self._said:
+        if not self._emitted:
             try:
-                self._said = self._round(drafter)
-            except LlamaBranchError:  # when there is room again, it can go on
-                self._transcript.is_stuck = True
+                self._emitted = self._round(drafter)
+            except LlamaBranchError:  # a later call may succeed, once there is room again
+                self._output.is_stuck = True
                 raise
-        shown = self._transcript.add(self._said.pop(0))
+        shown = self._output.add(self._emitted.pop(0))
         self.stats.num_emitted_tokens = len(self.tokens)
         return shown
 
@@ -113,14 +119,14 @@ class InferenceSession:
         stream = speculator.open_stream(self.branch, self.stats)
         try:
             if self._pending is None:
-                said = [stream.begin()]
+                emitted = [stream.begin()]
             else:
                 stream.pending = self._pending
-                said = stream.round(self._transcript.draft_limit)
+                emitted = stream.round(self._output.draft_limit)
             self._pending = stream.pending
         finally:
             speculator.close_stream(stream, keep=True)
-        return said
+        return emitted
 
     def _speculator(self, drafter: Drafter | None) -> Speculator:
         found = self._speculators.get(id(drafter))
@@ -130,11 +136,11 @@ class InferenceSession:
         return found
 
     def close(self) -> None:
-        """End here. A branch that was given keeps exactly the tokens that were returned. Idempotent."""
+        """End here. A branch that was given keeps exactly the returned tokens. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self._transcript.break_off()
+        self._output.break_off()
         for speculator in self._speculators.values():
             speculator.forget(self.branch)
         if self.branch.ctx.closed:

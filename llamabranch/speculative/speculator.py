@@ -1,4 +1,4 @@
-"""A whole generation out of rounds: streaming, stop strings, limits, statistics."""
+"""A whole generation, round by round: streaming, stop strings, limits, statistics."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ __all__ = ["Generation", "Produced", "Speculator"]
 
 
 class Speculator:
-    """Continues prompts or branches of ``target``, helped by ``drafter``.
+    """Continues prompts or branches of ``target`` by speculative decoding with ``drafter``.
 
-    Many threads may share one, each with generations and branches of its own.
+    Threads may share one if each has generations and branches of its own.
 
     Args:
-        target: the context whose text it is.
-        drafter: who proposes; None = nobody, which is plain decoding.
+        target: the context that generates.
+        drafter: proposes the drafts; None = plain decoding.
         config: how much to draft.
 
     Raises:
-        VocabularyMismatchError: the drafter does not speak the target's tokens.
+        VocabularyMismatchError: the drafter cannot draft for the target's vocabulary.
 
     Attributes:
-        length: the draft-length controller, which learns over all generations.
+        length: the draft-length controller, which learns from all generations.
         stats: counts and times of all generations that have ended.
     """
 
@@ -54,7 +54,7 @@ class Speculator:
         self.drafter: Drafter = drafter or NullDrafter()
         self.drafter.check(target.model)
         self.config = config or SpeculativeConfig()
-        self.length: DraftLength = FixedLength(0)  # nobody to ask
+        self.length: DraftLength = FixedLength(0)  # without a drafter nothing is drafted
         if not isinstance(self.drafter, NullDrafter):
             self.length = draft_length(self.config, self.drafter.width)
         self.stats = SpeculativeStats()
@@ -62,7 +62,7 @@ class Speculator:
         self._lock = forkable_lock()
 
     def rule_for(self, branch: Branch) -> str:
-        """Return the acceptance rule that the configuration means for ``branch``."""
+        """Return the acceptance rule used for ``branch``: that of the configuration, "auto" resolved."""
         return choose_rule(
             self.config.rule,
             seed_given=branch.seed_given or self.drafter.width > 1,
@@ -79,14 +79,15 @@ class Speculator:
         grammar: Grammar | str | None = None,
         top_logprobs: int = 0,
     ) -> Generation:
-        """Start a generation; iterate over what is returned, or call its ``finish()``.
+        """Start a generation; iterate over it, or call its ``finish()``.
 
         Args:
             prompt: text, token ids, or a branch. A branch is continued in place with its own sampling
-                and grammar; at the end it holds exactly the tokens that were yielded, also where the
-                cache had no cell for the last. What the drafter knows of it, or of a branch it was
-                forked from, is kept for the next time.
-            max_tokens: the most tokens to say; None = until the model ends or the cache is full.
+                and grammar; at the end it holds exactly the tokens that were yielded, even if the
+                cache had no cell for the last. The drafter's state for it is kept for its next
+                generation, and for those of branches forked from it.
+            max_tokens: the most tokens to generate; None = until the model ends the text or the cache
+                is full.
             sampling, grammar: as for ``Branch.start``.
             stop: strings that end the text. ``text`` leaves them out; ``tokens``, and a branch that is
                 continued, hold the tokens that completed them.
@@ -95,7 +96,7 @@ class Speculator:
         Raises:
             ConfigError, TokenizeError, GrammarError, CapacityError: nothing was started.
         """
-        transcript = OutputBuffer(max_tokens, stop)
+        output = OutputBuffer(max_tokens, stop)
         top_logprobs = whole("top_logprobs", top_logprobs, 0)
         owned = not isinstance(prompt, Branch)
         if isinstance(prompt, Branch):
@@ -106,28 +107,28 @@ class Speculator:
             branch = prompt
         else:
             branch = Branch.start(self.target, prompt, grammar=grammar, sampling=sampling)
-        return Generation(self, branch, owned, transcript, top_logprobs)
+        return Generation(self, branch, owned, output, top_logprobs)
 
     def open_stream(
         self, branch: Branch, stats: SpeculativeStats, n_alternatives: int = 0
     ) -> Stream:
-        """Return the rounds of ``branch``; give its draft state back with ``close_stream``."""
+        """Return a stream that continues ``branch``; end it with ``close_stream``."""
         rule = self.rule_for(branch)
         state = self._drafts.take(branch, rule)
         return Stream(branch, state, self.length.stream(), rule, stats, n_alternatives)
 
     def close_stream(self, stream: Stream, *, keep: bool) -> None:
-        """Count its last steps; keep the draft state for the branch's next generation, or free it."""
+        """Report its last steps; keep the draft state for the branch's next generation, or free it."""
         stream.report()
         self._drafts.give_back(stream.branch, stream.state, stream.rule, keep=keep)
 
     def add_stats(self, stats: SpeculativeStats) -> None:
-        """Count a generation that has ended."""
+        """Add the counts and times of a generation that has ended."""
         with self._lock:
             self.stats.add(stats)
 
     def explain(self) -> str:
-        """Return in words and numbers how it drafts, why, and what came of it."""
+        """Return a description of how it drafts, with the measurements behind it and the acceptance."""
         if isinstance(self.drafter, NullDrafter):
             return "plain decoding: there is no drafter"
         stats = SpeculativeStats()
@@ -148,16 +149,16 @@ class Speculator:
         return "\n".join(lines)
 
     def forget(self, branch: Branch) -> None:
-        """Free what the drafter keeps for ``branch``."""
+        """Free the draft state that is kept for ``branch``, if there is one."""
         self._drafts.forget(branch)
 
 
 class Generation:
-    """One text in the making: an iterator of :class:`Produced`, and what is known of it so far.
+    """A running generation: an iterator of :class:`Produced`, with the text and tokens so far.
 
     Attributes:
         stats: counts and times; complete at the end.
-        seed: what its draws are made of.
+        seed: the seed of its draws.
     """
 
     def __init__(
@@ -165,40 +166,42 @@ class Generation:
         speculator: Speculator,
         branch: Branch,
         owned: bool,
-        transcript: OutputBuffer,
+        output: OutputBuffer,
         n_alternatives: int,
     ) -> None:
         self.seed = branch.seed
         self.stats = SpeculativeStats()
-        self._transcript = transcript
-        # The loop does not know this object: a generation that is forgotten ends at once.
-        self._events = _run(speculator, branch, owned, transcript, n_alternatives, self.stats)
+        self._output = output
+        # The loop holds no reference to this object, so a generation that is dropped ends at once.
+        self._events = _run(speculator, branch, owned, output, n_alternatives, self.stats)
 
     @property
     def text(self) -> str:
-        """What was yielded, joined: without the stop string that ended it, and once it is closed with
-        what was held back for one."""
-        return self._transcript.text
+        """The text of the yielded tokens, without the stop string that ended it.
+
+        Text that was held back as a possible beginning of a stop string is included once it is closed.
+        """
+        return self._output.text
 
     @property
     def tokens(self) -> list[int]:
-        """The ids of what was yielded, a copy: with those of a stop string, without end tokens."""
-        return list(self._transcript.tokens)
+        """The ids of the yielded tokens, a copy: those of a stop string included, EOG tokens not."""
+        return list(self._output.tokens)
 
     @property
     def finish_reason(self) -> str | None:
-        """ "stop" (end token or stop string), "length", "capacity", or None while it runs."""
-        return self._transcript.finish_reason
+        """ "stop" (EOG token or stop string), "length", "capacity", or None while it runs."""
+        return self._output.finish_reason
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds spent inside the loop, the prompt's prefill not counted."""
-        return self._transcript.elapsed_s
+        """Seconds spent generating, without the prompt's prefill and the caller's time between tokens."""
+        return self._output.elapsed_s
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second of the loop, nan before the first."""
-        n = len(self._transcript.tokens)
+        """Tokens per second of ``elapsed_s``; nan before the first."""
+        n = len(self._output.tokens)
         return n / self.elapsed_s if self.elapsed_s > 0 else float("nan")
 
     def __iter__(self) -> Iterator[Produced]:
@@ -214,7 +217,7 @@ class Generation:
         return self
 
     def close(self) -> None:
-        """Stop here: the branch keeps exactly what was yielded. Idempotent."""
+        """Stop here: a branch that was given keeps exactly the yielded tokens. Idempotent."""
         self._events.close()
 
 
@@ -222,51 +225,51 @@ def _run(
     speculator: Speculator,
     branch: Branch,
     owned: bool,
-    transcript: OutputBuffer,
+    output: OutputBuffer,
     n_alternatives: int,
     stats: SpeculativeStats,
 ) -> Generator[Produced, None, None]:
     base = branch.position
     start = perf_counter()
-    is_heard = True
+    is_consumed = True
     try:
         stream = speculator.open_stream(branch, stats, n_alternatives)
         try:
-            now: list[Produced] = []
-            while transcript.finish_reason is None:
-                now = now or (
-                    stream.round(transcript.draft_limit) if stream.pending else [stream.begin()]
+            emitted: list[Produced] = []
+            while output.finish_reason is None:
+                emitted = emitted or (
+                    stream.round(output.draft_limit) if stream.pending else [stream.begin()]
                 )
-                shown = transcript.add(now.pop(0))
+                shown = output.add(emitted.pop(0))
                 if shown is not None:
-                    transcript.elapsed_s += perf_counter() - start
-                    is_heard = False
+                    output.elapsed_s += perf_counter() - start
+                    is_consumed = False
                     try:
                         yield shown
-                        is_heard = True
+                        is_consumed = True
                     finally:
                         start = perf_counter()
         finally:
             try:
                 if not owned and not branch.ctx.closed:
-                    finish_at(branch, base + len(transcript.tokens), stream.pending)
+                    finish_at(branch, base + len(output.tokens), stream.pending)
             finally:
                 speculator.close_stream(stream, keep=not owned)
     except LlamaBranchError as error:
         if isinstance(error, CapacityError):
-            transcript.finish_reason = "capacity"
-        held = transcript.break_off()
-        if held is not None and is_heard:  # a generator that is being closed may not yield
-            transcript.elapsed_s += perf_counter() - start
+            output.finish_reason = "capacity"
+        held = output.break_off()
+        if held is not None and is_consumed:  # a generator that is being closed may not yield
+            output.elapsed_s += perf_counter() - start
             try:
                 yield held
             finally:
                 start = perf_counter()
         raise
     finally:
-        transcript.break_off()
-        stats.num_emitted_tokens = len(transcript.tokens)
+        output.break_off()
+        stats.num_emitted_tokens = len(output.tokens)
         speculator.add_stats(stats)
         if owned and not branch.ctx.closed:
             branch.prune()
-        transcript.elapsed_s += perf_counter() - start
+        output.elapsed_s += perf_counter() - start

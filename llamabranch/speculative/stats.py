@@ -1,4 +1,4 @@
-"""What happened in a speculative generation, under vLLM's names and a few of ours."""
+"""Counts and times of speculative decoding, under vLLM's names and a few of our own."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["SpeculativeStats"]
 
 @dataclass
 class SpeculativeStats:
-    """Counts and times of one generation, or of many added up.
+    """Counts and times of one generation, or the sum over many.
 
-    ``num_drafts`` counts the rounds with a draft, ``num_draft_tokens`` what they proposed,
-    ``num_accepted_tokens`` what of it stood (the bonus or corrected token after it not counted),
-    ``num_accepted_tokens_per_pos[i]`` how often the (i+1)-th token of a draft stood, and
-    ``num_tested_tokens_per_pos[i]`` how often it was put to the test: all before it had stood.
+    ``num_drafts`` counts the rounds with a draft, ``num_draft_tokens`` the drafted tokens,
+    ``num_accepted_tokens`` those that were accepted (without the bonus or corrected token after them),
+    ``num_accepted_tokens_per_pos[i]`` how often the (i+1)-th token of a draft was accepted, and
+    ``num_tested_tokens_per_pos[i]`` how often it was tested: all tokens before it had been accepted.
     ``stop_reasons`` counts why drafts were not longer; ``target_s_by_n[n]`` is the time of all target
     decodes of n tokens, ``target_decodes_by_n[n]`` their number. Times in seconds.
     """
@@ -46,14 +46,15 @@ class SpeculativeStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens a round: 1 + accepted / rounds; nan if there was no draft."""
+        """Tokens per round with a draft: 1 + accepted / rounds; nan if there was no draft."""
         return 1.0 + _ratio(self.num_accepted_tokens, self.num_drafts)
 
     @property
     def alpha_hat(self) -> float:
-        """The estimated chance that a drafted token stands given that those before it stood.
+        """The estimated probability that a drafted token is accepted, given that those before it were.
 
-        Not the acceptance rate, which counts tokens that were never tested; nan without a draft.
+        ``draft_acceptance_rate`` is lower: it also counts the drafted tokens that were never tested
+        because one before them was rejected. nan without a draft.
         """
         return _ratio(self.num_accepted_tokens, sum(self.num_tested_tokens_per_pos))
 
@@ -70,13 +71,13 @@ class SpeculativeStats:
 
     @property
     def conditional_rates_per_pos(self) -> list[float]:
-        """For each position, how often its token stood when it was tested."""
+        """For each position, the share of tested tokens that were accepted."""
         pairs = zip(self.num_accepted_tokens_per_pos, self.num_tested_tokens_per_pos, strict=True)
         return [_ratio(accepted, tested) for accepted, tested in pairs]
 
     @property
     def c(self) -> float:
-        """Mean time per drafted token over mean time of a plain step; nan without either."""
+        """Draft cost ratio: mean time per drafted token over that of a plain step; nan without either."""
         return _ratio(
             _ratio(self.draft_time_s, self.num_draft_tokens),
             _ratio(self.plain_time_s, self.num_plain_steps),
@@ -84,7 +85,10 @@ class SpeculativeStats:
 
     @property
     def v(self) -> dict[int, float]:
-        """v(n): mean time of a target decode of n tokens over that of one; empty without one of one."""
+        """Verify cost ratio v(n): mean time of a target decode of n tokens over that of one token.
+
+        Empty if no decode had one token.
+        """
         counts, times = self.target_decodes_by_n, self.target_s_by_n
         if not counts.get(1):
             return {}
@@ -93,16 +97,16 @@ class SpeculativeStats:
 
     @property
     def speedup_predicted(self) -> float:
-        """Tokens per second of the rounds with a draft over those of plain steps; nan without either.
+        """Tokens per second of rounds with a draft over those of plain steps; nan without either.
 
-        From this generation's own times; a comparison needs a plain run of the same prompt.
+        It uses this generation's own times; measuring a speedup needs a plain run of the same prompt.
         """
         drafted_s = _ratio(self.draft_time_s + self.verify_time_s, self.num_drafts)
         plain_s = _ratio(self.plain_time_s, self.num_plain_steps)
         return _ratio(self.mean_acceptance_length * plain_s, drafted_s)
 
     def record_draft(self, n_drafted: int, n_steps: int, n_accepted: int) -> None:
-        """Count one verified draft of ``n_steps`` positions (fewer than tokens in a tree)."""
+        """Count one verified draft of ``n_steps`` positions (in a tree fewer than its tokens)."""
         self.num_drafts += 1
         self.num_draft_tokens += n_drafted
         self.num_accepted_tokens += n_accepted
@@ -114,13 +118,13 @@ class SpeculativeStats:
             self.num_tested_tokens_per_pos[i] += 1
 
     def count_decode(self, n: int, seconds: float, times: int = 1) -> None:
-        """Count a target decode of ``n`` tokens, or as many ``times`` as took ``seconds`` together."""
+        """Count ``times`` target decodes of ``n`` tokens each, which together took ``seconds``."""
         self.target_forward_passes += times
         self.target_decodes_by_n[n] = self.target_decodes_by_n.get(n, 0) + times
         self.target_s_by_n[n] = self.target_s_by_n.get(n, 0.0) + seconds
 
     def count_plain(self, n: int, decode_s: float, sample_s: float, stopped: str) -> None:
-        """Count ``n`` plain steps, what all of them took, and why there was no draft."""
+        """Count ``n`` plain steps, the seconds of all of them together, and why there was no draft."""
         self.num_plain_steps += n
         self.plain_time_s += decode_s
         self.sample_time_s += sample_s
@@ -146,7 +150,7 @@ class SpeculativeStats:
                 setattr(self, f.name, mine + theirs)
 
     def as_dict(self) -> dict[str, object]:
-        """Return everything, ready for JSON: what does not exist is None."""
+        """Return all counts, times and ratios as JSON types; what is nan above is None."""
         known: dict[str, object] = dataclasses.asdict(self)
         for name in (
             "draft_acceptance_rate",

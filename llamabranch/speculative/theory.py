@@ -1,9 +1,10 @@
-"""What speculative decoding can gain: expected tokens, speedup, the best draft length.
+"""The expected gain of speculative decoding: tokens per round, speedup, the best draft length.
 
-Pure arithmetic. ``a`` is the per-token acceptance rate: the chance that a drafted token stands, given
-that those before it stood, taken as the same for all. It is not accepted / drafted, which falls as the
-draft grows: see :func:`accepted_share`. ``c`` is the time of a draft step and v(n) that of a target
-decode of n tokens, both in units of a target decode of one token.
+Pure arithmetic. ``a`` is the per-token acceptance rate: the probability that a drafted token is
+accepted, given that those before it were, assumed to be the same for all tokens. It is not accepted /
+drafted, which falls as the draft gets longer: see :func:`accepted_share`. ``c``, the draft cost ratio, is
+the time of a draft step and v(n), the verify cost ratio, that of a target decode of n tokens, both in
+units of a target decode of one token.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ __all__ = [
 
 VerifyCost = float | Callable[[int], float]
 
-_SUMMED = 1000  # up to here term by term, beyond by the closed form
-_LONGEST = 2**53  # beyond, a float no longer counts single tokens
+_SUMMED = 1000  # draft lengths up to this are summed term by term, longer ones by the closed form
+_LONGEST = 2**53  # beyond this a float cannot represent every integer
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What to expect of drafting ``draft_length`` tokens a round, each accepted with ``acceptance``.
+    """The prediction for ``draft_length`` tokens per round, each accepted with ``acceptance``.
 
-    ``speedups[i]`` belongs to ``draft_costs[i]``; ``naive`` is the formula one often sees.
+    ``speedups[i]`` belongs to ``draft_costs[i]``; ``naive`` is :func:`naive_speedup`.
     """
 
     acceptance: float
@@ -55,9 +56,9 @@ class Prediction:
 
 
 def expected_tokens(a: float, gamma: int) -> float:
-    """Return the tokens a round yields on average: (1 - a^(gamma+1)) / (1 - a).
+    """Return the mean number of tokens per round: (1 - a^(gamma+1)) / (1 - a).
 
-    Leviathan et al. 2022 (2211.17192), equation 1. The token that follows the draft, bonus or
+    Leviathan et al. 2022 (2211.17192), equation 1. The token after the accepted ones, bonus or
     correction, is counted: at gamma = 0 it is the only one.
 
     Raises:
@@ -72,7 +73,7 @@ def expected_tokens(a: float, gamma: int) -> float:
 
 
 def accepted_share(a: float, gamma: int) -> float:
-    """Return accepted / drafted, which is what "acceptance rate" means in most reports.
+    """Return accepted / drafted, which most reports call the acceptance rate.
 
     Raises:
         ConfigError: ``a`` outside 0 to 1, or ``gamma`` below 1.
@@ -99,15 +100,15 @@ def per_token_acceptance(share: float, gamma: int) -> float:
 
 
 def speedup(a: float, gamma: int, c: float = 0.0, v: VerifyCost = 1.0) -> float:
-    """Return tokens a second over those of plain decoding: E / (gamma c + v(gamma + 1)).
+    """Return tokens per second over those of plain decoding: E / (gamma c + v(gamma + 1)).
 
-    With v = 1 it is theorem 3.8 of Leviathan et al. 2022 (2211.17192).
+    With v = 1 this is theorem 3.8 of Leviathan et al. 2022 (2211.17192).
 
     Args:
-        a, gamma: per-token acceptance and draft length; 0 is plain decoding, whose speedup is 1.
+        a, gamma: per-token acceptance and draft length; gamma 0 is plain decoding, with speedup 1.
         c: a draft step's time over a target step's.
-        v: a function of the number of tokens in one target decode; or one number for any draft;
-            1.0 = verification costs no more than one step.
+        v: a function of the number of tokens in one target decode, or one number for every draft;
+            1.0 = verifying a draft costs no more than a plain step.
 
     Raises:
         ConfigError: a value out of range.
@@ -124,9 +125,9 @@ def speedup(a: float, gamma: int, c: float = 0.0, v: VerifyCost = 1.0) -> float:
 
 
 def best_draft_length(a: float, c: float, v: VerifyCost = 1.0, limit: int = 16) -> int:
-    """Return the draft length from 0 to ``limit`` with the most speedup, the shortest among equals.
+    """Return the draft length from 0 to ``limit`` with the highest speedup; in a tie the shortest.
 
-    0 means that speculation does not pay.
+    0 means that plain decoding is fastest.
 
     Raises:
         ConfigError: a value out of range.
@@ -136,7 +137,7 @@ def best_draft_length(a: float, c: float, v: VerifyCost = 1.0, limit: int = 16) 
 
 
 def naive_speedup(a: float, gamma: int) -> float:
-    """Return 1 / (1 - a + a / gamma), a formula one often sees; wrong, see ``docs/theory.md``.
+    """Return 1 / (1 - a + a / gamma), a common but wrong formula: see ``docs/theory.md``.
 
     Raises:
         ConfigError: ``a`` outside 0 to 1, or ``gamma`` below 1.
@@ -172,7 +173,7 @@ def table(
 
 
 def overlap(target: Distribution, draft: Distribution) -> float:
-    """Return the chance that the token rule accepts a token drawn from ``draft``: 1 - TV.
+    """Return the probability that the token rule accepts a token drawn from ``draft``: 1 - TV.
 
     Leviathan et al. 2022 (2211.17192), theorem 3.5; no rule accepts a first token more often.
     """
@@ -180,7 +181,7 @@ def overlap(target: Distribution, draft: Distribution) -> float:
 
 
 def match_probability(target: Distribution, draft: Distribution) -> float:
-    """Return the chance that both draw the same token from the same noise: the seeded rule's.
+    """Return the probability that both draw the same token with the same noise, as the seeded rule needs.
 
     sum_x 1 / sum_y max(p_y/p_x, q_y/q_x), Daliri et al. 2024 (2408.07978); it is at least
     (1 - TV) / (1 + TV). Sorted by p/q, the maxima are p's above x and q's up to it: O(K log K).

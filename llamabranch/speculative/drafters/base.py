@@ -1,7 +1,8 @@
-"""Who proposes tokens.
+"""The interface of a drafter and of its draft states.
 
-A *drafter* is shared by all requests; a *draft state* belongs to one of them. It sees the tokens of the
-text and proposes what may follow; it is told how much of that was accepted and forgets the rest.
+A *drafter* is shared by all requests; each request has a *draft state* of its own. It gets the tokens of
+the text and proposes those that may follow; ``observe`` tells it how many were accepted, and it forgets
+the rest.
 """
 
 from __future__ import annotations
@@ -32,16 +33,25 @@ __all__ = [
 
 @dataclass
 class Draft:
-    """What a state proposes, and which ``drafter`` it is from. Only ``tokens`` must be filled.
+    """The tokens that a draft state proposes. Only ``tokens`` is required.
 
-    ``sources[i]`` is what ``tokens[i]`` was really drawn from; left empty they are taken as certain.
-    ``parents`` make it a tree: -1 = right after the text, None = a chain; every beginning of the list
-    must be a tree too, so that it can be cut to what fits. ``entropies`` (nats) are
-    those of the draft's own distributions, one for each step that was thought about, drawn or not;
-    NaN where the length does not read them. A state that leaves them out has not asked the length how
-    far to draft; then it is asked afterwards, without an entropy. ``n_read`` tokens were new to the
-    drafter. ``seconds`` (measured if 0) and ``n_decodes`` are what it cost, ``stopped`` says why it is
-    not longer: "length", "entropy", "goodput", "end", "capacity", "no evidence" or "off".
+    Attributes:
+        tokens: the drafted ids.
+        sources: ``sources[i]`` is the distribution that ``tokens[i]`` was really drawn from; empty =
+            each token was certain, with probability 1.
+        parents: None = a chain. Else the tokens form a tree, and ``parents[i]`` is the index of the
+            token before ``tokens[i]``, -1 = the end of the text. Every prefix of the list must be a
+            tree too, so that it can be cut to what fits.
+        entropies: of the draft's own distributions in nats, one for each step for which the length was
+            asked, whether a token was drawn or not; NaN where the length does not read them. Empty =
+            the state has not asked the length how far to draft; it is then asked afterwards, without
+            an entropy.
+        n_read: how many tokens of the text were new to the drafter.
+        seconds, n_decodes: the cost of the draft; 0 seconds = to be measured by the caller.
+        stopped: why the draft is not longer: "length", "entropy", "goodput" (more tokens would not
+            raise the throughput), "end" (nothing can follow), "capacity" (no room), "no evidence" or
+            "off" (the drafter was not used).
+        drafter: the name of the drafter that made it.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -56,7 +66,7 @@ class Draft:
 
     @property
     def n_steps(self) -> int:
-        """How many tokens one after another it proposes: the tokens of a chain, a tree's levels."""
+        """The number of consecutive draft steps: the tokens of a chain, the levels of a tree."""
         return max(self.depths(), default=0)
 
     def cut(self, n: int) -> None:
@@ -76,34 +86,34 @@ class Draft:
         return depths
 
 
-NO_DRAFT = Draft(stopped="off")  # of a drafter that was not asked
+NO_DRAFT = Draft(stopped="off")  # where the drafter was not called
 
 
 class DraftState(Protocol):
-    """One request's draft state."""
+    """What a drafter keeps for one request."""
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         """Return at most ``limit`` tokens that may follow ``tokens``.
 
-        ``tokens`` begin with everything this state was told before. ``length`` is asked before each
-        token is drawn, never after.
+        ``tokens`` begin with all tokens that earlier calls have given to this state, up to where
+        ``observe`` has cut them. ``length`` is asked before each token is drawn, never after.
         """
 
     def observe(self, n_tokens: int) -> None:
-        """Learn that just the first ``n_tokens`` of text and proposal were accepted; forget the rest."""
+        """Keep the first ``n_tokens`` of text and draft; forget the rest, which was rejected."""
 
     def fork(self, target: Branch) -> DraftState:
-        """Return a state in the same state that drafts for ``target``, a fork of its target."""
+        """Return a copy of this state that drafts for ``target``, a fork of this state's target."""
 
     def close(self) -> None:
-        """Give back what the state holds."""
+        """Free the sequences and the memory that the state holds."""
 
 
 def propose(state: DraftState, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
-    """Return what ``state`` proposes, its time measured and its length asked for if it did neither.
+    """Return the draft of ``state``; measure its time and ask the length if the state did not.
 
-    What the length does not want is cut from the end: it decides by what earlier drafts yielded and
-    never sees these tokens, so it is as lossless as not to have drawn them.
+    Tokens that the length does not want are cut from the end. It decides by the results of earlier
+    drafts and never sees these tokens, so this is as lossless as not drawing them.
     """
     start = perf_counter()
     draft = state.propose(tokens, length, limit)
@@ -111,7 +121,7 @@ def propose(state: DraftState, tokens: Sequence[int], length: DraftLength, limit
         return draft
     seconds = draft.seconds or perf_counter() - start
     parents = None if draft.parents is None else list(draft.parents)
-    draft = replace(  # the state may keep what it returned
+    draft = replace(  # the state may keep the draft it returned
         draft, tokens=list(draft.tokens), sources=list(draft.sources), parents=parents,
         entropies=[], seconds=seconds,
     )  # fmt: skip
@@ -130,7 +140,7 @@ def propose(state: DraftState, tokens: Sequence[int], length: DraftLength, limit
 
 
 class DraftRequest(NamedTuple):
-    """A stream that wants a draft: its state, the tokens to continue, who decides how far, the limit."""
+    """One stream's request for a draft, with the arguments of ``DraftState.propose``."""
 
     state: DraftState
     tokens: list[int]
@@ -139,21 +149,21 @@ class DraftRequest(NamedTuple):
 
 
 class Drafter(ABC):
-    """Where draft states come from; a drafter of one's own is a subclass.
+    """Makes draft states. Subclass it to write a drafter of your own.
 
     Attributes:
-        width: candidates a node; above 1 it proposes trees, which need the seeded rule.
+        width: candidates per node; above 1 it proposes trees, which need the seeded rule.
     """
 
     @property
     def width(self) -> int:
-        """Candidates a node; above 1 it proposes trees."""
+        """Candidates per node; above 1 it proposes trees."""
         return 1
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What statistics call it."""
+        """Its name in statistics."""
 
     @abstractmethod
     def check(self, target: Model) -> None:
@@ -161,21 +171,21 @@ class Drafter(ABC):
 
     @abstractmethod
     def start(self, target: Branch, rule: str) -> DraftState:
-        """Return a new state that drafts for ``target`` from where it is.
+        """Return a new state that drafts for ``target`` after its last token.
 
-        Under every rule but "seeded" what it draws must be independent of the target's draws.
+        Under every rule but "seeded" its draws must be independent of the target's.
         """
 
     def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return a draft for each request, made by states of this drafter; default: one by one.
+        """Return a draft for each request; their states are all this drafter's. Default: one by one.
 
-        A drafter overrides it to share work, such as one decode of a draft model for all.
+        Override it to share work, such as one decode of a draft model for all requests.
         """
         return [propose(*request) for request in requests]
 
 
 class NullDrafter(Drafter):
-    """Proposes nothing: plain decoding through the same loop."""
+    """Never drafts: plain decoding through the same loop."""
 
     @property
     def name(self) -> str:
@@ -186,23 +196,23 @@ class NullDrafter(Drafter):
         """Accept any target."""
 
     def start(self, target: Branch, rule: str) -> DraftState:
-        """Return a state that never proposes."""
+        """Return a state that never drafts."""
         return NullState()
 
 
 class NullState:
-    """Proposes nothing and holds nothing."""
+    """Never drafts and holds nothing."""
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         """Return an empty draft."""
         return Draft()
 
     def observe(self, n_tokens: int) -> None:
-        """Nothing to forget."""
+        """Do nothing: there is nothing to forget."""
 
     def fork(self, target: Branch) -> DraftState:
-        """Return itself: it has no state."""
+        """Return itself: it holds nothing that could differ."""
         return self
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: it holds nothing."""

@@ -1,4 +1,4 @@
-"""Drafters asked one after another."""
+"""A chain: several drafters, tried in order."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["ChainDrafter"]
 
 
 class ChainDrafter(Drafter):
-    """Asks one drafter after another until one proposes: the cheap ones first, a model last.
+    """Tries drafters in order until one proposes a draft: cheap ones first, a model last.
 
-    States that are not asked are told only what stands, so a model behind n-grams reads what it missed
-    in one decode when it is asked.
+    A draft state whose turn does not come is only told how many tokens were accepted, so a model behind
+    n-gram drafters decodes all the text it has missed in one decode when its turn comes.
 
     Args:
-        drafters: at least one, in the order they are asked.
+        drafters: at least one, in the order in which they are tried.
 
     Raises:
-        ConfigError: no drafters.
+        ConfigError: an empty list.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
@@ -39,7 +39,7 @@ class ChainDrafter(Drafter):
 
     @property
     def width(self) -> int:
-        """The largest width of its drafters: above 1 trees may come, which need the seeded rule."""
+        """The largest width of its drafters; above 1 drafts may be trees, which need the seeded rule."""
         return max(drafter.width for drafter in self.drafters)
 
     def check(self, target: Model) -> None:
@@ -48,13 +48,13 @@ class ChainDrafter(Drafter):
             drafter.check(target)
 
     def start(self, target: Branch, rule: str) -> DraftState:
-        """Return a new state; takes what each drafter's state takes."""
+        """Return a new state, made of one state of each drafter."""
         return _ChainState(
             _all_or_none([partial(drafter.start, target, rule) for drafter in self.drafters])
         )
 
     def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Ask each drafter for all requests that those before it left without a proposal."""
+        """Call each drafter with all requests for which those before it have no draft."""
         drafts = [Draft() for _ in requests]
         found = ((i, request.state) for i, request in enumerate(requests))
         states = {i: state.states for i, state in found if isinstance(state, _ChainState)}
@@ -74,7 +74,7 @@ class _ChainState:
         self.states = states
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
-        """Return the first proposal, with the time of those who were asked in vain added to it."""
+        """Return the first draft found, with the cost of the drafters before it added to its own."""
         draft = Draft()
         for state in self.states:
             seconds, n_decodes = draft.seconds, draft.n_decodes
@@ -98,7 +98,7 @@ class _ChainState:
 
 
 def _all_or_none(makers: Sequence[Callable[[], DraftState]]) -> list[DraftState]:
-    """Return what the makers make; where one fails, close what the others made."""
+    """Return the states that ``makers`` make; if one fails, close those made before it."""
     states: list[DraftState] = []
     try:
         for make in makers:

@@ -1,11 +1,11 @@
-"""Drafters that copy what was said before, and a chain that asks one drafter after another.
+"""Drafters that copy tokens which followed the same tokens earlier.
 
-They propose point masses: a token stands with the target's own probability of it, and there is no
-distribution of the draft to speak of. In its place stands an *estimated probability* that the token is
-right, counted from what followed the same words earlier (``Match.follow``). ``Draft.entropies`` carry
-its surprisal, -ln of it, in nats: 0 for certain, growing with doubt as an entropy does, which is all
-that a draft-length controller asks of it. It is known before the token is proposed and is a function
-of the past alone, so stopping on it is lossless.
+Their draft distributions are point masses, so a drafted token is accepted with the target's own
+probability of it, and the draft distribution has no entropy. Instead they estimate the *probability*
+that the token is right from what followed the same tokens earlier (``Match.follow``).
+``Draft.entropies`` holds its surprisal -ln(p) in nats: 0 for a certain token, and growing with
+uncertainty as an entropy does, which is all that a draft-length controller needs. It is known before
+the token is proposed and depends only on earlier tokens, so stopping on it is lossless.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ __all__ = ["PromptLookupDrafter", "SuffixDrafter"]
 
 
 class PromptLookupDrafter(Drafter):
-    """Copies what followed the last few tokens when they were last seen, in prompt or output.
+    """Copies the tokens that followed the last few tokens at their latest occurrence in prompt or output.
 
-    Known as prompt lookup decoding (Saxena 2023) and n-gram speculation. The longest suffix of
-    ``min_ngram`` to ``max_ngram`` tokens counts, and its most recent occurrence.
+    Known as prompt lookup decoding (Saxena 2023) and n-gram speculation. It looks for the longest
+    suffix of ``min_ngram`` to ``max_ngram`` tokens that occurred before, and for its latest occurrence.
 
     Args:
         max_ngram: the longest suffix to look for, 1 to 64 tokens.
-        min_ngram: the shortest one worth copying after.
+        min_ngram: the shortest suffix to look for, at least 1.
 
     Raises:
         ConfigError: a value out of range.
     """
 
-    name = "lookup"  # what statistics call it
+    name = "lookup"  # in statistics
 
     def __init__(self, max_ngram: int = 4, min_ngram: int = 2) -> None:
         self.max_ngram = whole("max_ngram", max_ngram, 1, 64)
@@ -49,7 +49,7 @@ class PromptLookupDrafter(Drafter):
         self._policy = _Policy(self.name, most=1, floor=0.0, factor=0.0, offset=math.inf)
 
     def check(self, target: Model) -> None:
-        """Accept any target: it speaks the tokens it is told."""
+        """Accept any target: it copies token ids of the target's own text."""
 
     def start(self, target: Branch, rule: str) -> DraftState:
         """Return a new state."""
@@ -60,28 +60,29 @@ class PromptLookupDrafter(Drafter):
 class SuffixDrafter(Drafter):
     """Follows the most frequent continuation of the longest suffix seen before.
 
-    Known as SuffixDecoding (Oliaro et al. 2024, 2411.04975): one index over the request's prompt and
-    output, one over what all requests of this drafter said; the longer the match, the more is
-    proposed. Each index is searched for its longest match, and the continuation of which more tokens
-    are expected to stand is taken, the request's own if they are equal. Unlike in the paper, the
-    estimated probability keeps a part for the unseen (``Match.follow``), the shared index is fed
-    while states run, so that branches learn from their siblings, and only the newest occurrences vote.
+    Known as SuffixDecoding (Oliaro et al. 2024, 2411.04975): one index holds the request's prompt and
+    output, a shared one holds the output of all requests of this drafter; the longer the match, the
+    more tokens are drafted. Each index is searched for its longest match, and the continuation with
+    more tokens expected to be accepted is drafted; in a tie, that of the request's own index. Unlike in
+    the paper, the estimated probability reserves a part for continuations never seen
+    (``Match.follow``), the shared index is filled while texts are being generated, so that branches
+    benefit from their siblings, and only the newest occurrences are counted.
 
     Args:
         max_match: the longest suffix compared, up to 64 tokens.
         min_match: the shortest suffix that counts as evidence.
-        factor, offset: a match of m tokens may propose floor(m * factor + offset).
-        min_probability: ends a proposal where the chance that all of it stands falls below this.
-        max_occurrences: how many occurrences of a suffix have a vote, the newest.
-        shared_tokens: the most tokens the shared index holds (for each target model, since token ids
-            mean nothing to another); the oldest are forgotten. 0 = share nothing, otherwise at least
-            8 * max_match.
+        factor, offset: a match of m tokens allows a draft of floor(m * factor + offset) tokens.
+        min_probability: ends a draft where the probability that all of it is accepted falls below this.
+        max_occurrences: how many occurrences of a suffix are counted, the newest ones.
+        shared_tokens: the most tokens that the shared index holds; beyond it the oldest are forgotten.
+            Each target model has a shared index of its own, since token ids mean nothing to another.
+            0 = share nothing, otherwise at least 8 * max_match.
 
     Raises:
         ConfigError: a value out of range.
     """
 
-    name = "suffix"  # what statistics call it
+    name = "suffix"  # in statistics
 
     def __init__(
         self,
@@ -114,10 +115,10 @@ class SuffixDrafter(Drafter):
         self._shared: WeakKeyDictionary[Model, SharedIndex] = WeakKeyDictionary()
 
     def check(self, target: Model) -> None:
-        """Accept any target: it speaks the tokens it is told."""
+        """Accept any target: it copies token ids of the target's own text."""
 
     def start(self, target: Branch, rule: str) -> DraftState:
-        """Return a new state; what it says from here on becomes evidence for all others."""
+        """Return a new state; the tokens generated from here on enter the shared index."""
         model = target.ctx.model
         index = TokenIndex(self.lengths)
         return _CopyState(self._policy, index, self._pool(model), target.position, model.is_eog)
@@ -131,7 +132,7 @@ class SuffixDrafter(Drafter):
 
 @dataclass(frozen=True)
 class _Policy:
-    """How many places have a vote, and how much to propose on what they say."""
+    """How many occurrences are counted, and how many tokens to draft after a match."""
 
     name: str
     most: int
@@ -144,9 +145,11 @@ class _Policy:
 
 
 class _CopyState:
-    """One request's index, and the segment of the shared one that it writes.
+    """One request's index, and the segment of the shared index that it writes.
 
-    ``told`` counts the tokens that need not be written: read by others than us, or written already.
+    Args:
+        n_written: how many tokens of the text do not need to be written to the shared index: those
+            that were there when the state was made, and those written since.
     """
 
     def __init__(
@@ -154,27 +157,27 @@ class _CopyState:
         policy: _Policy,
         index: TokenIndex,
         shared: SharedIndex | None,
-        told: int,
+        n_written: int,
         is_eog: Callable[[int], bool],
     ) -> None:
         self._policy = policy
         self._index = index
         self._shared = shared
-        self._told = told
-        self._is_end = is_eog
+        self._n_written = n_written
+        self._is_eog = is_eog
         self._segment: Segment | None = None
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         draft = Draft(drafter=self._policy.name, stopped="no evidence")
         start = perf_counter()
-        self._read(tokens)
+        self._index_new(tokens)
         guess = self._guess(limit)
         if guess.tokens and length.consider(draft.drafter):
-            self._take(draft, guess, length, limit)
+            self._fill(draft, guess, length, limit)
         draft.seconds = perf_counter() - start
         return draft
 
-    def _take(self, draft: Draft, guess: Guess, length: DraftLength, limit: int) -> None:
+    def _fill(self, draft: Draft, guess: Guess, length: DraftLength, limit: int) -> None:
         draft.stopped = "length"
         for token, probability in zip(guess.tokens, guess.probabilities, strict=True):
             surprisal = -math.log(probability)
@@ -183,17 +186,17 @@ class _CopyState:
                 draft.stopped = length.reason
                 return
             draft.tokens.append(token)
-            if self._is_end(token):
-                draft.stopped = "end"  # nothing follows it, whatever did in the prompt
+            if self._is_eog(token):
+                draft.stopped = "end"  # nothing follows an EOG token, whatever did in the prompt
                 return
         if len(draft.tokens) < limit:
-            draft.stopped = "no evidence"  # for more
+            draft.stopped = "no evidence"  # for further tokens
 
-    def _read(self, tokens: Sequence[int]) -> None:
+    def _index_new(self, tokens: Sequence[int]) -> None:
         self._index.extend(tokens[len(self._index) :])
-        if self._shared is not None and len(tokens) > self._told:
-            self._segment = self._shared.write(self._segment, tokens, self._told)
-            self._told = len(tokens)
+        if self._shared is not None and len(tokens) > self._n_written:
+            self._segment = self._shared.write(self._segment, tokens, self._n_written)
+            self._n_written = len(tokens)
 
     def _guess(self, limit: int) -> Guess:
         index, policy = self._index, self._policy
@@ -212,12 +215,14 @@ class _CopyState:
     def observe(self, n_tokens: int) -> None:
         if n_tokens < len(self._index):
             self._index.rewind(n_tokens)
-        if n_tokens < self._told:
-            # What was said stays evidence; what comes instead is another text.
-            self._told, self._segment = n_tokens, None
+        if n_tokens < self._n_written:
+            # The rejected tokens stay in the shared index; what replaces them goes to a new segment.
+            self._n_written, self._segment = n_tokens, None
 
     def fork(self, target: Branch) -> DraftState:
-        return _CopyState(self._policy, self._index.fork(), self._shared, self._told, self._is_end)
+        return _CopyState(
+            self._policy, self._index.fork(), self._shared, self._n_written, self._is_eog
+        )
 
     def close(self) -> None:
         self._index = TokenIndex(())

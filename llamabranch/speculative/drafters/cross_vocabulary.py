@@ -1,8 +1,9 @@
-"""Drafting across vocabularies: through the text, since the tokens mean different things.
+"""Drafting with a model of another vocabulary, through the text.
 
 Known as universal assisted decoding (Timor et al. 2025, 2502.05202, string-level exact match): the text
-so far is encoded for the draft model, what it goes on to say is encoded back, and the tokens after
-the point where both agree are proposed as certain. The target's verdict is what it always is.
+so far is tokenized for the draft model, the text it generates is tokenized for the target, and the
+target tokens after the end of the text so far are proposed as point masses. They are accepted or
+rejected like any other draft.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from .base import Draft, DraftState
 
 __all__ = ["TranslatingState"]
 
-_WINDOW = 12  # tokens before the end that are encoded again: a word may take several
+_WINDOW = 12  # tokens before the end that are tokenized again with the draft
 
 
 class TranslatingState:
     """A branch of a draft model with another vocabulary, which follows the target's text.
 
-    Each proposal encodes the whole text again, so its cost grows with the text; only what changed is
-    decoded by the draft model.
+    Each draft tokenizes the whole text again, so its cost grows with the text; the draft model decodes
+    only the tokens that changed.
     """
 
     def __init__(self, branch: Branch, target: Model) -> None:
@@ -33,7 +34,7 @@ class TranslatingState:
         self._target = target
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
-        """Catch up with the text, go on with it, and return what of that is target tokens."""
+        """Decode the text as far as it is new, generate after it, and return that in target tokens."""
         draft = Draft(drafter=self._branch.ctx.model.name, stopped="no evidence")
         if not length.consider(draft.drafter):
             draft.stopped = "off"
@@ -43,11 +44,11 @@ class TranslatingState:
         try:
             text = b"".join(map(self._target.piece, tokens)).decode("utf-8")
             self._catch_up(draft, text)
-            said = self._go_on(draft, length, limit)
-            draft.tokens = self._translate(tokens, said)[:limit]
+            generated = self._generate(draft, length, limit)
+            draft.tokens = self._translate(tokens, generated)[:limit]
         except CapacityError:
             draft.stopped = "capacity"
-        except (UnicodeDecodeError, TokenizeError):  # the text ends inside a character
+        except (UnicodeDecodeError, TokenizeError):  # it is empty or ends inside a character
             pass
         draft.n_decodes = self._branch.ctx.decoder.n_decodes - decodes
         draft.seconds = perf_counter() - start
@@ -57,7 +58,7 @@ class TranslatingState:
         branch = self._branch
         encoded = branch.ctx.tokenize(text)
         if not encoded:
-            raise TokenizeError("there is no text to follow yet")
+            raise TokenizeError("cannot draft for an empty text")
         same = 0
         for ours, theirs in zip(branch.tokens, encoded, strict=False):
             if ours != theirs:
@@ -68,8 +69,8 @@ class TranslatingState:
         branch.rewind(same)
         branch.sequence.decode_unscored(encoded[same:])
 
-    def _go_on(self, draft: Draft, length: DraftLength, limit: int) -> str:
-        branch, said = self._branch, b""
+    def _generate(self, draft: Draft, length: DraftLength, limit: int) -> str:
+        branch, generated = self._branch, b""
         while len(draft.entropies) < limit:
             entropy = branch.entropy()
             draft.entropies.append(entropy)
@@ -80,16 +81,16 @@ class TranslatingState:
             if produced.is_stop:
                 draft.stopped = "end"
                 break
-            said += branch.ctx.model.piece(produced.token)
+            generated += branch.ctx.model.piece(produced.token)
             if len(draft.entropies) == limit:
                 draft.stopped = "length"
                 break
             branch.commit(produced.token)
-        return said.decode("utf-8", "ignore")
+        return generated.decode("utf-8", "ignore")
 
-    def _translate(self, tokens: Sequence[int], said: str) -> list[int]:
-        """Return the target tokens of ``said``, or none if it runs into the word before it."""
-        if not said:
+    def _translate(self, tokens: Sequence[int], generated: str) -> list[int]:
+        """Return the target tokens of ``generated``; none if one of them would begin before it."""
+        if not generated:
             return []
         pieces = [self._target.piece(token) for token in tokens[-_WINDOW:]]
         before = b"".join(pieces)
@@ -101,7 +102,7 @@ class TranslatingState:
                 before = b"".join(pieces := pieces[1:])
         else:
             window = ""
-        encoded = self._target.tokenize(window + said, add_special=False)
+        encoded = self._target.tokenize(window + generated, add_special=False)
         done = 0
         for i, token in enumerate(encoded):
             if done == len(before):
@@ -110,12 +111,12 @@ class TranslatingState:
         return []
 
     def observe(self, n_tokens: int) -> None:
-        """Nothing to forget: the next proposal compares the texts."""
+        """Do nothing: the next draft compares the texts."""
 
     def fork(self, target: Branch) -> DraftState:
-        """Return a state in the same state that drafts for ``target``."""
+        """Return a copy of this state that drafts for ``target``."""
         branch = self._branch.fork()
-        branch.detach()  # states end in any order
+        branch.detach()  # states may be closed in any order
         return TranslatingState(branch, target.ctx.model)
 
     def close(self) -> None:

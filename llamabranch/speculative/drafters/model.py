@@ -1,4 +1,4 @@
-"""Drafting with a model: token by token, as a tree, or through the text."""
+"""Drafting with a model: token by token or as a tree."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ __all__ = ["ModelDrafter"]
 class ModelDrafter(Drafter):
     """Drafts with a small model.
 
-    A model of the same vocabulary drafts token by token; one of another drafts through the text
-    (:mod:`.translation`), which costs more and accepts less. ``Model.compatibility`` tells which.
+    A model of the same vocabulary drafts token by token. A model of another vocabulary drafts through
+    the text (:mod:`.cross_vocabulary`), which costs more and has fewer tokens accepted.
+    ``Model.compatibility`` returns which of them applies.
 
     Args:
-        ctx: a context of the draft model; each state takes one of its sequences, a tree some more.
-        sampling: its own settings, None = the request's. At equal settings and seed the draft draws
-            with the target's noise, which is what makes the two agree so often.
-        width: candidates a node; above 1 it proposes trees, which need the seeded rule.
-        translate: whether to draft through the text where the vocabularies differ.
+        ctx: a context of the draft model; each state holds one of its sequences, and more for a tree.
+        sampling: the settings of its draws; None = the request's. With equal settings and seed the
+            draft draws with the target's noise, which is why the two agree so often.
+        width: candidates per node, 1 to 16; above 1 it proposes trees, which need the seeded rule.
+        translate: whether to draft through the text if the vocabularies differ.
 
     Raises:
-        ConfigError: a bad width.
+        ConfigError: an invalid width.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class ModelDrafter(Drafter):
 
     @property
     def width(self) -> int:
-        """Candidates a node; above 1 it proposes trees."""
+        """Candidates per node; above 1 it proposes trees."""
         return self._width
 
     @property
@@ -74,7 +75,7 @@ class ModelDrafter(Drafter):
             )
 
     def start(self, target: Branch, rule: str) -> DraftState:
-        """Return a new state; takes a sequence of the draft context.
+        """Return a new state; it holds a sequence of the draft context.
 
         Raises:
             ConfigError: trees under another rule than "seeded".
@@ -82,7 +83,8 @@ class ModelDrafter(Drafter):
         if self.width > 1 and rule != "seeded":
             raise ConfigError(f"token trees need the seeded rule, not {rule!r}")
         if target.ctx.model.compatibility(self.ctx.model).path == "text":
-            # Its draws must not be the target's: there is nothing to gain, and the token rule forbids it.
+            # Its noise must not be the target's: the tokens differ, so nothing is gained, and the token
+            # rule requires independent draws.
             params = self.sampling or target.sampling
             params = params.replace(seed=derive_seed(target.seed, 0), logit_bias={})
             return TranslatingState(Branch.create(self.ctx, params), target.ctx.model)
@@ -91,9 +93,10 @@ class ModelDrafter(Drafter):
         return kind(self, branch, target, rule)
 
     def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Draft for all requests in step: one decode of the draft model for each drafted position.
+        """Draft for all requests together: one decode of the draft model for each drafted position.
 
-        Trees, drafts through the text, and memory that cannot drop a tail go one by one.
+        Requests are drafted for one by one if the drafts are trees or go through the text, or if the
+        draft model's memory cannot be truncated.
         """
         in_step: dict[int, ModelState] = {}
         if self.width == 1 and self.ctx.capabilities.can_truncate:
@@ -101,7 +104,9 @@ class ModelDrafter(Drafter):
             in_step = {i: state for i, state in states if isinstance(state, ModelState)}
         if len(in_step) < 2:
             return super().propose_many(requests)
-        found = _InStep(self.ctx, [requests[i] for i in in_step], list(in_step.values())).run()
+        found = _BatchedDrafting(
+            self.ctx, [requests[i] for i in in_step], list(in_step.values())
+        ).run()
         drafts = dict(zip(in_step, found, strict=True))
         rest = [i for i in range(len(requests)) if i not in drafts]
         alone = super().propose_many([requests[i] for i in rest])
@@ -109,34 +114,34 @@ class ModelDrafter(Drafter):
         return [drafts[i] for i in range(len(requests))]
 
     def settings(self, target: Branch) -> SamplingParams:
-        """Return what drafts for ``target`` are drawn by."""
+        """Return the settings with which drafts for ``target`` are drawn."""
         params = self.sampling or target.sampling
         ours, theirs = self.ctx.n_vocab, target.ctx.n_vocab
         bias = {token: value for token, value in params.logit_bias.items() if token < ours}
-        # Families pad their vocabularies differently: what only the draft has is never drawn.
+        # Models of a family pad their vocabularies differently: never draw a token the target lacks.
         bias |= dict.fromkeys(range(theirs, ours), -math.inf)
         params = params.replace(seed=target.seed, logit_bias=bias)
         if self.width > 1 and params.temperature == 0.0:
-            # The runners-up count too, after all that is set but the temperature.
+            # A tree needs the less probable tokens too; all other settings still apply.
             params = params.replace(temperature=1.0)
         return params
 
 
 class ModelState:
-    """A branch of the draft model that follows the target's state and runs ahead of it."""
+    """A branch of the draft model that follows the target's text and drafts ahead of it."""
 
     def __init__(self, drafter: ModelDrafter, branch: Branch, target: Branch, rule: str) -> None:
         self.branch = branch
         self.n_prompt = target.n_prompt
         self._drafter = drafter
         self._rule = rule
-        # A tree's candidates are ranked without noise where the target's draws have none.
+        # A tree's candidates are ranked without noise if the draws are greedy.
         self._greedy = (drafter.sampling or target.sampling).temperature == 0.0
-        self._noise = 0  # the seed of this draft's draws under the rejection rules
-        self._ahead: Branch | None = None  # where it drafts if its memory cannot be truncated
+        self._noise = 0  # the seed of this draft's draws under the rules "token" and "block"
+        self._ahead: Branch | None = None  # the fork it drafts on if its memory cannot be truncated
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
-        """Catch up in one decode, then draw token by token."""
+        """Decode the tokens that are new in one decode, then draw token by token."""
         draft = Draft(drafter=self.branch.ctx.model.name)
         if not length.consider(draft.drafter):
             draft.stopped = "off"
@@ -146,7 +151,7 @@ class ModelState:
         try:
             self._catch_up(draft, tokens)
             self._draft(draft, length, limit)
-        except CapacityError:  # no room to draft is no reason to stop
+        except CapacityError:  # without room to draft the target goes on alone
             draft.stopped = "capacity"
         draft.n_decodes = self.branch.ctx.decoder.n_decodes - decodes
         draft.seconds = perf_counter() - start
@@ -157,9 +162,7 @@ class ModelState:
         draft.n_read = len(tokens) - branch.position
         if branch.position < self.n_prompt:
             branch.prefill(tokens[branch.position : self.n_prompt])
-        branch.sequence.decode_unscored(
-            tokens[branch.position :]
-        )  # everything it has not seen, in one decode
+        branch.sequence.decode_unscored(tokens[branch.position :])  # the rest, in one decode
 
     def _draft(self, draft: Draft, length: DraftLength, limit: int) -> None:
         if not self.branch.ctx.capabilities.can_truncate:
@@ -168,11 +171,11 @@ class ModelState:
         while True:
             token = self.draw(draft, length, branch)
             if token is None or len(draft.tokens) == limit:
-                return  # the last one is decoded with the next catch-up, if it stands
+                return  # the last token is decoded by the next catch-up, if it is accepted
             branch.sequence.decode_unscored((token,))
 
     def draw(self, draft: Draft, length: DraftLength, branch: Branch) -> int | None:
-        """Add the next token of ``branch`` to the draft; return it if more may follow."""
+        """Draw the next token of ``branch`` and add it to the draft; return it if more may follow."""
         if not draft.tokens:
             self._noise = draft_seed(branch.seed, branch.position)
         entropy = branch.entropy() if length.reads_entropy else math.nan
@@ -182,13 +185,13 @@ class ModelState:
             return None
         try:
             if self._rule == "seeded":
-                with branch.ctx.lock:  # the row is valid until anybody else decodes
+                with branch.ctx.lock:  # the logits are valid until the next decode of any thread
                     token = branch.sequence.draw(branch.sequence.logits_row())
             else:
                 source = branch.distribution()
                 token = source.draw(self._noise, branch.position, DRAFT)
                 draft.sources.append(source)
-        except GrammarError:  # a dead end: the target will say so if it gets there
+        except GrammarError:  # a dead end of the grammar: the target raises it if it gets there
             draft.stopped = "end"
             return None
         draft.tokens.append(token)
@@ -198,7 +201,7 @@ class ModelState:
         return token
 
     def observe(self, n_tokens: int) -> None:
-        """Forget what fell."""
+        """Forget the rejected tokens."""
         if self._ahead is not None:
             self._ahead.prune()
             self._ahead = None
@@ -206,9 +209,9 @@ class ModelState:
             self.branch.rewind(n_tokens)
 
     def fork(self, target: Branch) -> DraftState:
-        """Return a state in the same state that drafts for ``target``."""
+        """Return a copy of this state that drafts for ``target``."""
         branch = self.branch.fork()
-        branch.detach()  # states end in any order
+        branch.detach()  # states may be closed in any order
         params = self._drafter.settings(target)
         if params == branch.sampling.replace(seed=params.seed):
             branch.reseed(target.seed)
@@ -222,8 +225,8 @@ class ModelState:
             self.branch.prune_subtree()
 
 
-class _InStep:
-    """The drafts of several streams, advanced in step."""
+class _BatchedDrafting:
+    """The drafts of several streams, one batched decode per drafted position."""
 
     def __init__(
         self, ctx: Context, requests: Sequence[DraftRequest], states: Sequence[ModelState]
@@ -254,7 +257,7 @@ class _InStep:
                     else:
                         tokens[self._states[i].branch] = token
                 store.commit(tokens)
-        except CapacityError:  # no room to draft is no reason to stop
+        except CapacityError:  # without room to draft the target goes on alone
             for i in live:
                 self._drafts[i].stopped = "capacity"
         self._share_costs(perf_counter() - start, self._ctx.decoder.n_decodes - decodes)
@@ -272,13 +275,13 @@ class _InStep:
         store.append_unscored({b: tokens[b.position :] for b, tokens in unread.items()})
 
     def _draw(self, i: int) -> int | None:
-        """Draw the next token of a draft; return it if the draft goes on after it."""
+        """Draw the next token of a draft; return it if the draft continues after it."""
         draft, state, request = self._drafts[i], self._states[i], self._requests[i]
         token = state.draw(draft, request.length, state.branch)
         return token if token is not None and len(draft.tokens) < request.limit else None
 
     def _share_costs(self, seconds: float, n_decodes: int) -> None:
-        """Divide what it cost by the steps each draft took; decodes are counted with the first."""
+        """Divide the time by the steps of each draft; the first draft gets all decodes."""
         steps = sum(len(draft.entropies) for draft in self._drafts) or 1
         for draft in self._drafts:
             draft.seconds = seconds * len(draft.entropies) / steps
@@ -288,11 +291,11 @@ class _InStep:
 class TreeState(ModelState):
     """Proposes a tree: at each level the most probable nodes are followed, all in one decode.
 
-    A node's candidates have the largest keys log q + g, with the noise g the target will draw with, so
-    the first of them is what a chain would have proposed; at temperature 0 the keys are log q. Nodes
-    are ranked by the product of the keys' softmax on their path; the best ``width`` of a level are
-    expanded and the best limit * width overall kept, as EAGLE-2 does with q (Li et al. 2024,
-    2406.16858).
+    A node's candidates are the tokens with the largest keys log q + g, where g is the noise with which
+    the target will draw, so the first of them is the token that a chain would have drafted; at
+    temperature 0 the keys are log q. Nodes are ranked by the product of the keys' softmax along their
+    path; the best ``width`` of a level are expanded and the best limit * width overall kept, as EAGLE-2
+    does with q (Li et al. 2024, 2406.16858).
     """
 
     def _draft(self, draft: Draft, length: DraftLength, limit: int) -> None:
@@ -334,21 +337,21 @@ class TreeState(ModelState):
 
 
 def _candidates(branch: Branch, width: int, greedy: bool) -> list[tuple[int, float]]:
-    """Return the tokens the target is most likely to draw, with the logarithm of that chance."""
+    """Return the tokens the target is most likely to draw, with their log-probabilities."""
     try:
         choices = branch.distribution()
-    except GrammarError:  # a dead end: the target will say so if it gets there
+    except GrammarError:  # a dead end of the grammar: the target raises it if it gets there
         return []
     if greedy:
         return choices.top(width)
     keys = choices.logprobs + gumbel_noise(branch.seed, branch.position, choices.ids)
     best = np.argsort(-keys, kind="stable")[:width]
-    chances = Distribution.from_logits(keys[best], choices.ids[best])
-    return list(zip(chances.ids.tolist(), chances.logprobs.tolist(), strict=True))
+    ranked = Distribution.from_logits(keys[best], choices.ids[best])
+    return list(zip(ranked.ids.tolist(), ranked.logprobs.tolist(), strict=True))
 
 
 def _keep_best(draft: Draft, nodes: list[tuple[float, int, int]], most: int) -> None:
-    """Write the ``most`` best nodes into the draft, best first; a parent is never worse than a child."""
+    """Write the ``most`` best nodes into the draft, best first; a parent never ranks below its child."""
     best = sorted(range(len(nodes)), key=lambda i: (-nodes[i][0], i))[:most]
     number = {-1: -1} | {node: i for i, node in enumerate(best)}
     draft.tokens = [nodes[i][1] for i in best]

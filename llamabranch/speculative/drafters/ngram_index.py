@@ -1,12 +1,12 @@
-"""Where a run of tokens was seen before: the indexes behind the drafters that copy.
+"""Where an n-gram occurred before: the indexes behind the drafters that copy.
 
 Plain Python over token ids; nothing here knows a model, a branch or a drafter.
 
-A suffix tree answers "which tokens followed this suffix, how often". The same answers come here from
-lists of places: an n-gram is filed under the position of the token that *followed* it, for a few
-lengths n, and walking down the tree is going through the places side by side. That is what makes
-rewinding, forking and forgetting cheap: entries are dropped by reading the tokens again, a fork freezes
-what both sides share, and an old sequence takes its own entries with it.
+A suffix tree answers "which tokens followed this suffix, and how often". Here lists of places give the
+same answers: for a few lengths n, each n-gram maps to the positions of the tokens that *followed* it, and
+walking down the tree is stepping through those places side by side. This makes rewinding, forking and
+forgetting cheap: the entries of removed tokens are found from the tokens themselves, a fork freezes the
+entries that both sides share, and the entries of a forgotten sequence are removed with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Gram = tuple[int, ...]
 
 
 class Place(NamedTuple):
-    """A sequence, and the position in it of the token that followed."""
+    """A sequence of tokens, and the position in it of the token that followed the match."""
 
     sequence: Sequence[int]
     position: int
@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Match:
-    """The last ``length`` tokens were seen before: ``places``, newest first, are what followed them."""
+    """The last ``length`` tokens occurred before; ``places``, newest first, are what followed them."""
 
     length: int
     places: list[Place]
@@ -41,13 +41,14 @@ class Match:
     def follow(self, tokens: Sequence[int], most: int, floor: float) -> Guess:
         """Return the most frequent continuation of ``tokens``, at most ``most`` tokens of it.
 
-        Step j goes to the token that most of the places left agree on (the newest place decides a
-        tie) and keeps those places. With c of n in favour its estimated probability is
-        c / (n + 1/(length + j)): the longer the match, the less is set aside for what was never seen.
-        It ends where the product, the chance that everything so far stands, falls below ``floor``.
+        Step j takes the token that most of the remaining places continue with (the newest place
+        decides a tie) and keeps those places. If c of n places do, its estimated probability is
+        c / (n + 1/(length + j)): the longer the match, the less is reserved for tokens never seen
+        there. It ends where the product, the probability that all tokens so far are accepted, falls
+        below ``floor``.
 
-        A place in ``tokens`` itself that reaches their end goes on into the guess, as LZ77 copies do:
-        a loop of three tokens is continued for as long as one likes.
+        A place in ``tokens`` itself that reaches their end continues into the guess, as LZ77 copies
+        do: a loop of three tokens is continued up to ``most`` tokens.
 
         O(places x tokens returned); SuffixDecoding (Oliaro et al. 2024, 2411.04975) walks a suffix
         tree by the same rule, without the prior.
@@ -66,12 +67,13 @@ class Match:
                 elif place.sequence is tokens:
                     token = guess.tokens[at - end]
                 else:
-                    continue  # this sequence ends here and has nothing to say
+                    continue  # this sequence ends here
                 n += 1
                 following.setdefault(token, []).append(place)
             if not n:
                 break
-            token = max(following, key=lambda t: len(following[t]))  # the first, newest, of equals
+            # In a tie the first, which is the newest, is taken.
+            token = max(following, key=lambda t: len(following[t]))
             places = following[token]
             probability = len(places) / (n + 1.0 / (self.length + j))
             reach *= probability
@@ -84,14 +86,14 @@ class Match:
 
 @dataclass(frozen=True)
 class Guess:
-    """What may follow, and the estimated probability of each token given that those before stand."""
+    """A continuation, and the estimated probability of each token given that those before are right."""
 
     tokens: list[int]
     probabilities: list[float]
 
     @property
     def expected(self) -> float:
-        """How many of the tokens are expected to stand."""
+        """The expected number of accepted tokens."""
         total, reach = 0.0, 1.0
         for probability in self.probabilities:
             reach *= probability
@@ -109,7 +111,7 @@ def doubling(shortest: int, longest: int) -> tuple[int, ...]:
 
 
 def _furthest(places: list[Place], tokens: Sequence[int], n: int, limit: int) -> Match:
-    """Return the match of those places, all known to follow the last n tokens, that agree longest."""
+    """Return the longest match among ``places``, which all follow the last ``n`` of ``tokens``."""
     best, kept = n, places
     limit = min(limit, len(tokens))
     if n < limit:
@@ -126,15 +128,15 @@ def _furthest(places: list[Place], tokens: Sequence[int], n: int, limit: int) ->
     return Match(best, kept)
 
 
-# -- one line --------------------------------------------------------------------------------------
+# -- one sequence ---------------------------------------------------------------------------------
 
 Postings = dict[Gram, list[int]]  # n-gram -> positions of what followed it, ascending
 
 
 class _Layer(NamedTuple):
-    """Entries for the positions from ``start`` on, of which those before ``end`` are seen.
+    """Entries for the positions from ``start`` on, of which those before ``end`` are visible.
 
-    Shared between forks, so never written to: a rewind only moves the ``end`` of one's own view.
+    Forks share the entries, so they are never written to: a rewind only lowers ``end`` in its own copy.
     """
 
     postings: Postings
@@ -143,7 +145,7 @@ class _Layer(NamedTuple):
 
 
 class TokenIndex:
-    """The n-grams of one growing, shrinking, forking line of tokens.
+    """The n-grams of one sequence of tokens, which can be extended, rewound and forked.
 
     Args:
         lengths: the n to index, each at least 1.
@@ -166,7 +168,7 @@ class TokenIndex:
 
     @property
     def tokens(self) -> Sequence[int]:
-        """The tokens; the very list, valid until the next change."""
+        """The tokens: not a copy; valid until the next change."""
         return self._tokens
 
     @property
@@ -181,7 +183,7 @@ class TokenIndex:
         self._file(self._own, start, len(self._tokens))
 
     def rewind(self, n_tokens: int) -> None:
-        """Keep the first ``n_tokens``, as if the others had never been."""
+        """Keep the first ``n_tokens`` and remove the others with their entries."""
         tokens = self._tokens
         if n_tokens >= self._own_start:
             for position in range(len(tokens) - 1, n_tokens - 1, -1):
@@ -199,7 +201,7 @@ class TokenIndex:
         del tokens[n_tokens:]
 
     def fork(self) -> TokenIndex:
-        """Return an index in the same state that goes its own way."""
+        """Return an independent copy."""
         self._freeze()
         twin = TokenIndex(self._lengths)
         twin._tokens = self._tokens.copy()
@@ -208,10 +210,10 @@ class TokenIndex:
         return twin
 
     def longest(self, most: int) -> Match | None:
-        """Return the longest indexed suffix of the tokens that was seen before, None if none was.
+        """Return the longest suffix of the tokens that occurred before, None if none did.
 
-        It looks at the newest ``most`` places of the longest n-gram there is and, where the lengths
-        leave gaps, compares further back, up to the longest length.
+        It takes the newest ``most`` places of the longest indexed n-gram that occurred and, where there
+        are gaps between the indexed lengths, compares further back, up to the longest length.
         """
         for n in reversed(self._lengths):
             found = self._followers(n, most)
@@ -221,7 +223,7 @@ class TokenIndex:
         return None
 
     def _followers(self, n: int, most: int) -> list[int]:
-        """Return the newest positions of what followed the last n tokens, newest first."""
+        """Return up to ``most`` positions of what followed the last n tokens, newest first."""
         if n > len(self._tokens):
             return []
         gram = tuple(self._tokens[-n:])
@@ -261,18 +263,18 @@ class TokenIndex:
         merged = start
         while frozen and end - merged > (merged - frozen[-1].start) / 2:
             merged = frozen.pop().start
-        if merged < start:  # file it again: a layer others may see is never written to
+        if merged < start:  # index these positions anew: forks may share the old layers
             own = {}
             self._file(own, merged, end)
         frozen.append(_Layer(own, merged, end))
         self._own, self._own_start = {}, end
 
 
-# -- many lines ------------------------------------------------------------------------------------
+# -- many sequences -------------------------------------------------------------------------------
 
 
 class Segment:
-    """A run of tokens in a shared index; those before ``start`` are context, or forgotten."""
+    """A run of tokens in a shared index; those before ``start`` are context or already forgotten."""
 
     def __init__(self, context: Iterable[int]) -> None:
         self.tokens = list(context)
@@ -281,19 +283,19 @@ class Segment:
 
 
 class SharedIndex:
-    """The n-grams of what many lines said lately; safe to use from many threads.
+    """The n-grams of the latest output of many sequences; safe to use from many threads.
 
     Args:
         lengths: the n to index.
-        max_tokens: the most tokens it indexes, at least 8 times the longest length; beyond that the
-            oldest are forgotten, one for each new one. At most max_tokens x len(lengths) entries.
-        most: how many places it remembers for an n-gram, the newest.
+        max_tokens: the most tokens it indexes, at least 8 times the longest length; beyond that each
+            new token makes it forget the oldest. At most max_tokens x len(lengths) entries.
+        most: how many places it keeps for an n-gram, the newest ones.
 
-    Lines write side by side, each into segments of its own. With L lengths, writing a token costs
-    O(L), forgetting one O(L x most) at worst; ``longest`` as in :class:`TokenIndex`.
+    Sequences are written concurrently, each into segments of its own. With L lengths, writing a token
+    costs O(L), forgetting one O(L x most) at worst; ``longest`` as in :class:`TokenIndex`.
     """
 
-    SEGMENT = 512  # tokens at most: a run is kept in memory until all of it is forgotten
+    SEGMENT = 512  # most tokens of a segment, which stays in memory until all of it is forgotten
 
     def __init__(self, lengths: Iterable[int], max_tokens: int, most: int) -> None:
         self._lengths = tuple(sorted(set(lengths)))
@@ -312,22 +314,22 @@ class SharedIndex:
 
     @property
     def n_stored(self) -> int:
-        """How many tokens its segments keep, context and half-forgotten runs included."""
+        """How many tokens its segments hold in memory, context and forgotten tokens included."""
         with self._lock:
             return sum(len(segment.tokens) for segment in self._segments)
 
     @property
     def n_entries(self) -> int:
-        """How many places it holds, over all n-grams; counted when asked."""
+        """How many places it holds, over all n-grams; counted at each call."""
         with self._lock:
             return sum(map(len, self._postings.values()))
 
     def write(self, segment: Segment | None, tokens: Sequence[int], start: int) -> Segment | None:
-        """Add ``tokens[start:]``, said after ``tokens[:start]``.
+        """Add ``tokens[start:]``, which follow ``tokens[:start]``.
 
         Args:
-            segment: what the previous call returned for this line; None = a new line, or one that
-                does not go on from there.
+            segment: the return value of the previous call for this sequence; None = a new sequence, or
+                one that does not continue from there.
         """
         with self._lock:
             for position in range(start, len(tokens)):
@@ -342,10 +344,10 @@ class SharedIndex:
             return segment
 
     def longest(self, tokens: Sequence[int], skip: Segment | None = None) -> Match | None:
-        """Return the longest indexed suffix of ``tokens`` that another line said, None if none did.
+        """Return the longest suffix of ``tokens`` that occurred in another sequence, None if none did.
 
         Args:
-            skip: a segment not to look at, that of the line itself.
+            skip: the segment of the sequence itself, which is not searched.
         """
         with self._lock:
             for n in reversed(self._lengths):

@@ -1,1 +1,5 @@
-"""How many tokens to draft."""
+"""How many tokens to draft.
+
+base.py  the interface, and a fixed number
+auto.py  as many as raise the throughput
+"""

@@ -1,4 +1,4 @@
-"""As many drafted tokens as raise the throughput, and none where none do."""
+"""As many drafted tokens as raise the throughput, and none if drafting does not raise it."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ __all__ = ["AutoLength", "draft_length"]
 
 _EDGES = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)  # nats
 _N_BUCKETS = len(_EDGES) + 1
-_UNKNOWN = _N_BUCKETS  # the bucket of tokens whose drafter tells no entropy
-# What a bucket learns of a token drawn in it, and what those beside it do.
+_UNKNOWN = _N_BUCKETS  # the bucket of tokens whose drafter gives no entropy
+# The weight with which a token drawn in a bucket counts in it, and in its neighbours.
 _SHARED = ((-2, 0.1), (-1, 0.3), (0, 1.0), (1, 0.3), (2, 0.1))
 
 
 @dataclass
 class _Profile:
-    """What is known of one drafter: how often its tokens are accepted, and what it has brought.
+    """Measurements of one drafter: how often its tokens are accepted, and its recent throughput.
 
-    ``tested``, ``accepted`` and ``drawn`` count its tokens by entropy bucket, old ones for less.
+    ``tested``, ``accepted`` and ``drawn`` count its tokens by entropy bucket, with less weight the
+    older they are.
     """
 
     tested: list[float] = field(default_factory=lambda: [1.0] * (_N_BUCKETS + 1))
-    accepted: list[float] = field(
-        default_factory=lambda: [0.5] * (_N_BUCKETS + 1)
-    )  # prior: one in two
+    # The prior is one accepted in two.
+    accepted: list[float] = field(default_factory=lambda: [0.5] * (_N_BUCKETS + 1))
     drawn: list[float] = field(default_factory=lambda: [0.0] * (_N_BUCKETS + 1))
     step_s: float = 0.0  # seconds of a draft step
     n_drafts: int = 0
-    # Whether it is asked in every round, and what the rounds in which it was asked brought of late.
+    # Whether it is called in every round; tokens, seconds and number of the latest rounds in which it
+    # was called, with less weight the older they are.
     is_on: bool = True
     tokens: float = 0.0
     seconds: float = 0.0
     rounds: float = 0.0
-    lost_s: float = 0.0  # beyond what plain decoding would have taken, since they were last even
-    # The cooldown while it is off, in rounds: how long it is to be, and how long it has lasted.
+    lost_s: float = 0.0  # net time lost against plain decoding; gains offset it, but not below 0
+    # The cooldown while it is off, in rounds: its length, and how much of it has passed.
     cooldown: int = 0
     waited: float = 0.0
     waited_s: float = 0.0
-    empty_probes: float = 0.0  # rounds since then in which it was asked and had nothing to propose
+    empty_probes: float = 0.0  # trial rounds after it in which the drafter had no draft
 
     def acceptance(self, entropy: float) -> float:
         """Return the probability that a token drawn at this entropy is accepted."""
@@ -54,7 +55,7 @@ class _Profile:
 
     @property
     def mean_acceptance(self) -> float:
-        """The same over all entropies, as often as they occur."""
+        """The probability of acceptance averaged over all entropies, weighted by how often they occur."""
         drawn = sum(self.drawn)
         if drawn == 0:
             return 0.5
@@ -84,17 +85,17 @@ class _Profile:
                 self.accepted[at] = keep * self.accepted[at] + weight * accepted
 
     def _forget(self, bucket: int) -> None:
-        """Return a little to the prior: else what is never drawn could never be tried again."""
+        """Move the bucket a little towards the prior; else what is never drawn would never be retried."""
         self.tested[bucket] += 0.02 * (1.0 - self.tested[bucket])
         self.accepted[bucket] += 0.02 * (0.5 - self.accepted[bucket])
 
     def switch(self, *, on: bool) -> None:
-        """Ask it in every round from now on, or only after a cooldown."""
+        """Call the drafter in every round from now on, or only after cooldowns."""
         self.is_on = on
         self.tokens = self.seconds = self.rounds = self.lost_s = 0.0
 
     def cool_down(self, cooldown: int) -> None:
-        """Do not ask it for so many rounds."""
+        """Do not call the drafter for ``cooldown`` rounds."""
         self.cooldown = cooldown
         self.waited = self.waited_s = self.empty_probes = 0.0
 
@@ -105,8 +106,8 @@ class _Learned:
     def __init__(self) -> None:
         self.lock = forkable_lock()
         self.profiles: dict[str, _Profile] = {}
-        self.profile = _Profile()  # of the drafter that was asked last
-        self.target_s: dict[int, float] = {}  # seconds of a target decode of so many tokens
+        self.profile = _Profile()  # of the drafter that was called last
+        self.target_s: dict[int, float] = {}  # seconds of a target decode, by its number of tokens
         self.overhead_s = {False: 0.0, True: 0.0}  # of a stream's round, by whether it had a draft
         self.n_streams = 1  # in the last decode
         self.n_plain = 0  # rounds
@@ -124,34 +125,32 @@ class AutoLength:
     entropy is accepted, c the time of a draft step, t(m) the target's time for m tokens in one decode,
     n the number of streams that share it, s the time of sampling and text. So a drafted token costs
     what it adds to the decode of all. A draft goes on while some longer one adds more tokens than the
-    generation, at the throughput of its last rounds, would produce in the time that it takes.
+    generation, at the throughput of its last rounds, would produce in the additional time.
 
-    Whether to draft at all is decided for each drafter of a chain by itself. The time that its rounds
-    lost or won against plain steps is added up. It is switched off where it has lost the time of a few
-    steps, or where no length is expected to be faster than plain decoding. After a cooldown it is tried
-    again: each time a longer one, and only when the trial would cost little of the time since the last.
+    Whether to draft at all is decided for each drafter of a chain separately. The time that its rounds
+    lost or gained against plain steps is added up. A drafter is switched off if it has lost the time of
+    a few steps, or if no length is expected to be faster than plain decoding. After a cooldown it is
+    tried again; a trial that shows no gain doubles the cooldown, and a trial is made only if it would
+    cost a small share of the time since the last one.
 
     Args:
         limit: the most tokens a draft may have.
         entropy_stop: end a draft before a token above this entropy, nats; None = never.
         width: tokens that a draft step adds to the decode: 1, or those of a tree's level.
 
-    What is learned is shared by the streams, and any number of threads may each drive one.
+    All streams share what is learned, and any number of threads may each use one stream.
     """
 
     WARM_UP_PLAIN = 3  # plain steps before the first draft
-    WARM_UP_DRAFTS, WARM_UP_K = (
-        4,
-        3,
-    )  # drafts of a new drafter before it is judged, and their tokens
-    RATE_ROUNDS = 32  # how many rounds the throughput looks back, about
+    WARM_UP_DRAFTS, WARM_UP_K = 4, 3  # drafts that measure a new drafter, and their tokens
+    RATE_ROUNDS = 32  # the number of rounds that the recent throughput covers, about
     LOST_STEPS = 8  # a drafter that has lost the time of so many plain steps is switched off
-    MARGIN = 1.03  # times plain throughput: what a trial must promise, times being noisy
+    MARGIN = 1.03  # speedup that a trial must predict to switch on, since times are noisy
     REFRESH = 64  # rounds after which a plain step measures t(n) again
     COOLDOWN, LONGEST_COOLDOWN = 16, 1024  # rounds between trials
-    TRIAL_SHARE = 0.02  # of the time since the last trial
-    LOOK_EVERY = 8  # plain steps between questions whether a trial is due
-    EMPTY_PROBES = 8  # how often a drafter with nothing to propose is asked in a trial
+    TRIAL_SHARE = 0.02  # the most a trial may cost, as a share of the time since the last one
+    LOOK_EVERY = 8  # plain steps between checks whether a trial is due
+    EMPTY_PROBES = 8  # rounds without a draft after which a trial ends
 
     reads_entropy = True
 
@@ -163,11 +162,11 @@ class AutoLength:
         self._begin(shares_decode=False)
 
     def _begin(self, *, shares_decode: bool) -> None:
-        """Set what concerns one stream alone."""
+        """Reset the fields that are not shared between streams."""
         self.reason = "length"
         self._shares_decode = shares_decode
-        self._report: RoundReport | None = None  # of a round whose shared decode is not learned yet
-        self._profile: _Profile | None = None  # of the drafter that is considered
+        self._report: RoundReport | None = None  # of a round whose decode is not learned yet
+        self._profile: _Profile | None = None  # of the drafter in use
         self._is_trial = False
         self._n_behind = 0
         self._reach = 1.0  # the probability that all of the draft so far is accepted
@@ -178,10 +177,10 @@ class AutoLength:
         other._begin(shares_decode=shares_decode)
         return other
 
-    # -- what is known -----------------------------------------------------------------------------
+    # -- measurements ------------------------------------------------------------------------------
 
     def step_cost(self) -> float:
-        """Return c: a draft step's time over a plain target step's, nan before it is measured."""
+        """Return c: a draft step's time over a plain target step's; nan before it is measured."""
         with self._learned.lock:
             target_s = self._learned.target_s
             return self._learned.profile.step_s / self._time(1) if target_s else math.nan
@@ -193,12 +192,12 @@ class AutoLength:
 
     @property
     def is_on(self) -> bool:
-        """True while a drafter is asked in every round."""
+        """True while some drafter is called in every round."""
         with self._learned.lock:
             return self._is_on()
 
     def best(self) -> tuple[int, float]:
-        """Return the length with the highest expected throughput, and that over plain decoding's."""
+        """Return the length with the highest expected throughput, and its speedup over plain decoding."""
         with self._learned.lock:
             return self._best(self._learned.profile)
 
@@ -221,17 +220,17 @@ class AutoLength:
         return _interpolate(self._learned.target_s, n)
 
     def _plain_s(self) -> float:
-        """Return the seconds of a plain token: a stream's share of the decode, and its overhead."""
+        """Return the seconds of a plain token: a stream's share of the decode plus its overhead."""
         n = self._learned.n_streams
         return self._time(n) / n + self._learned.overhead_s[False]
 
     def _costs(self, profile: _Profile) -> list[float]:
-        """Return the seconds of a stream's part of a round in which each drafts k tokens, by k."""
+        """Return a stream's seconds per round, for k = 0, 1, ... tokens drafted by each stream."""
         learned = self._learned
         if not learned.costs or learned.costs_of is not profile:
             learned.costs_of = profile
             n, per_token = learned.n_streams, learned.n_streams * self._width
-            # Times are noisy, but more tokens never take less: a draft is not free because of noise.
+            # Measured times are noisy, but more tokens never take less time than fewer.
             least_s, overhead_s = self._time(n), max(learned.overhead_s.values())
             learned.costs = [
                 k * profile.step_s + max(least_s, self._time(n + k * per_token)) / n + overhead_s
@@ -241,14 +240,14 @@ class AutoLength:
         return learned.costs
 
     def _throughput(self, profile: _Profile) -> float:
-        """Return the tokens a second of late, those of plain decoding at least."""
+        """Return the recent tokens per second; plain decoding's if those are higher."""
         plain = 1.0 / self._plain_s()
         return max(plain, profile.tokens / profile.seconds) if profile.rounds > 1 else plain
 
     # -- decisions ---------------------------------------------------------------------------------
 
     def plain_steps(self, n_behind: int) -> int:
-        """Return how many plain steps come before the drafter is asked: none while it is on."""
+        """Return how many plain steps to take before the drafter is called: 0 or 1 while it is on."""
         with self._learned.lock:
             learned = self._learned
             self._n_behind = n_behind
@@ -262,14 +261,14 @@ class AutoLength:
         """Return whether a drafter that is off should be tried again."""
         if profile.waited < profile.cooldown:
             return False
-        # Reading many tokens at once costs about a fifth of a step for each. In a chain that others
-        # are asked in, a drafter has missed what was generated in its own cooldown.
+        # Decoding many tokens at once costs about a fifth of a step for each. In a chain whose other
+        # drafters are called, this one has missed the tokens generated during its own cooldown.
         n_behind = max(self._n_behind, profile.waited)
         cost_s = profile.step_s * (1 + n_behind / 5) + self._costs(profile)[1] - self._plain_s()
         return cost_s < self.TRIAL_SHARE * profile.waited_s
 
     def consider(self, drafter: str) -> bool:
-        """Return whether this drafter should propose; ``goes_on`` is then about it."""
+        """Return whether this drafter should draft; later ``goes_on`` calls are about it."""
         with self._learned.lock:
             profile = self._learned.profiles.setdefault(drafter, _Profile())
             self._profile = self._learned.profile = profile
@@ -299,7 +298,7 @@ class AutoLength:
             return True
 
     def _pays(self, profile: _Profile, k: int, acceptance: float) -> bool:
-        """Return whether to draft on after ``k`` tokens; the next is accepted with ``acceptance``."""
+        """Return whether to draft on after ``k`` tokens; ``acceptance`` is the next one's probability."""
         costs, mean = self._costs(profile), profile.mean_acceptance
         reach, gained, rate = self._reach, 0.0, self._throughput(profile)
         for longer in range(k + 1, self.limit + 1):
@@ -313,7 +312,7 @@ class AutoLength:
     # -- learning ----------------------------------------------------------------------------------
 
     def learn(self, report: RoundReport) -> None:
-        """Learn the acceptance from a round; its times too, unless the decode was shared."""
+        """Learn the acceptance from a round, and its times too unless the decode was shared."""
         with self._learned.lock:
             learned = self._learned
             overhead_s, has_draft = learned.overhead_s, report.n_verified > 1
@@ -345,7 +344,7 @@ class AutoLength:
     def _learn_round(
         self, reports: Sequence[RoundReport], n_tokens: int, verify_s: float, n_rounds: int = 1
     ) -> None:
-        """Learn from what each stream did in a decode of ``n_tokens``; together they weigh as one."""
+        """Learn from one decode of ``n_tokens``; the reports of its streams together weigh as one."""
         learned, n_streams = self._learned, len(reports)
         learned.n_streams = n_streams
         learned.target_s[n_tokens] = _smooth(
@@ -356,7 +355,7 @@ class AutoLength:
         if n_tokens == n_streams and not any(report.asked for report in reports):
             learned.n_plain += n_rounds
             learned.since_plain = 0
-        # Each stream bears what its own draft added to the decode.
+        # Each stream is charged the time that its own draft added to the decode.
         plain_s = self._time(n_streams) if n_tokens > n_streams else verify_s
         added_s = (verify_s - plain_s) / max(1, n_tokens - n_streams)
         weight = n_rounds / n_streams
@@ -369,12 +368,14 @@ class AutoLength:
                     profile.waited += weight
                     profile.waited_s += weight * seconds
             if asked is not None:
-                self._judge(asked, report, seconds, weight)
+                self._update_switch(asked, report, seconds, weight)
 
-    def _judge(self, profile: _Profile, report: RoundReport, seconds: float, weight: float) -> None:
-        """Switch a drafter on or off by what the rounds in which it was asked have brought."""
+    def _update_switch(
+        self, profile: _Profile, report: RoundReport, seconds: float, weight: float
+    ) -> None:
+        """Switch a drafter on or off, by the throughput of the rounds in which it was called."""
         self._learned.profile = profile
-        if not report.caught_up:  # reading a prompt tells nothing about the rounds that follow
+        if not report.caught_up:  # the time of a prefill does not predict that of later rounds
             tokens = 1 + report.n_accepted
             keep = (1.0 - 1.0 / self.RATE_ROUNDS) ** weight
             profile.tokens = keep * profile.tokens + weight * tokens
@@ -390,7 +391,7 @@ class AutoLength:
                 profile.cool_down(self.COOLDOWN)
         elif profile.waited < profile.cooldown:
             return  # another stream of the same trial has decided
-        elif not report.entropies:  # nothing to propose tells nothing: ask again, but not for ever
+        elif not report.entropies:  # without a draft nothing is measured: probe a few more times
             profile.empty_probes += weight
             if profile.empty_probes >= self.EMPTY_PROBES:
                 profile.cool_down(profile.cooldown)
@@ -400,10 +401,10 @@ class AutoLength:
         else:
             profile.cool_down(min(2 * profile.cooldown, self.LONGEST_COOLDOWN))
 
-    # -- words -------------------------------------------------------------------------------------
+    # -- report ------------------------------------------------------------------------------------
 
     def explain(self) -> str:
-        """Return what it chose, and the measurements it chose by."""
+        """Return the length it chose, and the measurements behind that."""
         with self._learned.lock:
             return self._explanation()
 
@@ -451,7 +452,7 @@ def _interpolate(seconds: Mapping[int, float], n: int) -> float:
         high = known[at]
         share = (n - low) / (high - low)
         return seconds[low] * (1 - share) + seconds[high] * share
-    slope = seconds[low] / 8  # nothing else measured: assume that it costs something
+    slope = seconds[low] / 8  # only one size is measured: assume that more tokens cost something
     if at > 1:
         before = known[at - 2]
         slope = max(0.0, (seconds[low] - seconds[before]) / (low - before))
@@ -459,14 +460,14 @@ def _interpolate(seconds: Mapping[int, float], n: int) -> float:
 
 
 def _smooth(old: float, new: float, times: int = 1) -> float:
-    """Follow ``new``, seen so many ``times``, slowly; a single slow outlier moves little."""
+    """Return the moving average after ``times`` observations of ``new``; one outlier moves it little."""
     if old == 0.0:
         return new
     return old + (1.0 - 0.9**times) * (min(new, 2.0 * old) - old)
 
 
 def draft_length(config: SpeculativeConfig, width: int = 1) -> DraftLength:
-    """Return the controller a configuration asks for, for drafts with ``width`` tokens a step."""
+    """Return the draft length that ``config`` sets, for drafts with ``width`` tokens per step."""
     if isinstance(config.draft_k, int):
         return FixedLength(config.draft_k, config.entropy_stop)
     return AutoLength(config.max_draft_tokens, config.entropy_stop, width)

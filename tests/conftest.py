@@ -1,7 +1,7 @@
 """The bundled pair, a toy that takes any bytes, and a fresh context for each test.
 
-Contexts run on one thread: with results that do not depend on the number of threads, a test should not
-fight for cores. Every context is audited against llama.cpp's own positions when its test ends.
+Contexts run on one thread: results do not depend on the number of threads, and tests should not
+compete for cores. Every context is audited against llama.cpp's own positions when its test ends.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, settings
 
 import llamabranch as lb
 
-# Nothing is measured and judged by its time, here and in the processes that tests start.
+# Nothing depends on measured times, here and in the processes that tests start.
 os.environ["LLAMABRANCH_PROFILE"] = "0"
-# Nothing is to fail because the machine is busy.
+# No test may fail because the machine is busy.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
@@ -28,7 +28,7 @@ SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text(encoding="utf-8"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what ``slow.txt`` names: folders, files, or functions of tests."""
+    """Mark as slow the folders, files and test functions listed in ``slow.txt``."""
     here = Path(__file__).parent
     for item in items:
         path = item.path.relative_to(here)
@@ -55,7 +55,7 @@ def draft() -> Iterator[lb.Model]:
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lb.Model]:
-    """A random model over all 256 bytes, a beginning token (0) and an end token (1)."""
+    """A random model over all 256 bytes, a BOS token (0) and an EOG token (1)."""
     path = tmp_path_factory.mktemp("toy") / "bytes.gguf"
     with lb.Model(toys.write_llama(path, vocab="bytes")) as model:
         yield model
@@ -96,5 +96,5 @@ def draft_ctx(draft: lb.Model) -> Iterator[lb.Context]:
 def audit(context: lb.Context) -> None:
     """Compare the accounting with llama.cpp's, unless the test closed the context."""
     if not context.closed:
-        gc.collect()  # what the test forgot comes back first
+        gc.collect()  # return the sequences of unreferenced branches first
         context.audit()

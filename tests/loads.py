@@ -1,4 +1,4 @@
-"""Loads that go on for long, and what they leave in memory; `soak` runs them, tests in short."""
+"""Long-running workloads and their memory growth; `soak` runs them in full, tests briefly."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ from test_engine import GREEDY, PENALISED, PROMPTS, UNSEEDED, WARM, Alone, asser
 
 import llamabranch as lb
 
-# A leak of 105 bytes a round of 10,000, or of 1 KiB a round of 1,000, is 1 MiB. What was seen without one
+# A leak of 105 bytes a round of 10,000, or of 1 KiB a round of 1,000, is 1 MiB. Without a leak the growth
 # was below 0.4 MiB, most of it pages that the allocator keeps.
 TOLERANCE_BYTES = 1 << 20
 ENGINE_TOLERANCE_BYTES = 4 << 20  # after the first minute: vocabulary texts are still being kept
 TEXTS = (*PROMPTS, "", "Gretel", "“No,” said he. " * 12)
-SHARED_TOKENS = 512  # what a suffix drafter keeps: full within a minute, and then no larger
+SHARED_TOKENS = (
+    512  # limit of a suffix drafter's index: reached within a minute, constant afterwards
+)
 
 
 def resident_bytes() -> int:
-    """Return this process's resident memory; where the system does not tell, its peak."""
+    """Return this process's resident memory; where the system does not report it, its peak."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc: what is free goes back first
+    trim = getattr(
+        ctypes.CDLL(None), "malloc_trim", None
+    )  # glibc: return free memory to the system first
     if trim is not None:
         trim(0)
     statm = Path("/proc/self/statm")
@@ -42,7 +46,7 @@ def growth_bytes(
     model: lb.Model, call: Callable[[lb.Model, int], None], *, rounds: int, warm_up: int
 ) -> int:
     """Return by how much resident memory is larger after ``rounds`` than after ``warm_up``."""
-    for _ in range(2):  # the second context may come to lie elsewhere than the first
+    for _ in range(2):  # the second context may be allocated at another address than the first
         call(model, warm_up)
     before = resident_bytes()
     call(model, rounds)
@@ -50,7 +54,7 @@ def growth_bytes(
 
 
 def fork_and_prune(model: lb.Model, rounds: int) -> None:
-    """Fork a branch, let the fork say a token, fork that, prune both; over and over."""
+    """Fork a branch, let the fork generate a token, fork that, prune both; over and over."""
     with lb.Context(model, n_ctx=512, n_seq_max=4, n_threads=1) as ctx:
         root = lb.Branch.start(ctx, list(range(2, 12)), temperature=0.8, seed=1)
         for _ in range(rounds):
@@ -93,7 +97,7 @@ def random_job(rng: np.random.Generator) -> list[lb.Request]:
 
 
 class RandomLoad:
-    """Engines on the bundled pair, given random jobs; texts are compared with those said alone."""
+    """Engines on the bundled pair, given random jobs; texts are compared with each request alone."""
 
     def __init__(self, stack: ExitStack, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -145,7 +149,7 @@ class RandomLoad:
 
 
 def engine_load(seconds: float, seed: int, say: Callable[[str], None]) -> dict[str, object]:
-    """Give engines random jobs for so long; return counts, and resident memory by the minute."""
+    """Give engines random jobs for ``seconds``; return counts, and resident memory by the minute."""
     with ExitStack() as stack:
         load = RandomLoad(stack, seed)
         start = perf_counter()

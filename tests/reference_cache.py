@@ -1,9 +1,9 @@
-"""What a cache with branches does, in plain Python: the reference for the state machine.
+"""A cache with branches in plain Python: the reference for the state machine.
 
-Nothing here is taken from the library. A cell is a number that is never used twice, a sequence maps
+Nothing here is imported from the library. A cell is a number that is never used twice, a sequence maps
 positions to cells, a fork copies the map. `Full` and `Exhausted` are raised where the library must raise
 ``CacheFullError`` and ``SequencesExhaustedError``; a call that raises them has changed nothing, except
-that a branch whose last token had to be read again may stand without it (see `need_row`).
+that a branch whose last token had to be decoded again may be left without it (see `need_row`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ReferenceCache:
     def __init__(self, n_cells: int, n_seq: int) -> None:
         self.n_cells = n_cells
         self.held: list[dict[int, int]] = [{} for _ in range(n_seq)]
-        self.rewritten: list[dict[int, int]] = []  # lengths at each rewriting that was seen
+        self.compacted: list[dict[int, int]] = []  # lengths at each compaction that was observed
         self._names = itertools.count()
 
     def end(self, seq: int) -> int:
@@ -55,21 +55,21 @@ class ReferenceCache:
         self.held[target] = dict(self.held[source])
 
     def append(self, lengths: Mapping[int, int], texts: Mapping[int, Sequence[int]]) -> None:
-        """Give each sequence so many more cells, or none of them any.
+        """Give each sequence this many more cells, or change none of them.
 
-        ``texts`` are the tokens of branches; they are needed if the cache was written anew.
+        ``texts`` are the tokens of branches; they are needed if the cache was compacted.
         """
-        if self.rewritten and self.rewritten[0] == self.lengths():
-            del self.rewritten[0]
-            self._rewrite(texts)
+        if self.compacted and self.compacted[0] == self.lengths():
+            del self.compacted[0]
+            self._compact(texts)
         if len(self.uses()) + sum(lengths.values()) > self.n_cells:
             raise Full
         for seq, n in lengths.items():
             start = self.end(seq)
             self.held[seq].update((start + i, next(self._names)) for i in range(n))
 
-    def _rewrite(self, texts: Mapping[int, Sequence[int]]) -> None:
-        """Hold every common beginning once: what is left is a trie of the texts."""
+    def _compact(self, texts: Mapping[int, Sequence[int]]) -> None:
+        """Hold every common prefix once: the result is a trie of the texts."""
         nodes: dict[tuple[int, int], int] = {}  # (cell before, token) -> cell
         for seq, length in self.lengths().items():
             before = -1
@@ -81,7 +81,7 @@ class ReferenceCache:
 
 @dataclass(eq=False)
 class ReferenceBranch:
-    """What must be true of a branch."""
+    """The expected state of a branch."""
 
     seq: int
     sampling: int
@@ -141,7 +141,7 @@ class ReferenceWorld:
         return child
 
     def need_row(self, branch: ReferenceBranch) -> None:
-        """Read the last token again if its logits are gone; without a free cell it stays out."""
+        """Decode the last token again if its logits are invalid; without a free cell it stays dropped."""
         if not branch.has_row:
             self.cache.remove(branch.seq, len(branch.tokens) - 1)
             self.cache.append({branch.seq: 1}, self.texts())
@@ -161,12 +161,12 @@ class ReferenceWorld:
             branch.has_row = True
             branch.is_finished = False
 
-    def commit(self, said: Mapping[ReferenceBranch, Sequence[int]]) -> None:
-        for branch in said:
+    def commit(self, appended: Mapping[ReferenceBranch, Sequence[int]]) -> None:
+        for branch in appended:
             if branch.tokens:
                 self.need_row(branch)
-        self.cache.append({b.seq: len(tokens) for b, tokens in said.items()}, self.texts())
-        for branch, tokens in said.items():
+        self.cache.append({b.seq: len(tokens) for b, tokens in appended.items()}, self.texts())
+        for branch, tokens in appended.items():
             branch.tokens += tokens
             branch.has_row = True
             branch.is_finished = False
@@ -179,7 +179,7 @@ class ReferenceWorld:
             branch.has_row = branch.is_finished = False
 
     def prune(self, branch: ReferenceBranch) -> None:
-        """Take the branch and all below it away."""
+        """Remove the branch and its descendants."""
         for child in self.children(branch):
             self.prune(child)
         self.branches.remove(branch)

@@ -1,4 +1,4 @@
-"""The command line as a program that signals itself at a known moment: loading takes what it takes."""
+"""The command line as a program that signals itself at a given decode or output line, not by a clock."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Long runs of what the test suite tries in short: ``python -m tests.soak --steps 200000``.
+"""Long runs of what the test suite runs briefly: ``python -m tests.soak --steps 200000``.
 
     --steps N            steps of the state machine: half on a toy, a quarter on a toy without
                          batch-invariance, a quarter on the bundled draft
-    --seed S             where they begin; the same seed gives the same steps
+    --seed S             seed of the random steps; the same seed gives the same steps
     --memory             10,000 rounds of fork and prune, 1,000 of opening and closing a context
     --snapshots N        mutated snapshots; none may be accepted
     --engine-minutes M   random requests through the engine, compared with the same ones alone
 
-It prints how far it is, ends with one JSON line of figures, and exits with 1 at the first mismatch.
+It prints its progress, ends with one JSON line of figures, and exits with 1 at the first mismatch.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def machine_steps(n_steps: int, seed: int, folder: Path) -> Figures:
 
 
 def memory(folder: Path) -> Figures:
-    """Measure what the rounds leave behind."""
+    """Measure by how much resident memory grows over the rounds."""
     with lb.Model(lb.hub.resolve(lb.hub.BUNDLED_TARGET)) as model:
         figures: Figures = {}
         for name, rounds, warm_up, call in (

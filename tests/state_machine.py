@@ -1,7 +1,7 @@
 """The state machine over Context and Branch.
 
-Its rules do anything a program may do, right or wrong, in any order, in a cache so small that it runs
-full and sequences run out. `twin_worlds` says what must hold after each step.
+Its rules make any call a program may make, valid or not, in any order, in a cache so small that it runs
+full and sequences run out. `reference_comparison` checks what must hold after each step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from reference_cache import Full, ReferenceBranch, ReferenceSnapshot
-from twin_worlds import N_SEQ, Tally, TwinWorlds
+from reference_comparison import N_SEQ, ReferenceComparison, Tally
 
 import llamabranch as lb
 from llamabranch import Branch, Context
@@ -31,12 +31,12 @@ from llamabranch.errors import (
     TokenizeError,
 )
 
-WHO = st.integers(0, N_SEQ - 1)  # a branch or a sequence, by its number modulo how many there are
+WHO = st.integers(0, N_SEQ - 1)  # a branch or a sequence: its index modulo their number
 ANY = st.integers(0, 999)
 MANY = st.integers(1, 120)
 
 
-class Machine(TwinWorlds):
+class Machine(ReferenceComparison):
     """The rules; `machine` makes a class of them for a model."""
 
     # -- beginnings and growth ---------------------------------------------------------------------
@@ -64,34 +64,38 @@ class Machine(TwinWorlds):
     @rule(who=WHO, a=ANY, n=MANY)
     def prefill(self, who: int, a: int, n: int) -> None:
         self.count("prefill")
-        twin, tokens = self.branch(who), self.tokens(a, n)
-        if len(twin.tokens) > twin.n_prompt:
+        expected, tokens = self.branch(who), self.tokens(a, n)
+        if len(expected.tokens) > expected.n_prompt:
             with pytest.raises(BranchStateError, match="prefill comes before"):
-                self.real[twin].prefill(tokens)
+                self.real[expected].prefill(tokens)
             return
         self.both(
-            lambda: self.real[twin].prefill(tokens), lambda: self.world.prefill({twin: tokens})
+            lambda: self.real[expected].prefill(tokens),
+            lambda: self.world.prefill({expected: tokens}),
         )
 
     @rule(who=WHO, a=ANY)
     def commit(self, who: int, a: int) -> None:
         self.count("commit")
-        twin, token = self.branch(who), self.tokens(a, 1)[0]
-        if not twin.tokens:
+        expected, token = self.branch(who), self.tokens(a, 1)[0]
+        if not expected.tokens:
             with pytest.raises(BranchStateError, match="empty"):
-                self.real[twin].commit(token)
+                self.real[expected].commit(token)
             return
-        self.both(lambda: self.real[twin].commit(token), lambda: self.world.commit({twin: [token]}))
+        self.both(
+            lambda: self.real[expected].commit(token),
+            lambda: self.world.commit({expected: [token]}),
+        )
 
     @rule(who=WHO, a=ANY, n=MANY, every=st.booleans())
     def extend(self, who: int, a: int, n: int, every: bool) -> None:
         self.count("extend")
-        twin, tokens = self.branch(who), self.tokens(a, n)
+        expected, tokens = self.branch(who), self.tokens(a, n)
         rows: list[object] = []
         logits = "all" if every else "last"
         if self.both(
-            lambda: rows.extend(self.real[twin].extend(tokens, logits)),
-            lambda: self.world.commit({twin: tokens}),
+            lambda: rows.extend(self.real[expected].extend(tokens, logits)),
+            lambda: self.world.commit({expected: tokens}),
         ):
             assert len(rows) == (n if every else 1)
 
@@ -99,34 +103,44 @@ class Machine(TwinWorlds):
     def step(self, mask: int) -> None:
         """One branch by itself, or several in one decode."""
         self.count("step")
-        twins = [b for b in self.some(mask) if b.tokens]
-        said: dict[Branch, lb.Produced] = {}
+        expected_branches = [b for b in self.some(mask) if b.tokens]
+        produced_by: dict[Branch, lb.Produced] = {}
 
         def real() -> None:
-            if len(twins) == 1:
-                said[self.real[twins[0]]] = self.real[twins[0]].step()
+            if len(expected_branches) == 1:
+                produced_by[self.real[expected_branches[0]]] = self.real[
+                    expected_branches[0]
+                ].step()
             else:
-                said.update(self.store.step(self.real[twin] for twin in twins))
+                produced_by.update(
+                    self.store.step(self.real[expected] for expected in expected_branches)
+                )
 
         def reference() -> None:
-            for twin in twins:
-                self.world.need_row(twin)
-            produced = {twin: said.get(self.real[twin]) for twin in twins}
+            for expected in expected_branches:
+                self.world.need_row(expected)
+            produced = {
+                expected: produced_by.get(self.real[expected]) for expected in expected_branches
+            }
             self.world.commit(
                 {t: [p.token if p else 0] for t, p in produced.items() if not (p and p.is_stop)}
             )
-            for twin, p in produced.items():
-                twin.is_finished |= bool(p and p.is_stop)
+            for expected, p in produced.items():
+                expected.is_finished |= bool(p and p.is_stop)
 
-        self.both(real, reference)  # refused, nobody has said anything: then all would have grown
+        self.both(
+            real, reference
+        )  # if the step is refused, ``produced_by`` is empty and every branch would have grown
 
     @rule(mask=st.integers(1, 63), a=ANY, n=st.integers(1, 30))
     def prefill_together(self, mask: int, a: int, n: int) -> None:
         self.count("prefill_together")
-        twins = [b for b in self.some(mask) if len(b.tokens) == b.n_prompt]
-        prompts = {twin: self.tokens(a + i, n + i) for i, twin in enumerate(twins)}
+        expected_branches = [b for b in self.some(mask) if len(b.tokens) == b.n_prompt]
+        prompts = {
+            expected: self.tokens(a + i, n + i) for i, expected in enumerate(expected_branches)
+        }
         self.both(
-            lambda: self.store.prefill({self.real[twin]: t for twin, t in prompts.items()}),
+            lambda: self.store.prefill({self.real[expected]: t for expected, t in prompts.items()}),
             lambda: self.world.prefill(prompts),
         )
 
@@ -135,87 +149,88 @@ class Machine(TwinWorlds):
     @rule(who=WHO)
     def fork(self, who: int) -> None:
         self.count("fork")
-        twin = self.branch(who)
-        self.born(lambda: self.real[twin].fork(), lambda: self.world.fork(twin))
+        expected = self.branch(who)
+        self.born(lambda: self.real[expected].fork(), lambda: self.world.fork(expected))
 
     @rule(who=WHO, n=st.integers(0, 4))
     def fork_many(self, who: int, n: int) -> None:
         self.count("fork_many")
-        twin = self.branch(who)
+        expected = self.branch(who)
         if n > len(self.world.free_seqs()):
             with pytest.raises(SequencesExhaustedError):
-                self.real[twin].fork_many(n)
+                self.real[expected].fork_many(n)
             return
-        for child in self.real[twin].fork_many(n):
-            reference = self.world.fork(twin)
+        for child in self.real[expected].fork_many(n):
+            reference = self.world.fork(expected)
             reference.seed = child.seed
             self.real[reference] = child
-        assert len({self.real[b].seed for b in self.world.children(twin)[-n:]}) == n or n == 0
+        assert len({self.real[b].seed for b in self.world.children(expected)[-n:]}) == n or n == 0
 
     @rule(who=WHO, a=ANY)
     def rewind(self, who: int, a: int) -> None:
         self.count("rewind")
-        twin = self.branch(who)
-        position = a % (len(twin.tokens) + 1)
+        expected = self.branch(who)
+        position = a % (len(expected.tokens) + 1)
         self.both(
-            lambda: self.real[twin].rewind(position), lambda: self.world.rewind(twin, position)
+            lambda: self.real[expected].rewind(position),
+            lambda: self.world.rewind(expected, position),
         )
 
     @rule(who=WHO, a=ANY)
     def reseed(self, who: int, a: int) -> None:
         self.count("reseed")
-        twin = self.branch(who)
-        self.real[twin].reseed(a)
-        twin.seed = a
+        expected = self.branch(who)
+        self.real[expected].reseed(a)
+        expected.seed = a
 
     # -- endings -----------------------------------------------------------------------------------
 
     @rule(who=WHO, how=st.integers(0, 5))
     def prune(self, who: int, how: int) -> None:
-        twin = self.branch(who)
-        has_children = bool(self.world.children(twin))
+        expected = self.branch(who)
+        has_children = bool(self.world.children(expected))
         if how == 0 and not has_children:
-            self.forget(twin)
+            self.forget(expected)
             return
         self.count("prune")
         if how == 1:
-            self.real[twin].prune_subtree()
+            self.real[expected].prune_subtree()
         elif has_children:
             with pytest.raises(BranchStateError, match="children"):
-                self.real[twin].prune()
+                self.real[expected].prune()
             return
         else:
-            self.real[twin].prune()
-        self.world.prune(twin)
+            self.real[expected].prune()
+        self.world.prune(expected)
         self.bury()
 
-    def forget(self, twin: ReferenceBranch) -> None:
-        """The program loses a branch; garbage collection gives its sequence back."""
+    def forget(self, expected: ReferenceBranch) -> None:
+        """Drop the last reference to a branch; garbage collection returns its sequence."""
         self.count("forget")
         self.dead = None  # a pruned child keeps its parent alive
-        left = weakref.ref(self.real.pop(twin))
-        self.world.prune(twin)
-        if left() is not None:  # a traceback remembers it
+        left = weakref.ref(self.real.pop(expected))
+        self.world.prune(expected)
+        if left() is not None:  # a traceback may refer to it
             gc.collect()
         assert left() is None
 
     @rule(who=WHO, alone=st.booleans())
     def promote(self, who: int, alone: bool) -> None:
-        """Take the parent's place, or everybody's."""
-        twin = self.branch(who)
+        """Replace the parent, or prune all other branches."""
+        expected = self.branch(who)
         if alone and who == 0:
             self.count("retain_only")
-            self.store.retain_only(self.real[twin])
-            self.world.retain_only(twin)
+            self.store.retain_only(self.real[expected])
+            self.world.retain_only(expected)
             self.bury()
             return
         self.count("promote")
-        if twin.parent is None:
+        if expected.parent is None:
             with pytest.raises(BranchStateError, match="root"):
-                self.real[twin].promote()
+                self.real[expected].promote()
             return
-        self.real[twin].promote()
-        self.world.promote(twin)
+        self.real[expected].promote()
+        self.world.promote(expected)
         self.bury()
 
     # -- snapshots ---------------------------------------------------------------------------------
@@ -223,14 +238,14 @@ class Machine(TwinWorlds):
     @rule(who=WHO)
     def snapshot(self, who: int) -> None:
         self.count("snapshot")
-        twin = self.branch(who)
+        expected = self.branch(who)
         saved: list[lb.Snapshot] = []
-        expected: list[ReferenceSnapshot] = []
+        references: list[ReferenceSnapshot] = []
         if self.both(
-            lambda: saved.append(self.real[twin].snapshot()),
-            lambda: expected.append(self.world.snapshot(twin)),
+            lambda: saved.append(self.real[expected].snapshot()),
+            lambda: references.append(self.world.snapshot(expected)),
         ):
-            self.snapshots = [*self.snapshots[-2:], (expected[0], saved[0])]
+            self.snapshots = [*self.snapshots[-2:], (references[0], saved[0])]
 
     @precondition(lambda self: self.snapshots)
     @rule(which=st.integers(0, 2), by_file=st.integers(0, 9))
@@ -252,7 +267,7 @@ class Machine(TwinWorlds):
         finally:
             shutil.rmtree(folder)
 
-    # -- raw calls on sequences that nobody leased -------------------------------------------------
+    # -- raw calls on sequences that are not leased -------------------------------------------------
 
     @precondition(lambda self: self.raw_seqs())
     @rule(which=WHO, a=ANY, n=MANY)
@@ -298,7 +313,7 @@ class Machine(TwinWorlds):
 
     @rule(which=st.integers(0, 99), who=WHO)
     def misuse(self, which: int, who: int) -> None:
-        """A call that makes no sense; `check` sees that it changed nothing."""
+        """An invalid call; `check` verifies that it changed nothing."""
         self.count("misuse")
         ctx, n_vocab = self.ctx, self.model.n_vocab
         wrong: list[tuple[type[lb.LlamaBranchError], Callable[[], object]]] = [
@@ -319,13 +334,13 @@ class Machine(TwinWorlds):
                 (ConfigError, lambda: ctx.kv_cache_remove(seq, 5, 2)),
             ]
         if self.real:
-            twin = self.branch(who)
-            branch, n = self.real[twin], len(twin.tokens)
+            expected = self.branch(who)
+            branch, n = self.real[expected], len(expected.tokens)
             wrong += [
-                (BranchStateError, lambda: ctx.decode([1], n, seq_id=twin.seq)),
-                (BranchStateError, lambda: ctx.kv_cache_remove(twin.seq)),
-                (BranchStateError, lambda: ctx.kv_seq_copy(twin.seq, 0)),
-                (BranchStateError, lambda: ctx.kv_seq_copy(0, twin.seq)),
+                (BranchStateError, lambda: ctx.decode([1], n, seq_id=expected.seq)),
+                (BranchStateError, lambda: ctx.kv_cache_remove(expected.seq)),
+                (BranchStateError, lambda: ctx.kv_seq_copy(expected.seq, 0)),
+                (BranchStateError, lambda: ctx.kv_seq_copy(0, expected.seq)),
                 (BranchStateError, ctx.kv_cache_clear),
                 (ConfigError, lambda: branch.prefill([])),
                 (ConfigError, lambda: branch.extend([])),
@@ -359,7 +374,7 @@ class Machine(TwinWorlds):
 
 
 def tiny(path: Path, weights: str = "q8_0") -> Path:
-    """Write the smallest model that the machine runs on; a step takes it a millisecond."""
+    """Write the smallest model that the machine runs on; a step takes about a millisecond."""
     return toys.write_llama(path, weights=weights, n_layer=1, n_embd=32, n_head=1, n_ff=32)
 
 
@@ -378,8 +393,8 @@ def machine(model: lb.Model, clean: Context, *, exact: bool, name: str) -> type[
 def long_settings(n_runs: int, n_steps: int, *, soak: bool) -> settings:
     """Return settings for ``n_runs`` runs of ``n_steps`` steps.
 
-    The suite takes the same steps every time and makes a failure small; a soak takes those of its seed
-    and tells a failure at once.
+    The suite runs the same steps every time and shrinks a failure; a soak runs those of its seed and
+    reports a failure at once.
     """
     phases = (Phase.generate,) if soak else (Phase.generate, Phase.shrink)
     return settings(

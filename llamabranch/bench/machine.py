@@ -1,4 +1,4 @@
-"""The machine of a measurement: processor, cores, load, and the build of llama.cpp."""
+"""The machine that was measured on: processor, cores, load, and the build of llama.cpp."""
 
 from __future__ import annotations
 

@@ -19,7 +19,9 @@ __all__ = ["Cell", "PairBench", "PairReport"]
 RULES = ("seeded", "token", "block")
 _PLAIN = "plain"
 _N_REPEATS = 6  # decodes of each size for v(n): fewer have no confidence interval
-_NEARLY = 0.98  # a setting with the text of plain decoding wins with this share of the best speed
+_NEARLY = (
+    0.98  # share of the best speed from which "seeded", which keeps the plain text, is preferred
+)
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,13 @@ class Cell:
 
 @dataclass
 class PairReport:
-    """The results; after an interruption those up to it.
+    """The results, or those measured before an interruption.
 
     ``times`` are the seconds of target decodes of n tokens, empty where the memory cannot be truncated.
     ``lengths`` are the cells of the different draft lengths, all with the rule "seeded"; ``rules`` are
-    those of the different rules, empty at temperature 0, where all rules give the same. ``confirmed`` is
-    the fastest
-    setting, measured once more against plain decoding only: the maximum of many noisy figures is biased
-    upwards, so it does not show that the setting is faster.
+    those of the different rules, empty at temperature 0, where all rules give the same text.
+    ``confirmed`` is the fastest setting, measured once more against plain decoding only: the maximum
+    of many noisy figures is biased upwards, so it does not show that the setting is faster.
     """
 
     times: dict[int, list[float]] = field(default_factory=dict)
@@ -150,7 +151,7 @@ class PairReport:
         """Whether the best setting is "faster" or "slower" than plain decoding, or "inconclusive".
 
         "faster" and "slower" require that the whole interval of ``confirmed`` is above or below 1.
-        Otherwise "nothing compared" or "nothing drafted", if there is nothing to judge.
+        Otherwise "nothing compared" or "nothing drafted", if there is nothing to compare.
         """
         if not self.lengths:
             return "nothing compared"
@@ -228,8 +229,8 @@ class PairBench:
         if self._sampling.temperature > 0 and report.fixed and not self._stop():
             k = max(report.fixed, key=lambda cell: cell.speedup.median).length
             chosen = [k] if "auto" not in self._lengths else [k, "auto"]
-            duels = [(length, rule) for length in chosen for rule in RULES]
-            _, report.rules = self._measure("rules", duels)
+            settings = [(length, rule) for length in chosen for rule in RULES]
+            _, report.rules = self._measure("rules", settings)
         candidate = report.candidate
         if candidate is not None and not self._stop():
             report.confirmed = self._confirm(candidate)

@@ -1,7 +1,7 @@
 """Samples, interleaved runs, medians, spread, ratios and their confidence intervals. No models here.
 
-The speed of a machine changes during a measurement. Therefore contestants take turns: each prompt is
-given to all of them, in alternating order, and ratios are taken within a run.
+The speed of a machine changes during a measurement. Therefore the measured methods take turns: each
+prompt is given to all of them, in alternating order, and ratios are taken within a run.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = [
     "median_time",
 ]
 
-PAUSE_S = 0.01  # between contestants: the threads of the last one still spin for a moment
+PAUSE_S = 0.01  # between two methods: the threads of the previous one still spin for a short time
 
 
 class Stopped(Exception):
-    """Raised by a work that was asked to stop; its sample is not counted."""
+    """Raised by a ``Work`` that was asked to stop; its sample is not counted."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Interval:
 
 @dataclass
 class Total:
-    """The sums of one run of one contestant."""
+    """The sums of one run of one method."""
 
     n_tokens: int = 0
     seconds: float = 0.0
@@ -152,7 +152,7 @@ class Total:
 
 @dataclass
 class Series:
-    """The runs of one contestant."""
+    """The runs of one method."""
 
     runs: list[Total] = field(default_factory=list)
 
@@ -231,12 +231,12 @@ def interleave(
     warm_up: bool = True,
     progress: Callable[[str], None] = tell,
 ) -> dict[str, Series]:
-    """Time all rivals on the same items, turn by turn.
+    """Time all methods on the same items, in turns.
 
-    Each first warms up on item 0, untimed and with a state of its own. A run gives every item to every
-    rival, in order and, for every other item, in reverse. Each run starts with fresh state. Where a
-    work is ``Stopped``, or its decode interrupted, what is returned holds the items all rivals did.
-    No run begins after the timed work has taken ``budget_s`` seconds.
+    Each first warms up on item 0, untimed and with separate state. A run gives every item to every
+    method, in order and, for every other item, in reverse order. Each run starts with fresh state. If
+    a ``Work`` raises ``Stopped`` or its decode is interrupted, the result holds only the items that all
+    methods completed. No run begins after the timed work has taken ``budget_s`` seconds.
     """
     series = {name: Series() for name in makers}
     try:

@@ -17,7 +17,7 @@ Prompts = Sequence[Sequence[int]]  # token ids
 
 
 def seed_of(run: int, item: int) -> int:
-    """Return the seed of a prompt in a run: the same for all contestants, different in each run."""
+    """Return the seed of a prompt in a run: the same for all methods, different in each run."""
     return 1 + 1000 * (run + 1) + item
 
 
@@ -67,8 +67,8 @@ def speculative(
 ) -> Maker:
     """Return decoding with a drafter that is new in every run (``cold``: for every prompt).
 
-    Otherwise a copying drafter would find the text of the run before, and the draft length would have
-    been learned in untimed runs. Evaluating the prompt with the draft model is timed.
+    A drafter kept between runs would copy the text of the previous run, and the draft length would have
+    been tuned in untimed runs. Evaluating the prompt with the draft model is timed.
     """
 
     def make(run: int) -> Work:

@@ -1,4 +1,4 @@
-"""One line of thought on a context: fork, produce, commit, rewind, prune, save."""
+"""Branches: sequences of a context that can be forked, extended, rewound, pruned and saved."""
 
 from .branch import Branch
 from .snapshot import Snapshot

@@ -1,4 +1,4 @@
-"""A branch: one line of thought, forked from another at almost no cost."""
+"""A branch: a sequence with its tokens and sampler, which can be forked at almost no cost."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from .verification import Verification
 
 __all__ = ["Branch"]
 
-_serial = itertools.count()  # tells older children from younger ones
+_serial = itertools.count()  # sorts children by age
 
 
 class Branch:
-    """One line of thought: a leased sequence, its tokens, and the sampler that goes with it.
+    """A leased sequence with its tokens and its sampler.
 
-    Made by :meth:`start` or :meth:`create`, multiplied by :meth:`fork`, ended by :meth:`prune` (or by
-    leaving its ``with`` block; a forgotten branch gives its sequence back when it is collected).
+    Made by :meth:`start`, :meth:`create` or :meth:`fork`, ended by :meth:`prune` or by leaving its
+    ``with`` block; when an unreferenced branch is garbage collected, its sequence is returned.
 
     Attributes:
-        sequence: tokens, sampler and logits in step with the memory; for drafters, not for users.
+        sequence: tokens, sampler and logits in step with the K/V cache; for drafters, not for users.
     """
 
     def __init__(self, ctx: Context, sampler: Sampler, seed: int, parent: Branch | None) -> None:
@@ -84,13 +84,13 @@ class Branch:
         sampling: SamplingParams | None = None,
         **settings: object,
     ) -> Branch:
-        """Return a branch that has read ``prompt`` (text or token ids).
+        """Return a branch prefilled with ``prompt`` (text or token ids).
 
         Args:
-            ctx: where it lives.
-            prompt: text, tokenized with the model's beginning token if it has one; or ids.
-            grammar: what the generated text must follow.
-            sampling: settings; single ones may be given by name instead: ``temperature=0.8, seed=1``.
+            ctx: the context that holds it.
+            prompt: text, tokenized with the model's BOS token if it has one; or ids.
+            grammar: constrains the generated text.
+            sampling: settings; its fields may be given by name instead: ``temperature=0.8, seed=1``.
         """
         params = (sampling or SamplingParams()).replace(**settings)
         branch = cls.create(ctx, params, grammar)
@@ -120,7 +120,7 @@ class Branch:
 
     @property
     def ctx(self) -> Context:
-        """The context it lives in."""
+        """The context that holds it."""
         return self.sequence.ctx
 
     @property
@@ -142,8 +142,8 @@ class Branch:
     def text(self) -> str:
         """The text of all tokens but control tokens.
 
-        Of a generation that a stop string ended it holds that string, as ``tokens`` does; what the
-        generation yielded leaves it out.
+        After a generation that ended at a stop string it includes that string, as ``tokens`` does; the
+        text that the generation yielded does not.
         """
         pieces = map(self.ctx.model.piece, self.sequence.tokens)
         return b"".join(pieces).decode("utf-8", "replace")
@@ -160,31 +160,31 @@ class Branch:
 
     @property
     def n_prompt(self) -> int:
-        """How many of its tokens were read, not generated."""
+        """How many of its tokens were prefilled, not generated."""
         return self.sequence.n_prompt
 
     @property
     def sampling(self) -> SamplingParams:
-        """The settings in force; a seed that was given is the branch's own, also after ``reseed``."""
+        """The settings in effect; a given seed is the current one, also after ``reseed``."""
         params = self.sequence.sampler.params
-        # Forks share a sampler, so what it was made with tells nothing of the seed in force.
+        # Forks share sampler settings, so those do not determine the seed in effect.
         if params.seed is None or params.seed == self.seed:
             return params
         return params.replace(seed=self.seed)
 
     @property
     def grammar(self) -> Grammar | None:
-        """What its text follows, if anything."""
+        """The grammar that constrains its text, if any."""
         return self.sequence.sampler.grammar
 
     @property
     def seed(self) -> int:
-        """What its draws are made of."""
+        """The seed of its draws."""
         return self.sequence.seed
 
     @property
     def seed_given(self) -> bool:
-        """True if its seed, or the one that is derived from, was chosen by the user, not picked here."""
+        """True if its seed, or the one it is derived from, was given by the user, not picked here."""
         return self.sequence.seed_given
 
     @property
@@ -204,7 +204,7 @@ class Branch:
 
     @property
     def children(self) -> list[Branch]:
-        """The living forks of this branch, oldest first."""
+        """The forks of this branch that are not pruned, oldest first."""
         living = (child for child in self._children if not child.sequence.is_pruned)
         return sorted(living, key=lambda child: child._serial)
 
@@ -222,7 +222,7 @@ class Branch:
             return self.sequence.logits_row().array.copy()
 
     def distribution(self) -> Distribution:
-        """Return what the next token is drawn from: after all sampling settings and the grammar."""
+        """Return the distribution of the next token, after all sampling settings and the grammar."""
         with self._lock:
             sequence = self.sequence
             row = sequence.logits_row()
@@ -243,13 +243,13 @@ class Branch:
         """Return exp(mean surprisal) of the committed tokens, under the model's own distribution.
 
         Args:
-            since: "prompt" = all that were generated on this line, inherited ones included, so that
-                branches can be compared wherever they were forked; "fork" = those after the fork
-                point. Prompt tokens have no surprisal here: they were read, not predicted. Nor has
-                the first token of a branch without a prompt, which nothing came before.
+            since: "prompt" = all generated tokens, inherited ones included, so that branches can be
+                compared wherever they were forked; "fork" = those after the fork point. Prompt tokens
+                have no surprisal here: they were prefilled, not predicted. Nor has the first token of
+                a branch without a prompt, since no logits precede it.
 
         Raises:
-            BranchStateError: there are no such tokens, or some were taken without a surprisal.
+            BranchStateError: there are no such tokens, or some were appended without a surprisal.
             ConfigError: an unknown ``since``.
         """
         with self._lock:
@@ -267,15 +267,15 @@ class Branch:
     def log_likelihood(self, since: str = "prompt", base: str = "nats") -> float:
         """Return the sum of log p of the committed tokens, under the model's own distribution.
 
-        0 where there are none. It falls with every token: compare texts of one length by it, and
-        others by ``perplexity``.
+        0 where there are none. Every token lowers it: use it to compare texts of equal length, and
+        ``perplexity`` for others.
 
         Args:
             since: "prompt" or "fork", as for ``perplexity``.
             base: "nats" or "bits".
 
         Raises:
-            BranchStateError: some tokens were taken without a surprisal.
+            BranchStateError: some tokens were appended without a surprisal.
             ConfigError: an unknown ``since`` or ``base``.
         """
         with self._lock:
@@ -292,17 +292,17 @@ class Branch:
         start = self.fork_position if since == "fork" else 0
         counted = self.sequence.surprisals[max(start, self.n_prompt, 1) - self.n_prompt :]
         if any(map(math.isnan, counted)):
-            # Of tokens that were followed, not predicted; an order by NaN would be none.
+            # Tokens of ``append_unscored`` have NaN, which would make any comparison false.
             raise BranchStateError(
                 f"{sum(map(math.isnan, counted))} of {len(counted)} tokens have no surprisal",
-                hint="they were taken without their logits; extend a new branch by them",
+                hint="they were appended without their logits; extend a new branch with them",
             )
         return counted
 
     # -- moving ------------------------------------------------------------------------------------
 
     def prefill(self, tokens: TokenIds) -> None:
-        """Read ``tokens`` in chunks. They count for penalties, not for the grammar.
+        """Decode ``tokens`` as the prompt, in chunks. They count for penalties, not for the grammar.
 
         Raises:
             TokenizeError, CacheFullError, DecodeError: the branch is as before.
@@ -314,19 +314,19 @@ class Branch:
             sequence.append_prompt(tokens, rows[-1])
 
     def produce(self) -> Produced:
-        """Return the token that comes next on this branch; changes nothing.
+        """Return the next token of this branch; changes nothing.
 
-        The same answer until the state changes: the draw is a pure function of the logits, the
+        The result is the same until the state changes: the draw is a pure function of the logits, the
         settings, the seed and the position.
 
         Raises:
-            BranchStateError: pruned or empty. GrammarError: nothing may follow.
+            BranchStateError: pruned or empty. GrammarError: the grammar allows no token.
         """
         with self._lock:
             return self.sequence.produce()
 
     def commit(self, token: SupportsIndex) -> None:
-        """Take ``token`` as the next one: decode it and let the sampler remember it.
+        """Append ``token``: decode it and update the sampler.
 
         Raises:
             TokenizeError, GrammarError, CacheFullError, DecodeError: the branch is as before.
@@ -351,9 +351,9 @@ class Branch:
 
         It ends at an EOG token (not committed, and yielded only to carry text that was held back for
         a stop string), after ``max_tokens``, or when the text contains a stop string: text from there
-        on is not yielded, but the tokens that completed it are, and stay: ``tokens`` and ``text`` of
-        the branch hold the stop string. ``finish_reason`` says which. Without ``max_tokens`` it goes
-        on until the model stops or the cache is full.
+        on is not yielded, but the tokens that completed it are yielded and kept, so ``tokens`` and
+        ``text`` of the branch include the stop string. ``finish_reason`` is "stop" or "length".
+        Without ``max_tokens`` it continues until the model stops or the cache is full.
 
         Raises:
             CacheFullError: no cell is left; the branch holds all tokens that were yielded. Before this
@@ -377,11 +377,11 @@ class Branch:
         self.sequence.finish_reason = output.finish_reason
 
     def extend(self, tokens: TokenIds, logits: str = "all") -> list[npt.NDArray[np.float32]]:
-        """Decode several tokens at once and take them as the next ones.
+        """Append several tokens, decoded at once.
 
         Args:
             tokens: ids, at least one; a grammar must allow them.
-            logits: "all" or "last": whose rows to return.
+            logits: "all" or "last": which rows to return.
 
         Returns:
             the logits after each token (or after the last one), float32 (V,), copies.
@@ -394,7 +394,7 @@ class Branch:
                 raise ConfigError(f"logits must be 'all' or 'last', not {logits!r}")
             sequence, tokens = self.sequence, token_list(tokens)
             if not tokens:
-                raise ConfigError("nothing to extend by: no tokens")
+                raise ConfigError("nothing to extend with: no tokens")
             self.ctx.model.check_tokens(tokens)
             sequence.sampler.after(tokens)  # raises GrammarError before anything is decoded
             if sequence.tokens:
@@ -407,10 +407,10 @@ class Branch:
     # -- branching ---------------------------------------------------------------------------------
 
     def fork(self) -> Branch:
-        """Return a child that goes on from here.
+        """Return a child that continues from the same state.
 
         It shares the prefix's cells and has its own copy of the sampler's and the grammar's state, the
-        tokens and the metrics; it draws like its parent until reseeded. No K/V is copied.
+        tokens and the surprisals; it draws like its parent until reseeded. No K/V is copied.
 
         Raises:
             SequencesExhaustedError: no sequence is free. BranchStateError: pruned.
@@ -439,7 +439,7 @@ class Branch:
         return children
 
     def reseed(self, seed: int | None = None) -> None:
-        """Draw differently from here on; without a ``seed`` a new one is picked."""
+        """Use another seed from here on; without ``seed`` a random one is picked."""
         given = seed is not None
         seed = random_seed() if seed is None else whole("seed", seed)
         with self._lock:
@@ -448,7 +448,7 @@ class Branch:
             self.sequence.seed_given |= given
 
     def steer(self, bias: Mapping[int, float]) -> None:
-        """Add ``bias`` to logits from here on; forks inherit it, an empty mapping ends it."""
+        """Add ``bias`` to logits from here on; forks inherit it, an empty mapping removes it."""
         self.resample(self.sampling.replace(logit_bias=bias))
 
     def resample(self, sampling: SamplingParams) -> None:
@@ -467,7 +467,7 @@ class Branch:
                 sequence.seed, sequence.seed_given = sampling.seed, True
 
     def rewind(self, position: int) -> None:
-        """Forget everything from ``position`` on, as if it had never been.
+        """Drop all tokens from ``position`` on, as if they had never been decoded.
 
         The K/V is truncated; where this memory cannot truncate, the kept tokens are decoded again,
         from the parent's state if the parent still is at or before ``position``.
@@ -509,7 +509,7 @@ class Branch:
             self.prune()
 
     def promote(self) -> None:
-        """Take the parent's place: the parent and this branch's siblings are pruned.
+        """Replace the parent: the parent and this branch's siblings are pruned.
 
         Raises:
             BranchStateError: it has no parent.
@@ -531,7 +531,7 @@ class Branch:
             parent.prune()
 
     def detach(self) -> None:
-        """Become a root: the parent stays, but has no link to this branch any more."""
+        """Become a root: the parent stays, without a link to this branch."""
         with self._lock:
             self.sequence.check_usable()
             if self._parent is not None:
@@ -542,7 +542,7 @@ class Branch:
     # -- saving ------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Return a copy of all that this branch is; see ``restore``. Its children are not in it.
+        """Return a copy of the branch's complete state, without its children; see ``restore``.
 
         Raises:
             BranchStateError: pruned. UnsupportedError: this memory cannot be saved.
@@ -551,10 +551,10 @@ class Branch:
             return capture(self.sequence, self.sampling)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write this branch to a file, all of it or nothing; see ``load``.
+        """Write this branch to a file, completely or not at all; see ``load``.
 
-        K/V, tokens, settings, grammar, seed, surprisals and logits; not its children. A symbolic link
-        is followed, the mode of a file that is replaced is kept.
+        Saves K/V, tokens, settings, grammar, seed, surprisals and logits; not its children. A symbolic
+        link is followed, and a file that is replaced keeps its mode.
 
         Raises:
             BranchStateError: pruned. UnsupportedError: this memory cannot be saved.
@@ -564,12 +564,12 @@ class Branch:
 
     @classmethod
     def restore(cls, ctx: Context, snapshot: Snapshot, *, trusted: bool = False) -> Branch:
-        """Return a root that goes on where the snapshot was taken, here or in another context.
+        """Return a root that continues from the snapshot, in the same or another context.
 
-        Where contexts are batch-invariant, with the same text to the bit.
+        In batch-invariant contexts it generates bit for bit what the saved branch would.
 
         Raises:
-            SnapshotError: it is of another model, K/V type or rope setting, or contradicts itself.
+            SnapshotError: it is of another model, K/V type or rope setting, or inconsistent.
             SequencesExhaustedError, CacheFullError: no room; ``ctx`` is as before.
         """
         return cls._restored(ctx, lambda: snapshot, trusted)
@@ -578,16 +578,16 @@ class Branch:
     def load(cls, ctx: Context, path: str | os.PathLike[str], *, trusted: bool = False) -> Branch:
         """Return the branch that ``save`` wrote, as a root; see ``restore``.
 
-        The file may be anybody's: everything in it is checked before it is used.
+        The file may come from an untrusted source: everything in it is checked before use.
 
         Args:
-            ctx: where it goes on.
+            ctx: where it continues.
             path: the file.
-            trusted: take K/V that cannot be checked, because this llama.cpp writes it in a form unknown
-                here. Only for files of which you know that nobody forged them.
+            trusted: accept K/V that cannot be checked, because this llama.cpp writes it in an unknown
+                layout. Only for files of which you know that nobody forged them.
 
         Raises:
-            SnapshotError: no such file, damaged, forged, or not for this context.
+            SnapshotError: no such file, damaged, failed a check, or not for this context.
             UnsupportedError: the K/V cannot be checked, and is not ``trusted``.
             SequencesExhaustedError, CacheFullError: no room; ``ctx`` is as before.
         """

@@ -1,4 +1,4 @@
-"""What the K/V of a sequence depends on beside its tokens: whether two contexts compute the same."""
+"""What the K/V of a sequence depends on besides its tokens: do two contexts compute the same K/V?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["KVCompatibility"]
 
 @dataclass(frozen=True)
 class KVCompatibility:
-    """What the K/V of a sequence depends on beside its tokens."""
+    """What the K/V of a sequence depends on besides its tokens."""
 
     fingerprint: str
     architecture: str
@@ -55,12 +55,12 @@ class KVCompatibility:
                 what = "another model" if name == "fingerprint" else f"another {name}"
                 raise SnapshotError(
                     f"the snapshot is of {what}: {theirs!r:.80}, this context has {ours[name]!r}",
-                    hint="open the context with the model and settings it was saved with",
+                    hint="create the context with the model and settings it was saved with",
                 )
 
 
 def _rope(ctx: Context) -> str:
-    """Return how positions are turned; keys are stored turned."""
+    """Return the RoPE settings: stored keys are already rotated by them."""
     options = ctx.params.native()  # in llama.cpp's numbers
     names = [f.name for f in fields(options) if f.name.startswith(("rope_", "yarn_"))]
     parts = [f"{name}={getattr(options, name):g}" for name in names]

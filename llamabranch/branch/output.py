@@ -1,4 +1,4 @@
-"""The one path from tokens to a user: limits, EOG tokens, stop strings, what was emitted so far.
+"""From tokens to emitted text: token limits, EOG tokens, stop strings, and the output so far.
 
 Branches, speculators, sessions and the engine all emit through it.
 """
@@ -20,18 +20,19 @@ class OutputBuffer:
 
     Args:
         max_tokens: the most tokens to emit; None = until the model ends.
-        stop: strings that end the text; the text leaves them out, the tokens hold them.
+        stop: strings that end the text; ``text`` leaves them out, ``tokens`` includes theirs.
 
     Raises:
         ConfigError: a limit that is no integer or negative, or an empty stop string.
 
     Attributes:
         tokens: ids, those of a stop string included; EOG tokens are not among them.
-        texts: what was shown with each token; joined they are the text, without the stop string.
-        finish_reason: "stop" (EOG token or stop string), "length", or None while it goes on; whoever
-            runs it may write "capacity" or "cancelled".
-        is_stuck: it cannot go on for now, though it may again: the text has what is held back, too.
-        elapsed_s: seconds it took so far, if whoever runs it counts them.
+        texts: the text emitted with each token; joined they are the text, without the stop string.
+        finish_reason: "stop" (EOG token or stop string), "length", or None while it continues; the
+            caller may set it to "capacity" or "cancelled".
+        is_stuck: it cannot continue for now, but may later: meanwhile ``text`` includes the text held
+            back for a stop string.
+        elapsed_s: seconds so far, if the caller counts them.
     """
 
     def __init__(self, max_tokens: int | None, stop: Sequence[str] = ()) -> None:
@@ -47,7 +48,7 @@ class OutputBuffer:
 
     @property
     def text(self) -> str:
-        """What was shown, joined."""
+        """The emitted text."""
         return "".join(self.texts) + (self._stops.held if self.is_stuck else "")
 
     @property
@@ -56,9 +57,9 @@ class OutputBuffer:
         return 1 << 30 if self._max_tokens is None else self._max_tokens - len(self.tokens) - 1
 
     def add(self, emitted: Produced) -> Produced | None:
-        """Take the next token in; return it with the text to show, None if there is nothing to show.
+        """Add the next token; return it with the text to emit, None if there is nothing to emit.
 
-        An EOG token is shown only to carry text that was held back for a stop string.
+        An EOG token is emitted only to carry text that was held back for a stop string.
         """
         self.is_stuck = False
         if emitted.is_stop:
@@ -79,9 +80,9 @@ class OutputBuffer:
         return emitted.with_text(text)
 
     def break_off(self) -> Produced | None:
-        """End it without an EOG token; return what carries the text held back, None if there is none.
+        """End the text without an EOG token; return the held-back text as an item, None if there is none.
 
-        After a text has ended by itself, or the second time, nothing is held back any more.
+        After a regular end, and on a second call, no text is held back.
         """
         held = self._stops.flush()
         if not held:

@@ -1,7 +1,7 @@
-"""The state of a branch: its sequence id, tokens, sampler and logits, in step with the memory.
+"""The state of a branch: its sequence id, tokens, sampler and logits, in step with the K/V cache.
 
-Branches show it to users call by call; speculation, drafters and the engine work on it directly. Methods
-expect right arguments and the context's lock, unless they say that they check.
+``Branch`` wraps it for users; speculation, drafters and the engine work on it directly. Unless documented
+otherwise, methods expect valid arguments and a caller that holds the context's lock.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ __all__ = ["TokenSequence"]
 
 
 class TokenSequence:
-    """A leased sequence id and all that is known of its tokens.
+    """A leased sequence id with its tokens, sampler and logits.
 
     Args:
-        ctx: the context it lives in.
+        ctx: the context that holds it.
         seq_id: a leased, empty sequence.
-        sampler: turns its logits into distributions; has accepted no token, or those of ``parent``.
-        seed: what its draws are made of.
+        sampler: turns its logits into distributions; has accepted the tokens of ``parent``, if any.
+        seed: the seed of its draws.
         parent: the sequence to start as a copy of, sharing its cells; None for an empty one.
 
     Attributes:
         tokens: all ids, prompt and inherited ones included.
-        n_prompt: how many of them were read, not generated.
-        surprisals: -log p of the others, nats; NaN where it was not computed.
+        n_prompt: how many of them were prefilled, not generated.
+        surprisals: -log p of the generated ones, nats; NaN where it was not computed.
         seed_given: whether the seed, or the one it is derived from, was chosen by the user.
         fork_position: how many tokens it shared with the parent when it was forked.
         finish_reason: why the last generation ended, None before that.
         is_pruned: True once the sequence id was returned.
-        row: the logits after the last token, if they are at hand; see ``logits_row``.
+        row: the logits after the last token, None or invalid if unavailable; see ``logits_row``.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class TokenSequence:
         self._seed = seed
         self._cache = ctx.kv_cache
         self._decoder = ctx.decoder
-        # Bytes of a UTF-8 character that is not complete; None where nobody has asked for its text.
+        # Bytes of an incomplete UTF-8 character at the end; None if not computed yet.
         self._pending: bytes | None = b""
         self._produced: Produced | None = None
         self._pending_after = b""  # the bytes that stay incomplete after ``_produced``
-        # Before it the memory is not whole: a restored sliding window cannot be cut further back.
+        # Positions before it may be missing: a restored sliding window cannot be truncated further.
         self._complete_from = 0
         if parent is not None:
             self.fork_position = len(parent.tokens)
@@ -100,7 +100,7 @@ class TokenSequence:
 
     @property
     def seed(self) -> int:
-        """What its draws are made of."""
+        """The seed of its draws."""
         return self._seed
 
     @seed.setter
@@ -109,7 +109,7 @@ class TokenSequence:
         self._produced = None
 
     def use_sampler(self, sampler: Sampler) -> None:
-        """Draw by other settings from here on; ``sampler`` has accepted the tokens."""
+        """Use another sampler from here on; it has accepted the tokens."""
         self.sampler = sampler
         self._produced = None
 
@@ -120,7 +120,7 @@ class TokenSequence:
         self._decoder.check_open()
 
     def release(self) -> None:
-        """Give the sequence id back."""
+        """End the lease of the sequence id."""
         self.is_pruned = True
         self.set_row(None)
         self.ctx.return_lease(self.seq_id)
@@ -130,7 +130,7 @@ class TokenSequence:
     def logits_row(self) -> LogitsRow:
         """Return the logits after the last token, valid while the lock is held.
 
-        If they are not at hand the last token is decoded again. Checks that the branch is usable.
+        If they are unavailable the last token is decoded again. Checks that the branch is usable.
         """
         self.check_usable()
         row = self.row
@@ -144,7 +144,7 @@ class TokenSequence:
         return row
 
     def set_row(self, row: LogitsRow | None) -> None:
-        """Take ``row`` as the logits after the last token."""
+        """Set the logits after the last token."""
         if row is not None:
             row.users += 1
         if self.row is not None:
@@ -159,7 +159,7 @@ class TokenSequence:
     # -- drawing -----------------------------------------------------------------------------------
 
     def produce(self) -> Produced:
-        """Return the token that comes next; drawn once, until the state changes."""
+        """Return the next token; drawn once, until the state changes."""
         if self._produced is None:
             row = self.logits_row()
             self._produced, self._pending_after = self._describe(self.draw(row), row)
@@ -168,7 +168,7 @@ class TokenSequence:
         return self._produced
 
     def draw(self, row: LogitsRow) -> int:
-        """Return the token that comes after the last one, whose logits are ``row``."""
+        """Return a token drawn from ``row``, the logits after the last token."""
         position = len(self.tokens)
         if not self.sampler.is_argmax:
             choice = self.sampler.distribution(row.array, position, self._seed)
@@ -179,11 +179,11 @@ class TokenSequence:
         return token
 
     def describe(self, token: int, row: LogitsRow) -> Produced:
-        """Return ``token`` as what comes next, with its log-probability and entropy from ``row``."""
+        """Return ``token`` as the next one, with its log-probability and entropy from ``row``."""
         return self._describe(token, row)[0]
 
     def _describe(self, token: int, row: LogitsRow) -> tuple[Produced, bytes]:
-        """Return it, and the bytes of a character that stay incomplete after it."""
+        """Return it, and the bytes of a character that is still incomplete after it."""
         model = self.ctx.model
         if model.is_eog(token):
             return Produced(token, "", True, row.logprob(token), row.entropy()), b""
@@ -193,10 +193,10 @@ class TokenSequence:
     # -- memory ------------------------------------------------------------------------------------
 
     def catch_up(self) -> None:
-        """Bring the memory in step again, if a call was broken off.
+        """Make the cache hold exactly ``tokens`` again, if an earlier call failed midway.
 
-        A full cache may have kept ``logits_row`` from the last token; memory that cannot drop a tail
-        was emptied when a decode failed; a Ctrl-C may have come between a decode and what follows it.
+        ``logits_row`` may have dropped the last token and found the cache full; memory that cannot drop a
+        tail was emptied when a decode failed; Ctrl-C may have come between a decode and its bookkeeping.
         """
         ahead = self._cache.next_position(self.seq_id) - len(self.tokens)
         if ahead > 0:
@@ -208,12 +208,12 @@ class TokenSequence:
     def decode_run(
         self, tokens: Sequence[int], logits: str, expiring: Sequence[LogitsRow] = ()
     ) -> list[LogitsRow]:
-        """Decode ``tokens`` at the end; if that fails the memory is as before."""
+        """Decode ``tokens`` at the end; if that fails the cache is as before."""
         self.catch_up()
         return self._decoder.decode_run(tokens, self.seq_id, logits, expiring)
 
     def truncate(self, position: int) -> None:
-        """Make the memory hold exactly the first ``position`` tokens; nothing else changes."""
+        """Make the cache hold exactly the first ``position`` tokens; nothing else changes."""
         held = self._cache.next_position
         can = self._cache.can_truncate and position >= self._complete_from
         if can and held(self.seq_id) >= position and self._cache.drop(self.seq_id, position):
@@ -265,7 +265,7 @@ class TokenSequence:
     def check_commit(self, token: int) -> float:
         """Raise unless ``append`` may follow the decode of ``token``; return its surprisal, nats.
 
-        Whoever calls it has made it a token of the vocabulary.
+        The caller has checked that it is in the vocabulary.
         """
         if self._cache.next_position(self.seq_id) != len(self.tokens):
             self.check_usable()
@@ -307,7 +307,7 @@ class TokenSequence:
         return text
 
     def append_unscored(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
-        """Append decoded tokens, whatever they are; ``row`` follows them, if it was kept."""
+        """Append decoded tokens without surprisals; ``row`` follows them, if it was kept."""
         n = len(self.tokens)
         try:
             if not self.sampler.is_stateless:
@@ -323,9 +323,9 @@ class TokenSequence:
             raise
 
     def decode_unscored(self, tokens: Sequence[int]) -> None:
-        """Decode ``tokens`` and append them, whatever they are, in as few decodes as possible.
+        """Decode ``tokens`` and append them without surprisals, in as few decodes as possible.
 
-        For drafters, which follow another sequence: no surprisal is computed. Takes the lock, checks.
+        For drafters, whose sequence follows the target's. Takes the lock and checks the sequence.
         """
         if not tokens:
             return
@@ -339,7 +339,7 @@ class TokenSequence:
             self.append_unscored(tokens, row)
 
     def share_prefix(self, source: TokenSequence, n: int) -> None:
-        """Take the first ``n`` tokens of ``source`` as this empty sequence's prompt, with its cells."""
+        """Make the first ``n`` tokens of ``source`` this empty sequence's prompt, sharing their cells."""
         with self.ctx.lock:
             self._cache.share(source.seq_id, self.seq_id, 0, n)
             self.append_prompt(source.tokens[:n], None)
@@ -352,7 +352,7 @@ class TokenSequence:
         pending: bytes,
         row: LogitsRow | None,
     ) -> None:
-        """Take over what a snapshot holds; its K/V is in the memory."""
+        """Set the state from a snapshot, whose K/V is already in the cache."""
         self.tokens, self.n_prompt, self.surprisals = tokens, n_prompt, surprisals
         self._pending = pending
         if self.ctx.capabilities.sliding_window:
@@ -360,7 +360,7 @@ class TokenSequence:
         self.set_row(row)
 
     def forget(self, position: int) -> None:
-        """Make everything but the memory be as after the first ``position`` tokens."""
+        """Reset everything except the cache to the state after the first ``position`` tokens."""
         del self.tokens[position:]
         self.n_prompt = min(self.n_prompt, position)
         del self.surprisals[position - self.n_prompt :]
@@ -372,14 +372,14 @@ class TokenSequence:
         self.set_row(None)
 
     def rewind(self, position: int) -> None:
-        """Forget everything from ``position`` on, in memory too."""
+        """Drop all tokens from ``position`` on, in the cache too."""
         self.truncate(position)
         self.forget(position)
         self.fork_position = min(self.fork_position, position)
 
     @property
     def pending(self) -> bytes:
-        """The bytes of a UTF-8 character that is not complete after the last token."""
+        """The bytes of an incomplete UTF-8 character after the last token."""
         if self._pending is None:
             self._pending = self._pending_bytes()
         return self._pending
@@ -388,7 +388,7 @@ class TokenSequence:
         model = self.ctx.model
         tail = b""
         if model.has_text:
-            # Of a UTF-8 character at most three bytes can wait for more. Tokens without text may lie
+            # An incomplete UTF-8 character has at most three bytes. Tokens without text may come
             # between them, so bytes are counted, not tokens.
             for token in reversed(self.tokens[self.n_prompt :]):
                 tail = model.piece(token) + tail

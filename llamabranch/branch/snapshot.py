@@ -1,7 +1,7 @@
-"""A branch outside its context: what is kept of it, and whether it can be trusted.
+"""A branch copied out of its context: its state, its metadata, and the checks before it is restored.
 
-A snapshot may come from anybody's file. Its K/V is checked cell by cell before llama.cpp sees it, because
-a checksum can be recomputed by whoever changes the file.
+A snapshot may come from an untrusted file. Its K/V is checked cell by cell before llama.cpp gets it,
+because whoever changes the file can recompute its checksums.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A branch copied out of its context: all that it takes to go on elsewhere, to the bit.
+    """A branch copied out of its context: everything needed to continue it elsewhere, bit for bit.
 
     ``tokens`` int32 (n,), ``surprisals`` float64 (n - n_prompt,), ``logits`` float32 (V,) or (0,) for an
-    empty branch, ``state`` uint8: llama.cpp's K/V of the sequence. Read-only, shared by nobody.
+    empty branch, ``state`` uint8: llama.cpp's K/V of the sequence. Read-only copies.
     """
 
     origin: KVCompatibility
@@ -70,10 +70,11 @@ class Snapshot:
     # -- files -------------------------------------------------------------------------------------
 
     def write(self, path: str | PathLike[str]) -> None:
-        """Write a file that is either there in full or not at all; an old one is replaced.
+        """Write a file completely or not at all; an existing one is replaced.
 
-        It is written beside its place and renamed. A symbolic link is followed, an old file's mode is
-        kept; a new one can be read by its owner only, since all of the text is in it.
+        It is written to a temporary file in the same folder and renamed. A symbolic link is followed,
+        and the mode of an existing file is kept; a new file is readable by its owner only, since it
+        contains all of the text.
 
         Raises:
             ConfigError: not a path.
@@ -107,7 +108,7 @@ class Snapshot:
 
     @classmethod
     def read(cls, path: str | PathLike[str], ctx: Context | None = None) -> Snapshot:
-        """Read a file; with ``ctx`` only if that context can take it, known before the K/V is read.
+        """Read a file; with ``ctx`` check that it fits that context before the K/V is read.
 
         Raises:
             SnapshotError: no such file, damaged, not a snapshot, or not one for ``ctx``.
@@ -129,14 +130,14 @@ class Snapshot:
     # -- trust -------------------------------------------------------------------------------------
 
     def check(self, ctx: Context, *, trusted: bool = False) -> None:
-        """Raise unless this can go on in ``ctx`` as far as can be known without llama.cpp.
+        """Raise unless this can be restored in ``ctx``, as far as it can be checked without llama.cpp.
 
         Args:
             trusted: accept K/V that cannot be checked, because this llama.cpp writes it in a form unknown
                 here.
 
         Raises:
-            SnapshotError: another model or settings, or parts that contradict each other.
+            SnapshotError: another model or settings, or inconsistent parts.
             UnsupportedError: the K/V cannot be checked, and is not ``trusted``.
             CacheFullError: not enough free cells.
         """
@@ -145,14 +146,14 @@ class Snapshot:
         n_vocab = ctx.n_vocab
         _check_room(ctx, n, len(self.state))
         if not 0 <= self.n_prompt <= n or len(self.surprisals) != n - self.n_prompt:
-            raise SnapshotError("the snapshot contradicts itself: prompt, tokens and surprisals")
-        if (self.surprisals == -np.inf).any():  # NaN is that of a token that was not predicted
-            raise SnapshotError("the snapshot has tokens that are more than certain")
+            raise SnapshotError("the snapshot is inconsistent: prompt, tokens and surprisals")
+        if (self.surprisals == -np.inf).any():  # NaN marks a token without a surprisal
+            raise SnapshotError("the snapshot has tokens with a surprisal of -inf")
         if n and (self.tokens.min() < 0 or self.tokens.max() >= n_vocab):
-            raise SnapshotError("the snapshot names tokens that the vocabulary does not have")
+            raise SnapshotError("the snapshot has token ids outside the vocabulary")
         if len(self.logits) != (n_vocab if n else 0) or not (self.logits < np.inf).all():
             raise SnapshotError(
-                "the snapshot's logits do not fit the vocabulary, or are no numbers"
+                "the snapshot's logits do not fit the vocabulary, or contain NaN or +inf"
             )
         layout = ctx.kv_cache.state_layout
         if n and layout is None and not trusted:
@@ -166,7 +167,7 @@ class Snapshot:
             raise SnapshotError("the snapshot has K/V but no tokens")
 
     def sampler(self, ctx: Context) -> Sampler:
-        """Return a sampler that has seen the tokens.
+        """Return a sampler that has accepted the tokens.
 
         Raises:
             SnapshotError: its settings or its grammar do not fit the tokens or the model.
@@ -176,7 +177,7 @@ class Snapshot:
             fresh = Sampler(ctx.model, self.sampling, self.grammar)
             return fresh.replay(tokens[: self.n_prompt], tokens[self.n_prompt :])
         except LlamaBranchError as error:
-            raise SnapshotError(f"the snapshot cannot be taken up: {error}") from error
+            raise SnapshotError(f"the snapshot cannot be restored: {error}") from error
 
 
 def _no_room(n_tokens: int, ctx: Context) -> CacheFullError:
@@ -184,12 +185,12 @@ def _no_room(n_tokens: int, ctx: Context) -> CacheFullError:
     return CacheFullError(
         f"the cache is full: the snapshot's {n_tokens} tokens need cells, {usage.cells_free} of "
         f"{usage.cells_total} are free",
-        hint="prune branches, or open the context with a larger n_ctx",
+        hint="prune branches, or create the context with a larger n_ctx",
     )
 
 
 def _check_room(ctx: Context, n_tokens: int, n_state: int) -> None:
-    """Raise unless so many tokens fit, and so many bytes can be theirs."""
+    """Raise unless ``n_tokens`` fit, and ``n_state`` bytes are possible for so many tokens."""
     layout = ctx.kv_cache.state_layout
     if layout is None:
         return
@@ -203,7 +204,7 @@ def _check_room(ctx: Context, n_tokens: int, n_state: int) -> None:
 
 
 class _Object:
-    """A JSON object whose fields are asked for by type; whatever else is there raises ValueError."""
+    """A JSON object with typed access to its fields; a value of another type raises ValueError."""
 
     def __init__(self, value: object) -> None:
         if not isinstance(value, dict):
@@ -230,7 +231,7 @@ def _parse(metadata: bytes) -> Snapshot:
         finish_reason = about.maybe("finish_reason", str)
         # A character has at most four bytes, so three can be pending.
         if len(pending) > 3 or finish_reason not in (None, "stop", "length"):
-            raise ValueError("an impossible state of the text")
+            raise ValueError("pending bytes or finish_reason are invalid")
         sampling = _sampling(about.get("sampling", dict))
         seed_given = about.maybe("seed_given", bool)
         return Snapshot(
@@ -254,11 +255,11 @@ def _parse(metadata: bytes) -> Snapshot:
             surprisals=np.empty(0, np.float64),
             logits=np.empty(0, np.float32),
             state=np.empty(0, np.uint8),
-            # Files of version 0.1 do not say.
+            # Files of version 0.1 do not record it.
             seed_given=sampling.seed is not None if seed_given is None else seed_given,
         )
     except (ValueError, TypeError, RecursionError, LlamaBranchError) as error:
-        raise SnapshotError(f"the snapshot's metadata makes no sense: {error}") from error
+        raise SnapshotError(f"the snapshot's metadata is invalid: {error}") from error
 
 
 def _sampling(settings: dict[str, object]) -> SamplingParams:
@@ -267,10 +268,10 @@ def _sampling(settings: dict[str, object]) -> SamplingParams:
     pairs = settings.pop("logit_bias", [])
     breakers = settings.get("dry_sequence_breakers", [])
     if not isinstance(pairs, list) or not isinstance(breakers, list):
-        raise ValueError("lists are expected in the sampling settings")
+        raise ValueError("logit_bias and dry_sequence_breakers must be lists")
     for token, value in pairs:
         if type(token) is not int or type(value) not in (int, float, type(None)):
-            raise ValueError("the logit bias is not made of numbers")
+            raise ValueError("the logit bias must consist of numbers")
         bias[token] = -np.inf if value is None else float(value)
     return SamplingParams().replace(logit_bias=bias, **settings)
 
@@ -279,7 +280,7 @@ def _sampling(settings: dict[str, object]) -> SamplingParams:
 
 
 def capture(sequence: TokenSequence, sampling: SamplingParams) -> Snapshot:
-    """Return a copy of all that the sequence is; ``sampling`` are its settings with the seed in force.
+    """Return a copy of the sequence's state; ``sampling`` are its settings with the seed in effect.
 
     Raises:
         BranchStateError: pruned. UnsupportedError: this memory cannot be saved.
@@ -315,11 +316,12 @@ def capture(sequence: TokenSequence, sampling: SamplingParams) -> Snapshot:
 
 
 def fill(sequence: TokenSequence, snapshot: Snapshot, *, trusted: bool = False) -> None:
-    """Let an empty sequence go on where the snapshot was taken.
+    """Restore a snapshot into an empty sequence.
 
     Raises:
-        SnapshotError: it is of another model or setting, or contradicts itself. CacheFullError.
-        Anything may be in the sequence then: release it.
+        SnapshotError: it is of another model or setting, or inconsistent.
+        CacheFullError: not enough free cells.
+        After an error the sequence may hold anything: release it.
     """
     ctx = sequence.ctx
     snapshot.check(ctx, trusted=trusted)

@@ -1,7 +1,7 @@
 """The file of a snapshot: a fixed header, metadata as JSON, and raw arrays.
 
-Two SHA-256 cover all of it. It is written whole or not at all, and read with suspicion: sizes are checked
-before anything is allocated. What the parts mean is the business of ``snapshot.py``.
+Two SHA-256 checksums cover all of it. It is written completely or not at all, and read as untrusted
+input: sizes are checked before anything is allocated. ``snapshot.py`` interprets the parts.
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ class Sizes(NamedTuple):
 
 
 def write_file(path: str | PathLike[str], metadata: bytes, arrays: Arrays) -> None:
-    """Write a file that is either there in full or not at all; an old one is replaced.
+    """Write a file completely or not at all; an existing one is replaced.
 
-    It is written beside its place and renamed. A symbolic link is followed, an old file's mode is
-    kept; a new one can be read by its owner only, since all of the text is in it.
+    It is written to a temporary file in the same folder and renamed. A symbolic link is followed, and the
+    mode of an existing file is kept; a new file is readable by its owner only, since it contains all
+    of the text.
 
     Raises:
         ConfigError: not a path.
-        SnapshotError: it cannot be written, or what is there is a pipe, a device or a folder.
+        SnapshotError: it cannot be written, or ``path`` is a pipe, a device or a folder.
     """
     if len(metadata) > _MAX_METADATA_BYTES:
         raise SnapshotError(f"the grammar or the logit bias is too large: {len(metadata)} bytes")
@@ -101,7 +102,7 @@ def write_file(path: str | PathLike[str], metadata: bytes, arrays: Arrays) -> No
 def read_file(
     path: str | PathLike[str], understand: Callable[[bytes, Sizes], T]
 ) -> tuple[T, Arrays]:
-    """Read a file; ``understand`` is given metadata and sizes before the arrays are read.
+    """Read a file; ``understand`` gets metadata and sizes before the arrays are read.
 
     Returns:
         what ``understand`` returned, and the arrays.
@@ -117,7 +118,7 @@ def read_file(
         with open(path, "rb") as file:
             header = file.read(HEADER.size)
             if len(header) < HEADER.size or not header.startswith(_MAGIC):
-                raise SnapshotError("not a snapshot: it does not begin like one")
+                raise SnapshotError("not a snapshot: its first bytes are not a snapshot header")
             _, version, n_metadata, n_tokens, n_surprisals, n_logits, reserved, n_state, digest = (
                 HEADER.unpack(header)
             )
@@ -134,7 +135,7 @@ def read_file(
                 or n_surprisals > n_tokens
                 or size != HEADER.size + DIGEST_BYTES + n_metadata + n_body
             ):
-                raise SnapshotError("the snapshot is damaged: its size is not that of its header")
+                raise SnapshotError("the snapshot is damaged: its size does not match its header")
             expected = file.read(DIGEST_BYTES)
             metadata = file.read(n_metadata)
             if hashlib.sha256(header + metadata).digest() != expected:
@@ -161,7 +162,7 @@ def _raw(array: npt.NDArray[np.generic]) -> memoryview:
 
 
 def _path(path: str | PathLike[str]) -> Path:
-    """Return ``path``; a number is none, though the system's calls take one for an open file."""
+    """Return ``path``; refuse a number, which system calls would take for an open file."""
     try:
         return Path(path)
     except TypeError:
@@ -169,9 +170,9 @@ def _path(path: str | PathLike[str]) -> Path:
 
 
 def _destination(path: Path) -> tuple[Path, os.stat_result | None]:
-    """Return the file behind ``path``, and what is known of it if it is there.
+    """Return the file that ``path`` resolves to, and its status if it exists.
 
-    A rename would put a regular file in the place of whatever is there, so that must be one already.
+    A rename would replace whatever exists by a regular file, so it must be one already.
     """
     try:
         found = os.stat(path)
@@ -180,24 +181,24 @@ def _destination(path: Path) -> tuple[Path, os.stat_result | None]:
     if found is not None and not stat.S_ISREG(found.st_mode):
         raise SnapshotError(
             f"the snapshot cannot be written: {path} is not a regular file",
-            hint="give the path of a file; a pipe or a device cannot be written all or nothing",
+            hint="give the path of a file; a pipe or a device cannot be replaced in one step",
         )
     return Path(os.path.realpath(path)), found
 
 
 def _inherit(handle: int, replaced: os.stat_result) -> None:
-    """Give an open file the mode of the one it will replace, and its owner where that is allowed."""
+    """Give an open file the mode of the one it replaces, and its owner where permitted."""
     if hasattr(os, "fchown") and (replaced.st_uid, replaced.st_gid) != (os.getuid(), os.getgid()):
         with contextlib.suppress(OSError):
             os.fchown(handle, replaced.st_uid, replaced.st_gid)
     mode = stat.S_IMODE(replaced.st_mode)
-    # After the owner, whose change may narrow it; there are file systems where all have one mode.
+    # After the owner, whose change can clear bits; on some file systems the mode cannot be changed.
     if hasattr(os, "fchmod") and stat.S_IMODE(os.fstat(handle).st_mode) != mode:
         os.fchmod(handle, mode)
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the rename last; there are systems that cannot open a folder."""
+    """Flush the rename to disk; some systems cannot open a folder."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

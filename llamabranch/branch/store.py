@@ -1,4 +1,4 @@
-"""Many branches in one decode."""
+"""Many branches of one context in one decode."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["BranchStore"]
 
 
 class BranchStore:
-    """Moves branches of one context together: one llama.cpp decode for all of them.
+    """Advances branches of one context together: one llama.cpp decode for all of them.
 
-    Every call is a transaction: all branches move, or an error is raised and none has.
+    Every call is a transaction: all branches change, or an error is raised and none has changed.
     """
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
 
     def prefill(self, prompts: Mapping[Branch, TokenIds]) -> None:
-        """Let each branch read its tokens; all prompts are packed into as few decodes as possible.
+        """Prefill each branch; all prompts are packed into as few decodes as possible.
 
         Raises:
             ConfigError: a branch of another context, or no tokens for one.
@@ -42,9 +42,9 @@ class BranchStore:
                 branch.sequence.append_prompt(tokens, rows[branch])
 
     def append_unscored(self, texts: Mapping[Branch, Sequence[int]]) -> None:
-        """Append tokens to each branch, whatever they are, in as few decodes as possible.
+        """Append tokens to each branch without surprisals, in as few decodes as possible.
 
-        For drafters, which follow other branches. Raises what ``commit`` raises.
+        For drafters, whose branches follow the target's. Raises the errors of ``commit``.
         """
         with self._ctx.lock:
             work = {branch: token_list(tokens) for branch, tokens in texts.items() if tokens}
@@ -55,28 +55,28 @@ class BranchStore:
                 branch.sequence.append_unscored(tokens, rows[branch])
 
     def commit(self, tokens: Mapping[Branch, SupportsIndex]) -> None:
-        """Take one token for each branch.
+        """Append one token to each branch.
 
         Raises:
             ConfigError, BranchStateError, TokenizeError, GrammarError, CacheFullError, DecodeError:
                 no branch has changed.
         """
         with self._ctx.lock:
-            taken: dict[Branch, int] = {}
+            given: dict[Branch, int] = {}
             surprisals = {}
-            for branch, given in tokens.items():
+            for branch, value in tokens.items():
                 self._check(branch)
-                taken[branch] = token = self._ctx.model.token_id(given)
+                given[branch] = token = self._ctx.model.token_id(value)
                 surprisals[branch] = branch.sequence.check_commit(token)
-            rows = self._decode({branch: [token] for branch, token in taken.items()})
-            for branch, token in taken.items():
+            rows = self._decode({branch: [token] for branch, token in given.items()})
+            for branch, token in given.items():
                 branch.sequence.append(token, surprisals[branch], rows[branch])
 
     def step(self, branches: Iterable[Branch]) -> dict[Branch, Produced]:
-        """Produce and commit one token for each branch; a branch whose token ends it stays.
+        """Produce and commit one token for each branch; a branch that drew an EOG token does not change.
 
         Raises:
-            ConfigError: the same branch twice. And what ``commit`` raises.
+            ConfigError: the same branch twice. And the errors of ``commit``.
         """
         with self._ctx.lock:
             listed = list(branches)
@@ -104,7 +104,7 @@ class BranchStore:
                     root.prune_subtree()
 
     def tree(self) -> str:
-        """Return the living branches as an indented tree, for printing."""
+        """Return the branches that are not pruned as an indented tree, for printing."""
         with self._ctx.lock:
             lines: list[str] = []
 
@@ -129,7 +129,7 @@ class BranchStore:
 
     def _check(self, branch: Branch) -> None:
         if branch.ctx is not self._ctx:
-            raise ConfigError("the branch lives in another context")
+            raise ConfigError("the branch belongs to another context")
         if branch.state == "pruned":
             raise BranchStateError("the branch is pruned")
 

@@ -12,15 +12,15 @@ class Produced(NamedTuple):
 
     Attributes:
         token: its id.
-        text: what it completes (a character split over several tokens comes with its last one).
-        is_stop: whether it ends the generation: an EOG (end of generation) token. Then it is no token of
-            the text, but may carry text that was held back for a stop string; where an error ends the
-            text, its id is -1 and its numbers are NaN.
-        logprob, entropy: of the model's own distribution at this place, nats, before any sampling
+        text: the text it completes (a character split over several tokens comes with its last one).
+        is_stop: whether it is an EOG (end of generation) token, which ends the generation. It is not part
+            of the tokens, but may carry text that was held back for a stop string; where an error ends
+            the text, its id is -1 and its numbers are NaN.
+        logprob, entropy: of the model's own distribution at this position, nats, before any sampling
             setting.
         source: "drafted" (proposed and accepted), "bonus" (the target's own after a draft that was
             accepted whole), "corrected" (the target's own where a draft was rejected) or "plain".
-        alternatives: the most probable tokens that were asked for: (token, log-probability), best first.
+        alternatives: the requested number of most probable tokens: (token, log-probability), best first.
     """
 
     token: int

@@ -1,4 +1,4 @@
-"""Verification: proposed tokens are decoded after a sequence's end, and as many kept as are accepted."""
+"""Verification: proposed tokens are decoded after a sequence's end, and the accepted ones are kept."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["TargetDistributions", "Verification"]
 
 
 class TargetDistributions:
-    """The distributions that a sequence draws from along proposed tokens, made as they are asked for.
+    """The distributions that a sequence draws from along proposed tokens, computed on request.
 
-    ``parents[i]`` is the token that token i follows, -1 the sequence's end; parents come first. Asking
-    for ``distribution(i)`` means that token i and all before it are accepted, so the sampler accepts
-    them, in a copy where it has a state.
+    ``parents[i]`` is the token that token i follows, -1 the sequence's end; parents come first.
+    ``distribution(i)`` assumes that token i and all tokens before it are accepted: a copy of a sampler
+    with state accepts them.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class TargetDistributions:
         self._tokens = tokens
         self._parents = parents
         self._rows = rows
-        self._depths = {-1: position}  # where the token after this one goes
+        self._depths = {-1: position}  # position of the token after this one
         self._seed = seed
 
     def sampler(self, i: int) -> Sampler:
@@ -50,7 +50,7 @@ class TargetDistributions:
         return found
 
     def distribution(self, i: int) -> Distribution:
-        """Return what is drawn from after token i."""
+        """Return the distribution of the token after token i."""
         return self.sampler(i).distribution(self._rows[i].array, self._position(i), self._seed)
 
     def _position(self, i: int) -> int:
@@ -61,7 +61,7 @@ class TargetDistributions:
 
 
 class _Trial:
-    """Sequences leased for one verification that must not, or cannot, be undone in place."""
+    """Sequences leased for one verification that cannot be decoded and undone in place."""
 
     def __init__(self, ctx: Context, source: int, n: int) -> None:
         self._ctx = ctx
@@ -96,7 +96,7 @@ class Verification:
     """Tokens proposed to follow a sequence; decoded, then accepted in part, or abandoned.
 
     Args:
-        sequence: whose end they follow. Only its memory moves before ``accept``.
+        sequence: whose end they follow. Before ``accept`` only its K/V changes.
         tokens: the proposal.
         parents: ``parents[i]``, below i, is the token that token i follows, -1 the sequence's end; None
             for a chain.
@@ -150,7 +150,7 @@ class Verification:
             elif seq.ctx.capabilities.can_truncate or len(self._tokens) == 1:
                 self.rows = seq.decode_run(self._tokens, "all")
             else:
-                # A tail that cannot be dropped is not written: the verification runs on a fork.
+                # This memory cannot drop a tail, so the verification runs on a fork.
                 seq.catch_up()
                 with_fork = self._begin_trial(1)
                 try:
@@ -189,7 +189,7 @@ class Verification:
             raise
 
     def abandon(self) -> None:
-        """Give up what was decoded apart from the sequence; safe to call at any time."""
+        """Release the sequences that the verification leased; safe to call at any time."""
         with self._sequence.ctx.lock:
             trial, self._trial = self._trial, None
             if trial is not None:
@@ -199,7 +199,7 @@ class Verification:
         """Append the tokens numbered ``path``, drop the others from memory.
 
         Returns:
-            what text each completed.
+            the text that each completed.
         """
         seq = self._sequence
         with seq.ctx.lock:
@@ -233,7 +233,7 @@ class Verification:
     def _accept_trial(
         self, trial: _Trial, path: Sequence[int], rows: Sequence[LogitsRow]
     ) -> LogitsRow:
-        """Bring the sequence's own memory to where the trial has shown that it may go."""
+        """Move the accepted tokens from the trial sequences into the sequence's own K/V."""
         self._trial = None
         seq, cache = self._sequence, self._sequence.ctx.kv_cache
         try:

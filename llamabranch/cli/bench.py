@@ -30,7 +30,7 @@ from .options import (
 from .prompts import apply_template
 from .reporting import EXIT_INTERRUPTED
 
-# A tale, instructions, a program, a dialogue: acceptance depends on the kind of text.
+# A story, instructions, a program, a dialogue: acceptance depends on the kind of text.
 PROMPTS = (
     "Once upon a time there was a miller who had nothing left but his mill and one grey goose.",
     "The best way to learn a new language is",
@@ -110,7 +110,7 @@ def bench(
         target_name, drafters = models.resolve()
 
         context = runtime.open(target_name, console, stack)
-        # A drafter is made anew for each run, over the same contexts.
+        # Each run gets a new drafter, over the same contexts.
         contexts: dict[str, Context] = {
             name: runtime.open(name, console, stack) for name in drafters if name not in COPYING
         }

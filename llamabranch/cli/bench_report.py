@@ -43,17 +43,17 @@ class BenchReport:
     def command(self) -> str | None:
         """Return the command line of the setting to use, None where none is established."""
         report = self.report
-        words = ["llamabranch", "speculate", "--target", self.target_name]
+        arguments = ["llamabranch", "speculate", "--target", self.target_name]
         if report.best is not None:
-            words += ["--draft", "+".join(self.drafters)]
-            words += ["--draft-length", str(report.best.length)]
+            arguments += ["--draft", "+".join(self.drafters)]
+            arguments += ["--draft-length", str(report.best.length)]
             if self.temperature > 0:
-                words += ["--rule", report.best.rule]
+                arguments += ["--rule", report.best.rule]
         elif report.verdict == "slower":
-            words += ["--draft", "none"]
+            arguments += ["--draft", "none"]
         else:
             return None
-        return shlex.join([*words, *self.options])
+        return shlex.join([*arguments, *self.options])
 
     def _advice(self) -> str:
         report = self.report
@@ -70,7 +70,7 @@ class BenchReport:
         if best is None:
             return self._no_best(report.confirmed)
         rule = f" and rule {best.rule}" if self.temperature > 0 else ""
-        same = ", with the very text of plain decoding" if best.rule == "seeded" else ""
+        same = ", with exactly the text of plain decoding" if best.rule == "seeded" else ""
         return (
             f"Best: draft length {best.length}{rule}, {_measured(best)} times plain "
             f"decoding{same}. Use"

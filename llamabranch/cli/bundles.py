@@ -1,7 +1,7 @@
 """Bundles of options: dataclasses whose fields Typer reads as options of a command.
 
-Commands share most of their options. A bundle names each of them once, with its default, and says what
-it means to the library; a command takes the bundles it needs.
+Commands share most of their options. A bundle declares each of them once, with its default, and converts
+it to what the library takes; a command takes the bundles it needs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Generations timed beside plain decoding, and a speedup explained in numbers."""
+"""Generations timed against plain decoding, and a speedup explained in numbers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .interrupts import InterruptHandler
 
 __all__ = ["Comparison", "RoundCost", "Run", "compare", "round_cost", "run"]
 
-_N_PAIRS = 12  # as many have a 95 % interval that two outliers on either side do not widen
-_BUDGET_S = 6.0  # no pair is started after so many seconds: long runs are not repeated
+_N_PAIRS = 12  # with 12 pairs, two outliers on either side do not widen the 95 % interval
+_BUDGET_S = 6.0  # no pair is started after this many seconds: long runs are not repeated
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Run:
     tokens: list[int]
     finish_reason: str | None
     seed: int
-    elapsed_s: float  # neither the target's reading of the prompt nor the display is counted
+    elapsed_s: float  # without the target's prefill and without the display
     stats: SpeculativeStats
     interrupted: bool
     emitted: tuple[Produced, ...] = ()  # one for each of the tokens
@@ -49,7 +49,7 @@ def run(
 ) -> Run:
     """Run a generation to its end, showing its tokens; stop early at a Ctrl-C.
 
-    A full context ends it too, as the finish reason then says.
+    A full context ends it too; the finish reason is then "capacity".
 
     Raises:
         KeyboardInterrupt, DecodeInterruptedError: interrupted before the first token.
@@ -108,7 +108,7 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """The one median over the other, nan without a token."""
+        """The speculative median divided by the plain one, nan without a token."""
         plain = self.plain_tokens_per_s
         return self.speculative_tokens_per_s / plain if plain else math.nan
 
@@ -119,7 +119,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """ "faster", "slower" or "inconclusive"; "nothing drafted" where both decoded plainly."""
+        """ "faster", "slower" or "inconclusive"; "nothing drafted" where both were plain decoding."""
         if self.speculative.stats.num_draft_tokens == 0:
             return "nothing drafted"
         return self.interval.verdict
@@ -136,7 +136,7 @@ def compare(
     plain: Callable[[], Generation],
     interrupts: InterruptHandler,
 ) -> Comparison | None:
-    """Time plain decoding beside ``first`` and further speculative runs; None if interrupted."""
+    """Time plain decoding against ``first`` and further speculative runs; None if interrupted."""
     undrafted: list[Run] = []
 
     def timed(start: Callable[[], Generation]) -> Run:

@@ -33,7 +33,7 @@ SOURCE_LABELS = {
 
 
 class OutputError(LlamaBranchError):
-    """What was to be written cannot be: the disk is full, or standard output is closed."""
+    """Output cannot be written: the disk is full, or standard output is closed."""
 
 
 class Console:
@@ -74,7 +74,7 @@ class Console:
         self.write(token.text, SOURCE_STYLES[token.source])
 
     def legend(self) -> None:
-        """Say what the colours mean; nothing without colours."""
+        """Print what the colours mean; nothing without colours."""
         if self.colored:
             line = Text()
             for source, label in SOURCE_LABELS.items():
@@ -119,7 +119,7 @@ class Console:
     def error(self, message: str, hint: str | None = None) -> None:
         """Print an error as one line, and its hint, to standard error."""
         head = Text("error: ", style="bold red").append(" ".join(message.split()), style="not bold")
-        with contextlib.suppress(OSError):  # there is nowhere else to say it
+        with contextlib.suppress(OSError):  # there is nowhere else to report it
             self.err.print(head, soft_wrap=True)
             if hint:
                 self.err.print(
@@ -127,9 +127,9 @@ class Console:
                 )
 
     def progress(self, text: str) -> None:
-        """Write what is being done over the last such line, "" to clear it; nothing to a pipe.
+        """Replace the progress line of the terminal, "" to clear it; write nothing to a pipe.
 
-        No thread draws it: it may be used while something is timed.
+        It needs no thread, so it can be used while something is timed.
         """
         if self.err.is_terminal:
             self.err.file.write(f"\r\x1b[2K{text}")
@@ -137,7 +137,7 @@ class Console:
 
     @contextmanager
     def loading(self, name: str) -> Iterator[Callable[[float], None] | None]:
-        """Show a progress bar while a model loads; nothing when nobody watches."""
+        """Show a progress bar while a model loads; nothing if standard error is no terminal."""
         if not self.err.is_terminal:
             yield None
             return
@@ -166,7 +166,7 @@ def _fits(text: str, encoding: str) -> bool:
 
 
 def _write(file: IO[str], text: str) -> None:
-    if sys.stdout is None:  # Python's way to say that it was closed when the process began
+    if sys.stdout is None:  # None means that it was closed when the process started
         raise OutputError("standard output is closed", hint="send it to a file or a pipe")
     with _failures_of_standard_output():
         file.write(text)
@@ -188,12 +188,12 @@ def _failures_of_standard_output() -> Iterator[None]:
 
 
 def leave_standard_output() -> None:
-    """Send what is still in its buffer nowhere: the interpreter would fail on it when it ends."""
+    """Discard what is still in its buffer: the interpreter would fail to flush it at exit."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-_answered = False  # whether the command under way has printed its JSON object
+_answered = False  # whether the running command has printed its JSON object
 
 
 def print_json(value: Mapping[str, object]) -> None:
@@ -212,7 +212,7 @@ def print_json(value: Mapping[str, object]) -> None:
 
 
 def begin_answer() -> None:
-    """Note that a command begins: it has printed no JSON object yet."""
+    """Record that a command begins: it has printed no JSON object yet."""
     global _answered
     _answered = False
 

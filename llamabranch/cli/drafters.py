@@ -89,7 +89,7 @@ def drafting_models(drafter: Drafter) -> list[Model]:
 
 
 def note_translation(drafter: Drafter, target: Model, console: Console) -> None:
-    """Say on standard error which draft models have another vocabulary than the target."""
+    """Print to standard error which draft models have another vocabulary than the target."""
     for model in drafting_models(drafter):
         if target.compatibility(model).path == "text":
             console.note(f"{model.name} has another vocabulary: it drafts through the text")

@@ -41,7 +41,7 @@ from .prompts import PromptSource, apply_template, digest
 from .reporting import EXIT_FAILURE, EXIT_INTERRUPTED
 from .results import JobSettings, ResultFile
 
-_CELLS_PER_TEXT = 512  # of the cache, unless --n-ctx says otherwise
+_CELLS_PER_TEXT = 512  # of the cache, unless --n-ctx is given
 _LEAST_CELLS = 2048
 
 
@@ -62,7 +62,7 @@ def generate(
         bool,
         typer.Option(
             "--resume",
-            help="Skip the texts that --output has already.",
+            help="Skip the texts that are in --output already.",
             rich_help_panel=REQUESTS,
         ),
     ] = False,
@@ -179,7 +179,7 @@ def _requests(
 def _sampling_digest(
     params: SamplingParams, grammar: Grammar | None, text: TextOptions, sampling: SamplingOptions
 ) -> str:
-    """Return a digest of everything on the command line that says how to sample and when to stop."""
+    """Return a digest of all command-line options that set how to sample and when to stop."""
     return digest(
         {
             "sampling": asdict(params),

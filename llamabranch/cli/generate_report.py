@@ -54,7 +54,7 @@ class GenerateReport:
 
     def add(self, result: Result) -> None:
         """Write a result to the file, or print it, or keep it for the JSON object."""
-        result.prompt = self.prompts[result.id]  # not what a chat template made of it
+        result.prompt = self.prompts[result.id]  # the given prompt, without the chat template
         self.n_failed += result.error is not None and not result.tokens
         if self.file is not None:
             self.file.write(result)
@@ -162,11 +162,11 @@ class Progress:
             self._n_drafted += event.result.stats.num_draft_tokens
             self._n_accepted += event.result.stats.num_accepted_tokens
         speed = self._n_tokens / max(perf_counter() - self._start, 1e-9)
-        words = f"{speed:.0f} tokens/s"
+        status = f"{speed:.0f} tokens/s"
         if self._n_drafted:
-            words += f", {self._n_accepted / self._n_drafted:.0%} accepted"
+            status += f", {self._n_accepted / self._n_drafted:.0%} accepted"
         advance = event.result is not None
-        self._bar.update(self._task, advance=advance, description=words)
+        self._bar.update(self._task, advance=advance, description=status)
 
 
 def _label(result: Result) -> str:

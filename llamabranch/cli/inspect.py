@@ -23,7 +23,7 @@ def inspect(
         str, typer.Argument(help="A GGUF path, or a name from `llamabranch models`.")
     ] = hub.BUNDLED_TARGET,
     draft: Annotated[
-        str | None, typer.Argument(help="A second model: could it draft for the first?")
+        str | None, typer.Argument(help="A second model: can it draft for the first?")
     ] = None,
     *,
     loading: LoadingOptions,

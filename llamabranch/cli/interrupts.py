@@ -1,4 +1,4 @@
-"""Ctrl-C while a command runs: it raises KeyboardInterrupt, or ends the decode under way."""
+"""Ctrl-C while a command runs: it raises KeyboardInterrupt, or ends the running decode."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from llamabranch import Context, startup
 
 __all__ = ["InterruptHandler", "raising_on_ctrl_c"]
 
-_interrupted = False  # whether the command under way got a Ctrl-C that raises
+_interrupted = False  # whether the running command got a Ctrl-C that raises
 
 
 @contextmanager
 def raising_on_ctrl_c() -> Iterator[None]:
-    """Raise KeyboardInterrupt at a Ctrl-C, at the latest at the end.
+    """Raise KeyboardInterrupt at a Ctrl-C, at the latest at the end of the block.
 
-    Python prints and forgets what is raised in a finalizer, or in a callback that C calls.
+    Python only prints exceptions raised in a finalizer or in a callback from C; the end of the block
+    raises again.
     """
     global _interrupted
     _interrupted = False
@@ -37,11 +38,11 @@ def raising_on_ctrl_c() -> Iterator[None]:
         yield
         return
 
-    def on_lost(lost: sys.UnraisableHookArgs) -> None:
+    def on_unraisable(lost: sys.UnraisableHookArgs) -> None:
         if not issubclass(lost.exc_type, KeyboardInterrupt):
             hook(lost)
 
-    hook, sys.unraisablehook = sys.unraisablehook, on_lost
+    hook, sys.unraisablehook = sys.unraisablehook, on_unraisable
     previous = signal.signal(signal.SIGINT, on_signal)
     try:
         yield
@@ -53,9 +54,9 @@ def raising_on_ctrl_c() -> Iterator[None]:
 
 
 class InterruptHandler:
-    """Ends the decode under way at the first Ctrl-C (DecodeInterruptedError); the second one raises.
+    """Ends the running decode at the first Ctrl-C (DecodeInterruptedError); the second one raises.
 
-    A KeyboardInterrupt could come while a line is half written.
+    An immediate KeyboardInterrupt could leave a line of output half written.
 
     Attributes:
         requested: whether there was a Ctrl-C.
@@ -66,7 +67,7 @@ class InterruptHandler:
         self._contexts = contexts
 
     def __enter__(self) -> InterruptHandler:
-        self.requested = _interrupted  # one that Python lost, as in a finalizer
+        self.requested = _interrupted  # one that Python only printed, as in a finalizer
         self._listening = threading.current_thread() is threading.main_thread()
         if self._listening:
             self._previous = signal.signal(signal.SIGINT, self._on_signal)

@@ -1,6 +1,6 @@
-"""Requests and results as lines: one JSON object each.
+"""Requests and results as JSON lines: one object a line.
 
-Reading never changes a file; `cut_torn_line` repairs one whose writer was killed.
+Reading never changes a file; `cut_incomplete_line` repairs one whose writer was killed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import IO
 
 from llamabranch import ConfigError, Grammar, LlamaBranchError, Request, Result, SamplingParams
 
-__all__ = ["cut_torn_line", "read_requests", "read_results", "write_result"]
+__all__ = ["cut_incomplete_line", "read_requests", "read_results", "write_result"]
 
 _FIELDS = {"prompt", "id", "max_tokens", "stop", "grammar", "n", "seed", "sampling"}
 _PREFIX = b'{"id": '  # of every line that `write_result` writes
@@ -25,8 +25,8 @@ def read_requests(
     """Yield a request for each line: a prompt as it is, or a JSON object.
 
     An object has ``prompt`` (text or token ids) and optionally ``id``, ``max_tokens``, ``stop``,
-    ``grammar``, ``n``, ``seed`` and ``sampling`` (an object of settings; what it leaves out is as in
-    the argument ``sampling``, and so is a request without settings). Empty lines are skipped.
+    ``grammar``, ``n``, ``seed`` and ``sampling`` (an object of settings). The argument ``sampling`` gives
+    the settings that an object leaves out. Empty lines are skipped.
 
     Raises:
         ConfigError: an invalid request, with its line number; or one text instead of lines.
@@ -51,7 +51,7 @@ def _requests(
         try:
             yield _request(json.loads(line), sampling)
         except RecursionError:
-            raise ConfigError(f"line {number}: invalid request: it is nested too deep") from None
+            raise ConfigError(f"line {number}: invalid request: it is nested too deeply") from None
         except (LlamaBranchError, ValueError, TypeError) as error:
             hint = error.hint if isinstance(error, LlamaBranchError) else None
             raise ConfigError(f"line {number}: invalid request: {error}", hint=hint) from error
@@ -122,7 +122,9 @@ def write_result(file: IO[str], result: Result, job: Mapping[str, object] | None
     if job is not None:
         record["job"] = dict(job)
     line = json.dumps(record, ensure_ascii=False)
-    if not _is_unicode(line):  # a prompt with half a surrogate pair: refused, but reported
+    if not _is_unicode(
+        line
+    ):  # a prompt with a lone surrogate: its request failed, but the result is written
         line = json.dumps(record)
     file.write(line + "\n")
     file.flush()
@@ -130,18 +132,18 @@ def write_result(file: IO[str], result: Result, job: Mapping[str, object] | None
 
 
 def read_results(path: Path) -> list[Mapping[str, object]]:
-    """Return the records of a file; a torn last line, without its end, is left out.
+    """Return the records of a file; an incomplete last line (no newline) is left out.
 
     Raises:
         ConfigError: a line that is not a record, or a last line that is not the beginning of one:
-            it may be a file of something else.
+            it may be a file of another kind.
     """
     if not path.exists():
         return []
     *lines, last = path.read_bytes().split(b"\n")
     if last[: len(_PREFIX)] != _PREFIX[: len(last)]:
         raise ConfigError(
-            f"{path}, line {len(lines) + 1}: invalid result: it does not begin like one"
+            f"{path}, line {len(lines) + 1}: invalid result: it does not begin with an id"
         )
     records: list[Mapping[str, object]] = []
     for number, line in enumerate(lines, 1):
@@ -155,8 +157,8 @@ def read_results(path: Path) -> list[Mapping[str, object]]:
     return records
 
 
-def cut_torn_line(path: Path) -> None:
-    """Cut off what follows the last end of a line: a record that was not written whole.
+def cut_incomplete_line(path: Path) -> None:
+    """Cut off what follows the last newline: a record that was not written completely.
 
     Raises:
         OSError: the file cannot be read or written.
@@ -164,9 +166,9 @@ def cut_torn_line(path: Path) -> None:
     if not path.is_file():
         return
     data = path.read_bytes()
-    n_whole = data.rfind(b"\n") + 1
-    if n_whole < len(data):
-        os.truncate(path, n_whole)
+    n_complete = data.rfind(b"\n") + 1
+    if n_complete < len(data):
+        os.truncate(path, n_complete)
 
 
 def _is_unicode(text: str) -> bool:

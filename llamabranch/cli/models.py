@@ -1,4 +1,4 @@
-"""``llamabranch models``: the models known by name, and which of them are here."""
+"""``llamabranch models``: the models known by name, and which of them are on this machine."""
 
 from __future__ import annotations
 

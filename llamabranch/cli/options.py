@@ -1,4 +1,4 @@
-"""The options that commands share, in bundles, and what they mean to the library.
+"""The options that commands share, in bundles that convert them to what the library takes.
 
 Options that only one command has are in that command's file.
 """
@@ -259,7 +259,7 @@ class SamplingOptions:
         return params.replace(logit_bias={**params.logit_bias, **banned})
 
     def temperature_arguments(self) -> list[str]:
-        """Return the temperature as words of a command line; nothing for the default."""
+        """Return the temperature as command-line arguments; nothing for the default."""
         if self.temperature == DEFAULTS.temperature:
             return []
         return ["--temperature", f"{self.temperature:g}"]
@@ -267,7 +267,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What decides a text besides the sampling settings: its length, seed, stops and grammar."""
+    """What determines a text besides the sampling settings: length, seed, stop strings, grammar."""
 
     max_tokens: Annotated[
         int,
@@ -345,12 +345,12 @@ class LoadingOptions:
     def open(
         self, name: str, console: Console, stack: ExitStack, **more: Unpack[LoadOptions]
     ) -> Context:
-        """Load a model, with a progress bar, and open a context on it; ``stack`` closes both.
+        """Load a model, with a progress bar, and create a context for it; ``stack`` closes both.
 
         Args:
             name: what `llamabranch.load` takes.
-            console: where the bar is.
-            stack: what closes the context.
+            console: shows the progress bar.
+            stack: closes the context.
             more: options that take precedence over those given.
         """
         options = self.options()
@@ -362,7 +362,7 @@ class LoadingOptions:
 
 @dataclass(frozen=True)
 class RuntimeOptions(LoadingOptions):
-    """How models are loaded and their contexts opened."""
+    """How models are loaded and their contexts created."""
 
     n_ctx: Annotated[
         int | None,
@@ -389,19 +389,19 @@ class RuntimeOptions(LoadingOptions):
         return options
 
     def as_arguments(self) -> list[str]:
-        """Return what was given as words of a command line."""
+        """Return the given options as command-line arguments."""
         given = {
             "--n-ctx": self.n_ctx,
             "--threads": self.threads,
             "--gpu-layers": self.gpu_layers,
             "--kv-type": self.kv_type,
         }
-        return [w for name, v in given.items() if v is not None for w in (name, str(v))]
+        return [arg for name, v in given.items() if v is not None for arg in (name, str(v))]
 
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """How a command answers."""
+    """How a command prints its output."""
 
     as_json: Annotated[
         bool,

@@ -34,7 +34,7 @@ _MANY_THREADS = "--threads is used for prompts too"
 _LAYERS = "-ngl is used for target and draft"
 _CHAT = "--chat wraps a prompt in the chat template"
 # Options of llama.cpp's tools that Click would read as a short option with text behind it, as it reads
-# -n128: -hf as -h, -ctk as "-c tk". What is not mentioned has no counterpart here.
+# -n128: -hf as -h, -ctk as "-c tk". An empty text: no counterpart here.
 LLAMA_CPP_OPTIONS: dict[str, str] = {
     **dict.fromkeys(("-hf", "-hfr", "-hff", "-hft", "-hfd", "-hfrd", "-hfv", "-mu", "-dr"), _DOWNLOAD),
     **dict.fromkeys(("-ctk", "-ctv", "-ctkd", "-ctvd"), _KV_TYPE),
@@ -63,7 +63,7 @@ class Command(TyperCommand):
     """A command that refuses options of llama.cpp's tools by name instead of misreading them."""
 
     def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
-        """Return its own parameters and the hidden ones that only say what to use instead."""
+        """Return its own parameters and the hidden ones whose error names what to use instead."""
         own = super().get_params(ctx)
         known = {name for param in own for name in param.opts}
         return [*own, *(option for option in _refused_options() if option.opts[0] not in known)]
@@ -71,8 +71,8 @@ class Command(TyperCommand):
 
 @cache
 def _refused_options() -> list[Any]:
-    # Typer makes them, from the signature of a command that does nothing: how Click's own classes are
-    # called differs from version to version.
+    # Typer makes them, from the signature of a command that does nothing: the names of Click's own
+    # classes differ from version to version.
     def nothing() -> None:
         pass
 
@@ -121,29 +121,29 @@ def repeat_prompts_option(arguments: Sequence[str], known: Collection[str]) -> l
     """
     names = {"--prompts", "--prompt", "-p"}
     found: list[str] = []
-    reading, n_read = False, 0
+    in_prompts, n_prompts = False, 0
     for argument in arguments:
         if argument.startswith("-") and argument != "-":
-            if reading and n_read == 0:
+            if in_prompts and n_prompts == 0:
                 break
             name, equals, value = argument.partition("=")
             if name.replace("_", "-") in known:
                 name = name.replace("_", "-")
-            reading, n_read = name in names, len(equals)
-            if not reading or equals:
+            in_prompts, n_prompts = name in names, len(equals)
+            if not in_prompts or equals:
                 found.append(name + equals + value)
-        elif reading:
+        elif in_prompts:
             found += ["--prompts", argument]
-            n_read += 1
+            n_prompts += 1
         else:
             found.append(argument)
-    if reading and n_read == 0:
+    if in_prompts and n_prompts == 0:
         raise typer.BadParameter("needs at least one prompt", param_hint="--prompts")
     return found
 
 
 class CommandGroup(TyperGroup):
-    """The commands: where ``--json`` is asked for, wrong usage is a JSON object too."""
+    """The commands; with ``--json``, wrong usage is reported as a JSON object too."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse the arguments before the name of the command."""
@@ -178,9 +178,9 @@ def _answering(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def reopen_closed_streams() -> None:
-    """Open what was closed of standard input, output and error on nothing.
+    """Open closed ones of standard input, output and error on the null device.
 
-    The next file that is opened would take its number, and get what is meant for the terminal.
+    Otherwise the next opened file would get their number, and output meant for the terminal.
     """
     for number in range(3):
         try:

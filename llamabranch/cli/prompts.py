@@ -84,7 +84,7 @@ def read_standard_input() -> str:
     Raises:
         ConfigError: it is closed, or not UTF-8.
     """
-    if sys.stdin is None:  # Python's way to say that it was closed when the process began
+    if sys.stdin is None:  # None means that it was closed when the process started
         raise ConfigError(
             "standard input is closed", hint="pipe the prompt in, or give it as an argument"
         )

@@ -60,7 +60,7 @@ def reporting_errors(console: Console, *, debug: bool, as_json: bool = False) ->
         code = EXIT_USAGE if is_usage else EXIT_FAILURE
         raise fail(error, error.message, error.hint, code) from None
     except BrokenPipeError:
-        # The reader went away, as `| head` does: there is nobody left to tell.
+        # The reader closed the pipe, as `| head` does: no output can reach it.
         leave_standard_output()
         raise typer.Exit(EXIT_FAILURE) from None
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The file of a job's results: which texts it has, which settings they were made with, appending."""
+"""The file of a job's results: which texts it holds, with which settings, and appending to it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import IO
 from llamabranch import ConfigError, Request, Result
 
 from .console import OutputError
-from .jsonl import cut_torn_line, read_results, write_result
+from .jsonl import cut_incomplete_line, read_results, write_result
 
 __all__ = ["JobSettings", "ResultFile"]
 
-# What decides the texts of a job, and what it is called on the command line.
+# The settings that determine the texts of a job, and their names on the command line.
 _NAMES = {
     "model": "the model (--target)",
     "kv_type": "--kv-type",
@@ -32,10 +32,10 @@ _SHOWN = {"kv_type", "samples", "rule", "seed"}  # the others are digests
 
 @dataclass(frozen=True)
 class JobSettings:
-    """What decides the texts of a job; every record of its file carries it.
+    """The settings that determine the texts of a job; every record of its file holds them.
 
     ``model``, ``prompts`` and ``sampling`` are digests. Drafter, draft length and the number of texts
-    at a time are missing because they change no text. ``seed`` None: not known yet.
+    at a time are left out because they change no text. ``seed`` None: not known yet.
     """
 
     prompts: str
@@ -118,7 +118,7 @@ class ResultFile:
     def open(self, model: str, seed: int) -> None:
         """Open it for appending, now that the model's fingerprint and the seed are known.
 
-        A torn last line is cut off first.
+        An incomplete last line is cut off first.
 
         Raises:
             ConfigError: it was made with another model, or cannot be written.
@@ -127,7 +127,7 @@ class ResultFile:
         self._check()
         self._records.clear()
         try:
-            cut_torn_line(self.path)
+            cut_incomplete_line(self.path)
             self._file = self.path.open("a", encoding="utf-8", newline="\n")
         except OSError as error:
             raise ConfigError(f"cannot write {self.path}: {error.strerror or error}") from None
@@ -157,13 +157,13 @@ class ResultFile:
         if self._file is None:
             return
         try:
-            self._file.close()  # after a failed write it tries once more, and fails once more
+            self._file.close()  # after a failed write it tries to flush again, and fails again
         except OSError as failure:
             if error is None:
                 raise self._failed(failure) from None
 
     def _failed(self, error: OSError) -> OutputError:
-        hint = "what is in it is kept; --resume continues from there"
+        hint = "the results written so far are kept; --resume continues from there"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             hint = "free some space; " + hint
         return OutputError(f"cannot write {self.path}: {error.strerror or error}", hint=hint)

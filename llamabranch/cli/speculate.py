@@ -92,8 +92,8 @@ def speculate(
 ) -> None:
     """Generate text with a draft model and show what the drafting did.
 
-    With no options the bundled pair tells a tale. The draft proposes several tokens, the target
-    checks them in one pass; the text is the target's own.
+    With no options the bundled pair generates a story. The draft proposes several tokens, the target
+    checks them in one pass; the text is what the target would generate.
     """
     with output.console() as console, ExitStack() as stack:
         # Everything that can be wrong in the arguments is found before a model loads.
@@ -185,7 +185,7 @@ def speculate(
 
 @dataclass(frozen=True)
 class _Request:
-    """A prompt and everything that decides what is generated from it."""
+    """A prompt and everything that determines what is generated from it."""
 
     prompt: str | list[int]
     max_tokens: int

@@ -27,7 +27,7 @@ class SpeculateReport:
         explanation: how it drafted, why, and what was accepted, in words.
         length_explanation: how long drafts are and why, in words.
         capabilities: those of the target's context.
-        same_text_expected: the rule promises the very text of plain decoding, not only its distribution.
+        same_text_expected: the rule guarantees the text of plain decoding, not only its distribution.
         machine: as it was before the run.
         n_threads: threads of the target.
         comparison: with plain decoding, if asked for.
@@ -102,7 +102,7 @@ class SpeculateReport:
         if self.divergence is None:
             return None
         facts = asdict(self.divergence) | {"explained": self.divergence.explained}
-        if not math.isfinite(self.divergence.gap):  # JSON knows no infinity
+        if not math.isfinite(self.divergence.gap):  # JSON has no infinity
             facts["gap"] = None
         return facts
 
@@ -110,7 +110,7 @@ class SpeculateReport:
         return self.model.piece(token).decode(errors="replace")
 
     def print(self, console: Console, *, explain: bool) -> None:
-        """Print the table, and under it what needs words."""
+        """Print the table, and explanations under it."""
         first, comparison = self.first, self.comparison
         if comparison is None:
             rows = [*self._rows(), ("tokens a second", number(first.sample.rate, 1))]

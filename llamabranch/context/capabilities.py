@@ -1,4 +1,4 @@
-"""What a context's memory can do, found out by trying when it opens."""
+"""What a context's memory can do, determined by short trials when the context is created."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Capabilities", "probe"]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What this context's memory can do; found out when it opens.
+    """What this context's memory can do; determined when it is created.
 
     Args:
         can_truncate: the tail of a sequence can be dropped.
@@ -28,8 +28,8 @@ class Capabilities:
         sliding_window: size of the attention window in tokens, 0 if there is none.
         recurrent: some of the memory is a state instead of cells.
         batch_invariant: a token's logits do not depend, to the bit, on what else is in the batch or the
-            cache. (One exception, which ``usage().in_order`` tells: the cache ran full while raw
-            sequences or an unfinished prompt kept the branches from being written anew.)
+            cache. (One exception, reported by ``usage().in_order``: the cache ran full while raw
+            sequences or an unfinished prompt prevented compaction, see ``compaction.py``.)
         batch_invariant_reason: why, or why not.
     """
 
@@ -51,16 +51,17 @@ def probe(
     swa_full: bool,
     batch_invariant: bool | str,
 ) -> tuple[Capabilities, StateLayout | None, int]:
-    """Try the empty context out and leave it empty.
+    """Run short trials on the empty context and leave it empty.
 
     Returns:
-        what it can do, how it saves states (None if that is not known), and how many decodes it took.
+        the capabilities, the layout of saved states (None if unknown), and the number of decodes used.
 
     Raises:
         UnsupportedError: ``batch_invariant`` is True and cannot hold.
     """
     recurrent = model.memory_type in ("recurrent", "hybrid")
-    # A window that is not kept in full answers "removed" and then computes from what is lost.
+    # Without swa_full, llama.cpp reports a removal as done although cells that the window needs are
+    # gone already, and later decodes would attend to an incomplete window.
     window = model.n_swa if model.memory_type == "sliding-window" else 0
     cache = KVCache(handle, n_seq_max)
     decoder = Decoder(handle, cache)
@@ -113,22 +114,22 @@ def _why_not_invariant(model: Model, kv_type: str, flash_attention: bool | str) 
 
 
 def _batch_difference(decoder: Decoder, cache: KVCache, model: Model) -> float:
-    """Return the largest difference between a line decoded alone and in company."""
+    """Return the largest logit difference between a sequence decoded alone and in a batch."""
     if decoder.handle.n_batch < 2:
         return 0.0  # every decode is of one token
-    line = _tokens(model, min(8, decoder.handle.n_batch))
-    other = list(reversed(line))
-    n_rows = min(len(line), decoder.handle.n_outputs_max)  # more in one decode is an abort
+    own = _tokens(model, min(8, decoder.handle.n_batch))
+    other = list(reversed(own))
+    n_rows = min(len(own), decoder.handle.n_outputs_max)  # llama.cpp aborts on more in one decode
     alone = []
-    for token in line:
+    for token in own:
         row = decoder.decode([token], [0], [True])[0]
         alone.append(row.array.copy())
     cache.clear()
-    if cache.ledger.n_seq_max < 2 or decoder.handle.n_batch < 2 * len(line):
-        tokens, seqs = line, [0] * len(line)
+    if cache.ledger.n_seq_max < 2 or decoder.handle.n_batch < 2 * len(own):
+        tokens, seqs = own, [0] * len(own)
     else:
-        tokens = [token for pair in zip(other, line, strict=True) for token in pair]
-        seqs = [1, 0] * len(line)
+        tokens = [token for pair in zip(other, own, strict=True) for token in pair]
+        seqs = [1, 0] * len(own)
     mine = [i for i, seq in enumerate(seqs) if seq == 0][-n_rows:]
     rows = decoder.decode(tokens, seqs, [i in mine for i in range(len(seqs))])
     together = [row.array.copy() for row in rows]

@@ -1,8 +1,8 @@
-"""Who uses which cells of the K/V cache: bookkeeping in pure Python, checked against llama.cpp.
+"""Which sequence uses which cells of the K/V cache: pure Python accounting, checked against llama.cpp.
 
-A fork shares its prefix's cells, so what a set of sequences costs is not the sum of their lengths. Cells
-are written in *runs*: one sequence's uninterrupted appends. A sequence refers to slices of runs, its own
-and inherited ones; a cell is free when no sequence refers to it any more.
+A fork shares the cells of its prefix, so a set of sequences uses fewer cells than the sum of their
+lengths. Cells are written in *runs*: one sequence's uninterrupted appends. A sequence refers to slices of
+runs, its own and inherited ones; a cell is free when no sequence refers to it any more.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Usage:
     """How full a context's cache is, in cells (one cell holds one token's K and V).
 
     ``cells_shared`` are used by two or more sequences, ``sequences`` gives the tokens of each sequence
-    that holds any. ``cells_reserved`` are free, but for now kept from use, so that no sequence gets a
-    cell below its earlier ones; ``in_order`` is False once that could not be kept up.
+    that holds any. ``cells_reserved`` are free but temporarily not reused, so that no sequence gets a
+    cell below its earlier ones; ``in_order`` is False once some had to be reused before that was safe.
     """
 
     cells_total: int
@@ -31,7 +31,7 @@ class Usage:
 
     @property
     def cells_free(self) -> int:
-        """Cells nobody uses."""
+        """Cells that no sequence uses."""
         return self.cells_total - self.cells_used
 
 
@@ -65,12 +65,14 @@ class _Sequence:
 
 
 class CellLedger:
-    """What every sequence holds; mirrors decode, copy and remove of llama.cpp's unified cache."""
+    """The cells of every sequence; mirrors decode, copy and remove of llama.cpp's unified cache."""
 
     def __init__(self, n_cells: int, n_seq_max: int) -> None:
         self.n_cells = n_cells
         self.n_seq_max = n_seq_max
-        self.clock = 0  # cells written so far; a later one lies higher, if no hole was left to fill
+        self.clock = (
+            0  # cells written so far; a later one has a higher cell index if no hole was filled
+        )
         self._sequences = [_Sequence() for _ in range(n_seq_max)]
 
     def next_position(self, seq_id: int) -> int:
@@ -87,7 +89,7 @@ class CellLedger:
         return sum(s.high - s.low for s in self._sequences[seq_id].slices)
 
     def append(self, seq_id: int, n: int, write_indices: Sequence[int] | None = None) -> None:
-        """Record ``n`` new tokens at the end of ``seq_id``, written now or at ``write_indices``."""
+        """Record ``n`` new tokens at the end of ``seq_id``, with the next or the given write indices."""
         if write_indices is None:
             write_indices = range(self.clock, self.clock + n)
             self.clock += n
@@ -105,7 +107,7 @@ class CellLedger:
         sequence.next_position += n
 
     def last_write_index(self, seq_id: int) -> int:
-        """Return when the newest cell of ``seq_id`` was written, -1 if it is empty."""
+        """Return the write index of the newest cell of ``seq_id``, -1 if it is empty."""
         slices = self._sequences[seq_id].slices
         return slices[-1].run.write_indices[slices[-1].high - 1] if slices else -1
 
@@ -134,9 +136,9 @@ class CellLedger:
         return first, n
 
     def _owner_shares(self, seq_id: int, run: _Run, low: int, high: int) -> bool:
-        """Return whether the sequence that wrote [low, high) holds all of it and is another one.
+        """Return whether another sequence wrote [low, high) and still holds all of it.
 
-        So it is where a fork is pruned: the others, who may be many, need not be asked.
+        This is the usual case when a fork is pruned, and it avoids a search through all other sequences.
         """
         return run.owner != seq_id and any(
             t.run is run and t.low <= low and high <= t.high
@@ -144,7 +146,7 @@ class CellLedger:
         )
 
     def write_index(self, seq_id: int, position: int) -> int:
-        """Return when the cell of ``position`` was written."""
+        """Return the write index of the cell at ``position``."""
         for s in reversed(self._sequences[seq_id].slices):
             if s.position <= position < s.end:
                 return s.run.write_indices[s.low + position - s.position]
@@ -160,7 +162,7 @@ class CellLedger:
         self._sequences[target] = _Sequence(kept[-1].end if kept else 0, kept)
 
     def remove(self, seq_id: int, start: int, end: int) -> None:
-        """Record that ``seq_id`` gave up its positions in [start, end)."""
+        """Record that ``seq_id`` no longer holds positions in [start, end)."""
         sequence = self._sequences[seq_id]
         kept = []
         for s in sequence.slices:
@@ -174,7 +176,7 @@ class CellLedger:
         sequence.slices = kept
         sequence.next_position = kept[-1].end if kept else 0
         if kept and kept[-1].run.owner == seq_id:
-            # Cells nobody refers to any more are forgotten, so that appends go on in the same run.
+            # Cells that no sequence refers to are deleted, so that appends continue the same run.
             run, high = kept[-1].run, kept[-1].high
             for other in self._sequences:
                 for s in other.slices:
@@ -205,7 +207,7 @@ class CellLedger:
 
 
 def n_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return how many tokens two lists begin with alike."""
+    """Return the length of the common prefix of two lists."""
     n = min(len(left), len(right))
     if left[:n] == right[:n]:
         return n

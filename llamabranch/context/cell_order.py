@@ -1,12 +1,13 @@
 """Keeping the cells of every sequence in the order of its tokens.
 
-llama.cpp's attention adds up in the order of the cells. A sequence whose later token lies in a lower cell
-than an earlier one gets the same logits except for rounding, and rounding differences can change the
-sampled token. New cells are taken from the lowest free one on, so a hole left below a living sequence is
-what would break the order.
-Where order is promised such cells are not freed but *reserved*: tagged with a sequence id that nobody
-uses. They are released when no living sequence lies above them, or when the cache is full: then all
-sequences are decoded again, in order (``compaction.py``), or, where that cannot be, the promise ends.
+llama.cpp's attention sums over cells in the order of their indices. A sequence whose later token is in a
+lower cell than an earlier one gets the same logits except for rounding, and rounding differences can
+change the sampled token. llama.cpp fills the lowest free cells first, so a hole below the cells of a
+living sequence is what would break the order.
+In a batch-invariant context such cells are therefore not freed but *reserved*: tagged with a sequence id
+that is never used otherwise. They are released when no living sequence has cells above them, or when the
+cache is full: then all sequences are decoded again, in order (``compaction.py``). Where that is
+impossible, the cells are freed and the order is no longer guaranteed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["CellOrder"]
 
 
 class CellOrder:
-    """Cells that hold nothing any more but must not be used again yet."""
+    """Cells that hold nothing any more but must not be reused yet."""
 
     def __init__(self, handle: ContextHandle, cells: CellLedger, seq_id: int) -> None:
         self._handle = handle
@@ -31,7 +32,7 @@ class CellOrder:
         self.in_order = True  # False once reserved cells had to be freed below a living sequence
 
     def reserve(self, seq_id: int, start: int, end: int) -> None:
-        """Reserve what a drop of [start, end) would free below a living sequence."""
+        """Reserve the cells that a drop of [start, end) would free below a living sequence."""
         cells = self._cells
         high = min(end, cells.next_position(seq_id))
         low, n_cells = cells.exclusive(seq_id, start, high)
@@ -49,7 +50,7 @@ class CellOrder:
     def reserve_tree(
         self, leaves: Sequence[int], start: int, write_index: int, n_cells: int
     ) -> None:
-        """Reserve the ``n_cells`` of a tree, written from ``write_index`` on, that nobody will keep."""
+        """Reserve the ``n_cells`` rejected cells of a tree that was written from ``write_index`` on."""
         for leaf in leaves:
             self._handle.copy(leaf, self._seq_id, start, -1)
         self._add(write_index, n_cells)
@@ -59,7 +60,7 @@ class CellOrder:
         self.n_cells += n_cells
 
     def release_if_unneeded(self) -> None:
-        """Release all of it if every living sequence lies below."""
+        """Release the reserved cells if no living sequence has cells above them."""
         if self._lowest is None:
             return
         cells = self._cells
@@ -68,16 +69,16 @@ class CellOrder:
             self._forget()
 
     def release(self) -> None:
-        """Release all of it although sequences lie above: their order is no longer promised."""
+        """Release the reserved cells although sequences have cells above them: order is lost."""
         self._handle.remove(self._seq_id, 0, -1)
         self._forget()
         self.in_order = False
 
     def _forget(self) -> None:
-        """Note that nothing is reserved."""
+        """Record that nothing is reserved."""
         self._lowest, self.n_cells = None, 0
 
     def reset(self) -> None:
-        """Note that the cache is empty: whatever comes now is in order."""
+        """Record that the cache is empty: whatever is written next is in order."""
         self._forget()
         self.in_order = True

@@ -1,4 +1,4 @@
-"""Compaction: all sequences are decoded again, in order and without holes."""
+"""Compaction: decode all sequences again, in order and without holes in the cache."""
 
 from __future__ import annotations
 
@@ -31,36 +31,36 @@ class Replayable(Protocol):
 
 
 def rewrite_in_order(cache: KVCache, decoder: Decoder, holders: Iterable[object]) -> bool:
-    """Decode everything again, common prefixes once; False if something there cannot be.
+    """Decode all sequences again, common prefixes once; False if the tokens of one are unknown.
 
-    Raw sequences, and those of a verification under way, are known to their owners only.
+    The context does not know the tokens of raw sequences, nor of those a verification is using.
 
     Raises:
-        KeyboardInterrupt, DecodeInterruptedError: after all is done; nobody is left without cells.
+        KeyboardInterrupt, DecodeInterruptedError: only after every sequence has its cells again.
     """
-    lines = [holder for holder in holders if isinstance(holder, Replayable)]
-    held = {line.seq_id: cache.next_position(line.seq_id) for line in lines}
+    owners = [holder for holder in holders if isinstance(holder, Replayable)]
+    held = {owner.seq_id: cache.next_position(owner.seq_id) for owner in owners}
     if any(seq_id not in held for seq_id in cache.usage().sequences):
         return False
-    if any(held[line.seq_id] > line.position for line in lines):
+    if any(held[owner.seq_id] > owner.position for owner in owners):
         return False
     cache.clear()
     done: list[tuple[int, list[int]]] = []
     interruption: KeyboardInterrupt | DecodeInterruptedError | None = None
-    for line in sorted(lines, key=lambda line: held[line.seq_id]):
-        tokens, source, n = line.tokens[: held[line.seq_id]], -1, 0
+    for owner in sorted(owners, key=lambda owner: held[owner.seq_id]):
+        tokens, source, n = owner.tokens[: held[owner.seq_id]], -1, 0
         for seq_id, other in done:
             same = n_common(other, tokens)
             if same > n:
                 source, n = seq_id, same
         if n:
-            cache.share(source, line.seq_id, 0, n)
-        while cache.next_position(line.seq_id) < len(tokens):
+            cache.share(source, owner.seq_id, 0, n)
+        while cache.next_position(owner.seq_id) < len(tokens):
             try:
-                decoder.decode_run(tokens[n:], line.seq_id, "none")
+                decoder.decode_run(tokens[n:], owner.seq_id, "none")
             except (KeyboardInterrupt, DecodeInterruptedError) as error:
                 interruption = error
-        done.append((line.seq_id, tokens))
+        done.append((owner.seq_id, tokens))
     if interruption is not None:
         raise interruption
     return True

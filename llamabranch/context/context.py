@@ -1,4 +1,4 @@
-"""A context: one K/V cache shared by many sequences, and everything that can be done to it."""
+"""A context: one K/V cache shared by many sequences, and all operations on it."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class Context:
 
     Args:
         model: a :class:`Model`; several contexts may share it.
-        params: a :class:`ContextParams`; single ones may be given by name instead: ``n_ctx=8192``.
+        params: a :class:`ContextParams`; its fields may be given by name instead: ``n_ctx=8192``.
         owns_model: close the model with the context.
 
     Attributes:
         params: the parameters with every default resolved. n_ctx, n_batch, n_seq_max, n_outputs_max,
-            n_threads, n_threads_batch, kv_type: what is in force.
+            n_threads, n_threads_batch, kv_type: the values in effect.
         n_vocab: size of the vocabulary.
         capabilities: what this context's memory can do.
 
     Raises:
-        ConfigError: a bad option, or llama.cpp cannot open the context (the reason is given).
+        ConfigError: a bad option, or llama.cpp cannot create the context (the reason is given).
         UnsupportedError: the model cannot generate, or ``batch_invariant=True`` cannot hold.
 
     Warns:
@@ -77,11 +77,11 @@ class Context:
         given = ContextParams(**options) if params is None else replace(params, **options)
         resolved = given.resolve(model)
         trained = given.trained_length(model)
-        # One who asks for many cells and several sequences wants many texts; else, a long one.
+        # Many cells for several sequences are usually meant for many texts, otherwise for a long one.
         n_ctx = given.n_ctx if given.n_seq_max in (None, 1) else None
         if trained is not None and n_ctx is not None and n_ctx > trained:
             warn_of_length(f"n_ctx={n_ctx} is", trained, n_ctx)
-            trained = None  # once is enough
+            trained = None  # warn only once
         tuner = ThreadTuner(
             model,
             given.n_threads,
@@ -175,10 +175,10 @@ class Context:
     # -- interruption ------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """Stop the decode under way in another thread; without one, the next decode stops at once.
+        """Stop the decode running in another thread; if none is running, the next one stops at once.
 
         The call that is decoding raises DecodeInterruptedError and leaves its sequences as they were.
-        Callable from any thread and from a signal's handler; returns without waiting. llama.cpp looks
+        Callable from any thread and from a signal handler; returns without waiting. llama.cpp checks
         between the operations of its graph; with recurrent memory, or layers on a GPU, the decode
         stops between micro-batches (``n_ubatch`` tokens).
         """
@@ -211,7 +211,7 @@ class Context:
         finally:
             timer.cancel()
             timer.join()
-            if passed.is_set():  # nothing that comes after the block is meant
+            if passed.is_set():  # it must not stop a decode after the block
                 self._decoder.handle.resume()
 
     # -- for the layers above: the lock is held --------------------------------------------------------
@@ -232,10 +232,10 @@ class Context:
         return self._cache
 
     def lease(self, holder: object) -> int:
-        """Lend ``holder`` an empty sequence until ``return_lease`` or its garbage collection.
+        """Lease an empty sequence to ``holder`` until ``return_lease`` or its garbage collection.
 
         Raises:
-            SequencesExhaustedError: all are taken; says by whom.
+            SequencesExhaustedError: all are taken; the message lists the holders.
         """
         with self._lock:
             self._check_open()
@@ -247,7 +247,7 @@ class Context:
             return self._leases.lend(holder, lambda seq_id: first(seq_id) < 0)
 
     def return_lease(self, seq_id: int) -> None:
-        """Take a lent sequence back and empty it."""
+        """End the lease of a sequence and empty it."""
         with self._lock:
             if seq_id in self._leases:
                 if not self.closed:
@@ -288,7 +288,7 @@ class Context:
         if not 0 <= seq_id < self.n_seq_max:
             raise ConfigError(
                 f"sequence id {shown(seq_id)} is out of range 0 to {self.n_seq_max - 1}",
-                hint="open the context with a larger n_seq_max",
+                hint="create the context with a larger n_seq_max",
             )
         return seq_id
 
@@ -335,14 +335,14 @@ class Context:
             tokens: ids, at least one.
             position: must be the end of the sequence: its number of tokens.
             seq_id: 0 to n_seq_max - 1, not leased to a branch.
-            logits: whose rows to keep for ``logits()``: "last", "all" or "none".
+            logits: which rows to keep for ``logits()``: "last", "all" or "none".
 
         Raises:
             ConfigError: a bad argument.
             TokenizeError: a bad id.
             CacheFullError, DecodeError: the sequence is as it was before the call, or empty if some of
-                the tokens were in and this memory cannot drop them (``capabilities.can_truncate``);
-                after Ctrl-C, too.
+                the tokens were decoded and this memory cannot drop them
+                (``capabilities.can_truncate``); the same holds after Ctrl-C.
         """
         with self._lock:
             (seq_id,) = self._check_raw(seq_id)
@@ -427,9 +427,9 @@ class Context:
         return array
 
     def kv_seq_copy(self, src: int, dst: int) -> None:
-        """Make sequence ``dst`` hold what ``src`` holds. Cells are shared, no K/V is copied.
+        """Make sequence ``dst`` a copy of ``src``. Cells are shared, no K/V is copied.
 
-        What ``dst`` held before is dropped.
+        The previous content of ``dst`` is dropped.
         """
         with self._lock:
             src, dst = self._check_raw(src, dst)
@@ -452,13 +452,13 @@ class Context:
             if start >= min(stop, length):
                 return
             partial = start > 0 or stop < length
-            # Memory that lost a part of its window would say yes and then compute from what is gone.
+            # A partial sliding window would accept the removal and then compute from missing cells.
             if (partial and not self.capabilities.can_truncate) or not self._cache.drop(
                 seq_id, start, 1 << 31 if stop >= length else stop
             ):
                 raise UnsupportedError(
                     "this model's memory cannot drop a part of a sequence",
-                    hint="remove the whole sequence and decode again, or fork before you try things",
+                    hint="remove the whole sequence and decode again, or fork first and drop the fork",
                 )
 
     def kv_seq_keep(self, seq_id: int) -> None:

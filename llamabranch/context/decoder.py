@@ -1,7 +1,7 @@
 """Decoding into a shared cache: the one place where tokens go in and logits come out.
 
-Everything here expects right arguments and the context's lock; :class:`~llamabranch.context.Context`
-checks what users pass, branches only pass what they know to be right.
+Everything here expects valid arguments and a caller that holds the context's lock;
+:class:`~llamabranch.context.Context` checks the arguments of users, branches pass only checked ones.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _WATCHED = ThreadWatch.EVERY - 1
 
 
 class Decoder:
-    """Decodes batches, keeps the cache in step, and the rows of logits that are still needed.
+    """Decodes batches, updates the cache, and copies rows of logits before they are overwritten.
 
     Args:
         handle: the native context.
-        cache: whose cells the tokens go to.
+        cache: where the tokens are written.
         release_reserved: called when the cache is full and has reserved cells: it frees them.
-            Default: they are released, and with them the order.
-        n_decodes: how many decodes there were before; the noise of ``Context.sample`` counts them.
-        n_trained: positions the model was trained for; None for no limit that is to be warned of.
-        watch: times every few decodes, where several threads compute.
+            Default: they are released, and the order of cells is lost.
+        n_decodes: number of earlier decodes; ``Context.sample`` uses the count for its noise.
+        n_trained: positions the model was trained for, beyond which it warns; None to never warn.
+        watch: times every eighth decode where several threads compute; None to time none.
     """
 
     def __init__(
@@ -61,11 +61,13 @@ class Decoder:
         self.handle.close()
 
     def _protect_rows(self, n_outputs: int, expiring: Iterable[LogitsRow]) -> None:
-        """Copy what somebody still needs before the next decode overwrites the buffer."""
+        """Copy the rows that are still needed before the next decode overwrites the buffer."""
         live = self._live
         if not live:
             return
-        if n_outputs > self.handle.row_capacity:  # the buffer will move: every old row is lost
+        if (
+            n_outputs > self.handle.row_capacity
+        ):  # the buffer is reallocated: every old row becomes invalid
             expiring = ()
         for row in live:
             if row.users > sum(1 for r in expiring if r is row):
@@ -78,7 +80,7 @@ class Decoder:
         handle.ptr  # noqa: B018  (raises ClosedError)
         position = self._cache.next_position(seq_id)
         if position >= self._n_trained:
-            self._leave_trained()
+            self._warn_beyond_trained()
         self._protect_rows(1, () if expiring is None else (expiring,))
         handle.tokens[0] = token
         handle.positions[0] = position
@@ -121,7 +123,7 @@ class Decoder:
             positions.append(at)
             ends[seq_id] = at + 1
         if max(ends.values()) > self._n_trained:
-            self._leave_trained()
+            self._warn_beyond_trained()
         n_outputs = sum(wants_logits)
         self._protect_rows(n_outputs, expiring)
         handle.tokens[:n] = tokens
@@ -144,7 +146,7 @@ class Decoder:
             raise
         raise self._failure(code, starts, n, expiring)
 
-    def _leave_trained(self) -> None:
+    def _warn_beyond_trained(self) -> None:
         trained, self._n_trained = self._n_trained, END
         warn_of_length("a sequence gets", trained, self.handle.n_ctx)
 
@@ -178,13 +180,14 @@ class Decoder:
     ) -> list[LogitsRow]:
         """Decode tokens that belong to several sequences each; return all their rows.
 
-        The ledger is not told: ``adopt`` what stays, drop the other sequences.
+        The cache's ledger does not record them: ``KVCache.adopt`` the accepted path, then drop the other
+        sequences.
         """
         handle = self.handle
         handle.ptr  # noqa: B018  (raises ClosedError)
         n = len(tokens)
         if max(positions) >= self._n_trained:
-            self._leave_trained()
+            self._warn_beyond_trained()
         self._protect_rows(n, ())
         handle.tokens[:n] = tokens
         handle.positions[:n] = positions
@@ -203,7 +206,7 @@ class Decoder:
         self, code: int, starts: dict[int, int], n: int, expiring: Iterable[LogitsRow]
     ) -> DecodeError | CacheFullError:
         """Put the memory back as it was before the batch; return what llama.cpp's ``code`` means."""
-        if code in (1, -1):  # nothing was touched, the rows that were to expire are still valid
+        if code in (1, -1):  # nothing has changed: the rows that were to expire are still valid
             self._live = [row for row in expiring if row.users > 0]
             if code == -1:
                 return DecodeError("llama.cpp refused the batch as inconsistent", code=code)
@@ -211,7 +214,7 @@ class Decoder:
             return CacheFullError(
                 f"the cache is full: {n} tokens need cells, {usage.cells_free} of "
                 f"{usage.cells_total} are free ({usage.cells_shared} shared)",
-                hint="prune branches, or open the context with a larger n_ctx",
+                hint="prune branches, or create the context with a larger n_ctx",
             )
         if code == _INTERRUPTED:
             self.handle.resume()
@@ -225,11 +228,11 @@ class Decoder:
             return DecodeInterruptedError(
                 f"the decode was interrupted; {state}", code=code, memory_changed=True
             )
-        reason = "llama.cpp could not " + ("allocate what it needs" if code == -2 else "compute")
+        reason = "llama.cpp could not " + ("allocate memory" if code == -2 else "compute the batch")
         return DecodeError(f"{reason} (code {code}); {state}", code=code, memory_changed=True)
 
     def _undo(self, starts: dict[int, int], expiring: Iterable[LogitsRow]) -> list[int]:
-        """Cut every sequence of a failed batch back; return those that had to be emptied."""
+        """Truncate every sequence of a failed batch to its start; return those that had to be emptied."""
         emptied = [seq_id for seq_id, start in starts.items() if not self._cache.cut(seq_id, start)]
         for row in expiring:
             row.invalidate()
@@ -249,7 +252,7 @@ class Decoder:
         if want_all:
             size = min(size, self.handle.n_outputs_max)
         if len(tokens) > size:
-            expiring = ()  # a later chunk may fail when an earlier one has overwritten the row
+            expiring = ()  # a later chunk may fail after an earlier one has overwritten the row
             self.make_room(len(tokens))
         rows: list[LogitsRow] = []
         try:

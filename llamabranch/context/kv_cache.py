@@ -1,7 +1,7 @@
 """The K/V cache: which sequence holds which cells, changed in llama.cpp and in the ledger together.
 
-Everything here expects right arguments and the context's lock. It does not decode: tokens come in
-through the :class:`~llamabranch.context.decoder.Decoder`, which tells the cache what was written.
+Everything here expects valid arguments and a caller that holds the context's lock. It does not decode:
+the :class:`~llamabranch.context.decoder.Decoder` decodes and records here what was written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class KVCache:
         n_seq_max: how many sequences there are.
         can_truncate: whether this memory can drop the tail of a sequence.
         keeps_order: whether the cells of every sequence are kept in the order of its tokens.
-        state_layout: how llama.cpp writes the state of a sequence; None if that is not known.
+        state_layout: how llama.cpp serialises the state of a sequence; None if that is not known.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class KVCache:
     # -- what was written --------------------------------------------------------------------------
 
     def record(self, seqs: Sequence[int]) -> None:
-        """Take in a decoded batch; its cells were written in the order of the batch."""
+        """Record a decoded batch; its cells were written in the order of the batch."""
         ledger, clock = self.ledger, self.ledger.clock
         write_indices: dict[int, list[int]] = {}
         for i, seq_id in enumerate(seqs):
@@ -72,7 +72,7 @@ class KVCache:
     ) -> None:
         """Give ``target`` the path ``nodes`` of the tree just decoded, which ``leaf`` holds.
 
-        The tree had ``n_nodes`` tokens; what is not on the path is left to the other ``leaves``.
+        The tree had ``n_nodes`` tokens; those off the path still belong to the other ``leaves``.
         """
         ledger = self.ledger
         start = ledger.next_position(target)
@@ -93,7 +93,7 @@ class KVCache:
     # -- sharing and dropping ----------------------------------------------------------------------
 
     def share(self, source: int, target: int, start: int = 0, end: int = -1) -> None:
-        """Make ``target`` hold what ``source`` holds, without copying any K/V."""
+        """Make ``target`` refer to the cells of ``source``, without copying any K/V."""
         if self.first_position(target) >= 0:
             self.drop(target, 0)
         try:
@@ -113,7 +113,7 @@ class KVCache:
             if not self._handle.remove(seq_id, start, stop):
                 return False
             self.ledger.remove(seq_id, start, end)
-        except BaseException:  # nothing may come between the two
+        except BaseException:  # cache and ledger must change together
             if self._handle.remove(seq_id, start, stop):
                 self.ledger.remove(seq_id, start, end)
             raise
@@ -122,9 +122,9 @@ class KVCache:
         return True
 
     def cut(self, seq_id: int, start: int) -> bool:
-        """Drop what was begun at the end of a sequence; False if all of it had to go.
+        """Drop a failed decode from the end of a sequence; False if the whole sequence was dropped.
 
-        Some of it may be in llama.cpp's memory and not in the ledger.
+        Part of it may be in llama.cpp's memory and not in the ledger.
         """
         if not self.can_truncate and self._handle.position_range(seq_id)[1] == start - 1:
             return True  # nothing was written
@@ -150,7 +150,7 @@ class KVCache:
         """Fill an empty sequence with the state of ``n_tokens``; False if there are no cells for it.
 
         Raises:
-            SnapshotError: llama.cpp refuses it. Anything may be in the sequence then: drop it.
+            SnapshotError: llama.cpp refuses it. The sequence may then hold anything: drop it.
         """
         if not self._handle.set_state(seq_id, state):
             reason = "; ".join(last_log_lines()) or "no reason given"
@@ -166,11 +166,11 @@ class KVCache:
 
     @property
     def n_reserved(self) -> int:
-        """Cells that hold nothing, but are kept from use for the order's sake."""
+        """Number of cells that hold nothing, but are not reused yet so that cells stay in order."""
         return 0 if self.order is None else self.order.n_cells
 
     def release_reserved(self) -> None:
-        """Free the reserved cells although sequences lie above: their order is no longer promised."""
+        """Free the reserved cells although sequences have cells above them: order is lost."""
         if self.order is not None:
             self.order.release()
 
@@ -188,7 +188,7 @@ class KVCache:
             ends_only: compare last positions only, for memory that does not keep the first ones.
 
         Raises:
-            DecodeError: they differ; says where. That is a bug in this library.
+            DecodeError: they differ; the message names the sequence. That is a bug in this library.
         """
         for seq_id in range(self.ledger.n_seq_max):
             ours = self.first_position(seq_id), self.next_position(seq_id) - 1

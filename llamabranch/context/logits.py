@@ -18,10 +18,10 @@ _UNKNOWN = math.nan  # compared by identity: a measured value may be NaN too
 
 
 class LogitsRow:
-    """One token's logits, with what is asked of them again and again.
+    """One token's logits, with cached argmax, log-sum-exp and entropy.
 
-    ``array`` (V,) is a view into llama.cpp's buffer while nothing else is decoded. ``users`` counts
-    who still needs it; before the next decode overwrites the buffer, a row with users is copied.
+    ``array`` (V,) is a view into llama.cpp's buffer until the next decode. ``users`` counts the objects
+    that still need it; before the next decode overwrites the buffer, a row with users is copied.
     """
 
     __slots__ = ("_best", "_entropy", "_logsumexp", "array", "users")
@@ -39,13 +39,13 @@ class LogitsRow:
             self.array = self.array.copy()
 
     def invalidate(self) -> None:
-        """Note that llama.cpp's buffer was overwritten; a detached row keeps its values."""
+        """Record that llama.cpp's buffer was overwritten; a detached row keeps its values."""
         if self.array.base is not None:
             self.array = _NOTHING
 
     @property
     def is_valid(self) -> bool:
-        """False if the values are gone and the token must be decoded again."""
+        """False if the values were overwritten and the token must be decoded again."""
         return len(self.array) > 0
 
     def logprob(self, token: int) -> float:
@@ -69,7 +69,7 @@ class LogitsRow:
 
     @property
     def best(self) -> int:
-        """The token with the largest logit, the smallest id among equals; found once."""
+        """The token with the largest logit, the smallest id among equals; computed once."""
         if self._best < 0:
             self._best = int(self.array.argmax())
         return self._best

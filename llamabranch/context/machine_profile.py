@@ -1,8 +1,8 @@
-"""What was measured on this machine, kept in one small JSON file between processes.
+"""Measurements of this machine, kept between processes in one small JSON file.
 
 ``{"version": 1, "threads": {key: entry, ...}, ...}``: one section for each kind of measurement, in it
-one entry for each thing measured. What entries mean is known to those who write them; a section that this
-version does not know is kept as it is. Measurements can be repeated, so a file that is missing,
+one entry for each thing measured. The modules that write entries define their fields; a section that this
+version does not know is kept unchanged. Measurements can be repeated, so a file that is missing,
 damaged or cannot be written is no error, and of two processes that write at once the last one wins.
 
 ``LLAMABRANCH_PROFILE=0`` turns off everything that depends on measured times; another value is the
@@ -24,19 +24,19 @@ __all__ = ["Entry", "is_off", "profile_path", "read_entry", "write_entry"]
 Entry = dict[str, object]
 
 VERSION = 1
-MAX_ENTRIES = 256  # a section; the oldest go first
+MAX_ENTRIES = 256  # a section; the oldest are deleted first
 
 _VARIABLE = "LLAMABRANCH_PROFILE"
 _lock = forkable_lock()
 
 
 def is_off() -> bool:
-    """Return True if nothing may be measured, kept or judged by its time."""
+    """Return True if nothing may be timed, kept, or decided by measured times."""
     return os.environ.get(_VARIABLE) == "0"
 
 
 def profile_path() -> Path | None:
-    """Return where the file is or would be; None if it is turned off, or there is no place for it."""
+    """Return where the file is or would be; None if it is turned off, or the user has no home."""
     if is_off():
         return None
     try:
@@ -54,7 +54,7 @@ def profile_path() -> Path | None:
 
 
 def read_entry(section: str, key: str) -> Entry | None:
-    """Return what was kept, or None."""
+    """Return the stored entry, or None."""
     path = profile_path()
     known = None if path is None else _read(path)
     entry = _section(known or {}, section).get(key)
@@ -62,7 +62,7 @@ def read_entry(section: str, key: str) -> Entry | None:
 
 
 def write_entry(section: str, key: str, entry: Entry) -> None:
-    """Keep ``entry``, of JSON values; the file is there in full or as it was."""
+    """Store ``entry``, of JSON values; the file is replaced in one step or left as it was."""
     path = profile_path()
     if path is None:
         return
@@ -72,7 +72,7 @@ def write_entry(section: str, key: str, entry: Entry) -> None:
             return
         entries = _section(known, section)
         entries.pop(key, None)
-        entries[key] = entry  # the youngest comes last
+        entries[key] = entry  # the newest comes last
         for old in list(entries)[:-MAX_ENTRIES]:
             del entries[old]
         _replace(path, {**known, "version": VERSION, section: entries})
@@ -96,16 +96,16 @@ def _section(known: dict[str, object], name: str) -> dict[str, object]:
 
 
 def _replace(path: Path, content: dict[str, object]) -> None:
-    beside = ""
+    temporary = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        number, beside = tempfile.mkstemp(prefix=path.name + ".", dir=path.parent)
+        number, temporary = tempfile.mkstemp(prefix=path.name + ".", dir=path.parent)
         with os.fdopen(number, "w", encoding="utf-8") as file:
             json.dump(content, file, indent=1)
-        os.replace(beside, path)
-        beside = ""
-    except OSError:  # no place to write: it is measured again next time
+        os.replace(temporary, path)
+        temporary = ""
+    except OSError:  # it cannot be written: the next process measures again
         pass
     finally:
-        if beside:
-            Path(beside).unlink(missing_ok=True)
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)

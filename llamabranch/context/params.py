@@ -1,4 +1,4 @@
-"""The parameters of a context: one frozen object that checks itself, and what llama.cpp makes of it."""
+"""The parameters of a context: one frozen object that validates itself, and llama.cpp's form of it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ INVARIANT_KV_TYPES = ("bf16", "q8_0")
 
 
 def available_cores() -> int:
-    """Return the number of cores this process may use: more threads than that is a disaster."""
+    """Return the number of cores this process may use; more threads than cores are many times slower."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def warn_of_length(what: str, trained: int, n_ctx: int) -> None:
-    """Warn that texts leave what the model was trained for; ``what`` does."""
+    """Warn that a text can exceed the model's trained length; ``what`` is the subject and verb."""
     warn(
         f"{what} more than the {trained} tokens this model was trained for: beyond them, text is often "
         f"gibberish. Lower n_ctx, or stretch the positions with RoPE scaling, such as "
@@ -73,7 +73,7 @@ class ContextOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ContextParams:
-    """How to open a context.
+    """How to create a context.
 
     Args:
         n_ctx: cells of the cache, shared by all sequences; rounded up to a multiple of 256. None: 2048,
@@ -81,15 +81,15 @@ class ContextParams:
         n_seq_max: sequences (branches) at a time, 1 to 256. None: 8.
         n_batch: tokens per decode at most; n_ubatch: tokens computed at once (None: n_batch).
         n_outputs_max: rows of logits per decode at most. None: max(n_seq_max, min(n_batch, 256)).
-        n_threads, n_threads_batch: for one token and for many. None: what is fastest when the context
-            opens, of one thread, half of the cores this process may use, and all; kept for the next
-            time. All cores where ``LLAMABRANCH_PROFILE=0``, and for one token where the number would
-            change logits: flash attention over more than 256 cells of f16 or f32 K/V.
+        n_threads, n_threads_batch: for one token and for many. None: the fastest when the context is
+            created, of one thread, half of the cores this process may use, and all; stored for the
+            next context. All cores where ``LLAMABRANCH_PROFILE=0``, and for one token where the number
+            would change logits: flash attention over more than 256 cells of f16 or f32 K/V.
         flash_attention: "auto", True or False.
         kv_type: "f16", "bf16", "q8_0", ...; "auto" is bf16 where that makes the context
             batch-invariant and f16 elsewhere.
-        batch_invariant: "auto" turns it on where it can hold, True raises where it cannot.
-        swa_full: keep the whole context of sliding-window layers, so that they can be rewound.
+        batch_invariant: "auto" turns it on where it is possible, True raises UnsupportedError elsewhere.
+        swa_full: keep the K/V of all positions in sliding-window layers, so that they can be rewound.
         offload_kqv: keep the cache on the GPU if the model is there.
         rope_scaling: None (the model's own), "none", "linear", "yarn" or "longrope";
             rope_freq_base, rope_freq_scale, yarn_*: as in llama.cpp, 0 (yarn: -1) = the model's own.
@@ -149,7 +149,7 @@ class ContextParams:
             )
 
     def resolve(self, model: Model) -> ContextParams:
-        """Return these with every default chosen for ``model``, but the threads, which are measured.
+        """Return these with every default chosen for ``model`` except the threads, which are measured.
 
         Raises:
             ConfigError: values that do not fit together.
@@ -180,7 +180,7 @@ class ContextParams:
         )
 
     def _resolved_kv_type(self, model: Model) -> str:
-        """Return the K/V type "auto" stands for: bf16 where it makes batches exact, f16 elsewhere."""
+        """Return the K/V type that "auto" selects: bf16 where it makes batches exact, f16 elsewhere."""
         if self.kv_type != "auto":
             return self.kv_type
         exact = (
@@ -192,9 +192,9 @@ class ContextParams:
         return "bf16" if exact else "f16"
 
     def trained_length(self, model: Model) -> int | None:
-        """Return the tokens a text may have before it leaves what the model was trained for.
+        """Return the number of tokens the model was trained for.
 
-        None where that is not known: a recurrent state has no positions, and rope settings of one's own
+        None where no such limit applies: a recurrent state has no positions, and explicit rope settings
         stretch them.
         """
         scaled = self.rope_scaling not in (None, "none")
@@ -207,14 +207,14 @@ class ContextParams:
     def threads_change_logits(self) -> bool:
         """True if logits can depend, by rounding, on the number of threads; of resolved parameters.
 
-        llama.cpp's flash attention cuts 512 cells and more of F16 or F32 K/V into a part for each
+        llama.cpp's flash attention splits 512 and more cells of F16 or F32 K/V into one part for each
         thread.
         """
         many = self.n_ctx is None or self.n_ctx > _STEP
         return self.kv_type in ("f16", "f32") and self.flash_attention is not False and many
 
     def native(self) -> NativeContextParams:
-        """Return what llama.cpp takes; of resolved parameters, the threads among them."""
+        """Return llama.cpp's parameters; these must be resolved, the threads included."""
         numbers = (self.n_ctx, self.n_seq_max, self.n_ubatch, self.n_outputs_max)
         n_ctx, n_seq_max, n_ubatch, n_outputs_max = (n or 0 for n in numbers)
         return NativeContextParams(

@@ -1,4 +1,4 @@
-"""Which sequences are lent, and to whom."""
+"""Which sequences are leased, and to which objects."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["SequenceIds"]
 
 
 class SequenceIds:
-    """Sequence ids lent to holders, who are known weakly: a forgotten holder's lease comes back.
+    """Sequence ids leased to holders, which are referenced weakly: a lease ends with its holder.
 
-    Garbage collection runs at any moment, also in the middle of a decode, so it only notes the
-    sequence; ``forgotten`` hands the notes out when it is safe to empty those sequences.
+    Garbage collection can run at any time, also in the middle of a decode, so the finalizer only records
+    the sequence; ``forgotten`` returns the recorded ones when it is safe to empty them.
     """
 
     def __init__(self, n_seq_max: int) -> None:
         self.n_seq_max = n_seq_max
         self._holders: dict[int, weakref.ref[object]] = {}
-        self._notes: deque[int] = deque()
+        self._collected: deque[int] = deque()
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._holders
@@ -30,19 +30,19 @@ class SequenceIds:
         return len(self._holders)
 
     def holder(self, seq_id: int) -> object:
-        """Return who holds ``seq_id``; None if nobody does, or nobody any more."""
+        """Return the holder of ``seq_id``; None if it is not leased or its holder was collected."""
         ref = self._holders.get(seq_id)
         return None if ref is None else ref()
 
     def lend(self, holder: object, is_empty: Callable[[int], bool]) -> int:
-        """Lend the highest sequence that is neither lent nor in use.
+        """Lease the highest sequence that is neither leased nor in use.
 
         Raises:
-            SequencesExhaustedError: there is none; says who holds them.
+            SequencesExhaustedError: there is none; the message lists the holders.
         """
         for seq_id in range(self.n_seq_max - 1, -1, -1):
             if seq_id not in self._holders and is_empty(seq_id):
-                weakref.finalize(holder, self._notes.append, seq_id).atexit = False
+                weakref.finalize(holder, self._collected.append, seq_id).atexit = False
                 self._holders[seq_id] = weakref.ref(holder)
                 return seq_id
         holders = "; ".join(f"{s} by {ref()!r}" for s, ref in sorted(self._holders.items()))
@@ -50,7 +50,7 @@ class SequenceIds:
         raise SequencesExhaustedError(
             f"all {self.n_seq_max} sequences are taken: {holders or 'none by branches'}"
             + (f"; {raw} by raw calls" if raw else ""),
-            hint="prune a branch, or open the context with a larger n_seq_max",
+            hint="prune a branch, or create the context with a larger n_seq_max",
         )
 
     def end(self, seq_id: int) -> None:
@@ -60,12 +60,12 @@ class SequenceIds:
     def forgotten(self, *, noted: bool = True) -> list[int]:
         """Return the sequences whose holders were garbage collected, until their leases end.
 
-        With ``noted`` false also those whose note another thread is about to write.
+        With ``noted`` false also those whose finalizer has not run yet in another thread.
         """
-        n = len(self._notes)
+        n = len(self._collected)
         if noted and not n:
             return []
         found = [seq_id for seq_id, ref in self._holders.items() if ref() is None]
         for _ in range(n):
-            self._notes.popleft()
+            self._collected.popleft()
         return found

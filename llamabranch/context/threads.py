@@ -1,13 +1,13 @@
-"""How many threads a context computes with: measured when it opens, watched while it decodes.
+"""How many threads a context computes with: measured when it is created, watched while it decodes.
 
-The threads of a decode wait for one another some hundred times a token, and OpenMP's spin meanwhile. On
-idle cores that is what makes them fast. Where another program holds one of the cores, each wait may
+The threads of a decode wait for one another some hundred times a token, and OpenMP threads spin while
+they wait. That is fast on idle cores. Where another program occupies one of the cores, each wait may
 last until that program is descheduled: two threads can then be a hundred times slower than one. No
-number is right everywhere, so a few decodes are timed each way.
+number of threads is best everywhere, so a few decodes are timed with each candidate.
 
 The number changes no logits, with one exception: with flash attention over 512 or more cells of F16 or
-F32 K/V, llama.cpp cuts the attention of a single token into a part for each thread and adds the parts
-up. There the number for single tokens is not measured: the same seed must give the same text.
+F32 K/V, llama.cpp splits the attention of a single token into one part for each thread and adds
+the parts. There the number for single tokens is not measured: the same seed must give the same text.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ __all__ = ["ThreadTuner", "ThreadWatch", "candidates"]
 
 _SECTION = "threads"
 
-_BLOCK_S = 0.005  # decode for so long with each number of threads ...
-_BLOCK_DECODES = 24  # ... at most so often ...
-_BLOCK_LEAST = 8  # ... and at least so often ...
-_BLOCK_LIMIT_S = 0.1  # ... but not longer than this: then the decode under way is stopped.
-_BATCH = 8  # tokens of the batch that stands for all batches: a drafted round, or some texts
-_PAUSE_S = 0.005  # the threads of the last number spin for a moment
+_BLOCK_S = 0.005  # seconds of decodes with each number of threads ...
+_BLOCK_DECODES = 24  # ... but at most this many decodes ...
+_BLOCK_LEAST = 8  # ... and at least this many ...
+_BLOCK_LIMIT_S = 0.1  # ... and never longer than this: then the running decode is stopped.
+_BATCH = (
+    8  # tokens of the batch that is timed for all batches: about one drafted round, or a few texts
+)
+_PAUSE_S = 0.005  # the threads of the previous number still spin for a short time
 _WORTH = 0.9  # more threads must take less than this share of the time of fewer
-_IDLE = 0.8  # threads that got less than this share of their cores were in company
-_STALE = 3.0  # what takes so many times as long as when it was kept is measured anew
+_IDLE = 0.8  # threads that got less than this share of their cores shared them with other programs
+_STALE = 3.0  # if a decode takes this many times as long as when it was stored, measure again
 
 
 def candidates(cores: int) -> list[int]:
@@ -55,9 +57,9 @@ class _Timing:
 class ThreadTuner:
     """Finds the numbers of threads for one context, unless they are given.
 
-    What was measured on idle cores is kept for this machine and model (see ``machine_profile.py``); a
-    later context decodes a few tokens to see whether it still holds. What was measured beside other
-    programs is used, but not kept.
+    Measurements on idle cores are stored for this machine and model (see ``machine_profile.py``); a later
+    context decodes a few tokens to check that they still hold. Measurements made while other programs
+    used the cores are used, but not stored.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class ThreadTuner:
         self._fixed = changes_logits
         self._given_batch = n_threads_batch
         self._cores = available_cores()
-        # Work on a GPU is not the threads'.
+        # CPU threads do not matter for layers on a GPU.
         self._measures = n_threads is None and self._cores > 1 and not model.on_gpu and not is_off()
         if changes_logits and n_threads_batch is not None:
             self._measures = False
@@ -80,17 +82,19 @@ class ThreadTuner:
         if n_threads is None:
             n_threads = self._cores
             if self._kept is not None and max(self._kept[:2]) == 1 and not changes_logits:
-                n_threads = 1  # nothing that could have become worse: no threads are started
+                n_threads = 1  # the stored best is one thread: start no others to measure again
         self.n_threads = n_threads
-        self.step_s: float | None = None  # what a decode of one token can take, if it was measured
+        self.step_s: float | None = (
+            None  # measured seconds of a decode of one token; None if not measured
+        )
         self.n_threads_batch = n_threads if n_threads_batch is None else n_threads_batch
 
     def tune(self, handle: ContextHandle) -> None:
-        """Choose, on an empty context that was opened with these numbers; it is empty afterwards."""
+        """Choose, on an empty context that was created with these numbers; it is empty afterwards."""
         if not self._measures or self.n_threads == 1:
             return
         try:
-            _decode(handle, 1, 0)  # however long it takes: it reads the weights into memory
+            _decode(handle, 1, 0)  # untimed: it loads the weights from disk into memory
             n_threads, n_threads_batch = self._still_good(handle) or self._measure(handle)
         finally:
             handle.clear()
@@ -110,7 +114,7 @@ class ThreadTuner:
         return f"{platform.node()} {platform.machine()} {self._cores} cores, {engine}, {print_}"
 
     def _read(self) -> tuple[int, int, float] | None:
-        """Return the kept numbers of threads, and the seconds of the decode that is tried again."""
+        """Return the stored numbers of threads, and the seconds of the decode that is timed again."""
         key = self._key()
         entry = None if key is None else read_entry(_SECTION, key)
         if entry is None:
@@ -171,7 +175,7 @@ def _best(timings: dict[int, _Timing]) -> int:
     for n in others:
         if timings[n].seconds < _WORTH * timings[best].seconds:
             best = n
-    # Nothing ended in time: so large a model spends its time computing, not waiting.
+    # No decode finished in time: for so large a model waiting is a small part of the time.
     return best if timings[best].seconds < math.inf else max(timings)
 
 
@@ -194,7 +198,7 @@ def _decode(handle: ContextHandle, n_tokens: int, position: int) -> bool:
 
 
 def _time(handle: ContextHandle, n_tokens: int, n_threads: int) -> _Timing:
-    """Time decodes of ``n_tokens`` of one sequence, from an empty memory; bounded in time."""
+    """Time decodes of ``n_tokens`` of one sequence, from an empty cache; bounded in time."""
     time.sleep(_PAUSE_S)
     handle.set_threads(n_threads, n_threads)
     handle.clear()
@@ -217,7 +221,7 @@ def _time(handle: ContextHandle, n_tokens: int, n_threads: int) -> _Timing:
         alarm.cancel()
         alarm.join()
         handle.resume()
-    if n == 0:  # not one ended in time: that tells as much of the company as those that do
+    if n == 0:  # none finished in time: whether the cores were idle is known all the same
         cpu, waited = time.process_time() - first_cpu, time.perf_counter() - first
         return _Timing(math.inf, idle=cpu >= _IDLE * waited * n_threads)
     return _Timing(spent / n, idle=cpu >= _IDLE * spent * n_threads)
@@ -233,11 +237,11 @@ class _Lap:
 
 
 class ThreadWatch:
-    """Notices that threads wait for cores that other programs use, and says so once.
+    """Detects that threads wait for cores that other programs use, and warns once.
 
-    It times one decode in eight, of small batches. Two laps in a row that are far slower than one was,
-    or than was measured when the context opened, may as well mean a longer context: but then the
-    threads are busy all the time. Where they also got less of their cores than that, it warns.
+    It times one decode in eight, of small batches. Two laps in a row that are far slower than the
+    fastest, or than the time measured when the context was created, may just mean a longer context: but
+    then the threads are busy all the time. It warns only where they also got less processor time.
     """
 
     EVERY = 8  # a power of two
@@ -246,7 +250,7 @@ class ThreadWatch:
     LAP = 4
     LAPS = 2
     SLOW = 5.0  # times the fastest lap
-    LEAST_S = 0.002  # a lap whose decodes take less is not slow, whatever it is beside
+    LEAST_S = 0.002  # a lap with faster decodes is never slow, whatever the fastest lap was
 
     def __init__(
         self, handle: ContextHandle, n_threads: int, n_threads_batch: int, step_s: float | None
@@ -280,7 +284,7 @@ class ThreadWatch:
         return code
 
     def note(self, n: int, seconds: float, cpu_s: float) -> None:
-        """Count a decode of ``n`` tokens in: its seconds, and the processor time of all threads."""
+        """Add a decode of ``n`` tokens: its seconds, and the processor time of all threads."""
         lap = self._laps.setdefault(n, _Lap())
         lap.n += 1
         lap.seconds += seconds
@@ -293,8 +297,8 @@ class ThreadWatch:
         fastest = self._fastest[n] = min(mean, self._fastest.get(n, mean))
         n_threads = self._n_threads[n > 1]
         slow = mean >= max(self.SLOW * fastest, self.LEAST_S)
-        in_company = lap.cpu_s < _IDLE * lap.seconds * n_threads
-        self._n_slow[n] = self._n_slow.get(n, 0) + 1 if slow and in_company else 0
+        shares_cores = lap.cpu_s < _IDLE * lap.seconds * n_threads
+        self._n_slow[n] = self._n_slow.get(n, 0) + 1 if slow and shares_cores else 0
         if self._n_slow[n] < self.LAPS:
             return
         self._warned = True

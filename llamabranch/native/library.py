@@ -89,7 +89,7 @@ def engine_versions() -> dict[str, str]:
 
 
 def system_info() -> str:
-    """Return llama.cpp's line about the instruction sets that this build uses."""
+    """Return llama.cpp's description of the instruction sets that this build uses."""
     return (C.llama_print_system_info() or b"").decode("utf-8", "replace")
 
 

@@ -1,4 +1,4 @@
-"""A branch: drawing, forking, taking back, bias, ending, and what each of them leaves alone."""
+"""A branch: drawing, forking, rewinding, bias, ending, and what each of them leaves unchanged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STORY = "Once upon a time there was a king who had"
 WARM = SamplingParams(temperature=1.0, seed=11)
 
 
-def said(branch: Branch, n: int = 20) -> list[int]:
+def generate(branch: Branch, n: int = 20) -> list[int]:
     return [t.token for t in branch.generate(n)]
 
 
@@ -66,13 +66,13 @@ def test_produced_knows_its_logprob_and_entropy(ctx: Context) -> None:
 
 def test_fork_draws_like_its_parent_until_reseeded(ctx: Context) -> None:
     root = Branch.start(ctx, STORY, sampling=WARM)
-    twin, other = root.fork(), root.fork()
+    same, other = root.fork(), root.fork()
     other.reseed(12)
-    text = said(root)
-    assert said(twin) == text
-    assert said(other) != text
+    text = generate(root)
+    assert generate(same) == text
+    assert generate(other) != text
     again = Branch.start(ctx, STORY, sampling=WARM.replace(seed=12))
-    assert said(again) == other.generated
+    assert generate(again) == other.generated
 
 
 def test_reseeding_back_restores_the_draw(ctx: Context) -> None:
@@ -111,38 +111,38 @@ def test_changing_settings_keeps_the_seed(
     made: Callable[[Branch], Branch], change: Callable[[Branch], None], ctx: Context
 ) -> None:
     branch = made(Branch.start(ctx, STORY, sampling=WARM))
-    seed, twin = branch.seed, branch.fork()
+    seed, same = branch.seed, branch.fork()
     assert seed != WARM.seed
     change(branch)
     assert branch.seed == seed
-    assert said(branch) == said(twin)
+    assert generate(branch) == generate(same)
 
 
 def test_steered_children_of_fork_many_still_differ(ctx: Context) -> None:
     children = Branch.start(ctx, STORY, sampling=WARM).fork_many(4)
     for child in children:
         child.steer({5: -1.0})
-    assert len({tuple(said(child)) for child in children}) == 4
+    assert len({tuple(generate(child)) for child in children}) == 4
 
 
-def test_sampling_tells_the_seed_in_force(ctx: Context, other_ctx: Context) -> None:
+def test_sampling_has_the_seed_in_effect(ctx: Context, other_ctx: Context) -> None:
     root = Branch.start(ctx, STORY, sampling=WARM)
     child = root.fork_many(1)[0]
     assert (root.sampling, child.sampling) == (WARM, WARM.replace(seed=child.seed))
     again = Branch.start(other_ctx, STORY, sampling=child.sampling)
-    assert said(again) == said(child)
-    child.resample(WARM)  # a seed that is given is taken
+    assert generate(again) == generate(child)
+    child.resample(WARM)  # a given seed is used
     assert child.seed == WARM.seed
     free = Branch.start(ctx, STORY, temperature=1.0)
     free.reseed(5)
-    assert free.sampling.seed is None  # nobody asked for one text in the settings
+    assert free.sampling.seed is None  # the settings have no seed
 
 
 def test_same_seed_gives_the_same_text_whatever_else_shares_cache_and_batch(
     ctx: Context, other_ctx: Context
 ) -> None:
     alone = Branch.start(other_ctx, STORY, sampling=WARM)
-    text = said(alone, 30)
+    text = generate(alone, 30)
     ctx.decode([9] * 200, 0, seq_id=0)
     others = [Branch.start(ctx, [5 + i] * (20 + i), seed=i) for i in range(4)]
     branch = Branch.start(ctx, STORY, sampling=WARM)
@@ -161,19 +161,19 @@ def test_children_of_fork_many_differ_and_are_the_same_next_time(
     texts = []
     for context in (ctx, other_ctx):
         children = Branch.start(context, STORY, sampling=WARM).fork_many(6)
-        texts.append([tuple(said(child)) for child in children])
+        texts.append([tuple(generate(child)) for child in children])
         assert len(set(texts[-1])) == 6
     assert texts[0] == texts[1]
     root = Branch.start(ctx, STORY, sampling=WARM.replace(seed=12))
-    assert tuple(said(root.fork_many(1)[0])) not in texts[0]
+    assert tuple(generate(root.fork_many(1)[0])) not in texts[0]
 
 
 def test_without_a_seed_every_branch_picks_one(ctx: Context) -> None:
     branches = [Branch.start(ctx, STORY, temperature=1.0) for _ in range(4)]
     assert len({branch.seed for branch in branches}) == 4
-    assert len({tuple(said(branch)) for branch in branches}) == 4
+    assert len({tuple(generate(branch)) for branch in branches}) == 4
     again = Branch.start(ctx, STORY, temperature=1.0, seed=branches[0].seed)
-    assert said(again) == branches[0].generated
+    assert generate(again) == branches[0].generated
 
 
 def test_temperature_zero_takes_the_most_probable(ctx: Context) -> None:
@@ -253,7 +253,7 @@ def test_generation_ends_at_an_end_token_that_is_not_yielded(ctx: Context) -> No
     assert (branch.is_stop, branch.finish_reason, branch.state) == (True, "stop", "finished")
     assert branch.generated == tokens
     branch.steer({})
-    assert len(said(branch, 3)) == 3
+    assert len(generate(branch, 3)) == 3
     assert not branch.is_stop
 
 
@@ -262,7 +262,7 @@ def test_stop_string_ends_the_text_before_it(ctx: Context) -> None:
     text = "".join(t.text for t in free.generate(40))
     stop = text[len(text) // 2 :][:5]
     branch = Branch.start(ctx, STORY, temperature=0.0)
-    shown = "".join(t.text for t in branch.generate(40, stop=[stop, "never said"]))
+    shown = "".join(t.text for t in branch.generate(40, stop=[stop, "never generated"]))
     assert shown == text[: text.index(stop)]
     assert branch.is_stop
     assert free.tokens[: branch.position] == branch.tokens
@@ -309,7 +309,7 @@ def test_abandoned_generation_leaves_what_was_yielded(ctx: Context) -> None:
         if len(tokens) == 7:
             break
     assert branch.generated == tokens
-    assert len(said(branch, 3)) == 3
+    assert len(generate(branch, 3)) == 3
 
 
 @pytest.mark.parametrize("kind", ["text", "list"])
@@ -373,10 +373,10 @@ def test_children_forked_at_different_places_are_compared_over_all_they_generate
 ) -> None:
     root = Branch.start(ctx, STORY, sampling=WARM)
     early = root.fork()
-    said(root, 10)
+    generate(root, 10)
     late = root.fork()
-    said(early, 12)
-    said(late, 2)
+    generate(early, 12)
+    generate(late, 2)
     assert late.tokens == early.tokens  # the same text, drawn with the same seed
     assert late.perplexity() == early.perplexity()
     assert late.log_likelihood() == early.log_likelihood()
@@ -387,7 +387,7 @@ def test_nothing_generated_has_no_perplexity_and_likelihood_one(ctx: Context) ->
     with pytest.raises(BranchStateError, match="no token was generated") as refused:
         root.perplexity()
     assert refused.value.hint
-    said(root, 3)
+    generate(root, 3)
     child = root.fork()
     assert child.perplexity() == root.perplexity()
     with pytest.raises(BranchStateError, match="since the fork"):
@@ -399,7 +399,7 @@ def test_nothing_generated_has_no_perplexity_and_likelihood_one(ctx: Context) ->
     assert Branch.create(ctx).log_likelihood() == 0.0
 
 
-def test_text_read_without_a_prompt_is_scored_from_its_second_token(
+def test_text_appended_without_a_prompt_is_scored_from_its_second_token(
     ctx: Context, other_ctx: Context
 ) -> None:
     tokens = ctx.tokenize(STORY)
@@ -418,7 +418,7 @@ def test_text_read_without_a_prompt_is_scored_from_its_second_token(
 def test_tokens_without_a_surprisal_are_not_scored(ctx: Context) -> None:
     branch = Branch.start(ctx, STORY, sampling=WARM)
     branch.sequence.decode_unscored([5, 6])
-    said(branch, 3)
+    generate(branch, 3)
     for measure in (Branch.perplexity, Branch.log_likelihood):
         with pytest.raises(BranchStateError, match="2 of 5 tokens have no surprisal"):
             measure(branch)
@@ -426,7 +426,7 @@ def test_tokens_without_a_surprisal_are_not_scored(ctx: Context) -> None:
 
 def test_impossible_text_has_infinite_perplexity(ctx: Context) -> None:
     branch = Branch.start(ctx, STORY, sampling=WARM)
-    said(branch, 2)
+    generate(branch, 2)
     unlikely = replace(branch.snapshot(), surprisals=np.array([1e308, 1e308]))
     assert Branch.restore(ctx, unlikely).perplexity() == math.inf
     assert Branch.restore(ctx, unlikely).log_likelihood() == -math.inf
@@ -443,7 +443,9 @@ def test_bias_is_inherited_and_can_end(ctx: Context) -> None:
     root.steer({77: 1e6})
     child = root.fork()
     assert root.produce().token == child.produce().token == 77
-    assert root.produce().logprob == -root.surprisal(77)  # the model's own, not the steered one
+    assert root.produce().logprob == -root.surprisal(
+        77
+    )  # the model's own distribution, not the steered one
     root.steer({})
     assert root.produce() == before
     assert child.produce().token == 77
@@ -459,7 +461,7 @@ def test_forbidden_token_is_never_drawn(ctx: Context) -> None:
 
 def test_resampling_keeps_history_and_seed(ctx: Context) -> None:
     branch = Branch.start(ctx, STORY, sampling=WARM)
-    said(branch, 10)
+    generate(branch, 10)
     branch.resample(SamplingParams(temperature=1.0, presence_penalty=1e4, penalty_last_n=-1))
     assert branch.seed == 11
     assert branch.produce().token not in branch.tokens
@@ -471,12 +473,12 @@ def test_penalties_forget_what_was_rewound(ctx: Context) -> None:
     )
     branch = Branch.start(ctx, STORY, sampling=params)
     before = branch.distribution()
-    tokens = said(branch, 10)
+    tokens = generate(branch, 10)
     branch.rewind(branch.position - 10)
     after = branch.distribution()
     assert np.array_equal(before.ids, after.ids)
     assert np.array_equal(before.logprobs, after.logprobs)
-    assert said(branch, 10) == tokens
+    assert generate(branch, 10) == tokens
 
 
 def test_grammar_binds_text_forks_and_rewinds(ctx: Context) -> None:
@@ -549,13 +551,13 @@ def test_empty_branch_can_be_forked(ctx: Context) -> None:
     child = root.fork()
     child.prefill(ctx.tokenize(STORY))
     assert (root.state, root.position) == ("empty", 0)
-    assert said(child) == said(Branch.start(ctx, STORY, sampling=WARM))
+    assert generate(child) == generate(Branch.start(ctx, STORY, sampling=WARM))
 
 
 def test_promoted_branch_takes_its_parents_place(ctx: Context) -> None:
     root = Branch.start(ctx, STORY, sampling=WARM)
     middle, aunt = root.fork_many(2)
-    said(middle, 3)
+    generate(middle, 3)
     winner, loser = middle.fork_many(2)
     niece = loser.fork()
     grandchild = winner.fork()
@@ -674,7 +676,7 @@ def test_bad_positions_are_refused(position: object, ctx: Context) -> None:
         branch.rewind(position)  # type: ignore[arg-type]
 
 
-def test_empty_branch_has_nothing_to_read(ctx: Context) -> None:
+def test_empty_branch_has_no_logits(ctx: Context) -> None:
     branch = Branch.create(ctx)
     for call in (branch.produce, branch.entropy, branch.distribution, branch.step):
         with pytest.raises(BranchStateError, match="empty") as caught:
@@ -685,7 +687,7 @@ def test_empty_branch_has_nothing_to_read(ctx: Context) -> None:
     assert branch.state == "empty"
 
 
-def test_nothing_is_nothing_to_read(ctx: Context) -> None:
+def test_empty_token_lists_are_refused(ctx: Context) -> None:
     branch = Branch.start(ctx, STORY)
     with pytest.raises(ConfigError, match="no tokens"):
         branch.extend([])

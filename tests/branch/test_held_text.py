@@ -1,6 +1,6 @@
-"""Text that is held back for a stop string comes at last, however a generation ends.
+"""Text that is held back for a stop string is emitted in the end, however a generation ends.
 
-The stop string is the text's own next words, so that something is held back wherever it ends.
+The stop string is the text's own continuation, so that some text is held back wherever it ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def params(target: lb.Model) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def said(target: lb.Model, params: SamplingParams) -> list[str]:
+def pieces(target: lb.Model, params: SamplingParams) -> list[str]:
     """The text token by token, well beyond what the small context holds."""
     with (
         Context(target, n_ctx=1024, n_seq_max=1, n_threads=1) as ctx,
@@ -53,33 +53,33 @@ def make(which: str, draft: Context) -> lb.Drafter | None:
     }[which]
 
 
-def stop_after(said: list[str], n: int) -> tuple[str, ...]:
+def stop_after(pieces: list[str], n: int) -> tuple[str, ...]:
     """Return a string that is nearly complete after ``n`` tokens, and is then not continued."""
-    return ("".join(said[n - 4 : n]) + "\x00",)
+    return ("".join(pieces[n - 4 : n]) + "\x00",)
 
 
 def shown(items: list[lb.Produced]) -> str:
-    """Return what a listener has heard; what ends the text is no token of it."""
+    """Return the emitted text; an item with ``is_stop`` is no token of it."""
     for item in items:
         assert item.is_stop == (item.token == -1)
     assert not any(item.is_stop for item in items[:-1])
     return "".join(item.text for item in items)
 
 
-def test_branch_gives_it_out_before_it_says_that_the_cache_is_full(
-    small: Context, said: list[str], params: SamplingParams
+def test_branch_emits_it_before_the_cache_full_error(
+    small: Context, pieces: list[str], params: SamplingParams
 ) -> None:
     n = N_CTX - N_PROMPT
     with Branch.start(small, [5] * N_PROMPT, sampling=params) as branch:
         items: list[lb.Produced] = []
         with pytest.raises(CacheFullError):
-            for item in branch.generate(stop=stop_after(said, n)):
+            for item in branch.generate(stop=stop_after(pieces, n)):
                 items.append(item)
-        assert shown(items) == "".join(said[:n])
+        assert shown(items) == "".join(pieces[:n])
         assert [item.token for item in items[:-1]] == branch.generated
         assert items[-1].is_stop
         assert math.isnan(items[-1].logprob)
-    # Without anything held back nothing comes in its place.
+    # With no text held back there is no such item.
     with Branch.start(small, [5] * N_PROMPT, sampling=params) as branch:
         items = []
         with pytest.raises(CacheFullError):
@@ -89,33 +89,33 @@ def test_branch_gives_it_out_before_it_says_that_the_cache_is_full(
         assert len(items) == n
 
 
-def test_branch_gives_it_out_before_any_other_error(
-    ctx: Context, said: list[str], params: SamplingParams
+def test_branch_emits_it_before_any_other_error(
+    ctx: Context, pieces: list[str], params: SamplingParams
 ) -> None:
     with Branch.start(ctx, [5] * N_PROMPT, sampling=params) as branch:
         items: list[lb.Produced] = []
         with pytest.raises(DecodeInterruptedError):
-            for item in branch.generate(stop=stop_after(said, 6)):
+            for item in branch.generate(stop=stop_after(pieces, 6)):
                 items.append(item)
                 if len(items) == 6:
                     ctx.interrupt()
-        assert shown(items) == "".join(said[:6])
+        assert shown(items) == "".join(pieces[:6])
 
 
 @pytest.mark.parametrize("which", DRAFTERS)
-def test_generation_gives_it_out_before_it_says_that_the_cache_is_full(
-    which: str, small: Context, draft_ctx: Context, said: list[str], params: SamplingParams
+def test_generation_emits_it_before_the_cache_full_error(
+    which: str, small: Context, draft_ctx: Context, pieces: list[str], params: SamplingParams
 ) -> None:
     n = N_CTX - N_PROMPT + 1  # the last one needs no cell
     speculator = lb.Speculator(small, make(which, draft_ctx), lb.SpeculativeConfig(draft_k=3))
     generation = speculator.generate(
-        [5] * N_PROMPT, max_tokens=None, sampling=params, stop=stop_after(said, n)
+        [5] * N_PROMPT, max_tokens=None, sampling=params, stop=stop_after(pieces, n)
     )
     items: list[lb.Produced] = []
     with pytest.raises(CacheFullError):
         for item in generation:
             items.append(item)
-    assert shown(items) == generation.text == "".join(said[:n])
+    assert shown(items) == generation.text == "".join(pieces[:n])
     assert [item.token for item in items[:-1]] == generation.tokens
     assert generation.finish_reason == "capacity"
     assert list(generation) == []
@@ -123,81 +123,83 @@ def test_generation_gives_it_out_before_it_says_that_the_cache_is_full(
 
 @pytest.mark.parametrize("how", ["close", "interrupt", "close at the full cache"])
 def test_generation_that_is_ended_has_it_in_its_text(
-    how: str, ctx: Context, small: Context, said: list[str], params: SamplingParams
+    how: str, ctx: Context, small: Context, pieces: list[str], params: SamplingParams
 ) -> None:
     at_end = how == "close at the full cache"
     n = N_CTX - N_PROMPT + 1 if at_end else 6
     context = small if at_end else ctx
     branch = Branch.start(context, [5] * N_PROMPT, sampling=params)
-    generation = lb.Speculator(context).generate(branch, max_tokens=None, stop=stop_after(said, n))
+    generation = lb.Speculator(context).generate(
+        branch, max_tokens=None, stop=stop_after(pieces, n)
+    )
     items = list(itertools.islice(generation, n))
-    assert shown(items) != "".join(said[:n])
+    assert shown(items) != "".join(pieces[:n])
     if how == "interrupt":
         ctx.interrupt()
         with pytest.raises(DecodeInterruptedError):
             for item in generation:
                 items.append(item)
-        assert shown(items) == "".join(said[:n])
+        assert shown(items) == "".join(pieces[:n])
     with suppress(CapacityError):  # the branch has no cell for the last one
         generation.close()
-    assert generation.text == "".join(said[:n])
+    assert generation.text == "".join(pieces[:n])
     assert len(generation.tokens) == n
     branch.prune()
 
 
 @pytest.mark.parametrize("which", DRAFTERS)
 def test_session_has_it_in_its_text_and_goes_on_when_there_is_room(
-    which: str, small: Context, draft_ctx: Context, said: list[str], params: SamplingParams
+    which: str, small: Context, draft_ctx: Context, pieces: list[str], params: SamplingParams
 ) -> None:
     n = 9
     guest = Branch.start(small, [7] * (N_CTX - N_PROMPT - n + 1))
     drafter = make(which, draft_ctx)
-    stop = "".join(said[n - 4 : n + 2])  # complete two tokens later
+    stop = "".join(pieces[n - 4 : n + 2])  # complete two tokens later
     config = lb.SpeculativeConfig(draft_k=2)
     with lb.InferenceSession(
         small, [5] * N_PROMPT, sampling=params, stop=[stop], config=config
     ) as session:
-        heard = ""
+        emitted = ""
         with pytest.raises(CacheFullError):
             while (item := session.next_token(drafter)) is not None:
-                heard += item.text
-        assert session.text == "".join(said[:n])
-        assert session.text.startswith(heard)
-        assert heard != session.text
+                emitted += item.text
+        assert session.text == "".join(pieces[:n])
+        assert session.text.startswith(emitted)
+        assert emitted != session.text
         with pytest.raises(CacheFullError):
             session.next_token(drafter)
-        assert session.text == "".join(said[:n])
+        assert session.text == "".join(pieces[:n])
         guest.prune()
         while (item := session.next_token(drafter)) is not None:
-            heard += item.text
+            emitted += item.text
         assert session.finish_reason == "stop"
-        assert session.text == heard == "".join(said[: n - 4])
+        assert session.text == emitted == "".join(pieces[: n - 4])
 
 
 def test_closed_session_has_it_in_its_text(
-    ctx: Context, said: list[str], params: SamplingParams
+    ctx: Context, pieces: list[str], params: SamplingParams
 ) -> None:
-    session = lb.InferenceSession(ctx, [5] * N_PROMPT, sampling=params, stop=stop_after(said, 6))
-    heard = "".join(item.text for _ in range(6) if (item := session.next_token()) is not None)
-    assert session.text == heard
+    session = lb.InferenceSession(ctx, [5] * N_PROMPT, sampling=params, stop=stop_after(pieces, 6))
+    emitted = "".join(item.text for _ in range(6) if (item := session.next_token()) is not None)
+    assert session.text == emitted
     session.close()
     session.close()
-    assert session.text == "".join(said[:6])
-    assert len(session.text) > len(heard)
+    assert session.text == "".join(pieces[:6])
+    assert len(session.text) > len(emitted)
 
 
 @pytest.mark.parametrize("which", DRAFTERS)
 @pytest.mark.parametrize("end", ["capacity", "cancelled"])
-def test_engine_gives_it_out(
+def test_engine_emits_it(
     end: str,
     which: str,
     small: Context,
     draft_ctx: Context,
-    said: list[str],
+    pieces: list[str],
     params: SamplingParams,
 ) -> None:
     n = N_CTX - N_PROMPT + 1 if end == "capacity" else 6
-    request = Request([5] * N_PROMPT, max_tokens=None, sampling=params, stop=stop_after(said, n))
+    request = Request([5] * N_PROMPT, max_tokens=None, sampling=params, stop=stop_after(pieces, n))
     config = lb.SpeculativeConfig(draft_k=3 if end == "capacity" else 0)
     engine = Engine(small, make(which, draft_ctx), config, max_tokens=None)
     items: list[lb.Produced] = []
@@ -212,10 +214,10 @@ def test_engine_gives_it_out(
     assert result is not None
     assert result.finish_reason == end
     assert len(result.tokens) == n
-    assert shown(items) == result.text == "".join(said[:n])
+    assert shown(items) == result.text == "".join(pieces[:n])
 
 
-def test_engine_gives_it_out_before_a_requests_error(small_toy: lb.Model) -> None:
+def test_engine_emits_it_before_a_requests_error(small_toy: lb.Model) -> None:
     """After "ab" only a letter may follow that the vocabulary lacks."""
     grammar = 'root ::= "ab" "z"'
     with Context(small_toy, n_ctx=256, n_threads=1) as ctx:

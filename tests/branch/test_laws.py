@@ -1,14 +1,14 @@
 """The laws: fork = replay, batch = one by one, rewind = never happened, prune leaves no trace.
 
-Branches of the bundled target go through random interleavings of all moves. Beside them stands a model
-of plain Python: for each branch the tokens it must hold, its seed and its prompt's length. Whatever
-happened, a branch must be what a fresh one in a clean context is after reading those tokens: the same
+Branches of the bundled target go through random interleavings of all moves. They are compared with a
+model in plain Python: for each branch the tokens it must hold, its seed and its prompt length. After any
+moves, a branch must equal a fresh one in a clean context that was prefilled with those tokens: the same
 logits to the bit, the same distribution, the same next token.
 
-One limit, found by these tests: llama.cpp's attention adds up in the order of the cells. Where somebody
-left holes, a later token of a sequence may get a lower cell than an earlier one; then sums are rounded
-otherwise, which the Q8_0 activations after them hide most of the time, but not always. So a mirror of
-llama.cpp's allocator tells which branches lie in order (equal to the bit) and which do not (close).
+One limit, found by these tests: llama.cpp's attention sums in the order of the cells. Where cells were
+freed, a later token of a sequence may get a lower cell than an earlier one; then sums are rounded
+differently, which the Q8_0 activations after them hide most of the time, but not always. So a mirror of
+llama.cpp's allocator determines which branches are in order (equal to the bit) and which are not (close).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from llamabranch.errors import BranchStateError, CacheFullError, CapacityError
 
 N_CTX = 256
 N_SEQ = 6
-CLOSE = 1.0  # logits; what rounding alone has moved was below 0.2, a wrong token moves ten
+CLOSE = 1.0  # logits; rounding differences were below 0.2, those of a wrong token about ten
 
 PLAIN = SamplingParams(temperature=0.9, seed=5)
 WITH_MEMORY = SamplingParams(
@@ -40,7 +40,7 @@ WITH_MEMORY = SamplingParams(
 
 @dataclass
 class Expected:
-    """A branch and what must be true of it."""
+    """A branch and its expected state."""
 
     branch: Branch
     tokens: list[int]
@@ -51,7 +51,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that can be seen of a branch's end."""
+    """All observable state at a branch's end."""
 
     logits: npt.NDArray[np.float32]
     choice: Distribution
@@ -79,7 +79,7 @@ def assert_same(one: Facts, two: Facts) -> None:
 
 
 class CellMirror:
-    """Which cells llama.cpp gives to whom (llama_kv_cache::find_slot, seq_rm, seq_cp), rewritten."""
+    """Which cells llama.cpp gives to each sequence: llama_kv_cache::find_slot, seq_rm and seq_cp."""
 
     def __init__(self, ctx: Context) -> None:
         handle = ctx.decoder.handle
@@ -87,7 +87,7 @@ class CellMirror:
         self._real = (handle.decode, handle.remove, handle.copy, handle.clear)
         self._owners: list[set[int]] = [set() for _ in range(ctx.n_ctx)]
         self._positions = [0] * ctx.n_ctx
-        self._touched = [False] * ctx.n_ctx  # computed from cells that did not lie in order
+        self._touched = [False] * ctx.n_ctx  # computed from cells that were not in order
         self._head = 0
         for name in ("decode", "remove", "copy", "clear"):
             setattr(handle, name, getattr(self, name))
@@ -98,7 +98,7 @@ class CellMirror:
         return sorted(mine, key=lambda i: self._positions[i])
 
     def is_exact(self, seq: int) -> bool:
-        """Return True if every token of the sequence saw its past in order."""
+        """Return True if every token of the sequence attended to cells in order."""
         cells = self.cells(seq)
         return cells == sorted(cells) and not any(self._touched[i] for i in cells)
 
@@ -143,7 +143,7 @@ class CellMirror:
 
 
 class World:
-    """A context in which things happen, and a clean one in which branches are replayed."""
+    """A context that the moves change, and a clean one in which branches are replayed."""
 
     def __init__(self, ctx: Context, clean: Context, params: SamplingParams) -> None:
         self.ctx, self.clean, self.params = ctx, clean, params
@@ -244,7 +244,7 @@ class World:
         who.parent = parent.parent
 
     def raw_fill(self, _who: Expected | None, a: int, b: int) -> None:
-        """Write to, or remove from, a sequence nobody leased: cells get scattered."""
+        """Write to, or remove from, a sequence that is not leased: cells get scattered."""
         leased = {e.branch.seq_id for e in self.living}
         free = [s for s in range(N_SEQ) if s not in leased]
         if not free:
@@ -296,7 +296,7 @@ class World:
             return
         try:
             now = facts(e.branch)
-        except CacheFullError:  # a row that was lost, and no cell left to make it again
+        except CacheFullError:  # an invalid row, and no free cell to decode its token again
             return
         with Branch.create(self.clean, self.params.replace(seed=e.seed)) as again:
             if e.n_prompt:
@@ -306,7 +306,7 @@ class World:
             if self.mirror.is_exact(e.branch.seq_id):
                 assert_same(now, facts(again))
                 self.n_exact += 1
-            else:  # only where raw sequences kept the full cache from being written anew
+            else:  # only where raw sequences prevented the compaction of a full cache
                 cell_order = self.ctx.kv_cache.order
                 assert cell_order is not None
                 assert not cell_order.in_order
@@ -314,7 +314,7 @@ class World:
                 self.n_close += 1
 
     def check_accounts(self) -> None:
-        """Exactly as many tokens fit as the ledger says are free, then nothing is left behind."""
+        """Exactly as many tokens fit as the ledger reports free, and afterwards the cache is empty."""
         for e in self.living:
             if e.parent is None:
                 e.branch.prune_subtree()
@@ -480,11 +480,11 @@ def test_branch_in_the_holes_of_another_is_the_same(ctx: Context, other_ctx: Con
     assert_same(facts(branch), facts(again))
 
 
-@pytest.mark.parametrize("parks", [True, False])
-def test_hole_below_a_branch_is_parked(ctx: Context, other_ctx: Context, parks: bool) -> None:
-    """Without cell_order, what comes next lies below the prompt, and rounding differs."""
+@pytest.mark.parametrize("reserves", [True, False])
+def test_hole_below_a_branch_is_reserved(ctx: Context, other_ctx: Context, reserves: bool) -> None:
+    """Without cell_order, the next tokens get cells below the prompt, and rounding differs."""
     mirror = CellMirror(ctx)
-    if not parks:
+    if not reserves:
         ctx.kv_cache.order = None
     ctx.decode([5] * 300, 0, logits="none")
     branch = Branch.start(ctx, STORY, temperature=0.0)
@@ -493,8 +493,8 @@ def test_hole_below_a_branch_is_parked(ctx: Context, other_ctx: Context, parks: 
     again = Branch.start(other_ctx, STORY, temperature=0.0)
     for token in list(again.generate(60)):
         branch.commit(token.token)
-    assert mirror.is_exact(branch.seq_id) == parks
-    if parks:
+    assert mirror.is_exact(branch.seq_id) == reserves
+    if reserves:
         np.testing.assert_array_equal(branch.logits, again.logits)
     assert np.abs(branch.logits - again.logits).max() < CLOSE
 
@@ -514,26 +514,26 @@ def test_full_cache_harms_no_branch_and_a_prune_helps(
 ) -> None:
     with Context(target, n_ctx=256, n_seq_max=4, n_batch=32, n_threads=1) as ctx:
         branch = Branch.start(ctx, STORY, temperature=0.8, seed=1)
-        rival = Branch.start(ctx, [3] * (256 - branch.position), temperature=0.0)
-        before, theirs = facts(branch), facts(rival)
+        other = Branch.start(ctx, [3] * (256 - branch.position), temperature=0.0)
+        before, theirs = facts(branch), facts(other)
         with pytest.raises(CacheFullError, match="full") as caught:
             fill(branch)
         assert "prune" in str(caught.value.hint)
         assert_same(facts(branch), before)
-        assert_same(facts(rival), theirs)
+        assert_same(facts(other), theirs)
         ctx.audit()
-        rival.prune()
+        other.prune()
         fill(branch)
         ctx.audit()
 
 
-def test_row_that_finds_no_cell_is_made_up_for_later(target: lb.Model, other_ctx: Context) -> None:
-    """After a rewind the logits are computed once more; where the cells are shared that takes one."""
+def test_row_that_finds_no_cell_is_decoded_later(target: lb.Model, other_ctx: Context) -> None:
+    """After a rewind the logits are computed once more; where cells are shared this takes a new cell."""
     with Context(target, n_ctx=256, n_seq_max=5, n_batch=64, n_threads=1) as ctx:
         root = Branch.start(ctx, list(range(100, 300)), temperature=0.0)
         before = facts(root)
         children = [root.fork(), root.fork()]
-        rival = Branch.start(ctx, [3] * 56, temperature=0.0)
+        other = Branch.start(ctx, [3] * 56, temperature=0.0)
         for child in children:
             child.rewind(50)
             for _ in range(2):
@@ -541,7 +541,7 @@ def test_row_that_finds_no_cell_is_made_up_for_later(target: lb.Model, other_ctx
                     child.produce()
         grandchild = children[0].fork()
         assert_same(facts(root), before)
-        rival.prune()
+        other.prune()
         children[0].prefill([7, 8, 9])
         BranchStore(ctx).prefill({grandchild: [7, 8, 9]})
         again = Branch.start(other_ctx, [*range(100, 150), 7, 8, 9], temperature=0.0)

@@ -1,4 +1,4 @@
-"""Saved branches go on as if nothing had happened; what is not to be trusted is refused."""
+"""Saved branches continue as if never saved; untrusted or damaged files are refused."""
 
 from __future__ import annotations
 
@@ -75,16 +75,16 @@ def small_ctx(small_toy: lb.Model) -> Iterator[lb.Context]:
 def test_loaded_branch_goes_on_to_the_bit(
     name: str, ctx: lb.Context, target: lb.Model, tmp_path: Path
 ) -> None:
-    n = 4 if name == "grammar" else 25  # the grammar stands in the middle of a list
+    n = 4 if name == "grammar" else 25  # the grammar is in the middle of a list
     branch = _started(ctx, n, **SETTINGS[name])
     branch.save(tmp_path / "x.branch")
     with lb.Context(target, n_ctx=512, n_seq_max=3, n_threads=1, batch_invariant=True) as other:
-        company = lb.Branch.start(other, "The sun", seed=5)
+        neighbour = lb.Branch.start(other, "The sun", seed=5)
         loaded = lb.Branch.load(other, tmp_path / "x.branch")
         assert loaded.seq_id != branch.seq_id
         for left, right in zip(_line(branch), _line(loaded), strict=True):
             assert left == right  # with logprob and entropy
-            company.step()
+            neighbour.step()
         np.testing.assert_array_equal(branch.logits, loaded.logits)
         other.audit()
 
@@ -220,11 +220,11 @@ def test_every_memory_type_goes_on_and_rewinds(name: str, tmp_path: Path) -> Non
     ):
         endless = {1: -np.inf}
         branch = lb.Branch.start(ctx, [0, *range(60, 130)], seed=3, logit_bias=endless)
-        company = lb.Branch.start(other, [0, *range(80, 90)], seed=4)
+        neighbour = lb.Branch.start(other, [0, *range(80, 90)], seed=4)
         branch.save(tmp_path / "x.branch")
         loaded = lb.Branch.load(other, tmp_path / "x.branch")
         np.testing.assert_array_equal(loaded.logits, branch.logits)
-        company.step()
+        neighbour.step()
         child = loaded.fork()
         before = branch.position
         assert [t.token for t in _line(branch, 10)] == [t.token for t in _line(loaded, 10)]
@@ -261,7 +261,7 @@ def test_a_cache_full_of_holes_takes_a_snapshot(small_ctx: lb.Context) -> None:
 # -- room ------------------------------------------------------------------------------------------
 
 
-def test_no_room_is_said_and_nothing_changes(small_ctx: lb.Context, tmp_path: Path) -> None:
+def test_no_room_is_an_error_and_nothing_changes(small_ctx: lb.Context, tmp_path: Path) -> None:
     long = lb.Branch.start(small_ctx, [2] * 140, seed=1)
     long.save(tmp_path / "x.branch")
     before = small_ctx.usage()
@@ -464,7 +464,7 @@ def saved(small_ctx: lb.Context, tmp_path: Path) -> bytes:
 
 
 def write_sample(ctx: lb.Context, path: Path) -> bytes:
-    """Save a branch that has a bit of everything; return the file's bytes."""
+    """Save a branch with every kind of state; return the file's bytes."""
     settings = lb.SamplingParams(seed=1, repeat_penalty=1.2, logit_bias={3: 0.5})
     branch = lb.Branch.start(ctx, [2, 3, 4, 5], sampling=settings, grammar="root ::= [a-n]*")
     for _ in range(6):
@@ -586,7 +586,7 @@ def _longer(array: str, more: bytes) -> Forge:
 
 # The state begins: magic, sequence, streams, n, then (position, 1, sequence) for each of the 10 cells,
 # then transposed, layers, and the first tensor's type and row size.
-HOSTILE: dict[str, Forge] = {
+FORGERIES: dict[str, Forge] = {
     "deep_json": _meta("raw", value=b'{"seed":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     "not_json": _meta("raw", value=b"\x00\xff" * 50),
     "json_list": _meta("raw", value=b"[]"),
@@ -663,14 +663,14 @@ HOSTILE: dict[str, Forge] = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", FORGERIES)
 def test_a_forged_file_is_refused(
     name: str, small_ctx: lb.Context, saved: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "forged.branch"
     path.write_bytes(_forged(saved, lambda metadata, arrays: None))
-    lb.Branch.load(small_ctx, path).prune()  # the forger's sizes and checksums are right
-    path.write_bytes(_forged(saved, HOSTILE[name]))
+    lb.Branch.load(small_ctx, path).prune()  # the forged sizes and checksums are correct
+    path.write_bytes(_forged(saved, FORGERIES[name]))
 
     def never(*_: object) -> bool:
         raise AssertionError("llama.cpp was asked")
@@ -684,7 +684,7 @@ def test_a_forged_file_is_refused(
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "mamba", "lfm2"])
 def test_no_forged_state_harms_a_neighbour(architecture: str, tmp_path: Path) -> None:
-    """Anything may be in the K/V: it is refused, or it is numbers and only spoils its own branch."""
+    """Arbitrary K/V is refused, or it is valid numbers and affects its own branch only."""
     path = toys.write_toy(tmp_path / "toy.gguf", architecture)
     with (
         lb.Model(path) as model,

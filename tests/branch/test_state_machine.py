@@ -1,4 +1,4 @@
-"""The state machine over Context and Branch, in short; ``python -m tests.soak`` runs it for long."""
+"""A short run of the state machine over Context and Branch; ``python -m tests.soak`` runs it longer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ N_KINDS = 18  # of the 23 kinds of steps that the rules count, at least
 
 
 @pytest.mark.parametrize(("which", "n_runs"), [("toy", 120), ("plain", 80), ("draft", 60)])
-def test_context_and_branches_are_what_the_reference_says(
-    which: str, n_runs: int, tmp_path: Path
-) -> None:
+def test_context_and_branches_match_the_reference(which: str, n_runs: int, tmp_path: Path) -> None:
     """A toy, a toy whose context is not batch-invariant, and the bundled draft."""
     paths = {
         "toy": lambda: tiny(tmp_path / "toy.gguf"),
@@ -40,12 +38,12 @@ def test_context_and_branches_are_what_the_reference_says(
         assert tally.n_steps > 40 * n_runs
         assert min(tally.n_full, tally.n_exhausted) > n_runs / 4
         assert (tally.n_exact if exact else tally.n_close) > n_runs / 4
-        assert (tally.n_rewritten > 0) == exact
+        assert (tally.n_compacted > 0) == exact
         assert len(tally.steps) >= N_KINDS
 
 
 def test_reference_shares_and_frees_cells() -> None:
-    """The reference is right where it can be counted by hand."""
+    """The reference is correct where cells can be counted by hand."""
     cache = ReferenceCache(10, 3)
     cache.append({0: 4}, {})
     cache.share(0, 1)
@@ -60,12 +58,12 @@ def test_reference_shares_and_frees_cells() -> None:
     assert len(cache.uses()) == 10
 
 
-def test_reference_written_anew_holds_common_beginnings_once() -> None:
+def test_compacted_reference_holds_common_prefixes_once() -> None:
     cache = ReferenceCache(10, 3)
     texts = {0: [1, 2, 3], 1: [1, 2, 4], 2: [1, 5]}
     cache.append({seq: len(tokens) for seq, tokens in texts.items()}, texts)
     assert len(cache.uses()) == 8
-    cache.rewritten.append({0: 3, 1: 3, 2: 2})
+    cache.compacted.append({0: 3, 1: 3, 2: 2})
     cache.append({0: 5}, texts)
     assert len(cache.uses()) == 10  # 1, 12, 123, 124, 15 and the five new ones
     assert cache.lengths() == {0: 8, 1: 3, 2: 2}

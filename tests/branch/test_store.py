@@ -1,4 +1,4 @@
-"""BranchStore: many branches in one decode, each as if it were alone, and all of them or none."""
+"""BranchStore: many branches in one decode, each as if alone; all of them change or none."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def test_step_is_stepping_in_turn_to_the_bit(
     for i in range(20):
         group = together[: 1 + i % 6]
         before = ctx.decoder.n_decodes
-        said = store.step(group)
+        produced = store.step(group)
         assert ctx.decoder.n_decodes == before + 1
-        assert list(said) == group
+        assert list(produced) == group
         for branch in in_turn[: 1 + i % 6]:
             branch.step()
     for one, two in zip(together, in_turn, strict=True):
@@ -93,8 +93,8 @@ def test_end_of_one_branch_stops_only_that_branch(ctx: Context, target: lb.Model
     ending, going = root.fork_many(2)
     ending.steer({target.eos: 100.0})
     position = ending.position
-    said = BranchStore(ctx).step([ending, going])
-    assert said[ending].is_stop
+    produced = BranchStore(ctx).step([ending, going])
+    assert produced[ending].is_stop
     assert ending.position == position
     assert ending.state == "finished"
     assert ending.is_stop
@@ -145,7 +145,7 @@ def test_full_cache_moves_none_and_a_prune_helps(target: lb.Model) -> None:
     with Context(target, n_ctx=256, n_seq_max=6, n_batch=64, n_threads=1) as ctx:
         root = Branch.start(ctx, [9] * 60, sampling=WARM)
         children = root.fork_many(4)
-        rival = Branch.start(ctx, [3] * 193, sampling=WARM)
+        other = Branch.start(ctx, [3] * 193, sampling=WARM)
         before = repr([facts(b) for b in children])
         store = BranchStore(ctx)
         with pytest.raises(CacheFullError) as caught:
@@ -153,7 +153,7 @@ def test_full_cache_moves_none_and_a_prune_helps(target: lb.Model) -> None:
         assert caught.value.hint
         assert repr([facts(b) for b in children]) == before
         ctx.audit()
-        rival.prune()
+        other.prune()
         store.step(children)
         assert {b.position for b in children} == {61}
 
@@ -176,7 +176,7 @@ def test_full_cache_in_a_later_pack_undoes_the_earlier_ones(target: lb.Model) ->
 def test_branches_of_recurrent_memory_are_restored_too(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Their tail cannot be dropped: after a failure they are emptied and read again."""
+    """Their tail cannot be dropped: after a failure they are emptied and decoded again."""
     import toys
 
     path = toys.write_lfm2(tmp_path_factory.mktemp("store") / "lfm2.gguf")
@@ -210,7 +210,9 @@ def test_same_branch_twice_is_refused(ctx: Context) -> None:
         assert repr([facts(branch), facts(other)]) == before
 
 
-def test_strangers_and_the_dead_are_refused(ctx: Context, other_ctx: Context) -> None:
+def test_pruned_branches_and_those_of_other_contexts_are_refused(
+    ctx: Context, other_ctx: Context
+) -> None:
     mine, theirs = Branch.start(ctx, STORY, sampling=WARM), Branch.start(other_ctx, STORY)
     dead = mine.fork()
     dead.prune()

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 import llamabranch as lb
 from llamabranch import ConfigError, Request, SamplingParams
 from llamabranch.cli import app
-from llamabranch.cli.jsonl import cut_torn_line, read_requests, read_results, write_result
+from llamabranch.cli.jsonl import cut_incomplete_line, read_requests, read_results, write_result
 from llamabranch.cli.parsing import repeat_prompts_option
 
 COMMAND = [sys.executable, "-m", "llamabranch.cli", "generate"]
@@ -371,7 +371,7 @@ def test_interrupted_run_keeps_what_is_done(tmp_path: Path) -> None:
     assert all(record["finish_reason"] in ("stop", "length") for record in lines(path))
 
 
-def test_torn_line_is_cut_off_and_whole_ones_are_kept(tmp_path: Path) -> None:
+def test_incomplete_line_is_cut_off_and_complete_ones_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     assert read_results(path) == []
     with lb.load("tale-target", n_ctx=256, n_threads=1) as ctx:
@@ -389,7 +389,7 @@ def test_torn_line_is_cut_off_and_whole_ones_are_kept(tmp_path: Path) -> None:
     assert len(read_results(path)) == 2
     assert path.read_bytes() == torn  # reading changes nothing
     for _ in range(2):
-        cut_torn_line(path)
+        cut_incomplete_line(path)
         assert path.read_bytes() == whole
 
 

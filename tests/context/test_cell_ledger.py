@@ -1,4 +1,4 @@
-"""The ledger of cells says what a cache with real cells would say."""
+"""The cell ledger agrees with a simulated cache of individual cells."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_logits_rows_are_those_of_the_tokens(ctx: Context, other_ctx: Context) -
         assert np.array_equal(ctx.logits(i - len(A)), other_ctx.logits(0))
 
 
-def test_logits_none_and_last_keep_what_they_say(ctx: Context) -> None:
+def test_logits_none_and_last_keep_no_row_and_the_last(ctx: Context) -> None:
     ctx.decode(A, 0, logits="none")
     with pytest.raises(ConfigError, match="no logits row") as caught:
         ctx.logits()
@@ -343,7 +343,7 @@ def test_default_threads_do_not_exceed_the_cores_of_this_process(target: lb.Mode
     [{"kv_type": "f16"}, {"flash_attention": False}, {"kv_type": "f32"}],
     ids=str,
 )
-def test_context_that_cannot_be_batch_invariant_says_so(
+def test_context_that_cannot_be_batch_invariant_gives_the_reason(
     options: dict[str, Any], target: lb.Model
 ) -> None:
     with pytest.raises(UnsupportedError, match="batch-invariant") as caught:
@@ -454,9 +454,9 @@ def test_child_outlives_a_forgotten_parent(ctx: Context, other_ctx: Context) -> 
     child = root.fork()
     del root
     gc.collect()
-    said = [t.token for t in child.generate(5)]
+    tokens = [t.token for t in child.generate(5)]
     other = Branch.start(other_ctx, A, temperature=0.0)
-    assert said == [t.token for t in other.generate(5)]
+    assert tokens == [t.token for t in other.generate(5)]
 
 
 # -- life ----------------------------------------------------------------------------------------
@@ -511,7 +511,7 @@ def test_forgotten_context_is_freed_while_its_model_lives(target: lb.Model) -> N
 
 
 def test_threads_may_share_a_context(ctx: Context) -> None:
-    """Each thread's text is the one it would write alone; the lock keeps the decodes apart."""
+    """Each thread generates the text it would generate alone; the lock serialises the decodes."""
     alone = [_told(ctx, seed) for seed in range(4)]
     together: dict[int, list[int]] = {}
 
@@ -571,7 +571,7 @@ def test_kv_type_too_wide_for_the_heads_is_refused_with_the_reason(
     with lb.Model(path) as model:
         with pytest.raises(ConfigError, match=f"{kv_type} with block size 32 .*=16") as caught:
             lb.Context(model, n_ctx=256, kv_type=kv_type)
-        assert "enabling" not in str(caught.value)  # what it said on the way there
+        assert "enabling" not in str(caught.value)  # what it logged before
         assert "kv_type" in str(caught.value.hint)
 
 
@@ -630,7 +630,7 @@ def test_longer_context_warns_once_with_rope_scaling_as_the_hint(
     assert len(caught) == 1
     assert caught[0].filename == __file__
     with ctx:
-        ctx.decode([5] * (TRAINED + 3), 0)  # said already
+        ctx.decode([5] * (TRAINED + 3), 0)  # warned already
     with pytest.warns(ContextLengthWarning), lb.load(n_ctx=2048, n_threads=1):
         pass
 
@@ -646,7 +646,7 @@ def test_many_sequences_may_share_more_cells_until_one_gets_too_long(short_toy: 
             branch.commit(4)  # warnings are errors in this suite: nothing has happened
         assert len(branch.tokens) == 300
         assert np.array_equal(branch.logits, before)
-        branch.commit(4)  # it was said
+        branch.commit(4)  # it has warned
         ctx.decode([2] * 10, 300)
         ctx.audit()
 

@@ -1,8 +1,8 @@
-"""Decodes that fail, with every code llama.cpp can be brought to return: what stands afterwards.
+"""Decodes that fail, with every code that llama.cpp can be made to return: the state afterwards.
 
 Each failure is a real one. 1 is a full cache, 2 an abort in the middle of a graph, -1 a batch whose
-positions have a gap, -2 memory that the system does not give. -3 is what llama.cpp says when a kernel
-fails, which a CPU's do not: there is no honest way to provoke it here. Logits are compared to the bit
+positions have a gap, -2 a failed memory allocation. -3 is what llama.cpp returns when a kernel fails,
+which cannot happen on a CPU: it is not tested here. Logits are compared to the bit
 with those from before and with a clean replay.
 """
 
@@ -58,7 +58,7 @@ class Failures:
 
     @contextmanager
     def full_cache(self) -> Iterator[None]:
-        """Fill the cache: nothing but what is there fits."""
+        """Fill the cache, so that no further token fits."""
         usage = self._ctx.usage()
         free = usage.cells_free - usage.cells_reserved
         with Branch.create(self._ctx) as rival:
@@ -74,7 +74,7 @@ class Failures:
 
     @contextmanager
     def gap(self) -> Iterator[None]:
-        """Shift the positions of every batch, so that they do not follow what is there."""
+        """Shift the positions of every batch, so that they do not follow those in the cache."""
 
         def shift() -> None:
             self._ctx.decoder.handle.positions += 5
@@ -195,7 +195,7 @@ def test_prefill_that_fails_in_a_later_batch_is_taken_back_whole(
 def test_inconsistent_batch_is_refused_by_llama_cpp_and_touches_nothing(
     positions: list[int], small: Context
 ) -> None:
-    """What the layers above never send: the code that would come is the one they are ready for."""
+    """The layers above never send such a batch; llama.cpp's code for it is the one they handle."""
     small.decode([4, 5, 6], 0)
     handle = small.decoder.handle
     handle.tokens[:2] = [7, 8]

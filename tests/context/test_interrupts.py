@@ -1,7 +1,7 @@
-"""Ctrl-C, ``interrupt`` and time limits: a decode stops where it is, and nothing else has changed.
+"""Ctrl-C, ``interrupt`` and time limits: a decode stops at once, and nothing else has changed.
 
 Signals are sent from inside ``llama_decode``'s stand-in, which records the real call's code, so that they
-come at a known moment. Logits are compared with those from before, or with a clean replay.
+come at a known point. Logits are compared with those from before, or with a clean replay.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from llamabranch.errors import ConfigError
 
 pytestmark = [
     pytest.mark.skipif(os.name == "nt", reason="signals are sent as POSIX has them"),
-    # What the long prompts make of the models does not matter here.
+    # The text that long prompts produce does not matter here.
     pytest.mark.filterwarnings("ignore::llamabranch.ContextLengthWarning"),
 ]
 
@@ -63,8 +63,8 @@ class Decodes:
 
 
 @pytest.fixture(autouse=True)
-def heard() -> Iterator[None]:
-    """Hear Ctrl-C, here and in the programs that are started: a job in the background ignores it."""
+def default_ctrl_c() -> Iterator[None]:
+    """Handle Ctrl-C, here and in the programs that are started: background jobs ignore it by default."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, previous)
@@ -73,8 +73,8 @@ def heard() -> Iterator[None]:
 class Interrupter:
     """A timer that interrupts once, wherever the main thread is.
 
-    Python loses what is raised in a finalizer or in a callback of the garbage collector, and only reports
-    it: then the timer is set again. Whoever is in its block gets at most one ``KeyboardInterrupt``.
+    Python only reports exceptions raised in a finalizer or in a callback of the garbage collector: then
+    the timer is set again. The code in its block gets at most one ``KeyboardInterrupt``.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Interrupter:
 
     def __enter__(self) -> Interrupter:
         self._previous = signal.signal(signal.SIGALRM, self._ring)
-        self._report, sys.unraisablehook = sys.unraisablehook, self._hear
+        self._report, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -105,7 +105,7 @@ class Interrupter:
             self._is_set = False
             raise KeyboardInterrupt
 
-    def _hear(self, lost: sys.UnraisableHookArgs) -> None:
+    def _on_unraisable(self, lost: sys.UnraisableHookArgs) -> None:
         if lost.exc_type is KeyboardInterrupt:
             self.n_lost += 1
             self.start(0.002)
@@ -136,7 +136,7 @@ def ctrl_c() -> None:
 
 
 def check_goes_on(branch: Branch, ctx: Context, n: int = 12) -> None:
-    """Fail unless the branch speaks as one that reads its tokens afresh, to the bit."""
+    """Fail unless the branch continues bit for bit like a new one prefilled with its tokens."""
     ctx.audit()
     tokens = branch.tokens
     again = Branch.create(ctx, branch.sampling.replace(seed=branch.seed))
@@ -202,12 +202,12 @@ def test_ctrl_c_between_micro_batches_takes_all_of_a_prefill_back(
 
 
 def test_second_ctrl_c_waits_for_the_decode_too(long_ctx: Context, decodes: Decodes) -> None:
-    """Nobody may touch the context while llama.cpp is still in it, however impatient the user."""
+    """The context must not be used while llama.cpp still decodes, also after a second Ctrl-C."""
 
     def twice() -> None:
         ctrl_c()
         while not long_ctx.decoder.handle._stop[0]:
-            pass  # until the first one has been heard
+            pass  # until the first one has been handled
         ctrl_c()
         ctrl_c()
 
@@ -223,11 +223,11 @@ def test_what_a_handler_raises_is_what_the_user_gets(long_ctx: Context, decodes:
     class Alarm(Exception):
         pass
 
-    heard = []
+    signals = []
 
     def handler(number: int, _frame: FrameType | None) -> None:
-        heard.append(number)
-        if len(heard) == 2:
+        signals.append(number)
+        if len(signals) == 2:
             raise Alarm
 
     previous = signal.signal(signal.SIGUSR1, handler)
@@ -264,10 +264,10 @@ SCENES = ("plain", "forks", "history", "speculative", "tree", "engine")
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_ctrl_c_at_any_moment_leaves_a_line_that_goes_on(
+def test_ctrl_c_at_any_moment_leaves_a_branch_that_goes_on(
     scene: str, ctx: Context, draft_ctx: Context, other_ctx: Context
 ) -> None:
-    """A timer interrupts at random moments, in llama.cpp and between any two steps in Python."""
+    """A timer interrupts at random times, in llama.cpp and between any two steps in Python."""
     rng = random.Random(SCENES.index(scene))
     drafter = lb.ModelDrafter(draft_ctx, width=2 if scene == "tree" else 1)
     config = lb.SpeculativeConfig(draft_k=3)
@@ -301,16 +301,16 @@ def test_ctrl_c_at_any_moment_leaves_a_line_that_goes_on(
             tokens, logits = branch.tokens, branch.logits
             other_ctx.decode(tokens, 0)
             assert np.array_equal(other_ctx.logits(), logits)
-            twin = Branch.create(other_ctx, branch.sampling)
-            twin.prefill(tokens[: branch.n_prompt])
+            replay = Branch.create(other_ctx, branch.sampling)
+            replay.prefill(tokens[: branch.n_prompt])
             for token in tokens[branch.n_prompt :]:
-                twin.commit(token)
+                replay.commit(token)
             for _ in range(3):
-                assert branch.step() == twin.step()
-            assert branch.text == twin.text
+                assert branch.step() == replay.step()
+            assert branch.text == replay.text
             if scene not in ("speculative", "tree"):
-                assert math.isclose(branch.log_likelihood(), twin.log_likelihood(), rel_tol=1e-6)
-            twin.prune()
+                assert math.isclose(branch.log_likelihood(), replay.log_likelihood(), rel_tol=1e-6)
+            replay.prune()
             other_ctx.kv_cache_clear()
             branch.prune_subtree()
             del branch
@@ -364,20 +364,20 @@ def test_interrupted_generation_holds_what_it_yielded_and_goes_on(
     ctx: Context, decodes: Decodes
 ) -> None:
     branch = Branch.start(ctx, "Once upon a time", temperature=0.9, seed=3)
-    with branch.fork() as twin:
-        whole = [produced.token for produced in twin.generate(40)]
+    with branch.fork() as fork:
+        whole = [produced.token for produced in fork.generate(40)]
     decodes.on_call(17, ctx.interrupt)
-    said = []
+    tokens_so_far = []
     with pytest.raises(DecodeInterruptedError):
         for produced in branch.generate(40):
-            said.append(produced.token)
-    assert branch.generated == said == whole[:17]
-    said += [produced.token for produced in branch.generate(23)]
-    assert said == whole
+            tokens_so_far.append(produced.token)
+    assert branch.generated == tokens_so_far == whole[:17]
+    tokens_so_far += [produced.token for produced in branch.generate(23)]
+    assert tokens_so_far == whole
 
 
 @pytest.mark.parametrize("call", range(6))
-def test_interrupted_engine_leaves_clean_contexts_and_says_the_same_again(
+def test_interrupted_engine_leaves_clean_contexts_and_generates_the_same_again(
     call: int, ctx: Context, draft_ctx: Context, decodes: Decodes
 ) -> None:
     engine = lb.Engine(ctx, lb.ModelDrafter(draft_ctx), lb.SpeculativeConfig(draft_k=3), seed=5)
@@ -490,7 +490,7 @@ def check_logits(branch: Branch, ctx: Context) -> None:
 def test_no_kind_of_memory_loses_a_branch(
     call: int, how: str, kind_ctx: Context, decodes: Decodes
 ) -> None:
-    """Not the one that is read, nor those that only share its cells or lie beside them."""
+    """Neither the branch that is decoded, nor those that share its cells or the same cache."""
     ctx = kind_ctx
     with Branch.create(ctx) as root, Branch.start(ctx, BYTES[3:11]) as beside:
         root.prefill(BYTES[:40])
@@ -534,7 +534,7 @@ def test_second_ctrl_c_while_memory_is_read_again_loses_nothing(
         check_logits(branch, kind_ctx)
 
 
-def test_raw_sequence_is_as_before_or_empty_and_the_error_says_so(
+def test_raw_sequence_is_as_before_or_empty_and_the_error_states_which(
     kind_ctx: Context, decodes: Decodes
 ) -> None:
     ctx = kind_ctx
@@ -542,7 +542,7 @@ def test_raw_sequence_is_as_before_or_empty_and_the_error_says_so(
     decodes.on_call(1, ctx.interrupt)
     with pytest.raises(DecodeInterruptedError) as caught:
         ctx.decode(BYTES, 10, seq_id=0)
-    # The error is of the second batch; what the first had written is taken back as well.
+    # The error comes in the second batch; the tokens of the first are dropped as well.
     assert caught.value.memory_changed
     assert ctx.kv_cache_size(0) == (10 if ctx.capabilities.can_truncate else 0)
     ctx.audit()
@@ -550,7 +550,7 @@ def test_raw_sequence_is_as_before_or_empty_and_the_error_says_so(
 
 
 def test_recurrent_memory_is_never_left_half_computed(kind_ctx: Context, decodes: Decodes) -> None:
-    """Half a graph would leave wrong states in sequences that are not in the batch (lfm2: by nats)."""
+    """An unfinished graph would leave wrong states in sequences outside the batch (lfm2: by nats)."""
     ctx = kind_ctx
     decodes.on_call(0, ctx.interrupt)
     with Branch.create(ctx) as branch, pytest.raises(DecodeInterruptedError):
@@ -565,7 +565,7 @@ LOADING = ("loaded meta data", "load_tensors", "llama_context: constructing", "l
 
 
 class InterruptingStderr:
-    """Sends the process a Ctrl-C when llama.cpp logs a certain line."""
+    """Sends the process a Ctrl-C when llama.cpp logs a given line."""
 
     def __init__(self, line: str) -> None:
         self.line = line

@@ -1,7 +1,7 @@
-"""Batch invariance: what else is in cache and batch does not move a branch's logits by a single bit.
+"""Batch invariance: other content of cache and batch changes no bit of a branch's logits.
 
 The bundled pair in default contexts. A branch is compared with the same tokens decoded one by one, alone,
-in a clean cache: next to other branches, in holes that pruned ones left, forked, stepped in any
+in a clean cache: next to other branches, in cells that pruned ones freed, forked, stepped in any
 order, verified as a chain and as a tree, and at length.
 """
 
@@ -33,7 +33,7 @@ def model(request: pytest.FixtureRequest) -> lb.Model:
 
 
 class Alone:
-    """Lines decoded token by token in a clean cache; what they share is decoded once."""
+    """Sequences decoded token by token in a clean cache; common prefixes are decoded once."""
 
     def __init__(self, model: lb.Model, n_ctx: int = 2048) -> None:
         self.ctx = Context(model, n_ctx=n_ctx, n_seq_max=2, n_threads=1)
@@ -68,7 +68,7 @@ def shared(model: lb.Model) -> Iterator[Context]:
         ctx.audit()
 
 
-def words(rng: np.random.Generator, n: int) -> list[int]:
+def random_tokens(rng: np.random.Generator, n: int) -> list[int]:
     return [int(t) for t in rng.integers(2, 4000, n)]
 
 
@@ -80,83 +80,83 @@ def check(branch: Branch, alone: Alone) -> None:
 def test_batches_of_branches(size: int, shared: Context, alone: Alone) -> None:
     """Branches of different lengths and texts, ``size`` of them in every decode."""
     rng = np.random.default_rng(size)
-    branches = [Branch.start(shared, words(rng, 3 + 5 * i)) for i in range(size)]
+    branches = [Branch.start(shared, random_tokens(rng, 3 + 5 * i)) for i in range(size)]
     store = BranchStore(shared)
     for _ in range(3):
-        store.commit({b: words(rng, 1)[0] for b in branches})
+        store.commit({b: random_tokens(rng, 1)[0] for b in branches})
     for branch in branches[:: max(1, size // 3)]:
         check(branch, alone)
 
 
 def test_blocks_of_tokens(shared: Context, alone: Alone) -> None:
     rng = np.random.default_rng(1)
-    branch = Branch.start(shared, words(rng, 30))
+    branch = Branch.start(shared, random_tokens(rng, 30))
     for n in range(1, 17):
         tokens = branch.tokens
-        block = words(rng, n)
+        block = random_tokens(rng, n)
         for i, row in enumerate(branch.extend(block)):
             assert np.array_equal(row, alone.logits(tokens + block[: i + 1])), (n, i)
 
 
-def test_forks_in_company(shared: Context, alone: Alone) -> None:
+def test_forks_among_other_branches(shared: Context, alone: Alone) -> None:
     rng = np.random.default_rng(2)
-    root = Branch.start(shared, words(rng, 80))
+    root = Branch.start(shared, random_tokens(rng, 80))
     children = root.fork_many(6)
     for _ in range(6):
-        BranchStore(shared).commit({c: words(rng, 1)[0] for c in children})
+        BranchStore(shared).commit({c: random_tokens(rng, 1)[0] for c in children})
     grandchildren = [c.fork() for c in children[:4]]
     for _ in range(5):
-        BranchStore(shared).commit({c: words(rng, 1)[0] for c in (*grandchildren, root)})
+        BranchStore(shared).commit({c: random_tokens(rng, 1)[0] for c in (*grandchildren, root)})
     for branch in (*children, *grandchildren, root):
         check(branch, alone)
 
 
 def test_holes_of_pruned_branches(shared: Context, alone: Alone) -> None:
-    """What comes next is written into the cells the dead left, in whatever order they lie."""
+    """New tokens are written into the cells of pruned branches, in whatever order those are."""
     rng = np.random.default_rng(3)
-    living = [Branch.start(shared, words(rng, 40)) for _ in range(6)]
+    living = [Branch.start(shared, random_tokens(rng, 40)) for _ in range(6)]
     for round_ in range(6):
         living.pop(int(rng.integers(len(living)))).prune()
-        living.append(Branch.start(shared, words(rng, 60 + 10 * round_)))
+        living.append(Branch.start(shared, random_tokens(rng, 60 + 10 * round_)))
         for _ in range(4):
-            BranchStore(shared).commit({b: words(rng, 1)[0] for b in living})
+            BranchStore(shared).commit({b: random_tokens(rng, 1)[0] for b in living})
         for branch in living:
             check(branch, alone)
 
 
 def test_inverted_order(shared: Context, alone: Alone) -> None:
-    """Cells below a branch become free; what it says next must not be added up before its past."""
+    """Cells below a branch become free; its next tokens must not come before its past in the sums."""
     rng = np.random.default_rng(4)
-    early = [Branch.start(shared, words(rng, 50)) for _ in range(4)]
-    late = Branch.start(shared, words(rng, 50))
+    early = [Branch.start(shared, random_tokens(rng, 50)) for _ in range(4)]
+    late = Branch.start(shared, random_tokens(rng, 50))
     for branch in early:
         branch.prune()
-        late.extend(words(rng, 20))
+        late.extend(random_tokens(rng, 20))
         check(late, alone)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_interleavings(seed: int, shared: Context, alone: Alone) -> None:
     rng = np.random.default_rng((5, seed))
-    living = [Branch.start(shared, words(rng, 20))]
+    living = [Branch.start(shared, random_tokens(rng, 20))]
     for _ in range(60):
         branch = living[rng.integers(len(living))]
         deed = rng.choice(["commit", "extend", "fork", "rewind", "prune", "together", "start"])
         if deed == "commit":
-            branch.commit(words(rng, 1)[0])
+            branch.commit(random_tokens(rng, 1)[0])
         elif deed == "extend":
-            branch.extend(words(rng, int(rng.integers(1, 16))))
+            branch.extend(random_tokens(rng, int(rng.integers(1, 16))))
         elif deed == "fork" and len(living) < 12:
             living.append(branch.fork())
         elif deed == "start" and len(living) < 12:
-            living.append(Branch.start(shared, words(rng, int(rng.integers(1, 60)))))
+            living.append(Branch.start(shared, random_tokens(rng, int(rng.integers(1, 60)))))
         elif deed == "rewind" and branch.position > 2:
             branch.rewind(int(rng.integers(1, branch.position)))
         elif deed == "prune" and len(living) > 2 and not branch.children:
             living.remove(branch)
             branch.prune()
         elif deed == "together":
-            BranchStore(shared).commit({b: words(rng, 1)[0] for b in living})
+            BranchStore(shared).commit({b: random_tokens(rng, 1)[0] for b in living})
         check(living[rng.integers(len(living))], alone)
     for branch in living:
         check(branch, alone)
@@ -165,11 +165,11 @@ def test_interleavings(seed: int, shared: Context, alone: Alone) -> None:
 def test_verified_trees(shared: Context, alone: Alone) -> None:
     """Each node of a tree has the logits of its path, whatever its siblings are."""
     rng = np.random.default_rng(6)
-    branch = Branch.start(shared, words(rng, 70))
-    bystander = Branch.start(shared, words(rng, 30))
+    branch = Branch.start(shared, random_tokens(rng, 70))
+    bystander = Branch.start(shared, random_tokens(rng, 30))
     for n in (2, 5, 9, 16):
         parents = [-1, *(int(rng.integers(0, i)) for i in range(1, n))]
-        tokens = words(rng, n)
+        tokens = random_tokens(rng, n)
         verification = Verification(branch.sequence, tokens, parents)
         arrays = [row.array.copy() for row in verification.decode()]
         path: list[int] = []
@@ -182,7 +182,7 @@ def test_verified_trees(shared: Context, alone: Alone) -> None:
             assert np.array_equal(array, expected), (n, node)
         verification.accept(path)
         check(branch, alone)
-        bystander.commit(words(rng, 1)[0])
+        bystander.commit(random_tokens(rng, 1)[0])
         check(bystander, alone)
 
 
@@ -190,17 +190,17 @@ def test_verified_trees(shared: Context, alone: Alone) -> None:
 @pytest.mark.parametrize("n", [600, 1500])
 def test_long_contexts(n: int, shared: Context, alone: Alone) -> None:
     rng = np.random.default_rng(n)
-    root = Branch.start(shared, words(rng, n))
+    root = Branch.start(shared, random_tokens(rng, n))
     children = root.fork_many(5)
     for _ in range(4):
-        BranchStore(shared).commit({c: words(rng, 1)[0] for c in children})
-    children[0].extend(words(rng, 12))
+        BranchStore(shared).commit({c: random_tokens(rng, 1)[0] for c in children})
+    children[0].extend(random_tokens(rng, 12))
     for branch in (root, children[0], children[3]):
         check(branch, alone)
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "seeded"])
-def test_long_text_is_the_same_said_alone_and_in_company(
+def test_long_text_is_the_same_alone_and_batched(
     params: SamplingParams, target: lb.Model, draft_ctx: Context
 ) -> None:
     """500 tokens: plainly alone, stepped with seven others, and speculatively among them."""
@@ -229,11 +229,13 @@ def test_long_text_is_the_same_said_alone_and_in_company(
         busy.audit()
 
 
-# -- where it cannot hold ------------------------------------------------------------------------------
+# -- contexts that are not batch-invariant -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{"kv_type": "f16"}, {"flash_attention": False}], ids=str)
-def test_contexts_that_cannot_be_exact_say_so(options: dict[str, Any], target: lb.Model) -> None:
+def test_contexts_that_cannot_be_exact_give_the_reason(
+    options: dict[str, Any], target: lb.Model
+) -> None:
     open_with = partial(Context, target, n_ctx=256, n_threads=1, **options)
     with open_with() as ctx:
         assert not ctx.capabilities.batch_invariant

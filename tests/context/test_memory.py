@@ -1,4 +1,4 @@
-"""Memory does not grow with what is done; ``python -m tests.soak --memory`` does it for longer."""
+"""Memory does not grow with use; ``python -m tests.soak --memory`` tests it for longer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def test_rounds_leave_nothing_in_memory(
     assert loads.growth_bytes(draft, call, rounds=rounds, warm_up=warm_up) < loads.TOLERANCE_BYTES
 
 
-def test_random_load_on_engines_says_what_is_said_alone() -> None:
-    """A short one: ``python -m tests.soak --engine-minutes 10`` watches memory too."""
+def test_random_load_on_engines_generates_what_each_request_generates_alone() -> None:
+    """A short run: ``python -m tests.soak --engine-minutes 10`` watches memory too."""
     with ExitStack() as stack:
         load = loads.RandomLoad(stack, seed=5)
         for _ in range(12):

@@ -1,8 +1,8 @@
 """Every kind of memory, every drafter, every rule: with a seed the text is that of plain decoding.
 
-Toys with random weights; their end token is forbidden, so that texts run past the sliding window (32).
-Memory that cannot drop a tail verifies on a fork and reads again what stood. Where logits depend a
-little on the batch (all but llama), numbers are compared up to rounding; the texts are equal.
+Toys with random weights; their EOG token is forbidden, so that texts run past the sliding window (32).
+Memory that cannot drop a tail verifies on a fork and decodes the accepted tokens again. Where logits
+depend slightly on the batch (all but llama), numbers are compared up to rounding; the texts are equal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from drafts import FIXED
 import llamabranch as lb
 from llamabranch import Branch, Context, ModelDrafter, SamplingParams, SpeculativeConfig, Speculator
 
-FREE = {1: -math.inf}  # the toys' end token
+FREE = {1: -math.inf}  # the toys' EOG token
 GREEDY = SamplingParams(temperature=0.0, logit_bias=FREE)
 WARM = SamplingParams(temperature=0.9, seed=7, logit_bias=FREE)
 LOOKING_BACK = WARM.replace(repeat_penalty=1.3, penalty_last_n=12, dry_multiplier=0.7)
@@ -147,7 +147,7 @@ def test_text_is_that_of_plain_decoding(
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("which", ["llama", "same kind", "chain"])
-def test_rejection_rules_at_temperature_zero_say_the_same(
+def test_rejection_rules_at_temperature_zero_give_the_same_text(
     which: str, rule: str, world: World
 ) -> None:
     config = SpeculativeConfig(draft_k=4, rule=rule)
@@ -216,7 +216,7 @@ def test_end_inside_a_block_keeps_nothing_after_it(world: World) -> None:
 
 
 def test_context_without_a_spare_sequence_goes_on_plainly(world: World) -> None:
-    """Memory that cannot truncate needs a fork to verify on; without one it decodes plainly."""
+    """Memory that cannot truncate needs a fork to verify on; without one it decodes without drafts."""
     model, kind = world.ctx.model, world.kind
     with Context(model, n_ctx=512, n_seq_max=1, n_threads=1, swa_full=kind.swa_full) as ctx:
         speculator = Speculator(ctx, world.drafter("llama"), FIXED)
@@ -227,14 +227,14 @@ def test_context_without_a_spare_sequence_goes_on_plainly(world: World) -> None:
 
 
 def test_branches_take_turns(world: World) -> None:
-    """Generations of four branches interleave over one draft; each says what it says alone."""
+    """Generations of four branches interleave over one draft; each generates what it generates alone."""
     speculator = Speculator(world.ctx, world.drafter("same kind"), SpeculativeConfig(draft_k=3))
     root = Branch.start(world.ctx, PROMPT, sampling=WARM)
     children = root.fork_many(3)
     expected = []
     for child in children:
-        with child.fork() as twin:
-            expected.append([t.token for t in twin.generate(25)])
+        with child.fork() as copy:
+            expected.append([t.token for t in copy.generate(25)])
     generations = [speculator.generate(child, max_tokens=25) for child in children]
     for _ in range(25):
         for generation in generations:

@@ -1,6 +1,6 @@
 """fork() of the process, and its end: errors instead of crashes and hangs, and nothing freed twice.
 
-Each scene is a program of its own. A child that hangs is ended by its alarm, which the parent sees.
+Each case is a separate program. A child that hangs is ended by its alarm, which the parent detects.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def test_everything_inherited_through_fork_raises_and_the_parent_goes_on(n_threa
         ctx = lb.Context(model, n_ctx=512, n_seq_max=6, n_threads=int(sys.argv[3]))
         branch = lb.Branch.start(ctx, "Once upon a time", temperature=0.8, seed=1)
         fork = branch.fork()
-        twin = branch.fork()
-        whole = [twin.step().token for _ in range(20)]
-        twin.prune()
+        other = branch.fork()
+        whole = [other.step().token for _ in range(20)]
+        other.prune()
         drafter = lb.ModelDrafter(ctx)
         speculator = lb.Speculator(ctx, drafter)
         engine = lb.Engine(ctx, drafter)
@@ -105,7 +105,7 @@ def test_everything_inherited_through_fork_raises_and_the_parent_goes_on(n_threa
         penal = lb.Branch.start(ctx, "The", sampling=sampler)
         stream = penal.generate(10)
         next(stream)
-        said = [branch.step().token for _ in range(5)]
+        generated = [branch.step().token for _ in range(5)]
 
         def child():
             assert ctx.closed and model.closed
@@ -136,8 +136,8 @@ def test_everything_inherited_through_fork_raises_and_the_parent_goes_on(n_threa
 
         assert child_says(child) == 0
         assert child_says(lambda: None) == 0  # frees nothing when it ends
-        said += [branch.step().token for _ in range(15)]
-        assert said == whole, (said, whole)
+        generated += [branch.step().token for _ in range(15)]
+        assert generated == whole, (generated, whole)
         ctx.audit()
         next(stream)
         assert [r.finish_reason for r in engine.generate(["The king"])] in (["stop"], ["length"])
@@ -332,7 +332,7 @@ def test_everything_is_closed_and_dropped_in_any_order() -> None:
                     try:
                         getattr(world[name], closers[name])()
                     except LlamaBranchError:
-                        pass  # it has children, or it stands on something closed
+                        pass  # it has children, or what it depends on is closed
                 if rng.random() < 0.7:
                     del world[name]
                 if rng.random() < 0.2:

@@ -47,28 +47,28 @@ def together(*calls: Callable[[], object]) -> list[object]:
         return [future.result() for future in [pool.submit(run, call) for call in calls]]
 
 
-def tell(ctx: Context, prompt: str, seed: int, n: int = 40) -> list[int]:
-    """Write a text with everything a branch can do on the way."""
+def write_text(ctx: Context, prompt: str, seed: int, n: int = 40) -> list[int]:
+    """Generate a text, with forks, rewinds and commits in between."""
     with Branch.start(ctx, prompt, temperature=0.9, seed=seed) as branch:
-        said = []
+        texts = []
         for i in range(n):
-            said.append(branch.step().token)
+            texts.append(branch.step().token)
             if i % 5 == 0:
                 fork = branch.fork()
                 fork.extend([7, 8, 9])
                 fork.prune()
             if i % 7 == 0:
                 branch.rewind(branch.position - 1)
-                branch.commit(said[-1])
-        assert branch.generated == said
-        return said
+                branch.commit(texts[-1])
+        assert branch.generated == texts
+        return texts
 
 
-def test_threads_of_one_context_write_what_they_write_alone(ctx: Context) -> None:
+def test_threads_of_one_context_generate_what_they_generate_alone(ctx: Context) -> None:
     jobs = [(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
-    alone = [tell(ctx, *job) for job in jobs]
+    alone = [write_text(ctx, *job) for job in jobs]
     for _ in range(3):
-        assert together(*(lambda job=job: tell(ctx, *job) for job in jobs)) == alone
+        assert together(*(lambda job=job: write_text(ctx, *job) for job in jobs)) == alone
         ctx.audit()
         assert ctx.usage().cells_used == 0
 
@@ -82,11 +82,11 @@ def test_all_kinds_of_users_share_a_context(ctx: Context, draft_ctx: Context) ->
         return speculator.generate("The king", max_tokens=40, sampling=WARM).finish().text
 
     def session() -> object:
-        with lb.InferenceSession(ctx, "A wolf", sampling=WARM) as told:
+        with lb.InferenceSession(ctx, "A wolf", sampling=WARM) as generation:
             drafter = lb.ModelDrafter(draft_ctx)
-            while len(told.tokens) < 30 and told.next_token(drafter) is not None:
+            while len(generation.tokens) < 30 and generation.next_token(drafter) is not None:
                 pass
-            return told.text
+            return generation.text
 
     def batch() -> object:
         return [result.text for result in engine.generate(["The queen"])]
@@ -117,7 +117,7 @@ def test_all_kinds_of_users_share_a_context(ctx: Context, draft_ctx: Context) ->
 def test_contexts_of_one_model_run_side_by_side(target: lb.Model) -> None:
     def work(seed: int) -> list[int]:
         with Context(target, n_ctx=512, n_seq_max=4, n_threads=1, batch_invariant=True) as ctx:
-            return [t for prompt in PROMPTS for t in tell(ctx, prompt, seed, 20)]
+            return [t for prompt in PROMPTS for t in write_text(ctx, prompt, seed, 20)]
 
     alone = [work(seed) for seed in range(4)]
     assert together(*(lambda seed=seed: work(seed) for seed in range(4))) == alone
@@ -167,15 +167,15 @@ def test_branches_that_threads_forget_come_back(ctx: Context) -> None:
 def test_decoding_frees_the_gil(n: int, target: lb.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread counts between the entry of llama.cpp's decode and its return.
 
-    Nobody is asked to hand the GIL over (the switch interval is 1000 s), so that the count can only move
-    there if the decode gives the GIL away.
+    No thread is made to release the GIL (the switch interval is 1000 s), so the count can only grow
+    there if the decode releases the GIL.
     """
     counter, stop = [0], threading.Event()
 
     def count() -> None:
         while not stop.is_set():
             counter[0] += 1
-            time.sleep(0)  # gives the GIL back
+            time.sleep(0)  # releases the GIL
 
     counted: list[int] = []
     real = C.llama_decode
@@ -246,8 +246,8 @@ def test_closing_while_threads_decode_is_an_error_for_them_and_no_crash(
         model.close()
 
 
-def test_interrupts_from_many_threads_stop_no_more_than_they_say(ctx: Context) -> None:
-    """However the requests fall, a branch that goes on after them writes the text it would have."""
+def test_interrupts_from_many_threads_change_no_text(ctx: Context) -> None:
+    """Whenever the interrupts come, a branch that continues generates the text it would have."""
     with Branch.start(ctx, "The king", temperature=0.9, seed=1) as branch:
         whole = [produced.token for produced in branch.generate(60)]
 
@@ -263,7 +263,7 @@ def test_interrupts_from_many_threads_stop_no_more_than_they_say(ctx: Context) -
     n_stopped = 0
     try:
         while any(thread.is_alive() for thread in threads) or len(branch.generated) < 60:
-            if len(branch.generated) == 60:  # the others are slow: say it again
+            if len(branch.generated) == 60:  # the other threads are slow: generate it again
                 branch.rewind(branch.n_prompt)
             try:
                 branch.step()
@@ -301,10 +301,10 @@ def speculator(ctx, other):
 
 def session(ctx, other):
     drafter = lb.ModelDrafter(other)
-    with lb.InferenceSession(ctx, "The king", sampling=warm, max_tokens=60) as told:
-        while told.next_token(drafter) is not None:
+    with lb.InferenceSession(ctx, "The king", sampling=warm, max_tokens=60) as generation:
+        while generation.next_token(drafter) is not None:
             pass
-        return told.tokens
+        return generation.tokens
 
 def engine(ctx, other):
     engine = lb.Engine(ctx, lb.ModelDrafter(other), config, seed=4, max_tokens=40)
@@ -313,19 +313,19 @@ def engine(ctx, other):
 acts = {act.__name__: act for act in (speculator, session, engine)}
 jobs = [(acts[sys.argv[3]], left, right), (acts[sys.argv[4]], right, left)]
 alone = [act(ctx, other) for act, ctx, other in jobs]
-said = [None, None]
+texts = [None, None]
 
 def run(i):
     act, ctx, other = jobs[i]
     start.wait()
-    said[i] = [act(ctx, other) for _ in range(3)]
+    texts[i] = [act(ctx, other) for _ in range(3)]
 
 threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
 for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()
-assert said == [[alone[0]] * 3, [alone[1]] * 3]
+assert texts == [[alone[0]] * 3, [alone[1]] * 3]
 for ctx in (left, right):
     ctx.audit()
     assert ctx.usage().cells_used == 0
@@ -356,7 +356,7 @@ def test_contexts_that_draft_for_each_other_wait_for_nobody(
 
 
 class Watched(lb.Drafter):
-    """A drafter that passes everything on, and notes what is asked of it while a lock is held."""
+    """A drafter that forwards all calls, and records those made while a lock is held."""
 
     def __init__(self, drafter: lb.Drafter, lock: threading.RLock) -> None:
         self._drafter = drafter
@@ -387,25 +387,25 @@ class Watched(lb.Drafter):
     def check(self, target: lb.Model) -> None:
         self._drafter.check(target)
 
-    def start(self, target: Branch, rule: str) -> WatchedLine:
-        self.note("line")
-        return WatchedLine(self, self._drafter.start(target, rule))
+    def start(self, target: Branch, rule: str) -> WatchedState:
+        self.note("state")
+        return WatchedState(self, self._drafter.start(target, rule))
 
 
-class WatchedLine:
-    """A line that only one caller may use at a time, and that is closed once."""
+class WatchedState:
+    """A draft state that only one caller may use at a time, and that is closed once."""
 
-    def __init__(self, drafter: Watched, line: lb.DraftState) -> None:
+    def __init__(self, drafter: Watched, state: lb.DraftState) -> None:
         self._drafter = drafter
-        self._line = line
+        self._state = state
         self._busy = threading.Lock()
         self._closed = False
 
     @contextmanager
     def _used(self, what: str) -> Iterator[None]:
-        assert self._busy.acquire(blocking=False), "two threads use one line"
+        assert self._busy.acquire(blocking=False), "two threads use one draft state"
         try:
-            assert not self._closed, "a closed line is used"
+            assert not self._closed, "a closed draft state is used"
             self._drafter.note(what)
             yield
         finally:
@@ -413,24 +413,24 @@ class WatchedLine:
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> lb.Draft:
         with self._used("propose"):
-            return self._line.propose(tokens, length, limit)
+            return self._state.propose(tokens, length, limit)
 
     def observe(self, n_tokens: int) -> None:
         with self._used("observe"):
-            self._line.observe(n_tokens)
+            self._state.observe(n_tokens)
 
-    def fork(self, target: Branch) -> WatchedLine:
+    def fork(self, target: Branch) -> WatchedState:
         with self._used("fork"):
-            return WatchedLine(self._drafter, self._line.fork(target))
+            return WatchedState(self._drafter, self._state.fork(target))
 
     def close(self) -> None:
         with self._used("close"):
-            self._line.close()
+            self._state.close()
         self._closed = True
 
 
-def test_no_drafter_is_asked_while_the_target_is_locked(ctx: Context, draft_ctx: Context) -> None:
-    """Whoever held both would deadlock with a thread that takes them the other way round."""
+def test_no_drafter_is_called_while_the_target_is_locked(ctx: Context, draft_ctx: Context) -> None:
+    """Holding both locks would deadlock with a thread that takes them in the other order."""
     watched = Watched(lb.ModelDrafter(draft_ctx), ctx.lock)
     speculator = lb.Speculator(ctx, watched, lb.SpeculativeConfig(draft_k=4))
     with Branch.start(ctx, "The king", sampling=WARM) as root:
@@ -439,9 +439,9 @@ def test_no_drafter_is_asked_while_the_target_is_locked(ctx: Context, draft_ctx:
             list(itertools.islice(speculator.generate(child), 7))
             speculator.forget(child)
         speculator.forget(root)
-    with lb.InferenceSession(ctx, "A wolf", sampling=WARM) as told:
+    with lb.InferenceSession(ctx, "A wolf", sampling=WARM) as generation:
         for _ in range(20):
-            told.next_token(watched)
+            generation.next_token(watched)
     with Branch.start(ctx, [5] * (ctx.n_ctx - 40)):  # and where there is no room for a draft
         with pytest.raises(lb.CacheFullError):
             speculator.generate("The king", max_tokens=None, sampling=WARM).finish()
@@ -449,7 +449,7 @@ def test_no_drafter_is_asked_while_the_target_is_locked(ctx: Context, draft_ctx:
         results = engine.generate(["The queen", "A wolf", lb.Request("Once", max_tokens=3)])
         assert engine.stats.preemptions > 0
         assert {result.finish_reason for result in results} >= {"length"}
-    assert watched.asked == {"line", "propose", "observe", "fork", "close"}
+    assert watched.asked == {"state", "propose", "observe", "fork", "close"}
     assert watched.asked_under_lock == set()
 
 
@@ -458,7 +458,7 @@ def test_no_drafter_is_asked_while_the_target_is_locked(ctx: Context, draft_ctx:
 def test_threads_share_a_speculator(
     draft_k: int | str, kind: str, ctx: Context, draft: lb.Model
 ) -> None:
-    """What each says alone, also where lines must be closed to make room for others."""
+    """Each gets its text alone, also where draft states must be closed to make room for others."""
     with Context(draft, n_ctx=512, n_seq_max=3, n_threads=1) as small:
         drafter: lb.Drafter = lb.ModelDrafter(small)
         if kind == "chain":
@@ -466,44 +466,46 @@ def test_threads_share_a_speculator(
         watched = Watched(drafter, threading.RLock())
         config = lb.SpeculativeConfig(draft_k=draft_k)
         speculator = lb.Speculator(ctx, watched, config)
-        n_said = [0]
+        n_emitted = [0]
         count = threading.Lock()
 
-        def tell(prompt: str, seed: int) -> list[list[int]]:
-            said = []
+        def write_text(prompt: str, seed: int) -> list[list[int]]:
+            texts = []
             params = lb.SamplingParams(temperature=0.8, seed=seed)
             for n in (3, 12):
                 with Branch.start(ctx, prompt, sampling=params) as root:
-                    said.append(speculator.generate(root, max_tokens=n).finish().tokens)
+                    texts.append(speculator.generate(root, max_tokens=n).finish().tokens)
                     with root.fork() as child:
-                        said.append(speculator.generate(child, max_tokens=n).finish().tokens)
+                        texts.append(speculator.generate(child, max_tokens=n).finish().tokens)
                     speculator.generate(root, max_tokens=2).finish()
                     root.rewind(root.position - 1)
-                    said.append(speculator.generate(root, max_tokens=n).finish().tokens)
+                    texts.append(speculator.generate(root, max_tokens=n).finish().tokens)
                     assert speculator.explain()
                 with count:
-                    n_said[0] += 3 * n + 2
-            return said
+                    n_emitted[0] += 3 * n + 2
+            return texts
 
         def plain(prompt: str, seed: int) -> list[list[int]]:
-            said = []
+            texts = []
             for n in (3, 12):
                 params = lb.SamplingParams(temperature=0.8, seed=seed)
                 with Branch.start(ctx, prompt, sampling=params) as root:
                     text = [t.token for t in root.generate(2 * n + 1)]
-                    said += [text[:n], text[n : 2 * n], text[n + 1 : 2 * n + 1]]
-            return said
+                    texts += [text[:n], text[n : 2 * n], text[n + 1 : 2 * n + 1]]
+            return texts
 
         jobs = [(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
         expected = [plain(*job) for job in jobs]
         for _ in range(4):
-            assert together(*(lambda job=job: tell(*job) for job in jobs)) == expected
-        assert speculator.stats.num_emitted_tokens == n_said[0]
-        assert watched.asked >= {"line", "propose", "observe", "fork", "close"}
+            assert together(*(lambda job=job: write_text(*job) for job in jobs)) == expected
+        assert speculator.stats.num_emitted_tokens == n_emitted[0]
+        assert watched.asked >= {"state", "propose", "observe", "fork", "close"}
         gc.collect()
         speculator.forget(Branch.create(ctx))  # nothing is kept for it
         with Branch.start(ctx, "The king", sampling=WARM) as last:
-            speculator.generate(last, max_tokens=2).finish()  # closes the lines of pruned branches
+            speculator.generate(
+                last, max_tokens=2
+            ).finish()  # closes the draft states of pruned branches
             speculator.forget(last)
         assert small.usage().cells_used == 0
         small.audit()

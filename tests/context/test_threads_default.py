@@ -187,7 +187,7 @@ def test_off_means_all_cores_and_no_file(target: lb.Model) -> None:
 @several_cores
 def test_two_threads_on_one_core_are_not_chosen(tmp_path: Path) -> None:
     # Both threads share a core here, so each wait of one for the other lasts until it is descheduled.
-    # More load on the machine only makes two threads worse, so that this cannot fail by chance.
+    # More load on the machine only makes two threads worse, so this cannot fail at random.
     if not hasattr(os, "sched_setaffinity"):
         pytest.skip("cannot pin a process to a core here")
     script = """
@@ -205,7 +205,9 @@ def test_two_threads_on_one_core_are_not_chosen(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], env=environment, check=True, timeout=300
     )
-    assert not kept(tmp_path / "profile.json"), "what was measured in company must not be kept"
+    assert not kept(tmp_path / "profile.json"), (
+        "timings made while other programs used the cores must not be kept"
+    )
 
 
 # -- what is kept ----------------------------------------------------------------------------------
@@ -240,7 +242,7 @@ def test_kept_numbers_are_used(target: lb.Model, profile: Path) -> None:
     ],
     ids=str,
 )
-def test_strange_entries_are_measured_anew(
+def test_invalid_entries_are_measured_again(
     entry: dict[str, object], target: lb.Model, profile: Path
 ) -> None:
     keep(target, profile, **entry)
@@ -329,7 +331,7 @@ def watch(ctx: Context) -> ThreadWatch:
     return ThreadWatch(ctx.decoder.handle, 2, 2, None)
 
 
-def test_collapse_is_said_once_with_the_remedy(watch: ThreadWatch) -> None:
+def test_collapse_is_warned_of_once_with_the_remedy(watch: ThreadWatch) -> None:
     _feed(watch, 1, 0.001, 1.0, 3)
     with pytest.warns(PerformanceWarning, match=r"2 threads.*27 ms.*1 ms.*n_threads=1") as caught:
         _feed(watch, 1, 0.027, 0.3, 2)
@@ -362,7 +364,7 @@ def test_no_collapse_is_seen_where_none_is(
 def test_one_slow_lap_and_mixed_sizes_are_no_collapse(watch: ThreadWatch) -> None:
     for _ in range(5):
         _feed(watch, 1, 0.001, 1.0, 1)
-        _feed(watch, 1, 0.027, 0.3, 1)  # another program, for a moment
+        _feed(watch, 1, 0.027, 0.3, 1)  # another program, for a short time
         _feed(watch, 8, 0.027, 0.3, 1)  # the fastest eight tokens have been so far
 
 

@@ -1,8 +1,8 @@
-"""A context beside a reference in plain Python: doing the same in both, and comparing them.
+"""Do the same in a context and in a reference in plain Python, and compare them.
 
-After each step accounts, tokens and family must be what the reference says, and the ledger what
-llama.cpp says. A branch must be what its replay in a clean context is: to the bit where the context is
-batch-invariant and its cells are in order, close elsewhere.
+After each step usage, tokens, parents and children must equal the reference's, and the ledger llama.cpp's
+positions. A branch must equal its replay in a clean context: to the bit where the context is
+batch-invariant and its cells are in order, up to rounding elsewhere.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from llamabranch.errors import (
 N_CELLS = 256
 N_SEQ = 6
 N_BATCH = 32  # a longer prompt takes several decodes
-CLOSE = 1.0  # logits: what rounding moves is far below, a wrong token moves more
+CLOSE = 1.0  # logits: rounding differences are far smaller, a wrong token's are larger
 
 SAMPLINGS = (
     SamplingParams(temperature=0.0, seed=5),
@@ -49,12 +49,12 @@ SAMPLINGS = (
 
 @dataclass
 class Tally:
-    """What all runs of one machine did together."""
+    """Counts over all runs of one machine."""
 
     steps: Counter[str]
     n_full: int = 0
     n_exhausted: int = 0
-    n_rewritten: int = 0
+    n_compacted: int = 0
     n_exact: int = 0
     n_close: int = 0
 
@@ -63,7 +63,7 @@ class Tally:
         return sum(self.steps.values())
 
 
-class TwinWorlds(RuleBasedStateMachine):
+class ReferenceComparison(RuleBasedStateMachine):
     """A context and its reference: the rules are in `state_machine`."""
 
     model: ClassVar[lb.Model]
@@ -91,16 +91,16 @@ class TwinWorlds(RuleBasedStateMachine):
             lengths = usage().sequences
             done = compact()
             if done:
-                self.cache.rewritten.append(lengths)
-                self.tally.n_rewritten += 1
+                self.cache.compacted.append(lengths)
+                self.tally.n_compacted += 1
             return done
 
         self.ctx.compact = watched  # type: ignore[method-assign]
 
-    # -- both worlds -------------------------------------------------------------------------------
+    # -- context and reference -----------------------------------------------------------------------
 
     def both(self, real: Callable[[], object], reference: Callable[[], object]) -> bool:
-        """Do it here and there; False if both say that there is no room."""
+        """Do it in the context and the reference; False if both report that there is no room."""
         refused: type[CapacityError] | None = None
         expected: type[CapacityError] | None = None
         try:
@@ -115,17 +115,17 @@ class TwinWorlds(RuleBasedStateMachine):
         except Exhausted:
             expected = SequencesExhaustedError
         assert refused is expected, (refused, expected)
-        assert not self.cache.rewritten
+        assert not self.cache.compacted
         self.tally.n_full += refused is CacheFullError
         self.tally.n_exhausted += refused is SequencesExhaustedError
         return refused is None
 
     def count(self, name: str) -> None:
         self.tally.steps[name] += 1
-        self.is_sound = False  # until ``check`` has said so
+        self.is_sound = False  # until ``check`` has passed
 
     def need_branch(self) -> None:
-        """Make an empty branch if there is none; raw calls leave a sequence for it."""
+        """Create an empty branch if there is none; raw calls leave a sequence for it."""
         if not self.world.branches:
             self.born(
                 lambda: Branch.create(self.ctx, self.settings(1, 5)),
@@ -155,35 +155,35 @@ class TwinWorlds(RuleBasedStateMachine):
         return SAMPLINGS[sampling].replace(seed=seed)
 
     def born(self, real: Callable[[], Branch], reference: Callable[[], ReferenceBranch]) -> None:
-        """Add the branch that both worlds make, if they can."""
+        """Add the branch that context and reference create, if there is room."""
         new: list[Branch] = []
         known = set(self.world.branches)
         if self.both(lambda: new.append(real()), reference):
-            (twin,) = set(self.world.branches) - known
-            self.real[twin] = new[0]
+            (expected,) = set(self.world.branches) - known
+            self.real[expected] = new[0]
 
     def bury(self) -> None:
-        """Forget the branches that the reference has no more; they must be pruned."""
-        for twin in [twin for twin in self.real if twin not in self.world.branches]:
-            self.dead = self.real.pop(twin)
+        """Drop the branches that the reference has removed; they must be pruned."""
+        for expected in [expected for expected in self.real if expected not in self.world.branches]:
+            self.dead = self.real.pop(expected)
             assert self.dead.state == "pruned"
 
     # -- what must hold ----------------------------------------------------------------------------
 
-    def compare(self, twin: ReferenceBranch) -> None:
-        """A branch is what a fresh one is after the same tokens."""
-        branch = self.real[twin]
-        if not twin.tokens:
+    def compare(self, expected: ReferenceBranch) -> None:
+        """A branch equals a fresh one after the same tokens."""
+        branch = self.real[expected]
+        if not expected.tokens:
             with pytest.raises(BranchStateError, match="empty"):
                 branch.produce()
             return
-        if not self.both(branch.produce, lambda: self.world.need_row(twin)):
+        if not self.both(branch.produce, lambda: self.world.need_row(expected)):
             return
-        with Branch.create(self.clean, self.settings(twin.sampling, twin.seed)) as again:
-            if twin.n_prompt:
-                again.prefill(twin.tokens[: twin.n_prompt])
-            if twin.tokens[twin.n_prompt :]:
-                again.extend(twin.tokens[twin.n_prompt :], logits="last")
+        with Branch.create(self.clean, self.settings(expected.sampling, expected.seed)) as again:
+            if expected.n_prompt:
+                again.prefill(expected.tokens[: expected.n_prompt])
+            if expected.tokens[expected.n_prompt :]:
+                again.extend(expected.tokens[expected.n_prompt :], logits="last")
             assert branch.text == again.text
             if self.exact and self.ctx.usage().in_order:
                 self.tally.n_exact += 1
@@ -205,19 +205,21 @@ class TwinWorlds(RuleBasedStateMachine):
         assert self.ctx.n_seq_free == len(self.world.free_seqs())
         self.ctx.audit()
         assert len(self.real) == len(self.world.branches)
-        for twin, branch in self.real.items():
-            assert branch.tokens == twin.tokens
-            assert branch.position == len(twin.tokens)
-            assert branch.n_prompt == twin.n_prompt
-            assert branch.seq_id == twin.seq
-            assert branch.seed == twin.seed
-            assert branch.parent is (None if twin.parent is None else self.real[twin.parent])
-            ready = "finished" if twin.is_finished else "ready"
-            assert branch.state == (ready if twin.tokens else "empty")
+        for expected, branch in self.real.items():
+            assert branch.tokens == expected.tokens
+            assert branch.position == len(expected.tokens)
+            assert branch.n_prompt == expected.n_prompt
+            assert branch.seq_id == expected.seq
+            assert branch.seed == expected.seed
+            assert branch.parent is (
+                None if expected.parent is None else self.real[expected.parent]
+            )
+            ready = "finished" if expected.is_finished else "ready"
+            assert branch.state == (ready if expected.tokens else "empty")
         self.is_sound = True
 
     def teardown(self) -> None:
-        """Compare everybody; then exactly as many tokens fit as are said to be free."""
+        """Compare all branches; then exactly as many tokens fit as are reported free."""
         try:
             if self.is_sound:
                 self.end()
@@ -225,11 +227,11 @@ class TwinWorlds(RuleBasedStateMachine):
             self.ctx.close()
 
     def end(self) -> None:
-        for twin in list(self.world.branches):
-            self.compare(twin)
-        for twin in [b for b in self.world.branches if b.parent is None]:
-            self.real[twin].prune_subtree()
-            self.world.prune(twin)
+        for expected in list(self.world.branches):
+            self.compare(expected)
+        for expected in [b for b in self.world.branches if b.parent is None]:
+            self.real[expected].prune_subtree()
+            self.world.prune(expected)
         self.bury()
         for seq in (0, 1):
             self.ctx.kv_cache_remove(seq)

@@ -206,5 +206,5 @@ def test_page_quotes_its_figures_rightly() -> None:
     assert f"0.70 is {accepted_share(0.7, 4):.2f} accepted / drafted at `γ` = 4" in prose
     low, high = speedup(0.7, 8, 0.2), speedup(0.7, 4, 0.2)
     assert f"lowers the speedup from {high:.2f} to {low:.2f}" in prose
-    assert f"rise from {naive_speedup(0.7, 4):.2f} to {naive_speedup(0.7, 8):.2f}" in prose
-    assert f"promises {naive_speedup(0.7, 1):.2f} for every `a`" in prose
+    assert f"increase from {naive_speedup(0.7, 4):.2f} to {naive_speedup(0.7, 8):.2f}" in prose
+    assert f"gives {naive_speedup(0.7, 1):.2f} for every `a`" in prose

@@ -292,7 +292,7 @@ class _Decision:
         return high
 
     def _directions(self, token: int, drawn: int | None) -> Iterator[tuple[Logits, bool]]:
-        """Yield directions in which to move logits (each by at most 1), and whether they change the entropy.
+        """Yield directions to move logits in, each by at most 1, and whether it changes the entropy.
 
         These change a draw with the smallest moves: ``token`` rises, or ``drawn`` sinks, relative to the
         other, to all others, or to the larger ones (whose mass top-p counts); and the moves that were

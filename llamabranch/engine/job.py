@@ -74,11 +74,6 @@ class Job:
         done = 0 if self.branch is None else self.branch.position
         return len(self.prompt) + max(0, len(self.output.tokens) - 1) - done
 
-    @property
-    def is_running(self) -> bool:
-        """True once the prompt is decoded."""
-        return self.stream is not None
-
     def add(self, emitted: Sequence[Produced]) -> list[Produced]:
         """Add new tokens to the output; return those that have text to show."""
         shown = []

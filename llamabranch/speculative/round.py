@@ -298,10 +298,10 @@ class Stream:
             tree = DraftTree(draft.tokens, draft.parents)
             try:
                 found = verify_tree(tree, lambda node: target(node + 1), seed=seed, position=first)
-            except _DeadEnd as dead:
-                if dead.at == 0:
-                    raise dead.reason from None
-                return [node + 1 for node in tree.path(dead.at - 1)], None
+            except _DeadEnd as dead_end:
+                if dead_end.at == 0:
+                    raise dead_end.reason from None
+                return [node + 1 for node in tree.path(dead_end.at - 1)], None
             return [node + 1 for node in found.path], found.token
         sources = draft.sources
         if not sources and self.rule != "seeded":
@@ -313,13 +313,13 @@ class Stream:
                     self.rule, draft.tokens[:n], sources[:n], target, seed=seed, position=first
                 )
                 return list(range(1, verdict.n_accepted + 1)), verdict.token
-            except _DeadEnd as dead:
-                if dead.at == 0:
-                    raise dead.reason from None
-                if dead.at == n:  # all n tokens are accepted; the rule asked for the next one
+            except _DeadEnd as dead_end:
+                if dead_end.at == 0:
+                    raise dead_end.reason from None
+                if dead_end.at == n:  # all n tokens are accepted; the rule asked for the next one
                     return list(range(1, n + 1)), None
                 # The block rule looks ahead before it decides: apply it to the draft up to there.
-                n = dead.at
+                n = dead_end.at
 
     def _plain(self) -> Produced:
         """Draw the next token from the logits after the branch's last one."""

@@ -100,7 +100,7 @@ class DraftState(Protocol):
         """
 
     def observe(self, n_tokens: int) -> None:
-        """Keep the first ``n_tokens`` of text and draft; forget the rest, which was rejected."""
+        """Keep the first ``n_tokens`` of text and draft; forget the rest: rejected or removed tokens."""
 
     def fork(self, target: Branch) -> DraftState:
         """Return a copy of this state that drafts for ``target``, a fork of this state's target."""

@@ -216,7 +216,8 @@ class _CopyState:
         if n_tokens < len(self._index):
             self._index.rewind(n_tokens)
         if n_tokens < self._n_written:
-            # The rejected tokens stay in the shared index; what replaces them goes to a new segment.
+            # Tokens that a rewind removed stay in the shared index; those that replace them go to a new
+            # segment.
             self._n_written, self._segment = n_tokens, None
 
     def fork(self, target: Branch) -> DraftState:

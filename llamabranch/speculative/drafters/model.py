@@ -201,7 +201,7 @@ class ModelState:
         return token
 
     def observe(self, n_tokens: int) -> None:
-        """Forget the rejected tokens."""
+        """Forget all tokens but the first ``n_tokens``."""
         if self._ahead is not None:
             self._ahead.prune()
             self._ahead = None

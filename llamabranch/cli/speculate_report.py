@@ -30,7 +30,7 @@ class SpeculateReport:
         same_text_expected: the rule guarantees the text of plain decoding, not only its distribution.
         machine: as it was before the run.
         n_threads: threads of the target.
-        comparison: with plain decoding, if asked for.
+        comparison: with plain decoding, if requested.
         divergence: the first difference of texts that should be the same, None where there is none.
         with_logprobs: whether the JSON lists every token.
     """

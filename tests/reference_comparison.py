@@ -68,7 +68,7 @@ class ReferenceComparison(RuleBasedStateMachine):
 
     model: ClassVar[lb.Model]
     clean: ClassVar[Context]
-    stranger: ClassVar[Branch]
+    foreign: ClassVar[Branch]
     exact: ClassVar[bool]
     tally: ClassVar[Tally]
 
@@ -82,7 +82,7 @@ class ReferenceComparison(RuleBasedStateMachine):
         self.world = ReferenceWorld(N_CELLS, N_SEQ)
         self.cache = self.world.cache
         self.real: dict[ReferenceBranch, Branch] = {}
-        self.dead: Branch | None = None
+        self.pruned: Branch | None = None
         self.is_sound = True
         self.snapshots: list[tuple[ReferenceSnapshot, lb.Snapshot]] = []
         compact, usage = self.ctx.compact, self.ctx.usage
@@ -127,7 +127,7 @@ class ReferenceComparison(RuleBasedStateMachine):
     def need_branch(self) -> None:
         """Create an empty branch if there is none; raw calls leave a sequence for it."""
         if not self.world.branches:
-            self.born(
+            self.add_branch(
                 lambda: Branch.create(self.ctx, self.settings(1, 5)),
                 lambda: self.world.create(1, 5),
             )
@@ -154,7 +154,9 @@ class ReferenceComparison(RuleBasedStateMachine):
     def settings(self, sampling: int, seed: int) -> SamplingParams:
         return SAMPLINGS[sampling].replace(seed=seed)
 
-    def born(self, real: Callable[[], Branch], reference: Callable[[], ReferenceBranch]) -> None:
+    def add_branch(
+        self, real: Callable[[], Branch], reference: Callable[[], ReferenceBranch]
+    ) -> None:
         """Add the branch that context and reference create, if there is room."""
         new: list[Branch] = []
         known = set(self.world.branches)
@@ -162,11 +164,11 @@ class ReferenceComparison(RuleBasedStateMachine):
             (expected,) = set(self.world.branches) - known
             self.real[expected] = new[0]
 
-    def bury(self) -> None:
+    def drop_pruned(self) -> None:
         """Drop the branches that the reference has removed; they must be pruned."""
         for expected in [expected for expected in self.real if expected not in self.world.branches]:
-            self.dead = self.real.pop(expected)
-            assert self.dead.state == "pruned"
+            self.pruned = self.real.pop(expected)
+            assert self.pruned.state == "pruned"
 
     # -- what must hold ----------------------------------------------------------------------------
 
@@ -232,7 +234,7 @@ class ReferenceComparison(RuleBasedStateMachine):
         for expected in [b for b in self.world.branches if b.parent is None]:
             self.real[expected].prune_subtree()
             self.world.prune(expected)
-        self.bury()
+        self.drop_pruned()
         for seq in (0, 1):
             self.ctx.kv_cache_remove(seq)
             self.cache.remove(seq)

@@ -57,9 +57,9 @@ class Machine(ReferenceComparison):
             return branch
 
         if n:
-            self.born(lambda: Branch.start(self.ctx, tokens, sampling=params), reference)
+            self.add_branch(lambda: Branch.start(self.ctx, tokens, sampling=params), reference)
         else:
-            self.born(lambda: Branch.create(self.ctx, params), reference)
+            self.add_branch(lambda: Branch.create(self.ctx, params), reference)
 
     @rule(who=WHO, a=ANY, n=MANY)
     def prefill(self, who: int, a: int, n: int) -> None:
@@ -150,7 +150,7 @@ class Machine(ReferenceComparison):
     def fork(self, who: int) -> None:
         self.count("fork")
         expected = self.branch(who)
-        self.born(lambda: self.real[expected].fork(), lambda: self.world.fork(expected))
+        self.add_branch(lambda: self.real[expected].fork(), lambda: self.world.fork(expected))
 
     @rule(who=WHO, n=st.integers(0, 4))
     def fork_many(self, who: int, n: int) -> None:
@@ -202,12 +202,12 @@ class Machine(ReferenceComparison):
         else:
             self.real[expected].prune()
         self.world.prune(expected)
-        self.bury()
+        self.drop_pruned()
 
     def forget(self, expected: ReferenceBranch) -> None:
         """Drop the last reference to a branch; garbage collection returns its sequence."""
         self.count("forget")
-        self.dead = None  # a pruned child keeps its parent alive
+        self.pruned = None  # a pruned child keeps its parent alive
         left = weakref.ref(self.real.pop(expected))
         self.world.prune(expected)
         if left() is not None:  # a traceback may refer to it
@@ -222,7 +222,7 @@ class Machine(ReferenceComparison):
             self.count("retain_only")
             self.store.retain_only(self.real[expected])
             self.world.retain_only(expected)
-            self.bury()
+            self.drop_pruned()
             return
         self.count("promote")
         if expected.parent is None:
@@ -231,7 +231,7 @@ class Machine(ReferenceComparison):
             return
         self.real[expected].promote()
         self.world.promote(expected)
-        self.bury()
+        self.drop_pruned()
 
     # -- snapshots ---------------------------------------------------------------------------------
 
@@ -253,14 +253,14 @@ class Machine(ReferenceComparison):
         self.count("restore")
         reference, saved = self.snapshots[which % len(self.snapshots)]
         if by_file:
-            self.born(
+            self.add_branch(
                 lambda: Branch.restore(self.ctx, saved), lambda: self.world.restore(reference)
             )
             return
         folder = Path(tempfile.mkdtemp())
         try:
             saved.write(folder / "saved.branch")
-            self.born(
+            self.add_branch(
                 lambda: Branch.load(self.ctx, folder / "saved.branch"),
                 lambda: self.world.restore(reference),
             )
@@ -321,8 +321,8 @@ class Machine(ReferenceComparison):
             (ConfigError, lambda: ctx.kv_cache_remove(-1)),
             (ConfigError, lambda: ctx.kv_seq_copy(N_SEQ, N_SEQ)),
             (ConfigError, lambda: ctx.decode([1], 0, seq_id=N_SEQ)),
-            (ConfigError, lambda: self.store.step([*self.real.values()] * 2 or [self.stranger])),
-            (ConfigError, lambda: self.store.prefill({self.stranger: [1]})),
+            (ConfigError, lambda: self.store.step([*self.real.values()] * 2 or [self.foreign])),
+            (ConfigError, lambda: self.store.prefill({self.foreign: [1]})),
         ]
         if self.raw_seqs():
             seq = self.raw(who)
@@ -352,15 +352,15 @@ class Machine(ReferenceComparison):
                 (ConfigError, lambda: branch.log_likelihood("birth")),
                 (ConfigError, lambda: self.store.step([branch, branch])),
             ]
-        if self.dead is not None:
-            dead = self.dead
+        if self.pruned is not None:
+            pruned = self.pruned
             wrong += [
-                (BranchStateError, dead.produce),
-                (BranchStateError, dead.fork),
-                (BranchStateError, lambda: dead.rewind(0)),
-                (BranchStateError, lambda: dead.prefill([1])),
-                (BranchStateError, lambda: self.store.step([dead])),
-                (BranchStateError, dead.snapshot),
+                (BranchStateError, pruned.produce),
+                (BranchStateError, pruned.fork),
+                (BranchStateError, lambda: pruned.rewind(0)),
+                (BranchStateError, lambda: pruned.prefill([1])),
+                (BranchStateError, lambda: self.store.step([pruned])),
+                (BranchStateError, pruned.snapshot),
             ]
         error, call = wrong[which % len(wrong)]
         with pytest.raises(error) as caught:
@@ -383,7 +383,7 @@ def machine(model: lb.Model, clean: Context, *, exact: bool, name: str) -> type[
     members = {
         "model": model,
         "clean": clean,
-        "stranger": Branch.create(clean),
+        "foreign": Branch.create(clean),
         "exact": exact,
         "tally": Tally(Counter()),
     }

@@ -215,7 +215,7 @@ class Series:
         return same, compared
 
 
-def tell(text: str) -> None:
+def show_progress(text: str) -> None:
     """Show progress on one line of standard error, if that is a terminal."""
     if sys.stderr.isatty():
         print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
@@ -229,7 +229,7 @@ def interleave(
     budget_s: float = math.inf,
     pause_s: float = PAUSE_S,
     warm_up: bool = True,
-    progress: Callable[[str], None] = tell,
+    progress: Callable[[str], None] = show_progress,
 ) -> dict[str, Series]:
     """Time all methods on the same items, in turns.
 

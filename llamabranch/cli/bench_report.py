@@ -20,9 +20,9 @@ __all__ = ["BenchReport"]
 
 @dataclass(frozen=True)
 class BenchReport:
-    """What was measured of a pair, and what it was measured with.
+    """The measurements of a pair, and the settings and machine they were made with.
 
-    ``machine`` is as it was before, ``load_after`` the load average when it ended.
+    ``machine`` is its state before the measurement, ``load_after`` the load average after it.
     """
 
     report: PairReport

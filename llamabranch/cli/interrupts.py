@@ -38,9 +38,9 @@ def raising_on_ctrl_c() -> Iterator[None]:
         yield
         return
 
-    def on_unraisable(lost: sys.UnraisableHookArgs) -> None:
-        if not issubclass(lost.exc_type, KeyboardInterrupt):
-            hook(lost)
+    def on_unraisable(caught: sys.UnraisableHookArgs) -> None:
+        if not issubclass(caught.exc_type, KeyboardInterrupt):
+            hook(caught)
 
     hook, sys.unraisablehook = sys.unraisablehook, on_unraisable
     previous = signal.signal(signal.SIGINT, on_signal)

@@ -134,8 +134,8 @@ def speculate(
         same_text_expected = not drafters or rule == "seeded" or params.temperature == 0
         machine = Machine.now()
         with InterruptHandler([context, *drafting_contexts(drafter)]) as interrupts:
-            # The first decodes of a context are slower than the rest, whoever makes them.
-            # They teach the draft length nothing: hence a speculator of their own.
+            # The first decodes of a context are slower than later ones. A separate speculator runs them,
+            # so that they do not influence the draft length.
             cold = Speculator(context, drafter, replace(config, draft_k=2))
             run(lambda: request.start(cold, N_WARM_UP_TOKENS), None, interrupts)
             if compare_plain:

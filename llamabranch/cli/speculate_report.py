@@ -17,20 +17,20 @@ __all__ = ["SpeculateReport"]
 
 @dataclass(frozen=True)
 class SpeculateReport:
-    """A finished run, and what is needed to explain it.
+    """A finished run with the data to explain it.
 
     Attributes:
         model: the target.
         first: the run whose text was shown.
         drafted: whether there was a drafter.
         rule: the rule in effect.
-        explanation: how it drafted, why, and what was accepted, in words.
-        length_explanation: how long drafts are and why, in words.
+        explanation: text on how it drafted, why, and what was accepted.
+        length_explanation: text on how long drafts are and why.
         capabilities: those of the target's context.
         same_text_expected: the rule guarantees the text of plain decoding, not only its distribution.
         machine: as it was before the run.
         n_threads: threads of the target.
-        comparison: with plain decoding, if asked for.
+        comparison: with plain decoding, if requested.
         divergence: the first difference of texts that should be the same, None where there is none.
         with_logprobs: whether the JSON lists every token.
     """
@@ -204,8 +204,8 @@ class SpeculateReport:
             parts.append(_inconclusive(comparison.interval))
         elif verdict == "nothing drafted":
             parts.append(
-                "Inconclusive: nothing was drafted, so both decoded plainly and differ by noise and by "
-                "the time that looking for a draft takes."
+                "Inconclusive: nothing was drafted, so both are plain decoding and differ by noise and "
+                "by the time spent looking for drafts."
             )
         elif verdict == "slower":
             parts.append("Slower than plain decoding here.")
@@ -241,10 +241,10 @@ _DECIDERS = {
 def _decided(found: Divergence) -> str:
     by = _DECIDERS.get(found.decided_by, f"The boundary of {found.decided_by} decided")
     if math.isinf(found.gap):
-        return "No small change of the logits turns one token into the other."
+        return "No small change of the logits changes one token into the other."
     return (
-        f"{by}: to change the token, logits must move by {found.gap:.3g} relative to each other; between "
-        f"decodes here they move by {found.difference:.3g}."
+        f"{by}: to change the token, logits must change by {found.gap:.3g} relative to each other; "
+        f"between decodes here they change by {found.difference:.3g}."
     )
 
 
@@ -255,6 +255,6 @@ def _inconclusive(interval: Interval) -> str:
         found = f"their 95 % interval is {interval_text(interval)}"
     return (
         f"Inconclusive: {pairs} timed, and {found}. To decide whether drafting is faster, "
-        "let nothing else run on the machine, generate more (--max-tokens), or measure with "
+        "stop other programs on the machine, generate more (--max-tokens), or measure with "
         "`llamabranch bench`."
     )

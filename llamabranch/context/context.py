@@ -242,7 +242,7 @@ class Context:
             self._collect_forgotten()
             first = self._cache.first_position
             if len(self._leases) == self.n_seq_max:
-                gc.collect()  # a forgotten branch may wait in a reference cycle
+                gc.collect()  # an unreferenced branch may be in a reference cycle
                 self._collect_forgotten(noted=False)
             return self._leases.lend(holder, lambda seq_id: first(seq_id) < 0)
 
@@ -268,18 +268,18 @@ class Context:
             return sum(1 for seq_id in seqs if seq_id not in self._leases and first(seq_id) < 0)
 
     def holders(self) -> list[object]:
-        """Return who holds sequences now, in the order of their ids."""
+        """Return the holders of leased sequences, ordered by sequence id."""
         with self._lock:
             self._collect_forgotten()
             found = (self._leases.holder(seq_id) for seq_id in range(self.n_seq_max))
             return [holder for holder in found if holder is not None]
 
     def compact(self) -> bool:
-        """Decode all branches again, in order and without holes; False if others hold cells too."""
+        """Decode all branches again, in order and without holes; False if raw sequences hold cells."""
         return rewrite_in_order(self._cache, self._decoder, self.holders())
 
     def _release_reserved(self) -> None:
-        """Free reserved cells: by compaction, or by giving the order up."""
+        """Free reserved cells: by compaction, or, where that is impossible, out of order."""
         if not self.compact():
             self._cache.release_reserved()
 
@@ -305,7 +305,7 @@ class Context:
         """Compare the accounting with llama.cpp's own positions.
 
         Raises:
-            DecodeError: they differ; says where. That is a bug in this library.
+            DecodeError: they differ; the message names the sequence. That is a bug in this library.
         """
         with self._lock:
             self._check_open()

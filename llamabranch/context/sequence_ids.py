@@ -54,7 +54,7 @@ class SequenceIds:
         )
 
     def end(self, seq_id: int) -> None:
-        """Forget the lease."""
+        """End the lease of a sequence."""
         del self._holders[seq_id]
 
     def forgotten(self, *, noted: bool = True) -> list[int]:

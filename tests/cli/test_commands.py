@@ -442,7 +442,7 @@ def test_texts_that_differ_are_reported_with_place_and_gap(
     assert divergence["gap"] > 0
     shown = run("speculate", *arguments).stdout
     assert "First difference at token 5: " in shown
-    assert f"logits must move by {divergence['gap']:.3g} relative to each other" in shown
+    assert f"logits must change by {divergence['gap']:.3g} relative to each other" in shown
     assert (divergence["difference"], divergence["explained"]) == (0.0, False)
     assert "batch-invariant (checked" in shown
     assert "bug in llamabranch" in shown

@@ -120,14 +120,12 @@ def test_tail_below_another_branch_is_reserved_until_that_is_pruned(ctx: Context
     low, high = (Branch.start(ctx, random_tokens(rng, 30)) for _ in range(2))
     low.extend(random_tokens(rng, 10))
     high.extend(random_tokens(rng, 10))
-    high.rewind(35)  # on top: nobody lies above it
+    high.rewind(35)  # on top: no branch has cells above it
     assert order_of(ctx).n_cells == 0
     low.rewind(20)
     assert order_of(ctx).n_cells == 20
     assert ctx.usage().cells_used == 55
-    assert (
-        ctx.usage().cells_free == ctx.n_ctx - 55
-    )  # reserved cells count as free: they can be used
+    assert ctx.usage().cells_free == ctx.n_ctx - 55  # reserved cells count as free
     low.rewind(15)
     assert order_of(ctx).n_cells == 25
     high.prune()

@@ -503,9 +503,8 @@ def test_threads_share_a_speculator(
         gc.collect()
         speculator.forget(Branch.create(ctx))  # nothing is kept for it
         with Branch.start(ctx, "The king", sampling=WARM) as last:
-            speculator.generate(
-                last, max_tokens=2
-            ).finish()  # closes the draft states of pruned branches
+            # Closes the draft states of pruned branches.
+            speculator.generate(last, max_tokens=2).finish()
             speculator.forget(last)
         assert small.usage().cells_used == 0
         small.audit()

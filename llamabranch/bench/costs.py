@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from types import TracebackType
 
 from ..context import Context
 from ..speculative import SpeculativeStats
@@ -47,12 +46,7 @@ class CallClock:
 
         return timed
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for name in self._names:
             del vars(self._owner)[name]
 

@@ -7,7 +7,6 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import SupportsIndex
 
 import numpy as np
@@ -104,12 +103,7 @@ class Branch:
     def __enter__(self) -> Branch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self.sequence.is_pruned and not self.ctx.closed:
             self.prune_subtree()
 

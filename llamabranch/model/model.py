@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import SupportsIndex
 
 from ..arguments import plain_int, shown, whole
@@ -105,12 +104,7 @@ class Model:
     def __enter__(self) -> Model:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

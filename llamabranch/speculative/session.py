@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 
 from ..branch import Branch, Produced
 from ..branch.output import OutputBuffer
@@ -153,10 +152,5 @@ class InferenceSession:
     def __enter__(self) -> InferenceSession:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

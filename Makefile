@@ -9,6 +9,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+# Tests run on one thread each, as many at a time as there are cores.
+PYTEST_WORKERS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 BENCH_ARGS ?=
 BIN := $(VENV)/bin
 
@@ -21,10 +23,10 @@ demo: install
 	$(BIN)/llamabranch speculate --compare
 
 test: lint types docs
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-fast: lint types
-	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -m 'not slow' $(PYTEST_ARGS)
 
 docs: install-dev
 	$(BIN)/mkdocs build --quiet --strict --site-dir $(abspath $(VENV))/site

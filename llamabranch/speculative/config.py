@@ -22,9 +22,9 @@ class SpeculativeConfig:
         entropy_stop: end a draft before a token whose distribution has more than this entropy, nats;
             None = never. The decision does not depend on the drawn token, so it is lossless.
         rule: how drafted tokens are accepted: "seeded", "token", "block" or "auto". "auto" is "seeded"
-            where a seed was given, the temperature is 0 or the drafter proposes trees, else "block".
-            All are lossless: they keep the target's distribution. Under "seeded", and at temperature 0
-            under all of them, the text is moreover the very one that plain decoding generates.
+            where a seed was given, the temperature is 0 or the drafter proposes trees, else "block",
+            never "token". All are lossless: they keep the target's distribution. Under "seeded", and at
+            temperature 0 under all of them, the text is moreover the one of plain decoding.
 
     Raises:
         ConfigError: a value out of range.

@@ -622,8 +622,8 @@ def test_auto_rule_is_what_the_documentation_says(
     expected = "seeded" if width > 1 or seed is not None or temperature == 0 else "block"
     assert found == expected
     said = " ".join((SpeculativeConfig.__doc__ or "").split())
-    assert '"auto" is seeded where a seed was given, the temperature is 0 or the drafter' in said
-    assert "else block; it is never token" in said
+    assert '"auto" is "seeded" where a seed was given, the temperature is 0 or the drafter' in said
+    assert 'else "block", never "token"' in said
 
 
 # -- words -------------------------------------------------------------------------------------------

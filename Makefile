@@ -1,7 +1,7 @@
 # Everything runs in a virtual environment that these targets make on first use.
 #   make demo    install, then speculative decoding on the bundled pair against plain decoding
-#   make test    install with the tools, then lint, types, the site of the documents, all tests: about ten minutes
-#   make test-fast  lint, types and the tests that need no more than about a minute
+#   make test    install with the tools, then lint, types, the site of the documents, all tests: about a quarter of an hour on two cores
+#   make test-fast  lint, types and the tests that are not slow
 #   make docs    build the site of the documents into $(VENV)/site; strict
 #   make bench   install, build llama.cpp's own programs, then all benchmarks: about an hour and a half
 # Override with e.g. `make test VENV=/tmp/venv PYTHON=python3.12 PYTEST_ARGS="-k cli"`.

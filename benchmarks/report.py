@@ -20,6 +20,7 @@ from rich.table import Table
 
 import llamabranch as lb
 from llamabranch.bench import Series, Spread
+from llamabranch.bench.machine import processor_name
 
 from .prompts import PROMPTS
 
@@ -271,23 +272,13 @@ def hardware() -> JSON:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
-        "cpu": _cpu(),
+        "cpu": processor_name(),
         "machine": platform.machine(),
         "cores": cores,
         "memory_gib": _memory_gib(),
         "system": f"{platform.system()} {platform.release()}",
         "load_1min": load,
     }
-
-
-def _cpu() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown"
 
 
 def _memory_gib() -> float | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..context.params import available_cores
 from ..native import engine_versions, system_info
 
-__all__ = ["Machine", "load_average"]
+__all__ = ["Machine", "load_average", "processor_name"]
 
 
 def load_average() -> float | None:
@@ -42,7 +42,7 @@ class Machine:
         """Return the state of the machine now."""
         versions = engine_versions()
         return cls(
-            processor=_processor(),
+            processor=processor_name(),
             cores=available_cores(),
             load=load_average(),
             llama_cpp_python=versions["llama_cpp_python"],
@@ -83,7 +83,8 @@ def _count(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """Return the processor's name as the system has it, "unknown" if it has none."""
     try:
         for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
             if line.startswith("model name"):

@@ -133,7 +133,7 @@ def test_runs_without_a_draft_are_no_speedup(
     assert answer["speedup_verdict"] == "nothing drafted"
 
 
-def test_what_is_decided_is_said(target: lb.Model, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_decision_is_printed(target: lb.Model, capsys: pytest.CaptureFixture[str]) -> None:
     shown, _ = _printed(_compared([0.2] * 12, [0.1] * 12)[0], target, capsys)
     assert "Slower than plain decoding here." in shown
     assert "Inconclusive" not in shown

@@ -204,7 +204,7 @@ LOADS = st.builds(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(load=LOADS)
-def test_any_load_says_what_each_request_says_alone(
+def test_any_load_generates_what_each_request_generates_alone(
     load: Load, target: lb.Model, draft: lb.Model, alone: Alone
 ) -> None:
     """Neighbours, order, sequences, drafter, draft length, a small cache, cancelled neighbours."""
@@ -532,7 +532,7 @@ def test_nothing_is_asked_of_nobody(ctx: Context) -> None:
 
 
 @pytest.mark.parametrize("which", DRAFTERS)
-def test_preempted_requests_say_the_same(
+def test_preempted_requests_generate_the_same(
     which: str, target: lb.Model, draft: lb.Model, alone: Alone
 ) -> None:
     grammar = 'root ::= [a-zA-Z ,.]+ "!" root?'
@@ -556,7 +556,7 @@ def test_preempted_requests_say_the_same(
 
 
 @pytest.mark.parametrize("which", DRAFTERS)
-def test_text_that_fills_the_cache_says_all_that_fits(
+def test_text_that_fills_the_cache_has_all_that_fits(
     which: str, target: lb.Model, draft: lb.Model
 ) -> None:
     """Drafts do not take the place of words: the last cell holds the text's own."""
@@ -577,7 +577,7 @@ def test_text_that_fills_the_cache_says_all_that_fits(
 
 @pytest.mark.parametrize("which", ["none", "model", "lookup"])
 @pytest.mark.parametrize("n_free", [-1, 0, 1, 2])
-def test_prompt_that_fills_the_context_says_what_it_says_alone(
+def test_prompt_that_fills_the_context_generates_what_it_generates_alone(
     n_free: int, which: str, target: lb.Model, draft_ctx: Context
 ) -> None:
     """The last token of all needs no cell: a prompt of n_ctx tokens is followed by one."""
@@ -901,7 +901,7 @@ def test_job_after_job_does_not_grow_memory(ctx: Context, draft_ctx: Context) ->
     assert_clean(ctx, draft_ctx)
 
 
-def test_cancelled_request_keeps_what_it_said(
+def test_cancelled_request_keeps_what_it_generated(
     ctx: Context, draft_ctx: Context, alone: Alone
 ) -> None:
     requests = [Request(p, max_tokens=30, sampling=WARM) for p in PROMPTS * 3]

@@ -189,7 +189,7 @@ def test_file_that_llama_cpp_would_abort_on_is_refused_before(
         lb.Model(toys.write_broken(tmp_path / "broken.gguf", kind))
 
 
-def test_model_without_an_end_token_says_as_much_as_it_may(tmp_path: Path) -> None:
+def test_model_without_an_eog_token_generates_up_to_its_limit(tmp_path: Path) -> None:
     """Only ``max_tokens`` ends its texts. (With 12 tokens or more llama.cpp would use id 11 as EOS.)"""
     tokens = tuple("@ABCDEFGHIJ")
     metadata: dict[str, toys.Value | None] = {

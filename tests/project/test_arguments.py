@@ -74,7 +74,7 @@ def test_what_is_no_number_is_refused(value: object) -> None:
         real("heat", value)
 
 
-def test_bounds_are_said() -> None:
+def test_bounds_are_in_the_message() -> None:
     assert whole("n", 5, 5, 5) == 5
     for value, low, high, said in (
         (4, 5, None, "at least 5"),

@@ -26,7 +26,9 @@ def of_0_1() -> record.Record:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_says_what_version_0_1_said(name: str, world: World, of_0_1: record.Record) -> None:
+def test_generates_what_version_0_1_generated(
+    name: str, world: World, of_0_1: record.Record
+) -> None:
     assert not record.compare(world, name, of_0_1)
 
 

@@ -239,7 +239,7 @@ def test_dynamic_temperature_close_to_zero_is_the_most_probable_token(toy: lb.Mo
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
 @pytest.mark.parametrize("penalty", [1e-30, 1e-37, 4e-39, 1e-40, 1e-50, 5e-324, 1e4])
-def test_repeat_penalty_close_to_zero_repeats_the_most_probable_said(
+def test_repeat_penalty_close_to_zero_repeats_the_most_probable_generated(
     penalty: float, temperature: float, toy: lb.Model
 ) -> None:
     settings = {**OFF, "temperature": temperature, "repeat_penalty": penalty}

@@ -190,7 +190,7 @@ def test_drafter_as_dear_as_the_target_is_switched_off() -> None:
     assert world.speed > 0.96
 
 
-def test_drafter_with_nothing_to_say_is_asked_again_but_not_for_ever() -> None:
+def test_drafter_with_empty_drafts_is_tried_again_but_not_for_ever() -> None:
     world = World(AutoLength(16), always(0.9), speaks=0.0).run(500)
     assert not any(k > 0 for k in world.drafted)
     assert world.speed == pytest.approx(1.0)

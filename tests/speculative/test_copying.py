@@ -81,7 +81,7 @@ def test_lookup_declines_without_evidence(branch: Branch) -> None:
     assert propose(line, [1, 2, 3, 4, 3, 4]).tokens[:1] == [3]
 
 
-def test_surprisal_stands_where_an_entropy_would(branch: Branch) -> None:
+def test_surprisal_is_used_where_there_is_no_entropy(branch: Branch) -> None:
     line = PromptLookupDrafter(max_ngram=2, min_ngram=2).start(branch, "seeded")
     told = propose(line, [1, 2, 3, 1, 2], k=3)
     expected = [-math.log(m / (m + 1)) for m in (2, 3, 4)]

@@ -260,7 +260,7 @@ def test_drafter_of_another_vocabulary_does_not_change_the_text(
 
 
 @pytest.mark.parametrize("n_ends", [1, 2, 4])
-def test_draft_that_goes_on_after_the_end_says_nothing_more(
+def test_draft_that_goes_on_after_the_end_emits_nothing_more(
     n_ends: int, main_ctx: Context, target: lb.Model
 ) -> None:
     """Once a second drafted end was accepted, and the first one said as a token of the text."""

@@ -298,7 +298,7 @@ def test_lines_written_by_turns_stay_apart() -> None:
     assert shared.longest([5, 6]) is None
 
 
-def test_what_a_line_said_before_is_context() -> None:
+def test_what_a_branch_generated_before_is_context() -> None:
     shared = SharedIndex((2,), max_tokens=64, most=8)
     shared.write(None, [1, 2, 3, 4], 2)  # only [3, 4] is said
     match = shared.longest([1, 2])

@@ -450,7 +450,7 @@ def plain(models: Pair, seed: int, position: int, n: int) -> list[int]:
     return text
 
 
-def test_seeded_rule_says_what_plain_decoding_says() -> None:
+def test_seeded_rule_generates_what_plain_decoding_generates() -> None:
     # Whatever is drafted: with the target's noise, with other noise, or anything at all.
     models = pair("mixed", 3, 2)
     rng = np.random.default_rng(3)
@@ -470,7 +470,7 @@ def test_seeded_rule_says_what_plain_decoding_says() -> None:
             assert verdict == seeded_rule(drafted, models.after(drafted), seed=seed, position=11)
 
 
-def test_seeded_tree_says_what_plain_decoding_says() -> None:
+def test_seeded_tree_generates_what_plain_decoding_generates() -> None:
     models = pair("mixed", 3, 4)
     rng = np.random.default_rng(4)
     for seed in range(200):

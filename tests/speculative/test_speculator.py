@@ -110,7 +110,7 @@ def plain_said(target: lb.Model) -> dict[tuple[str, int | None], list[Said]]:
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("draft_k", [1, 4, "auto"])
 @pytest.mark.parametrize("which", DRAFTERS)
-def test_every_drafter_says_and_reports_what_plain_decoding_does(
+def test_every_drafter_generates_and_reports_what_plain_decoding_does(
     which: str,
     draft_k: int | str,
     params: SamplingParams,
@@ -807,7 +807,7 @@ def test_seed_that_is_given_later_gives_the_text_of_plain_decoding(
 
 @pytest.mark.parametrize("which", ["none", "model", "wrong"])
 @pytest.mark.parametrize("max_tokens", [15, 16, 17, 18, None])
-def test_branch_holds_what_was_said_when_the_cache_is_full(
+def test_branch_holds_what_was_emitted_when_the_cache_is_full(
     max_tokens: int | None, which: str, target: lb.Model, draft_ctx: Context, other_ctx: Context
 ) -> None:
     """16 cells are left; the 17th token is said without one, by a prompt and on a branch alike."""

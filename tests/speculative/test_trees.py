@@ -94,7 +94,7 @@ def test_target_that_drafts_trees_for_itself_is_nearly_always_right(
     assert speculator.stats.mean_acceptance_length > 3.0
 
 
-def test_wider_trees_say_more_tokens_a_round(ctx: Context, draft_ctx: Context) -> None:
+def test_wider_trees_emit_more_tokens_a_round(ctx: Context, draft_ctx: Context) -> None:
     lengths = []
     for width in (1, 2, 4):
         drafter = ModelDrafter(draft_ctx, width=width)

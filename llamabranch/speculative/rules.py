@@ -1,7 +1,7 @@
 """Which drafted tokens are accepted: pure functions over distributions and random numbers.
 
 Every rule here is lossless: the tokens it emits have exactly the target's distribution. A rule knows
-nothing of models. It calls a function for distributions and a :class:`Chance` for everything random, so
+nothing of models. It calls a function for distributions and a :class:`RandomSource` for everything random, so
 the tests can replace the noise by an enumeration of all outcomes and prove the very code that runs.
 
 Each round needs noise of its own. Under the token and block rules drafted tokens are drawn with
@@ -25,9 +25,9 @@ from ..sampling.noise import derive_seed, uniform
 
 __all__ = [
     "RULES",
-    "Chance",
     "DraftTree",
     "Noise",
+    "RandomSource",
     "TreeVerdict",
     "Verdict",
     "block_rule",
@@ -46,7 +46,7 @@ Target = Callable[[int], Distribution]
 RULES = ("seeded", "token", "block")
 
 
-class Chance(Protocol):
+class RandomSource(Protocol):
     """A rule's source of randomness: independent between indices, and of the draft's draws."""
 
     def coin(self, index: int, probability: float) -> bool:
@@ -151,7 +151,7 @@ class DraftTree:
 
 
 def token_rule(
-    drafted: Sequence[int], sources: Sequence[Distribution], target: Target, chance: Chance
+    drafted: Sequence[int], sources: Sequence[Distribution], target: Target, rng: RandomSource
 ) -> Verdict:
     """Accept token by token (Leviathan et al. 2022, 2211.17192, algorithm 1; Chen et al. 2302.01318).
 
@@ -166,7 +166,7 @@ def token_rule(
             accepted than with the distribution they were drawn from.
         target: ``target(i)`` is the target's distribution after i drafted tokens; called in increasing
             i, and never after a drafted token of probability zero.
-        chance: its coin i decides on ``drafted[i]``.
+        rng: its coin i decides on ``drafted[i]``.
 
     Raises:
         ConfigError: a token whose source gives it probability zero.
@@ -174,14 +174,14 @@ def token_rule(
     _check_sources(drafted, sources)
     for i, token in enumerate(drafted):
         p, q = target(i), sources[i]
-        if not chance.coin(i, min(1.0, p.prob(token) / q.prob(token))):
-            return Verdict(i, chance.draw(p.residual(q), i))
+        if not rng.coin(i, min(1.0, p.prob(token) / q.prob(token))):
+            return Verdict(i, rng.draw(p.residual(q), i))
     n = len(drafted)
-    return Verdict(n, chance.draw(target(n), n))
+    return Verdict(n, rng.draw(target(n), n))
 
 
 def block_rule(
-    drafted: Sequence[int], sources: Sequence[Distribution], target: Target, chance: Chance
+    drafted: Sequence[int], sources: Sequence[Distribution], target: Target, rng: RandomSource
 ) -> Verdict:
     """Accept the draft as a block (Sun et al. 2024, 2403.10444, algorithm 2).
 
@@ -211,12 +211,12 @@ def block_rule(
     else:
         h = [*h[: len(drafted)], weight]
     # Longest first: equivalent to testing all and taking the longest, since coins are independent.
-    n = next((i for i in range(len(h) - 1, 0, -1) if chance.coin(i, h[i])), 0)
+    n = next((i for i in range(len(h) - 1, 0, -1) if rng.coin(i, h[i])), 0)
     if n == len(drafted):
-        return Verdict(n, chance.draw(target(n), n))
+        return Verdict(n, rng.draw(target(n), n))
     p, excess = excesses[n]
     # An empty excess means p = q: there a rejection has probability zero, rounding apart.
-    return Verdict(n, chance.draw(Distribution.from_probs(excess, p.ids) if excess.any() else p, n))
+    return Verdict(n, rng.draw(Distribution.from_probs(excess, p.ids) if excess.any() else p, n))
 
 
 def seeded_rule(drafted: Sequence[int], target: Target, *, seed: int, position: int) -> Verdict:
@@ -234,7 +234,7 @@ def seeded_rule(drafted: Sequence[int], target: Target, *, seed: int, position: 
     return Verdict(n, target(n).draw(seed, position + n))
 
 
-def tree_rule(tree: DraftTree, target: Target, chance: Chance) -> TreeVerdict:
+def tree_rule(tree: DraftTree, target: Target, rng: RandomSource) -> TreeVerdict:
     """Follow the target's own draws down a tree (Miao et al. 2023, 2305.09781, naive sampling).
 
     At each node, from the root, y is drawn from the target; if a child has the token y, the walk
@@ -247,7 +247,7 @@ def tree_rule(tree: DraftTree, target: Target, chance: Chance) -> TreeVerdict:
     path: list[int] = []
     node = -1
     while True:
-        choice = chance.draw(target(node), len(path))
+        choice = rng.draw(target(node), len(path))
         child = next((c for c in tree.children(node) if tree.tokens[c] == choice), None)
         if child is None:
             return TreeVerdict(path, choice)

@@ -309,10 +309,10 @@ class Stream:
         n = len(draft.tokens)
         while True:
             try:
-                verdict = verify(
+                acceptance = verify(
                     self.rule, draft.tokens[:n], sources[:n], target, seed=seed, position=first
                 )
-                return list(range(1, verdict.n_accepted + 1)), verdict.token
+                return list(range(1, acceptance.n_accepted + 1)), acceptance.token
             except _DeadEnd as dead_end:
                 if dead_end.at == 0:
                     raise dead_end.reason from None

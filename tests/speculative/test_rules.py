@@ -22,11 +22,11 @@ from llamabranch.sampling import Distribution
 from llamabranch.sampling.noise import DRAFT, derive_seed
 from llamabranch.speculative.rules import (
     RULES,
+    Acceptance,
     DraftTree,
     Noise,
     RandomSource,
-    TreeVerdict,
-    Verdict,
+    TreeAcceptance,
     block_rule,
     choose_rule,
     draft_seed,
@@ -45,7 +45,7 @@ Tables = dict[Context, Distribution]
 Law = dict[Context, float]
 Sources = list[Distribution]
 Rule = Callable[
-    [Sequence[int], Sequence[Distribution], Callable[[int], Distribution], RandomSource], Verdict
+    [Sequence[int], Sequence[Distribution], Callable[[int], Distribution], RandomSource], Acceptance
 ]
 Drafting = Callable[["Pair", RandomSource], tuple[list[int], Sources]]
 ROOT: Context = ()
@@ -242,8 +242,8 @@ def draft_argmax(models: Pair, rng: RandomSource) -> tuple[list[int], Sources]:
 def said_by(rule: Rule, models: Pair, drafting: Drafting = draft_all) -> Law:
     def program(walk: Walk) -> Context:
         drafted, sources = drafting(models, walk)
-        verdict = rule(drafted, sources, models.after(drafted), walk)
-        return (*drafted[: verdict.n_accepted], verdict.token)
+        acceptance = rule(drafted, sources, models.after(drafted), walk)
+        return (*drafted[: acceptance.n_accepted], acceptance.token)
 
     return law(program)
 
@@ -371,8 +371,8 @@ def test_target_is_asked_in_order_and_no_further_than_needed() -> None:
                 asked.append(i)
                 return target(i)
 
-            verdict = verify(rule, drafted, sources, noting, seed=seed, position=0)
-            stop = verdict.n_accepted if rule != "block" else max(verdict.n_accepted, 2)
+            acceptance = verify(rule, drafted, sources, noting, seed=seed, position=0)
+            stop = acceptance.n_accepted if rule != "block" else max(acceptance.n_accepted, 2)
             assert asked == list(range(stop + 1))
 
 
@@ -403,9 +403,9 @@ def after_node(models: Pair, tree: DraftTree, node: int) -> Distribution:
     return models.target[text_of(tree, node)]
 
 
-def said(tree: DraftTree, verdict: TreeVerdict) -> Context:
-    assert verdict.path == (tree.path(verdict.path[-1]) if verdict.path else [])
-    return (*(tree.tokens[n] for n in verdict.path), verdict.token)
+def said(tree: DraftTree, acceptance: TreeAcceptance) -> Context:
+    assert acceptance.path == (tree.path(acceptance.path[-1]) if acceptance.path else [])
+    return (*(tree.tokens[n] for n in acceptance.path), acceptance.token)
 
 
 def test_tree_rule_is_lossless_for_any_tree() -> None:
@@ -463,11 +463,15 @@ def test_seeded_rule_says_what_plain_decoding_says() -> None:
             want[:3],
             [],
         ):
-            verdict = verify("seeded", drafted, [], models.after(drafted), seed=seed, position=11)
-            text = [*drafted[: verdict.n_accepted], verdict.token]
+            acceptance = verify(
+                "seeded", drafted, [], models.after(drafted), seed=seed, position=11
+            )
+            text = [*drafted[: acceptance.n_accepted], acceptance.token]
             assert text == want[: len(text)]
-            assert verdict.n_accepted == len(drafted) or verdict.token != drafted[len(text) - 1]
-            assert verdict == seeded_rule(drafted, models.after(drafted), seed=seed, position=11)
+            assert (
+                acceptance.n_accepted == len(drafted) or acceptance.token != drafted[len(text) - 1]
+            )
+            assert acceptance == seeded_rule(drafted, models.after(drafted), seed=seed, position=11)
 
 
 def test_seeded_tree_says_what_plain_decoding_says() -> None:
@@ -475,8 +479,8 @@ def test_seeded_tree_says_what_plain_decoding_says() -> None:
     rng = np.random.default_rng(4)
     for seed in range(200):
         tree = bushy_tree(rng, 3)
-        verdict = verify_tree(tree, partial(after_node, models, tree), seed=seed, position=3)
-        text = list(said(tree, verdict))
+        acceptance = verify_tree(tree, partial(after_node, models, tree), seed=seed, position=3)
+        text = list(said(tree, acceptance))
         assert text == plain(models, seed, 3, len(text))
 
 
@@ -502,8 +506,8 @@ def generate(rule: str, models: Pair, seed: int, n: int, fresh: bool) -> Context
         def target(i: int, prefix: Context = prefix, d: list[int] = drafted) -> Distribution:
             return models.target[(*prefix, *d[:i])]
 
-        verdict = verify(rule, drafted, sources, target, seed=seed, position=first)
-        text += [*drafted[: verdict.n_accepted], verdict.token]
+        acceptance = verify(rule, drafted, sources, target, seed=seed, position=first)
+        text += [*drafted[: acceptance.n_accepted], acceptance.token]
     return tuple(text)
 
 

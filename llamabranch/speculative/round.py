@@ -349,7 +349,7 @@ class Stream:
         self.length.learn(
             RoundReport(
                 drafter=draft.drafter,
-                asked=draft.stopped != "off",
+                drafter_called=draft.stopped != "off",
                 entropies=draft.entropies,
                 n_steps=n_steps,
                 n_accepted=n_accepted,

@@ -1,8 +1,9 @@
 """Which drafted tokens are accepted: pure functions over distributions and random numbers.
 
 Every rule here is lossless: the tokens it emits have exactly the target's distribution. A rule knows
-nothing of models. It calls a function for distributions and a :class:`RandomSource` for everything random, so
-the tests can replace the noise by an enumeration of all outcomes and prove the very code that runs.
+nothing of models. It calls a function for distributions and a :class:`RandomSource` for everything
+random, so the tests can replace the noise by an enumeration of all outcomes and prove the very code
+that runs.
 
 Each round needs noise of its own. Under the token and block rules drafted tokens are drawn with
 :func:`draft_seed`: the block rule's decisions depend on drafted tokens that it then rejects, so drawing

@@ -206,7 +206,7 @@ class Batch:
         gain: Spread = found[TOGETHER].ratio(found[IN_TURN])
         best = _best(found)
         return {
-            "rivals": {name: series_json(each, found[IN_TURN]) for name, each in found.items()},
+            "compared": {name: series_json(each, found[IN_TURN]) for name, each in found.items()},
             "together_over_in_turn": gain.as_dict(),
             "share_of_n_over_v": gain.median / (n / v[n]),
             "engine_over_batched_bench": found[ENGINE].ratio(best).as_dict() if best else None,

@@ -56,7 +56,7 @@ def _measure(ctx: lb.Context, settings: Settings, tools: LlamaTools | None) -> d
     steps: dict[float, StepCost] = {}
     try:
         for temperature in settings.temperatures:
-            makers = _rivals(ctx, prompts, settings.tokens, temperature, tools, llama)
+            makers = _compared(ctx, prompts, settings.tokens, temperature, tools, llama)
             series[temperature] = interleave(makers, n_runs=settings.runs, n_items=len(prompts))
             with lb.Branch.start(ctx, prompts[0], temperature=temperature, seed=1) as branch:
                 steps[temperature] = step_cost(branch, settings.tokens)
@@ -68,7 +68,7 @@ def _measure(ctx: lb.Context, settings: Settings, tools: LlamaTools | None) -> d
         "kv_type": ctx.kv_type,
         "temperatures": {
             f"{temperature:g}": {
-                "rivals": {name: series_json(s, found.get(CEILING)) for name, s in found.items()},
+                "compared": {name: series_json(s, found.get(CEILING)) for name, s in found.items()},
                 "ours_over_completion": found[OURS[0]].ratio(found[COMPLETION]).as_dict(),
                 "step": steps[temperature].as_dict(),
             }
@@ -77,7 +77,7 @@ def _measure(ctx: lb.Context, settings: Settings, tools: LlamaTools | None) -> d
     }
 
 
-def _rivals(
+def _compared(
     ctx: lb.Context,
     prompts: Sequence[Sequence[int]],
     n: int,

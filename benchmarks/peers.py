@@ -111,7 +111,7 @@ def _measure(
     ratios = _show_ratios(where, found)
     base = found[PLAIN]
     return {
-        "rivals": {name: series_json(each, base) for name, each in found.items()},
+        "compared": {name: series_json(each, base) for name, each in found.items()},
         "ratios": ratios,
     }
 

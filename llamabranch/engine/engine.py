@@ -331,7 +331,7 @@ class Engine:
                     keep = min(len(draft.tokens), max(0, room))
                     room -= keep
                     draft.cut(keep)
-                batch.add_plan(job, stream.branch, stream.take(draft))
+                batch.add_plan(job, stream.branch, stream.set_draft(draft))
         for job in prefilling:
             left, branch = ctx.n_batch - len(batch.tokens), job.branch
             if left > 0 and branch is not None:
@@ -353,7 +353,7 @@ class Engine:
             if stream is None:
                 continue
             limit = job.output.draft_limit
-            tokens = stream.ask(limit)
+            tokens = stream.draft_input(limit)
             if tokens is None:
                 plain.append(job)
             else:
@@ -382,7 +382,7 @@ class Engine:
         """Retry without drafts, then preempt the newest request, then finish the last as "capacity"."""
         for job in scheduler.active:
             if job.stream is not None:
-                job.stream.take(NO_DRAFT)
+                job.stream.set_draft(NO_DRAFT)
                 job.stream.state.observe(job.stream.branch.position)
         if batch.n_drafted:
             for job, n in batch.parts:

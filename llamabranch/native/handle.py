@@ -72,7 +72,7 @@ class Handle:
             raise ClosedError(f"the {self._name} is closed")
         if self._generation != _generation:
             raise ClosedError(
-                f"the {self._name} was opened in the parent process, before fork()",
+                f"the {self._name} was created in the parent process, before fork()",
                 hint="load the model in the process that uses it: llama.cpp does not survive fork()",
             )
         return self.unchecked_ptr

@@ -167,13 +167,6 @@ class Distribution:
         order = np.lexsort((self.ids, -self.logprobs))[: whole("k", k, 0)]
         return [(int(self.ids[i]), float(self.logprobs[i])) for i in order]
 
-    def without(self, token: int) -> Distribution:
-        """Return this distribution conditioned on not being ``token``."""
-        keep = self.ids != token
-        if not keep.any():
-            raise ConfigError(f"no distribution without token {token}: it has all the probability")
-        return Distribution.from_logits(self.logprobs[keep], self.ids[keep])
-
     def at(self, ids: Ids) -> Floats:
         """Return the probabilities of ``ids``, float64 (len(ids),)."""
         order = np.argsort(self.ids, kind="stable")

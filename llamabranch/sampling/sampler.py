@@ -368,15 +368,11 @@ class Sampler:
         twin._grammar_state = None if self._grammar_state is None else self._grammar_state.clone()
         return twin
 
-    def fresh(self, params: SamplingParams | None = None) -> Sampler:
-        """Return a sampler in its initial state, with these or other settings."""
-        return Sampler(self.model, params or self.params, self.grammar)
-
     def replay(self, prompt: Sequence[int], generated: Sequence[int]) -> Sampler:
         """Return a sampler whose state is that after exactly these tokens."""
         if self.is_stateless:
             return self
-        sampler = self.fresh()
+        sampler = Sampler(self.model, self.params, self.grammar)
         sampler.accept_prompt(prompt)
         for token in generated:
             sampler.accept(token)

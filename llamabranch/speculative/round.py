@@ -170,13 +170,13 @@ class Stream:
 
     def plan(self, limit: int) -> list[int]:
         """Return the tokens to decode: the pending one and a draft of at most ``limit``."""
-        asked = self.ask(limit)
-        if asked is None:
-            return self.take(NO_DRAFT)
+        tokens = self.draft_input(limit)
+        if tokens is None:
+            return self.set_draft(NO_DRAFT)
         limit = min(limit, self.length.limit)
-        return self.take(propose(self.state, asked, self.length, limit))
+        return self.set_draft(propose(self.state, tokens, self.length, limit))
 
-    def ask(self, limit: int) -> list[int] | None:
+    def draft_input(self, limit: int) -> list[int] | None:
         """Return the tokens that the draft state should continue; None if this round has no draft."""
         pending = self.pending or self.begin()
         if min(limit, self.length.limit) <= 0:
@@ -192,7 +192,7 @@ class Stream:
         tokens.append(pending.token)
         return tokens
 
-    def take(self, draft: Draft) -> list[int]:
+    def set_draft(self, draft: Draft) -> list[int]:
         """Use as much of ``draft`` as can be verified; return the tokens to decode."""
         pending = self.pending or self.begin()
         self._draft = draft
@@ -309,14 +309,14 @@ class Stream:
         n = len(draft.tokens)
         while True:
             try:
-                verdict = verify(
+                acceptance = verify(
                     self.rule, draft.tokens[:n], sources[:n], target, seed=seed, position=first
                 )
-                return list(range(1, verdict.n_accepted + 1)), verdict.token
+                return list(range(1, acceptance.n_accepted + 1)), acceptance.token
             except _DeadEnd as dead_end:
                 if dead_end.at == 0:
                     raise dead_end.reason from None
-                if dead_end.at == n:  # all n tokens are accepted; the rule asked for the next one
+                if dead_end.at == n:  # all n tokens are accepted; the rule needs the next one
                     return list(range(1, n + 1)), None
                 # The block rule looks ahead before it decides: apply it to the draft up to there.
                 n = dead_end.at
@@ -349,7 +349,7 @@ class Stream:
         self.length.learn(
             RoundReport(
                 drafter=draft.drafter,
-                asked=draft.stopped != "off",
+                drafter_called=draft.stopped != "off",
                 entropies=draft.entropies,
                 n_steps=n_steps,
                 n_accepted=n_accepted,

@@ -1,8 +1,9 @@
 """Which drafted tokens are accepted: pure functions over distributions and random numbers.
 
 Every rule here is lossless: the tokens it emits have exactly the target's distribution. A rule knows
-nothing of models. It calls a function for distributions and a :class:`Chance` for everything random, so
-the tests can replace the noise by an enumeration of all outcomes and prove the very code that runs.
+nothing of models. It calls a function for distributions and a :class:`RandomSource` for everything
+random, so the tests can replace the noise by an enumeration of all outcomes and prove the very code
+that runs.
 
 Each round needs noise of its own. Under the token and block rules drafted tokens are drawn with
 :func:`draft_seed`: the block rule's decisions depend on drafted tokens that it then rejects, so drawing
@@ -25,11 +26,11 @@ from ..sampling.noise import derive_seed, uniform
 
 __all__ = [
     "RULES",
-    "Chance",
+    "Acceptance",
     "DraftTree",
     "Noise",
-    "TreeVerdict",
-    "Verdict",
+    "RandomSource",
+    "TreeAcceptance",
     "block_rule",
     "choose_rule",
     "draft_seed",
@@ -46,7 +47,7 @@ Target = Callable[[int], Distribution]
 RULES = ("seeded", "token", "block")
 
 
-class Chance(Protocol):
+class RandomSource(Protocol):
     """A rule's source of randomness: independent between indices, and of the draft's draws."""
 
     def coin(self, index: int, probability: float) -> bool:
@@ -77,7 +78,7 @@ class Noise:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Acceptance:
     """``n_accepted`` drafted tokens are accepted; ``token`` follows them, as bonus or correction."""
 
     n_accepted: int
@@ -85,7 +86,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class TreeVerdict:
+class TreeAcceptance:
     """The nodes of ``path`` are accepted, from the root downward; ``token`` follows them."""
 
     path: list[int]
@@ -151,8 +152,8 @@ class DraftTree:
 
 
 def token_rule(
-    drafted: Sequence[int], sources: Sequence[Distribution], target: Target, chance: Chance
-) -> Verdict:
+    drafted: Sequence[int], sources: Sequence[Distribution], target: Target, rng: RandomSource
+) -> Acceptance:
     """Accept token by token (Leviathan et al. 2022, 2211.17192, algorithm 1; Chen et al. 2302.01318).
 
     x_i is accepted with probability min(1, p_i(x_i) / q_i(x_i)); the first rejected one is replaced by
@@ -166,7 +167,7 @@ def token_rule(
             accepted than with the distribution they were drawn from.
         target: ``target(i)`` is the target's distribution after i drafted tokens; called in increasing
             i, and never after a drafted token of probability zero.
-        chance: its coin i decides on ``drafted[i]``.
+        rng: its coin i decides on ``drafted[i]``.
 
     Raises:
         ConfigError: a token whose source gives it probability zero.
@@ -174,15 +175,15 @@ def token_rule(
     _check_sources(drafted, sources)
     for i, token in enumerate(drafted):
         p, q = target(i), sources[i]
-        if not chance.coin(i, min(1.0, p.prob(token) / q.prob(token))):
-            return Verdict(i, chance.draw(p.residual(q), i))
+        if not rng.coin(i, min(1.0, p.prob(token) / q.prob(token))):
+            return Acceptance(i, rng.draw(p.residual(q), i))
     n = len(drafted)
-    return Verdict(n, chance.draw(target(n), n))
+    return Acceptance(n, rng.draw(target(n), n))
 
 
 def block_rule(
-    drafted: Sequence[int], sources: Sequence[Distribution], target: Target, chance: Chance
-) -> Verdict:
+    drafted: Sequence[int], sources: Sequence[Distribution], target: Target, rng: RandomSource
+) -> Acceptance:
     """Accept the draft as a block (Sun et al. 2024, 2403.10444, algorithm 2).
 
     With w_0 = 1 and w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), and s_i = sum_x max(w_i p_{i+1}(x) -
@@ -211,15 +212,15 @@ def block_rule(
     else:
         h = [*h[: len(drafted)], weight]
     # Longest first: equivalent to testing all and taking the longest, since coins are independent.
-    n = next((i for i in range(len(h) - 1, 0, -1) if chance.coin(i, h[i])), 0)
+    n = next((i for i in range(len(h) - 1, 0, -1) if rng.coin(i, h[i])), 0)
     if n == len(drafted):
-        return Verdict(n, chance.draw(target(n), n))
+        return Acceptance(n, rng.draw(target(n), n))
     p, excess = excesses[n]
     # An empty excess means p = q: there a rejection has probability zero, rounding apart.
-    return Verdict(n, chance.draw(Distribution.from_probs(excess, p.ids) if excess.any() else p, n))
+    return Acceptance(n, rng.draw(Distribution.from_probs(excess, p.ids) if excess.any() else p, n))
 
 
-def seeded_rule(drafted: Sequence[int], target: Target, *, seed: int, position: int) -> Verdict:
+def seeded_rule(drafted: Sequence[int], target: Target, *, seed: int, position: int) -> Acceptance:
     """Accept while the target's own draw is the drafted token (Daliri et al. 2024, 2408.07978).
 
     ``target(i)`` is the target's distribution after i drafted tokens; ``position`` that of the first
@@ -229,12 +230,12 @@ def seeded_rule(drafted: Sequence[int], target: Target, *, seed: int, position: 
     for i, token in enumerate(drafted):
         choice = target(i).draw(seed, position + i)
         if choice != token:
-            return Verdict(i, choice)
+            return Acceptance(i, choice)
     n = len(drafted)
-    return Verdict(n, target(n).draw(seed, position + n))
+    return Acceptance(n, target(n).draw(seed, position + n))
 
 
-def tree_rule(tree: DraftTree, target: Target, chance: Chance) -> TreeVerdict:
+def tree_rule(tree: DraftTree, target: Target, rng: RandomSource) -> TreeAcceptance:
     """Follow the target's own draws down a tree (Miao et al. 2023, 2305.09781, naive sampling).
 
     At each node, from the root, y is drawn from the target; if a child has the token y, the walk
@@ -247,10 +248,10 @@ def tree_rule(tree: DraftTree, target: Target, chance: Chance) -> TreeVerdict:
     path: list[int] = []
     node = -1
     while True:
-        choice = chance.draw(target(node), len(path))
+        choice = rng.draw(target(node), len(path))
         child = next((c for c in tree.children(node) if tree.tokens[c] == choice), None)
         if child is None:
-            return TreeVerdict(path, choice)
+            return TreeAcceptance(path, choice)
         path.append(child)
         node = child
 
@@ -291,7 +292,7 @@ def verify(
     *,
     seed: int,
     position: int,
-) -> Verdict:
+) -> Acceptance:
     """Apply ``rule``, one of :data:`RULES`, to a draft, with the noise of (seed, position).
 
     Arguments as for :func:`token_rule`; ``position`` is that of the first drafted token. The seeded
@@ -309,7 +310,7 @@ def verify(
     raise ConfigError(f"unknown rule {rule!r}: use {', '.join(map(repr, RULES))}")
 
 
-def verify_tree(tree: DraftTree, target: Target, *, seed: int, position: int) -> TreeVerdict:
+def verify_tree(tree: DraftTree, target: Target, *, seed: int, position: int) -> TreeAcceptance:
     """Return the accepted path of a tree under :func:`tree_rule`, with the noise of (seed, position).
 
     The text is the one that plain decoding draws with the same seed.

@@ -59,7 +59,7 @@ class InferenceSession:
             if sampling is not None or grammar is not None:
                 raise ConfigError("a branch has its own sampling and grammar")
             if prompt.ctx is not target:
-                raise ConfigError("the branch lives in another context")
+                raise ConfigError("the branch belongs to another context")
             self.branch = prompt
         else:
             self.branch = Branch.start(target, prompt, grammar=grammar, sampling=sampling)

@@ -103,7 +103,7 @@ class Speculator:
             if sampling is not None or grammar is not None:
                 raise ConfigError("a branch has its own sampling and grammar")
             if prompt.ctx is not self.target:
-                raise ConfigError("the branch lives in another context")
+                raise ConfigError("the branch belongs to another context")
             branch = prompt
         else:
             branch = Branch.start(self.target, prompt, grammar=grammar, sampling=sampling)

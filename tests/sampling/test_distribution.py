@@ -270,14 +270,6 @@ def test_top_is_sorted_best_first() -> None:
     assert len(choice.top(99)) == 4
 
 
-def test_without_renormalises() -> None:
-    choice = Distribution.from_probs(np.array([0.5, 0.25, 0.25])).without(0)
-    assert choice.ids.tolist() == [1, 2]
-    np.testing.assert_allclose(choice.probs, [0.5, 0.5])
-    with pytest.raises(ConfigError):
-        Distribution.point(3).without(3)
-
-
 @FEW
 @given(a=LOGITS, b=LOGITS, seed=st.integers(0, 10))
 def test_residual_and_overlap_rebuild_the_distribution(

@@ -1,6 +1,6 @@
 """The acceptance rules are lossless: proved by enumeration, then seen again through the real noise.
 
-The rules leave chance to an object they are given. Here that object walks through every outcome of
+The rules leave randomness to an object they are given. Here that object walks through every outcome of
 every coin and draw with its exact probability, so what is integrated is the code that runs, not a copy.
 Drafts are drawn through the same object; so are the faults of the negative controls.
 """
@@ -22,11 +22,11 @@ from llamabranch.sampling import Distribution
 from llamabranch.sampling.noise import DRAFT, derive_seed
 from llamabranch.speculative.rules import (
     RULES,
-    Chance,
+    Acceptance,
     DraftTree,
     Noise,
-    TreeVerdict,
-    Verdict,
+    RandomSource,
+    TreeAcceptance,
     block_rule,
     choose_rule,
     draft_seed,
@@ -45,9 +45,9 @@ Tables = dict[Context, Distribution]
 Law = dict[Context, float]
 Sources = list[Distribution]
 Rule = Callable[
-    [Sequence[int], Sequence[Distribution], Callable[[int], Distribution], Chance], Verdict
+    [Sequence[int], Sequence[Distribution], Callable[[int], Distribution], RandomSource], Acceptance
 ]
-Drafting = Callable[["Pair", Chance], tuple[list[int], Sources]]
+Drafting = Callable[["Pair", RandomSource], tuple[list[int], Sources]]
 ROOT: Context = ()
 
 
@@ -55,7 +55,7 @@ ROOT: Context = ()
 
 
 class Walk:
-    """Chance that repeats a given start of outcomes and notes what else could have happened."""
+    """Randomness that repeats a given start of outcomes and notes what else could have happened."""
 
     def __init__(self, start: tuple[int, ...]) -> None:
         self.weight = 1.0
@@ -192,47 +192,47 @@ def pair(kind: str, gamma: int, seed: int) -> Pair:
 # -- ways to draft ---------------------------------------------------------------------------------
 
 
-def draft_all(models: Pair, chance: Chance) -> tuple[list[int], Sources]:
+def draft_all(models: Pair, rng: RandomSource) -> tuple[list[int], Sources]:
     drafted: list[int] = []
     sources: Sources = []
     while len(drafted) < models.gamma:
         sources.append(models.draft[tuple(drafted)])
-        drafted.append(chance.draw(sources[-1], len(drafted)))
+        drafted.append(rng.draw(sources[-1], len(drafted)))
     return drafted, sources
 
 
-def draft_until_unsure(models: Pair, chance: Chance) -> tuple[list[int], Sources]:
+def draft_until_unsure(models: Pair, rng: RandomSource) -> tuple[list[int], Sources]:
     """Stop on the entropy of the next distribution, before drawing from it."""
     drafted: list[int] = []
     sources: Sources = []
     while len(drafted) < models.gamma and models.draft[tuple(drafted)].entropy() < 0.8:
         sources.append(models.draft[tuple(drafted)])
-        drafted.append(chance.draw(sources[-1], len(drafted)))
+        drafted.append(rng.draw(sources[-1], len(drafted)))
     return drafted, sources
 
 
-def draft_until_unlikely_kept(models: Pair, chance: Chance) -> tuple[list[int], Sources]:
+def draft_until_unlikely_kept(models: Pair, rng: RandomSource) -> tuple[list[int], Sources]:
     """Stop after a token that the draft itself found unlikely, and keep it."""
     drafted: list[int] = []
     sources: Sources = []
     while len(drafted) < models.gamma:
         sources.append(models.draft[tuple(drafted)])
-        drafted.append(chance.draw(sources[-1], len(drafted)))
+        drafted.append(rng.draw(sources[-1], len(drafted)))
         if sources[-1].prob(drafted[-1]) < 0.4:
             break
     return drafted, sources
 
 
-def draft_until_unlikely_dropped(models: Pair, chance: Chance) -> tuple[list[int], Sources]:
+def draft_until_unlikely_dropped(models: Pair, rng: RandomSource) -> tuple[list[int], Sources]:
     """BIASED, the negative control: draw a token, see that it is unlikely, drop it."""
-    drafted, sources = draft_until_unlikely_kept(models, chance)
+    drafted, sources = draft_until_unlikely_kept(models, rng)
     if sources[-1].prob(drafted[-1]) < 0.4:
         del drafted[-1], sources[-1]
     return drafted, sources
 
 
-def draft_argmax(models: Pair, chance: Chance) -> tuple[list[int], Sources]:
-    """A draft without chance: each source is a point."""
+def draft_argmax(models: Pair, rng: RandomSource) -> tuple[list[int], Sources]:
+    """A draft without randomness: each source is a point."""
     drafted: list[int] = []
     while len(drafted) < models.gamma:
         drafted.append(models.draft[tuple(drafted)].argmax())
@@ -242,8 +242,8 @@ def draft_argmax(models: Pair, chance: Chance) -> tuple[list[int], Sources]:
 def said_by(rule: Rule, models: Pair, drafting: Drafting = draft_all) -> Law:
     def program(walk: Walk) -> Context:
         drafted, sources = drafting(models, walk)
-        verdict = rule(drafted, sources, models.after(drafted), walk)
-        return (*drafted[: verdict.n_accepted], verdict.token)
+        acceptance = rule(drafted, sources, models.after(drafted), walk)
+        return (*drafted[: acceptance.n_accepted], acceptance.token)
 
     return law(program)
 
@@ -290,8 +290,8 @@ def test_dropping_a_drawn_token_is_biased(rule: Rule) -> None:
 @both_rules
 def test_wrong_source_is_biased(rule: Rule) -> None:
     # The second fault the proof must see: sources from before the draft's own temperature.
-    def misreported(models: Pair, chance: Chance) -> tuple[list[int], Sources]:
-        drafted, sources = draft_all(models, chance)
+    def misreported(models: Pair, rng: RandomSource) -> tuple[list[int], Sources]:
+        drafted, sources = draft_all(models, rng)
         return drafted, [Distribution.from_logits(0.5 * q.logprobs, q.ids) for q in sources]
 
     for seed in range(4):
@@ -304,8 +304,8 @@ def test_wrong_source_is_biased(rule: Rule) -> None:
 def test_point_source_is_right_for_any_draft(rule: Rule, drafting: Drafting) -> None:
     # Given the token, the rule does not care how it was found; it only accepts less. So a draft whose
     # distribution is unknown, or was tampered with, can always be handed in this way.
-    def as_points(models: Pair, chance: Chance) -> tuple[list[int], Sources]:
-        drafted, _ = drafting(models, chance)
+    def as_points(models: Pair, rng: RandomSource) -> tuple[list[int], Sources]:
+        drafted, _ = drafting(models, rng)
         return drafted, [Distribution.point(token) for token in drafted]
 
     for seed in range(4):
@@ -371,8 +371,8 @@ def test_target_is_asked_in_order_and_no_further_than_needed() -> None:
                 asked.append(i)
                 return target(i)
 
-            verdict = verify(rule, drafted, sources, noting, seed=seed, position=0)
-            stop = verdict.n_accepted if rule != "block" else max(verdict.n_accepted, 2)
+            acceptance = verify(rule, drafted, sources, noting, seed=seed, position=0)
+            stop = acceptance.n_accepted if rule != "block" else max(acceptance.n_accepted, 2)
             assert asked == list(range(stop + 1))
 
 
@@ -403,9 +403,9 @@ def after_node(models: Pair, tree: DraftTree, node: int) -> Distribution:
     return models.target[text_of(tree, node)]
 
 
-def said(tree: DraftTree, verdict: TreeVerdict) -> Context:
-    assert verdict.path == (tree.path(verdict.path[-1]) if verdict.path else [])
-    return (*(tree.tokens[n] for n in verdict.path), verdict.token)
+def said(tree: DraftTree, acceptance: TreeAcceptance) -> Context:
+    assert acceptance.path == (tree.path(acceptance.path[-1]) if acceptance.path else [])
+    return (*(tree.tokens[n] for n in acceptance.path), acceptance.token)
 
 
 def test_tree_rule_is_lossless_for_any_tree() -> None:
@@ -463,11 +463,15 @@ def test_seeded_rule_generates_what_plain_decoding_generates() -> None:
             want[:3],
             [],
         ):
-            verdict = verify("seeded", drafted, [], models.after(drafted), seed=seed, position=11)
-            text = [*drafted[: verdict.n_accepted], verdict.token]
+            acceptance = verify(
+                "seeded", drafted, [], models.after(drafted), seed=seed, position=11
+            )
+            text = [*drafted[: acceptance.n_accepted], acceptance.token]
             assert text == want[: len(text)]
-            assert verdict.n_accepted == len(drafted) or verdict.token != drafted[len(text) - 1]
-            assert verdict == seeded_rule(drafted, models.after(drafted), seed=seed, position=11)
+            assert (
+                acceptance.n_accepted == len(drafted) or acceptance.token != drafted[len(text) - 1]
+            )
+            assert acceptance == seeded_rule(drafted, models.after(drafted), seed=seed, position=11)
 
 
 def test_seeded_tree_generates_what_plain_decoding_generates() -> None:
@@ -475,8 +479,8 @@ def test_seeded_tree_generates_what_plain_decoding_generates() -> None:
     rng = np.random.default_rng(4)
     for seed in range(200):
         tree = bushy_tree(rng, 3)
-        verdict = verify_tree(tree, partial(after_node, models, tree), seed=seed, position=3)
-        text = list(said(tree, verdict))
+        acceptance = verify_tree(tree, partial(after_node, models, tree), seed=seed, position=3)
+        text = list(said(tree, acceptance))
         assert text == plain(models, seed, 3, len(text))
 
 
@@ -502,8 +506,8 @@ def generate(rule: str, models: Pair, seed: int, n: int, fresh: bool) -> Context
         def target(i: int, prefix: Context = prefix, d: list[int] = drafted) -> Distribution:
             return models.target[(*prefix, *d[:i])]
 
-        verdict = verify(rule, drafted, sources, target, seed=seed, position=first)
-        text += [*drafted[: verdict.n_accepted], verdict.token]
+        acceptance = verify(rule, drafted, sources, target, seed=seed, position=first)
+        text += [*drafted[: acceptance.n_accepted], acceptance.token]
     return tuple(text)
 
 

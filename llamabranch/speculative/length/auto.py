@@ -319,13 +319,13 @@ class AutoLength:
             overhead_s[has_draft] = _smooth(
                 overhead_s[has_draft], report.overhead_s, report.n_rounds
             )
-            if report.asked:
+            if report.drafter_called:
                 profile = learned.profiles.setdefault(report.drafter, _Profile())
                 if report.entropies:
                     profile.learn(report)
                     learned.n_drafts += 1
             if self._shares_decode:
-                self._report = report if report.asked else None
+                self._report = report if report.drafter_called else None
             else:
                 self._learn_round([report], report.n_verified, report.verify_s, report.n_rounds)
 
@@ -352,7 +352,7 @@ class AutoLength:
         )
         learned.costs = []
         learned.since_plain += n_rounds
-        if n_tokens == n_streams and not any(report.asked for report in reports):
+        if n_tokens == n_streams and not any(report.drafter_called for report in reports):
             learned.n_plain += n_rounds
             learned.since_plain = 0
         # Each stream is charged the time that its own draft added to the decode.
@@ -362,13 +362,13 @@ class AutoLength:
         for report in reports:
             seconds = plain_s / n_streams + (report.n_verified - 1) * added_s
             seconds += report.draft_s + report.overhead_s
-            asked = learned.profiles.get(report.drafter) if report.asked else None
+            called = learned.profiles.get(report.drafter) if report.drafter_called else None
             for profile in learned.profiles.values():
-                if profile is not asked and not profile.is_on:
+                if profile is not called and not profile.is_on:
                     profile.waited += weight
                     profile.waited_s += weight * seconds
-            if asked is not None:
-                self._update_switch(asked, report, seconds, weight)
+            if called is not None:
+                self._update_switch(called, report, seconds, weight)
 
     def _update_switch(
         self, profile: _Profile, report: RoundReport, seconds: float, weight: float

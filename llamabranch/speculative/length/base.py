@@ -16,7 +16,7 @@ class RoundReport(NamedTuple):
 
     Attributes:
         drafter: the name of the drafter that made the draft.
-        asked: whether the drafter was called.
+        drafter_called: whether the drafter was called.
         entropies: of the draft's distributions in nats, one for each step that was considered, drawn
             or not; NaN where the drafter gives none.
         n_steps: draft steps that drew a token (in a tree, its levels).
@@ -31,7 +31,7 @@ class RoundReport(NamedTuple):
     """
 
     drafter: str
-    asked: bool
+    drafter_called: bool
     entropies: Sequence[float]
     n_steps: int
     n_accepted: int

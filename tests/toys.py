@@ -376,20 +376,31 @@ write_lfm2 = partial(write_toy, architecture="lfm2")
 write_rwkv7 = partial(write_toy, architecture="rwkv7")
 write_bert = partial(write_toy, architecture="bert")
 
+
+def _experts(n_groups: int) -> dict[str, Value]:
+    counts = {"expert_count": 4, "expert_used_count": 2, "expert_group_used_count": 1}
+    return {**counts, "expert_group_count": n_groups}
+
+
 # Options of `write_toy` for files that must be refused: they abort the process while loading or
 # at the first decode, or llama.cpp returns NULL for them (truncated, no tensors).
 BROKEN: dict[str, dict[str, Any]] = {
     "duplicate_tokens": {"vocab": Vocabulary((BOS, EOS, *"abcdefghijkla"))},
     "zero_blocks": {"metadata": {"block_count": 0}},
     "too_many_blocks": {"metadata": {"block_count": 100_000}},
+    "nextn_layers": {"metadata": {"nextn_predict_layers": 3}},
     "rope_scaling": {"metadata": {"rope.scaling.type": "bogus"}},
     "experts_unused": {"metadata": {"expert_count": 4}},
+    "many_experts": {"metadata": {"expert_count": 2000, "expert_used_count": 1}},
+    "many_groups": {"metadata": _experts(n_groups=4)},
+    "uneven_groups": {"metadata": _experts(n_groups=3)},
+    "huge_head_count_kv": {"metadata": {"attention.head_count_kv": 1 + (1 << 27)}},
     "nan_epsilon": {"metadata": {"attention.layer_norm_rms_epsilon": math.nan}},
     "gemma3_pattern_1": {
         "architecture": "gemma3",
         "metadata": {"attention.sliding_window_pattern": 1},
     },
-    "rwkv_head_size": {"architecture": "rwkv7", "metadata": {"wkv.head_size": 32}},
+    "rwkv_head_size": {"architecture": "rwkv7", "metadata": {"wkv.head_size": 128}},
     "lfm2_one_kind_of_layer": {"architecture": "lfm2", "n_layer": 1},
     "odd_rotation": {"architecture": "gemma3", "metadata": {"rope.dimension_count": 7}},
     "unequal_heads": {"architecture": "bert", "metadata": {"attention.key_length": 16}},

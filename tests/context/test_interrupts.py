@@ -672,6 +672,21 @@ app(sys.argv[1:])
 """
 
 
+def run_interrupted(program: str, *arguments: str) -> str:
+    """Run a program that interrupts a command; return its output, after checks of how it ended."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.strip().splitlines()[-1] == "interrupted"
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -683,16 +698,7 @@ app(sys.argv[1:])
     ids=["speculate", "json", "plain", "generate"],
 )
 def test_ctrl_c_while_a_prompt_is_read_ends_the_command(arguments: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", READING, *arguments, "--n-ctx", "16384", "--threads", "1"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 130, done.stderr
-    assert done.stderr.strip().splitlines()[-1] == "interrupted"
-    assert "Traceback" not in done.stderr
+    run_interrupted(READING, *arguments, "--n-ctx", "16384", "--threads", "1")
 
 
 LOADING_COMMAND = """
@@ -715,17 +721,7 @@ app(sys.argv[1:])
 @pytest.mark.parametrize("command", ["speculate", "inspect", "generate"])
 def test_ctrl_c_while_a_model_loads_ends_the_command(command: str) -> None:
     arguments = ["-p", "The king"] if command == "generate" else []
-    done = subprocess.run(
-        [sys.executable, "-c", LOADING_COMMAND, command, *arguments, "--verbose"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 130, done.stderr
-    assert done.stderr.strip().splitlines()[-1] == "interrupted"
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    assert run_interrupted(LOADING_COMMAND, command, *arguments, "--verbose") == ""
 
 
 FINALIZER = """

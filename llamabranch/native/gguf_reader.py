@@ -1,0 +1,227 @@
+"""Read the header of a GGUF file: its metadata and the list of its tensors, without llama.cpp.
+
+A file that is certainly no model is refused: missing, empty, not GGUF, truncated. Whether llama.cpp
+survives a readable one is not known here: see ``gguf_check``.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from ..errors import ModelLoadError
+
+__all__ = ["Header", "TensorInfo", "Value", "read_header"]
+
+Value = bool | int | float | str | list[int] | list[float]
+
+# GGUF value types with a fixed size: number and struct code.
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_STRING, _ARRAY = 8, 9
+_KEPT_ARRAY = 512  # enough for one number a layer; longer arrays are tokenizer data
+
+# ggml tensor types: number, elements and bytes of a block. The size of other types is not checked.
+_BLOCKS = {
+    0: (1, 4), 1: (1, 2), 30: (1, 2),  # F32, F16, BF16
+    2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34),  # Q4_0 to Q8_0
+    10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210),  # Q2_K to Q6_K
+}  # fmt: skip
+_MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
+_CUT_OFF = "the file ends in the middle of its header"
+_DOWNLOAD_HINT = "download it again: the file is incomplete or damaged"
+
+
+class TensorInfo(NamedTuple):
+    """A tensor's entry in the header; ``kind`` is its ggml type, ``offset`` in bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+    @property
+    def end(self) -> int:
+        """The offset of its last byte plus one; of types without a known size, of its first."""
+        elements = 1
+        for length in self.shape:
+            elements *= length
+        block, block_bytes = _BLOCKS.get(self.kind, (1, 0))
+        return self.offset + elements // block * block_bytes
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the header of a GGUF file says.
+
+    Attributes:
+        architecture: ``general.architecture``.
+        metadata: all values by key; None for arrays of strings, and of long arrays of numbers only the
+            first 512 items.
+        tokens: the vocabulary, as bytes.
+        tensors: the list of tensors; empty if it was not read.
+    """
+
+    architecture: str
+    metadata: Mapping[str, Value | None]
+    tokens: Sequence[bytes]
+    tensors: Sequence[TensorInfo]
+
+    def get(self, key: str) -> Value | None:
+        """Return the value of a key of the architecture, given without its name."""
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+    def integers(self, key: str) -> list[int]:
+        """Return the value as a list, whether it is one number or one for each layer."""
+        value = self.get(key)
+        items = value if isinstance(value, list) else [value]
+        return [item for item in items if isinstance(item, int)]
+
+    def integer(self, key: str, default: int = 0) -> int:
+        """Return the value, or that of the first layer."""
+        return next(iter(self.integers(key)), default)
+
+
+class _Reader:
+    """A position in the bytes of a file; every read beyond the end raises `struct.error`."""
+
+    def __init__(self, data: mmap.mmap, size: int) -> None:
+        self.data = data
+        self.size = size
+        self.at = 0
+        self.tokens: list[bytes] = []  # of the array `tokenizer.ggml.tokens`
+
+    def number(self, code: str) -> int:
+        """Read one little-endian integer of that struct code."""
+        (value,) = struct.unpack_from("<" + code, self.data, self.at)
+        self.at += struct.calcsize(code)
+        return int(value)
+
+    def blob(self) -> bytes:
+        """Read a string: its length, then its bytes."""
+        length = self.number("Q")
+        if length > self.size - self.at:
+            raise struct.error(_CUT_OFF)
+        self.at += length
+        return self.data[self.at - length : self.at]
+
+    def value(self, key: str) -> Value | None:
+        """Read a value of any type; None for arrays of strings."""
+        kind = self.number("I")
+        if kind == _STRING:
+            return self.blob().decode("utf-8", "replace")
+        if kind != _ARRAY:
+            return self._scalars(kind, 1)[0]
+        kind, count = self.number("I"), self.number("Q")
+        if kind == _STRING:
+            self._strings(count, self.tokens if key == "tokenizer.ggml.tokens" else None)
+            return None
+        return self._scalars(kind, count)
+
+    def _scalars(self, kind: int, count: int) -> list[int] | list[float]:
+        """Read numbers; of a long array only the first ones, which are all that the checks need."""
+        if kind not in _SCALARS:
+            _reject(f"its header has a value of unknown type {kind}")
+        length = count * struct.calcsize(_SCALARS[kind])
+        if length > self.size - self.at:
+            raise struct.error(_CUT_OFF)
+        kept = min(count, _KEPT_ARRAY)
+        values = struct.unpack_from(f"<{kept}{_SCALARS[kind]}", self.data, self.at)
+        self.at += length
+        return list(values)
+
+    def _strings(self, count: int, keep: list[bytes] | None) -> None:
+        """Go through an array of strings. A vocabulary has 150,000, so the loop is kept short."""
+        if count > (self.size - self.at) // 8:
+            raise struct.error(_CUT_OFF)
+        data, at, unpack = self.data, self.at, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            end = at + 8 + unpack(data, at)[0]
+            if keep is not None:
+                keep.append(data[at + 8 : end])
+            at = end
+        if at > self.size:
+            raise struct.error(_CUT_OFF)
+        self.at = at
+
+
+def read_header(path: str | Path, *, tensors: bool = True) -> Header:
+    """Return the header of a file; without ``tensors`` the list of tensors is not read.
+
+    Raises:
+        ModelLoadError: it cannot be read, is no GGUF file, or is truncated. Nothing else is raised,
+            whatever the file contains.
+    """
+    try:
+        if not Path(path).exists():
+            _reject("there is no such file")
+        if not Path(path).is_file():
+            _reject("it is not a file")
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            if size == 0:
+                _reject("the file is empty", _DOWNLOAD_HINT)
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _header(_Reader(data, size), tensors)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"cannot load {path}: {error.message}", hint=error.hint) from None
+    except (struct.error, IndexError, OverflowError, MemoryError):
+        raise ModelLoadError(f"cannot load {path}: {_CUT_OFF}", hint=_DOWNLOAD_HINT) from None
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot read {path}: {error}") from None
+
+
+def _reject(reason: str, hint: str | None = None) -> NoReturn:
+    raise ModelLoadError(reason, hint=hint)
+
+
+def _header(reader: _Reader, tensors: bool) -> Header:
+    if reader.data[:4] != b"GGUF":
+        _reject("it is not a GGUF file (its first bytes are not 'GGUF')")
+    reader.at = 4
+    version = reader.number("I")
+    if version and not version & 0xFFFF:
+        _reject("it was written on a big-endian machine")
+    if version not in (2, 3):
+        _reject(f"GGUF version {version} is not supported; 2 and 3 are")
+    n_tensors, n_values = reader.number("Q"), reader.number("Q")
+    # The smallest tensor entry takes 24 bytes, the smallest value 13.
+    if n_tensors * 24 + n_values * 13 > reader.size:
+        _reject(
+            f"its header announces {n_tensors} tensors and {n_values} values, more than fit in the file",
+            _DOWNLOAD_HINT,
+        )
+    metadata: dict[str, Value | None] = {}
+    for _ in range(n_values):
+        key = reader.blob().decode("utf-8", "replace")
+        if key in metadata:
+            _reject(f"its header contains the key {key!r} twice")
+        metadata[key] = reader.value(key)
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        _reject("its header has no general.architecture")
+    found = [_tensor(reader) for _ in range(n_tensors)] if tensors else []
+    if found:
+        alignment = metadata.get("general.alignment", 32)
+        _check_end(reader, found, alignment if isinstance(alignment, int) else 32)
+    return Header(architecture, metadata, reader.tokens, found)
+
+
+def _tensor(reader: _Reader) -> TensorInfo:
+    name = reader.blob().decode("utf-8", "replace")
+    n_dimensions = reader.number("I")
+    if n_dimensions > _MAX_DIMENSIONS:
+        _reject(f"the tensor {name!r} has {n_dimensions} dimensions", _DOWNLOAD_HINT)
+    shape = tuple(reader.number("Q") for _ in range(n_dimensions))
+    return TensorInfo(name, shape, reader.number("I"), reader.number("Q"))
+
+
+def _check_end(reader: _Reader, tensors: Sequence[TensorInfo], alignment: int) -> None:
+    """Reject a file that ends before its last tensor; the reader is at the end of the header."""
+    start = -(-reader.at // alignment) * alignment if alignment > 0 else reader.at
+    missing = start + max(tensor.end for tensor in tensors) - reader.size
+    if missing > 0:
+        _reject(f"the file is truncated: its last {missing} bytes are missing", _DOWNLOAD_HINT)

@@ -169,19 +169,7 @@ class TokenSequence:
 
     def draw(self, row: LogitsRow) -> int:
         """Return a token drawn from ``row``, the logits after the last token."""
-        position = len(self.tokens)
-        if not self.sampler.is_argmax:
-            compiled = self.sampler.row_sampler
-            if compiled is not None:
-                token = row.sample(compiled, self._seed, position)
-                if token >= 0:
-                    return token
-            choice = self.sampler.distribution(row.array, position, self._seed)
-            return choice.draw(self._seed, position)
-        token = row.best
-        if row.array[token] != row.array[token]:
-            raise ConfigError("no token can be drawn: the logits contain NaN")
-        return token
+        return row.draw(self.sampler, self._seed, len(self.tokens))
 
     def describe(self, token: int, row: LogitsRow) -> Produced:
         """Return ``token`` as the next one, with its log-probability and entropy from ``row``."""

@@ -8,7 +8,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ConfigError
 from ..native import core
+from ..sampling import Sampler
 from ..sampling.noise import DRAW
 
 __all__ = ["LogitsRow"]
@@ -84,24 +86,53 @@ class LogitsRow:
             self._best = int(self.array.argmax())
         return self._best
 
+    def draw(self, sampler: Sampler, seed: int, position: int, *, measured: bool = True) -> int:
+        """Return the token that ``sampler`` draws from this row, the next one at ``position``.
+
+        What the compiled core does not know or will not decide goes to llama.cpp's samplers and NumPy.
+
+        Args:
+            sampler: has accepted the tokens before this one.
+            seed: of the noise.
+            position: of the next token.
+            measured: compute log-sum-exp and entropy in the same call; for a caller that needs them.
+
+        Raises:
+            GrammarError, ConfigError: no token can be drawn.
+        """
+        if sampler.is_argmax:
+            if measured and self._logsumexp is _UNKNOWN:
+                self._measure()
+            token = self.best
+            if self.array[token] != self.array[token]:
+                raise ConfigError("no token can be drawn: the logits contain NaN")
+            return token
+        compiled = sampler.row_sampler
+        if compiled is not None:
+            token = self.sample(compiled, seed, position, measured=measured)
+            if token >= 0:
+                return token
+        return sampler.distribution(self.array, position, seed).draw(seed, position)
+
     def sample(
         self,
-        sampler: core.RowSampler,
+        compiled: core.RowSampler,
         seed: int,
         position: int,
         purpose: int = DRAW,
         *,
         measured: bool = True,
     ) -> int:
-        """Draw a token, measuring the row in the same call unless that is done or not wanted.
+        """Draw with the compiled core, measuring the row in the same call unless that is done.
 
         Returns:
-            the token that ``Distribution.draw`` draws; -1 where the core leaves that to NumPy.
+            the token that ``Distribution.draw`` draws; -1: the core leaves it to NumPy.
         """
         measured = measured and self._logsumexp is _UNKNOWN
-        token = sampler.sample(self.address, seed, position, purpose, measured)
+        token = compiled.sample(self.address, seed, position, purpose, measured)
         if measured:
-            self._note(sampler.choice.best, sampler.choice.logsumexp, sampler.choice.entropy)
+            found = compiled.choice
+            self._note(found.best, found.logsumexp, found.entropy)
         return token
 
     @property

@@ -58,7 +58,7 @@ typedef struct {
 typedef struct {
     int32_t n_vocab;
     int32_t greedy;
-    int32_t top_k;     /* 0: all */
+    int32_t top_k;     /* below n_vocab; 0: all */
     float top_p;       /* 1: off */
     float min_p;       /* 0: off */
     float temperature; /* 1: off */
@@ -69,7 +69,7 @@ typedef struct {
     float *maxima;    /* (n_vocab): of blocks, then a copy to select from */
     uint64_t *keys;   /* (2 n_vocab): candidates to sort */
     int32_t *ids;     /* (n_vocab): the candidates */
-    float *logits;    /* (n_vocab): theirs, divided by the temperature */
+    float *logits;    /* (n_vocab): theirs, divided by the temperature; before, space to select in */
     double *weights;  /* (n_vocab): their log-weights, the largest 0 */
 } lb_sampler;
 
@@ -313,11 +313,17 @@ static int32_t largest(lb_sampler *s, const float *x, float *maxima, int32_t siz
     return s->keys[k - 1] >> 32 == s->keys[k] >> 32 ? 0 : k;
 }
 
-/* top-p over the sorted candidates, whose weights e^(logit - top) sum to ``total``: llama.cpp's own 32-bit
- * arithmetic, and nothing decided where another expf could decide otherwise. Returns how many it keeps, 0:
- * undecided, -1: the n candidates do not reach p. */
+/* Sum e^(logit - top) in llama.cpp's own order and 32-bit arithmetic. Python has compared the two expf. */
+static float softmax_total(const float *x, int32_t n, float top) {
+    float total = 0.0f;
+    for (int32_t i = 0; i < n; i++) total += expf(x[i] - top);
+    return total;
+}
+
+/* top-p over the sorted candidates, whose weights sum to ``total``, in llama.cpp's arithmetic. Returns how
+ * many it keeps, 0: undecided, -1: the n candidates do not reach p. */
 static int32_t cut_top_p(const uint64_t *keys, const float *x, int32_t n, float top, float total, float p) {
-    const float margin = 2e-6f;
+    const float margin = 2.0f * FLT_EPSILON;
     float sum = 0.0f;
     for (int32_t i = 0; i < n; i++) {
         sum += expf(x[id_of(keys[i])] - top) / total;
@@ -338,72 +344,93 @@ static float min_p_logit(float top, float min_p, float *slack) {
     return least;
 }
 
-/* Find the candidates that are left of ``x`` (with its bias, maximum ``top``): ids and logits after the
- * temperature. Returns how many, 0: undecided. */
-static int32_t find_candidates(lb_sampler *s, const float *x, float top, float *maxima, int32_t size) {
-    int32_t n = s->n_vocab, kept;
-    int has_top_k = s->top_k > 0 && s->top_k < n, has_top_p = s->top_p < 1.0f;
-    if (has_top_k || has_top_p) {
-        if (has_top_k) {
-            kept = largest(s, x, maxima, size, s->top_k);
-            if (kept && has_top_p) {
-                float total = 0.0f;
-                for (int32_t i = 0; i < kept; i++) total += expf(x[id_of(s->keys[i])] - top);
-                int32_t cut = cut_top_p(s->keys, x, kept, top, total, s->top_p);
-                kept = cut < 0 ? kept : cut;
-            }
-        } else {
+/* Keep what top-k, top-p and min-p leave, in descending order: ids to s->ids. Returns how many, 0:
+ * undecided. */
+static int32_t keep_sorted(lb_sampler *s, const float *x, float top, float *maxima, int32_t size) {
+    int32_t n = s->n_vocab, kept = 0, cut = -1;
+    if (s->top_k > 0) {
+        kept = largest(s, x, maxima, size, s->top_k);
+        if (kept && s->top_p < 1.0f) {
             float total = 0.0f;
-            for (int32_t i = 0; i < n; i++) total += expf(x[i] - top);
-            /* Mostly a few tokens hold p: try the 256 largest, then all. */
-            int32_t k = n > 1024 ? 256 : n, cut = -1;
-            kept = 0;
-            if (k < n) {
-                kept = largest(s, x, maxima, size, k);
-                if (kept) cut = cut_top_p(s->keys, x, kept, top, total, s->top_p);
-            }
-            if (cut < 0) {
-                kept = collect(x, n, -FLT_MAX, NULL, 0, s->keys);
-                sort_keys(s->keys, s->keys + n, kept);
-                cut = cut_top_p(s->keys, x, kept, top, total, s->top_p);
-            }
-            kept = cut < 0 ? kept : cut;
+            for (int32_t i = 0; i < kept; i++) total += expf(x[id_of(s->keys[i])] - top);
+            cut = cut_top_p(s->keys, x, kept, top, total, s->top_p);
         }
-        if (kept && s->min_p > 0.0f) {
-            float slack, least = min_p_logit(top, s->min_p, &slack);
-            int32_t i = 1; /* the first one always stays */
-            for (; i < kept; i++) {
-                float logit = x[id_of(s->keys[i])], gap = logit - least;
-                if (logit == top) continue;
-                if (gap > -slack && gap < slack) return 0;
-                if (gap < 0.0f) break;
-            }
-            kept = i;
-        }
-        for (int32_t i = 0; i < kept; i++) s->ids[i] = id_of(s->keys[i]);
     } else {
-        float least = -FLT_MAX, slack = 0.0f;
-        if (s->min_p > 0.0f) {
-            least = min_p_logit(top, s->min_p, &slack);
-            if (least == -INFINITY) return 0;
+        float total = softmax_total(x, n, top);
+        /* Mostly a few tokens hold p: try the 256 largest, then all. */
+        if (n > 1024) {
+            kept = largest(s, x, maxima, size, 256);
+            if (kept) cut = cut_top_p(s->keys, x, kept, top, total, s->top_p);
         }
-        kept = 0;
-        for (int32_t start = 0, b = 0; start < n; start += size, b++) {
-            if (maxima[b] < least - slack) continue;
-            int32_t end = n - start < size ? n : start + size;
-            for (int32_t i = start; i < end; i++) {
-                float gap = x[i] - least;
-                if (gap > -slack && gap < slack && x[i] != top) return 0;
-                if (gap >= 0.0f || x[i] == top) s->ids[kept++] = i;
-            }
+        if (cut < 0) {
+            kept = collect(x, n, -FLT_MAX, NULL, 0, s->keys);
+            sort_keys(s->keys, s->keys + n, kept);
+            cut = cut_top_p(s->keys, x, kept, top, total, s->top_p);
         }
     }
-    float t = s->temperature;
-    for (int32_t i = 0; i < kept; i++) {
-        s->logits[i] = t == 1.0f ? x[s->ids[i]] : x[s->ids[i]] / t;
-        if (!isfinite(s->logits[i])) return 0; /* it overflowed */
+    if (cut >= 0) kept = cut;
+    if (kept && s->min_p > 0.0f) {
+        float slack, least = min_p_logit(top, s->min_p, &slack);
+        int32_t i = 1; /* the first one always stays */
+        for (; i < kept; i++) {
+            float logit = x[id_of(s->keys[i])], gap = logit - least;
+            if (logit == top) continue;
+            if (gap > -slack && gap < slack) return 0;
+            if (gap < 0.0f) break;
+        }
+        kept = i;
+    }
+    for (int32_t i = 0; i < kept; i++) s->ids[i] = id_of(s->keys[i]);
+    return kept;
+}
+
+/* Keep what min-p alone leaves, in the order of ids; else as ``keep_sorted``. */
+static int32_t keep_min_p(lb_sampler *s, const float *x, float top, const float *maxima, int32_t size) {
+    int32_t n = s->n_vocab, kept = 0;
+    float slack, least = min_p_logit(top, s->min_p, &slack);
+    if (!(least >= -FLT_MAX)) return 0;
+    for (int32_t start = 0, b = 0; start < n; start += size, b++) {
+        if (maxima[b] < least - slack) continue;
+        int32_t end = n - start < size ? n : start + size;
+        for (int32_t i = start; i < end; i++) {
+            float gap = x[i] - least;
+            if (gap > -slack && gap < slack && x[i] != top) return 0;
+            if (gap >= 0.0f || x[i] == top) s->ids[kept++] = i;
+        }
     }
     return kept;
+}
+
+/* Keep all but masked tokens, in the order of ids. */
+static int32_t keep_all(lb_sampler *s, const float *x) {
+    int32_t n = s->n_vocab, kept = 0;
+    for (int32_t i = 0; i < n; i++) {
+        s->ids[kept] = i;
+        kept += x[i] >= -FLT_MAX;
+    }
+    return kept;
+}
+
+/* Divide the candidates' logits by the temperature; return 0 if one overflows. */
+LB_SIMD static int scale(const float *x, const int32_t *ids, int32_t n, float temperature, float *out) {
+    int32_t overflows = 0;
+    if (temperature == 1.0f) {
+        for (int32_t i = 0; i < n; i++) out[i] = x[ids[i]];
+    } else {
+        for (int32_t i = 0; i < n; i++) out[i] = x[ids[i]] / temperature;
+    }
+    for (int32_t i = 0; i < n; i++) overflows |= fabsf(out[i]) > FLT_MAX;
+    return !overflows;
+}
+
+/* Find the candidates that are left of ``x`` (with its bias): ids and logits after the temperature.
+ * ``top`` is the largest logit, ``maxima`` those of blocks. Returns how many, 0: undecided. */
+static int32_t find_candidates(lb_sampler *s, const float *x, float top, float *maxima, int32_t size) {
+    int32_t n;
+    if (s->top_k > 0 || s->top_p < 1.0f) n = keep_sorted(s, x, top, maxima, size);
+    else if (s->min_p > 0.0f) n = keep_min_p(s, x, top, maxima, size);
+    else n = keep_all(s, x);
+    return n && scale(x, s->ids, n, s->temperature, s->logits) ? n : 0;
 }
 
 /* -- drawing --------------------------------------------------------------------------------------- */
@@ -482,14 +509,8 @@ LB_SIMD static int32_t next_contest(
 static int32_t draw(const lb_sampler *s, int32_t n, uint64_t key) {
     if (n == 1) return 0;
     const float *x = s->logits;
-    float top = x[0];
-    int32_t best = 0;
-    for (int32_t i = 1; i < n; i++) {
-        if (x[i] > top) {
-            top = x[i];
-            best = i;
-        }
-    }
+    float all, top = block_maxima(x, n, n, &all);
+    int32_t best = first_equal(x, n, top);
     race r = {INFINITY, -1, 0};
     enter(&r, key, s->ids[best], 0.0, best);
     for (int32_t i = 0; i < n;) {
@@ -565,6 +586,12 @@ LB_API const char *lb_variant(void) {
     return "portable";
 }
 
+/* Write the probabilities of n logits, whose maximum is the first, as llama.cpp computes them. */
+LB_API void lb_softmax(const float *logits, int32_t n, float *probs) {
+    float total = softmax_total(logits, n, logits[0]);
+    for (int32_t i = 0; i < n; i++) probs[i] = expf(logits[i] - logits[0]) / total;
+}
+
 /* Measure n_rows rows of logits, (n_rows, n_vocab); return LB_UNDECIDED if one has best = -1. */
 LB_API int lb_measure(const float *logits, int32_t n_rows, int32_t n_vocab, lb_row *out) {
     int code = LB_OK;
@@ -591,8 +618,7 @@ LB_API int lb_candidates(lb_sampler *s, const float *logits, int measured, lb_ch
     out->logprob = NAN;
     out->n = prepare(s, logits, measured, &out->row);
     if (out->n == 0) return LB_UNDECIDED;
-    float top = s->logits[0];
-    for (int32_t i = 1; i < out->n; i++) top = s->logits[i] > top ? s->logits[i] : top;
+    float all, top = block_maxima(s->logits, out->n, out->n, &all);
     for (int32_t i = 0; i < out->n; i++) s->weights[i] = (double)s->logits[i] - (double)top;
     return LB_OK;
 }

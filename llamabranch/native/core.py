@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["RowSampler", "address_of", "available", "description", "measure"]
+__all__ = ["RowSampler", "address_of", "available", "description", "measure", "softmax"]
 
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
@@ -87,6 +87,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     library.lb_measure.argtypes = [pointer, i32, i32, pointer]
     library.lb_sample.argtypes = [pointer, pointer, u64, u64, u64, i32, pointer]
     library.lb_candidates.argtypes = [pointer, pointer, i32, pointer]
+    library.lb_softmax.argtypes = [pointer, i32, pointer]
     return library, f"compiled ({variant})"
 
 
@@ -106,6 +107,16 @@ def measure(address: int, n_rows: int, n_vocab: int) -> list[tuple[int, float, f
     rows = (_Row * n_rows)()
     _library.lb_measure(address, n_rows, n_vocab, ctypes.addressof(rows))
     return [(row.best, row.logsumexp, row.entropy) for row in rows]
+
+
+def softmax(logits: Logits) -> Logits:
+    """Return the probabilities of ``logits`` (n,), of which the first is the largest, in 32-bit floats."""
+    if _library is None:
+        raise RuntimeError("the compiled core is not available")
+    address, logits = address_of(logits)
+    probs = np.empty(len(logits), dtype=np.float32)
+    _library.lb_softmax(address, len(logits), probs.ctypes.data)
+    return probs
 
 
 def address_of(logits: Logits) -> tuple[int, Logits]:

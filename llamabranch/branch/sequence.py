@@ -268,10 +268,15 @@ class TokenSequence:
             self.sampler.accept(token)  # raises GrammarError, with the reason
         return -row.logprob(token)
 
-    def commit(self, token: int) -> None:
-        """Check ``token``, decode it and append it; if anything fails all is as before."""
+    def commit(self, token: int, *, draws_next: bool = False) -> None:
+        """Check ``token``, decode it and append it; if anything fails all is as before.
+
+        ``draws_next``: ``produce`` follows, so the next token is drawn in the same native call if it can.
+        """
         surprisal = self.check_commit(token)
-        self.append(token, surprisal, self._decoder.advance(self.seq_id, token, self.row))
+        sampler = self.sampler if draws_next else None
+        row = self._decoder.advance(self.seq_id, token, self.row, sampler, self._seed)
+        self.append(token, surprisal, row)
 
     def append(self, token: int, surprisal: float, row: LogitsRow | None) -> None:
         """Append a token; ``row`` follows it, None if it could not be decoded yet."""

@@ -33,7 +33,7 @@ class LogitsRow:
         address: where they lie in memory; 0 = to be asked of ``array``.
     """
 
-    __slots__ = ("_address", "_best", "_entropy", "_logsumexp", "array", "users")
+    __slots__ = ("_address", "_best", "_drawn", "_entropy", "_logsumexp", "array", "users")
 
     def __init__(self, array: Logits, address: int = 0) -> None:
         self.array = array
@@ -42,6 +42,7 @@ class LogitsRow:
         self._best = -1
         self._logsumexp: float = _UNKNOWN
         self._entropy: float = _UNKNOWN
+        self._drawn: tuple[object, int, int] | None = None  # by what, seed, token
 
     def detach(self) -> None:
         """Copy the row out of llama.cpp's buffer."""
@@ -109,6 +110,9 @@ class LogitsRow:
             return token
         compiled = sampler.row_sampler
         if compiled is not None:
+            drawn = self._drawn
+            if drawn is not None and drawn[0] is compiled and drawn[1] == seed:
+                return drawn[2]
             token = self.sample(compiled, seed, position, measured=measured)
             if token >= 0:
                 return token
@@ -134,6 +138,16 @@ class LogitsRow:
             found = compiled.choice
             self._note(found.best, found.logsumexp, found.entropy)
         return token
+
+    def note_step(self, compiled: core.RowSampler, seed: int) -> None:
+        """Take over what the native step that decoded this row has found, its draw included.
+
+        The draw is for the position after the row's token: nobody draws from a row for another one.
+        """
+        found = compiled.choice
+        self._note(found.best, found.logsumexp, found.entropy)
+        if found.token >= 0:
+            self._drawn = (compiled, seed, found.token)
 
     @property
     def address(self) -> int:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as C
 
 from ..errors import ConfigError, UsageError
+from . import core
 from .handle import Handle, forkable_lock, generation
 from .library import clear_log_lines, last_log_lines
 from .model import ModelHandle
@@ -172,6 +173,15 @@ class ContextHandle(Handle):
         self.n_watched = max(2, int(_WORTH_A_THREAD / max(1, model.number("n_params"))))
         self.n_chunk = self.n_batch if self.stops_inside else min(self.n_batch, options.n_ubatch)
         self._stop_address = ctypes.c_char.from_buffer(self._stop)
+        self._stepper: core.Stepper | None = None
+        if core.Stepper.knows(C.llama_batch):
+            self._stepper = core.Stepper(
+                decode=_address_of(C._lib.llama_decode),
+                get_logits=_address_of(C._lib.llama_get_logits),
+                ctx=self._address or 0,
+                stop=ctypes.addressof(self._stop_address),
+                batch=self._batch,
+            )
         if not moves_states:
             C.llama_set_abort_callback(
                 ptr,
@@ -205,6 +215,29 @@ class ContextHandle(Handle):
             return self._decode_apart()
         code: int = C.llama_decode(self.unchecked_ptr, self._batch)
         return code
+
+    @property
+    def can_step(self) -> bool:
+        """True if ``step`` may be called."""
+        return self._stepper is not None
+
+    def step(
+        self,
+        token: int,
+        position: int,
+        seq_id: int,
+        sampler: core.RowSampler,
+        seed: int,
+        purpose: int,
+    ) -> int:
+        """Decode one token, measure its row and draw the next one, in one native call.
+
+        Returns:
+            llama_decode's code. If it is 0, ``rows(1)`` is the row and ``sampler.choice`` what it holds.
+        """
+        if self._stepper is None:
+            raise RuntimeError("the compiled core is not available")
+        return self._stepper.step(token, position, seq_id, sampler, seed, purpose)
 
     def _decode_apart(self) -> int:
         """Decode in another thread, so that this one can receive Ctrl-C and stop the decode.
@@ -347,6 +380,10 @@ def _close_at_exit(handle: ContextHandle) -> None:
 def _close_all() -> None:
     for handle in list(_open):
         handle.close()
+
+
+def _address_of(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def _hears_signals() -> bool:

@@ -568,12 +568,52 @@ static int sample_row(
     return LB_OK;
 }
 
+/* -- decoding ------------------------------------------------------------------------------------------ */
+
+/* llama.cpp's llama_batch; Python has compared the fields. */
+typedef struct {
+    int32_t n_tokens;
+    int32_t *token;
+    float *embd;
+    int32_t *pos;
+    int32_t *n_seq_id;
+    int32_t **seq_id;
+    int8_t *logits;
+} lb_batch;
+
+/* A llama_context with llama.cpp's own functions. */
+typedef struct {
+    int32_t (*decode)(void *ctx, lb_batch batch); /* llama_decode */
+    float *(*get_logits)(void *ctx);              /* llama_get_logits */
+    void *ctx;
+    const volatile char *stop; /* not 0: do not begin a decode */
+    lb_batch batch;            /* the context's arrays, with room for one token at least */
+    const float *logits;       /* of the last decode */
+} lb_decoder;
+
+enum { LB_INTERRUPTED = 2 }; /* llama_decode's own code */
+
+/* Decode one token at the end of a sequence and ask for its logits; return llama_decode's code. */
+static int decode_one(lb_decoder *d, int32_t token, int32_t position, int32_t seq_id) {
+    if (*d->stop) return LB_INTERRUPTED;
+    d->batch.n_tokens = 1;
+    d->batch.token[0] = token;
+    d->batch.pos[0] = position;
+    d->batch.seq_id[0][0] = seq_id;
+    d->batch.logits[0] = 1;
+    int code = d->decode(d->ctx, d->batch);
+    d->logits = code == 0 ? d->get_logits(d->ctx) : NULL;
+    return code;
+}
+
 /* -- what Python calls ------------------------------------------------------------------------------- */
 
 /* The layout of the structures, to compare with Python's; 0 where 32-bit arithmetic is not exact here. */
 LB_API int32_t lb_layout(void) {
     if (FLT_EVAL_METHOD != 0) return 0;
-    return (int32_t)(10000 * sizeof(lb_row) + 100 * sizeof(lb_sampler) + sizeof(lb_choice));
+    return (int32_t)(
+        ((sizeof(lb_row) * 256 + sizeof(lb_sampler)) * 256 + sizeof(lb_choice)) * 256 + sizeof(lb_decoder)
+    );
 }
 
 /* Which variant of the SIMD code runs: "x86-64-v4", "x86-64-v3" or "portable". */
@@ -621,4 +661,14 @@ LB_API int lb_candidates(lb_sampler *s, const float *logits, int measured, lb_ch
     float all, top = block_maxima(s->logits, out->n, out->n, &all);
     for (int32_t i = 0; i < out->n; i++) s->weights[i] = (double)s->logits[i] - (double)top;
     return LB_OK;
+}
+
+/* Decode one token, measure its row and draw the one after it; return llama_decode's code. */
+LB_API int lb_step(
+    lb_decoder *d, int32_t token, int32_t position, int32_t seq_id, lb_sampler *s, uint64_t seed,
+    uint64_t purpose, lb_choice *out
+) {
+    int code = decode_one(d, token, position, seq_id);
+    if (code == 0) sample_row(s, d->logits, seed, (uint64_t)position + 1, purpose, 1, out);
+    return code;
 }

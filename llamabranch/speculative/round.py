@@ -131,7 +131,7 @@ class Stream:
         with branch.ctx.lock:
             pending = self.pending or self.begin()
             start = perf_counter()
-            branch.commit(pending.token)
+            branch.sequence.commit(pending.token, draws_next=True)
             verified = perf_counter()
             return self._end_plain(verified - start, verified)
 

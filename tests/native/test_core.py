@@ -150,7 +150,7 @@ def test_core_stays_inside_its_memory(tmp_path: Path) -> None:
         [
             compiler, "-std=c11", "-O1", "-g", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror",
             "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all",
-            "-shared", "-fPIC", str(NATIVE / "core.c"), "-o", str(tmp_path / "_core.so"), "-lm",
+            "-shared", "-fPIC", str(NATIVE / "core.c"), "-o", str(tmp_path / "_core.bin"), "-lm",
         ],
         capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -167,9 +167,12 @@ class TokenSequence:
             self.check_usable()
         return self._produced
 
-    def draw(self, row: LogitsRow) -> int:
-        """Return a token drawn from ``row``, the logits after the last token."""
-        return row.draw(self.sampler, self._seed, len(self.tokens))
+    def draw(self, row: LogitsRow, *, measured: bool = True) -> int:
+        """Return a token drawn from ``row``, the logits after the last token.
+
+        ``measured``: its log-probability or entropy will be asked for, so compute them in the same call.
+        """
+        return row.draw(self.sampler, self._seed, len(self.tokens), measured=measured)
 
     def describe(self, token: int, row: LogitsRow) -> Produced:
         """Return ``token`` as the next one, with its log-probability and entropy from ``row``."""

@@ -186,7 +186,8 @@ class ModelState:
         try:
             if self._rule == "seeded":
                 with branch.ctx.lock:  # the logits are valid until the next decode of any thread
-                    token = branch.sequence.draw(branch.sequence.logits_row())
+                    row = branch.sequence.logits_row()
+                    token = branch.sequence.draw(row, measured=False)
             else:
                 source = branch.distribution()
                 token = source.draw(self._noise, branch.position, DRAFT)

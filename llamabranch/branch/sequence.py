@@ -167,16 +167,12 @@ class TokenSequence:
             self.check_usable()
         return self._produced
 
-    def draw(self, row: LogitsRow) -> int:
-        """Return a token drawn from ``row``, the logits after the last token."""
-        position = len(self.tokens)
-        if not self.sampler.is_argmax:
-            choice = self.sampler.distribution(row.array, position, self._seed)
-            return choice.draw(self._seed, position)
-        token = row.best
-        if row.array[token] != row.array[token]:
-            raise ConfigError("no token can be drawn: the logits contain NaN")
-        return token
+    def draw(self, row: LogitsRow, *, measured: bool = True) -> int:
+        """Return a token drawn from ``row``, the logits after the last token.
+
+        ``measured``: its log-probability or entropy will be asked for, so compute them in the same call.
+        """
+        return row.draw(self.sampler, self._seed, len(self.tokens), measured=measured)
 
     def describe(self, token: int, row: LogitsRow) -> Produced:
         """Return ``token`` as the next one, with its log-probability and entropy from ``row``."""
@@ -275,10 +271,15 @@ class TokenSequence:
             self.sampler.accept(token)  # raises GrammarError, with the reason
         return -row.logprob(token)
 
-    def commit(self, token: int) -> None:
-        """Check ``token``, decode it and append it; if anything fails all is as before."""
+    def commit(self, token: int, *, draws_next: bool = False) -> None:
+        """Check ``token``, decode it and append it; if anything fails all is as before.
+
+        ``draws_next``: ``produce`` follows, so the next token is drawn in the same native call if it can.
+        """
         surprisal = self.check_commit(token)
-        self.append(token, surprisal, self._decoder.advance(self.seq_id, token, self.row))
+        sampler = self.sampler if draws_next else None
+        row = self._decoder.advance(self.seq_id, token, self.row, sampler, self._seed)
+        self.append(token, surprisal, row)
 
     def append(self, token: int, surprisal: float, row: LogitsRow | None) -> None:
         """Append a token; ``row`` follows it, None if it could not be decoded yet."""

@@ -53,6 +53,10 @@ class TargetDistributions:
         """Return the distribution of the token after token i."""
         return self.sampler(i).distribution(self._rows[i].array, self._position(i), self._seed)
 
+    def draw(self, i: int) -> int:
+        """Return the token that plain decoding draws after token i."""
+        return self._rows[i].draw(self.sampler(i), self._seed, self._position(i))
+
     def _position(self, i: int) -> int:
         found = self._depths.get(i)
         if found is None:

@@ -8,6 +8,11 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ConfigError
+from ..native import core
+from ..sampling import Sampler
+from ..sampling.noise import DRAW
+
 __all__ = ["LogitsRow"]
 
 Logits = npt.NDArray[np.float32]
@@ -22,26 +27,34 @@ class LogitsRow:
 
     ``array`` (V,) is a view into llama.cpp's buffer until the next decode. ``users`` counts the objects
     that still need it; before the next decode overwrites the buffer, a row with users is copied.
+
+    Args:
+        array: the logits.
+        address: where they lie in memory; 0 = to be asked of ``array``.
     """
 
-    __slots__ = ("_best", "_entropy", "_logsumexp", "array", "users")
+    __slots__ = ("_address", "_best", "_drawn", "_entropy", "_logsumexp", "array", "users")
 
-    def __init__(self, array: Logits) -> None:
+    def __init__(self, array: Logits, address: int = 0) -> None:
         self.array = array
         self.users = 0
+        self._address = address
         self._best = -1
         self._logsumexp: float = _UNKNOWN
         self._entropy: float = _UNKNOWN
+        self._drawn: tuple[object, int, int] | None = None  # by what, seed, token
 
     def detach(self) -> None:
         """Copy the row out of llama.cpp's buffer."""
         if self.array.base is not None:
             self.array = self.array.copy()
+            self._address = 0
 
     def invalidate(self) -> None:
         """Record that llama.cpp's buffer was overwritten; a detached row keeps its values."""
         if self.array.base is not None:
             self.array = _NOTHING
+            self._address = 0
 
     @property
     def is_valid(self) -> bool:
@@ -74,7 +87,84 @@ class LogitsRow:
             self._best = int(self.array.argmax())
         return self._best
 
+    def draw(self, sampler: Sampler, seed: int, position: int, *, measured: bool = True) -> int:
+        """Return the token that ``sampler`` draws from this row, the next one at ``position``.
+
+        What the compiled core does not know or will not decide goes to llama.cpp's samplers and NumPy.
+
+        Args:
+            sampler: has accepted the tokens before this one.
+            seed: of the noise.
+            position: of the next token.
+            measured: compute log-sum-exp and entropy in the same call; for a caller that needs them.
+
+        Raises:
+            GrammarError, ConfigError: no token can be drawn.
+        """
+        if sampler.is_argmax:
+            if measured and self._logsumexp is _UNKNOWN:
+                self._measure()
+            token = self.best
+            if self.array[token] != self.array[token]:
+                raise ConfigError("no token can be drawn: the logits contain NaN")
+            return token
+        compiled = sampler.row_sampler
+        if compiled is not None:
+            drawn = self._drawn
+            if drawn is not None and drawn[0] is compiled and drawn[1] == seed:
+                return drawn[2]
+            token = self.sample(compiled, seed, position, measured=measured)
+            if token >= 0:
+                return token
+        return sampler.distribution(self.array, position, seed).draw(seed, position)
+
+    def sample(
+        self,
+        compiled: core.RowSampler,
+        seed: int,
+        position: int,
+        purpose: int = DRAW,
+        *,
+        measured: bool = True,
+    ) -> int:
+        """Draw with the compiled core, measuring the row in the same call unless that is done.
+
+        Returns:
+            the token that ``Distribution.draw`` draws; -1: the core leaves it to NumPy.
+        """
+        measured = measured and self._logsumexp is _UNKNOWN
+        token = compiled.sample(self.address, seed, position, purpose, measured)
+        if measured:
+            found = compiled.choice
+            self._note(found.best, found.logsumexp, found.entropy)
+        return token
+
+    def note_step(self, compiled: core.RowSampler, seed: int) -> None:
+        """Take over what the native step that decoded this row has found, its draw included.
+
+        The draw is for the position after the row's token: nobody draws from a row for another one.
+        """
+        found = compiled.choice
+        self._note(found.best, found.logsumexp, found.entropy)
+        if found.token >= 0:
+            self._drawn = (compiled, seed, found.token)
+
+    @property
+    def address(self) -> int:
+        """Where the logits lie in memory."""
+        if self._address == 0:
+            self._address, self.array = core.address_of(self.array)
+        return self._address
+
+    def _note(self, best: int, logsumexp: float, entropy: float) -> None:
+        if best >= 0:
+            self._best, self._logsumexp, self._entropy = best, logsumexp, entropy
+
     def _measure(self) -> None:
+        if core.available and len(self.array):
+            self._note(*core.measure(self.address, 1, len(self.array))[0])
+            if self._logsumexp is not _UNKNOWN:
+                return
         row = self.array
         top = float(row[self.best])
         shifted = row - top

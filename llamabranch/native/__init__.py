@@ -4,6 +4,7 @@ No other package imports ``llama_cpp``. Callers check every argument first, with
 that this package reports, because llama.cpp calls ``abort()`` on most invalid arguments.
 """
 
+from . import core
 from .context import ContextHandle, NativeContextParams
 from .handle import forkable_lock
 from .library import (
@@ -16,7 +17,7 @@ from .library import (
     uses_amx,
 )
 from .model import ModelHandle
-from .sampler import CandidateBuffer, GrammarHandle, SamplerHandle
+from .sampler import CandidateBuffer, GrammarHandle, SamplerHandle, softmax_agrees
 from .state_layout import StateLayout
 
 __all__ = [
@@ -27,11 +28,13 @@ __all__ = [
     "NativeContextParams",
     "SamplerHandle",
     "StateLayout",
+    "core",
     "engine_versions",
     "forkable_lock",
     "last_log_lines",
     "max_sequences",
     "set_log_level",
+    "softmax_agrees",
     "supports_gpu_offload",
     "system_info",
     "uses_amx",

@@ -190,7 +190,7 @@ class ModelState:
         try:
             if self._rule == "seeded":
                 with sequence.ctx.lock:  # the logits are valid until the next decode of any thread
-                    token = sequence.draw(sequence.logits_row())
+                    token = sequence.draw(sequence.logits_row(), measured=False)
             else:
                 if not draft.tokens:
                     self._noise = draft_seed(branch.seed, branch.position)

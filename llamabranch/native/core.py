@@ -1,0 +1,293 @@
+"""The compiled core (``core.c``): rows of logits measured, truncated and drawn from in one call.
+
+It is optional. Where it is missing or turned off (``LLAMABRANCH_CORE=0``), ``available`` is False and
+NumPy and llama.cpp's samplers do the same work; where rounding could decide a token, or a row holds NaN,
+the core leaves the row to them. So it never changes a token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["RowSampler", "Stepper", "address_of", "available", "description", "measure", "softmax"]
+
+Ids = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float64]
+Logits = npt.NDArray[np.float32]
+
+
+class _Row(ctypes.Structure):
+    _fields_ = (
+        ("logsumexp", ctypes.c_double),
+        ("entropy", ctypes.c_double),
+        ("top", ctypes.c_float),
+        ("best", ctypes.c_int32),
+    )
+
+
+class _Sampler(ctypes.Structure):
+    _fields_ = (
+        ("n_vocab", ctypes.c_int32),
+        ("greedy", ctypes.c_int32),
+        ("top_k", ctypes.c_int32),
+        ("top_p", ctypes.c_float),
+        ("min_p", ctypes.c_float),
+        ("temperature", ctypes.c_float),
+        ("n_bias", ctypes.c_int32),
+        ("bias_ids", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("biased", ctypes.c_void_p),
+        ("maxima", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("ids", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+    )
+
+
+class _Choice(ctypes.Structure):
+    _fields_ = (
+        ("logsumexp", ctypes.c_double),
+        ("entropy", ctypes.c_double),
+        ("top", ctypes.c_float),
+        ("best", ctypes.c_int32),
+        ("logprob", ctypes.c_double),
+        ("token", ctypes.c_int32),
+        ("n", ctypes.c_int32),
+    )
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        ("n_tokens", ctypes.c_int32),
+        ("token", ctypes.c_void_p),
+        ("embd", ctypes.c_void_p),
+        ("pos", ctypes.c_void_p),
+        ("n_seq_id", ctypes.c_void_p),
+        ("seq_id", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+    )
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = (
+        ("decode", ctypes.c_void_p),
+        ("get_logits", ctypes.c_void_p),
+        ("ctx", ctypes.c_void_p),
+        ("stop", ctypes.c_void_p),
+        ("batch", _Batch),
+        ("logits", ctypes.c_void_p),
+    )
+
+
+def _layout() -> int:
+    layout = 0
+    for structure in (_Row, _Sampler, _Choice, _Decoder):
+        layout = 256 * layout + ctypes.sizeof(structure)
+    return layout
+
+
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    """Return the library, or None, and a description of what runs."""
+    if os.environ.get("LLAMABRANCH_CORE") == "0":
+        return None, "off (LLAMABRANCH_CORE=0): NumPy"
+    path = Path(__file__).with_name("_core.bin")
+    if not path.is_file():
+        return None, "not built: NumPy"
+    try:
+        library = ctypes.CDLL(str(path))
+        layout = int(library.lb_layout())
+        library.lb_variant.restype = ctypes.c_char_p
+        variant = (library.lb_variant() or b"").decode()
+    except (OSError, AttributeError) as error:
+        return None, f"unusable ({error}): NumPy"
+    if layout != _layout():
+        return None, "built from another version: NumPy"
+    pointer, i32, u64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint64
+    library.lb_measure.argtypes = [pointer, i32, i32, pointer]
+    library.lb_sample.argtypes = [pointer, pointer, u64, u64, u64, i32, pointer]
+    library.lb_candidates.argtypes = [pointer, pointer, i32, pointer]
+    library.lb_step.argtypes = [pointer, i32, i32, i32, pointer, u64, u64, pointer]
+    library.lb_softmax.argtypes = [pointer, i32, pointer]
+    return library, f"compiled ({variant})"
+
+
+_library, description = _load()
+available = _library is not None
+
+
+def measure(address: int, n_rows: int, n_vocab: int) -> list[tuple[int, float, float]]:
+    """Measure rows of logits, float32 (n_rows, n_vocab) at ``address``.
+
+    Returns:
+        (best token, log-sum-exp, entropy in nats) of each; the best token is -1, and the numbers are NaN,
+        where the row holds NaN or no finite maximum.
+    """
+    if _library is None:
+        raise RuntimeError("the compiled core is not available")
+    rows = (_Row * n_rows)()
+    _library.lb_measure(address, n_rows, n_vocab, ctypes.addressof(rows))
+    return [(row.best, row.logsumexp, row.entropy) for row in rows]
+
+
+def softmax(logits: Logits) -> Logits:
+    """Return the probabilities of ``logits`` (n,), whose first is the largest, in 32-bit floats."""
+    if _library is None:
+        raise RuntimeError("the compiled core is not available")
+    address, logits = address_of(logits)
+    probs = np.empty(len(logits), dtype=np.float32)
+    _library.lb_softmax(address, len(logits), probs.ctypes.data)
+    return probs
+
+
+def address_of(logits: Logits) -> tuple[int, Logits]:
+    """Return the address of a row and the array there: a copy if ``logits`` is not in one piece."""
+    array = np.ascontiguousarray(logits, dtype=np.float32)
+    return array.ctypes.data, array
+
+
+class RowSampler:
+    """Truncates, draws from and measures rows of logits with fixed settings.
+
+    It works in memory of its own: use it in one thread at a time.
+
+    Args:
+        n_vocab: length of a row.
+        temperature: 0 = the largest logit.
+        top_k: 0 = all.
+        top_p: 1 = off.
+        min_p: 0 = off.
+        bias: number to add to the logit of a token.
+
+    Attributes:
+        choice: what the last call found; see ``core.c``.
+        at, out: the addresses of the settings and of ``choice``.
+    """
+
+    def __init__(
+        self,
+        n_vocab: int,
+        *,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        bias: Mapping[int, float],
+    ) -> None:
+        if _library is None:
+            raise RuntimeError("the compiled core is not available")
+        self._ids = np.empty(n_vocab, dtype=np.int32)
+        self._weights = np.empty(n_vocab, dtype=np.float64)
+        self._scratch = (
+            np.empty(n_vocab, dtype=np.float32),
+            np.empty(n_vocab, dtype=np.float32),
+            np.empty(2 * n_vocab, dtype=np.uint64),
+            np.empty(n_vocab if bias else 0, dtype=np.float32),
+            np.fromiter(bias, dtype=np.int32),
+            np.fromiter((float(value) for value in bias.values()), dtype=np.float32),
+        )
+        maxima, logits, keys, biased, bias_ids, values = (a.ctypes.data for a in self._scratch)
+        self._settings = _Sampler(
+            n_vocab=n_vocab,
+            greedy=int(temperature == 0.0),
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            temperature=temperature,
+            n_bias=len(bias),
+            bias_ids=bias_ids,
+            bias=values,
+            biased=biased,
+            maxima=maxima,
+            keys=keys,
+            ids=self._ids.ctypes.data,
+            logits=logits,
+            weights=self._weights.ctypes.data,
+        )
+        self.choice = _Choice()
+        self._sample = _library.lb_sample
+        self._candidates = _library.lb_candidates
+        self.at = ctypes.addressof(self._settings)
+        self.out = ctypes.addressof(self.choice)
+
+    def sample(self, address: int, seed: int, position: int, purpose: int, measured: bool) -> int:
+        """Draw from the row at ``address`` and measure it if asked; return the token, -1: undecided.
+
+        ``choice`` then has the row's ``best`` (-1 where it could not be measured), ``logsumexp`` and
+        ``entropy``, and the token's ``logprob`` in it, nats.
+        """
+        if self._sample(self.at, address, seed, position, purpose, measured, self.out):
+            return -1
+        token: int = self.choice.token
+        return token
+
+    def candidates(self, address: int) -> tuple[Ids, Floats] | None:
+        """Return what is left of the row at ``address``, None: undecided.
+
+        Ids int32 (K,) and log-weights float64 (K,), the largest 0; copies. They come in llama.cpp's
+        order: descending where top-k or top-p sort them, else by id.
+        """
+        if self._candidates(self.at, address, False, self.out):
+            return None
+        n = self.choice.n
+        return self._ids[:n].copy(), self._weights[:n].copy()
+
+
+class Stepper:
+    """Decodes one token, measures its row and draws the next one in a call that holds no GIL.
+
+    Args:
+        decode, get_logits: the addresses of llama_decode and llama_get_logits.
+        ctx: of the llama_context.
+        stop: of the byte that forbids to begin a decode.
+        batch: the llama_batch to use, a ctypes structure; it must outlive this object.
+    """
+
+    def __init__(
+        self, decode: int, get_logits: int, ctx: int, stop: int, batch: ctypes.Structure
+    ) -> None:
+        if _library is None:
+            raise RuntimeError("the compiled core is not available")
+        self._decoder = _Decoder(
+            decode=decode,
+            get_logits=get_logits,
+            ctx=ctx,
+            stop=stop,
+            batch=_Batch.from_buffer_copy(batch),
+        )
+        self._at = ctypes.addressof(self._decoder)
+        self._step = _library.lb_step
+
+    @staticmethod
+    def knows(batch: type[ctypes.Structure]) -> bool:
+        """Return True if ``batch`` is laid out as the core expects a llama_batch."""
+        names = [field[0] for field in batch._fields_]
+        return (
+            _library is not None
+            and names == [field[0] for field in _Batch._fields_]
+            and ctypes.sizeof(batch) == ctypes.sizeof(_Batch)
+        )
+
+    def step(
+        self, token: int, position: int, seq_id: int, sampler: RowSampler, seed: int, purpose: int
+    ) -> int:
+        """Decode ``token`` at ``position``; draw what follows it into ``sampler.choice``.
+
+        Returns:
+            llama_decode's code; unless it is 0, ``choice`` is as before.
+        """
+        code: int = self._step(
+            self._at, token, position, seq_id, sampler.at, seed, purpose, sampler.out
+        )
+        return code
+
+    @property
+    def rows_address(self) -> int:
+        """Where the logits of the last decode lie."""
+        return self._decoder.logits or 0

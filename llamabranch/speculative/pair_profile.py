@@ -9,9 +9,9 @@ how long drafts are and nothing else.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from time import monotonic, perf_counter, strftime
 
 from ..context import Context
 from ..context.decode_times import context_key, measure_decode_times
@@ -85,7 +85,7 @@ class _Times:
             "t1_ms": round(1000 * self.one_s, 5),
             "v": {str(n): round(self.v[n][0], 4) for n in sizes},
             "decodes": {str(n): max(1, round(self.v[n][1])) for n in sizes},
-            "measured": time.strftime("%Y-%m-%d"),
+            "measured": strftime("%Y-%m-%d"),
         }
 
     def seconds(self) -> dict[int, float]:
@@ -119,11 +119,11 @@ class PairProfile:
             return
         self._times = _Times.of_entry(read_entry(_TIMES, self._target_key))
         if self._times is None:
-            start = time.perf_counter()
+            start = perf_counter()
             seconds = measure_decode_times(target, _SIZES)
             if 1 in seconds:
                 weights = dict.fromkeys(seconds, _WEIGHT_OF_QUICK)
-                took = f"a quick measurement of {time.perf_counter() - start:.1f} s"
+                took = f"a quick measurement of {perf_counter() - start:.1f} s"
                 self._times = _Times.of_seconds(seconds, weights, took)
 
     @classmethod
@@ -153,7 +153,7 @@ class PairProfile:
 
     def save(self, length: DraftLength) -> None:
         """Add what ``length`` has found to the profile; at most once in some seconds."""
-        if self._is_off or time.monotonic() - self._saved_at < _SAVE_EVERY_S:
+        if self._is_off or monotonic() - self._saved_at < _SAVE_EVERY_S:
             return
         findings = length.findings() if isinstance(length, AutoLength) else None
         if findings is None or sum(findings.n_decodes.values()) == self._n_saved:
@@ -168,7 +168,7 @@ class PairProfile:
                 key = self._pair_key + self._names[name]
                 entries.append((_DRAFTERS, key, self._drafter_entry(name, drafter)))
         write_entries(entries)
-        self._saved_at = time.monotonic()
+        self._saved_at = monotonic()
 
     def _drafter_entry(self, name: str, found: DrafterFindings) -> Entry:
         cost, weight = self._costs.get(name, (0.0, 0.0))
@@ -180,7 +180,7 @@ class PairProfile:
             "tested": [round(n, 3) for n in found.counts.tested],
             "accepted": [min(round(a, 3), round(n, 3)) for a, n in found.counts.pairs],
             "drawn": [round(n, 3) for n in found.counts.drawn],
-            "measured": time.strftime("%Y-%m-%d"),
+            "measured": strftime("%Y-%m-%d"),
         }
 
 

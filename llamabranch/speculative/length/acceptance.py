@@ -52,7 +52,7 @@ class Acceptance:
 
     KEPT_WEIGHT = 20.0  # the most tested tokens of a bucket that earlier runs count as
     KEPT_DRAWN = 100.0  # the same for how often each entropy occurs, over all buckets
-    SURPRISE = 3.0  # standard deviations, plus one token, from which they are dropped
+    SURPRISE = 2.5  # standard deviations, plus half a token, from which they are dropped
 
     def __init__(self) -> None:
         self.tested = [1.0] * (_N_BUCKETS + 1)
@@ -61,6 +61,7 @@ class Acceptance:
         # What earlier runs contributed to these, and by how much they are wrong about this run.
         self._kept: AcceptanceCounts | None = None
         self._keeps = [1.0] * (_N_BUCKETS + 1)  # how much of the first weight a bucket still has
+        self._drawn_here = [0.0] * (_N_BUCKETS + 1)  # in this run
         self._expected = self._variance = self._observed = 0.0
 
     @property
@@ -107,14 +108,15 @@ class Acceptance:
         """Learn from a draft of ``n_steps``, and the entropies of all steps that were considered."""
         buckets = [_bucket(entropy) for entropy in entropies]
         for bucket in buckets:
-            self.drawn[bucket] = 0.995 * self.drawn[bucket] + 1.0
+            for drawn in (self.drawn, self._drawn_here):
+                drawn[bucket] = 0.995 * drawn[bucket] + 1.0
         for i, bucket in enumerate(buckets[: min(n_steps, n_accepted + 1)]):
             if self._kept is not None:
                 self._compare(bucket, accepted=i < n_accepted)
             self._test(bucket, accepted=i < n_accepted)
         for bucket in buckets[n_steps:]:
             self._forget(bucket)
-        if abs(self._observed - self._expected) > self.SURPRISE * math.sqrt(self._variance) + 1.0:
+        if abs(self._observed - self._expected) > self.SURPRISE * math.sqrt(self._variance) + 0.5:
             self._drop_kept()
 
     def _test(self, bucket: int, *, accepted: bool) -> None:
@@ -152,6 +154,7 @@ class Acceptance:
         self._expected = self._variance = self._observed = 0.0
         if kept is None:
             return
+        self.drawn = list(self._drawn_here)
         for i, keep in enumerate(self._keeps):
             if kept.tested[i] >= 1.0:
                 self.tested[i] += keep * (1.0 - kept.tested[i])

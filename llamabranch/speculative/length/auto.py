@@ -44,7 +44,8 @@ class _Record:
         self.n_drafts += 1
         self.acceptance.learn(report.entropies, report.n_steps, report.n_accepted)
         if report.n_steps and not report.caught_up:
-            self.step_s = smooth(self.step_s, report.draft_s / report.n_steps)
+            n_before = self.n_timed if self.source else None
+            self.step_s = smooth(self.step_s, report.draft_s / report.n_steps, 1, n_before)
             self.n_timed += 1
 
     def switch(self, *, on: bool) -> None:
@@ -118,6 +119,9 @@ class AutoLength:
 
     WARM_UP_PLAIN = 3  # plain steps before the first draft
     WARM_UP_DRAFTS, WARM_UP_K = 4, 3  # drafts that measure a new drafter, and their tokens
+    SHORT_DRAFTS = (
+        2  # drafts of a known drafter that are no longer than these, in case it has changed
+    )
     RATE_ROUNDS = 32  # the number of rounds that the recent throughput covers, about
     LOST_STEPS = 8  # a drafter that has lost the time of so many plain steps is switched off
     MARGIN = 1.03  # speedup that a trial must predict to switch on, since times are noisy
@@ -242,6 +246,8 @@ class AutoLength:
         """Return whether a drafter that is off should be tried again."""
         if record.waited < record.cooldown:
             return False
+        if record.cooldown == 0 and record.n_drafts < self.WARM_UP_DRAFTS:
+            return True
         # Decoding many tokens at once costs about a fifth of a step for each. In a chain whose other
         # drafters are called, this one has missed the tokens generated during its own cooldown.
         n_behind = max(self._n_behind, record.waited)
@@ -255,8 +261,7 @@ class AutoLength:
             record = self._learned.record_of(drafter)
             self._record = self._learned.record = record
             if is_new and self._is_known(record) and self._best(record)[0] == 0:
-                record.switch(on=False)
-                record.cool_down(self.COOLDOWN)
+                record.switch(on=False)  # a few trials at once show whether that still holds
             self._is_trial = not record.is_on and self._is_due(record)
             return record.is_on or self._is_trial
 
@@ -275,6 +280,8 @@ class AutoLength:
             self.reason = "goodput"
             if not self._is_known(record):
                 return n_drafted < self.WARM_UP_K
+            if record.n_drafts < self.SHORT_DRAFTS and n_drafted >= self.WARM_UP_K:
+                return False
             acceptance = record.acceptance.at(entropy)
             is_probe = self._is_trial and n_drafted == 0
             if not is_probe and not self._pays(record, n_drafted, acceptance):
@@ -383,12 +390,13 @@ class AutoLength:
         elif not report.entropies:  # without a draft nothing is measured: probe a few more times
             record.empty_probes += weight
             if record.empty_probes >= self.EMPTY_PROBES:
-                record.cool_down(record.cooldown)
+                record.cool_down(record.cooldown or self.COOLDOWN)
         elif self._best(record)[1] >= self.MARGIN:
             record.switch(on=True)
             record.cool_down(self.COOLDOWN)
-        else:
-            record.cool_down(min(2 * record.cooldown, self.LONGEST_COOLDOWN))
+        elif record.cooldown or record.n_drafts >= self.WARM_UP_DRAFTS:
+            cooldown = 2 * record.cooldown or self.COOLDOWN
+            record.cool_down(min(cooldown, self.LONGEST_COOLDOWN))
 
     # -- report ------------------------------------------------------------------------------------
 

@@ -21,7 +21,8 @@ class TargetTimes:
     def __init__(self) -> None:
         self.n_measured: dict[int, int] = {}
         self._seconds: dict[int, float] = {}
-        self._kept: set[int] = set()  # sizes with a time of earlier runs only
+        self._from_earlier: frozenset[int] = frozenset()  # sizes that began with a time
+        self._kept: set[int] = set()  # of these, those that have not been measured in this run
 
     def __bool__(self) -> bool:
         return bool(self._seconds)
@@ -38,6 +39,7 @@ class TargetTimes:
     def start_from(self, seconds: Mapping[int, float]) -> None:
         """Begin with the times of earlier runs; call it before anything is learned."""
         self._seconds = dict(seconds)
+        self._from_earlier = frozenset(seconds)
         self._kept = set(seconds)
 
     def learn(self, n: int, seconds: float, times: int = 1) -> float:
@@ -54,8 +56,9 @@ class TargetTimes:
             for size in self._kept:
                 self._seconds[size] *= factor
             self._kept.discard(n)
+        n_before = self.n_measured.get(n, 0) if n in self._from_earlier else None
+        self._seconds[n] = smooth(self._seconds.get(n, 0.0), seconds, times, n_before)
         self.n_measured[n] = self.n_measured.get(n, 0) + times
-        self._seconds[n] = smooth(self._seconds.get(n, 0.0), seconds, times)
         return factor
 
     def of(self, n: int) -> float:
@@ -79,8 +82,16 @@ class TargetTimes:
         return seconds[low] + slope * (n - low)
 
 
-def smooth(old: float, new: float, times: int = 1) -> float:
-    """Return the moving average after ``times`` observations of ``new``; one outlier moves it little."""
+def smooth(old: float, new: float, times: int = 1, n_before: int | None = None) -> float:
+    """Return the moving average after ``times`` observations of ``new``; one outlier moves it little.
+
+    Args:
+        n_before: if the average began with a value of an earlier run, the observations since: that value
+            counts as one of them.
+    """
     if old == 0.0:
         return new
-    return old + (1.0 - 0.9**times) * (min(new, 2.0 * old) - old)
+    rate = 1.0 - 0.9**times
+    if n_before is not None:
+        rate = max(rate, times / (n_before + times + 1.0))
+    return old + rate * ((min(new, 2.0 * old) if n_before != 0 else new) - old)

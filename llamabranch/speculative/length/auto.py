@@ -119,9 +119,7 @@ class AutoLength:
 
     WARM_UP_PLAIN = 3  # plain steps before the first draft
     WARM_UP_DRAFTS, WARM_UP_K = 4, 3  # drafts that measure a new drafter, and their tokens
-    SHORT_DRAFTS = (
-        2  # drafts of a known drafter that are no longer than these, in case it has changed
-    )
+    SHORT_DRAFTS = 2  # drafts of a known drafter that are as short, in case it has changed
     RATE_ROUNDS = 32  # the number of rounds that the recent throughput covers, about
     LOST_STEPS = 8  # a drafter that has lost the time of so many plain steps is switched off
     MARGIN = 1.03  # speedup that a trial must predict to switch on, since times are noisy

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -522,7 +523,7 @@ def test_first_hundred_tokens_are_near_the_best_fixed_length(
 ) -> None:
     """Targets of which drafting is a small part, and whose v(n) is nearly flat."""
     options: dict[str, Any] = {"chance": always(p), "c": c, "slope": slope}
-    best = max(first_tokens(lambda k=k: FixedLength(k), 100, 40, **options) for k in range(1, 6))
+    best = max(first_tokens(partial(FixedLength, k), 100, 40, **options) for k in range(1, 6))
     known = earlier_run(**options)
     assert first_tokens(lambda: AutoLength(16, known=known), 100, 40, **options) > 0.97 * best
     assert first_tokens(lambda: AutoLength(16), 100, 40, **options) > 0.9 * best
@@ -568,15 +569,15 @@ def test_known_acceptance_is_used_until_it_is_improbable() -> None:
     found = Acceptance()
     counts = claim(0.8, 0.1, 0.1).drafters["model"].counts
     found.start_from(counts)
-    assert found.is_kept and found.mean == pytest.approx(0.8)
+    assert found.mean == pytest.approx(0.8)
     for accepted in (4, 3, 4, 2, 4):
         found.learn((0.3,) * 4, 4, accepted)
-    assert found.is_kept
-    for _ in range(8):
+    was_kept = found.is_kept
+    for _ in range(12):
         found.learn((0.3,) * 4, 4, 0)
-    assert not found.is_kept
+    assert (was_kept, found.is_kept) == (True, False)
     fresh = Acceptance()
-    for accepted in (4, 3, 4, 2, 4, *([0] * 8)):
+    for accepted in (4, 3, 4, 2, 4, *([0] * 12)):
         fresh.learn((0.3,) * 4, 4, accepted)
     assert found.counts().tested == pytest.approx(fresh.counts().tested)
     assert found.counts().accepted == pytest.approx(fresh.counts().accepted)

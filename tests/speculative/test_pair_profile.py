@@ -53,6 +53,11 @@ def times_key(ctx: lb.Context) -> str:
     return f"{machine_key()}, {context_key(ctx)}"
 
 
+def fresh_c(path: Path) -> float:
+    (drafts,) = sections(path)["drafters"].values()
+    return float(drafts["c"])
+
+
 def keep_times(ctx: lb.Context, **changes: object) -> None:
     entry: dict[str, object] = {
         "t1_ms": 2.0,
@@ -109,6 +114,9 @@ def test_a_run_keeps_costs_and_acceptance_and_the_next_begins_with_them(
     assert isinstance(second.length, AutoLength)
     fresh = lb.Speculator(ctx, drafter, AUTO).length
     assert isinstance(fresh, AutoLength)
+    said = fresh.explain()  # before anything was generated
+    assert said.count(f"from the profile of {times['measured']}") == 2
+    assert f"c = {fresh_c(profile):.2f}" in said
     assert fresh.plain_steps(1) == 0
     times = sections(profile)["decode_times"][times_key(ctx)]
     assert {n: fresh.verify_cost(int(n)) for n in times["v"]} == pytest.approx(times["v"])

@@ -78,17 +78,26 @@ class _Learned:
         self.costs_of = self.record
 
     def record_of(self, drafter: str) -> _Record:
-        """Return the record of a drafter; a new one begins with what is known of it."""
-        found = self.records.get(drafter)
-        if found is None:
-            found = self.records[drafter] = _Record()
-            known = self.known.drafters.get(drafter)
-            if known is not None:
-                found.acceptance.start_from(known.counts)
-                found.source = known.source
-                if self.times:
-                    found.step_s = known.cost * self.times.of(1)
-        return found
+        """Return the record of a drafter."""
+        if drafter not in self.records:
+            self.records[drafter] = self.new_record(drafter)
+        return self.records[drafter]
+
+    def new_record(self, drafter: str) -> _Record:
+        """Return a record that begins with what is known of a drafter."""
+        record, known = _Record(), self.known.drafters.get(drafter)
+        if known is not None:
+            record.acceptance.start_from(known.counts)
+            record.source = known.source
+            if self.times:
+                record.step_s = known.cost * self.times.of(1)
+        return record
+
+    def described(self) -> _Record:
+        """Return the record to describe: of the drafter called last, or of one that is known."""
+        if self.records:
+            return self.record
+        return self.new_record(next(iter(self.known.drafters), ""))
 
 
 class AutoLength:
@@ -423,13 +432,13 @@ class AutoLength:
             return self._explanation()
 
     def _explanation(self) -> str:
-        learned, record = self._learned, self._learned.record
+        learned, record = self._learned, self._learned.described()
         has_acceptance = learned.n_drafts > 0 or record.acceptance.is_kept
         known = (("plain step", bool(learned.times)), ("draft", has_acceptance))
         missing = [name for name, is_known in known if not is_known]
         if missing:
             waiting = " and ".join(f"no {name}" for name in missing)
-            return f"still measuring: {waiting} yet" + self._sources()
+            return f"still measuring: {waiting} yet" + self._sources(record)
         one_s = self._time(1)
         k, speedup = self._best(record)
         n = learned.n_streams
@@ -440,7 +449,7 @@ class AutoLength:
             f"a drafted token is accepted with probability {record.acceptance.mean:.2f}, "
             f"a draft step costs c = {record.step_s / one_s:.2f} target steps, a target decode of "
             + ", ".join(f"{m} tokens v = {self._time(m) / one_s:.2f}" for m in sizes)
-        ) + self._sources()
+        ) + self._sources(record)
         streams = "" if n == 1 else f" with {n} streams in a decode"
         if not self._is_on():
             return (
@@ -452,9 +461,9 @@ class AutoLength:
             f"{speedup:.2f} times plain throughput expected; {facts}"
         )
 
-    def _sources(self) -> str:
+    def _sources(self, record: _Record) -> str:
         """Return where the numbers come from: what was known before, and what was measured since."""
-        learned, record = self._learned, self._learned.record
+        learned = self._learned
         costs = learned.known.source if learned.known.target_s else ""
         n_decodes = sum(learned.times.n_measured.values())
         kept = record.source if record.acceptance.is_kept else ""

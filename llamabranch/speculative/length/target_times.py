@@ -12,7 +12,8 @@ class TargetTimes:
     """Seconds by number of tokens, each a moving average of the decodes of that size.
 
     It begins with nothing, or with the times of earlier runs. The machine may be slower or faster
-    now: until a size is measured in this run, its time moves along with those that are.
+    now: sizes that were not measured in this run have their earlier time multiplied by the pace of those
+    that were.
 
     Attributes:
         n_measured: decodes of this run by number of tokens.
@@ -20,9 +21,10 @@ class TargetTimes:
 
     def __init__(self) -> None:
         self.n_measured: dict[int, int] = {}
-        self._seconds: dict[int, float] = {}
-        self._from_earlier: frozenset[int] = frozenset()  # sizes that began with a time
-        self._kept: set[int] = set()  # of these, those that have not been measured in this run
+        self._measured: dict[int, float] = {}
+        self._kept: dict[int, float] = {}  # seconds of earlier runs
+        self._pace = 1.0  # seconds of this run over those
+        self._seconds: dict[int, float] = {}  # both together
 
     def __bool__(self) -> bool:
         return bool(self._seconds)
@@ -38,48 +40,50 @@ class TargetTimes:
 
     def start_from(self, seconds: Mapping[int, float]) -> None:
         """Begin with the times of earlier runs; call it before anything is learned."""
+        self._kept = dict(seconds)
         self._seconds = dict(seconds)
-        self._from_earlier = frozenset(seconds)
-        self._kept = set(seconds)
 
     def learn(self, n: int, seconds: float, times: int = 1) -> float:
         """Learn from ``times`` decodes of ``n`` tokens.
 
         Returns:
-            the factor by which the times of earlier runs were corrected.
+            the factor by which the pace has changed.
         """
-        factor = 1.0
+        old, n_before, factor = self._measured.get(n, 0.0), None, 1.0
         if self._kept:
-            ratio = min(2.0, max(0.5, seconds / self._interpolated(n)))
+            ratio = seconds / (self._pace * _interpolated(self._kept, n))
             weight = max(0.1, 1.0 / (2.0 + sum(self.n_measured.values())))
-            factor = 1.0 + weight * (ratio - 1.0)
-            for size in self._kept:
-                self._seconds[size] *= factor
-            self._kept.discard(n)
-        n_before = self.n_measured.get(n, 0) if n in self._from_earlier else None
-        self._seconds[n] = smooth(self._seconds.get(n, 0.0), seconds, times, n_before)
+            factor = 1.0 + weight * (min(2.0, max(0.5, ratio)) - 1.0)
+            self._pace *= factor
+            if n in self._kept:
+                n_before = self.n_measured.get(n, 0)
+                old = old or self._pace * self._kept[n]
+        self._measured[n] = smooth(old, seconds, times, n_before)
         self.n_measured[n] = self.n_measured.get(n, 0) + times
+        paced = {size: self._pace * kept for size, kept in self._kept.items()}
+        self._seconds = {**paced, **self._measured}
         return factor
 
     def of(self, n: int) -> float:
-        """Return the seconds of ``n`` tokens: measured, between two measured ones, or extrapolated."""
-        return self._seconds[n] if n in self._seconds else self._interpolated(n)
+        """Return the seconds of ``n`` tokens: known, between two known ones, or extrapolated."""
+        return self._seconds[n] if n in self._seconds else _interpolated(self._seconds, n)
 
-    def _interpolated(self, n: int) -> float:
-        seconds, known = self._seconds, sorted(self._seconds)
-        at = bisect.bisect_left(known, n)
-        if at == 0 or (at < len(known) and known[at] == n):
-            return seconds[known[at]]
-        low = known[at - 1]
-        if at < len(known):
-            high = known[at]
-            share = (n - low) / (high - low)
-            return seconds[low] * (1 - share) + seconds[high] * share
-        slope = seconds[low] / 8  # only one size is known: assume that more tokens cost something
-        if at > 1:
-            before = known[at - 2]
-            slope = max(0.0, (seconds[low] - seconds[before]) / (low - before))
-        return seconds[low] + slope * (n - low)
+
+def _interpolated(seconds: Mapping[int, float], n: int) -> float:
+    known = sorted(seconds)
+    at = bisect.bisect_left(known, n)
+    if at == 0 or (at < len(known) and known[at] == n):
+        return seconds[known[at]]
+    low = known[at - 1]
+    if at < len(known):
+        high = known[at]
+        share = (n - low) / (high - low)
+        return seconds[low] * (1 - share) + seconds[high] * share
+    slope = seconds[low] / 8  # only one size is known: assume that more tokens cost something
+    if at > 1:
+        before = known[at - 2]
+        slope = max(0.0, (seconds[low] - seconds[before]) / (low - before))
+    return seconds[low] + slope * (n - low)
 
 
 def smooth(old: float, new: float, times: int = 1, n_before: int | None = None) -> float:

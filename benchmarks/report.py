@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import math
 import os
@@ -62,7 +63,13 @@ class Settings:
 
     @classmethod
     def of(cls, args: argparse.Namespace, **quick: int) -> Settings:
-        """Return the settings of a parsed command line; with --quick the small values of ``quick``."""
+        """Return the settings of a parsed command line; with --quick the small values of ``quick``.
+
+        Unless the environment names a profile, this process uses one of its own, which begins empty.
+        """
+        profile = args.cache / f"benchmark-profile-{os.getpid()}.json"
+        if os.environ.setdefault("LLAMABRANCH_PROFILE", str(profile)) == str(profile):
+            atexit.register(profile.unlink, missing_ok=True)
         small = {"runs": 1, "prompts": 1, "tokens": 8, "threads": 1} | quick
 
         def pick(name: str) -> int:
@@ -111,6 +118,7 @@ class Settings:
             "temperatures": list(self.temperatures),
             "n_ctx": self.n_ctx,
             "quick": self.quick,
+            "profile": Path(os.environ["LLAMABRANCH_PROFILE"]).name,
         }
 
 

@@ -8,13 +8,17 @@ All cells of one temperature come from the same interleaved runs, with the same 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import llamabranch as lb
 from llamabranch import theory
 from llamabranch.bench import (
     Maker,
+    Sample,
     Series,
+    Work,
     draft_cost,
     interleave,
     plain,
@@ -29,7 +33,8 @@ from .report import Settings, emit, number, parser, percent, pm, series_json, ta
 
 PLAIN, NONE = "plain decoding", "no drafter"
 MODEL, AUTO = "draft model", "auto"
-COLD = "draft model, auto, new for each prompt"
+NEW = "draft model, auto, new for each prompt"
+COLD = "draft model, auto, new for each prompt, no profile"
 USELESS = "useless draft model"
 
 
@@ -141,7 +146,8 @@ class Cells:
         for name, drafter in self._drafters.items():
             makers.setdefault(self._named(name, self._k), cell(drafter, self._k))
             makers[self._named(name, AUTO)] = cell(drafter, AUTO)
-        makers[COLD] = cell(self._drafters[MODEL], AUTO, cold=True)
+        makers[NEW] = cell(self._drafters[MODEL], AUTO, cold=True)
+        makers[COLD] = _without_profile(makers[NEW])
         if temperature > 0:  # at temperature 0 all rules give the same
             for rule in ("token", "block"):
                 makers[self._ruled(rule)] = cell(self._drafters[MODEL], self._k, rule)
@@ -168,7 +174,7 @@ class Cells:
         names = [PLAIN, NONE]
         for drafter in self._drafters:
             names += [self._named(drafter, self._k), self._named(drafter, AUTO)]
-        names.append(COLD)
+        names += [NEW, COLD]
         rows = []
         for name in names:
             each, stats = found[name], found[name].stats
@@ -274,6 +280,31 @@ class Cells:
     def _json(self, each: Series, base: Series) -> dict[str, object]:
         same, compared = each.same_texts(base)
         return {**series_json(each, base), "same_text": same, "compared_text": compared}
+
+
+def _without_profile(maker: Maker) -> Maker:
+    """Return ``maker`` without the profile that all other cells use and add to."""
+
+    @contextmanager
+    def off() -> Iterator[None]:
+        profile = os.environ["LLAMABRANCH_PROFILE"]
+        os.environ["LLAMABRANCH_PROFILE"] = "0"
+        try:
+            yield
+        finally:
+            os.environ["LLAMABRANCH_PROFILE"] = profile
+
+    def make(run: int) -> Work:
+        with off():
+            work = maker(run)
+
+        def timed(item: int) -> Sample:
+            with off():
+                return work(item)
+
+        return timed
+
+    return make
 
 
 def _show_costs(target: lb.Context, v: Mapping[int, float]) -> None:

@@ -9,7 +9,7 @@ plotting.py   curves as PNG files
 """
 
 from .costs import CallClock, DecodeClock, draft_cost, verify_costs, verify_times
-from .machine import Machine, load_average
+from .machine import Machine, load_average, profile_in_use
 from .pair import Cell, PairBench, PairReport
 from .plotting import Curve, save_plot
 from .timing import (
@@ -47,6 +47,7 @@ __all__ = [
     "load_average",
     "median_time",
     "plain",
+    "profile_in_use",
     "save_plot",
     "seed_of",
     "speculative",

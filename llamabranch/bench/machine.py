@@ -8,10 +8,11 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..context.machine_profile import profile_path
 from ..context.params import available_cores
 from ..native import engine_versions, system_info
 
-__all__ = ["Machine", "load_average", "processor_name"]
+__all__ = ["Machine", "load_average", "processor_name", "profile_in_use"]
 
 
 def load_average() -> float | None:
@@ -20,6 +21,12 @@ def load_average() -> float | None:
         return round(os.getloadavg()[0], 2)
     except (AttributeError, OSError):
         return None
+
+
+def profile_in_use() -> str | None:
+    """Return the path of the profile that "auto" begins with and adds to; None if it is off."""
+    path = profile_path()
+    return None if path is None else str(path)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from ..context import Context
 from ..errors import DecodeInterruptedError
 from ..sampling import SamplingParams
 from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats, theory
+from ..speculative.pair_profile import keep_decode_times
 from .costs import draft_cost, verify_times
 from .timing import Interval, Maker, Series, Spread, Stopped, interleave
 from .workloads import never, plain, speculative
@@ -220,6 +221,7 @@ class PairBench:
         report = PairReport()
         try:
             report.times = self._verify_times()
+            keep_decode_times(self._target, report.t)
             self._warm_up()
         except (Stopped, DecodeInterruptedError):
             report.stopped = True

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from llamabranch import ConfigError, Context, Drafter
-from llamabranch.bench import Machine, PairBench, load_average
+from llamabranch.bench import Machine, PairBench, load_average, profile_in_use
 
 from .bench_report import BenchReport
 from .bundles import with_bundles
@@ -96,7 +96,8 @@ def bench(
 
     Plain and speculative decoding take turns on the same prompts with the same seeds; figures are
     medians of the runs. A best setting is named only where a 95 % interval of its speedup lies above
-    1. With no options the bundled pair is measured, on four prompts.
+    1. Costs, and what "auto" learns, are kept in the profile of the machine. With no options the
+    bundled pair is measured, on four prompts.
     """
     with output.console() as console, ExitStack() as stack:
         # Everything that can be wrong in the arguments is found before a model loads.
@@ -151,6 +152,7 @@ def bench(
             n_tokens=n_tokens,
             n_runs=n_runs,
             options=[*sampling.temperature_arguments(), *runtime.as_arguments()],
+            profile=profile_in_use(),
         )
         files = [] if folder is None else report.write(folder, console)
         if output.as_json:

@@ -22,7 +22,8 @@ __all__ = ["BenchReport"]
 class BenchReport:
     """The measurements of a pair, and the settings and machine they were made with.
 
-    ``machine`` is its state before the measurement, ``load_after`` the load average after it.
+    ``machine`` is its state before the measurement, ``load_after`` the load average after it, ``profile``
+    the path of the profile in use.
     """
 
     report: PairReport
@@ -37,6 +38,7 @@ class BenchReport:
     n_tokens: int
     n_runs: int
     options: Sequence[str]
+    profile: str | None = None
 
     # -- the setting to use ------------------------------------------------------------------------
 
@@ -117,6 +119,10 @@ class BenchReport:
         console.line(self._heading())
         console.line()
         console.line(machine_text(self.machine, self.load_after, self.n_threads))
+        if self.drafters and self.profile is not None:
+            console.line(f'"auto" begins with the profile {self.profile}, and adds to it.')
+        elif self.drafters:
+            console.line('"auto" uses no profile.')
         if report.t:
             console.line()
             console.line(
@@ -213,6 +219,7 @@ class BenchReport:
             "temperature": self.temperature,
             "n_threads": self.n_threads,
             "machine": self.machine.as_dict() | {"load_after": self.load_after},
+            "profile": self.profile,
             "n_prompts": self.n_prompts,
             "n_tokens": self.n_tokens,
             "n_runs": self.n_runs,

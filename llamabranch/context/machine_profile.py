@@ -13,13 +13,24 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
-from ..native import forkable_lock
+from ..native import engine_versions, forkable_lock
+from .params import available_cores
 
-__all__ = ["Entry", "is_off", "profile_path", "read_entry", "write_entry"]
+__all__ = [
+    "Entry",
+    "is_off",
+    "machine_key",
+    "profile_path",
+    "read_entry",
+    "write_entries",
+    "write_entry",
+]
 
 Entry = dict[str, object]
 
@@ -53,6 +64,12 @@ def profile_path() -> Path | None:
     return base / "llamabranch" / "profile.json"
 
 
+def machine_key() -> str:
+    """Return the part of a key that stands for this machine: its name, its cores, llama.cpp's build."""
+    engine = engine_versions()["llama_cpp_python"]
+    return f"{platform.node()} {platform.machine()} {available_cores()} cores, {engine}"
+
+
 def read_entry(section: str, key: str) -> Entry | None:
     """Return the stored entry, or None."""
     path = profile_path()
@@ -63,6 +80,11 @@ def read_entry(section: str, key: str) -> Entry | None:
 
 def write_entry(section: str, key: str, entry: Entry) -> None:
     """Store ``entry``, of JSON values; the file is replaced in one step or left as it was."""
+    write_entries([(section, key, entry)])
+
+
+def write_entries(entries: Iterable[tuple[str, str, Entry]]) -> None:
+    """Store several entries, each as (section, key, entry), and replace the file once."""
     path = profile_path()
     if path is None:
         return
@@ -70,12 +92,14 @@ def write_entry(section: str, key: str, entry: Entry) -> None:
         known = _read(path)
         if known is None:
             return
-        entries = _section(known, section)
-        entries.pop(key, None)
-        entries[key] = entry  # the newest comes last
-        for old in list(entries)[:-MAX_ENTRIES]:
-            del entries[old]
-        _replace(path, {**known, "version": VERSION, section: entries})
+        for name, key, entry in entries:
+            section = dict(_section(known, name))
+            section.pop(key, None)
+            section[key] = entry  # the newest comes last
+            for old in list(section)[:-MAX_ENTRIES]:
+                del section[old]
+            known[name] = section
+        _replace(path, {**known, "version": VERSION})
 
 
 def _read(path: Path) -> dict[str, object] | None:

@@ -13,15 +13,14 @@ the parts. There the number for single tokens is not measured: the same seed mus
 from __future__ import annotations
 
 import math
-import platform
 import threading
 import time
 from dataclasses import dataclass
 
 from ..errors import PerformanceWarning, warn
 from ..model import Model
-from ..native import ContextHandle, engine_versions
-from .machine_profile import is_off, read_entry, write_entry
+from ..native import ContextHandle
+from .machine_profile import is_off, machine_key, read_entry, write_entry
 from .params import available_cores
 
 __all__ = ["ThreadTuner", "ThreadWatch", "candidates"]
@@ -110,8 +109,7 @@ class ThreadTuner:
             print_ = self._model.fingerprint[:32]
         except OSError:  # the file is gone
             return None
-        engine = engine_versions()["llama_cpp_python"]
-        return f"{platform.node()} {platform.machine()} {self._cores} cores, {engine}, {print_}"
+        return f"{machine_key()}, {print_}"
 
     def _read(self) -> tuple[int, int, float] | None:
         """Return the stored numbers of threads, and the seconds of the decode that is timed again."""

@@ -32,6 +32,7 @@ from ..sampling import SamplingParams
 from ..speculative import Draft, Drafter, NullDrafter, SpeculativeConfig
 from ..speculative.drafters.base import NO_DRAFT, DraftRequest, DraftState, NullState
 from ..speculative.length.auto import draft_length
+from ..speculative.pair_profile import PairProfile
 from ..speculative.round import Stream
 from ..speculative.rules import choose_rule
 from .batch import Batch
@@ -98,8 +99,13 @@ class Engine:
         self._sampling = sampling or SamplingParams()
         self._max_tokens = None if max_tokens is None else whole("max_tokens", max_tokens, 0)
         self._wait_s = wait_s
-        self._length = draft_length(self.config)
         self._drafts = drafter is not None and target.capabilities.can_truncate
+        self._length = draft_length(self.config)
+        self._profile: PairProfile | None = None
+        if self._drafts and not isinstance(self.drafter, NullDrafter):
+            self._length, self._profile = PairProfile.open(
+                target, self.drafter, self.config, batched=True
+            )
         # Every call of ``stream`` has a scheduler of its own, with its cancellations and whether it had
         # room to draft. A scheduler that is garbage-collected removes itself from the list; these list
         # operations are atomic, so ``cancel`` needs no lock.
@@ -264,6 +270,8 @@ class Engine:
             for job in [*scheduler.active, *scheduler.waiting]:
                 job.release()
             self.stats.elapsed_s += perf_counter() - start
+            if self._profile is not None:
+                self._profile.save(self._length)
 
     @staticmethod
     def _refuse(request: Request, name: str, sample: int, error: LlamaBranchError) -> Event:

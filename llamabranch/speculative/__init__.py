@@ -4,6 +4,7 @@ config.py       the settings
 rules.py        which drafted tokens are accepted: pure functions over distributions and random numbers
 drafters/       where drafts come from: the interface, models, copying, chains of drafters
 length/         how many tokens to draft: the interface, a fixed number, or what raises the throughput
+pair_profile.py what "auto" keeps between runs about a target and its drafters
 round.py        one round: plan, verify, accept, for any branch
 draft_cache.py  the draft states that are kept between generations, and their forks and rewinds
 speculator.py   a whole generation, round by round

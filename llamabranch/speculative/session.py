@@ -142,6 +142,7 @@ class InferenceSession:
         self._output.break_off()
         for speculator in self._speculators.values():
             speculator.forget(self.branch)
+            speculator.save_profile()
         if self.branch.ctx.closed:
             return
         if self._owned:

@@ -17,8 +17,8 @@ from ..sampling.grammar import Grammar
 from .config import SpeculativeConfig
 from .draft_cache import DraftCache
 from .drafters.base import Drafter, NullDrafter
-from .length.auto import draft_length
 from .length.base import DraftLength, FixedLength
+from .pair_profile import PairProfile
 from .round import Stream, finish_at
 from .rules import choose_rule
 from .stats import SpeculativeStats
@@ -55,8 +55,9 @@ class Speculator:
         self.drafter.check(target.model)
         self.config = config or SpeculativeConfig()
         self.length: DraftLength = FixedLength(0)  # without a drafter nothing is drafted
+        self._profile: PairProfile | None = None
         if not isinstance(self.drafter, NullDrafter):
-            self.length = draft_length(self.config, self.drafter.width)
+            self.length, self._profile = PairProfile.open(target, self.drafter, self.config)
         self.stats = SpeculativeStats()
         self._drafts = DraftCache(self.drafter)
         self._lock = forkable_lock()
@@ -126,6 +127,12 @@ class Speculator:
         """Add the counts and times of a generation that has ended."""
         with self._lock:
             self.stats.add(stats)
+        self.save_profile()
+
+    def save_profile(self) -> None:
+        """Keep what "auto" has learned in the profile of the machine; at most once in some seconds."""
+        if self._profile is not None:
+            self._profile.save(self.length)
 
     def explain(self) -> str:
         """Return a description of how it drafts, with the measurements behind it and the acceptance."""

@@ -95,7 +95,7 @@ def test_json_holds_what_was_measured_and_seeded_text_is_that_of_plain_decoding(
         *("target", "drafters", "draft_models", "temperature", "n_threads", "n_prompts"),
         *("n_tokens", "n_runs", "batch_invariant", "interrupted", "t1_s", "v", "c", "a", "plain"),
         *("lengths", "rules", "theory", "best", "command", "files"),
-        *("machine", "v_interval", "confirmed", "verdict"),
+        *("machine", "profile", "v_interval", "confirmed", "verdict"),
     }
     assert answer["drafters"] == ["tale-draft"]
     assert (answer["n_prompts"], answer["n_tokens"], answer["n_runs"]) == (1, 12, 1)

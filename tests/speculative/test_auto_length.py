@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +22,10 @@ import llamabranch as lb
 from llamabranch import Draft, SpeculativeConfig
 from llamabranch.errors import ConfigError
 from llamabranch.speculative.drafters.base import propose
+from llamabranch.speculative.length.acceptance import Acceptance, AcceptanceCounts
 from llamabranch.speculative.length.auto import AutoLength, draft_length
 from llamabranch.speculative.length.base import DraftLength, FixedLength, RoundReport
+from llamabranch.speculative.length.known import Known, KnownDrafter
 
 Chance = Callable[[float], float]  # of a token, given the entropy it was drawn at
 
@@ -470,6 +474,127 @@ def test_drafters_of_a_chain_have_profiles_of_their_own() -> None:
     assert not length.consider("model")  # it alone is switched off
     assert length.best()[1] < sure[1]
     assert length.step_cost() > 10 * cost
+
+
+# -- what is known before a run ----------------------------------------------------------------------
+
+PADDED = [(0.4, 0.05, 0.02), (0.5, 0.1, 0.02), (0.5, 0.05, 0.05), (0.6, 0.1, 0.05)]  # p, c, slope
+
+
+def first_tokens(make: Callable[[], DraftLength], n: int, n_texts: int, **options: Any) -> float:
+    """Return the speed over plain decoding of texts of ``n`` tokens, each with a new controller."""
+    n_tokens, seconds = 0, 0.0
+    for seed in range(n_texts):
+        rng = np.random.default_rng(seed)
+        world = World(make(), rng=rng, **options)  # type: ignore[arg-type]
+        while world.n_tokens < n:
+            world.round(n - world.n_tokens - 1)
+        n_tokens += world.n_tokens
+        seconds += world.seconds
+    return n_tokens / seconds
+
+
+def earlier_run(**options: Any) -> Known:
+    """Return what a controller finds out in 400 tokens of a world."""
+    length = AutoLength(16)
+    world = World(length, rng=np.random.default_rng(99), **options)
+    while world.n_tokens < 400:
+        world.round()
+    findings = length.findings()
+    assert findings is not None
+    drafters = {
+        name: KnownDrafter(found.counts, found.cost, "an earlier run")
+        for name, found in findings.drafters.items()
+    }
+    return Known(findings.target_s, "an earlier run", drafters)
+
+
+def claim(chance: float, c: float, slope: float) -> Known:
+    """Return what a long run in such a world would have found out."""
+    n = AcceptanceCounts.SIZE
+    counts = AcceptanceCounts((64.0,) * n, (64.0 * chance,) * n, (20.0,) * n)
+    seconds = {i: 1.0 + slope * (i - 1) for i in (1, 2, 3, 5, 9, 17)}
+    return Known(seconds, "a claim", {"model": KnownDrafter(counts, c, "a claim")})
+
+
+@pytest.mark.parametrize(("p", "c", "slope"), PADDED)
+def test_first_hundred_tokens_are_near_the_best_fixed_length(
+    p: float, c: float, slope: float
+) -> None:
+    """Targets of which drafting is a small part, and whose v(n) is nearly flat."""
+    options: dict[str, Any] = {"chance": always(p), "c": c, "slope": slope}
+    best = max(first_tokens(partial(FixedLength, k), 100, 40, **options) for k in range(1, 6))
+    known = earlier_run(**options)
+    assert first_tokens(lambda: AutoLength(16, known=known), 100, 40, **options) > 0.97 * best
+    assert first_tokens(lambda: AutoLength(16), 100, 40, **options) > 0.9 * best
+
+
+@pytest.mark.parametrize("chance", [0.5, 0.9, 0.98])
+@pytest.mark.parametrize(("c", "slope"), [(0.05, 0.02), (0.1, 0.05)])
+def test_profile_that_promises_what_is_not_so_costs_little(
+    chance: float, c: float, slope: float
+) -> None:
+    """Nothing is accepted."""
+    options: dict[str, Any] = {"chance": always(0.0), "c": c, "slope": slope}
+    known = claim(chance, c, slope)
+    assert first_tokens(lambda: AutoLength(16, known=known), 100, 10, **options) > 0.97
+    cheap = claim(chance, c / 10, slope / 20)
+    assert first_tokens(lambda: AutoLength(16, known=cheap), 300, 10, **options) > 0.97
+
+
+@pytest.mark.parametrize(("p", "c", "slope"), [*PADDED, (0.9, 0.05, 0.02), (0.9, 0.03, 0.2)])
+def test_profile_that_promises_nothing_is_not_believed_for_long(
+    p: float, c: float, slope: float
+) -> None:
+    options: dict[str, Any] = {"chance": always(p), "c": c, "slope": slope}
+    known = claim(0.0, c, slope)
+    fresh = first_tokens(lambda: AutoLength(16), 300, 10, **options)
+    assert first_tokens(lambda: AutoLength(16, known=known), 300, 10, **options) > 0.9 * fresh
+
+
+def test_known_times_follow_the_speed_of_the_machine() -> None:
+    """It is three times slower than it was: v(n) and c are as known, after a single decode."""
+    length = AutoLength(16, known=claim(0.7, 0.1, 0.05))
+    assert length.plain_steps(1) == 0 and length.consider("model")
+    assert length.step_cost() == pytest.approx(0.1)
+    length.learn(RoundReport("model", True, (0.3,) * 3, 3, 2, 4, 0.9, 3 * 1.15))
+    assert length.verify_cost(17) == pytest.approx(1.8, rel=0.3)
+    for _ in range(20):
+        length.learn(RoundReport("model", True, (0.3,) * 3, 3, 2, 4, 0.9, 3 * 1.15))
+    assert length.verify_cost(17) == pytest.approx(1.8, rel=0.05)
+    assert length.step_cost() == pytest.approx(0.1, rel=0.05)
+
+
+def test_known_acceptance_is_used_until_it_is_improbable() -> None:
+    found = Acceptance()
+    counts = claim(0.8, 0.1, 0.1).drafters["model"].counts
+    found.start_from(counts)
+    assert found.mean == pytest.approx(0.8)
+    for accepted in (4, 3, 4, 2, 4):
+        found.learn((0.3,) * 4, 4, accepted)
+    was_kept = found.is_kept
+    for _ in range(12):
+        found.learn((0.3,) * 4, 4, 0)
+    assert (was_kept, found.is_kept) == (True, False)
+    fresh = Acceptance()
+    for accepted in (4, 3, 4, 2, 4, *([0] * 12)):
+        fresh.learn((0.3,) * 4, 4, accepted)
+    assert found.counts().tested == pytest.approx(fresh.counts().tested)
+    assert found.counts().accepted == pytest.approx(fresh.counts().accepted)
+    assert found.counts().drawn == pytest.approx(fresh.counts().drawn)
+
+
+def test_findings_need_a_plain_step() -> None:
+    length = AutoLength(16)
+    assert length.findings() is None
+    length.learn(RoundReport("model", True, (0.3,), 1, 1, 2, 0.1, 1.1))
+    assert length.findings() is None
+    length.learn(RoundReport.plain(2, 1.0, 0.0))
+    findings = length.findings()
+    assert findings is not None
+    assert findings.n_decodes == {1: 2, 2: 1}
+    assert findings.target_s[2] / findings.target_s[1] == pytest.approx(1.1)
+    assert findings.drafters["model"].cost == pytest.approx(0.1)
 
 
 # -- drafters that fill only their tokens ------------------------------------------------------------

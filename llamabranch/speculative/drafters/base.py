@@ -165,6 +165,15 @@ class Drafter(ABC):
     def name(self) -> str:
         """Its name in statistics."""
 
+    @property
+    def profile_keys(self) -> dict[str, str]:
+        """For the name that its drafts have: what identifies it in the profile of the machine.
+
+        A chain has one for each of its drafters. Default: its class and its name.
+        """
+        kind = type(self)
+        return {self.name: f"{kind.__module__}.{kind.__qualname__} {self.name}"}
+
     @abstractmethod
     def check(self, target: Model) -> None:
         """Raise VocabularyMismatchError if it cannot draft for ``target``."""

@@ -42,6 +42,11 @@ class ChainDrafter(Drafter):
         """The largest width of its drafters; above 1 drafts may be trees, which need the seeded rule."""
         return max(drafter.width for drafter in self.drafters)
 
+    @property
+    def profile_keys(self) -> dict[str, str]:
+        """Those of its drafters."""
+        return {name: key for each in self.drafters for name, key in each.profile_keys.items()}
+
     def check(self, target: Model) -> None:
         """Raise VocabularyMismatchError if one of them cannot draft for ``target``."""
         for drafter in self.drafters:

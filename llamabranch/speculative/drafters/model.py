@@ -11,6 +11,7 @@ import numpy as np
 from ...arguments import whole
 from ...branch import Branch, BranchStore
 from ...context import Context
+from ...context.decode_times import context_key
 from ...errors import CapacityError, ConfigError, GrammarError, VocabularyMismatchError
 from ...model import Model
 from ...sampling import Distribution, SamplingParams
@@ -64,6 +65,11 @@ class ModelDrafter(Drafter):
     def name(self) -> str:
         """The draft model's name."""
         return self.ctx.model.name
+
+    @property
+    def profile_keys(self) -> dict[str, str]:
+        """The fingerprint of the model, the number of threads, and the width."""
+        return {self.name: f"model {context_key(self.ctx)} width {self.width}"}
 
     def check(self, target: Model) -> None:
         """Raise VocabularyMismatchError unless it can draft by tokens or through the text."""

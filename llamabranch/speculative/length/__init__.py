@@ -1,5 +1,8 @@
 """How many tokens to draft.
 
-base.py  the interface, and a fixed number
-auto.py  as many as raise the throughput
+base.py          the interface, and a fixed number
+auto.py          as many as raise the throughput
+acceptance.py    how often tokens are accepted, by entropy
+target_times.py  t(n)
+known.py         what is known before a run, and what a run has found out
 """

@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-import bisect
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...native import forkable_lock
 from ..config import SpeculativeConfig
+from .acceptance import Acceptance
 from .base import DraftLength, FixedLength, RoundReport
+from .known import DrafterFindings, Findings, Known
+from .target_times import TargetTimes, smooth
 
 __all__ = ["AutoLength", "draft_length"]
 
-_EDGES = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)  # nats
-_N_BUCKETS = len(_EDGES) + 1
-_UNKNOWN = _N_BUCKETS  # the bucket of tokens whose drafter gives no entropy
-# The weight with which a token drawn in a bucket counts in it, and in its neighbours.
-_SHARED = ((-2, 0.1), (-1, 0.3), (0, 1.0), (1, 0.3), (2, 0.1))
-
 
 @dataclass
-class _Profile:
-    """Measurements of one drafter: how often its tokens are accepted, and its recent throughput.
+class _Record:
+    """Measurements of one drafter: how often its tokens are accepted, and its recent throughput."""
 
-    ``tested``, ``accepted`` and ``drawn`` count its tokens by entropy bucket, with less weight the
-    older they are.
-    """
-
-    tested: list[float] = field(default_factory=lambda: [1.0] * (_N_BUCKETS + 1))
-    # The prior is one accepted in two.
-    accepted: list[float] = field(default_factory=lambda: [0.5] * (_N_BUCKETS + 1))
-    drawn: list[float] = field(default_factory=lambda: [0.0] * (_N_BUCKETS + 1))
+    acceptance: Acceptance = field(default_factory=Acceptance)
     step_s: float = 0.0  # seconds of a draft step
-    n_drafts: int = 0
+    n_drafts: int = 0  # of this run
+    n_timed: int = 0  # of these, those whose steps were timed
+    source: str = ""  # of what was known before this run
     # Whether it is called in every round; tokens, seconds and number of the latest rounds in which it
     # was called, with less weight the older they are.
     is_on: bool = True
@@ -48,46 +39,14 @@ class _Profile:
     waited_s: float = 0.0
     empty_probes: float = 0.0  # trial rounds after it in which the drafter had no draft
 
-    def acceptance(self, entropy: float) -> float:
-        """Return the probability that a token drawn at this entropy is accepted."""
-        bucket = _bucket(entropy)
-        return self.accepted[bucket] / self.tested[bucket]
-
-    @property
-    def mean_acceptance(self) -> float:
-        """The probability of acceptance averaged over all entropies, weighted by how often they occur."""
-        drawn = sum(self.drawn)
-        if drawn == 0:
-            return 0.5
-        counts = zip(self.drawn, self.accepted, self.tested, strict=True)
-        return sum(n * accepted / tested for n, accepted, tested in counts) / drawn
-
     def learn(self, report: RoundReport) -> None:
         """Learn the acceptance and the time of a step from a round that drafted."""
         self.n_drafts += 1
-        buckets = [_bucket(entropy) for entropy in report.entropies]
-        for bucket in buckets:
-            self.drawn[bucket] = 0.995 * self.drawn[bucket] + 1.0
-        n_tested = min(report.n_steps, report.n_accepted + 1)
-        for i, bucket in enumerate(buckets[:n_tested]):
-            self._test(bucket, accepted=i < report.n_accepted)
-        for bucket in buckets[report.n_steps :]:
-            self._forget(bucket)
+        self.acceptance.learn(report.entropies, report.n_steps, report.n_accepted)
         if report.n_steps and not report.caught_up:
-            self.step_s = _smooth(self.step_s, report.draft_s / report.n_steps)
-
-    def _test(self, bucket: int, *, accepted: bool) -> None:
-        for offset, weight in ((0, 1.0),) if bucket == _UNKNOWN else _SHARED:
-            at = bucket + offset
-            if 0 <= at < _N_BUCKETS or at == bucket:
-                keep = 1.0 - 0.01 * weight
-                self.tested[at] = keep * self.tested[at] + weight
-                self.accepted[at] = keep * self.accepted[at] + weight * accepted
-
-    def _forget(self, bucket: int) -> None:
-        """Move the bucket a little towards the prior; else what is never drawn would never be retried."""
-        self.tested[bucket] += 0.02 * (1.0 - self.tested[bucket])
-        self.accepted[bucket] += 0.02 * (0.5 - self.accepted[bucket])
+            n_before = self.n_timed if self.source else None
+            self.step_s = smooth(self.step_s, report.draft_s / report.n_steps, 1, n_before)
+            self.n_timed += 1
 
     def switch(self, *, on: bool) -> None:
         """Call the drafter in every round from now on, or only after cooldowns."""
@@ -103,18 +62,42 @@ class _Profile:
 class _Learned:
     """What all streams of a controller share."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Known) -> None:
         self.lock = forkable_lock()
-        self.profiles: dict[str, _Profile] = {}
-        self.profile = _Profile()  # of the drafter that was called last
-        self.target_s: dict[int, float] = {}  # seconds of a target decode, by its number of tokens
+        self.known = known
+        self.records: dict[str, _Record] = {}
+        self.record = _Record()  # of the drafter that was called last
+        self.times = TargetTimes()
+        self.times.start_from(known.target_s)
         self.overhead_s = {False: 0.0, True: 0.0}  # of a stream's round, by whether it had a draft
         self.n_streams = 1  # in the last decode
         self.n_plain = 0  # rounds
         self.n_drafts = 0
         self.since_plain = 0  # rounds since the last of them
         self.costs: list[float] = []  # seconds of a round by its length; computed anew when empty
-        self.costs_of = self.profile
+        self.costs_of = self.record
+
+    def record_of(self, drafter: str) -> _Record:
+        """Return the record of a drafter."""
+        if drafter not in self.records:
+            self.records[drafter] = self.new_record(drafter)
+        return self.records[drafter]
+
+    def new_record(self, drafter: str) -> _Record:
+        """Return a record that begins with what is known of a drafter."""
+        record, known = _Record(), self.known.drafters.get(drafter)
+        if known is not None:
+            record.acceptance.start_from(known.counts)
+            record.source = known.source
+            if self.times:
+                record.step_s = known.cost * self.times.of(1)
+        return record
+
+    def described(self) -> _Record:
+        """Return the record to describe: of the drafter called last, or of one that is known."""
+        if self.records:
+            return self.record
+        return self.new_record(next(iter(self.known.drafters), ""))
 
 
 class AutoLength:
@@ -137,12 +120,15 @@ class AutoLength:
         limit: the most tokens a draft may have.
         entropy_stop: end a draft before a token above this entropy, nats; None = never.
         width: tokens that a draft step adds to the decode: 1, or those of a tree's level.
+        known: what earlier runs have found out, or a measurement. Where it is not true of this run, that
+            is noticed: times follow those that are measured, acceptance is dropped when it is improbable.
 
     All streams share what is learned, and any number of threads may each use one stream.
     """
 
     WARM_UP_PLAIN = 3  # plain steps before the first draft
     WARM_UP_DRAFTS, WARM_UP_K = 4, 3  # drafts that measure a new drafter, and their tokens
+    SHORT_DRAFTS = 2  # drafts of a known drafter that are as short, in case it has changed
     RATE_ROUNDS = 32  # the number of rounds that the recent throughput covers, about
     LOST_STEPS = 8  # a drafter that has lost the time of so many plain steps is switched off
     MARGIN = 1.03  # speedup that a trial must predict to switch on, since times are noisy
@@ -154,11 +140,17 @@ class AutoLength:
 
     reads_entropy = True
 
-    def __init__(self, limit: int, entropy_stop: float | None = None, width: int = 1) -> None:
+    def __init__(
+        self,
+        limit: int,
+        entropy_stop: float | None = None,
+        width: int = 1,
+        known: Known | None = None,
+    ) -> None:
         self.limit = limit
         self._entropy_stop = entropy_stop
         self._width = width
-        self._learned = _Learned()
+        self._learned = _Learned(known or Known())
         self._begin(shares_decode=False)
 
     def _begin(self, *, shares_decode: bool) -> None:
@@ -166,7 +158,7 @@ class AutoLength:
         self.reason = "length"
         self._shares_decode = shares_decode
         self._report: RoundReport | None = None  # of a round whose decode is not learned yet
-        self._profile: _Profile | None = None  # of the drafter in use
+        self._record: _Record | None = None  # of the drafter in use
         self._is_trial = False
         self._n_behind = 0
         self._reach = 1.0  # the probability that all of the draft so far is accepted
@@ -182,13 +174,12 @@ class AutoLength:
     def step_cost(self) -> float:
         """Return c: a draft step's time over a plain target step's; nan before it is measured."""
         with self._learned.lock:
-            target_s = self._learned.target_s
-            return self._learned.profile.step_s / self._time(1) if target_s else math.nan
+            return self._learned.record.step_s / self._time(1) if self._learned.times else math.nan
 
     def verify_cost(self, n: int) -> float:
         """Return v(n): the target's time for n tokens over its time for one, interpolated."""
         with self._learned.lock:
-            return self._time(n) / self._time(1) if self._learned.target_s else math.nan
+            return self._time(n) / self._time(1) if self._learned.times else math.nan
 
     @property
     def is_on(self) -> bool:
@@ -199,11 +190,11 @@ class AutoLength:
     def best(self) -> tuple[int, float]:
         """Return the length with the highest expected throughput, and its speedup over plain decoding."""
         with self._learned.lock:
-            return self._best(self._learned.profile)
+            return self._best(self._learned.record)
 
-    def _best(self, profile: _Profile) -> tuple[int, float]:
-        costs, expected, reach = self._costs(profile), 1.0, 1.0
-        acceptance = profile.mean_acceptance
+    def _best(self, record: _Record) -> tuple[int, float]:
+        costs, expected, reach = self._costs(record), 1.0, 1.0
+        acceptance = record.acceptance.mean
         rates = [1.0 / costs[0]]
         for cost in costs[1:]:
             reach *= acceptance
@@ -213,36 +204,36 @@ class AutoLength:
         return k, rates[k] / rates[0]
 
     def _is_on(self) -> bool:
-        profiles = self._learned.profiles
-        return not profiles or any(profile.is_on for profile in profiles.values())
+        records = self._learned.records
+        return not records or any(record.is_on for record in records.values())
 
     def _time(self, n: int) -> float:
-        return _interpolate(self._learned.target_s, n)
+        return self._learned.times.of(n)
 
     def _plain_s(self) -> float:
         """Return the seconds of a plain token: a stream's share of the decode plus its overhead."""
         n = self._learned.n_streams
         return self._time(n) / n + self._learned.overhead_s[False]
 
-    def _costs(self, profile: _Profile) -> list[float]:
+    def _costs(self, record: _Record) -> list[float]:
         """Return a stream's seconds per round, for k = 0, 1, ... tokens drafted by each stream."""
         learned = self._learned
-        if not learned.costs or learned.costs_of is not profile:
-            learned.costs_of = profile
+        if not learned.costs or learned.costs_of is not record:
+            learned.costs_of = record
             n, per_token = learned.n_streams, learned.n_streams * self._width
             # Measured times are noisy, but more tokens never take less time than fewer.
             least_s, overhead_s = self._time(n), max(learned.overhead_s.values())
             learned.costs = [
-                k * profile.step_s + max(least_s, self._time(n + k * per_token)) / n + overhead_s
+                k * record.step_s + max(least_s, self._time(n + k * per_token)) / n + overhead_s
                 for k in range(self.limit + 1)
             ]
             learned.costs[0] = self._plain_s()
         return learned.costs
 
-    def _throughput(self, profile: _Profile) -> float:
+    def _throughput(self, record: _Record) -> float:
         """Return the recent tokens per second; plain decoding's if those are higher."""
         plain = 1.0 / self._plain_s()
-        return max(plain, profile.tokens / profile.seconds) if profile.rounds > 1 else plain
+        return max(plain, record.tokens / record.seconds) if record.rounds > 1 else plain
 
     # -- decisions ---------------------------------------------------------------------------------
 
@@ -251,34 +242,40 @@ class AutoLength:
         with self._learned.lock:
             learned = self._learned
             self._n_behind = n_behind
-            if learned.n_plain < self.WARM_UP_PLAIN:
-                return self.WARM_UP_PLAIN - learned.n_plain
+            warm_up = 0 if learned.known.target_s else self.WARM_UP_PLAIN
+            if learned.n_plain < warm_up:
+                return warm_up - learned.n_plain
             if self._is_on():
                 return int(learned.since_plain >= self.REFRESH)
-            return 0 if any(map(self._is_due, learned.profiles.values())) else self.LOOK_EVERY
+            return 0 if any(map(self._is_due, learned.records.values())) else self.LOOK_EVERY
 
-    def _is_due(self, profile: _Profile) -> bool:
+    def _is_due(self, record: _Record) -> bool:
         """Return whether a drafter that is off should be tried again."""
-        if profile.waited < profile.cooldown:
+        if record.waited < record.cooldown:
             return False
+        if record.cooldown == 0 and record.n_drafts < self.WARM_UP_DRAFTS:
+            return True
         # Decoding many tokens at once costs about a fifth of a step for each. In a chain whose other
         # drafters are called, this one has missed the tokens generated during its own cooldown.
-        n_behind = max(self._n_behind, profile.waited)
-        cost_s = profile.step_s * (1 + n_behind / 5) + self._costs(profile)[1] - self._plain_s()
-        return cost_s < self.TRIAL_SHARE * profile.waited_s
+        n_behind = max(self._n_behind, record.waited)
+        cost_s = record.step_s * (1 + n_behind / 5) + self._costs(record)[1] - self._plain_s()
+        return cost_s < self.TRIAL_SHARE * record.waited_s
 
     def consider(self, drafter: str) -> bool:
         """Return whether this drafter should draft; later ``goes_on`` calls are about it."""
         with self._learned.lock:
-            profile = self._learned.profiles.setdefault(drafter, _Profile())
-            self._profile = self._learned.profile = profile
-            self._is_trial = not profile.is_on and self._is_due(profile)
-            return profile.is_on or self._is_trial
+            is_new = drafter not in self._learned.records
+            record = self._learned.record_of(drafter)
+            self._record = self._learned.record = record
+            if is_new and self._is_known(record) and self._best(record)[0] == 0:
+                record.switch(on=False)  # a few trials at once show whether that still holds
+            self._is_trial = not record.is_on and self._is_due(record)
+            return record.is_on or self._is_trial
 
     def goes_on(self, n_drafted: int, entropy: float) -> bool:
         """Return whether to draw another token after ``n_drafted``, at this ``entropy`` in nats."""
         with self._learned.lock:
-            profile = self._profile or self._learned.profile
+            record = self._record or self._learned.record
             if n_drafted == 0:
                 self._reach = 1.0
             self.reason = "length"
@@ -288,19 +285,25 @@ class AutoLength:
                 self.reason = "entropy"
                 return False
             self.reason = "goodput"
-            if profile.n_drafts < self.WARM_UP_DRAFTS:
+            if not self._is_known(record):
                 return n_drafted < self.WARM_UP_K
-            acceptance = profile.acceptance(entropy)
+            if record.n_drafts < self.SHORT_DRAFTS and n_drafted >= self.WARM_UP_K:
+                return False
+            acceptance = record.acceptance.at(entropy)
             is_probe = self._is_trial and n_drafted == 0
-            if not is_probe and not self._pays(profile, n_drafted, acceptance):
+            if not is_probe and not self._pays(record, n_drafted, acceptance):
                 return False
             self._reach *= acceptance
             return True
 
-    def _pays(self, profile: _Profile, k: int, acceptance: float) -> bool:
+    def _is_known(self, record: _Record) -> bool:
+        """Return whether a drafter's acceptance can be relied on; else its drafts are a warm-up."""
+        return record.acceptance.is_kept or record.n_drafts >= self.WARM_UP_DRAFTS
+
+    def _pays(self, record: _Record, k: int, acceptance: float) -> bool:
         """Return whether to draft on after ``k`` tokens; ``acceptance`` is the next one's probability."""
-        costs, mean = self._costs(profile), profile.mean_acceptance
-        reach, gained, rate = self._reach, 0.0, self._throughput(profile)
+        costs, mean = self._costs(record), record.acceptance.mean
+        reach, gained, rate = self._reach, 0.0, self._throughput(record)
         for longer in range(k + 1, self.limit + 1):
             reach *= acceptance
             gained += reach
@@ -316,13 +319,13 @@ class AutoLength:
         with self._learned.lock:
             learned = self._learned
             overhead_s, has_draft = learned.overhead_s, report.n_verified > 1
-            overhead_s[has_draft] = _smooth(
+            overhead_s[has_draft] = smooth(
                 overhead_s[has_draft], report.overhead_s, report.n_rounds
             )
             if report.drafter_called:
-                profile = learned.profiles.setdefault(report.drafter, _Profile())
+                record = learned.record_of(report.drafter)
                 if report.entropies:
-                    profile.learn(report)
+                    record.learn(report)
                     learned.n_drafts += 1
             if self._shares_decode:
                 self._report = report if report.drafter_called else None
@@ -347,9 +350,10 @@ class AutoLength:
         """Learn from one decode of ``n_tokens``; the reports of its streams together weigh as one."""
         learned, n_streams = self._learned, len(reports)
         learned.n_streams = n_streams
-        learned.target_s[n_tokens] = _smooth(
-            learned.target_s.get(n_tokens, 0.0), verify_s, n_rounds
-        )
+        factor = learned.times.learn(n_tokens, verify_s, n_rounds)
+        for record in learned.records.values():
+            if record.n_timed == 0:
+                record.step_s *= factor
         learned.costs = []
         learned.since_plain += n_rounds
         if n_tokens == n_streams and not any(report.drafter_called for report in reports):
@@ -362,46 +366,65 @@ class AutoLength:
         for report in reports:
             seconds = plain_s / n_streams + (report.n_verified - 1) * added_s
             seconds += report.draft_s + report.overhead_s
-            called = learned.profiles.get(report.drafter) if report.drafter_called else None
-            for profile in learned.profiles.values():
-                if profile is not called and not profile.is_on:
-                    profile.waited += weight
-                    profile.waited_s += weight * seconds
+            called = learned.records.get(report.drafter) if report.drafter_called else None
+            for record in learned.records.values():
+                if record is not called and not record.is_on:
+                    record.waited += weight
+                    record.waited_s += weight * seconds
             if called is not None:
                 self._update_switch(called, report, seconds, weight)
 
     def _update_switch(
-        self, profile: _Profile, report: RoundReport, seconds: float, weight: float
+        self, record: _Record, report: RoundReport, seconds: float, weight: float
     ) -> None:
         """Switch a drafter on or off, by the throughput of the rounds in which it was called."""
-        self._learned.profile = profile
+        self._learned.record = record
         if not report.caught_up:  # the time of a prefill does not predict that of later rounds
             tokens = 1 + report.n_accepted
             keep = (1.0 - 1.0 / self.RATE_ROUNDS) ** weight
-            profile.tokens = keep * profile.tokens + weight * tokens
-            profile.seconds = keep * profile.seconds + weight * seconds
-            profile.rounds = keep * profile.rounds + weight
+            record.tokens = keep * record.tokens + weight * tokens
+            record.seconds = keep * record.seconds + weight * seconds
+            record.rounds = keep * record.rounds + weight
             lost_s = seconds - tokens * self._plain_s()
-            profile.lost_s = max(0.0, profile.lost_s + weight * lost_s)
-        if profile.is_on:
-            is_known = profile.n_drafts >= self.WARM_UP_DRAFTS
-            is_useless = is_known and self._best(profile)[0] == 0
-            if is_useless or profile.lost_s > self.LOST_STEPS * self._plain_s():
-                profile.switch(on=False)
-                profile.cool_down(self.COOLDOWN)
-        elif profile.waited < profile.cooldown:
+            record.lost_s = max(0.0, record.lost_s + weight * lost_s)
+        if record.is_on:
+            is_useless = self._is_known(record) and self._best(record)[0] == 0
+            if is_useless or record.lost_s > self.LOST_STEPS * self._plain_s():
+                record.switch(on=False)
+                record.cool_down(self.COOLDOWN)
+        elif record.waited < record.cooldown:
             return  # another stream of the same trial has decided
         elif not report.entropies:  # without a draft nothing is measured: probe a few more times
-            profile.empty_probes += weight
-            if profile.empty_probes >= self.EMPTY_PROBES:
-                profile.cool_down(profile.cooldown)
-        elif self._best(profile)[1] >= self.MARGIN:
-            profile.switch(on=True)
-            profile.cool_down(self.COOLDOWN)
-        else:
-            profile.cool_down(min(2 * profile.cooldown, self.LONGEST_COOLDOWN))
+            record.empty_probes += weight
+            if record.empty_probes >= self.EMPTY_PROBES:
+                record.cool_down(record.cooldown or self.COOLDOWN)
+        elif self._best(record)[1] >= self.MARGIN:
+            record.switch(on=True)
+            record.cool_down(self.COOLDOWN)
+        elif record.cooldown or record.n_drafts >= self.WARM_UP_DRAFTS:
+            cooldown = 2 * record.cooldown or self.COOLDOWN
+            record.cool_down(min(cooldown, self.LONGEST_COOLDOWN))
 
     # -- report ------------------------------------------------------------------------------------
+
+    def findings(self) -> Findings | None:
+        """Return what was measured so far, for later runs; None as long as t(1) is not known."""
+        with self._learned.lock:
+            times = self._learned.times
+            if not times.n_measured or not times.has(1):
+                return None
+            one_s = times.of(1)
+            return Findings(
+                {1: one_s} | {n: times.of(n) for n in times.n_measured},
+                dict(times.n_measured),
+                {
+                    name: DrafterFindings(
+                        record.acceptance.counts(), record.step_s / one_s, record.n_drafts
+                    )
+                    for name, record in self._learned.records.items()
+                    if record.n_timed
+                },
+            )
 
     def explain(self) -> str:
         """Return the length it chose, and the measurements behind that."""
@@ -409,22 +432,24 @@ class AutoLength:
             return self._explanation()
 
     def _explanation(self) -> str:
-        learned = self._learned
-        known = (("plain step", bool(learned.target_s)), ("draft", learned.n_drafts > 0))
+        learned, record = self._learned, self._learned.described()
+        has_acceptance = learned.n_drafts > 0 or record.acceptance.is_kept
+        known = (("plain step", bool(learned.times)), ("draft", has_acceptance))
         missing = [name for name, is_known in known if not is_known]
         if missing:
-            return "still measuring: " + " and ".join(f"no {name}" for name in missing) + " yet"
-        profile, one_s = learned.profile, self._time(1)
-        k, speedup = self._best(profile)
+            waiting = " and ".join(f"no {name}" for name in missing)
+            return f"still measuring: {waiting} yet" + self._sources(record)
+        one_s = self._time(1)
+        k, speedup = self._best(record)
         n = learned.n_streams
         sizes = [
-            m for m in sorted({1, *(n * i for i in (1, 2, 3, 5, 9))}) if m <= max(learned.target_s)
+            m for m in sorted({1, *(n * i for i in (1, 2, 3, 5, 9))}) if m <= learned.times.largest
         ]
         facts = (
-            f"a drafted token is accepted with probability {profile.mean_acceptance:.2f}, "
-            f"a draft step costs c = {profile.step_s / one_s:.2f} target steps, a target decode of "
+            f"a drafted token is accepted with probability {record.acceptance.mean:.2f}, "
+            f"a draft step costs c = {record.step_s / one_s:.2f} target steps, a target decode of "
             + ", ".join(f"{m} tokens v = {self._time(m) / one_s:.2f}" for m in sizes)
-        )
+        ) + self._sources(record)
         streams = "" if n == 1 else f" with {n} streams in a decode"
         if not self._is_on():
             return (
@@ -436,38 +461,29 @@ class AutoLength:
             f"{speedup:.2f} times plain throughput expected; {facts}"
         )
 
-
-def _bucket(entropy: float) -> int:
-    return _UNKNOWN if math.isnan(entropy) else bisect.bisect(_EDGES, entropy)
-
-
-def _interpolate(seconds: Mapping[int, float], n: int) -> float:
-    """Return the time of ``n`` tokens: measured, between two measured ones, or extrapolated."""
-    known = sorted(seconds)
-    at = bisect.bisect_left(known, n)
-    if at == 0 or (at < len(known) and known[at] == n):
-        return seconds[known[at]]
-    low = known[at - 1]
-    if at < len(known):
-        high = known[at]
-        share = (n - low) / (high - low)
-        return seconds[low] * (1 - share) + seconds[high] * share
-    slope = seconds[low] / 8  # only one size is measured: assume that more tokens cost something
-    if at > 1:
-        before = known[at - 2]
-        slope = max(0.0, (seconds[low] - seconds[before]) / (low - before))
-    return seconds[low] + slope * (n - low)
+    def _sources(self, record: _Record) -> str:
+        """Return where the numbers come from: what was known before, and what was measured since."""
+        learned = self._learned
+        costs = learned.known.source if learned.known.target_s else ""
+        n_decodes = sum(learned.times.n_measured.values())
+        kept = record.source if record.acceptance.is_kept else ""
+        dropped = f" ({record.source} was wrong)" if record.source and not kept else ""
+        return (
+            f"; times from {_joined(costs, n_decodes, 'decode')}, acceptance from "
+            f"{_joined(kept or 'an assumed 0.50', record.n_drafts, 'draft')}{dropped}"
+        )
 
 
-def _smooth(old: float, new: float, times: int = 1) -> float:
-    """Return the moving average after ``times`` observations of ``new``; one outlier moves it little."""
-    if old == 0.0:
-        return new
-    return old + (1.0 - 0.9**times) * (min(new, 2.0 * old) - old)
+def _joined(source: str, n: int, noun: str) -> str:
+    """Return "SOURCE and N decodes of this run"; one of the two may be missing."""
+    measured = f"{n} {noun}{'' if n == 1 else 's'} of this run" if n else ""
+    return " and ".join(filter(None, (source, measured))) or "nothing yet"
 
 
-def draft_length(config: SpeculativeConfig, width: int = 1) -> DraftLength:
+def draft_length(
+    config: SpeculativeConfig, width: int = 1, known: Known | None = None
+) -> DraftLength:
     """Return the draft length that ``config`` sets, for drafts with ``width`` tokens per step."""
     if isinstance(config.draft_k, int):
         return FixedLength(config.draft_k, config.entropy_stop)
-    return AutoLength(config.max_draft_tokens, config.entropy_stop, width)
+    return AutoLength(config.max_draft_tokens, config.entropy_stop, width, known)

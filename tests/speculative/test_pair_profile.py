@@ -1,0 +1,433 @@
+"""What "auto" keeps between runs: where, when and how it is merged, and that no text depends on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch import SamplingParams, SpeculativeConfig
+from llamabranch.bench import PairBench
+from llamabranch.context import decode_times
+from llamabranch.context.decode_times import context_key, measure_decode_times
+from llamabranch.context.machine_profile import machine_key, write_entry
+from llamabranch.speculative import pair_profile
+from llamabranch.speculative.length.acceptance import AcceptanceCounts
+from llamabranch.speculative.length.auto import AutoLength
+from llamabranch.speculative.length.base import RoundReport
+from llamabranch.speculative.pair_profile import PairProfile, keep_decode_times
+
+AUTO = SpeculativeConfig(draft_k="auto")
+PROMPT = "Once upon a time there was a king who had three daughters"
+WARM = SamplingParams(temperature=0.8, seed=7)
+N_BUCKETS = AcceptanceCounts.SIZE
+
+
+@pytest.fixture
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A profile of this test's own."""
+    path = tmp_path / "cache" / "profile.json"
+    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(path))
+    return path
+
+
+@pytest.fixture
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny targets are measured too."""
+    monkeypatch.setattr(decode_times, "LEAST_BYTES", 0)
+
+
+def sections(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if path.exists():
+        found = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def times_key(ctx: lb.Context) -> str:
+    return f"{machine_key()}, {context_key(ctx)}"
+
+
+def fresh_c(path: Path) -> float:
+    (drafts,) = sections(path)["drafters"].values()
+    return float(drafts["c"])
+
+
+def keep_times(ctx: lb.Context, **changes: object) -> None:
+    entry: dict[str, object] = {
+        "t1_ms": 2.0,
+        "v": {"1": 1.0, "2": 1.1, "5": 1.4, "9": 1.8, "17": 2.6},
+        "decodes": {"1": 64, "2": 64, "5": 64, "9": 64, "17": 64},
+        "measured": "2026-01-02",
+    }
+    write_entry("decode_times", times_key(ctx), entry | changes)
+
+
+def keep_drafter(ctx: lb.Context, drafter: lb.Drafter, chance: float, **changes: object) -> None:
+    entry: dict[str, object] = {
+        "c": 0.1,
+        "drafts": 64,
+        "tested": [50.0] * N_BUCKETS,
+        "accepted": [50.0 * chance] * N_BUCKETS,
+        "drawn": [10.0] * N_BUCKETS,
+        "measured": "2026-01-03",
+    }
+    (key,) = drafter.profile_keys.values()
+    write_entry("drafters", f"{times_key(ctx)}, {key}", entry | changes)
+
+
+def generate(ctx: lb.Context, drafter: lb.Drafter, n: int = 48) -> tuple[list[int], lb.Speculator]:
+    speculator = lb.Speculator(ctx, drafter, AUTO)
+    return speculator.generate(PROMPT, max_tokens=n, sampling=WARM).finish().tokens, speculator
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+
+
+def test_a_run_keeps_costs_and_acceptance_and_the_next_begins_with_them(
+    ctx: lb.Context, draft_ctx: lb.Context, profile: Path
+) -> None:
+    drafter = lb.ModelDrafter(draft_ctx)
+    tokens, speculator = generate(ctx, drafter)
+    assert "nothing yet" not in speculator.explain()
+    assert "an assumed 0.50" in speculator.explain()
+    kept = sections(profile)
+    assert kept["version"] == 1
+    (times,) = kept["decode_times"].values()
+    (drafts,) = kept["drafters"].values()
+    assert list(kept["decode_times"]) == [times_key(ctx)]
+    assert times["t1_ms"] > 0 and times["v"]["1"] == 1.0
+    assert set(times["v"]) == set(times["decodes"])
+    assert drafts["c"] > 0 and len(drafts["tested"]) == N_BUCKETS
+    assert 0 < drafts["drafts"] <= 64
+
+    again, second = generate(ctx, drafter)
+    assert again == tokens
+    assert f"the profile of {times['measured']} and " in second.explain()
+    assert "assumed" not in second.explain()
+    # No plain steps to begin with, and no short drafts: both are known.
+    assert isinstance(second.length, AutoLength)
+    fresh = lb.Speculator(ctx, drafter, AUTO).length
+    assert isinstance(fresh, AutoLength)
+    said = fresh.explain()  # before anything was generated
+    assert said.count(f"from the profile of {times['measured']}") == 2
+    assert f"c = {fresh_c(profile):.2f}" in said
+    assert fresh.plain_steps(1) == 0
+    times = sections(profile)["decode_times"][times_key(ctx)]
+    assert {n: fresh.verify_cost(int(n)) for n in times["v"]} == pytest.approx(times["v"])
+
+
+def test_nothing_is_read_or_written_where_it_is_off(
+    ctx: lb.Context, draft_ctx: lb.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMABRANCH_PROFILE", "0")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _, speculator = generate(ctx, lb.ModelDrafter(draft_ctx))
+    assert not list(tmp_path.iterdir())
+    assert "profile" not in speculator.explain()
+
+
+def test_fixed_lengths_keep_nothing(ctx: lb.Context, draft_ctx: lb.Context, profile: Path) -> None:
+    for drafter, config in (
+        (lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=3)),
+        (None, AUTO),
+    ):
+        lb.Speculator(ctx, drafter, config).generate(PROMPT, max_tokens=8, sampling=WARM).finish()
+    assert not profile.exists()
+
+
+def test_an_engine_and_a_session_keep_what_they_learn(
+    ctx: lb.Context, draft_ctx: lb.Context, profile: Path
+) -> None:
+    drafter = lb.ModelDrafter(draft_ctx)
+    requests = [lb.Request(PROMPT, max_tokens=n, sampling=WARM) for n in (12, 40)]
+    engine = lb.Engine(ctx, drafter, AUTO)
+    engine.generate(requests)
+    (key,) = sections(profile)["drafters"]
+    assert ", batched, " in key  # a draft step of several streams has other costs
+    engine = lb.Engine(ctx, drafter, AUTO)
+    engine.generate(requests[:1])
+    assert "the profile of" in engine.explain()
+    with lb.InferenceSession(ctx, PROMPT, sampling=WARM, config=AUTO, max_tokens=40) as session:
+        while session.next_token(drafter) is not None:
+            pass
+    assert len(sections(profile)["drafters"]) == 2
+
+
+def test_each_drafter_of_a_chain_is_kept_by_itself(
+    ctx: lb.Context, draft_ctx: lb.Context, profile: Path
+) -> None:
+    lookup, model = lb.PromptLookupDrafter(), lb.ModelDrafter(draft_ctx)
+    chain = lb.ChainDrafter([lookup, model])
+    assert chain.profile_keys == {**lookup.profile_keys, **model.profile_keys}
+    keep_times(ctx)
+    keep_drafter(ctx, lookup, 0.8)
+    keep_drafter(ctx, model, 0.3)
+    found = PairProfile(ctx, chain, batched=False).known()
+    chances = {n: d.counts.accepted[0] / d.counts.tested[0] for n, d in found.drafters.items()}
+    assert chances == {lookup.name: pytest.approx(0.8), model.name: pytest.approx(0.3)}
+
+
+def test_other_models_widths_and_threads_have_entries_of_their_own(
+    target: lb.Model, draft_ctx: lb.Context, toy: lb.Model
+) -> None:
+    with (
+        lb.Context(target, n_ctx=256, n_threads=1) as one,
+        lb.Context(target, n_ctx=256, n_threads=2, n_threads_batch=1) as two,
+        lb.Context(target, n_ctx=256, n_threads=1, kv_type="f16") as f16,
+        lb.Context(toy, n_ctx=256, n_threads=1) as other,
+    ):
+        assert len({context_key(ctx) for ctx in (one, two, f16, other)}) == 4
+    keys = [lb.ModelDrafter(draft_ctx, width=width).profile_keys for width in (1, 2)]
+    assert keys[0] != keys[1]
+    assert list(keys[0]) == list(keys[1]) == [draft_ctx.model.name]
+
+
+def test_it_is_written_at_the_end_of_a_generation_and_seldom(
+    ctx: lb.Context, draft_ctx: lb.Context, profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    monkeypatch.setattr(pair_profile, "write_entries", lambda entries: written.append(1))
+    now = 1000.0
+    monkeypatch.setattr(pair_profile, "monotonic", lambda: now)
+    speculator = lb.Speculator(ctx, lb.ModelDrafter(draft_ctx), AUTO)
+    generation = speculator.generate(PROMPT, max_tokens=24, sampling=WARM)
+    for _ in range(20):
+        next(generation)
+    assert not written
+    generation.finish()
+    assert len(written) == 1
+    speculator.generate(PROMPT, max_tokens=8, sampling=WARM).finish()
+    assert len(written) == 1
+    now += 60.0
+    speculator.generate(PROMPT, max_tokens=8, sampling=WARM).finish()
+    assert len(written) == 2
+    now += 60.0
+    speculator.save_profile()  # nothing was learned since
+    assert len(written) == 2
+
+
+def test_runs_are_merged_by_weight_and_old_ones_fade(ctx: lb.Context, profile: Path) -> None:
+    drafter = lb.PromptLookupDrafter()
+    keep_times(ctx, decodes={"1": 64, "2": 64, "5": 10**9, "9": 64, "17": 64})
+    keep_drafter(ctx, drafter, 0.5)
+
+    def run(n_rounds: int) -> None:
+        length, kept = PairProfile.open(ctx, drafter, AUTO)
+        assert kept is not None and length.consider(drafter.name)
+        for _ in range(n_rounds):
+            length.learn(RoundReport.plain(1, 0.001, 0.0))
+            length.learn(RoundReport(drafter.name, True, (0.3,) * 4, 4, 4, 5, 4 * 0.0003, 0.003))
+        kept.save(length)
+
+    run(1)
+    first = sections(profile)["decode_times"][times_key(ctx)]
+    assert first["t1_ms"] < 2.0
+    assert 1.4 < first["v"]["5"] < 1.5  # one decode among 65
+    assert first["v"]["9"] == 1.8
+    for _ in range(12):
+        run(30)
+    later = sections(profile)
+    times = later["decode_times"][times_key(ctx)]
+    assert times["t1_ms"] == pytest.approx(1.0, rel=0.05)
+    assert times["v"]["5"] == pytest.approx(3.0, rel=0.05)
+    assert max(times["decodes"].values()) == 64
+    (drafts,) = later["drafters"].values()
+    assert drafts["c"] == pytest.approx(0.3, rel=0.1)
+    assert drafts["accepted"][2] > 0.9 * drafts["tested"][2]  # the bucket of 0.3 nats
+
+
+# -- what is not valid -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"t1_ms": 0},
+        {"t1_ms": "2"},
+        {"t1_ms": True},
+        {"v": [1.0]},
+        {"v": {}},
+        {"v": {"1": 1.0, "two": 1.1}},
+        {"v": {"1": 1.0, "-2": 1.1}},
+        {"v": {"1": 1.0, "9" * 5000: 1.1}},
+        {"v": {"1": 1.0, "2": -1.0}},
+        {"v": {"1": 1.0, "2": None}},
+        {"v": {"2": 1.1}},
+        {"decodes": None},
+        {"decodes": {"1": 0}},
+        {"v": {"1": 1.0, "2": 10**400}},
+    ],
+    ids=lambda changes: str(changes)[:40],
+)
+def test_invalid_times_are_ignored(
+    changes: dict[str, object], ctx: lb.Context, profile: Path
+) -> None:
+    drafter = lb.PromptLookupDrafter()
+    keep_times(ctx, **changes)
+    keep_drafter(ctx, drafter, 0.5)
+    found = PairProfile(ctx, drafter, batched=False).known()
+    assert not found.target_s and not found.drafters
+    generate(ctx, drafter, 12)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"c": 0},
+        {"c": "cheap"},
+        {"drafts": -1},
+        {"tested": [1.0]},
+        {"tested": None},
+        {"tested": [None] * N_BUCKETS},
+        {"accepted": [51.0] * N_BUCKETS},
+        {"accepted": [-1.0] * N_BUCKETS},
+        {"drawn": ["often"] * N_BUCKETS},
+    ],
+    ids=lambda changes: str(changes)[:40],
+)
+def test_invalid_drafters_are_ignored(
+    changes: dict[str, object], ctx: lb.Context, profile: Path
+) -> None:
+    drafter = lb.PromptLookupDrafter()
+    keep_times(ctx)
+    keep_drafter(ctx, drafter, 0.5, **changes)
+    found = PairProfile(ctx, drafter, batched=False).known()
+    assert found.target_s[1] == pytest.approx(0.002) and not found.drafters
+
+
+def test_a_model_whose_file_is_gone_keeps_nothing(tmp_path: Path, profile: Path) -> None:
+    path = toys.write_llama(tmp_path / "toy.gguf", vocab="bytes")
+    with lb.Model(path) as model, lb.Context(model, n_ctx=256, n_threads=1) as ctx:
+        path.unlink()
+        generate(ctx, lb.PromptLookupDrafter(), 12)
+    assert not profile.exists()
+
+
+# -- the text --------------------------------------------------------------------------------------
+
+
+def test_text_never_depends_on_the_profile(
+    ctx: lb.Context, draft_ctx: lb.Context, profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = lb.ModelDrafter(draft_ctx)
+    monkeypatch.setenv("LLAMABRANCH_PROFILE", "0")
+    texts, n_drafted = [], []
+
+    def note() -> None:
+        tokens, speculator = generate(ctx, drafter)
+        texts.append(tokens)
+        n_drafted.append(speculator.stats.num_draft_tokens)
+
+    note()
+    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(profile))
+    note()
+    for chance, flat in ((0.95, 0.01), (0.05, 1.0)):
+        v = {str(n): 1 + flat * (n - 1) for n in (1, 2, 5, 9, 17)}
+        keep_times(ctx, v=v)
+        keep_drafter(ctx, drafter, chance)
+        note()
+    assert all(text == texts[0] for text in texts)
+    assert n_drafted[2] > 0
+    assert len(set(n_drafted)) > 1
+
+
+# -- the quick measurement -------------------------------------------------------------------------
+
+
+def test_a_first_run_measures_and_says_so(
+    ctx: lb.Context, draft_ctx: lb.Context, profile: Path, any_size: None
+) -> None:
+    speculator = lb.Speculator(ctx, lb.ModelDrafter(draft_ctx), AUTO)
+    assert "times from a quick measurement of" in speculator.explain()
+    length = speculator.length
+    assert isinstance(length, AutoLength) and length.verify_cost(17) > 1
+    speculator.generate(PROMPT, max_tokens=16, sampling=WARM).finish()
+    assert "a quick measurement of" in speculator.explain()
+    (times,) = sections(profile)["decode_times"].values()
+    assert {"1", "2", "3", "5", "9", "17"} <= set(times["v"])
+    assert "the profile of" in lb.Speculator(ctx, lb.PromptLookupDrafter(), AUTO).explain()
+
+
+def _observed(target: lb.Model, act: Callable[[lb.Context], object]) -> list[object]:
+    """Return all that a user can see of a context after ``act``, and what it then generates."""
+    with lb.Context(target, n_ctx=512, n_seq_max=4, n_threads=1) as ctx:
+        held = lb.Branch.create(ctx, WARM)
+        act(ctx)
+        ctx.audit()
+        seen: list[object] = [ctx.usage(), ctx.decoder.n_decodes, ctx.n_seq_free]
+        held.prune()
+        ctx.decode([5, 6, 7], 0, logits="all")
+        seen += [ctx.logits(i).tobytes() for i in range(3)]
+        seen.append(ctx.sample(SamplingParams(temperature=1.0, seed=3)))
+        ctx.kv_cache_clear()
+        with lb.Branch.start(ctx, PROMPT, sampling=WARM) as branch:
+            text = [(t.token, t.logprob) for t in branch.generate(24)]
+            return [*seen, text, ctx.usage(), ctx.kv_cache.ledger.clock]
+
+
+def test_measuring_leaves_the_context_exactly_as_it_was(target: lb.Model, any_size: None) -> None:
+    def measure(ctx: lb.Context) -> None:
+        assert list(measure_decode_times(ctx, (1, 9, 17, 10**6))) == [1, 9, 17]
+
+    assert _observed(target, measure) == _observed(target, lambda ctx: None)
+
+
+def test_only_large_unused_contexts_that_can_be_truncated_are_measured(
+    target: lb.Model, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
+        assert measure_decode_times(ctx, (1, 2)) == {}  # a bundled model is tiny
+        monkeypatch.setattr(decode_times, "LEAST_BYTES", 0)
+        with lb.Branch.start(ctx, PROMPT):
+            assert measure_decode_times(ctx, (1, 2)) == {}
+        assert measure_decode_times(ctx, (1, 2)) == {}  # its cells have been used
+    with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
+        assert set(measure_decode_times(ctx, (1, 2))) == {1, 2}
+    assert measure_decode_times(ctx, (1, 2)) == {}  # closed
+    path = toys.write_toy(tmp_path / "toy.gguf", "mamba", vocab="bytes")
+    with lb.Model(path) as model, lb.Context(model, n_ctx=256, n_threads=1) as ctx:
+        assert measure_decode_times(ctx, (1, 2)) == {}
+
+
+def test_measuring_is_bounded_in_time(
+    target: lb.Model, any_size: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_times, "LIMIT_S", 0.0)
+    with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
+        assert list(measure_decode_times(ctx, (1, 9, 17))) == [1]
+
+
+def test_an_interruption_that_waits_is_not_swallowed(target: lb.Model, any_size: None) -> None:
+    with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
+        ctx.interrupt()
+        assert measure_decode_times(ctx, (1, 9)) == {}
+        with pytest.raises(lb.DecodeInterruptedError):
+            ctx.decode([5], 0)
+
+
+# -- bench -----------------------------------------------------------------------------------------
+
+
+def test_bench_keeps_the_times_it_measures(
+    ctx: lb.Context, draft_ctx: lb.Context, profile: Path
+) -> None:
+    def run(lengths: tuple[int | str, ...]) -> dict[str, Any]:
+        bench = PairBench(
+            ctx, lambda: lb.ModelDrafter(draft_ctx), [ctx.tokenize(PROMPT)], WARM,
+            lengths=lengths, n_tokens=16, n_runs=1, n_pairs=1, verify_s=0.0,
+        )  # fmt: skip
+        report = bench.run()
+        found: dict[str, Any] = sections(profile)["decode_times"][times_key(ctx)]
+        assert found["v"]["2"] == pytest.approx(report.v[2], abs=1e-3)
+        return found
+
+    first = run((1,))
+    assert set(first["decodes"]) == {"1", "2"}
+    keep_decode_times(ctx, {1: 0.5, 9: 1.0})
+    assert set(run((1,))["v"]) == {"1", "2", "9"}

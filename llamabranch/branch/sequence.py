@@ -332,8 +332,9 @@ class TokenSequence:
         with self.ctx.lock:
             self.check_usable()
             self.catch_up()
-            if len(tokens) == 1 and self.row is not None and self.row.is_valid:
-                row = self._decoder.advance(self.seq_id, tokens[0], self.row)
+            known = self.row
+            if len(tokens) == 1 and known is not None and known.is_valid:
+                row = self._decoder.advance(self.seq_id, tokens[0], known)
             else:
                 row = self.decode_run(tokens, "last", self.expiring_rows())[-1]
             self.append_unscored(tokens, row)

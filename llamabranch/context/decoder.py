@@ -65,12 +65,10 @@ class Decoder:
         live = self._live
         if not live:
             return
-        if (
-            n_outputs > self.handle.row_capacity
-        ):  # the buffer is reallocated: every old row becomes invalid
-            expiring = ()
+        if n_outputs > self.handle.row_capacity:
+            expiring = ()  # the buffer is reallocated: every old row becomes invalid
         for row in live:
-            if row.users > sum(1 for r in expiring if r is row):
+            if row.users and row.users > [r is row for r in expiring].count(True):
                 row.detach()
         self._live = []
 

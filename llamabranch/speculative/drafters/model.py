@@ -133,6 +133,7 @@ class ModelState:
     def __init__(self, drafter: ModelDrafter, branch: Branch, target: Branch, rule: str) -> None:
         self.branch = branch
         self.n_prompt = target.n_prompt
+        self._name = drafter.name
         self._drafter = drafter
         self._rule = rule
         # A tree's candidates are ranked without noise if the draws are greedy.
@@ -142,42 +143,45 @@ class ModelState:
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         """Decode the tokens that are new in one decode, then draw token by token."""
-        draft = Draft(drafter=self.branch.ctx.model.name)
+        draft = Draft(drafter=self._name)
         if not length.consider(draft.drafter):
             draft.stopped = "off"
             return draft
         start = perf_counter()
-        decodes = self.branch.ctx.decoder.n_decodes
+        decoder = self.branch.ctx.decoder
+        decodes = decoder.n_decodes
         try:
             self._catch_up(draft, tokens)
             self._draft(draft, length, limit)
         except CapacityError:  # without room to draft the target goes on alone
             draft.stopped = "capacity"
-        draft.n_decodes = self.branch.ctx.decoder.n_decodes - decodes
+        draft.n_decodes = decoder.n_decodes - decodes
         draft.seconds = perf_counter() - start
         return draft
 
     def _catch_up(self, draft: Draft, tokens: Sequence[int]) -> None:
-        branch = self.branch
-        draft.n_read = len(tokens) - branch.position
-        if branch.position < self.n_prompt:
-            branch.prefill(tokens[branch.position : self.n_prompt])
-        branch.sequence.decode_unscored(tokens[branch.position :])  # the rest, in one decode
+        sequence = self.branch.sequence
+        n_known = len(sequence.tokens)
+        draft.n_read = len(tokens) - n_known
+        if n_known < self.n_prompt:
+            self.branch.prefill(tokens[n_known : self.n_prompt])
+            n_known = len(sequence.tokens)
+        sequence.decode_unscored(tokens[n_known:])  # the rest, in one decode
 
     def _draft(self, draft: Draft, length: DraftLength, limit: int) -> None:
         if not self.branch.ctx.capabilities.can_truncate:
             self._ahead = self.branch.fork()
         branch = self._ahead or self.branch
+        decode = branch.sequence.decode_unscored
         while True:
             token = self.draw(draft, length, branch)
             if token is None or len(draft.tokens) == limit:
                 return  # the last token is decoded by the next catch-up, if it is accepted
-            branch.sequence.decode_unscored((token,))
+            decode((token,))
 
     def draw(self, draft: Draft, length: DraftLength, branch: Branch) -> int | None:
         """Draw the next token of ``branch`` and add it to the draft; return it if more may follow."""
-        if not draft.tokens:
-            self._noise = draft_seed(branch.seed, branch.position)
+        sequence = branch.sequence
         entropy = branch.entropy() if length.reads_entropy else math.nan
         draft.entropies.append(entropy)
         if not length.goes_on(len(draft.tokens), entropy):
@@ -185,9 +189,11 @@ class ModelState:
             return None
         try:
             if self._rule == "seeded":
-                with branch.ctx.lock:  # the logits are valid until the next decode of any thread
-                    token = branch.sequence.draw(branch.sequence.logits_row())
+                with sequence.ctx.lock:  # the logits are valid until the next decode of any thread
+                    token = sequence.draw(sequence.logits_row())
             else:
+                if not draft.tokens:
+                    self._noise = draft_seed(branch.seed, branch.position)
                 source = branch.distribution()
                 token = source.draw(self._noise, branch.position, DRAFT)
                 draft.sources.append(source)
@@ -195,7 +201,7 @@ class ModelState:
             draft.stopped = "end"
             return None
         draft.tokens.append(token)
-        if branch.ctx.model.is_eog(token):
+        if sequence.ctx.model.is_eog(token):
             draft.stopped = "end"
             return None
         return token
@@ -205,8 +211,11 @@ class ModelState:
         if self._ahead is not None:
             self._ahead.prune()
             self._ahead = None
-        if n_tokens < self.branch.position:
-            self.branch.rewind(n_tokens)
+        sequence = self.branch.sequence
+        if n_tokens < len(sequence.tokens):
+            with sequence.ctx.lock:
+                sequence.check_usable()
+                sequence.rewind(n_tokens)
 
     def fork(self, target: Branch) -> DraftState:
         """Return a copy of this state that drafts for ``target``."""

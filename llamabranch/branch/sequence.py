@@ -171,6 +171,11 @@ class TokenSequence:
         """Return a token drawn from ``row``, the logits after the last token."""
         position = len(self.tokens)
         if not self.sampler.is_argmax:
+            compiled = self.sampler.row_sampler
+            if compiled is not None:
+                token = row.sample(compiled, self._seed, position)
+                if token >= 0:
+                    return token
             choice = self.sampler.distribution(row.array, position, self._seed)
             return choice.draw(self._seed, position)
         token = row.best

@@ -91,7 +91,7 @@ class Decoder:
             if code == 0:
                 self._cache.append(seq_id, 1)
                 self.n_decodes += 1
-                row = LogitsRow(handle.rows(1)[0])
+                row = LogitsRow(handle.rows(1)[0], handle.rows_address or 0)
                 self._live = [row]
                 if expiring is not None:
                     expiring.invalidate()
@@ -157,7 +157,9 @@ class Decoder:
         self.n_decodes += 1
         if n_outputs == 0:
             return []
-        rows = [LogitsRow(array) for array in self.handle.rows(n_outputs)[:n_outputs]]
+        arrays = self.handle.rows(n_outputs)[:n_outputs]
+        at, size = self.handle.rows_address or 0, 4 * self.handle.n_vocab
+        rows = [LogitsRow(array, at + i * size) for i, array in enumerate(arrays)]
         self._live = list(rows)
         return rows
 

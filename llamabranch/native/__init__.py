@@ -4,6 +4,7 @@ No other package imports ``llama_cpp``. Callers check every argument first, with
 that this package reports, because llama.cpp calls ``abort()`` on most invalid arguments.
 """
 
+from . import core
 from .context import ContextHandle, NativeContextParams
 from .handle import forkable_lock
 from .library import (
@@ -27,6 +28,7 @@ __all__ = [
     "NativeContextParams",
     "SamplerHandle",
     "StateLayout",
+    "core",
     "engine_versions",
     "forkable_lock",
     "last_log_lines",

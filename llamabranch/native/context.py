@@ -295,6 +295,16 @@ class ContextHandle(Handle):
     def synchronize(self) -> None:
         C.llama_synchronize(self.ptr)
 
+    def for_loops(self) -> dict[str, object]:
+        """Return what compiled code needs to decode with this handle: addresses, and a batch."""
+        functions = {"decode": C._lib.llama_decode, "logits": C._lib.llama_get_logits}
+        return {
+            "context": self._address,
+            "stop": ctypes.addressof(self._stop_address),
+            "batch": self._batch,
+            **{name: ctypes.cast(f, ctypes.c_void_p).value for name, f in functions.items()},
+        }
+
     # -- memory ------------------------------------------------------------------------------------
 
     def remove(self, seq_id: int, start: int, end: int) -> bool:

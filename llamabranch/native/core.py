@@ -91,6 +91,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 
 _library, description = _load()
+library = _library  # None: not available
 available = _library is not None
 
 
@@ -129,6 +130,7 @@ class RowSampler:
 
     Attributes:
         choice: what the last call found; see ``core.c``.
+        settings_address: of its settings and its memory, for other functions of ``core.c``.
     """
 
     def __init__(
@@ -174,7 +176,7 @@ class RowSampler:
         self.choice = _Choice()
         self._sample = _library.lb_sample
         self._candidates = _library.lb_candidates
-        self._at = ctypes.addressof(self._settings)
+        self._at = self.settings_address = ctypes.addressof(self._settings)
         self._out = ctypes.addressof(self.choice)
 
     def sample(self, address: int, seed: int, position: int, purpose: int, measured: bool) -> int:

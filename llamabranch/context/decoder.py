@@ -12,6 +12,8 @@ from time import perf_counter, process_time
 from ..errors import CacheFullError, DecodeError, DecodeInterruptedError
 from ..native import ContextHandle
 from ..native.draft_loop import DraftLoop, DraftStream
+from ..sampling import Sampler
+from ..sampling.noise import DRAW
 from .kv_cache import END, KVCache
 from .logits import LogitsRow
 from .params import warn_of_length
@@ -78,26 +80,45 @@ class Decoder:
                 row.detach()
         self._live = []
 
-    def advance(self, seq_id: int, token: int, expiring: LogitsRow | None) -> LogitsRow:
-        """Decode one token at the end of ``seq_id``; return its row. The hot path."""
+    def advance(
+        self,
+        seq_id: int,
+        token: int,
+        expiring: LogitsRow | None,
+        sampler: Sampler | None = None,
+        seed: int = 0,
+    ) -> LogitsRow:
+        """Decode one token at the end of ``seq_id``; return its row. The hot path.
+
+        ``sampler`` and ``seed``: the next token will be drawn with these. Where the compiled core knows
+        the settings, it is drawn in the same native call, and the row remembers it.
+        """
         handle = self.handle
         handle.ptr  # noqa: B018  (raises ClosedError)
         position = self._cache.next_position(seq_id)
         if position >= self._n_trained:
             self._warn_beyond_trained()
         self._protect_rows(1, () if expiring is None else (expiring,))
-        handle.tokens[0] = token
-        handle.positions[0] = position
-        handle.seqs[0] = seq_id
-        handle.wants_logits[0] = 1
+        compiled, measured = None, True
+        if sampler is not None and handle.can_step and self.n_decodes & _WATCHED:
+            compiled, measured = sampler.row_sampler, sampler.params.logprobs
         try:
-            code = handle.decode(1) if self.n_decodes & _WATCHED else self._watched(1)
+            if compiled is not None:
+                code = handle.step(token, position, seq_id, compiled, seed, DRAW, measured)
+            else:
+                handle.tokens[0] = token
+                handle.positions[0] = position
+                handle.seqs[0] = seq_id
+                handle.wants_logits[0] = 1
+                code = handle.decode(1) if self.n_decodes & _WATCHED else self._watched(1)
             if code == 1 and self._make_room(() if expiring is None else (expiring,)):
-                return self.advance(seq_id, token, expiring)
+                return self.advance(seq_id, token, expiring, sampler, seed)
             if code == 0:
                 self._cache.append(seq_id, 1)
                 self.n_decodes += 1
                 row = LogitsRow(handle.rows(1)[0], handle.rows_address or 0)
+                if compiled is not None:
+                    row.note_step(compiled, seed, measured)
                 self._live = [row]
                 if expiring is not None:
                     expiring.invalidate()
@@ -180,8 +201,10 @@ class Decoder:
         most_tokens = min(handle.n_watched, handle.n_chunk, handle.n_outputs_max)
         if longest > self._n_trained or max(n_first, n) >= most_tokens:
             return None
+        if handle.stepper is None:
+            return None
         if self._loop is None:
-            self._loop = DraftLoop(handle, self._eog_tokens)
+            self._loop = DraftLoop(handle.stepper, handle.n_vocab, self._eog_tokens)
         self._protect_rows(n, expiring)
         at = 0
         for seq_id, tokens in zip(seqs, unread, strict=True):

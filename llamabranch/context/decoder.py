@@ -58,6 +58,7 @@ class Decoder:
         self._live: list[LogitsRow] = []
         self._eog_tokens = eog_tokens
         self._loop: DraftLoop | None = None
+        self._most_loop = 0  # tokens of a decode in it; a larger one is made in Python
 
     def check_open(self) -> None:
         """Raise ClosedError if the context is closed."""
@@ -192,38 +193,42 @@ class Decoder:
             it. What was decoded is recorded; a decode that failed is undone, and ends the draft: the
             caller repeats it to learn why. None: not here, nothing was done.
         """
-        handle, cache = self.handle, self._cache
+        handle, cache, n = self.handle, self._cache, len(streams)
         handle.ptr  # noqa: B018  (raises ClosedError)
-        n_first, n = sum(map(len, unread)), len(streams)
-        seqs = [stream.seq_id for stream in streams]
-        starts = {seq_id: cache.next_position(seq_id) for seq_id in seqs}
-        longest = max(starts[s] + len(t) for s, t in zip(seqs, unread, strict=True)) + most
-        most_tokens = min(handle.n_watched, handle.n_chunk, handle.n_outputs_max)
-        if longest > self._n_trained or max(n_first, n) >= most_tokens:
-            return None
-        if handle.stepper is None:
-            return None
         if self._loop is None:
+            if handle.stepper is None:
+                return None
             self._loop = DraftLoop(handle.stepper, handle.n_vocab, self._eog_tokens)
+            self._most_loop = min(handle.n_watched, handle.n_chunk, handle.n_outputs_max)
+        n_first = longest = 0
+        seqs, starts = [], {}
+        for stream, tokens in zip(streams, unread, strict=True):
+            seq_id = stream.seq_id
+            seqs.append(seq_id)
+            starts[seq_id] = start = cache.next_position(seq_id)
+            n_first += len(tokens)
+            longest = max(longest, start + len(tokens) + most)
+        if longest > self._n_trained or n_first >= self._most_loop or n >= self._most_loop:
+            return None
         self._protect_rows(n, expiring)
         at = 0
         for seq_id, tokens in zip(seqs, unread, strict=True):
-            end = at + len(tokens)
-            handle.tokens[at:end] = tokens
-            handle.positions[at:end] = range(starts[seq_id], starts[seq_id] + len(tokens))
-            handle.seqs[at:end] = seq_id
-            handle.wants_logits[at:end] = 0
-            handle.wants_logits[end - 1 : end] = 1
-            at = end
-        timed = self.watch is not None and n_first in (0, n)
-        times = (perf_counter(), process_time()) if timed else (0.0, 0.0)
+            for position, token in enumerate(tokens, starts[seq_id]):
+                handle.tokens[at] = token
+                handle.positions[at] = position
+                handle.seqs[at] = seq_id
+                handle.wants_logits[at] = 0
+                at += 1
+            if tokens:
+                handle.wants_logits[at - 1] = 1
+        timed = self.watch if n_first in (0, n) else None
+        start_s, start_cpu = (perf_counter(), process_time()) if timed else (0.0, 0.0)
         try:
             code = self._loop.run(streams, n_first, handle.n_watched // n)
             n_decodes = self._loop.n_decodes
-            is_due = (self.n_decodes & _WATCHED) + n_decodes > _WATCHED
-            if self.watch is not None and timed and is_due and code == 0:
-                spent = perf_counter() - times[0], process_time() - times[1]
-                self.watch.note_loop(n, n_decodes, *spent)
+            if timed and code == 0 and (self.n_decodes & _WATCHED) + n_decodes > _WATCHED:
+                spent = perf_counter() - start_s, process_time() - start_cpu
+                timed.note_loop(n, n_decodes, *spent)
             self._record_draft(seqs, unread, [stream.n_decoded for stream in streams], n_decodes)
         except BaseException:  # Ctrl-C arrives when the call returns
             self._undo(starts, expiring)

@@ -196,14 +196,14 @@ def test_interrupted_loop_loses_nothing(share: float, ctx: Context, draft: lb.Mo
         state.observe(len(tokens) - 1)
         n_seen, n_most = 0, 1 << 40
 
-        @C.ggml_abort_callback
         def is_asked_to_stop(_: object) -> bool:
             nonlocal n_seen
             n_seen += 1
             return n_seen > n_most
 
         ptr = draft_ctx.decoder.handle.ptr
-        C.llama_set_abort_callback(ptr, is_asked_to_stop, None)
+        callback = C.ggml_abort_callback(is_asked_to_stop)
+        C.llama_set_abort_callback(ptr, callback, None)
         state.propose(tokens, FixedLength(8), 8)
         state.observe(len(tokens) - 1)
         n_most, n_seen = int(share * n_seen), 0

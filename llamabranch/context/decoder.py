@@ -195,9 +195,9 @@ class Decoder:
         """
         handle, cache, n = self.handle, self._cache, len(streams)
         handle.ptr  # noqa: B018  (raises ClosedError)
+        if not handle.can_step or handle.stepper is None:
+            return None
         if self._loop is None:
-            if handle.stepper is None:
-                return None
             self._loop = DraftLoop(handle.stepper, handle.n_vocab, self._eog_tokens)
             self._most_loop = min(handle.n_watched, handle.n_chunk, handle.n_outputs_max)
         n_first = longest = 0

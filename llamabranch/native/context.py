@@ -45,6 +45,7 @@ ROPE_SCALING = {None: -1, "none": 0, "linear": 1, "yarn": 2, "longrope": 3}
 
 # The bindings create a ctypes pointer object in each call; a plain address takes a tenth of that time.
 _get_logits = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("llama_get_logits", C._lib))
+_llama_decode = C.llama_decode
 _int32_p = ctypes.POINTER(ctypes.c_int32)
 _uint8_p = ctypes.POINTER(ctypes.c_uint8)
 
@@ -218,8 +219,16 @@ class ContextHandle(Handle):
 
     @property
     def can_step(self) -> bool:
-        """True if ``step`` may be called."""
-        return self.stepper is not None
+        """True if ``step`` may be called: the compiled core is there, and nobody watches decodes.
+
+        Whoever times or counts decodes replaces ``decode``, of this object or of llama.cpp; a native
+        step would go past them.
+        """
+        return (
+            self.stepper is not None
+            and C.llama_decode is _llama_decode
+            and "decode" not in self.__dict__
+        )
 
     def step(
         self,

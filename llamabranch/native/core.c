@@ -320,16 +320,13 @@ static float softmax_total(const float *x, int32_t n, float top) {
     return total;
 }
 
-/* top-p over the sorted candidates, whose weights sum to ``total``, in llama.cpp's arithmetic. Returns how
- * many it keeps, 0: undecided, -1: the n candidates do not reach p. */
+/* top-p over the sorted candidates, whose weights sum to ``total``: llama.cpp's arithmetic, step by step.
+ * Returns how many it keeps, 0: undecided, -1: the n candidates do not reach p. */
 static int32_t cut_top_p(const uint64_t *keys, const float *x, int32_t n, float top, float total, float p) {
-    const float margin = 2.0f * FLT_EPSILON;
     float sum = 0.0f;
     for (int32_t i = 0; i < n; i++) {
         sum += expf(x[id_of(keys[i])] - top) / total;
-        float gap = sum - p;
-        if (gap > -margin && gap < margin) return 0;
-        if (gap > 0.0f) {
+        if (sum >= p) {
             int is_tie = i + 1 < n && keys[i] >> 32 == keys[i + 1] >> 32;
             return is_tie ? 0 : i + 1;
         }
@@ -337,10 +334,10 @@ static int32_t cut_top_p(const uint64_t *keys, const float *x, int32_t n, float 
     return -1;
 }
 
-/* The logit below which min-p drops a token; ``*slack``: how far another logf could move it. */
+/* The logit below which min-p drops a token; ``*slack``: how far a logf that rounds differently moves it. */
 static float min_p_logit(float top, float min_p, float *slack) {
     float log_p = logf(min_p), least = top + log_p;
-    *slack = 4.0f * FLT_EPSILON * (fabsf(top) + fabsf(log_p) + fabsf(least));
+    *slack = FLT_EPSILON * (fabsf(log_p) + fabsf(least)) + FLT_MIN;
     return least;
 }
 

@@ -133,14 +133,23 @@ def test_tie_at_the_cut_is_left_to_llama_cpp(target: lb.Model, tokens: tuple[int
     assert two.compare(x, 1, 1)
 
 
-def test_sum_that_meets_top_p_is_left_to_llama_cpp(target: lb.Model) -> None:
+def test_cut_of_top_p_between_equal_logits_is_left_to_llama_cpp(target: lb.Model) -> None:
     x = np.full(10, -math.inf, dtype=np.float32)
-    x[:4] = [0.0, 1e-3, 2e-3, 3e-3]
-    quarter = Both(target, 10, SamplingParams(temperature=1.0, top_k=0, top_p=0.5, min_p=0.0))
+    half = Both(target, 10, SamplingParams(temperature=1.0, top_k=0, top_p=0.5, min_p=0.0))
     x[:4] = 0.0
-    assert not quarter.compare(x, 1, 1)
+    assert not half.compare(x, 1, 1)
     x[:4] = [0.0, 0.5, 1.0, 1.5]
-    assert quarter.compare(x, 1, 1)
+    assert half.compare(x, 1, 1)
+
+
+def test_sums_of_top_p_are_llama_cpps_at_every_cut(target: lb.Model) -> None:
+    """One unit in the last place more or less would move some of these cuts."""
+    rng = np.random.default_rng(8)
+    x = row(rng, 600, "plain")
+    for p in np.linspace(0.01, 0.99999, 150):
+        for k in (0, 300):
+            params = SamplingParams(temperature=1.0, top_k=k, top_p=float(p), min_p=0.0)
+            assert Both(target, 600, params).compare(x, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -793,6 +793,12 @@ LB_API void lb_draft(lb_loop *loop, lb_stream *streams, int32_t n_streams) {
     lb_batch *batch = &d->batch;
     batch->n_tokens = loop->n_first;
     loop->n_decodes = loop->code = 0;
+    for (int32_t i = 0; i < n_streams; i++) {
+        lb_stream *s = streams + i;
+        s->n_tokens = s->n_entropies = s->n_decoded = s->n_sources = 0;
+        s->output = -1;
+        s->state = LB_GOES_ON;
+    }
     for (int is_first = 1;; is_first = 0) {
         if (batch->n_tokens > 0) {
             loop->code = *d->stop ? LB_INTERRUPTED : d->decode(d->ctx, *batch);

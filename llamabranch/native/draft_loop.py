@@ -179,8 +179,6 @@ class DraftStream:
                 s.n_costs, s.n_edges = len(rule.costs), len(rule.edges)
                 s.mean, s.rate, s.reach = rule.mean, rule.rate, rule.reach
                 s.is_probe = rule.is_probe
-        s.n_tokens = s.n_entropies = s.n_decoded = s.n_sources = s.state = 0
-        s.output = -1
 
     def start(self, position: int, row: int | None) -> None:
         """Set the position of the first draw, and the address of its logits: None = not decoded yet."""

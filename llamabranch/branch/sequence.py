@@ -90,6 +90,11 @@ class TokenSequence:
         return len(self.tokens)
 
     @property
+    def n_cached(self) -> int:
+        """How many tokens the cache holds: other than ``position`` only while they are being decoded."""
+        return self._cache.next_position(self.seq_id)
+
+    @property
     def state(self) -> str:
         """ "empty", "ready", "finished" or "pruned"."""
         if self.is_pruned:
@@ -167,12 +172,11 @@ class TokenSequence:
             self.check_usable()
         return self._produced
 
-    def draw(self, row: LogitsRow, *, measured: bool = True) -> int:
-        """Return a token drawn from ``row``, the logits after the last token.
-
-        ``measured``: its log-probability or entropy will be asked for, so compute them in the same call.
-        """
-        return row.draw(self.sampler, self._seed, len(self.tokens), measured=measured)
+    def draw(self, row: LogitsRow) -> int:
+        """Return a token drawn from ``row``, the logits after the last token."""
+        return row.draw(
+            self.sampler, self._seed, len(self.tokens), measured=self.sampler.params.logprobs
+        )
 
     def describe(self, token: int, row: LogitsRow) -> Produced:
         """Return ``token`` as the next one, with its log-probability and entropy from ``row``."""
@@ -181,10 +185,14 @@ class TokenSequence:
     def _describe(self, token: int, row: LogitsRow) -> tuple[Produced, bytes]:
         """Return it, and the bytes of a character that is still incomplete after it."""
         model = self.ctx.model
+        if self.sampler.params.logprobs:
+            logprob, entropy = row.logprob(token), row.entropy()
+        else:
+            logprob = entropy = math.nan
         if model.is_eog(token):
-            return Produced(token, "", True, row.logprob(token), row.entropy()), b""
+            return Produced(token, "", True, logprob, entropy), b""
         text, pending = model.text_after(token, self.pending)
-        return Produced(token, text, False, row.logprob(token), row.entropy()), pending
+        return Produced(token, text, False, logprob, entropy), pending
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -269,7 +277,7 @@ class TokenSequence:
         row = self.logits_row()
         if not self.sampler.is_stateless and not self.sampler.allows(token):
             self.sampler.accept(token)  # raises GrammarError, with the reason
-        return -row.logprob(token)
+        return -row.logprob(token) if self.sampler.params.logprobs else math.nan
 
     def commit(self, token: int, *, draws_next: bool = False) -> None:
         """Check ``token``, decode it and append it; if anything fails all is as before.

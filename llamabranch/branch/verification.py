@@ -55,7 +55,9 @@ class TargetDistributions:
 
     def draw(self, i: int) -> int:
         """Return the token that plain decoding draws after token i."""
-        return self._rows[i].draw(self.sampler(i), self._seed, self._position(i))
+        sampler = self.sampler(i)
+        wanted = sampler.params.logprobs
+        return self._rows[i].draw(sampler, self._seed, self._position(i), measured=wanted)
 
     def _position(self, i: int) -> int:
         found = self._depths.get(i)
@@ -215,11 +217,12 @@ class Verification:
             else:
                 sampler = seq.sampler.after(self._tokens[i] for i in path)
             kept_rows = [self.rows[i] for i in path]
+            scored = seq.sampler.params.logprobs
             try:
                 for i, after in zip(path, kept_rows, strict=True):
                     token = self._tokens[i]
                     # The engine's decode has overwritten the row its pending token was drawn from.
-                    known = row is not None and row.is_valid
+                    known = scored and row is not None and row.is_valid
                     surprisal = -row.logprob(token) if row is not None and known else math.nan
                     texts.append(seq.append_accepted(token, surprisal))
                     row = after

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 __all__ = ["CellLedger", "Usage", "n_common"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Usage:
     """How full a context's cache is, in cells (one cell holds one token's K and V).
 
@@ -46,7 +46,7 @@ class _Run:
         self.write_indices = write_indices
 
 
-@dataclass
+@dataclass(slots=True)
 class _Slice:
     run: _Run
     low: int
@@ -58,7 +58,7 @@ class _Slice:
         return self.position + self.high - self.low
 
 
-@dataclass
+@dataclass(slots=True)
 class _Sequence:
     next_position: int = 0
     slices: list[_Slice] = field(default_factory=list)

@@ -7,9 +7,11 @@ Everything here expects valid arguments and a caller that holds the context's lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter, process_time
 
 from ..errors import CacheFullError, DecodeError, DecodeInterruptedError
 from ..native import ContextHandle
+from ..native.draft_loop import DraftLoop, DraftStream
 from ..sampling import Sampler
 from ..sampling.noise import DRAW
 from .kv_cache import END, KVCache
@@ -34,6 +36,7 @@ class Decoder:
         n_decodes: number of earlier decodes; ``Context.sample`` uses the count for its noise.
         n_trained: positions the model was trained for, beyond which it warns; None to never warn.
         watch: times every eighth decode where several threads compute; None to time none.
+        eog_tokens: ids that end a draft.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Decoder:
         n_decodes: int = 0,
         n_trained: int | None = None,
         watch: ThreadWatch | None = None,
+        eog_tokens: Sequence[int] = (),
     ) -> None:
         self.handle = handle
         self.n_decodes = n_decodes
@@ -52,6 +56,9 @@ class Decoder:
         self._n_trained = END if n_trained is None else n_trained
         self.watch = watch
         self._live: list[LogitsRow] = []
+        self._eog_tokens = eog_tokens
+        self._loop: DraftLoop | None = None
+        self._most_loop = 0  # tokens of a decode in it; a larger one is made in Python
 
     def check_open(self) -> None:
         """Raise ClosedError if the context is closed."""
@@ -93,12 +100,12 @@ class Decoder:
         if position >= self._n_trained:
             self._warn_beyond_trained()
         self._protect_rows(1, () if expiring is None else (expiring,))
-        compiled = None
+        compiled, measured = None, True
         if sampler is not None and handle.can_step and self.n_decodes & _WATCHED:
-            compiled = sampler.row_sampler
+            compiled, measured = sampler.row_sampler, sampler.params.logprobs
         try:
             if compiled is not None:
-                code = handle.step(token, position, seq_id, compiled, seed, DRAW)
+                code = handle.step(token, position, seq_id, compiled, seed, DRAW, measured)
             else:
                 handle.tokens[0] = token
                 handle.positions[0] = position
@@ -112,7 +119,7 @@ class Decoder:
                 self.n_decodes += 1
                 row = LogitsRow(handle.rows(1)[0], handle.rows_address or 0)
                 if compiled is not None:
-                    row.note_step(compiled, seed)
+                    row.note_step(compiled, seed, measured)
                 self._live = [row]
                 if expiring is not None:
                     expiring.invalidate()
@@ -164,6 +171,104 @@ class Decoder:
             self._undo(starts, expiring)
             raise
         raise self._failure(code, starts, n, expiring)
+
+    def draft(
+        self,
+        streams: Sequence[DraftStream],
+        unread: Sequence[Sequence[int]],
+        most: int,
+        expiring: Sequence[LogitsRow],
+    ) -> list[LogitsRow | None] | None:
+        """Decode ``unread`` and draft after it, with one decode for each position of all streams.
+
+        Args:
+            streams: what to draw; each begins at the end of its sequence.
+            unread: tokens of each stream that are decoded first; all are empty, and the streams have
+                their rows, or none is.
+            most: tokens that a stream draws at most.
+            expiring: the rows of the streams' sequences.
+
+        Returns:
+            for each stream the row after its last decoded token, None if a later decode has overwritten
+            it. What was decoded is recorded; a decode that failed is undone, and ends the draft: the
+            caller repeats it to learn why. None: not here, nothing was done.
+        """
+        handle, cache, n = self.handle, self._cache, len(streams)
+        handle.ptr  # noqa: B018  (raises ClosedError)
+        if not handle.can_step or handle.stepper is None:
+            return None
+        if self._loop is None:
+            self._loop = DraftLoop(handle.stepper, handle.n_vocab, self._eog_tokens)
+            self._most_loop = min(handle.n_watched, handle.n_chunk, handle.n_outputs_max)
+        n_first = longest = 0
+        seqs, starts = [], {}
+        for stream, tokens in zip(streams, unread, strict=True):
+            seq_id = stream.seq_id
+            seqs.append(seq_id)
+            starts[seq_id] = start = cache.next_position(seq_id)
+            n_first += len(tokens)
+            longest = max(longest, start + len(tokens) + most)
+        if longest > self._n_trained or n_first >= self._most_loop or n >= self._most_loop:
+            return None
+        self._protect_rows(n, expiring)
+        at = 0
+        for seq_id, tokens in zip(seqs, unread, strict=True):
+            for position, token in enumerate(tokens, starts[seq_id]):
+                handle.tokens[at] = token
+                handle.positions[at] = position
+                handle.seqs[at] = seq_id
+                handle.wants_logits[at] = 0
+                at += 1
+            if tokens:
+                handle.wants_logits[at - 1] = 1
+        timed = self.watch if n_first in (0, n) else None
+        start_s, start_cpu = (perf_counter(), process_time()) if timed else (0.0, 0.0)
+        try:
+            code = self._loop.run(streams, n_first, handle.n_watched // n)
+            n_decodes = self._loop.n_decodes
+            if timed and code == 0 and (self.n_decodes & _WATCHED) + n_decodes > _WATCHED:
+                spent = perf_counter() - start_s, process_time() - start_cpu
+                timed.note_loop(n, n_decodes, *spent)
+            self._record_draft(seqs, unread, [stream.n_decoded for stream in streams], n_decodes)
+        except BaseException:  # Ctrl-C arrives when the call returns
+            self._undo(starts, expiring)
+            raise
+        self.n_decodes += n_decodes
+        is_lost = code not in (0, 1, -1)
+        if is_lost:
+            self._undo({seq_id: cache.next_position(seq_id) for seq_id in seqs}, ())
+            if code == -2:
+                handle.forget_rows()
+        if n_decodes or is_lost:
+            for row in expiring:
+                row.invalidate()
+        rows: list[LogitsRow | None] = [None] * n
+        if n_decodes and not is_lost:
+            arrays = handle.rows(n)
+            address, size = handle.rows_address or 0, 4 * handle.n_vocab
+            for i, stream in enumerate(streams):
+                if (number := stream.output) >= 0:
+                    rows[i] = LogitsRow(arrays[number], address + number * size)
+            self._live = [row for row in rows if row is not None]
+        elif not is_lost:
+            self._live = [row for row in expiring if row.users > 0]
+        return rows
+
+    def _record_draft(
+        self,
+        seqs: Sequence[int],
+        unread: Sequence[Sequence[int]],
+        n_decoded: Sequence[int],
+        n_decodes: int,
+    ) -> None:
+        """Record the decodes of a draft: the unread tokens, then one of each stream that went on."""
+        if len(seqs) == 1:
+            self._cache.append(seqs[0], n_decoded[0] + (len(unread[0]) if n_decodes else 0))
+            return
+        if n_decodes and any(unread):
+            self._cache.record([s for s, t in zip(seqs, unread, strict=True) for _ in t])
+        for step in range(max(n_decoded)):
+            self._cache.record([s for s, n in zip(seqs, n_decoded, strict=True) if n > step])
 
     def _warn_beyond_trained(self) -> None:
         trained, self._n_trained = self._n_trained, END

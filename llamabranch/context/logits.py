@@ -139,13 +139,14 @@ class LogitsRow:
             self._note(found.best, found.logsumexp, found.entropy)
         return token
 
-    def note_step(self, compiled: core.RowSampler, seed: int) -> None:
+    def note_step(self, compiled: core.RowSampler, seed: int, measured: bool) -> None:
         """Take over what the native step that decoded this row has found, its draw included.
 
         The draw is for the position after the row's token: nobody draws from a row for another one.
         """
         found = compiled.choice
-        self._note(found.best, found.logsumexp, found.entropy)
+        if measured:
+            self._note(found.best, found.logsumexp, found.entropy)
         if found.token >= 0:
             self._drawn = (compiled, seed, found.token)
 

@@ -138,7 +138,9 @@ class Engine:
         for number, request in enumerate(listed):
             name, n = self._identity(request, number)
             order.update({(name, sample): len(order) + sample for sample in range(n)})
-        with closing(self.stream(listed, skip=skip)) as events:  # also if ``on_event`` raises
+        scheduler, stream = self._begin(listed, skip)
+        scheduler.reports_tokens = on_event is not None
+        with closing(stream) as events:  # also if ``on_event`` raises
             for event in events:
                 if on_event is not None:
                     on_event(event)
@@ -245,6 +247,7 @@ class Engine:
                         self._sampling,
                         self._max_tokens,
                         self.seed,
+                        logprobs=scheduler.reports_tokens,
                     )
                     scheduler.add(jobs[i] for i in wanted)
                 except LlamaBranchError as error:
@@ -285,8 +288,18 @@ class Engine:
         error: LlamaBranchError | None = None,
     ) -> Iterator[Event]:
         scheduler.remove(job)
+        yield from self._finish(scheduler, job, reason, error)
+
+    def _finish(
+        self,
+        scheduler: Scheduler,
+        job: Job,
+        reason: str,
+        error: LlamaBranchError | None = None,
+    ) -> Iterator[Event]:
+        """Yield the last events of a job that the scheduler no longer has."""
         held = job.output.break_off()
-        if held is not None:
+        if held is not None and scheduler.reports_tokens:
             yield Event(job.name, job.sample, emitted=held)
         result = job.result(reason, error)
         self.stats.speculative.add(job.stats)
@@ -295,19 +308,18 @@ class Engine:
 
     def _end_waiting(self, scheduler: Scheduler, error: LlamaBranchError) -> Iterator[Event]:
         """End every waiting request with "capacity": others hold all sequences of the context."""
-        for job in list(scheduler.waiting):
-            yield from self._end(scheduler, job, "capacity", error)
+        for job in scheduler.take_waiting():
+            yield from self._finish(scheduler, job, "capacity", error)
 
     def _step(self, scheduler: Scheduler) -> Iterator[Event]:
         if scheduler.cancelled:
-            for job in [*scheduler.active, *scheduler.waiting]:
-                if job.name in scheduler.cancelled:
-                    yield from self._end(scheduler, job, "cancelled")
+            for job in scheduler.take_cancelled():
+                yield from self._finish(scheduler, job, "cancelled")
         if scheduler.waiting:
             shared = scheduler.n_shared
             for job, error in scheduler.admit():
                 reason = "capacity" if isinstance(error, CapacityError) else "error"
-                yield from self._end(scheduler, job, reason, error)
+                yield from self._finish(scheduler, job, reason, error)
             self.stats.shared_prompt_tokens += scheduler.n_shared - shared
         if not scheduler.active:
             return
@@ -445,8 +457,10 @@ class Engine:
                         emitted = [] if job.n_uncached else self._begin_text(job)
                 except LlamaBranchError as error:
                     failed = error
-            for shown in job.add(emitted):
-                yield Event(job.name, job.sample, emitted=shown)
+            shown = job.add(emitted)
+            if scheduler.reports_tokens:
+                for one in shown:
+                    yield Event(job.name, job.sample, emitted=one)
             if job.output.finish_reason is not None:
                 yield from self._end(scheduler, job, job.output.finish_reason)
             elif failed is not None:

@@ -69,10 +69,15 @@ class Job:
         return [*self.prompt, *self.output.tokens[:-1]]
 
     @property
+    def n_to_cache(self) -> int:
+        """How many tokens ``to_cache`` has."""
+        return len(self.prompt) + max(0, len(self.output.tokens) - 1)
+
+    @property
     def n_uncached(self) -> int:
         """How many tokens of ``to_cache`` are not in the cache yet."""
         done = 0 if self.branch is None else self.branch.position
-        return len(self.prompt) + max(0, len(self.output.tokens) - 1) - done
+        return self.n_to_cache - done
 
     def add(self, emitted: Sequence[Produced]) -> list[Produced]:
         """Add new tokens to the output; return those that have text to show."""
@@ -123,8 +128,12 @@ def jobs_of(
     sampling: SamplingParams,
     max_tokens: int | None,
     seed: int,
+    *,
+    logprobs: bool,
 ) -> list[Job]:
     """Return a job for each text of ``request``; settings it leaves out are the engine's.
+
+    Without ``logprobs`` nobody reads the tokens' log-probabilities, and none are computed.
 
     Raises:
         ConfigError: an empty prompt for a model without a beginning token, or a bad stop string.
@@ -140,7 +149,10 @@ def jobs_of(
             name,
             sample,
             prompt,
-            params.replace(seed=first if sample == 0 else derive_seed(first, sample)),
+            params.replace(
+                seed=first if sample == 0 else derive_seed(first, sample),
+                logprobs=params.logprobs and logprobs,
+            ),
             most,
         )
         for sample in range(request.n)

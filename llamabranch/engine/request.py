@@ -110,7 +110,7 @@ class Result:
         return record
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Event:
     """A new token of a text (``emitted``), or the end of the text (``result``)."""
 

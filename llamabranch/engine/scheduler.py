@@ -26,7 +26,8 @@ class Scheduler:
         waiting: the jobs without a sequence, in the order in which they will be admitted.
         active: the jobs with a sequence: those prefilling their prompt and those generating.
         n_shared: prompt tokens so far that were shared instead of decoded.
-        cancelled: ids of cancelled requests; written by any thread.
+        cancelled: ids of requests to cancel at the next step; written by any thread.
+        reports_tokens: whether somebody reads the events of tokens.
         had_no_room: the cache had no room for the last decode with its drafts; the next has none.
         is_abandoned: nobody consumes the events any more; the run ends after the current step.
         no_sequence: why no job could be admitted, while no job is active; None if one could.
@@ -39,6 +40,7 @@ class Scheduler:
         self._arrivals = 0
         self.n_shared = 0
         self.cancelled: set[str] = set()
+        self.reports_tokens = True
         self.had_no_room = False
         self.is_abandoned = False
         self.no_sequence: SequencesExhaustedError | None = None
@@ -48,17 +50,18 @@ class Scheduler:
         self.waiting.extend(jobs)
 
     def admit(self) -> list[tuple[Job, LlamaBranchError]]:
-        """Give sequences to waiting jobs; return those that cannot be served, with the reason.
+        """Give sequences to waiting jobs; remove and return those that cannot be served, with the reason.
 
         If others hold every sequence of the context, the jobs stay queued; if no job is active then,
         ``no_sequence`` holds the error.
         """
         refused: list[tuple[Job, LlamaBranchError]] = []
         before, self.no_sequence = self.no_sequence, None
-        for job in list(self.waiting):
-            n_tokens = len(job.to_cache)
+        while self.waiting:  # only its head is looked at: the cost does not depend on its length
+            job = self.waiting[0]
+            n_tokens = job.n_to_cache
             if n_tokens > self._ctx.n_ctx:
-                refused.append((job, self._too_long(n_tokens)))
+                refused.append((self.waiting.popleft(), self._too_long(n_tokens)))
                 continue
             need = n_tokens + 1  # its next token needs a cell too, unless the job runs alone
             if (self.active or before) and self._ctx.n_seq_free == 0:
@@ -77,9 +80,9 @@ class Scheduler:
                 self.no_sequence = None if self.active else error
                 break
             except LlamaBranchError as error:  # its grammar or sampling settings are invalid
-                refused.append((job, error))
+                refused.append((self.waiting.popleft(), error))
                 continue
-            self.waiting.remove(job)
+            self.waiting.popleft()
             job.branch = branch
             if shared is not None:
                 branch.sequence.share_prefix(shared.sequence, n_shared)
@@ -125,12 +128,26 @@ class Scheduler:
         return job
 
     def remove(self, job: Job) -> None:
-        """Remove a job and free what it holds."""
-        if job in self.active:
-            self.active.remove(job)
-        else:
-            self.waiting.remove(job)
+        """Remove an active job and free what it holds."""
+        self.active.remove(job)
         job.release()
+
+    def take_waiting(self) -> list[Job]:
+        """Remove all waiting jobs and return them."""
+        jobs = list(self.waiting)
+        self.waiting.clear()
+        return jobs
+
+    def take_cancelled(self) -> list[Job]:
+        """Remove the jobs of the cancelled requests, free what they hold, and return them."""
+        names = self.cancelled.copy()
+        self.cancelled -= names  # another thread may have added one meanwhile
+        jobs = [job for job in self.active if job.name in names]
+        for job in jobs:
+            self.remove(job)
+        jobs += [job for job in self.waiting if job.name in names]
+        self.waiting = deque(job for job in self.waiting if job.name not in names)
+        return jobs
 
     @property
     def is_idle(self) -> bool:

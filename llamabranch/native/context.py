@@ -174,9 +174,9 @@ class ContextHandle(Handle):
         self.n_watched = max(2, int(_WORTH_A_THREAD / max(1, model.number("n_params"))))
         self.n_chunk = self.n_batch if self.stops_inside else min(self.n_batch, options.n_ubatch)
         self._stop_address = ctypes.c_char.from_buffer(self._stop)
-        self._stepper: core.Stepper | None = None
+        self.stepper: core.Stepper | None = None  # where the compiled core can decode
         if core.Stepper.knows(C.llama_batch):
-            self._stepper = core.Stepper(
+            self.stepper = core.Stepper(
                 decode=_address_of(C._lib.llama_decode),
                 get_logits=_address_of(C._lib.llama_get_logits),
                 ctx=self._address or 0,
@@ -225,7 +225,7 @@ class ContextHandle(Handle):
         step would go past them.
         """
         return (
-            self._stepper is not None
+            self.stepper is not None
             and C.llama_decode is _llama_decode
             and "decode" not in self.__dict__
         )
@@ -238,15 +238,16 @@ class ContextHandle(Handle):
         sampler: core.RowSampler,
         seed: int,
         purpose: int,
+        measured: bool,
     ) -> int:
-        """Decode one token, measure its row and draw the next one, in one native call.
+        """Decode one token, measure its row if asked and draw the next one, in one native call.
 
         Returns:
             llama_decode's code. If it is 0, ``rows(1)`` is the row and ``sampler.choice`` what it holds.
         """
-        if self._stepper is None:
+        if self.stepper is None:
             raise RuntimeError("the compiled core is not available")
-        return self._stepper.step(token, position, seq_id, sampler, seed, purpose)
+        return self.stepper.step(token, position, seq_id, sampler, seed, purpose, measured)
 
     def _decode_apart(self) -> int:
         """Decode in another thread, so that this one can receive Ctrl-C and stop the decode.

@@ -660,12 +660,175 @@ LB_API int lb_candidates(lb_sampler *s, const float *logits, int measured, lb_ch
     return LB_OK;
 }
 
-/* Decode one token, measure its row and draw the one after it; return llama_decode's code. */
+/* Decode one token, measure its row if asked and draw the one after it; return llama_decode's code. */
 LB_API int lb_step(
     lb_decoder *d, int32_t token, int32_t position, int32_t seq_id, lb_sampler *s, uint64_t seed,
-    uint64_t purpose, lb_choice *out
+    uint64_t purpose, int measured, lb_choice *out
 ) {
     int code = decode_one(d, token, position, seq_id);
-    if (code == 0) sample_row(s, d->logits, seed, (uint64_t)position + 1, purpose, 1, out);
+    if (code == 0) sample_row(s, d->logits, seed, (uint64_t)position + 1, purpose, measured, out);
     return code;
+}
+
+/* -- drafting ---------------------------------------------------------------------------------------- */
+
+/* Whether a stream goes on, or why not. */
+enum { LB_GOES_ON = 0, LB_FULL_LENGTH = 1, LB_STOPPED = 2, LB_EOG = 3, LB_TO_PYTHON = 4 };
+
+/* One stream's draft. What ends it: ``limit`` tokens, an EOG token, an entropy above ``most_entropy``, and,
+ * where there are ``costs``, that no longer draft would raise the throughput: see ``pays``. */
+typedef struct {
+    lb_sampler *sampler;
+    const float *row;    /* the logits after its last token; NULL before the first decode */
+    uint64_t seed;
+    uint64_t position;   /* of the next token to draw */
+    int32_t purpose;
+    int32_t seq_id;
+    int32_t limit;
+    int32_t measured;    /* whether entropies are wanted */
+    double most_entropy; /* nats */
+    double reach;        /* the product of the acceptance of the tokens so far */
+    double mean;         /* acceptance of later tokens */
+    double rate;         /* tokens a second */
+    int32_t n_drafted;   /* tokens of the draft so far */
+    int32_t n_costs;
+    int32_t is_probe;    /* the first token is drawn anyway */
+    int32_t n_edges;
+    const double *costs; /* (n_costs): seconds of a round by its length; NULL: not looked at */
+    const double *edges; /* (n_edges): of the buckets of entropy */
+    const double *acceptance; /* (n_edges + 1) */
+    int32_t room;           /* candidates that source_ids and source_weights have room for */
+    int32_t *tokens;        /* (limit): what was drawn */
+    double *entropies;      /* (limit + 1): of each draw, and of the one that was not made */
+    int32_t *source_sizes;  /* (limit): candidates of each draw */
+    int32_t *source_ids;    /* all of them, or NULL: not wanted */
+    double *source_weights; /* their log-weights, the largest 0 */
+    int32_t n_tokens;       /* drawn */
+    int32_t n_entropies;
+    int32_t n_decoded;      /* of those drawn */
+    int32_t n_sources;      /* candidates written */
+    int32_t output;         /* the number of its row in the last decode, -1: it had none */
+    int32_t state;
+} lb_stream;
+
+typedef struct {
+    lb_decoder *decoder;
+    const uint8_t *is_eog; /* (n_vocab) */
+    int32_t n_vocab;
+    int32_t n_first; /* entries of the batch that the caller has written */
+    int32_t most_decodes;
+    int32_t n_decodes; /* that succeeded */
+    int32_t code;      /* of the decode that failed, 0: none */
+} lb_loop;
+
+/* Return whether some longer draft gains more tokens than the time it costs is worth. */
+static int pays(const lb_stream *s, double acceptance) {
+    int32_t k = s->n_drafted;
+    double reach = s->reach, gained = 0.0;
+    for (int32_t longer = k + 1; longer < s->n_costs; longer++) {
+        reach *= acceptance;
+        gained += reach;
+        if (gained > s->rate * (s->costs[longer] - s->costs[k])) return 1;
+        acceptance = s->mean;
+    }
+    return 0;
+}
+
+/* Return whether to draw the next token at this entropy. Python decides in the same way, afterwards, and its
+ * word is final. */
+static int goes_on(lb_stream *s, double entropy) {
+    if (entropy > s->most_entropy) return 0;
+    if (s->costs) {
+        int32_t bucket = 0;
+        while (bucket < s->n_edges && s->edges[bucket] <= entropy) bucket++;
+        double acceptance = s->acceptance[bucket];
+        if (!(s->is_probe && s->n_drafted == 0) && !pays(s, acceptance)) return 0;
+        s->reach *= acceptance;
+    }
+    return 1;
+}
+
+/* Draw a stream's next token from its row; return whether it goes on, or why not. */
+static int32_t draft_token(lb_stream *s, const uint8_t *is_eog) {
+    lb_sampler *sampler = s->sampler;
+    lb_row row;
+    int32_t n = prepare(sampler, s->row, s->measured, &row);
+    if (n == 0) return LB_TO_PYTHON;
+    int32_t number = draw(sampler, n, noise_key(s->seed, s->position, (uint64_t)s->purpose));
+    if (number < 0 || (s->source_ids && n > s->room - s->n_sources)) return LB_TO_PYTHON;
+    if (s->measured) {
+        s->entropies[s->n_entropies++] = row.entropy;
+        if (!goes_on(s, row.entropy)) return LB_STOPPED;
+    }
+    if (s->source_ids) {
+        float top = sampler->logits[0];
+        for (int32_t i = 1; i < n; i++) top = sampler->logits[i] > top ? sampler->logits[i] : top;
+        for (int32_t i = 0; i < n; i++) {
+            s->source_ids[s->n_sources + i] = sampler->ids[i];
+            s->source_weights[s->n_sources + i] = (double)sampler->logits[i] - (double)top;
+        }
+        s->source_sizes[s->n_tokens] = n;
+        s->n_sources += n;
+    }
+    int32_t token = sampler->ids[number];
+    s->tokens[s->n_tokens++] = token;
+    s->n_drafted++;
+    s->position++;
+    if (is_eog[token]) return LB_EOG;
+    return s->n_tokens >= s->limit ? LB_FULL_LENGTH : LB_GOES_ON;
+}
+
+/* The layout of these structures, to compare with Python's. */
+LB_API int32_t lb_loop_layout(void) {
+    return (int32_t)(sizeof(lb_stream) * 256 + sizeof(lb_loop));
+}
+
+/* Decode and draw in turns until every stream has ended, one needs Python, or a decode fails.
+ *
+ * The caller has written the first batch, whose entries with an output belong to the streams in their order;
+ * with no entries, all streams have their rows. At the end each stream that still goes on has a last token
+ * that was drawn and not decoded. */
+LB_API void lb_draft(lb_loop *loop, lb_stream *streams, int32_t n_streams) {
+    lb_decoder *d = loop->decoder;
+    lb_batch *batch = &d->batch;
+    batch->n_tokens = loop->n_first;
+    loop->n_decodes = loop->code = 0;
+    for (int32_t i = 0; i < n_streams; i++) {
+        lb_stream *s = streams + i;
+        s->n_tokens = s->n_entropies = s->n_decoded = s->n_sources = 0;
+        s->output = -1;
+        s->state = LB_GOES_ON;
+    }
+    for (int is_first = 1;; is_first = 0) {
+        if (batch->n_tokens > 0) {
+            loop->code = *d->stop ? LB_INTERRUPTED : d->decode(d->ctx, *batch);
+            if (loop->code) return;
+            loop->n_decodes++;
+            const float *rows = d->logits = d->get_logits(d->ctx);
+            int32_t output = 0;
+            for (int32_t i = 0; i < n_streams; i++) {
+                lb_stream *s = streams + i;
+                s->output = -1;
+                if (s->state != LB_GOES_ON) continue;
+                s->n_decoded += !is_first;
+                s->row = rows + (int64_t)loop->n_vocab * output;
+                s->output = output++;
+            }
+        }
+        int needs_python = 0;
+        batch->n_tokens = 0;
+        for (int32_t i = 0; i < n_streams; i++) {
+            lb_stream *s = streams + i;
+            if (s->state != LB_GOES_ON) continue;
+            s->state = draft_token(s, loop->is_eog);
+            needs_python |= s->state == LB_TO_PYTHON;
+            if (s->state != LB_GOES_ON) continue;
+            int32_t at = batch->n_tokens++;
+            batch->token[at] = s->tokens[s->n_tokens - 1];
+            batch->pos[at] = (int32_t)s->position - 1;
+            *batch->seq_id[at] = s->seq_id;
+            batch->logits[at] = 1;
+        }
+        if (batch->n_tokens == 0 || needs_python || loop->n_decodes >= loop->most_decodes) return;
+    }
 }

@@ -113,12 +113,13 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     library.lb_measure.argtypes = [pointer, i32, i32, pointer]
     library.lb_sample.argtypes = [pointer, pointer, u64, u64, u64, i32, pointer]
     library.lb_candidates.argtypes = [pointer, pointer, i32, pointer]
-    library.lb_step.argtypes = [pointer, i32, i32, i32, pointer, u64, u64, pointer]
+    library.lb_step.argtypes = [pointer, i32, i32, i32, pointer, u64, u64, i32, pointer]
     library.lb_softmax.argtypes = [pointer, i32, pointer]
     return library, f"compiled ({variant})"
 
 
 _library, description = _load()
+library = _library  # None: not available
 available = _library is not None
 
 
@@ -247,6 +248,9 @@ class Stepper:
         ctx: of the llama_context.
         stop: of the byte that forbids to begin a decode.
         batch: the llama_batch to use, a ctypes structure; it must outlive this object.
+
+    Attributes:
+        at: the address of these, for other functions of ``core.c``.
     """
 
     def __init__(
@@ -261,7 +265,7 @@ class Stepper:
             stop=stop,
             batch=_Batch.from_buffer_copy(batch),
         )
-        self._at = ctypes.addressof(self._decoder)
+        self.at = ctypes.addressof(self._decoder)
         self._step = _library.lb_step
 
     @staticmethod
@@ -275,7 +279,14 @@ class Stepper:
         )
 
     def step(
-        self, token: int, position: int, seq_id: int, sampler: RowSampler, seed: int, purpose: int
+        self,
+        token: int,
+        position: int,
+        seq_id: int,
+        sampler: RowSampler,
+        seed: int,
+        purpose: int,
+        measured: bool,
     ) -> int:
         """Decode ``token`` at ``position``; draw what follows it into ``sampler.choice``.
 
@@ -283,7 +294,7 @@ class Stepper:
             llama_decode's code; unless it is 0, ``choice`` is as before.
         """
         code: int = self._step(
-            self._at, token, position, seq_id, sampler.at, seed, purpose, sampler.out
+            self.at, token, position, seq_id, sampler.at, seed, purpose, measured, sampler.out
         )
         return code
 

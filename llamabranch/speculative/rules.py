@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +58,7 @@ class RandomSource(Protocol):
         """Return a token drawn for the ``offset``-th position of the round."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Noise:
     """The counter-based noise of a round whose first drafted token is at ``position``.
 
@@ -78,16 +78,14 @@ class Noise:
         return distribution.draw(self.seed, self.position + offset)
 
 
-@dataclass(frozen=True)
-class Acceptance:
+class Acceptance(NamedTuple):
     """``n_accepted`` drafted tokens are accepted; ``token`` follows them, as bonus or correction."""
 
     n_accepted: int
     token: int
 
 
-@dataclass(frozen=True)
-class TreeAcceptance:
+class TreeAcceptance(NamedTuple):
     """The nodes of ``path`` are accepted, from the root downward; ``token`` follows them."""
 
     path: list[int]

@@ -90,6 +90,16 @@ class Acceptance:
         """Return the counts, for later runs."""
         return AcceptanceCounts(tuple(self.tested), tuple(self.accepted), tuple(self.drawn))
 
+    @property
+    def edges(self) -> tuple[float, ...]:
+        """The upper ends of the buckets of entropy but the last, nats, ascending."""
+        return _EDGES
+
+    def rates(self) -> list[float]:
+        """Return the probability of acceptance for each bucket of ``edges``, then the last one's."""
+        pairs = zip(self.accepted[:_N_BUCKETS], self.tested[:_N_BUCKETS], strict=True)
+        return [accepted / tested for accepted, tested in pairs]
+
     def at(self, entropy: float) -> float:
         """Return the probability that a token drawn at this entropy is accepted."""
         bucket = _bucket(entropy)

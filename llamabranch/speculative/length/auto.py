@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...native import forkable_lock
+from ...native.draft_loop import StopRule
 from ..config import SpeculativeConfig
 from .acceptance import Acceptance
 from .base import DraftLength, FixedLength, RoundReport
@@ -299,6 +300,25 @@ class AutoLength:
     def _is_known(self, record: _Record) -> bool:
         """Return whether a drafter's acceptance can be relied on; else its drafts are a warm-up."""
         return record.acceptance.is_kept or record.n_drafts >= self.WARM_UP_DRAFTS
+
+    def stop_rule(self, n_drafted: int) -> StopRule:
+        """Return the entropy limit, and what ``goes_on`` decides by after ``n_drafted`` tokens."""
+        with self._learned.lock:
+            record = self._record or self._learned.record
+            most = math.inf if self._entropy_stop is None else self._entropy_stop
+            if not self._is_known(record):
+                return StopRule(most, self.WARM_UP_K)
+            return StopRule(
+                most,
+                self.WARM_UP_K if record.n_drafts < self.SHORT_DRAFTS else self.limit,
+                edges=record.acceptance.edges,
+                acceptance=record.acceptance.rates(),
+                costs=self._costs(record),
+                mean=record.acceptance.mean,
+                rate=self._throughput(record),
+                is_probe=self._is_trial,
+                reach=self._reach if n_drafted else 1.0,
+            )
 
     def _pays(self, record: _Record, k: int, acceptance: float) -> bool:
         """Return whether to draft on after ``k`` tokens; ``acceptance`` is the next one's probability."""

@@ -1,0 +1,12 @@
+"""Search over branches: many continuations of one prompt, compared while they share its cells."""
+
+from .beam import beam_search
+from .result import Hypothesis, SearchNode, SearchResult, SearchStats
+
+__all__ = [
+    "Hypothesis",
+    "SearchNode",
+    "SearchResult",
+    "SearchStats",
+    "beam_search",
+]

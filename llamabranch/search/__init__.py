@@ -2,11 +2,14 @@
 
 from .beam import beam_search
 from .result import Hypothesis, SearchNode, SearchResult, SearchStats
+from .selection import Selection, select
 
 __all__ = [
     "Hypothesis",
     "SearchNode",
     "SearchResult",
     "SearchStats",
+    "Selection",
     "beam_search",
+    "select",
 ]

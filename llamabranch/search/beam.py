@@ -175,12 +175,10 @@ class _Search:
         continuations: Sequence[Continuations],
         chosen: Sequence[Candidate],
     ) -> list[SearchNode]:
-        is_eog = self._lines.ctx.model.is_eog
         nodes = []
         for score, beam, token in chosen:
             logprob = next(lp for other, _, lp in continuations[beam] if other == token)
-            ends = is_eog(token)
-            nodes.append(self._lines.child(parents[beam], [token], logprob, is_eog=ends))
+            nodes.append(self._lines.child(parents[beam], [token], logprob))
             nodes[-1].score = score
         return nodes
 

@@ -82,14 +82,12 @@ class Lines:
         self._held.clear()
         self._lent.clear()
 
-    def child(
-        self, parent: SearchNode, tokens: Sequence[int], logprob: float, *, is_eog: bool = False
-    ) -> SearchNode:
+    def child(self, parent: SearchNode, tokens: Sequence[int], logprob: float) -> SearchNode:
         """Add a node that continues ``parent``; ``logprob`` is that of ``tokens``, nats."""
-        text, pending = "", parent.pending
-        if not is_eog:
-            for token in tokens:
-                piece, pending = self.ctx.model.text_after(token, pending)
+        text, pending, model = "", parent.pending, self.ctx.model
+        for token in tokens:
+            if not model.is_eog(token):
+                piece, pending = model.text_after(token, pending)
                 text += piece
         return SearchNode(parent, tuple(tokens), parent.logprob + logprob, text, pending)
 

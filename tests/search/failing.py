@@ -35,8 +35,12 @@ def check_every_failure(
     n_decodes = n
     for chosen in range(0, n_decodes, every):
         fail_at, n = chosen, 0
-        with pytest.raises(DecodeInterruptedError):
+        try:
             search()
+        except DecodeInterruptedError:
+            pass
+        else:  # with a drafter the number of decodes may differ from run to run
+            assert n <= fail_at
         assert ctx.n_seq_free == free
         assert ctx.usage().cells_used == cells
         assert (branch.tokens, branch.logits.tolist(), branch.produce(), branch.children) == before

@@ -2,17 +2,25 @@
 
 from .beam import beam_search
 from .best_of import best_of_n, vote
+from .mcts import TreeSearch, tree_search
+from .particles import Potential, smc
 from .result import Hypothesis, SearchNode, SearchResult, SearchStats
 from .selection import Selection, select
+from .steps import step_search
 
 __all__ = [
     "Hypothesis",
+    "Potential",
     "SearchNode",
     "SearchResult",
     "SearchStats",
     "Selection",
+    "TreeSearch",
     "beam_search",
     "best_of_n",
     "select",
+    "smc",
+    "step_search",
+    "tree_search",
     "vote",
 ]

@@ -7,6 +7,7 @@ acceptance rule is always "seeded".
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -94,6 +95,15 @@ class Continuation:
         twin = Continuation(self.node, seed, None)
         twin.output = deepcopy(self.output)
         return twin
+
+    def follow(self, path: Sequence[SearchNode]) -> None:
+        """Append given nodes of one token each; they end where the text does."""
+        for node in path:
+            if self.is_finished:
+                break
+            logprob = node.logprob - self.node.logprob
+            self.output.add(Produced(node.tokens[0], node.text, False, logprob, math.nan))
+            self.node = node
 
     @property
     def n_segment(self) -> int:

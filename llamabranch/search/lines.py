@@ -161,7 +161,7 @@ class Lines:
             branch = self._held.pop(node)
             self._lent.append(branch)
             return branch, []
-        if not self._make_room({node, *protected}, wanted):
+        if not self.make_room(1, {node, *protected}, wanted):
             return None
         missing: list[tuple[int, ...]] = []
         at = node
@@ -180,9 +180,11 @@ class Lines:
         self.stats.tokens_redecoded += len(lacking)
         return branch, lacking
 
-    def _make_room(self, protected: Collection[SearchNode], wanted: Collection[SearchNode]) -> bool:
-        """Make one sequence available, if need be by taking away that of a node."""
-        while self.n_held >= self.capacity:
+    def make_room(
+        self, n: int, protected: Collection[SearchNode], wanted: Collection[SearchNode] = ()
+    ) -> bool:
+        """Make ``n`` sequences available, if need be by taking those of nodes; False if impossible."""
+        while self.n_held + n > self.capacity:
             free = [node for node in self._held if node not in protected]
             if not free:
                 return False

@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 from ..branch import Branch
 from ..branch.sequence import TokenSequence
-from ..branch.verification import Verification
 from ..context.logits import LogitsRow
 from ..errors import ConfigError
 from .lines import Lines
 from .result import SearchNode, SearchStats
 from .scores import log_softmax
+from .trie import Trie
 
 __all__ = ["METHODS", "Selection", "select"]
 
@@ -95,9 +95,9 @@ def select(branch: Branch, choices: Sequence[str], *, method: str = "mean") -> S
         tokens = [model.tokenize(choice, add_special=False) for choice in choices]
         if not all(tokens):
             raise ConfigError("a choice has no tokens")
-        trie = _Trie(lines, tokens)
+        trie = Trie(lines, lines.root, tokens)
         trie.score()
-        logprobs = [[node.logprob - _parent(node).logprob for node in path] for path in trie.paths]
+        logprobs = trie.logprobs()
         if method == "contrast":
             scores = [
                 float(np.mean(np.subtract(given, alone)))
@@ -115,10 +115,6 @@ def select(branch: Branch, choices: Sequence[str], *, method: str = "mean") -> S
     lines.root.prune_open()
     lines.stats.elapsed_s = perf_counter() - start
     return Selection(choices[index], index, scores, logprobs, tokens, lines.stats, lines.root)
-
-
-def _parent(node: SearchNode) -> SearchNode:
-    return node if node.parent is None else node.parent
 
 
 def _scores(
@@ -150,106 +146,6 @@ def _greedy(logprobs: Sequence[Sequence[float]]) -> list[float]:
         if len(left) == 1:
             break
     return survived
-
-
-class _Trie:
-    """Choices as a tree of tokens under the root of ``lines``."""
-
-    def __init__(self, lines: Lines, texts: Sequence[Sequence[int]]) -> None:
-        self._lines = lines
-        self._known: dict[tuple[SearchNode, int], SearchNode] = {}
-        self._read_nodes: set[SearchNode] = set()
-        self.paths: list[list[SearchNode]] = []
-        for text in texts:
-            node, path = lines.root, []
-            for token in text:
-                found = self._known.get((node, token))
-                if found is None:
-                    found = self._known[node, token] = lines.child(node, [token], 0.0)
-                path.append(found)
-                node = found
-            self.paths.append(path)
-
-    def score(self) -> None:
-        """Set ``logprob`` of all nodes; decode those that have children."""
-        lines = self._lines
-        root = lines.sequence(lines.root)
-        with lines.ctx.lock:
-            if root is not None:
-                self._read(lines.root, root.logits_row())
-            most = lines.ctx.n_outputs_max
-            batch: list[SearchNode] = []
-            n_leaves = 0
-            # Depth first, so that what is decoded together shares as much as possible.
-            for node in self._inner():
-                ends = not any(child.children for child in node.children)
-                if len(batch) >= most or n_leaves == lines.capacity:
-                    self._decode(batch)
-                    batch, n_leaves = self._ancestors(node), 0
-                batch.append(node)
-                n_leaves += ends
-            if batch:
-                self._decode(batch)
-
-    def _inner(self) -> list[SearchNode]:
-        """Return the nodes that must be decoded: all that have children, parents first."""
-        return [node for node in self._lines.root.walk() if node.parent and node.children]
-
-    @staticmethod
-    def _ancestors(node: SearchNode) -> list[SearchNode]:
-        return node.path[:-1]
-
-    def _decode(self, nodes: list[SearchNode]) -> None:
-        """Decode ``nodes``, parents first, after the prompt; score their children."""
-        lines = self._lines
-        stats, ctx = lines.stats, lines.ctx
-        taken = lines.take(lines.root, reuse=False)
-        if taken is None:
-            raise ConfigError("no sequence is left")
-        sequence = taken[0].sequence
-        number = {node: i for i, node in enumerate(nodes)}
-        parents = [number.get(_parent(node), -1) for node in nodes]
-        tokens = [node.tokens[0] for node in nodes]
-        before = ctx.decoder.n_decodes
-        n_before = sum(node in self._read_nodes for node in nodes)
-        is_chain = parents == list(range(-1, len(nodes) - 1))
-        if is_chain:
-            rows = sequence.decode_run(tokens, "all")
-            for node, row in zip(nodes, rows, strict=True):
-                self._read(node, row)
-            lines.discard(taken[0])
-        elif ctx.capabilities.can_truncate and len(nodes) <= ctx.n_outputs_max:
-            lines.discard(taken[0])  # the verification leases a sequence for each leaf
-            root = lines.branch.sequence
-            verification = Verification(root, tokens, parents)
-            try:
-                for node, row in zip(nodes, verification.decode(), strict=True):
-                    self._read(node, row)
-            finally:
-                verification.abandon()
-            leaves = len(set(range(len(nodes))) - set(parents))
-            stats.peak_sequences = max(stats.peak_sequences, leaves)
-        else:
-            lines.discard(taken[0])
-            for path in self._chains(nodes):
-                self._decode(path)
-            return
-        stats.tokens_redecoded += n_before
-        stats.decodes += ctx.decoder.n_decodes - before
-        stats.tokens_decoded += len(nodes)
-
-    @staticmethod
-    def _chains(nodes: list[SearchNode]) -> list[list[SearchNode]]:
-        """Return the paths to the leaves of ``nodes``: memory without cells has to decode each alone."""
-        inner = {node.parent for node in nodes}
-        return [node.path for node in nodes if node not in inner]
-
-    def _read(self, node: SearchNode, row: LogitsRow) -> None:
-        if node.children and node not in self._read_nodes:
-            self._read_nodes.add(node)
-            logprobs = log_softmax(row.array)
-            for child in node.children:
-                child.logprob = node.logprob + float(logprobs[child.tokens[0]])
 
 
 def _alone(lines: Lines, texts: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -185,9 +185,10 @@ def test_ended_early_it_returns_what_there_is(ctx: Context) -> None:
 
 def test_what_a_reward_raises_comes_through_and_nothing_is_left(ctx: Context) -> None:
     with Branch.start(ctx, STORY, sampling=WARM) as root:
-        for reward in (lambda text: 1 / 0, lambda text: "good", lambda text: float("nan")):
+        rewards: list[Any] = [lambda _: 1 / 0, lambda _: "good", lambda _: float("nan")]
+        for reward in rewards:
             with pytest.raises((ZeroDivisionError, ConfigError)):
-                search.best_of_n(root, 2, 4, reward=reward)  # type: ignore[arg-type]
+                search.best_of_n(root, 2, 4, reward=reward)
             assert ctx.n_seq_free == 7
 
 
@@ -230,8 +231,8 @@ def test_ties_are_broken_by_the_seed_and_not_by_the_order(ctx: Context) -> None:
     with Branch.start(ctx, "The", temperature=1.0) as root:
         winners = set()
         for seed in range(12):
-            asked = iter("ab" * 8)
-            found = search.vote(root, lambda text, asked=asked: next(asked), 2, 1, seed=seed)
+            asked = ["b", "a"]
+            found = search.vote(root, lambda _: asked.pop(), 2, 1, seed=seed)  # noqa: B023
             winners.add(next(iter(found.votes)))
         assert winners == {"a", "b"}
 
@@ -263,7 +264,7 @@ def test_wrong_arguments_are_refused(ctx: Context, wrong: dict[str, Any]) -> Non
             search.best_of_n(root, **wrong)
         for other in ({"agreement": 0.0}, {"agreement": 1.1}, {"n": 0}):
             with pytest.raises(ConfigError):
-                search.vote(root, first_word, **other)  # type: ignore[arg-type]
+                search.vote(root, first_word, **other)
         with pytest.raises(ConfigError):
             search.vote(root, "word")  # type: ignore[arg-type]
         assert ctx.n_seq_free == 7

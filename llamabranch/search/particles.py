@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -90,9 +90,16 @@ class _Next(NamedTuple):
 
     target: Distribution | None  # None: nothing may follow
     log_mass: float
-    log_eog: float  # of the probability that the text ends here, under the model and the grammar
     logits: Logits  # a copy of the model's row
     log_total: float  # log of the sum of exp(logits)
+
+    def log_end(self, eog_tokens: Iterable[int]) -> float:
+        """Return the log of the probability that the text ends here, under the model and the grammar."""
+        if self.target is None:
+            return -math.inf
+        ends = [self.target.logprob(token) for token in sorted(eog_tokens)]
+        found = np.array([p for p in ends if p > -math.inf])
+        return self.log_mass + _log_sum(found) if len(found) else -math.inf
 
     def logprob(self, token: int) -> float:
         """Return the model's own log-probability of ``token``, nats."""
@@ -302,21 +309,19 @@ class _Weigh:
 def _read(node: SearchNode, sequence: TokenSequence) -> _Next:
     """Return what may follow ``node``."""
     row = sequence.logits_row().array
-    sampler, model = sequence.sampler, sequence.ctx.model
+    sampler = sequence.sampler
     logits, log_total = row.copy(), _log_sum(row.astype(np.float64))
     try:
         target = sampler.distribution(row, sequence.position, sequence.seed)
     except GrammarError:
-        return _Next(None, -math.inf, -math.inf, logits, log_total)
+        return _Next(None, -math.inf, logits, log_total)
     log_mass = 0.0
     if sampler.grammar is not None:
         scale = sampler.params.temperature
         _, kept = sampler.processed(row)
         _, every = sampler.processed(row, masked=False)
         log_mass = min(0.0, _log_sum(kept / scale) - _log_sum(every / scale))
-    ends = [p for token in sorted(model.eog_tokens) if (p := target.logprob(token)) > -math.inf]
-    log_eog = log_mass + _log_sum(np.array(ends)) if ends else -math.inf
-    return _Next(target, log_mass, log_eog, logits, log_total)
+    return _Next(target, log_mass, logits, log_total)
 
 
 def _log_sum(x: npt.NDArray[np.float64]) -> float:
@@ -344,7 +349,7 @@ def _move(
         return dead
     if step == max_tokens:  # an EOG token by force
         ended = weigh.complete(particle.text) - particle.log_prefix
-        weight = untwisted + ended + following.log_eog
+        weight = untwisted + ended + following.log_end(weigh.model.eog_tokens)
         return particle._replace(log_weight=weight, twist=0.0, reason="length")
     target = following.target
     source = target if proposal is None else proposal(particle.text, target)

@@ -217,7 +217,14 @@ def search(
                 return interrupts.requested
 
             try:
-                result = _run(method, branch, text, drafter if drafters else None, on_step)
+                result = _run(
+                    method,
+                    branch,
+                    text,
+                    drafter if drafters else None,
+                    on_step,
+                    sampling.ignore_eos,
+                )
             finally:
                 console.progress("")
             interrupted = interrupts.requested
@@ -240,6 +247,7 @@ def _run(
     text: TextOptions,
     drafter: Drafter | None,
     on_step: Callable[[SearchStats], bool],
+    ignore_eos: bool,
 ) -> SearchResult:
     n, most, stop = method.n, text.max_tokens, text.stop_strings
     reward = None if method.reward is None else _reward(method.reward)
@@ -256,7 +264,8 @@ def _run(
             on_step=on_step,
         )
     if method.method == "smc":
-        return smc(branch, n, most, stop=stop, on_step=on_step)
+        # A text that may not end by itself cannot be weighted by the probability that it does.
+        return smc(branch, n, most, force_end=not ignore_eos, stop=stop, on_step=on_step)
     if method.method == "best-of":
         return best_of_n(
             branch, n, most, reward=reward, stop=stop, drafter=drafter, on_step=on_step

@@ -83,6 +83,9 @@ def test_particles_are_not_truncated_and_have_an_evidence() -> None:
     found = answer("search", PROMPT, "--method", "smc", "-n", "3", "--seed", "1")
     assert found["log_evidence"] < 0
     assert sum(math.exp(h["score"]) for h in found["hypotheses"]) == pytest.approx(1.0)
+    endless = answer("search", PROMPT, "--method", "smc", "-n", "3", "--ignore-eos")
+    assert [len(h["tokens"]) for h in endless["hypotheses"]] == [3] * len(endless["hypotheses"])
+    assert endless["hypotheses"]
     result = run("search", PROMPT, "--method", "smc", "--top-k", "5")
     assert result.exit_code == 2
     assert "top_k" in result.stderr

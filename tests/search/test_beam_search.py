@@ -283,6 +283,22 @@ def test_ended_early_it_returns_the_best_so_far(ctx: Context) -> None:
         assert ctx.n_seq_free == 7
 
 
+def test_ctrl_c_returns_every_sequence(ctx: Context) -> None:
+    def on_step(stats: search.SearchStats) -> bool:
+        if stats.steps == 4:
+            raise KeyboardInterrupt
+        return False
+
+    with Branch.start(ctx, STORY, temperature=0.9, seed=1) as root:
+        before = root.tokens, root.logits.tolist(), root.produce()
+        for run in (search.beam_search, search.best_of_n):
+            with pytest.raises(KeyboardInterrupt):
+                run(root, 4, 9, on_step=on_step)  # type: ignore[operator]
+            assert ctx.n_seq_free == 7
+            assert ctx.usage().cells_used == root.position
+            assert (root.tokens, root.logits.tolist(), root.produce()) == before
+
+
 def test_tree_holds_every_hypothesis_and_marks_what_was_given_up(ctx: Context) -> None:
     with Branch.start(ctx, STORY) as root:
         found = search.beam_search(root, beams=3, max_tokens=6, n=2)

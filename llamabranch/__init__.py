@@ -1,6 +1,9 @@
 """Fork a local model's mind: a branch/fork runtime for llama.cpp."""
 
 from . import startup  # noqa: F401  (first: the other imports take half a second)
+
+# isort: split
+from . import search
 from .branch import Branch, BranchStore, Produced, Snapshot
 from .context import Capabilities, Context, ContextParams, Usage
 from .engine import (
@@ -118,6 +121,7 @@ __all__ = [
     "first_divergence",
     "load",
     "resolve",
+    "search",
     "set_log_level",
     "system_info",
     "theory",

@@ -17,6 +17,7 @@ from typing import IO, Literal
 
 from rich.color import ColorSystem
 from rich.console import Console as RichConsole
+from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.style import Style
 from rich.table import Table
@@ -96,8 +97,12 @@ class Console:
             table.add_column(column, justify=justify, overflow="fold")
         for row in rows:
             table.add_row(*row)
+        self.render(table)
+
+    def render(self, drawn: RenderableType) -> None:
+        """Print something that Rich draws, such as a table or a tree."""
         with _failures_of_standard_output(), self.out.capture() as capture:
-            self.out.print(table)
+            self.out.print(drawn)
         self.write("".join(line.rstrip() + "\n" for line in capture.get().splitlines()))
 
     def line(self, text: str = "", style: str = "") -> None:

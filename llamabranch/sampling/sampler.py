@@ -288,6 +288,43 @@ class Sampler:
             return Distribution.point(int(ids[left == best].min()))
         return Distribution.from_logits(left, ids)
 
+    def processed(
+        self, scores: npt.NDArray[np.floating], *, masked: bool = True
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
+        """Return the tokens that may come next and their scores after bias, grammar and penalties.
+
+        Nothing is truncated, scaled by a temperature or normalised, so the mass that a grammar removes
+        can be computed. The state does not change.
+
+        Args:
+            scores: logits, or log-probabilities as beam search processes them, (V,).
+            masked: False = as if there were no grammar.
+
+        Returns:
+            ids int32 (K,), each once, in no particular order, and float64 (K,); K is 0 if nothing is
+            allowed. Penalties are computed with 32-bit floats.
+        """
+        if scores.shape != (self.model.n_vocab,):
+            raise ConfigError(f"scores must have shape ({self.model.n_vocab},), not {scores.shape}")
+        found = scores.astype(np.float64)
+        if self._bias is not None:
+            tokens, values = self._bias
+            found[tokens] += values
+        ids = np.flatnonzero(found > -np.inf).astype(np.int32)
+        if masked and self._grammar_state is not None:
+            if self._grammar_done or not len(ids):
+                return ids[:0], found[:0]
+            self._buffer.fill(np.zeros(len(ids), dtype=np.float32), ids)
+            self._grammar_state.apply(self._buffer)
+            left, flags = self._buffer.read()
+            ids = left[flags > -np.inf]
+        if self._history is not None and len(ids):
+            self._buffer.fill(found[ids].astype(np.float32), ids)
+            self._history.apply(self._buffer)
+            ids, penalised = self._buffer.read()
+            return ids, penalised.astype(np.float64)
+        return ids, found[ids]
+
     def _apply_grammar(self, state: GrammarHandle) -> None:
         if self._grammar_done:
             raise GrammarError("the grammar is complete: no token can follow")

@@ -169,3 +169,32 @@ def test_batched_engine_generates_what_each_prompt_gets_alone() -> None:
     assert figure(name, "Target forward passes") < figure(name, "Output tokens") / 3
     assert figure(name, "Prompt tokens shared") > 10
     assert 0 < figure(name, "Accept rate") < 100
+
+
+def test_particles_follow_the_model_where_masking_does_not() -> None:
+    rows = re.findall(r"^( \w.+?)  +([\d.]+) +([\d.]+) +([\d.]+)$", output("smc"), re.MULTILINE)
+    assert len(rows) == 2
+    for _, exact, masking, steered in rows:
+        assert abs(float(steered) - float(exact)) < 0.2
+        assert abs(float(masking) - float(exact)) > 0.5
+
+
+def test_wider_beams_find_a_more_probable_record() -> None:
+    shown = output("beam_json")
+    found = re.findall(r"(\d+) beams, \d+ decodes:\n +(-[\d.]+) nats  (\{.+\})", shown)
+    assert [int(beams) for beams, *_ in found] == [1, 8]
+    assert float(found[0][1]) < float(found[1][1])
+    assert set(ast.literal_eval(found[1][2])) == {"hero", "place", "is_happy"}
+
+
+def test_adaptive_votes_need_fewer_texts_for_the_same_winner() -> None:
+    shown = output("vote")
+    counts = [int(n) for n in re.findall(r": (\d+) texts$", shown, re.MULTILINE)]
+    winners = re.findall(r"votes: (\w+) \d+", shown)
+    assert counts[0] == 32 > counts[1]
+    assert winners[0] == winners[1]
+
+
+def test_the_puzzle_is_solved_by_few_texts() -> None:
+    assert "The number of the lock is 7203" in output("puzzle")
+    assert figure("puzzle", "Texts evaluated") < 1000

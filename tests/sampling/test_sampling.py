@@ -734,3 +734,36 @@ def test_without_logprobs_the_text_is_the_same(
     assert b"logprobs" not in (tmp_path / "True.branch").read_bytes()  # 0.1 reads it as well
     with pytest.raises(ConfigError, match="logprobs must be True or False"):
         SamplingParams(logprobs=5)  # type: ignore[arg-type]
+
+
+# -- scores that are neither truncated nor normalised --------------------------------------------------
+
+
+def test_processed_scores_are_those_after_bias_grammar_and_penalties(small_toy: lb.Model) -> None:
+    row = np.linspace(-3.0, 3.0, small_toy.n_vocab).astype(np.float32)
+    settings = OFF | {
+        "top_k": 2,
+        "temperature": 0.3,
+        "logit_bias": {4: 1.5, 5: -math.inf},
+        "repeat_penalty": 1.5,
+        "penalty_last_n": 8,
+    }
+    params = SamplingParams(**settings)
+    free, bound = Sampler(small_toy, params), Sampler(small_toy, params, Grammar("root ::= [bcd]+"))
+    for sampler in (free, bound):
+        sampler.accept_prompt([3, 4])
+    expected = row.astype(np.float64)
+    expected[4] += 1.5
+    expected[5] = -math.inf
+    expected = _penalised(expected, params, [3, 4])
+    for sampler, masked in ((free, True), (bound, False)):
+        ids, scores = sampler.processed(row, masked=masked)
+        assert sorted(ids) == [t for t in range(16) if t != 5]
+        assert np.allclose(scores, expected[ids], atol=1e-6)
+    ids, scores = bound.processed(row)
+    assert sorted(ids) == [3, 4]
+    assert np.allclose(scores, expected[ids], atol=1e-6)
+    again, _ = bound.processed(row)
+    assert again.tolist() == ids.tolist()
+    with pytest.raises(ConfigError):
+        free.processed(row[:3])

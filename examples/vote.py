@@ -1,0 +1,31 @@
+"""Self-consistency: many sampled texts, one answer each, and the majority decides."""
+
+import re
+
+import llamabranch as lb
+from llamabranch import search
+
+PROMPT = "In the middle of the forest there lived an old"
+
+
+def first_word(text: str) -> str | None:
+    """Return the first word of ``text``."""
+    found = re.search(r"\w+", text)
+    return found[0] if found else None
+
+
+def main() -> None:
+    with lb.load(n_seq_max=17, n_ctx=4096) as ctx:
+        with lb.Branch.start(ctx, PROMPT, temperature=0.9, seed=3) as branch:
+            for adaptive in (False, True):
+                found = search.vote(branch, first_word, 32, 12, adaptive=adaptive, stop=["."])
+                ranked = ", ".join(f"{answer} {n}" for answer, n in list(found.votes.items())[:6])
+                stats = found.stats
+                print(f"{'adaptive' if adaptive else 'all 32'}: {len(found.hypotheses)} texts")
+                print(f"  votes: {ranked}")
+                print(f"  {stats.decodes} decodes, {stats.tokens_decoded} tokens")
+        print(f"the text of the winner: {PROMPT}{found.text}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,359 @@
+"""``llamabranch search``: the best of many continuations of a prompt, by any method of the library."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import typer
+
+from llamabranch import Branch, ConfigError, Drafter, SamplingParams
+from llamabranch.search import (
+    SearchResult,
+    SearchStats,
+    beam_search,
+    best_of_n,
+    smc,
+    step_search,
+    tree_search,
+    vote,
+)
+
+from .bundles import with_bundles
+from .console import Console, print_json
+from .drafters import drafting_contexts, make_drafter, note_translation
+from .interrupts import InterruptHandler
+from .options import (
+    OUTPUT,
+    ModelOptions,
+    OutputOptions,
+    RuntimeOptions,
+    SamplingOptions,
+    TextOptions,
+)
+from .prompts import apply_template, read_standard_input
+from .reporting import EXIT_INTERRUPTED
+from .search_report import drawn_tree, stats_text
+
+SEARCH = "Search"
+WIDTHS = {"beam": 4, "best-of": 8, "vote": 16, "smc": 8, "steps": 4, "mcts": 3}
+NEED_REWARD = ("steps", "mcts")
+DEFAULT_PROMPT = "Once upon a time"
+_CELLS_PER_TEXT = 256
+_LEAST_CELLS = 2048
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """How to search."""
+
+    method: Annotated[
+        str,
+        typer.Option(metavar="|".join(WIDTHS), help="How to search.", rich_help_panel=SEARCH),
+    ] = "beam"
+    width: Annotated[
+        int | None,
+        typer.Option(
+            "--width",
+            "-w",
+            min=1,
+            help="Beams, texts, particles, texts of a step, or moves; by default "
+            + ", ".join(f"{n} ({name})" for name, n in WIDTHS.items())
+            + ".",
+            rich_help_panel=SEARCH,
+        ),
+    ] = None
+    best: Annotated[
+        int, typer.Option(min=1, help="How many results to print.", rich_help_panel=SEARCH)
+    ] = 1
+    length_penalty: Annotated[
+        float,
+        typer.Option(
+            help="beam: above 0 favours long texts, below 0 short ones.", rich_help_panel=SEARCH
+        ),
+    ] = 1.0
+    groups: Annotated[
+        int, typer.Option(min=1, help="beam: groups of beams.", rich_help_panel=SEARCH)
+    ] = 1
+    diversity_penalty: Annotated[
+        float,
+        typer.Option(help="beam: nats for a token of an earlier group.", rich_help_panel=SEARCH),
+    ] = 0.0
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="best-of, steps, mcts: a program that reads a text from standard input and prints "
+            "a number, higher is better.",
+            rich_help_panel=SEARCH,
+        ),
+    ] = None
+    answer: Annotated[
+        str,
+        typer.Option(
+            metavar="REGEX",
+            help="vote: what finds the answer in a text; the last match counts, and of it the "
+            "first group.",
+            rich_help_panel=SEARCH,
+        ),
+    ] = r"-?\d+(?:\.\d+)?"
+    step: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT|N",
+            help="steps, mcts: where a step ends: at a text, or after so many tokens.",
+            rich_help_panel=SEARCH,
+        ),
+    ] = r"\n"
+    iterations: Annotated[
+        int,
+        typer.Option(
+            min=1, help="steps: at most so many; mcts: texts evaluated.", rich_help_panel=SEARCH
+        ),
+    ] = 40
+    sequences: Annotated[
+        int,
+        typer.Option(
+            min=2,
+            max=256,
+            help="Sequences of the cache; a wider search decodes in waves.",
+            rich_help_panel=SEARCH,
+        ),
+    ] = 33
+
+    def check(self) -> None:
+        """Raise ConfigError for what cannot be searched with."""
+        if self.method not in WIDTHS:
+            raise ConfigError(
+                f"unknown method {self.method!r}", hint="methods: " + ", ".join(WIDTHS)
+            )
+        if self.method in NEED_REWARD and self.reward is None:
+            raise ConfigError(
+                f"--method {self.method} needs a reward",
+                hint="for example --reward 'python score.py', which reads the text and prints a number",
+            )
+        try:
+            re.compile(self.answer)
+        except re.error as error:
+            raise ConfigError(f"--answer is no regular expression: {error}") from None
+
+    @property
+    def n(self) -> int:
+        """The width, or the method's default."""
+        return self.width or WIDTHS[self.method]
+
+    def boundary(self) -> str | int:
+        """Return where a step ends."""
+        if self.step.isdecimal():
+            return int(self.step)
+        return self.step.replace("\\n", "\n").replace("\\t", "\t")
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """Return the sampling settings for the method: particles must not be truncated."""
+        if self.method != "smc":
+            return params
+        default = SamplingParams()
+        kept = {
+            name: off
+            for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
+            if getattr(params, name) == getattr(default, name)
+        }
+        return params.replace(**kept)
+
+
+@with_bundles
+def search(
+    prompt: Annotated[
+        str, typer.Argument(help="What to continue; - reads standard input.")
+    ] = DEFAULT_PROMPT,
+    *,
+    method: MethodOptions,
+    models: ModelOptions,
+    text: TextOptions,
+    sampling: SamplingOptions,
+    runtime: RuntimeOptions,
+    tree: Annotated[
+        bool,
+        typer.Option("--tree", help="Draw the tree of the search.", rich_help_panel=OUTPUT),
+    ] = False,
+    output: OutputOptions,
+) -> None:
+    """Search for the best continuation: beams, samples, votes, particles, steps, or a tree.
+
+    All candidates share the prompt and every decode. Ctrl-C ends the search with the best so far.
+    """
+    with output.console() as console, ExitStack() as stack:
+        grammar = text.parse_grammar()
+        method.check()
+        params = method.params(sampling.params(text.seed))
+        if prompt == "-":
+            prompt = read_standard_input()
+        target_name, drafters = replace(models, draft=models.draft or "none").resolve()
+        n_sequences = max(2, min(method.n + 1, method.sequences))
+        if method.method == "mcts":
+            n_sequences = method.sequences
+        if runtime.n_ctx is None:
+            runtime = replace(runtime, n_ctx=max(_LEAST_CELLS, _CELLS_PER_TEXT * n_sequences))
+        context = runtime.open(target_name, console, stack, n_seq_max=n_sequences)
+        drafter = make_drafter(
+            drafters,
+            lambda name: runtime.open(name, console, stack, n_seq_max=n_sequences + 1),
+            width=1,
+        )
+        note_translation(drafter, context.model, console)
+        params = sampling.without_eog(params, context.model)
+        given = apply_template(context, prompt) if sampling.chat else prompt
+        branch = Branch.start(context, given, sampling=params, grammar=grammar)
+        with InterruptHandler([context, *drafting_contexts(drafter)]) as interrupts:
+
+            def on_step(stats: SearchStats) -> bool:
+                console.progress(
+                    f"{stats.steps} steps, {stats.decodes} decodes, {stats.elapsed_s:.1f} s"
+                )
+                return interrupts.requested
+
+            try:
+                result = _run(
+                    method,
+                    branch,
+                    text,
+                    drafter if drafters else None,
+                    on_step,
+                    sampling.ignore_eos,
+                )
+            finally:
+                console.progress("")
+            interrupted = interrupts.requested
+        if output.as_json:
+            record = result.as_dict(tree=tree)
+            print_json(
+                {"prompt": prompt, "method": method.method, "seed": branch.seed, **record}
+                | {"interrupted": interrupted}
+            )
+        else:
+            _print(console, prompt, result, method.best, tree)
+        if interrupted:
+            console.note("interrupted: the best so far")
+            raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _run(
+    method: MethodOptions,
+    branch: Branch,
+    text: TextOptions,
+    drafter: Drafter | None,
+    on_step: Callable[[SearchStats], bool],
+    ignore_eos: bool,
+) -> SearchResult:
+    n, most, stop = method.n, text.max_tokens, text.stop_strings
+    reward = None if method.reward is None else _reward(method.reward)
+    if method.method == "beam":
+        return beam_search(
+            branch,
+            n,
+            most,
+            n=min(n, method.best),
+            length_penalty=method.length_penalty,
+            groups=method.groups,
+            diversity_penalty=method.diversity_penalty,
+            stop=stop,
+            on_step=on_step,
+        )
+    if method.method == "smc":
+        # A text that may not end by itself cannot be weighted by the probability that it does.
+        return smc(branch, n, most, force_end=not ignore_eos, stop=stop, on_step=on_step)
+    if method.method == "best-of":
+        return best_of_n(
+            branch, n, most, reward=reward, stop=stop, drafter=drafter, on_step=on_step
+        )
+    if method.method == "vote":
+        return vote(
+            branch, _answer(method.answer), n, most, stop=stop, drafter=drafter, on_step=on_step
+        )
+    if reward is None:
+        raise ConfigError(f"--method {method.method} needs a reward")
+    if method.method == "steps":
+        return step_search(
+            branch,
+            reward,
+            n,
+            beam_width=n,
+            max_steps=method.iterations,
+            step=method.boundary(),
+            max_tokens=most,
+            stop=stop,
+            drafter=drafter,
+            on_step=on_step,
+        )
+    return tree_search(
+        branch,
+        reward,
+        method.iterations,
+        expand=n,
+        n=method.best,
+        step=method.boundary(),
+        max_tokens=most,
+        stop=stop,
+        drafter=drafter,
+        on_step=on_step,
+    )
+
+
+def _reward(command: str) -> Callable[[str], float]:
+    """Return a function that runs ``command`` on a text and returns the number it prints."""
+
+    def reward(text: str) -> float:
+        done = subprocess.run(
+            command, shell=True, input=text, capture_output=True, encoding="utf-8", check=False
+        )
+        try:
+            if done.returncode == 0:
+                return float(done.stdout)
+        except ValueError:
+            pass
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise ConfigError(
+            f"the reward {command!r} printed no number (exit code {done.returncode})",
+            hint=said[-1] if said else None,
+        )
+
+    return reward
+
+
+def _answer(pattern: str) -> Callable[[str], str | None]:
+    """Return a function that finds the last match of ``pattern`` in a text."""
+    compiled = re.compile(pattern)
+
+    def answer(text: str) -> str | None:
+        matches = list(compiled.finditer(text))
+        if not matches:
+            return None
+        last = matches[-1]
+        return last[1] if compiled.groups and last[1] is not None else last[0]
+
+    return answer
+
+
+def _print(console: Console, prompt: str, result: SearchResult, best: int, tree: bool) -> None:
+    if tree:
+        console.render(drawn_tree(result.tree, prompt))
+        console.line()
+    for hypothesis in result.hypotheses[:best]:
+        console.line(
+            f"score {hypothesis.score:.4f}, log p {hypothesis.logprob:.2f} nats, "
+            f"{len(hypothesis.tokens)} tokens, {hypothesis.finish_reason}",
+            "bold",
+        )
+        console.write(prompt + hypothesis.text + "\n\n")
+    if not result.hypotheses:
+        console.line("no text has a weight above 0")
+    if result.votes:
+        shares = ", ".join(f"{answer} {n}" for answer, n in result.votes.items())
+        console.line(f"votes: {shares}")
+    if result.log_evidence is not None:
+        console.line(f"log evidence: {result.log_evidence:.3f} nats")
+    console.line(stats_text(result.stats), "dim")

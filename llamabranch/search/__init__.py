@@ -1,0 +1,26 @@
+"""Search over branches: many continuations of one prompt, compared while they share its cells."""
+
+from .beam import beam_search
+from .best_of import best_of_n, vote
+from .mcts import TreeSearch, tree_search
+from .particles import Potential, smc
+from .result import Hypothesis, SearchNode, SearchResult, SearchStats
+from .selection import Selection, select
+from .steps import step_search
+
+__all__ = [
+    "Hypothesis",
+    "Potential",
+    "SearchNode",
+    "SearchResult",
+    "SearchStats",
+    "Selection",
+    "TreeSearch",
+    "beam_search",
+    "best_of_n",
+    "select",
+    "smc",
+    "step_search",
+    "tree_search",
+    "vote",
+]

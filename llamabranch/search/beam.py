@@ -1,0 +1,208 @@
+"""Beam search, token for token as Hugging Face's ``generate(num_beams=...)`` does it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from ..arguments import real, whole
+from ..branch import Branch
+from ..branch.sequence import TokenSequence
+from ..errors import ConfigError, DecodeInterruptedError
+from .beams import Beams, Candidate, best_tokens
+from .lines import Lines, OnStep
+from .result import Hypothesis, SearchNode, SearchResult
+from .scores import next_scores
+from .texts import checked_stops, completes_stop, hypothesis
+
+__all__ = ["beam_search"]
+
+# Of a beam: its best continuations as (token, score, log-probability), best first.
+Continuations = list[tuple[int, float, float]]
+
+
+def beam_search(
+    branch: Branch,
+    beams: int = 4,
+    max_tokens: int = 64,
+    *,
+    n: int = 1,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
+    groups: int = 1,
+    diversity_penalty: float = 0.0,
+    stop: Sequence[str] = (),
+    on_step: OnStep | None = None,
+) -> SearchResult:
+    """Return the most probable continuations that a beam search finds.
+
+    A beam's score is the sum of the model's log-probabilities, after the branch's logit bias, grammar and
+    penalties, not normalised again; temperature and truncation play no role. The final score is that sum
+    divided by (number of tokens, EOG token included) ** ``length_penalty``. Each token costs one decode,
+    whatever the number of beams, as long as there are as many sequences; the first costs none.
+
+    Args:
+        branch: has read the prompt; it is left as it is.
+        beams: the number of beams.
+        max_tokens: the most tokens of a text, an EOG token included; beams that reach it are finished.
+        n: how many hypotheses to return, at most ``beams``.
+        length_penalty: above 0 it favours long texts, below 0 short ones.
+        early_stopping: True = end when ``beams`` texts are finished; False = also when the best running
+            beam, divided by its present length, is no better than the worst of them; "never" = only when
+            no running beam can become better. Textbook beam search is "never" with ``length_penalty`` 0.
+        groups: of how many groups the beams consist (diverse beam search, Vijayakumar et al. 2016,
+            1610.02424). Each group is a beam search of its own, over the same decodes.
+        diversity_penalty: in nats; taken from the score of a token for each beam of an earlier group that
+            chose it in the same step. It remains part of the beam's score, not of ``logprob``.
+        stop: strings that end a text, as an EOG token does.
+        on_step: called after each token with the statistics so far; a true result ends the search with
+            the best so far, running beams included as "cancelled".
+
+    Raises:
+        ConfigError: a value out of range. BranchStateError, SequencesExhaustedError, CacheFullError,
+        DecodeError: all sequences are returned.
+    """
+    beams = whole("beams", beams, 1)
+    max_tokens = whole("max_tokens", max_tokens, 1)
+    n = whole("n", n, 1, beams)
+    groups = whole("groups", groups, 1, beams)
+    length_penalty = real("length_penalty", length_penalty)
+    diversity_penalty = real("diversity_penalty", diversity_penalty)
+    if not math.isfinite(length_penalty) or not math.isfinite(diversity_penalty):
+        raise ConfigError("length_penalty and diversity_penalty must be finite")
+    if beams % groups:
+        raise ConfigError(f"{beams} beams cannot be divided into {groups} equal groups")
+    if diversity_penalty < 0 or (diversity_penalty and groups == 1):
+        raise ConfigError(
+            "diversity_penalty must be at least 0, and needs several groups",
+            hint="for example beams=4, groups=2",
+        )
+    if early_stopping not in (True, False, "never"):
+        raise ConfigError(f"early_stopping must be True, False or 'never', not {early_stopping!r}")
+    stop = checked_stops(stop)
+    with Lines(branch, on_step) as lines:
+        n_eog = len(lines.ctx.model.eog_tokens)
+        search = _Search(
+            lines,
+            [
+                Beams(beams // groups, n_eog, max_tokens, length_penalty, early_stopping)
+                for _ in range(groups)
+            ],
+            diversity_penalty,
+            max_tokens,
+            stop,
+        )
+        search.run()
+        found = search.hypotheses()[:n]
+    for node in lines.root.walk():
+        if node.status == "finished" and all(h.node is not node for h in found):
+            node.status = "pruned"
+    lines.root.prune_open()
+    return SearchResult(found, lines.stats, lines.root)
+
+
+class _Search:
+    """The groups of one beam search over the same lines."""
+
+    def __init__(
+        self,
+        lines: Lines,
+        groups: list[Beams],
+        diversity_penalty: float,
+        max_tokens: int,
+        stop: Sequence[str],
+    ) -> None:
+        self._lines = lines
+        self._groups = groups
+        self._penalty = diversity_penalty
+        self._max_tokens = max_tokens
+        self._stop = stop
+        # With a diversity penalty a token may fall behind as many others as there are other beams.
+        self._n_best = groups[0].n_kept + (
+            len(groups) * groups[0].width if diversity_penalty else 0
+        )
+        self._running: list[list[SearchNode]] = [[lines.root] for _ in groups]
+        self._reasons: dict[SearchNode, str] = {}
+
+    def run(self) -> None:
+        lines = self._lines
+        first = lines.sequence(lines.root)
+        if first is None:
+            raise ConfigError("the root has no sequence")
+        with lines.ctx.lock:
+            root = self._read(lines.root, first)
+        continuations: list[list[Continuations]] = [[root] for _ in self._groups]
+        for n_tokens in range(1, self._max_tokens + 1):
+            self._choose(continuations, n_tokens)
+            if lines.end_step() or not any(self._running):
+                return
+            nodes = [node for group in self._running for node in group]
+            try:
+                read = iter(lines.advance(nodes, self._read))
+            except DecodeInterruptedError as error:
+                lines.was_cancelled(error)
+                return
+            continuations = [[next(read) for _ in group] for group in self._running]
+
+    def _read(self, node: SearchNode, sequence: TokenSequence) -> Continuations:
+        ids, scores, logprobs = next_scores(sequence)
+        best = best_tokens(ids, scores, self._n_best)
+        return [(token, score, float(logprobs[token])) for token, score in best]
+
+    def _choose(self, continuations: Sequence[Sequence[Continuations]], n_tokens: int) -> None:
+        """Let each group choose its next beams, one group after another."""
+        taken: Counter[int] = Counter()
+        for i, group in enumerate(self._groups):
+            if group.is_done or not self._running[i]:
+                self._running[i] = []
+                continue
+            offered = [
+                [(token, score - self._penalty * taken[token]) for token, score, _ in tokens]
+                for tokens in continuations[i]
+            ]
+            chosen = group.choose(offered)
+            nodes = self._nodes(self._running[i], continuations[i], chosen)
+            stops = [self._stops(node, n_tokens) for node in nodes]
+            running = group.advance(chosen, stops, nodes)
+            kept = [nodes[j] for j in running]
+            self._running[i] = [] if group.is_done else kept
+            taken.update(chosen[j].token for j in running)
+
+    def _nodes(
+        self,
+        parents: Sequence[SearchNode],
+        continuations: Sequence[Continuations],
+        chosen: Sequence[Candidate],
+    ) -> list[SearchNode]:
+        nodes = []
+        for score, beam, token in chosen:
+            logprob = next(lp for other, _, lp in continuations[beam] if other == token)
+            nodes.append(self._lines.child(parents[beam], [token], logprob))
+            nodes[-1].score = score
+        return nodes
+
+    def _stops(self, node: SearchNode, n_tokens: int) -> bool:
+        """Return whether the text ends at ``node``, and remember why."""
+        if self._lines.ctx.model.is_eog(node.tokens[0]) or completes_stop(node, self._stop):
+            self._reasons[node] = "stop"
+        elif n_tokens == self._max_tokens:
+            self._reasons[node] = "length"
+        return node in self._reasons
+
+    def hypotheses(self) -> list[Hypothesis]:
+        """Return all finished beams, best first; and those still running, if the search was cancelled."""
+        ended: list[tuple[float, SearchNode]] = []
+        for group in self._groups:
+            ended += [(f.final, f.key) for f in group.finished if isinstance(f.key, SearchNode)]
+        ended.sort(key=lambda pair: -pair[0])
+        if self._lines.is_cancelled:
+            running = [
+                (node.score, node) for group in self._running for node in group if node.tokens
+            ]
+            ended += sorted(running, key=lambda pair: -pair[0])
+        model = self._lines.ctx.model
+        return [
+            hypothesis(model, node, self._stop, score, self._reasons.get(node, "cancelled"))
+            for score, node in ended
+        ]

@@ -1,0 +1,146 @@
+"""The selection of beam search, without a model: which continuations go on, which are finished.
+
+The semantics are those of Hugging Face transformers 5 (``generate(num_beams=...)``), with two
+differences that change no result with a usual vocabulary: scores are float64, and beams that do not exist
+yet, or whose continuations are all forbidden, are left out instead of being scored with -1e9.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..sampling.distribution import candidates
+
+__all__ = ["Beams", "Candidate", "best_tokens"]
+
+Ids = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float64]
+
+
+class Candidate(NamedTuple):
+    """A running beam continued by one token; ``score`` is the sum of all its scores, nats."""
+
+    score: float
+    beam: int
+    token: int
+
+
+class Finished(NamedTuple):
+    """A finished beam; ``final`` is its score with the length penalty."""
+
+    final: float
+    candidate: Candidate
+    n_tokens: int
+    key: object
+
+
+def best_tokens(ids: Ids, scores: Floats, k: int) -> list[tuple[int, float]]:
+    """Return the ``k`` best of ``ids`` (K,) by ``scores`` (K,), best first; of equals, the smaller id."""
+    if len(scores) > k:
+        found = None
+        if len(scores) > 4096:
+            found = candidates(scores, k)  # type: ignore[arg-type]  # any floats will do
+        if found is None:
+            least = np.partition(scores, len(scores) - k)[len(scores) - k]
+            found = np.flatnonzero(scores >= least)
+        ids, scores = ids[found], scores[found]
+    order = np.lexsort((ids, -scores))[:k]
+    return [(int(ids[i]), float(scores[i])) for i in order]
+
+
+class Beams:
+    """One group of beams: the scores of those that run, and the best that have finished.
+
+    Args:
+        width: the number of beams.
+        n_eog: how many tokens of the vocabulary end a text.
+        max_tokens: the most tokens of a text, the EOG token included.
+        length_penalty: a finished score is the sum divided by (number of tokens) ** length_penalty.
+        early_stopping: True = stop once ``width`` beams are finished; False = also stop as soon as the
+            best running score over the present length cannot enter them; "never" = only stop when that
+            is impossible at any length.
+
+    Attributes:
+        scores: of the running beams, best first.
+        finished: best first, at most ``width``.
+        is_done: True once nothing can change any more.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        n_eog: int,
+        max_tokens: int,
+        length_penalty: float = 1.0,
+        early_stopping: bool | str = False,
+    ) -> None:
+        self.width = width
+        self.n_kept = max(2, 1 + n_eog) * width
+        self.scores: list[float] = [0.0]
+        self.finished: list[Finished] = []
+        self.is_done = False
+        self._max_tokens = max_tokens
+        self._length_penalty = length_penalty
+        self._early_stopping = early_stopping
+        self._n_tokens = 0
+
+    def choose(self, continuations: Sequence[Sequence[tuple[int, float]]]) -> list[Candidate]:
+        """Return the best continuations of all beams, best first; ties go by beam, then by token.
+
+        ``continuations[i]``: of the i-th running beam, the best tokens and their scores, at least
+        ``n_kept`` of them where there are so many.
+        """
+        found = [
+            Candidate(self.scores[beam] + score, beam, token)
+            for beam, tokens in enumerate(continuations)
+            for token, score in tokens
+        ]
+        found.sort(key=lambda c: (-c.score, c.beam, c.token))
+        return found[: self.n_kept]
+
+    def advance(
+        self,
+        chosen: Sequence[Candidate],
+        stops: Sequence[bool],
+        keys: Sequence[object],
+    ) -> list[int]:
+        """Finish the chosen continuations that stop, keep the best others running.
+
+        Args:
+            chosen: what ``choose`` has returned.
+            stops: for each of them, whether it ends there: at an EOG token, a stop string or the limit.
+            keys: for each of them, what ``finished`` names it by.
+
+        Returns:
+            the indices of those that run on, best first, at most ``width``.
+        """
+        self._n_tokens += 1
+        length = self._n_tokens**self._length_penalty
+        for i, candidate in enumerate(chosen[: self.width]):
+            if stops[i]:
+                final = candidate.score / length
+                self.finished.append(Finished(final, candidate, self._n_tokens, keys[i]))
+        self.finished.sort(key=lambda f: -f.final)  # stable: of equals, the earlier one
+        del self.finished[self.width :]
+        running = [i for i, stopped in enumerate(stops) if not stopped][: self.width]
+        self.scores = [chosen[i].score for i in running]
+        full = len(self.finished) == self.width
+        self.is_done = (
+            not running or (full and self._early_stopping is True) or not self._may_improve(full)
+        )
+        return running
+
+    def _may_improve(self, full: bool) -> bool:
+        """Return whether the best running beam may still become better than the worst finished one."""
+        if not full:
+            return True
+        length = self._n_tokens
+        if self._early_stopping == "never" and self._length_penalty > 0.0:
+            length = self._max_tokens
+        best = self.scores[0] if self.scores else -math.inf
+        return bool(best / length**self._length_penalty > self.finished[-1].final)

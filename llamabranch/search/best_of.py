@@ -1,0 +1,192 @@
+"""Several sampled texts, of which the best counts: ``best_of_n`` and ``vote``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from ..arguments import real, whole
+from ..branch import Branch
+from ..errors import ConfigError
+from ..sampling.noise import uniform
+from ..speculative import Drafter
+from .continuations import Boundary, Continuation, Continuations, slot_seed
+from .lines import Lines, OnStep
+from .result import Hypothesis, SearchResult
+from .texts import checked_stops
+
+__all__ = ["best_of_n", "vote"]
+
+
+def best_of_n(
+    branch: Branch,
+    n: int = 8,
+    max_tokens: int | None = 128,
+    *,
+    score: str | Callable[[Hypothesis], float] = "mean",
+    reward: Callable[[str], float] | None = None,
+    reject_every: int | None = None,
+    stop: Sequence[str] = (),
+    seed: int | None = None,
+    drafter: Drafter | None = None,
+    on_step: OnStep | None = None,
+) -> SearchResult:
+    """Sample ``n`` texts with the settings of ``branch`` and return all of them, best first.
+
+    They share the prompt and every decode. The first is the text that ``branch.generate`` would give; all
+    depend on the seed and their number alone.
+
+    Args:
+        branch: has read the prompt; it is left as it is.
+        n: how many texts.
+        max_tokens: the most tokens of each; None = until the model ends it or the cache is full.
+        score: "mean" = mean log-probability of the tokens, "sum" = that of the text; or a function of a
+            hypothesis. Log-probabilities are the model's own, before sampling settings.
+        reward: a function of the text, instead of ``score``.
+        reject_every: after each so many tokens, give up the worse half of the unfinished texts, until
+            one is left. They are returned after all others, as "rejected".
+        stop: strings that end a text.
+        seed: of the draws; None = that of the branch.
+        drafter: proposes tokens; it changes no text.
+        on_step: called after each decode with the statistics so far; a true result ends the search, and
+            unfinished texts are "cancelled".
+
+    Raises:
+        ConfigError: a value out of range. What ``score`` or ``reward`` raises; BranchStateError,
+        CapacityError, DecodeError: all sequences are returned.
+    """
+    n = whole("n", n, 1)
+    if reward is not None and score != "mean":
+        raise ConfigError("give either score or reward")
+    if not callable(score) and score not in ("mean", "sum"):
+        raise ConfigError(f"score must be 'mean', 'sum' or a function, not {score!r}")
+    if reject_every is not None:
+        reject_every = whole("reject_every", reject_every, 1)
+
+    def judge(line: Continuation) -> float:
+        if reward is not None:
+            return _number(reward(line.output.text), "reward")
+        if callable(score):
+            return _number(score(line.hypothesis(float("nan"))), "score")
+        return line.mean_logprob if score == "mean" else line.node.logprob
+
+    with Lines(branch, on_step) as lines, Continuations(lines, drafter) as texts:
+        all_lines = _start(lines, range(n), max_tokens, stop, seed)
+        if reject_every is None:
+            texts.run(all_lines)
+        else:
+            running = all_lines
+            while running:
+                texts.run(running, Boundary(n_tokens=reject_every))
+                running = [line for line in running if not line.is_finished]
+                ranked = sorted(running, key=judge, reverse=True)
+                for line in ranked[(len(ranked) + 1) // 2 :]:
+                    line.output.break_off()
+                    line.output.finish_reason = "rejected"
+                    lines.release(line.node)
+                running = [line for line in running if not line.is_finished]
+        found = [line.hypothesis(judge(line)) for line in all_lines]
+    found.sort(
+        key=lambda h: (h.finish_reason == "rejected", -h.score)
+    )  # of equals, the earlier text
+    for hypothesis in found:
+        rejected = hypothesis.finish_reason == "rejected"
+        hypothesis.node.status = "pruned" if rejected else "finished"
+    lines.root.prune_open()
+    return SearchResult(found, lines.stats, lines.root)
+
+
+def vote(
+    branch: Branch,
+    answer: Callable[[str], str | None],
+    n: int = 16,
+    max_tokens: int | None = 256,
+    *,
+    adaptive: bool = False,
+    agreement: float = 0.75,
+    stop: Sequence[str] = (),
+    seed: int | None = None,
+    drafter: Drafter | None = None,
+    on_step: OnStep | None = None,
+) -> SearchResult:
+    """Sample ``n`` texts and let their answers vote (self-consistency, Wang et al. 2022, 2203.11171).
+
+    Args:
+        branch: has read the prompt; it is left as it is.
+        answer: the answer in a text; None = it has none and does not vote.
+        n: how many texts.
+        max_tokens: the most tokens of each.
+        adaptive: begin with two texts and double their number until the leading answer has
+            ``agreement`` of them, or there are ``n``.
+        agreement: that share, above 0, at most 1.
+        stop, seed, drafter, on_step: as for ``best_of_n``.
+
+    Returns:
+        all texts, those with the most frequent answer first, the most probable of them at the front;
+        ``score`` is the share of all texts that have the same answer, ``votes`` counts the answers. Of
+        equally frequent answers the seed decides which comes first.
+
+    Raises:
+        ConfigError: a value out of range. What ``answer`` raises; BranchStateError, CapacityError,
+        DecodeError: all sequences are returned.
+    """
+    n = whole("n", n, 1)
+    agreement = real("agreement", agreement)
+    if not 0 < agreement <= 1:
+        raise ConfigError(f"agreement must be above 0 and at most 1, not {agreement!r}")
+    if not callable(answer):
+        raise ConfigError(f"answer must be a function of the text, not {answer!r}")
+    first_seed = branch.seed if seed is None else whole("seed", seed)
+    found: list[tuple[Continuation, str | None]] = []
+    with Lines(branch, on_step) as lines, Continuations(lines, drafter) as texts:
+        wanted = min(2, n) if adaptive else n
+        while True:
+            new = _start(lines, range(len(found), wanted), max_tokens, stop, first_seed)
+            texts.run(new)
+            found += [(line, answer(line.output.text)) for line in new]
+            votes = Counter(given for _, given in found if given is not None)
+            most = max(votes.values(), default=0)
+            if wanted == n or lines.is_cancelled or most >= agreement * len(found):
+                break
+            wanted = min(n, 2 * wanted)
+    # The order of first appearance must not decide between equals: early texts are not better.
+    luck = {given: uniform(first_seed, n, index=i) for i, given in enumerate(sorted(votes))}
+    ranked = sorted(votes, key=lambda given: (-votes[given], luck[given]))
+    rank = {given: i for i, given in enumerate(ranked)}
+    hypotheses = []
+    order = sorted(
+        found,
+        key=lambda pair: (
+            len(rank) if pair[1] is None else rank[pair[1]],
+            -pair[0].mean_logprob,
+        ),
+    )
+    for line, given in order:
+        share = votes[given] / len(found) if given is not None else 0.0
+        hypotheses.append(line.hypothesis(share))
+        is_first = bool(ranked) and given == ranked[0]
+        line.node.status = "finished" if is_first else "pruned"
+    lines.root.prune_open()
+    tally = {given: votes[given] for given in ranked}
+    return SearchResult(hypotheses, lines.stats, lines.root, votes=tally)
+
+
+def _start(
+    lines: Lines,
+    numbers: Sequence[int],
+    max_tokens: int | None,
+    stop: Sequence[str],
+    seed: int | None,
+) -> list[Continuation]:
+    """Return continuations of the root, one for each number."""
+    first = lines.branch.seed if seed is None else whole("seed", seed)
+    stop = checked_stops(stop)
+    return [Continuation(lines.root, slot_seed(first, i), max_tokens, stop) for i in numbers]
+
+
+def _number(value: object, what: str) -> float:
+    """Return what a function of the user's has returned, if it can be compared."""
+    found = real(f"what {what} returns", value)
+    if found != found:
+        raise ConfigError(f"{what} has returned NaN")
+    return found

@@ -1,0 +1,448 @@
+"""Texts that are sampled together, segment by segment, with a drafter if there is one.
+
+All texts share one decode a round, as in the engine. A text is a function of its seed and of where it
+starts, so it does not matter in how many waves the texts are generated, nor whether they are drafted: the
+acceptance rule is always "seeded".
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from time import perf_counter
+
+from ..branch import Branch, Produced
+from ..branch.output import OutputBuffer
+from ..errors import CacheFullError, CapacityError, ConfigError, DecodeInterruptedError
+from ..sampling.noise import derive_seed
+from ..speculative import Draft, Drafter, NullDrafter, SpeculativeConfig, SpeculativeStats
+from ..speculative.drafters.base import NO_DRAFT, DraftRequest, DraftState, NullState, propose
+from ..speculative.length.auto import draft_length
+from ..speculative.length.base import FixedLength
+from ..speculative.round import Stream
+from .lines import Lines
+from .result import Hypothesis, SearchNode
+
+__all__ = ["Boundary", "Continuation", "Continuations", "slot_seed"]
+
+_RULE = "seeded"
+
+
+def slot_seed(seed: int, index: int) -> int:
+    """Return the seed of draw or text number ``index`` of a search; that of the first is ``seed``."""
+    return seed if index == 0 else derive_seed(seed, index)
+
+
+class Boundary:
+    """Where a segment of a text ends; by default only where the text does.
+
+    Args:
+        text: it ends after a token that completes this string.
+        n_tokens: it ends after so many tokens.
+        entropy: it ends before a token whose distribution has more entropy than this, nats.
+    """
+
+    def __init__(
+        self, text: str | None = None, n_tokens: int | None = None, entropy: float | None = None
+    ) -> None:
+        self._text = text
+        self._n_tokens = n_tokens
+        self._entropy = entropy
+
+    def is_before(self, line: Continuation, following: Produced) -> bool:
+        """Return whether the segment ends before the token ``following``."""
+        return (
+            self._entropy is not None and line.n_segment > 0 and following.entropy > self._entropy
+        )
+
+    def is_after(self, line: Continuation) -> bool:
+        """Return whether the segment ends after its last token."""
+        if self._n_tokens is not None and line.n_segment >= self._n_tokens:
+            return True
+        return self._text is not None and self._text in line.segment_text
+
+
+class Continuation:
+    """One text that is sampled from ``node`` on.
+
+    Attributes:
+        node: where its present segment starts; after it, where it ended.
+        seed: of its draws.
+        output: all its tokens since the first node, and whether it has ended.
+        branch: the branch that generates it, None while it has none.
+    """
+
+    def __init__(
+        self, node: SearchNode, seed: int, max_tokens: int | None, stop: Sequence[str] = ()
+    ) -> None:
+        self.node = node
+        self.seed = seed
+        self.output = OutputBuffer(max_tokens, stop)
+        self.branch: Branch | None = None
+        self.stream: Stream | None = None
+        self.pending: Produced | None = (
+            None  # while it has no branch: its last token, not decoded yet
+        )
+        self.tokens: list[int] = []  # of the segment, with an EOG token
+        self.logprobs: list[float] = []
+        self.segment_text = ""
+        self.is_closing = False  # its segment has ended, its last token is not decoded yet
+
+    def fork(self, seed: int) -> Continuation:
+        """Return another continuation of the same text; between segments only."""
+        twin = Continuation(self.node, seed, None)
+        twin.output = deepcopy(self.output)
+        return twin
+
+    def follow(self, path: Sequence[SearchNode]) -> None:
+        """Append given nodes of one token each; they end where the text does."""
+        for node in path:
+            if self.is_finished:
+                break
+            logprob = node.logprob - self.node.logprob
+            self.output.add(Produced(node.tokens[0], node.text, False, logprob, math.nan))
+            self.node = node
+
+    @property
+    def n_segment(self) -> int:
+        """The number of tokens of the present segment."""
+        return len(self.tokens)
+
+    @property
+    def is_finished(self) -> bool:
+        """True once the text has ended."""
+        return self.output.finish_reason is not None
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean of log p of all tokens up to ``node``, nats; 0 if there are none."""
+        n = sum(len(node.tokens) for node in self.node.path)
+        return self.node.logprob / n if n else 0.0
+
+    def hypothesis(self, score: float) -> Hypothesis:
+        """Return its text so far."""
+        self.node.score = score
+        reason = self.output.finish_reason or "cancelled"
+        return Hypothesis(
+            list(self.output.tokens), self.output.text, self.node.logprob, score, reason, self.node
+        )
+
+
+class Continuations:
+    """Runs continuations over the sequences of ``lines``.
+
+    Args:
+        lines: the sequences.
+        drafter: proposes tokens; it changes no text. None = plain decoding.
+    """
+
+    def __init__(self, lines: Lines, drafter: Drafter | None = None) -> None:
+        self._lines = lines
+        self._drafter: Drafter = drafter or NullDrafter()
+        if self._drafter.width > 1:
+            raise ConfigError("token trees cannot share a decode: use a drafter of width 1")
+        self._drafter.check(lines.ctx.model)
+        self._drafts = drafter is not None and lines.ctx.capabilities.can_truncate
+        self._length = (
+            draft_length(SpeculativeConfig(rule=_RULE)) if self._drafts else FixedLength(0)
+        )
+        self._root_state: DraftState | None = None
+        self._has_no_room = False  # for drafts
+        self._is_full = False  # until a text ends, no other is admitted
+        self._active: list[Continuation] = []
+        self._waiting: deque[Continuation] = deque()
+        self.stats = SpeculativeStats()
+
+    def close(self) -> None:
+        """Free what the drafter holds. Idempotent."""
+        for line in self._active:
+            if line.stream is not None:
+                line.stream.state.close()
+                line.stream = None
+        if self._root_state is not None:
+            self._root_state.close()
+            self._root_state = None
+
+    def __enter__(self) -> Continuations:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(
+        self,
+        group: Sequence[Continuation],
+        boundary: Boundary | None = None,
+        *,
+        keep: bool = False,
+        after: Callable[[], bool] | None = None,
+    ) -> None:
+        """Continue each of ``group`` until its segment ends.
+
+        Afterwards ``node`` is where each of them ended; the branches there are kept for the next segment
+        as far as there are sequences, those of finished texts are not.
+
+        Args:
+            group: continuations that are not finished.
+            boundary: where segments end; None = with the text.
+            keep: keep the branches of the nodes where the segments start, too.
+            after: called after each round; default: count a step of the search. A true result ends all
+                texts as "cancelled".
+
+        Raises:
+            CapacityError, DecodeError: as in every search, close the lines then.
+        """
+        boundary = boundary or Boundary()
+        after = after or self._lines.end_step
+        self._is_full = False
+        for line in group:
+            line.tokens, line.logprobs, line.segment_text = [], [], ""
+            line.is_closing, line.pending = False, None
+            if line.is_finished:  # max_tokens is 0
+                continue
+            self._waiting.append(line)
+        while self._waiting or self._active:
+            self._admit(boundary, keep)
+            if not self._active:
+                continue
+            try:
+                self._round(boundary)
+            except DecodeInterruptedError as error:
+                self._lines.was_cancelled(error)
+            if self._lines.is_cancelled or after():
+                self._cancel()
+
+    # -- rounds ------------------------------------------------------------------------------------
+
+    def _round(self, boundary: Boundary) -> None:
+        """Decode the pending token and the draft of every text together."""
+        lines, ctx = self._lines, self._lines.ctx
+        plans = self._plan()
+        tokens = [token for _, _, plan in plans for token in plan]
+        seqs = [s.branch.seq_id for _, s, plan in plans for _ in plan]
+        expiring = [row for _, s, _ in plans for row in s.branch.sequence.expiring_rows()]
+        try:
+            with ctx.lock:
+                start = perf_counter()
+                rows = ctx.decoder.decode(tokens, seqs, [True] * len(tokens), expiring)
+                verify_s = perf_counter() - start
+                lines.stats.decodes += 1
+                lines.stats.tokens_decoded += len(tokens)
+                at = 0
+                emitted = []
+                for _, stream, plan in plans:
+                    share = verify_s * len(plan) / len(tokens)
+                    emitted.append(stream.accept(rows[at : at + len(plan)], share))
+                    at += len(plan)
+        except CacheFullError:
+            self._make_room(any(len(plan) > 1 for _, _, plan in plans))
+            return
+        for (line, stream, _), produced in zip(plans, emitted, strict=True):
+            stream.conclude()
+            if line.is_closing:
+                self._end(line)
+            else:
+                self._add(line, produced, boundary)
+        if self._drafts:
+            lengths = [stream.length for _, stream, _ in plans]
+            self._length.learn_decode(lengths, len(tokens), verify_s)
+
+    def _plan(self) -> list[tuple[Continuation, Stream, list[int]]]:
+        """Return for every active text the tokens to decode: the pending one and a draft."""
+        streams = [(line, line.stream) for line in self._active if line.stream is not None]
+        drafts = self._make_drafts(streams)
+        ctx = self._lines.ctx
+        room = min(ctx.n_batch, ctx.n_outputs_max) - len(streams)
+        plans = []
+        for line, stream in streams:
+            draft = drafts.get(id(stream), NO_DRAFT)
+            if draft.tokens:
+                keep = min(len(draft.tokens), max(0, room))
+                room -= keep
+                draft.cut(keep)
+            plans.append((line, stream, stream.take(draft)))
+        return plans
+
+    def _make_drafts(self, streams: Sequence[tuple[Continuation, Stream]]) -> dict[int, Draft]:
+        no_room, self._has_no_room = self._has_no_room, False
+        if not self._drafts or no_room:
+            return {}
+        asked: list[Stream] = []
+        requests: list[DraftRequest] = []
+        for line, stream in streams:
+            limit = line.output.draft_limit
+            tokens = None if line.is_closing else stream.ask(limit)
+            if tokens is not None:
+                asked.append(stream)
+                limit = min(limit, stream.length.limit)
+                requests.append(DraftRequest(stream.state, tokens, stream.length, limit))
+        drafts = self._drafter.propose_many(requests)
+        return {id(stream): draft for stream, draft in zip(asked, drafts, strict=True)}
+
+    def _add(self, line: Continuation, produced: Sequence[Produced], boundary: Boundary) -> None:
+        """Add the tokens of a round to a text, up to the end of its segment."""
+        for one in produced:
+            if boundary.is_before(line, one):
+                self._close_segment(line)
+                return
+            line.output.add(one)
+            line.tokens.append(one.token)
+            line.logprobs.append(one.logprob)
+            line.segment_text += one.text
+            if line.is_finished:
+                self._end(line)
+                return
+            if boundary.is_after(line):
+                self._close_segment(line)
+                return
+
+    def _close_segment(self, line: Continuation) -> None:
+        """Make the branch hold exactly the segment: drop drafted tokens, or decode the last one."""
+        branch = line.branch
+        if branch is None:
+            return
+        end = self._lines.branch.position + len(line.output.tokens)
+        if branch.position > end:
+            branch.rewind(end)
+        line.is_closing = branch.position < end  # its last token shares the next decode
+        if not line.is_closing:
+            self._end(line)
+
+    def _end(self, line: Continuation) -> None:
+        """End the segment of a text: make its node, keep its branch if it goes on."""
+        lines = self._lines
+        self._release(line, keep=not line.is_finished)
+        node = lines.child(line.node, line.tokens, sum(line.logprobs))
+        if line.is_finished:
+            node.status = "finished"
+        branch, line.branch = line.branch, None
+        line.node = node
+        self._active.remove(line)
+        self._is_full = False
+        if branch is not None:
+            lines.hold(node, branch)
+
+    def _release(self, line: Continuation, *, keep: bool) -> None:
+        """End the stream of a text; without ``keep`` return its sequence."""
+        if line.stream is not None:
+            line.stream.report()
+            line.pending = line.stream.pending
+            line.stream.state.close()
+            line.stream = None
+        if line.branch is not None and not keep:
+            self._lines.discard(line.branch)
+            line.branch = None
+
+    def _cancel(self) -> None:
+        """End all texts where they are."""
+        for line in [*self._active, *self._waiting]:
+            line.output.break_off()
+            line.output.finish_reason = "cancelled"
+        for line in list(self._active):
+            self._end(line)
+        while self._waiting:
+            line = self._waiting.popleft()
+            if line.tokens:  # it was preempted
+                self._active.append(line)
+                self._end(line)
+
+    # -- room --------------------------------------------------------------------------------------
+
+    def _admit(self, boundary: Boundary, keep: bool) -> None:
+        """Give branches to waiting texts, as long as there are sequences; decode what they lack."""
+        lines = self._lines
+        if self._is_full and self._active:
+            return
+        opened: list[tuple[Continuation, Branch, list[int]]] = []
+        starts = Counter(line.node for line in self._waiting)
+        while self._waiting and len(self._active) + len(opened) < lines.capacity:
+            line = self._waiting[0]
+            starts[line.node] -= 1
+            others = [node for node, n in starts.items() if n]
+            taken = None
+            if keep or starts[line.node]:
+                taken = lines.take(line.node, reuse=False, wanted=others)
+            if taken is None:
+                taken = lines.take(line.node, reuse=True, wanted=others)
+            if taken is None:
+                break
+            self._waiting.popleft()
+            branch, lacking = taken
+            opened.append((line, branch, lacking + line.tokens[: -1 if line.pending else None]))
+        missing = {branch: tokens for _, branch, tokens in opened if tokens}
+        try:
+            if missing:
+                lines.append(missing)
+        except CacheFullError:
+            for line, branch, _ in reversed(opened):
+                lines.discard(branch)
+                self._waiting.appendleft(line)
+            self._give_way(None)
+            return
+        for line, branch, _ in opened:
+            line.branch = branch
+            self._active.append(line)
+        for line, branch, _ in opened:
+            self._open(line, branch, boundary)
+
+    def _open(self, line: Continuation, branch: Branch, boundary: Boundary) -> None:
+        branch.sequence.seed, branch.sequence.seed_given = line.seed, True
+        length = self._length.stream(shares_decode=True)
+        line.stream = Stream(branch, self._draft_state(branch), length, _RULE, self.stats)
+        if line.pending is not None:  # it was preempted: it goes on after its last token
+            line.stream.pending = line.pending
+        else:
+            self._add(line, [line.stream.begin()], boundary)
+
+    def _draft_state(self, branch: Branch) -> DraftState:
+        """Return a draft state for ``branch``: a fork of one that has read the prompt."""
+        if not self._drafts:
+            return NullState()
+        root = self._lines.branch
+        try:
+            if self._root_state is None:
+                state = self._drafter.start(root, _RULE)
+                propose(state, root.tokens, FixedLength(1), 1)
+                state.observe(root.position)
+                self._root_state = state
+            return self._root_state.fork(branch)
+        except CapacityError:  # without room for a draft state it decodes plainly
+            return NullState()
+
+    def _make_room(self, has_drafts: bool) -> None:
+        """After a decode that found the cache full: retry without drafts, then with fewer texts."""
+        for line in self._active:
+            stream = line.stream
+            if stream is not None and line.branch is not None:
+                stream.take(NO_DRAFT)
+                stream.state.observe(line.branch.position)
+        if has_drafts:
+            self._has_no_room = True
+        else:
+            self._give_way(self._active[-1])
+
+    def _give_way(self, newest: Continuation | None) -> None:
+        """Free cells: those of idle nodes, then those of the newest text, which then waits."""
+        lines = self._lines
+        if lines.n_held > len(self._active):
+            lines.retain(())
+        elif newest is not None and len(self._active) > 1:
+            self._release(newest, keep=False)
+            self._active.remove(newest)
+            self._waiting.appendleft(newest)
+            self._is_full = True
+        elif newest is not None:
+            newest.output.break_off()
+            newest.output.finish_reason = "capacity"
+            self._end(newest)
+        elif self._active:
+            self._is_full = True
+        elif lines.capacity > 1:
+            lines.capacity = max(1, lines.capacity // 2)
+        else:
+            line = self._waiting.popleft()
+            line.output.finish_reason = "capacity"
+            self._active.append(line)
+            self._end(line)

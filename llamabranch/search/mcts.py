@@ -1,0 +1,323 @@
+"""Monte Carlo tree search over texts, as a loop (``tree_search``) or step by step (``TreeSearch``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ..arguments import real, whole
+from ..branch import Branch
+from ..errors import ConfigError, UsageError
+from ..speculative import Drafter
+from .continuations import Boundary, Continuation, Continuations, slot_seed
+from .lines import Lines, OnStep
+from .result import SearchNode, SearchResult
+from .texts import checked_stops
+from .trie import Trie
+
+__all__ = ["Expand", "TreeSearch", "tree_search"]
+
+Expand = Callable[[str], Sequence[str]]
+
+
+class _State:
+    """What the search knows of a text in the tree."""
+
+    def __init__(self, text: Continuation, prior: float) -> None:
+        self.text = text
+        self.prior = prior
+        self.moves: list[_State] | None = None  # None: not expanded yet
+        self.total = 0.0
+        self.n_told = 0
+        self.waiting: list[Continuation] = []  # asked about, oldest first
+        self.best: tuple[float, Continuation] | None = None
+
+    @property
+    def node(self) -> SearchNode:
+        return self.text.node
+
+
+class TreeSearch:
+    """A tree search that is asked for texts to evaluate and told what they are worth.
+
+    The tree is walked down by PUCT (Silver et al. 2017): to the child with the largest
+    mean value + exploration x prior x sqrt(visits of the parent) / (1 + visits). The prior of a move is
+    its probability under the model, among its siblings; a child without visits counts with the mean value
+    of its parent. A context manager, which returns the sequences at its end.
+
+    Args:
+        branch: has read the prompt; it is left as it is.
+        expand: the moves in a text (without the prompt): texts that may follow it; none = it is final. An
+            int = so many samples from the model, up to ``step``.
+        exploration: how much the prior counts against the values seen so far.
+        prior: "model", or "uniform": equal for all moves in a text, for moves of which the model knows
+            little. Sampled moves always have equal ones.
+        step: where a sampled move ends: after a token that completes this string, or so many tokens.
+        max_tokens: the most tokens of a text; one that has them is final.
+        rollout_tokens: the most tokens the model adds to a text before it is evaluated; 0 = none.
+        stop: strings that end a text.
+        seed: of all draws; None = that of the branch.
+        drafter: proposes tokens for moves and rollouts; it changes no text.
+        on_step: called after each decode of samples with the statistics so far; a true result ends the
+            search.
+
+    Raises:
+        ConfigError: a value out of range. BranchStateError, SequencesExhaustedError.
+
+    Attributes:
+        lines: the sequences in use; ``lines.root`` is the root of the tree.
+    """
+
+    def __init__(
+        self,
+        branch: Branch,
+        expand: Expand | int = 3,
+        *,
+        exploration: float = 1.4,
+        prior: str = "model",
+        step: str | int = "\n",
+        max_tokens: int = 256,
+        rollout_tokens: int = 0,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+        drafter: Drafter | None = None,
+        on_step: OnStep | None = None,
+    ) -> None:
+        if not callable(expand):
+            expand = whole("expand", expand, 1)
+        self._exploration = real("exploration", exploration)
+        if not 0 <= self._exploration < math.inf:
+            raise ConfigError(f"exploration must be at least 0, not {exploration!r}")
+        if prior not in ("model", "uniform"):
+            raise ConfigError(f"prior must be 'model' or 'uniform', not {prior!r}")
+        self._is_uniform = prior == "uniform"
+        if isinstance(step, str) and step:
+            self._boundary = Boundary(text=step)
+        else:
+            self._boundary = Boundary(n_tokens=whole("step", step, 1))
+        self._max_tokens = whole("max_tokens", max_tokens, 1)
+        self._rollout_tokens = whole("rollout_tokens", rollout_tokens, 0)
+        self._stop = checked_stops(stop)
+        self._expand = expand
+        self.lines = Lines(branch, on_step)
+        try:
+            self._samples = Continuations(self.lines, drafter)
+            self._seed = branch.seed if seed is None else whole("seed", seed)
+        except BaseException:
+            self.lines.close()
+            raise
+        self._n_drawn = 0
+        text = Continuation(self.lines.root, self._seed, self._max_tokens, self._stop)
+        self._root = _State(text, 1.0)
+        self._states = {self.lines.root: self._root}
+
+    def __enter__(self) -> TreeSearch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Return every sequence. Idempotent."""
+        self._samples.close()
+        self.lines.close()
+
+    # -- ask and tell ------------------------------------------------------------------------------
+
+    def ask(self, n: int = 1) -> list[tuple[SearchNode, str]]:
+        """Return ``n`` texts to evaluate, with the nodes to tell about; their rollouts share decodes.
+
+        Each is a leaf of the tree or a final text, with what a rollout has added. Until it is told it
+        counts as a visit, so that several asked together differ; a final text may come again.
+        """
+        found = []
+        for _ in range(whole("n", n, 1)):
+            state = self._descend()
+            text = state.text
+            if self._rollout_tokens and not text.is_finished and state.moves != []:
+                text = text.fork(self._next_seed())
+            state.waiting.append(text)
+            for node in (self.lines.root, *state.node.path):
+                node.n_visits += 1
+            found.append((state, text))
+        running = [text for state, text in found if text is not state.text]
+        if running:
+            self._samples.run(running, Boundary(n_tokens=self._rollout_tokens), keep=True)
+            for text in running:
+                self.lines.release(text.node)
+        return [(state.node, text.output.text) for state, text in found]
+
+    def tell(self, node: SearchNode, value: float) -> None:
+        """Report what a text of ``ask`` is worth; those of one node are told in the order asked.
+
+        Raises:
+            UsageError: the node was not asked about. ConfigError: the value is not finite.
+        """
+        value = real("the value", value)
+        if not math.isfinite(value):
+            raise ConfigError(f"the value must be finite, not {value}")
+        state = self._states.get(node)
+        if state is None or not state.waiting:
+            raise UsageError("tell() needs a node that ask() has returned, once for each time")
+        text = state.waiting.pop(0)
+        if state.best is None or value > state.best[0]:
+            state.best = value, text
+        for above in (self.lines.root, *node.path):
+            known = self._states.get(above)
+            if known is not None:
+                known.total += value
+                known.n_told += 1
+                above.score = known.total / known.n_told
+
+    def result(self, n: int = 1) -> SearchResult:
+        """Return the ``n`` texts that were told the highest values; ``score`` is the value."""
+        told = [state.best for state in self._states.values() if state.best is not None]
+        told.sort(key=lambda pair: -pair[0])
+        best = told[: whole("n", n, 1)]
+        found = []
+        for value, text in best:
+            mean = text.node.score
+            hypothesis = text.hypothesis(value)
+            if text.node in self._states:
+                text.node.score = mean  # of all values below it
+            if text.output.finish_reason is None:
+                hypothesis = replace(hypothesis, finish_reason="length")
+            text.node.status = "finished"
+            found.append(hypothesis)
+        self.lines.root.prune_open()
+        return SearchResult(found, self.lines.stats, self.lines.root)
+
+    # -- the tree ----------------------------------------------------------------------------------
+
+    def _descend(self) -> _State:
+        """Return the next text to evaluate; expand what was evaluated before."""
+        state = self._root
+        while not state.text.is_finished:
+            if state.moves is None:
+                if state is not self._root and not state.node.n_visits:
+                    break
+                state.moves = self._grow(state)
+            if not state.moves:
+                break
+            mean = state.total / state.n_told if state.n_told else 0.0
+            visits = math.sqrt(max(1, state.node.n_visits))
+
+            def worth(move: _State, mean: float = mean, visits: float = visits) -> float:
+                value = move.total / move.n_told if move.n_told else mean
+                return value + self._exploration * move.prior * visits / (1 + move.node.n_visits)
+
+            state = max(state.moves, key=worth)  # of equals, the first
+        return state
+
+    def _grow(self, state: _State) -> list[_State]:
+        """Return the moves in a text."""
+        if callable(self._expand):
+            moves = self._given(state, self._expand(state.text.output.text))
+        else:
+            moves = self._sampled(state, self._expand)
+        for move in moves:
+            self._states[move.node] = move
+        return moves
+
+    def _sampled(self, state: _State, n: int) -> list[_State]:
+        """Sample ``n`` moves; equal ones are one. Drawn by the model, they have equal priors."""
+        texts = [state.text.fork(self._next_seed()) for _ in range(n)]
+        self._samples.run(texts, self._boundary, keep=True)
+        different: dict[tuple[int, ...], Continuation] = {}
+        for text in texts:
+            different.setdefault(text.node.tokens, text)
+        return [_State(text, 1.0 / len(different)) for text in different.values()]
+
+    def _given(self, state: _State, moves: Sequence[str]) -> list[_State]:
+        """Score the moves that the user gives, all in one decode."""
+        if isinstance(moves, str) or any(not isinstance(m, str) or not m for m in moves):
+            raise ConfigError("expand must return a list of texts that are not empty")
+        model = self.lines.ctx.model
+        tokens = [model.tokenize(move, add_special=False) for move in dict.fromkeys(moves)]
+        if not tokens:
+            return []
+        trie = Trie(self.lines, state.node, tokens)
+        trie.score()
+        weights = [0.0 if self._is_uniform else path[-1].logprob for path in trie.paths]
+        top = max(weights)
+        total = math.fsum(math.exp(weight - top) for weight in weights)
+        found = []
+        for path, weight in zip(trie.paths, weights, strict=True):
+            text = state.text.fork(self._seed)
+            text.follow(path)
+            found.append(_State(text, math.exp(weight - top) / total))
+        return found
+
+    def _next_seed(self) -> int:
+        self._n_drawn += 1
+        return slot_seed(self._seed, self._n_drawn)
+
+
+def tree_search(
+    branch: Branch,
+    reward: Callable[[str], float],
+    iterations: int = 64,
+    *,
+    expand: Expand | int = 3,
+    n: int = 1,
+    parallel: int = 4,
+    enough: float | None = None,
+    exploration: float = 1.4,
+    prior: str = "model",
+    step: str | int = "\n",
+    max_tokens: int = 256,
+    rollout_tokens: int = 0,
+    stop: Sequence[str] = (),
+    seed: int | None = None,
+    drafter: Drafter | None = None,
+    on_step: OnStep | None = None,
+) -> SearchResult:
+    """Search for the text with the highest reward by Monte Carlo tree search.
+
+    Args:
+        branch: has read the prompt; it is left as it is.
+        reward: the value of a text, without the prompt; values between 0 and 1 suit ``exploration``.
+        iterations: how many texts are evaluated.
+        expand, exploration, prior, step, max_tokens, rollout_tokens, stop, seed, drafter, on_step: as for
+            `TreeSearch`.
+        n: how many texts to return.
+        parallel: how many texts are evaluated together; their rollouts share decodes.
+        enough: end as soon as a text has this reward.
+
+    Returns:
+        the texts with the highest rewards; ``score`` is the reward. In the tree, ``score`` is the mean of
+        all rewards below a node and ``n_visits`` their number.
+
+    Raises:
+        ConfigError: a value out of range, or a reward that is not finite. What ``reward`` or ``expand``
+        raises; BranchStateError, CapacityError, DecodeError: all sequences are returned.
+    """
+    iterations = whole("iterations", iterations, 1)
+    parallel = whole("parallel", parallel, 1)
+    n = whole("n", n, 1)
+    enough = math.inf if enough is None else real("enough", enough)
+    if not callable(reward):
+        raise ConfigError(f"reward must be a function of the text, not {reward!r}")
+    with TreeSearch(
+        branch,
+        expand,
+        exploration=exploration,
+        prior=prior,
+        step=step,
+        max_tokens=max_tokens,
+        rollout_tokens=rollout_tokens,
+        stop=stop,
+        seed=seed,
+        drafter=drafter,
+        on_step=on_step,
+    ) as search:
+        best = -math.inf
+        while iterations > 0 and best < enough and not search.lines.is_cancelled:
+            asked = search.ask(min(parallel, iterations))
+            iterations -= len(asked)
+            for node, text in asked:
+                value = reward(text)
+                search.tell(node, value)
+                best = max(best, value)
+        return search.result(n)

@@ -1,0 +1,420 @@
+"""Sequential Monte Carlo steering: weighted texts that are resampled while they are generated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arguments import real, whole
+from ..branch import Branch
+from ..branch.sequence import TokenSequence
+from ..errors import ConfigError, DecodeInterruptedError, GrammarError
+from ..model import Model
+from ..sampling import Distribution, SamplingParams
+from ..sampling.noise import RULE, uniform
+from .lines import Lines, OnStep
+from .resampling import SCHEMES, ancestors, effective_size, log_mean
+from .result import SearchNode, SearchResult
+from .texts import checked_stops, completes_stop, hypothesis
+
+__all__ = ["Potential", "SeededDraws", "run_particles", "smc"]
+
+
+Logits = npt.NDArray[np.float32]
+
+
+class Potential:
+    """A weight for texts: what ``smc`` multiplies the model's probability with. Subclass it.
+
+    Weights are logarithms, nats: 0 = 1, -inf = impossible. The target of ``smc`` is proportional to the
+    model's probability of a text times exp(``complete``). ``prefix`` decides which unfinished texts are
+    worth going on with: the closer to what can still become of them, the fewer particles are needed.
+    A prefix of -inf must mean that no text that begins so has a ``complete`` above -inf.
+    """
+
+    def prefix(self, text: str) -> float:
+        """Return the log-weight of an unfinished text, without the prompt."""
+        return 0.0
+
+    def complete(self, text: str) -> float:
+        """Return the log-weight of a finished text, without the prompt; default: as of a prefix."""
+        return self.prefix(text)
+
+
+class Proposal(Protocol):
+    """Chooses what a particle's next token is drawn from."""
+
+    def __call__(self, text: str, target: Distribution) -> Distribution:
+        """Return the distribution to draw from.
+
+        Args:
+            text: generated so far.
+            target: the model's distribution of the next token, over the tokens that the grammar allows.
+                Each of its tokens must be listed in the result.
+        """
+
+
+class Draws(Protocol):
+    """The random numbers of a run."""
+
+    def token(self, proposal: Distribution, step: int, slot: int) -> int:
+        """Return the token drawn from ``proposal`` for a slot."""
+
+    def uniform(self, step: int, index: int) -> float:
+        """Return the ``index``-th uniform number of the resampling in ``step``."""
+
+
+class SeededDraws:
+    """Draws by (seed, position + step x N + slot): no two slots share noise, whatever the batch."""
+
+    def __init__(self, seed: int, position: int, n: int) -> None:
+        self._seed = seed
+        self._position = position
+        self._n = n
+
+    def token(self, proposal: Distribution, step: int, slot: int) -> int:
+        """Return the token drawn from ``proposal`` for a slot."""
+        return proposal.draw(self._seed, self._position + step * self._n + slot)
+
+    def uniform(self, step: int, index: int) -> float:
+        """Return a uniform number for the resampling."""
+        return uniform(self._seed, self._position + step, RULE, index)
+
+
+class _Next(NamedTuple):
+    """What may follow a particle: the target's distribution, and the log of the mass a grammar kept."""
+
+    target: Distribution | None  # None: nothing may follow
+    log_mass: float
+    logits: Logits  # a copy of the model's row
+    log_total: float  # log of the sum of exp(logits)
+
+    def log_end(self, eog_tokens: Iterable[int]) -> float:
+        """Return the log of the probability that the text ends here, under the model and the grammar."""
+        if self.target is None:
+            return -math.inf
+        ends = [self.target.logprob(token) for token in sorted(eog_tokens)]
+        found = np.array([p for p in ends if p > -math.inf])
+        return self.log_mass + _log_sum(found) if len(found) else -math.inf
+
+    def logprob(self, token: int) -> float:
+        """Return the model's own log-probability of ``token``, nats."""
+        return float(self.logits[token]) - self.log_total
+
+
+class _Particle(NamedTuple):
+    """One weighted text; copies share everything."""
+
+    node: SearchNode
+    text: str
+    log_weight: float
+    log_prefix: float = 0.0
+    twist: float = 0.0
+    reason: str | None = None
+    following: _Next | None = None
+
+
+def smc(
+    branch: Branch,
+    particles: int = 8,
+    max_tokens: int = 64,
+    *,
+    potentials: Sequence[Potential] = (),
+    critic: Callable[[str], float] | None = None,
+    proposal: Proposal | None = None,
+    threshold: float = 0.5,
+    resampling: str = "systematic",
+    force_end: bool = True,
+    stop: Sequence[str] = (),
+    seed: int | None = None,
+    on_step: OnStep | None = None,
+) -> SearchResult:
+    """Draw weighted texts by sequential Monte Carlo (Lew et al. 2023, 2306.03081; Loula et al. 2025,
+    2504.13139).
+
+    The target is the model's distribution of texts at the branch's temperature, conditioned on its
+    grammar and multiplied with the potentials. Masking token by token (what ``Branch.generate`` does with
+    a grammar) draws from another distribution: it never pays for having run into a corner. Here each
+    particle is weighted by the mass that the grammar left it. The weighted texts are unbiased: the mean
+    weight estimates the normalising constant, whatever the settings.
+
+    Each step, every particle draws a token, its weight is multiplied with what the draw was worth, and if
+    the weights have become too unequal, particles are resampled: heavy ones are forked, light ones go.
+
+    Args:
+        branch: has read the prompt; it is left as it is. Its settings must not truncate, since a token
+            that cannot be drawn biases the result: ``top_k=0, top_p=1, min_p=0``, and a temperature
+            above 0. Logit bias and penalties belong to the target.
+        particles: N. One particle without potentials gives the text that ``branch.generate`` gives.
+        max_tokens: the most tokens of a text, its EOG token not counted.
+        potentials: weights that belong to the target.
+        critic: the log-weight, nats, of an unfinished text that guides the resampling only. It is undone
+            in the next step, so it changes no expectation.
+        proposal: chooses what tokens are drawn from; None = the target's own next-token distribution.
+        threshold: resample if the effective number of particles is below this share of N; 0 = never,
+            1 = as soon as weights differ.
+        resampling: "systematic", "stratified", "multinomial" or "residual".
+        force_end: a text that reaches ``max_tokens`` ends there by force, and its weight is multiplied
+            with the probability of an EOG token: the target are texts of at most ``max_tokens``. False =
+            the target are texts cut at ``max_tokens``.
+        stop: strings that end a text.
+        seed: of the draws; None = that of the branch.
+        on_step: called after each step with the statistics so far; a true result ends the search.
+
+    Returns:
+        the texts of the particles with a weight above 0, equal ones merged; ``score`` is the log of their
+        share of all weight, so that exp(score) sums to 1. ``log_evidence`` is the log of the mean weight;
+        without hypotheses it is -inf: then no particle could be continued.
+
+    Raises:
+        ConfigError: a value out of range, truncating settings, a proposal without a token of the target.
+        What potentials raise; BranchStateError, CapacityError, DecodeError: all sequences are returned.
+    """
+    n = whole("particles", particles, 1)
+    max_tokens = whole("max_tokens", max_tokens, 1)
+    threshold = real("threshold", threshold)
+    if not 0 <= threshold <= 1:
+        raise ConfigError(f"threshold must be from 0 to 1, not {threshold!r}")
+    if resampling not in SCHEMES:
+        raise ConfigError(
+            f"unknown resampling {resampling!r}", hint="schemes: " + ", ".join(SCHEMES)
+        )
+    if not isinstance(branch, Branch):
+        raise ConfigError(f"a search needs a Branch that has read the prompt, not {branch!r}")
+    _check_support(branch.sampling)
+    seed = branch.seed if seed is None else whole("seed", seed)
+    with Lines(branch, on_step) as lines:
+        return run_particles(
+            lines,
+            n,
+            max_tokens,
+            SeededDraws(seed, branch.position, n),
+            potentials=potentials,
+            critic=critic,
+            proposal=proposal,
+            threshold=threshold,
+            resampling=resampling,
+            force_end=force_end,
+            stop=checked_stops(stop),
+        )
+
+
+def _check_support(params: SamplingParams) -> None:
+    """Raise ConfigError if some token that the model can generate is never drawn."""
+    if params.temperature == 0.0:
+        raise ConfigError("smc draws tokens: give the branch a temperature above 0")
+    truncates = {
+        "top_k": params.top_k != 0,
+        "top_p": params.top_p < 1.0,
+        "min_p": params.min_p > 0.0,
+        "typical_p": params.typical_p < 1.0,
+        "top_n_sigma": params.top_n_sigma > 0.0,
+        "xtc_probability": params.xtc_probability > 0.0,
+        "dynatemp_range": params.dynatemp_range != 0.0,
+    }
+    wrong = [name for name, is_on in truncates.items() if is_on]
+    if wrong:
+        raise ConfigError(
+            f"smc cannot use {', '.join(wrong)}: a token that cannot be drawn biases the weights",
+            hint="start the branch with top_k=0, top_p=1.0, min_p=0.0",
+        )
+
+
+def run_particles(
+    lines: Lines,
+    n: int,
+    max_tokens: int,
+    draws: Draws,
+    *,
+    potentials: Sequence[Potential] = (),
+    critic: Callable[[str], float] | None = None,
+    proposal: Proposal | None = None,
+    threshold: float = 0.5,
+    resampling: str = "systematic",
+    force_end: bool = True,
+    stop: Sequence[str] = (),
+) -> SearchResult:
+    """Run ``smc`` over ``lines`` with the given random numbers; its arguments are checked already."""
+    weigh = _Weigh(lines.ctx.model, potentials, critic)
+    first = lines.sequence(lines.root)
+    if first is None:
+        raise ConfigError("the root has no sequence")
+    with lines.ctx.lock:
+        following = _read(lines.root, first)
+    start = weigh.prefix("")
+    group = [
+        _Particle(lines.root, "", start, log_prefix=start, following=following) for _ in range(n)
+    ]
+    for step in range(max_tokens + 1):
+        moved = []
+        for slot, particle in enumerate(group):
+            moved.append(
+                particle
+                if particle.reason is not None
+                else _move(
+                    lines, weigh, particle, step, slot, draws, proposal, max_tokens, force_end, stop
+                )
+            )
+        group = _resample(moved, step, draws, threshold, resampling)
+        running = [p for p in group if p.reason is None and p.log_weight > -math.inf]
+        if lines.end_step() or not running:
+            break
+        nodes = list(dict.fromkeys(p.node for p in running))  # equal texts share one
+        try:
+            read = dict(zip(nodes, lines.advance(nodes, _read), strict=True))
+        except DecodeInterruptedError as error:
+            lines.was_cancelled(error)
+            break
+        group = [p._replace(following=read[p.node]) if p.node in read else p for p in group]
+    return _result(lines, group, stop)
+
+
+class _Weigh:
+    """The log-weights that potentials and the critic give to texts."""
+
+    def __init__(
+        self,
+        model: Model,
+        potentials: Sequence[Potential],
+        critic: Callable[[str], float] | None,
+    ) -> None:
+        self.model = model
+        self._potentials = list(potentials)
+        self._critic = critic
+
+    def prefix(self, text: str) -> float:
+        return self._sum([p.prefix(text) for p in self._potentials])
+
+    def complete(self, text: str) -> float:
+        return self._sum([p.complete(text) for p in self._potentials])
+
+    def twist(self, text: str) -> float:
+        found = 0.0 if self._critic is None else real("what the critic returns", self._critic(text))
+        if not math.isfinite(found):
+            raise ConfigError(f"the critic must return finite log-weights, not {found}")
+        return found
+
+    @staticmethod
+    def _sum(values: Sequence[float]) -> float:
+        found = [real("what a potential returns", value) for value in values]
+        if any(value != value or value == math.inf for value in found):
+            raise ConfigError("a potential must return log-weights below infinity, not NaN")
+        return sum(found)
+
+
+def _read(node: SearchNode, sequence: TokenSequence) -> _Next:
+    """Return what may follow ``node``."""
+    row = sequence.logits_row().array
+    sampler = sequence.sampler
+    logits, log_total = row.copy(), _log_sum(row.astype(np.float64))
+    try:
+        target = sampler.distribution(row, sequence.position, sequence.seed)
+    except GrammarError:
+        return _Next(None, -math.inf, logits, log_total)
+    log_mass = 0.0
+    if sampler.grammar is not None:
+        scale = sampler.params.temperature
+        _, kept = sampler.processed(row)
+        _, every = sampler.processed(row, masked=False)
+        log_mass = min(0.0, _log_sum(kept / scale) - _log_sum(every / scale))
+    return _Next(target, log_mass, logits, log_total)
+
+
+def _log_sum(x: npt.NDArray[np.float64]) -> float:
+    top = float(x.max())
+    return top + math.log(float(np.exp(x - top).sum()))
+
+
+def _move(
+    lines: Lines,
+    weigh: _Weigh,
+    particle: _Particle,
+    step: int,
+    slot: int,
+    draws: Draws,
+    proposal: Proposal | None,
+    max_tokens: int,
+    force_end: bool,
+    stop: Sequence[str],
+) -> _Particle:
+    """Return ``particle`` continued by a token, or ended."""
+    untwisted = particle.log_weight - particle.twist
+    following = particle.following
+    dead = particle._replace(log_weight=-math.inf, twist=0.0, reason="stop")
+    if untwisted == -math.inf or following is None or following.target is None:
+        return dead
+    if step == max_tokens:  # an EOG token by force
+        ended = weigh.complete(particle.text) - particle.log_prefix
+        weight = untwisted + ended + following.log_end(weigh.model.eog_tokens)
+        return particle._replace(log_weight=weight, twist=0.0, reason="length")
+    target = following.target
+    source = target if proposal is None else proposal(particle.text, target)
+    if source is not target and len(np.setdiff1d(target.ids, source.ids)):
+        raise ConfigError(
+            "the proposal leaves out tokens of the target: that biases the weights",
+            hint="mix it with the target, for example 0.9 x yours + 0.1 x target",
+        )
+    token = draws.token(source, step, slot)
+    weight = untwisted + following.log_mass
+    if source is not target:
+        weight += target.logprob(token) - source.logprob(token)
+    is_eog = weigh.model.is_eog(token)
+    node = next((c for c in particle.node.children if c.tokens == (token,)), None)
+    if node is None:
+        node = lines.child(particle.node, [token], following.logprob(token))
+    text = particle.text + node.text
+    reason = "stop" if is_eog or completes_stop(node, stop) else None
+    if reason is None and not force_end and step + 1 == max_tokens:
+        reason = "length"
+    if reason is not None:
+        ended_text = text
+        for mark in stop:
+            ended_text = ended_text.split(mark)[0]
+        log_prefix = weigh.complete(ended_text)
+    else:
+        log_prefix = weigh.prefix(text)
+    weight += log_prefix - particle.log_prefix
+    twist = 0.0
+    if reason is None and weight > -math.inf:
+        twist = weigh.twist(text)
+    return _Particle(node, text, weight + twist, log_prefix, twist, reason)
+
+
+def _resample(
+    group: list[_Particle], step: int, draws: Draws, threshold: float, scheme: str
+) -> list[_Particle]:
+    """Replace light particles by copies of heavy ones, if the weights have become too unequal."""
+    log_weights = [p.log_weight for p in group]
+    mean = log_mean(log_weights)
+    if mean == -math.inf or all(p.reason is not None for p in group):
+        return group
+    weights = np.exp(np.array(log_weights) - mean)
+    weights /= weights.sum()
+    if not effective_size(weights) < threshold * len(group) * (1.0 - 1e-12):
+        return group
+    chosen = ancestors(scheme, weights, lambda i: draws.uniform(step, i))
+    return [group[i]._replace(log_weight=mean) for i in chosen]
+
+
+def _result(lines: Lines, group: list[_Particle], stop: Sequence[str]) -> SearchResult:
+    log_weights = [p.log_weight - p.twist for p in group]
+    evidence = log_mean(log_weights)
+    share: dict[tuple[int, ...], float] = {}
+    members: dict[tuple[int, ...], _Particle] = {}
+    for particle, log_weight in zip(group, log_weights, strict=True):
+        if log_weight > -math.inf:
+            key = tuple(particle.node.path_tokens)
+            share[key] = share.get(key, 0.0) + math.exp(log_weight - evidence) / len(group)
+            members.setdefault(key, particle)
+    found = [
+        hypothesis(lines.ctx.model, p.node, stop, math.log(share[key]), p.reason or "cancelled")
+        for key, p in members.items()
+        if share[key] > 0.0
+    ]
+    found.sort(key=lambda h: -h.score)
+    lines.root.prune_open()
+    return SearchResult(found, lines.stats, lines.root, log_evidence=evidence)

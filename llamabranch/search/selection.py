@@ -1,0 +1,174 @@
+"""Choosing among given texts by their log-probabilities: ``select``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+
+from ..branch import Branch
+from ..branch.sequence import TokenSequence
+from ..context.logits import LogitsRow
+from ..errors import ConfigError
+from .lines import Lines
+from .result import SearchNode, SearchStats
+from .scores import log_softmax
+from .trie import Trie
+
+__all__ = ["METHODS", "Selection", "select"]
+
+METHODS = ("mean", "greedy", "contrast", "sum", "bytes")
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The outcome of ``select``.
+
+    Attributes:
+        choice: the best choice, as it was given.
+        index: its number.
+        scores: of all choices, in their order; the best has the highest.
+        logprobs: of each choice, log p of each of its tokens, nats.
+        tokens: of each choice, its token ids.
+        stats: what it has cost.
+        tree: the choices as a tree, in which common beginnings are one.
+    """
+
+    choice: str
+    index: int
+    scores: list[float]
+    logprobs: list[list[float]]
+    tokens: list[list[int]]
+    stats: SearchStats
+    tree: SearchNode = field(repr=False)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return JSON types, without the tree."""
+        return {
+            "choice": self.choice,
+            "index": self.index,
+            "scores": self.scores,
+            "logprobs": self.logprobs,
+            "tokens": self.tokens,
+            "stats": self.stats.as_dict(),
+        }
+
+
+def select(branch: Branch, choices: Sequence[str], *, method: str = "mean") -> Selection:
+    """Return which of ``choices`` the model prefers as the continuation of ``branch``.
+
+    All choices are decoded together, as a tree in which common beginnings are decoded once; the last
+    token of a choice is not decoded at all. The log-probabilities are the model's own: sampling settings
+    and grammar of the branch play no role. Each choice is tokenized by itself, so begin it with a space
+    where the text needs one.
+
+    Args:
+        branch: has read the prompt; it is left as it is.
+        choices: texts, not empty; equal ones share their score.
+        method: how a choice is scored from log p of its tokens.
+            "mean": their mean, SGLang's ``token_length_normalized``.
+            "greedy": token by token; a choice is dropped where another one's token is more probable.
+            Shorter choices go on with their own mean. Scores are the numbers of tokens survived.
+            "contrast": the mean of log p minus log p without the prompt (that of the first token counts
+            as 0), SGLang's ``unconditional_likelihood_normalized``. It decodes the choices once more.
+            "sum": their sum, the log-probability of the choice. "bytes": their sum per byte of text.
+
+    Raises:
+        ConfigError: no choices, an empty one, or an unknown method. TokenizeError, BranchStateError,
+        CapacityError, DecodeError: all sequences are returned.
+    """
+    if method not in METHODS:
+        raise ConfigError(f"unknown method {method!r}", hint="methods: " + ", ".join(METHODS))
+    if isinstance(choices, (str, bytes)) or not isinstance(choices, Sequence) or not len(choices):
+        raise ConfigError("choices must be a list of texts, at least one")
+    if any(not isinstance(choice, str) or not choice for choice in choices):
+        raise ConfigError("choices must be texts that are not empty")
+    start = perf_counter()
+    with Lines(branch) as lines:
+        model = lines.ctx.model
+        tokens = [model.tokenize(choice, add_special=False) for choice in choices]
+        if not all(tokens):
+            raise ConfigError("a choice has no tokens")
+        trie = Trie(lines, lines.root, tokens)
+        trie.score()
+        logprobs = trie.logprobs()
+        if method == "contrast":
+            scores = [
+                float(np.mean(np.subtract(given, alone)))
+                for given, alone in zip(logprobs, _alone(lines, tokens), strict=True)
+            ]
+        else:
+            scores = _scores(method, choices, logprobs)
+    index = int(np.argmax(scores))  # of equals, the first
+    for i, path in enumerate(trie.paths):
+        path[-1].status = "finished" if i == index else path[-1].status
+        path[-1].score = scores[i]
+    for path in trie.paths:
+        if path[-1].status != "finished":
+            path[-1].status = "pruned"
+    lines.root.prune_open()
+    lines.stats.elapsed_s = perf_counter() - start
+    return Selection(choices[index], index, scores, logprobs, tokens, lines.stats, lines.root)
+
+
+def _scores(
+    method: str, choices: Sequence[str], logprobs: Sequence[Sequence[float]]
+) -> list[float]:
+    if method == "greedy":
+        return _greedy(logprobs)
+    sums = [math.fsum(values) for values in logprobs]
+    if method == "sum":
+        return sums
+    if method == "bytes":
+        sizes = [len(choice.encode("utf-8", "replace")) for choice in choices]
+    else:
+        sizes = [len(values) for values in logprobs]
+    return [total / size for total, size in zip(sums, sizes, strict=True)]
+
+
+def _greedy(logprobs: Sequence[Sequence[float]]) -> list[float]:
+    """Return for each choice at how many tokens it was still among the best."""
+    longest = max(map(len, logprobs))
+    padded = [[*row, *[math.fsum(row) / len(row)] * (longest - len(row))] for row in logprobs]
+    left = set(range(len(padded)))
+    survived = [0.0] * len(padded)
+    for step in range(longest):
+        best = max(padded[i][step] for i in left)
+        left = {i for i in left if padded[i][step] == best}
+        for i in left:
+            survived[i] += 1
+        if len(left) == 1:
+            break
+    return survived
+
+
+def _alone(lines: Lines, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Return log p of the tokens of each text without the prompt; 0 for its first token."""
+    known: dict[tuple[int, ...], list[float]] = {}
+    for text in texts:
+        key = tuple(text)
+        if key in known:
+            continue
+        known[key] = [0.0]
+        if len(text) > 1:
+            with Branch.create(lines.ctx) as branch, lines.ctx.lock:
+                rows = _decode_all(lines, branch.sequence, text[:-1])
+                known[key] += [
+                    float(log_softmax(row.array)[token])
+                    for row, token in zip(rows, text[1:], strict=True)
+                ]
+    return [known[tuple(text)] for text in texts]
+
+
+def _decode_all(lines: Lines, sequence: TokenSequence, tokens: Sequence[int]) -> list[LogitsRow]:
+    before = lines.ctx.decoder.n_decodes
+    rows = sequence.decode_run(tokens, "all")
+    lines.stats.decodes += lines.ctx.decoder.n_decodes - before
+    lines.stats.tokens_decoded += len(tokens)
+    return rows

@@ -1,0 +1,211 @@
+"""Search step by step, guided by a reward: beams, independent trees, REBASE, particles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..arguments import real, whole
+from ..branch import Branch
+from ..errors import ConfigError
+from ..sampling.noise import RULE, uniform
+from ..speculative import Drafter
+from .continuations import Boundary, Continuation, Continuations, slot_seed
+from .lines import Lines, OnStep
+from .resampling import ancestors
+from .result import SearchResult
+from .texts import checked_stops
+
+__all__ = ["STEP_METHODS", "step_search"]
+
+STEP_METHODS = ("beam", "dvts", "rebase", "particles")
+_TEMPERATURES = {"rebase": 0.2, "particles": 1.0}
+
+Scored = list[tuple[Continuation, float]]
+
+
+def step_search(
+    branch: Branch,
+    reward: Callable[[str], float],
+    n: int = 4,
+    *,
+    method: str = "beam",
+    beam_width: int = 4,
+    max_steps: int = 40,
+    step: str | int = "\n\n",
+    entropy: float | None = None,
+    temperature: float | None = None,
+    max_tokens: int | None = 512,
+    stop: Sequence[str] = (),
+    seed: int | None = None,
+    drafter: Drafter | None = None,
+    on_step: OnStep | None = None,
+) -> SearchResult:
+    """Sample texts step by step and let a reward decide, after each step, which go on.
+
+    In each iteration ``n`` texts are sampled up to the next boundary, in shared decodes; then ``reward``
+    is asked about each. The last iteration samples to the end.
+
+    Args:
+        branch: has read the prompt; it is left as it is.
+        reward: of a text, without the prompt, finished or not; higher is better.
+        n: how many texts are sampled in each iteration.
+        method: what goes on.
+            "beam": the ``n / beam_width`` best, each as often as fits into ``n``.
+            "dvts": in each of ``n / beam_width`` independent trees the best of its ``beam_width``
+            (diverse verifier tree search, Beeching et al. 2024).
+            "rebase": each text, as often as its share of exp(reward / ``temperature``), rounded up, best
+            first; finished texts lower the width (Wu et al. 2024, 2408.00724).
+            "particles": texts are resampled by weights exp(reward / ``temperature``), finished ones too
+            (Puri et al. 2025, 2502.01618, with systematic resampling).
+        beam_width: for "beam" and "dvts"; must divide ``n``.
+        max_steps: the most iterations.
+        step: where a step ends: after a token that completes this string, or after so many tokens.
+        entropy: instead of ``step``: a step ends before a token whose distribution under the model has
+            more entropy than this, nats, so that texts part where the model is uncertain (Li et al.
+            2025, 2503.21961).
+        temperature: of the rewards; default 0.2 for "rebase", 1 for "particles".
+        max_tokens: the most tokens of a text.
+        stop, seed, drafter, on_step: as for ``best_of_n``. One text is that of ``branch.generate``.
+
+    Returns:
+        the finished texts, best reward first; ``score`` is the reward.
+
+    Raises:
+        ConfigError: a value out of range, or a reward that is no finite number. What ``reward`` raises;
+        BranchStateError, CapacityError, DecodeError: all sequences are returned.
+    """
+    n = whole("n", n, 1)
+    if method not in STEP_METHODS:
+        raise ConfigError(f"unknown method {method!r}", hint="methods: " + ", ".join(STEP_METHODS))
+    beam_width = whole("beam_width", beam_width, 1)
+    if method in ("beam", "dvts") and n % beam_width:
+        raise ConfigError(
+            f"n ({n}) must be a multiple of beam_width ({beam_width})",
+            hint="n / beam_width texts go on after each step",
+        )
+    max_steps = whole("max_steps", max_steps, 1)
+    temperature = real(
+        "temperature", _TEMPERATURES.get(method, 1.0) if temperature is None else temperature
+    )
+    if not 0 < temperature < math.inf:
+        raise ConfigError(f"temperature must be above 0, not {temperature!r}")
+    boundary = _boundary(step, entropy)
+    if not callable(reward):
+        raise ConfigError(f"reward must be a function of the text, not {reward!r}")
+
+    def judge(line: Continuation) -> float:
+        found = real("what reward returns", reward(line.output.text))
+        if not math.isfinite(found):
+            raise ConfigError(f"reward has returned {found}")
+        line.node.score = found
+        return found
+
+    first = branch.seed if seed is None and isinstance(branch, Branch) else seed
+    with Lines(branch, on_step) as lines, Continuations(lines, drafter) as texts:
+        first = whole("seed", first)
+        stop = checked_stops(stop)
+        group = [
+            Continuation(lines.root, slot_seed(first, slot), max_tokens, stop) for slot in range(n)
+        ]
+        trees = [slot // beam_width for slot in range(n)]
+        done: Scored = []
+        for iteration in range(max_steps):
+            running = [line for line in group if not line.is_finished]
+            texts.run(running, None if iteration + 1 == max_steps else boundary)
+            scored = [(line, judge(line)) for line in group]
+            if lines.is_cancelled or all(line.is_finished for line in group):
+                done += scored
+                break
+            at = (iteration + 1) * n  # the number of the next draw
+            chosen: list[Continuation] = []
+            if method == "particles":
+                for line, count in _resampled(scored, temperature, first, iteration):
+                    chosen += _copies(line, count, first, at + len(chosen))
+            elif method == "dvts":
+                kept: list[int] = []
+                for tree in dict.fromkeys(trees):
+                    members = [pair for pair, of in zip(scored, trees, strict=True) if of == tree]
+                    best = max(members, key=lambda pair: pair[1])  # of equals, the first
+                    if best[0].is_finished:
+                        done.append(best)
+                    else:
+                        chosen += _copies(best[0], beam_width, first, at + len(chosen))
+                        kept += [tree] * beam_width
+                trees = kept
+            else:
+                done += [pair for pair in scored if pair[0].is_finished]
+                open_ones = [pair for pair in scored if not pair[0].is_finished]
+                if method == "beam":
+                    counts = _beam_counts(open_ones, n, beam_width)
+                else:
+                    counts = rebase_counts(open_ones, n - len(done), temperature)
+                for line, count in counts:
+                    chosen += _copies(line, count, first, at + len(chosen))
+            group = chosen
+            lines.retain({line.node for line in group})
+            if not group:
+                break
+        hypotheses = [line.hypothesis(score) for line, score in done]
+    hypotheses.sort(key=lambda h: -h.score)  # of equals, the one that was finished first
+    chosen_nodes = {h.node for h in hypotheses}
+    for node in lines.root.walk():
+        if node is not lines.root and not node.children:
+            node.status = "finished" if node in chosen_nodes else "pruned"
+    lines.root.prune_open()
+    return SearchResult(hypotheses, lines.stats, lines.root)
+
+
+def _copies(line: Continuation, count: int, seed: int, index: int) -> list[Continuation]:
+    """Return ``line``, and copies of it whose seeds are number ``index`` + 1, ... of the search."""
+    return [line, *(line.fork(slot_seed(seed, index + i)) for i in range(1, count))]
+
+
+def _boundary(step: str | int, entropy: float | None) -> Boundary:
+    if entropy is not None:
+        entropy = real("entropy", entropy)
+        if not entropy >= 0:
+            raise ConfigError(f"entropy must be at least 0 nats, not {entropy!r}")
+        return Boundary(entropy=entropy)
+    if isinstance(step, str):
+        if not step:
+            raise ConfigError("step must be a string that is not empty, or a number of tokens")
+        return Boundary(text=step)
+    return Boundary(n_tokens=whole("step", step, 1))
+
+
+def _beam_counts(scored: Scored, n: int, beam_width: int) -> list[tuple[Continuation, int]]:
+    """Return the best texts, and how often each goes on: in turn, until there are ``n``."""
+    best = sorted(scored, key=lambda pair: -pair[1])[: n // beam_width]
+    counts = [n // len(best) + (i < n % len(best)) for i in range(len(best))] if best else []
+    return [(line, count) for (line, _), count in zip(best, counts, strict=True)]
+
+
+def rebase_counts(scored: Scored, width: int, temperature: float) -> list[tuple[Continuation, int]]:
+    """Share ``width`` among the texts by exp(reward / temperature), each time rounded up."""
+    ranked = sorted(scored, key=lambda pair: -pair[1])
+    if not ranked:
+        return []
+    best = ranked[0][1]
+    shares = [math.exp((score - best) / temperature) for _, score in ranked]
+    found = []
+    for i, (line, _) in enumerate(ranked):
+        total = math.fsum(shares[i:])
+        count = min(width, math.ceil(width * shares[i] / total)) if total > 0 else 0
+        if count > 0:
+            found.append((line, count))
+            width -= count
+    return found
+
+
+def _resampled(
+    scored: Scored, temperature: float, seed: int, iteration: int
+) -> list[tuple[Continuation, int]]:
+    """Resample all texts by exp(reward / temperature)."""
+    log_weights = np.array([score for _, score in scored]) / temperature
+    weights = np.exp(log_weights - log_weights.max())
+    weights /= weights.sum()
+    chosen = ancestors("systematic", weights, lambda i: uniform(seed, iteration, RULE, i))
+    return [(scored[i][0], chosen.count(i)) for i in dict.fromkeys(chosen)]

@@ -1,0 +1,53 @@
+"""The texts of hypotheses: where stop strings end them, and how their tokens are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..model import Model, StopStrings
+from .result import Hypothesis, SearchNode
+
+__all__ = ["checked_stops", "completes_stop", "hypothesis"]
+
+
+def completes_stop(node: SearchNode, stops: Sequence[str]) -> bool:
+    """Return whether the text from the root to ``node`` contains a stop string since its last token.
+
+    The texts of its ancestors contain none.
+    """
+    if not stops or not node.text:
+        return False
+    longest = max(map(len, stops)) - 1
+    before = ""
+    at = node.parent
+    while at is not None and len(before) < longest:
+        before = at.text + before
+        at = at.parent
+    text = before[-longest:] + node.text if longest else node.text
+    return any(stop in text for stop in stops)
+
+
+def hypothesis(
+    model: Model, node: SearchNode, stops: Sequence[str], score: float, reason: str
+) -> Hypothesis:
+    """Return the text that ends at ``node``; its status becomes "finished"."""
+    node.status = "finished"
+    node.score = score
+    tokens = node.path_tokens
+    if tokens and model.is_eog(tokens[-1]):
+        tokens.pop()
+    found = StopStrings(stops)
+    text = found.feed(node.path_text)
+    if found.found is None:
+        text += found.flush()
+    return Hypothesis(tokens, text, node.logprob, score, reason, node)
+
+
+def checked_stops(stop: Sequence[str]) -> tuple[str, ...]:
+    """Return ``stop`` as a tuple.
+
+    Raises:
+        ConfigError: one string instead of several, or an empty one.
+    """
+    StopStrings(stop)
+    return tuple(stop)

@@ -1,0 +1,154 @@
+"""The commands search and select: every method, JSON, the tree, rewards, wrong usage, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+from typing import Any
+
+import pytest
+from self_signal import signalled_at_decode
+from typer.testing import CliRunner, Result
+
+import llamabranch as lb
+from llamabranch.cli import app
+
+PROMPT = "Once upon a time"
+REWARD = "wc -c"
+
+
+def run(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, [*arguments, "--threads", "1"], input=stdin)
+
+
+def answer(*arguments: str) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    found = json.loads(result.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("method", ["beam", "best-of", "vote", "smc", "steps", "mcts"])
+def test_every_method_prints_its_best_text_and_its_cost(method: str) -> None:
+    given = ["--method", method, "-n", "6", "-w", "2", "--seed", "3", "--step", "3"]
+    if method in ("steps", "mcts"):
+        given += ["--reward", REWARD, "--iterations", "4"]
+    result = run("search", PROMPT, *given, "--tree")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith(PROMPT + "\n")  # the root of the tree
+    assert "score " in result.stdout
+    assert " decodes of " in result.stdout
+    found = answer("search", PROMPT, *given)
+    assert found["method"] == method
+    assert found["prompt"] == PROMPT
+    assert found["interrupted"] is False
+    assert PROMPT + found["hypotheses"][0]["text"] in result.stdout
+    assert found["stats"]["decodes"] >= 5 or method == "smc"
+    assert "tree" not in found
+    assert "children" in answer("search", PROMPT, *given, "--tree")["tree"]
+
+
+def test_search_is_that_of_the_library() -> None:
+    found = answer("search", PROMPT, "-n", "8", "--best", "3", "--length-penalty", "0")
+    with lb.load(n_threads=1, n_seq_max=5) as ctx, lb.Branch.start(ctx, PROMPT) as branch:
+        expected = lb.search.beam_search(branch, max_tokens=8, n=3, length_penalty=0.0)
+    assert [h["tokens"] for h in found["hypotheses"]] == [h.tokens for h in expected.hypotheses]
+    groups = answer(
+        "search", PROMPT, "-n", "4", "--groups", "2", "--diversity-penalty", "1", "--best", "4"
+    )
+    assert len(groups["hypotheses"]) == 4
+
+
+def test_a_reward_program_orders_the_texts() -> None:
+    found = answer(
+        "search", PROMPT, "--method", "best-of", "-n", "9", "-w", "3", "--reward", REWARD
+    )
+    assert [h["score"] for h in found["hypotheses"]] == sorted(
+        (float(len(h["text"].encode())) for h in found["hypotheses"]), reverse=True
+    )
+
+
+def test_votes_are_counted_by_the_answers_that_the_expression_finds() -> None:
+    given = ["--method", "vote", "-n", "6", "-w", "5", "--seed", "1", "--answer", r"^\W*(\w+)"]
+    found = answer("search", PROMPT, *given)
+    assert sum(found["votes"].values()) <= 5
+    assert "votes: " in run("search", PROMPT, *given).stdout
+
+
+def test_particles_are_not_truncated_and_have_an_evidence() -> None:
+    found = answer("search", PROMPT, "--method", "smc", "-n", "3", "--seed", "1")
+    assert found["log_evidence"] < 0
+    assert sum(math.exp(h["score"]) for h in found["hypotheses"]) == pytest.approx(1.0)
+    endless = answer("search", PROMPT, "--method", "smc", "-n", "3", "--ignore-eos")
+    assert [len(h["tokens"]) for h in endless["hypotheses"]] == [3] * len(endless["hypotheses"])
+    assert endless["hypotheses"]
+    result = run("search", PROMPT, "--method", "smc", "--top-k", "5")
+    assert result.exit_code == 2
+    assert "top_k" in result.stderr
+
+
+def test_a_draft_changes_no_text() -> None:
+    given = ["--method", "best-of", "-n", "12", "-w", "2", "--seed", "4", "--best", "2"]
+    plain = answer("search", PROMPT, *given)
+    for draft in ("suffix", "tale-draft"):
+        assert answer("search", PROMPT, *given, "-d", draft)["hypotheses"] == plain["hypotheses"]
+
+
+def test_prompts_may_come_from_standard_input() -> None:
+    assert "Once upon a time" in run("search", "-", "-n", "2", stdin="Once upon a time").stdout
+    assert run("select", "-", "-c", " a", "-c", " b", stdin="Once").exit_code == 0
+
+
+def test_select_prints_the_best_choice_first() -> None:
+    given = ["select", "The king's daughter was very", "-c", " telephone", "-c", " beautiful"]
+    result = run(*given, "--tree")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    heading = next(i for i, line in enumerate(lines) if line.startswith("choice"))
+    assert lines[heading + 1].startswith(" beautiful")
+    found = answer(*given, "--method", "sum")
+    assert found["choice"] == " beautiful"
+    assert found["index"] == 1
+    assert found["scores"][1] == pytest.approx(sum(found["logprobs"][1]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["search", PROMPT, "--method", "best"], "methods"),
+        (["search", PROMPT, "--method", "mcts"], "reward"),
+        (["search", PROMPT, "--method", "vote", "--answer", "("], "regular expression"),
+        (["search", PROMPT, "--method", "best-of", "-n", "2", "--reward", "echo good"], "good"),
+        (["search", PROMPT, "--method", "best-of", "-n", "2", "--reward", "exit 3"], "exit code 3"),
+        (["search", PROMPT, "--groups", "3"], "groups"),
+        (["search", PROMPT, "-w", "0"], "width"),
+        (["select", PROMPT, "-c", ""], "empty"),
+        (["select", PROMPT, "-c", "a", "--method", "best"], "method"),
+        (["select", PROMPT], "choice"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_usage_exits_with_2(arguments: list[str], word: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert word in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
+def test_ctrl_c_prints_the_best_so_far() -> None:
+    arguments = ["search", PROMPT, "-n", "400", "--threads", "1", "--json"]
+    process = subprocess.run(
+        [*signalled_at_decode("SIGINT", 30), *arguments],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert process.returncode == 130, process.stderr
+    assert "best so far" in process.stderr
+    found = json.loads(process.stdout)
+    assert found["interrupted"] is True
+    assert found["hypotheses"][0]["finish_reason"] == "cancelled"
+    assert found["hypotheses"][0]["tokens"]

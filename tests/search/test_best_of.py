@@ -1,0 +1,268 @@
+"""best_of_n and vote: the texts of their seeds, whatever the room, the drafter and the waves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toys
+from failing import check_every_failure
+
+import llamabranch as lb
+from llamabranch import Branch, Context, PromptLookupDrafter, SuffixDrafter, search
+from llamabranch.errors import ConfigError, DecodeInterruptedError
+from llamabranch.sampling.noise import derive_seed
+
+STORY = "The wolf ran and the wolf ran and the wolf"
+WARM = lb.SamplingParams(temperature=0.8, seed=5)
+
+
+def alone(root: Branch, index: int, n: int) -> list[int]:
+    """Return the tokens that text number ``index`` gets when nothing else is generated."""
+    with root.fork() as branch:
+        if index:
+            branch.reseed(derive_seed(root.seed, index))
+        return [t.token for t in branch.generate(n) if not t.is_stop]
+
+
+def test_texts_are_those_of_their_seeds_alone(ctx: Context) -> None:
+    with Branch.start(ctx, STORY, sampling=WARM) as root:
+        found = search.best_of_n(root, 6, 20)
+        assert sorted(h.tokens for h in found.hypotheses) == sorted(
+            alone(root, i, 20) for i in range(6)
+        )
+        one = search.best_of_n(root, 1, 20).best
+        with root.fork() as branch:
+            assert one.text == "".join(t.text for t in branch.generate(20))
+            assert one.logprob == pytest.approx(branch.log_likelihood(), abs=1e-9)
+            assert one.score == pytest.approx(one.logprob / 20)
+        again = search.best_of_n(root, 1, 20, seed=9).best
+        with root.fork() as branch:
+            branch.reseed(9)
+            assert again.tokens == [t.token for t in branch.generate(20)]
+
+
+@pytest.mark.parametrize("kind", [PromptLookupDrafter, SuffixDrafter])
+def test_drafters_change_no_text_and_save_decodes(ctx: Context, kind: Any) -> None:
+    with Branch.start(ctx, STORY * 2, temperature=0.0, seed=1) as root:
+        plain = search.best_of_n(root, 3, 40)
+        found = search.best_of_n(root, 3, 40, drafter=kind())
+        assert [h.tokens for h in found.hypotheses] == [h.tokens for h in plain.hypotheses]
+        assert plain.stats.decodes == 39
+
+
+def test_a_draft_model_reads_the_prompt_once_and_changes_no_text(
+    ctx: Context, draft_ctx: Context
+) -> None:
+    with Branch.start(ctx, STORY, sampling=WARM) as root:
+        plain = search.best_of_n(root, 3, 24)
+        found = search.best_of_n(root, 3, 24, drafter=lb.ModelDrafter(draft_ctx))
+        assert found.hypotheses == plain.hypotheses
+        assert draft_ctx.n_seq_free == 8
+        assert draft_ctx.usage().cells_used == 0
+
+
+@pytest.mark.parametrize("n_seq_max", [2, 3, 5])
+@pytest.mark.parametrize("reject_every", [None, 4])
+def test_fewer_sequences_than_texts_give_the_same(
+    target: lb.Model, ctx: Context, n_seq_max: int, reject_every: int | None
+) -> None:
+    with Branch.start(ctx, STORY, sampling=WARM) as root:
+        expected = search.best_of_n(root, 6, 16, reject_every=reject_every)
+    with (
+        Context(target, n_ctx=256, n_seq_max=n_seq_max, n_threads=1, batch_invariant=True) as small,
+        Branch.start(small, STORY, sampling=WARM) as root,
+    ):
+        found = search.best_of_n(root, 6, 16, reject_every=reject_every)
+        assert found.hypotheses == expected.hypotheses
+        assert found.stats.peak_sequences == n_seq_max - 1
+        small.audit()
+
+
+@pytest.mark.parametrize("drafter", [None, SuffixDrafter()], ids=["plain", "drafted"])
+def test_a_full_cache_makes_texts_wait_and_changes_none(
+    target: lb.Model, ctx: Context, drafter: SuffixDrafter | None
+) -> None:
+    with Branch.start(ctx, STORY, sampling=WARM) as root:
+        expected = search.best_of_n(root, 6, 30)
+    with (
+        Context(
+            target, n_ctx=256, n_seq_max=8, n_batch=64, n_threads=1, batch_invariant=True
+        ) as small,
+        Branch.start(small, STORY, sampling=WARM) as root,
+    ):
+        rival = Branch.start(small, [9] * 130)
+        found = search.best_of_n(root, 6, 30, drafter=drafter)
+        assert found.hypotheses == expected.hypotheses
+        assert found.stats.tokens_redecoded == 0  # a text that waits is decoded by its own
+        rival.prune()
+        rest = small.usage().cells_free - 5
+        with Branch.start(small, [9] * rest):
+            cut = search.best_of_n(root, 2, 40)
+            assert {h.finish_reason for h in cut.hypotheses} == {"capacity"}
+            assert {len(h.tokens) for h in cut.hypotheses} == {6}
+        assert small.n_seq_free == 7
+        small.audit()
+
+
+def test_stop_strings_and_limits_end_texts(ctx: Context) -> None:
+    with Branch.start(ctx, STORY, sampling=WARM) as root:
+        found = search.best_of_n(root, 5, 60, stop=[","])
+        assert "stop" in {h.finish_reason for h in found.hypotheses}
+        for hypothesis in found.hypotheses:
+            assert "," not in hypothesis.text
+            assert hypothesis.finish_reason in ("stop", "length")
+        assert [h.tokens for h in search.best_of_n(root, 3, 0).hypotheses] == [[]] * 3
+
+
+def test_score_and_reward_decide_the_order(ctx: Context) -> None:
+    with Branch.start(ctx, STORY, sampling=WARM) as root:
+        by_length = search.best_of_n(root, 5, 20, reward=lambda text: -len(text))
+        lengths = [len(h.text) for h in by_length.hypotheses]
+        assert lengths == sorted(lengths)
+        by_sum = search.best_of_n(root, 5, 20, score="sum")
+        assert [h.score for h in by_sum.hypotheses] == sorted(
+            (h.logprob for h in by_sum.hypotheses), reverse=True
+        )
+        own = search.best_of_n(root, 5, 20, score=lambda h: h.tokens[0])
+        assert [h.score for h in own.hypotheses] == sorted(
+            (h.tokens[0] for h in own.hypotheses), reverse=True
+        )
+
+
+def test_losing_halves_are_given_up_early(ctx: Context) -> None:
+    with Branch.start(ctx, STORY, sampling=WARM) as root:
+        found = search.best_of_n(root, 7, 24, reject_every=6)
+        reasons = [h.finish_reason for h in found.hypotheses]
+        assert reasons[0] == "length"
+        assert Counter(reasons)["rejected"] == 6
+        assert sorted(len(h.tokens) for h in found.hypotheses) == [6, 6, 6, 12, 12, 18, 24]
+        assert found.stats.tokens_decoded < 24 + 18 + 24 + 18 + 7
+        whole = [alone(root, i, 24) for i in range(7)]
+        for hypothesis in found.hypotheses:
+            n = len(hypothesis.tokens)
+            assert hypothesis.tokens in [text[:n] for text in whole]
+
+
+def test_recurrent_memory_ignores_the_drafter(tmp_path: Path) -> None:
+    with (
+        lb.Model(toys.write_lfm2(tmp_path / "lfm2.gguf")) as model,
+        Context(model, n_ctx=256, n_seq_max=5, n_threads=1) as ctx,
+        Branch.start(ctx, [3, 4, 5, 3, 4, 5], temperature=0.7, seed=3) as root,
+    ):
+        found = search.best_of_n(root, 3, 8, drafter=SuffixDrafter(), reject_every=3)
+        assert len(found.hypotheses) == 3
+        ctx.audit()
+        assert ctx.n_seq_free == 4
+
+
+@pytest.mark.parametrize("drafter", [None, SuffixDrafter()], ids=["plain", "drafted"])
+def test_a_failed_decode_leaves_nothing_behind(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch, drafter: SuffixDrafter | None
+) -> None:
+    with Branch.start(ctx, STORY, sampling=WARM) as root:
+
+        def texts() -> list[list[int]]:
+            found = search.best_of_n(root, 3, 9, reject_every=4, drafter=drafter)
+            return [h.tokens for h in found.hypotheses]
+
+        assert check_every_failure(root, texts, monkeypatch) >= 3
+
+
+def test_ended_early_it_returns_what_there_is(ctx: Context) -> None:
+    with Branch.start(ctx, STORY, sampling=WARM) as root:
+        found = search.best_of_n(root, 3, 50, on_step=lambda stats: stats.steps == 7)
+        assert [h.finish_reason for h in found.hypotheses] == ["cancelled"] * 3
+        assert [len(h.tokens) for h in found.hypotheses] == [8] * 3
+        with pytest.raises(DecodeInterruptedError):
+            search.best_of_n(root, 3, 50, on_step=lambda _: ctx.interrupt())
+        assert ctx.n_seq_free == 7
+
+
+def test_what_a_reward_raises_comes_through_and_nothing_is_left(ctx: Context) -> None:
+    with Branch.start(ctx, STORY, sampling=WARM) as root:
+        rewards: list[Any] = [lambda _: 1 / 0, lambda _: "good", lambda _: float("nan")]
+        for reward in rewards:
+            with pytest.raises((ZeroDivisionError, ConfigError)):
+                search.best_of_n(root, 2, 4, reward=reward)
+            assert ctx.n_seq_free == 7
+
+
+# -- votes -------------------------------------------------------------------------------------------
+
+
+def first_word(text: str) -> str | None:
+    words = text.split()
+    return words[0] if words and words[0].isalpha() else None
+
+
+def test_the_most_frequent_answer_wins(ctx: Context) -> None:
+    with Branch.start(ctx, "The", temperature=1.0, seed=2) as root:
+        found = search.vote(root, first_word, 12, 6)
+        texts = [h.text for h in search.best_of_n(root, 12, 6).hypotheses]
+        votes = Counter(word for word in map(first_word, texts) if word is not None)
+        assert dict(found.votes) == dict(votes)
+        assert list(found.votes.values()) == sorted(votes.values(), reverse=True)
+        winner = next(iter(found.votes))
+        assert first_word(found.text) == winner
+        assert found.best.score == votes[winner] / 12
+        assert [h.score for h in found.hypotheses] == sorted(
+            (h.score for h in found.hypotheses), reverse=True
+        )
+
+
+def test_adaptive_votes_stop_at_agreement(ctx: Context) -> None:
+    with Branch.start(ctx, "The", temperature=1.0, seed=2) as root:
+        agreed = search.vote(root, lambda text: "same", 16, 4, adaptive=True)
+        assert len(agreed.hypotheses) == 2
+        split = search.vote(root, lambda text: text, 16, 12, adaptive=True)
+        assert len(split.hypotheses) == 16
+        whole = search.vote(root, lambda text: text, 16, 12)
+        assert sorted(h.tokens for h in split.hypotheses) == sorted(
+            h.tokens for h in whole.hypotheses
+        )
+
+
+def test_ties_are_broken_by_the_seed_and_not_by_the_order(ctx: Context) -> None:
+    with Branch.start(ctx, "The", temperature=1.0) as root:
+        winners = set()
+        for seed in range(12):
+            asked = ["b", "a"]
+            found = search.vote(root, lambda _: asked.pop(), 2, 1, seed=seed)  # noqa: B023
+            winners.add(next(iter(found.votes)))
+        assert winners == {"a", "b"}
+
+
+def test_texts_without_an_answer_do_not_vote(ctx: Context) -> None:
+    with Branch.start(ctx, "The", temperature=1.0, seed=2) as root:
+        found = search.vote(root, lambda text: None, 3, 3)
+    assert not found.votes
+    assert [h.score for h in found.hypotheses] == [0.0] * 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n": 0},
+        {"max_tokens": -1},
+        {"score": "best"},
+        {"score": "sum", "reward": len},
+        {"reject_every": 0},
+        {"stop": "x"},
+        {"seed": 1.5},
+        {"on_step": 1},
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused(ctx: Context, wrong: dict[str, Any]) -> None:
+    with Branch.start(ctx, STORY) as root:
+        with pytest.raises(ConfigError):
+            search.best_of_n(root, **wrong)
+        for other in ({"agreement": 0.0}, {"agreement": 1.1}, {"n": 0}):
+            with pytest.raises(ConfigError):
+                search.vote(root, first_word, **other)
+        with pytest.raises(ConfigError):
+            search.vote(root, "word")  # type: ignore[arg-type]
+        assert ctx.n_seq_free == 7

@@ -14,6 +14,7 @@ from .generate import generate
 from .inspect import inspect
 from .models import models
 from .parsing import Command, CommandGroup, PromptsCommand, reopen_closed_streams
+from .pull import pull
 from .speculate import speculate
 from .theory import theory
 
@@ -52,6 +53,7 @@ app.command(cls=PromptsCommand)(generate)
 app.command(cls=PromptsCommand)(bench)
 app.command(cls=Command)(inspect)
 app.command(cls=Command)(models)
+app.command(cls=Command)(pull)
 app.command(cls=Command)(theory)
 
 

@@ -12,7 +12,7 @@ from llamabranch import Context, Model, VocabularyReport, hub
 from .bundles import with_bundles
 from .console import Console, print_json
 from .formats import decimal_size
-from .options import LoadingOptions, OutputOptions
+from .options import HubOptions, LoadingOptions, OutputOptions
 
 N_CTX = 256  # enough to probe what the memory can do
 
@@ -20,12 +20,14 @@ N_CTX = 256  # enough to probe what the memory can do
 @with_bundles
 def inspect(
     model: Annotated[
-        str, typer.Argument(help="A GGUF path, or a name from `llamabranch models`.")
+        str,
+        typer.Argument(help="A GGUF path, a name from `llamabranch models`, or user/repo[:tag]."),
     ] = hub.BUNDLED_TARGET,
     draft: Annotated[
         str | None, typer.Argument(help="A second model: can it draft for the first?")
     ] = None,
     *,
+    finding: HubOptions,
     loading: LoadingOptions,
     output: OutputOptions,
 ) -> None:
@@ -36,7 +38,7 @@ def inspect(
     with output.console() as console, ExitStack() as stack:
         names = [model] if draft is None else [model, draft]
         for name in names:
-            hub.resolve(name)
+            finding.find(name)
         contexts = [loading.open(name, console, stack, n_ctx=N_CTX) for name in names]
         report = None
         if len(contexts) == 2:

@@ -24,7 +24,7 @@ from llamabranch import (
     hub,
 )
 
-from ..load import LoadOptions, load
+from ..loading import LoadOptions, load
 from .console import Console
 from .drafters import parse_draft
 from .prompts import PromptSource, read_prompts, read_text
@@ -35,11 +35,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DRAFTING",
+    "MODELS",
     "OUTPUT",
     "REQUESTS",
     "RUNTIME",
     "DraftOptions",
     "Explain",
+    "HubOptions",
     "LoadingOptions",
     "ModelOptions",
     "OutputOptions",
@@ -70,7 +72,34 @@ Explain = Annotated[
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class HubOptions:
+    """Whether a model that is not on this machine may be downloaded."""
+
+    download: Annotated[
+        bool | None,
+        typer.Option(
+            "--download/--no-download",
+            help="Download a model that is not on this machine, or never do so. "
+            "Default: only where a terminal shows its size.",
+            rich_help_panel=MODELS,
+        ),
+    ] = None
+    offline: Annotated[
+        bool,
+        typer.Option("--offline", help="Use no network.", rich_help_panel=MODELS),
+    ] = False
+
+    def find(self, name: str) -> Path:
+        """Return the file of a model, downloaded if it must be and may be.
+
+        Raises:
+            ConfigError, DownloadError, UnsupportedError: as `llamabranch.hub.obtain`.
+        """
+        return hub.obtain(name, download=self.download, offline=True if self.offline else None)
+
+
+@dataclass(frozen=True)
+class ModelOptions(HubOptions):
     """The target and what drafts for it."""
 
     target: Annotated[
@@ -80,7 +109,10 @@ class ModelOptions:
             "--target-model",
             "-t",
             "-m",
-            help="A GGUF path, or a name from `llamabranch models`. Default: the bundled target.",
+            "-hf",
+            "-hfr",
+            help="A GGUF path, a name from `llamabranch models`, or user/repo[:tag] on the Hugging Face "
+            "hub. Default: the bundled target.",
             rich_help_panel=MODELS,
         ),
     ] = None
@@ -91,7 +123,8 @@ class ModelOptions:
             "--draft-model",
             "-d",
             "-md",
-            help="A GGUF path, a name, `lookup`, `suffix`, a chain such as `suffix+NAME`, or `none`. "
+            "-hfd",
+            help="A model as for --target, `lookup`, `suffix`, a chain such as `suffix+NAME`, or `none`. "
             "Default: the draft listed with the target.",
             rich_help_panel=MODELS,
         ),
@@ -101,10 +134,12 @@ class ModelOptions:
         """Return the name of the target and those of its drafters, all found before any is loaded.
 
         Raises:
-            ConfigError: a model that is not on this machine, or no draft is known for the target.
+            ConfigError: a model that is not on this machine and may not be downloaded, or no draft is
+                known for the target.
+            DownloadError, UnsupportedError: a model cannot be downloaded.
         """
         target = hub.BUNDLED_TARGET if self.target is None else self.target
-        hub.resolve(target)
+        self.find(target)
         draft = hub.draft_for(target) if self.draft is None else self.draft
         if draft is None:
             raise ConfigError(
@@ -112,7 +147,7 @@ class ModelOptions:
                 hint="name one with --draft, copy from the text with --draft suffix, "
                 "or decode plainly with --draft none",
             )
-        return target, parse_draft(draft)
+        return target, parse_draft(draft, self.find)
 
 
 @dataclass(frozen=True)

@@ -670,12 +670,18 @@ def test_layers_for_the_gpu_have_the_name_of_llama_cpp() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["speculate", "generate", "bench", "inspect", "models", "theory"]
+    "command", ["speculate", "generate", "bench", "inspect", "models", "pull", "theory"]
 )
 @pytest.mark.parametrize(
     ("option", "instead"),
     [
-        *(("-hf", "hf download"), ("-ctk", "--kv-type"), ("-ctv", "--kv-type"), ("-fa", "flash")),
+        *(
+            ("-hff", "user/repo/file.gguf"),
+            ("-hft", "HF_TOKEN"),
+            ("-ctk", "--kv-type"),
+            ("-ctv", "--kv-type"),
+            ("-fa", "flash"),
+        ),
         *(("-np", "--parallel"), ("-tb", "--threads"), ("-ngld", "-ngl"), ("-ts", ""), ("-ot", "")),
     ],
 )
@@ -877,7 +883,7 @@ def test_models_marks_what_is_present(tmp_path: Path) -> None:
     listed = json.loads(run("models", "--json", **caches).stdout)["models"]
     present = {entry["name"] for entry in listed if entry["present"]}
     assert present == {"tale-target", "tale-draft", "qwen3-0.6b"}
-    assert "hf download" in run("models", **caches).stdout
+    assert "llamabranch pull" in run("models", **caches).stdout
 
 
 # -- the process -----------------------------------------------------------------------------------
@@ -885,7 +891,7 @@ def test_models_marks_what_is_present(tmp_path: Path) -> None:
 
 def test_version_and_help() -> None:
     assert run("--version").stdout.startswith("llamabranch 0.")
-    for command in ("speculate", "generate", "bench", "inspect", "models", "theory"):
+    for command in ("speculate", "generate", "bench", "inspect", "models", "pull", "theory"):
         assert command in run("--help").stdout
         assert run(command, "--help").exit_code == 0
 

@@ -10,6 +10,8 @@ import typer
 from llamabranch.startup import quit_interrupted, quit_on_ctrl_c
 
 from .bench import bench
+from .demo import demo
+from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
 from .models import models
@@ -48,6 +50,7 @@ def _root(
     pass
 
 
+app.command(cls=Command)(demo)
 app.command(cls=Command)(speculate)
 app.command(cls=PromptsCommand)(generate)
 app.command(cls=PromptsCommand)(bench)
@@ -55,6 +58,7 @@ app.command(cls=Command)(inspect)
 app.command(cls=Command)(models)
 app.command(cls=Command)(pull)
 app.command(cls=Command)(theory)
+app.command(cls=Command)(doctor)
 
 
 def main() -> None:

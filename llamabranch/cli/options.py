@@ -49,6 +49,7 @@ __all__ = [
     "RuntimeOptions",
     "SamplingOptions",
     "TextOptions",
+    "Threads",
 ]
 
 # The headings of --help.
@@ -68,6 +69,10 @@ Explain = Annotated[
         help="Explain how it drafted, what was accepted, and why drafts ended.",
         rich_help_panel=OUTPUT,
     ),
+]
+
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, help="CPU threads.", rich_help_panel=RUNTIME)
 ]
 
 
@@ -403,9 +408,7 @@ class RuntimeOptions(LoadingOptions):
         int | None,
         typer.Option("--n-ctx", "-c", help="Context size in tokens.", rich_help_panel=RUNTIME),
     ] = None
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads.", rich_help_panel=RUNTIME)
-    ] = None
+    threads: Threads = None
     kv_type: Annotated[
         str | None,
         typer.Option(help="Type of the KV cache: f16, bf16, q8_0, ...", rich_help_panel=RUNTIME),

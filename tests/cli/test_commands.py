@@ -891,7 +891,7 @@ def test_models_marks_what_is_present(tmp_path: Path) -> None:
 
 def test_version_and_help() -> None:
     assert run("--version").stdout.startswith("llamabranch 0.")
-    for command in ("speculate", "generate", "bench", "inspect", "models", "pull", "theory"):
+    for command in ("demo", "doctor", "speculate", "generate", "inspect", "models", "pull"):
         assert command in run("--help").stdout
         assert run(command, "--help").exit_code == 0
 

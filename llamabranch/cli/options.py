@@ -25,6 +25,7 @@ from llamabranch import (
 )
 
 from ..loading import LoadOptions, load
+from .candidates import choose_draft
 from .console import Console
 from .drafters import parse_draft
 from .prompts import PromptSource, read_prompts, read_text
@@ -129,14 +130,16 @@ class ModelOptions(HubOptions):
             "-d",
             "-md",
             "-hfd",
-            help="A model as for --target, `lookup`, `suffix`, a chain such as `suffix+NAME`, or `none`. "
-            "Default: the draft listed with the target.",
+            help="A model as for --target, `auto` (one that fits), `lookup`, `suffix`, a chain such as "
+            "`suffix+NAME`, or `none`. Default: the draft listed with the target.",
             rich_help_panel=MODELS,
         ),
     ] = None
 
-    def resolve(self) -> tuple[str, tuple[str, ...]]:
+    def resolve(self, console: Console) -> tuple[str, tuple[str, ...]]:
         """Return the name of the target and those of its drafters, all found before any is loaded.
+
+        What ``--draft auto`` found is told on standard error.
 
         Raises:
             ConfigError: a model that is not on this machine and may not be downloaded, or no draft is
@@ -146,11 +149,18 @@ class ModelOptions(HubOptions):
         target = hub.BUNDLED_TARGET if self.target is None else self.target
         self.find(target)
         draft = hub.draft_for(target) if self.draft is None else self.draft
+        if draft == "auto":
+            draft = choose_draft(target, self.find)
+            if draft is None:
+                draft = "suffix"
+                console.note(f"no model here drafts for {target}: copying from the text (suffix)")
+            else:
+                console.note(f"draft: {draft}")
         if draft is None:
             raise ConfigError(
                 f"no draft is known for {target}",
-                hint="name one with --draft, copy from the text with --draft suffix, "
-                "or decode plainly with --draft none",
+                hint="find one with --draft auto, name one with --draft, copy from the text with "
+                "--draft suffix, or decode plainly with --draft none",
             )
         return target, parse_draft(draft, self.find)
 

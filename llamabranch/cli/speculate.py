@@ -105,7 +105,7 @@ def speculate(
         grammar = text.parse_grammar()
         if prompt == "-":
             prompt = read_standard_input()
-        target_name, drafters = models.resolve()
+        target_name, drafters = models.resolve(console)
         if draft_width > 1 and not has_model(drafters):
             raise ConfigError("a token tree needs a draft model", hint="name one with --draft")
 

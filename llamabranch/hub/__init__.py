@@ -1,6 +1,6 @@
 """From the name of a model to its file: models.txt, the caches of this machine, the Hugging Face hub."""
 
-from .caches import LocalModel, find, hub_cache, local_models
+from .caches import LocalModel, find, hub_cache, local_models, parts
 from .catalogue import (
     BUNDLED_DRAFT,
     BUNDLED_TARGET,
@@ -33,6 +33,7 @@ __all__ = [
     "look_up",
     "obtain",
     "parse_catalogue",
+    "parts",
     "resolve",
     "search_hub",
 ]

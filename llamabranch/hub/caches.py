@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from .choice import choose, model_sets
 from .spec import HubSpec
 
-__all__ = ["LocalModel", "find", "hub_cache", "local_models", "own_cache"]
+__all__ = ["LocalModel", "find", "hub_cache", "local_models", "own_cache", "parts"]
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _OLLAMA_MODEL = "application/vnd.ollama.image.model"
@@ -108,6 +108,15 @@ def local_models() -> list[LocalModel]:
     own = own_cache()
     found += [LocalModel(path.name, (path,), "llamabranch") for path in sorted(own.glob("*.gguf"))]
     return found
+
+
+def parts(path: Path) -> tuple[Path, ...]:
+    """Return the files of a model of which one file is given: itself, or all its shards."""
+    try:
+        names = choose((each.name for each in path.parent.iterdir()), file=path.name)
+    except (ConfigError, OSError):
+        return (path,)
+    return tuple(path.with_name(name) for name in names)
 
 
 def _variable(name: str) -> Path | None:

@@ -68,7 +68,9 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
         start = time.perf_counter()
         runtime = RuntimeOptions(n_ctx=1024, threads=threads)
         target = runtime.open(hub.BUNDLED_TARGET, console, stack, n_seq_max=N_FORKS + 1)
-        draft = runtime.open(hub.BUNDLED_DRAFT, console, stack)
+        draft = runtime.open(
+            hub.BUNDLED_DRAFT, console, stack, n_threads=target.n_threads
+        )  # one number for both: they take turns
         show = Console(color=False, silent=True) if output.as_json else console
         with InterruptHandler([target, draft]) as interrupts:
             machine = Machine.now()
@@ -156,7 +158,8 @@ class _Forks:
             "What they wrote. A percentage is the probability of the token that a line begins with."
         )
         console.line()
-        tree = Tree(Text("... " + _one_line(self.root.text)[-56:], style="dim"))
+        words = _one_line(self.root.text).split()
+        tree = Tree(Text("... " + " ".join(words[-10:]), style="dim"))
         _grow(tree, self.root)
         console.render(tree)
 
@@ -302,7 +305,7 @@ class _Drafts:
             return ""
         cost, verdict = self.cost, self.comparison.verdict
         pays = {"faster": "It pays here", "slower": "It does not pay here"}.get(
-            verdict, "Here it makes no difference that could be measured"
+            verdict, "The times vary too much here to tell whether it pays"
         )
         return (
             f"{pays}: a round of {N_DRAFTED} drafts costs {cost.round_cost:.2f} target steps "

@@ -253,7 +253,9 @@ def test_connection_that_breaks_is_gone_on_with(hub: FakeHub, no_wait: None) -> 
     assert all(given is not None and given.startswith("bytes=") for given in ranges[1:])
 
 
-def test_next_process_goes_on_where_a_download_was_given_up(hub: FakeHub, no_wait: None) -> None:
+def test_next_process_goes_on_where_a_download_was_given_up(
+    hub: FakeHub, no_wait: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     hub.faults += [Fault("get", cut=400_000, times=1), Fault("get", cut=0)]
     with pytest.raises(lb.DownloadError, match="cannot download") as caught:
         lb.fetch(f"{REPOSITORY}:Q8_0")
@@ -263,9 +265,12 @@ def test_next_process_goes_on_where_a_download_was_given_up(hub: FakeHub, no_wai
     kept = partial.stat().st_size
     assert 0 < kept <= 400_000
     hub.faults.clear()
+    capsys.readouterr()
     hub.requests.clear()
     assert lb.fetch(f"{REPOSITORY}:Q8_0").read_bytes() == DATA
     assert [headers.get("Range") for _, headers in hub.of("GET", "/resolve/")] == [f"bytes={kept}-"]
+    rest = f"{(len(DATA) - kept) / 1e6:.1f} MB, the rest of an interrupted download"
+    assert rest in capsys.readouterr().err
 
 
 def test_wrong_bytes_of_the_right_length_are_refused_and_discarded(hub: FakeHub) -> None:

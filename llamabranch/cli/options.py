@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from llamabranch import (
-    ConfigError,
     Context,
     Grammar,
     Model,
@@ -131,7 +130,7 @@ class ModelOptions(HubOptions):
             "-md",
             "-hfd",
             help="A model as for --target, `auto` (one that fits), `lookup`, `suffix`, a chain such as "
-            "`suffix+NAME`, or `none`. Default: the draft listed with the target.",
+            "`suffix+NAME`, or `none`. Default: the draft listed with the target, else auto.",
             rich_help_panel=MODELS,
         ),
     ] = None
@@ -142,27 +141,28 @@ class ModelOptions(HubOptions):
         What ``--draft auto`` found is told on standard error.
 
         Raises:
-            ConfigError: a model that is not on this machine and may not be downloaded, or no draft is
-                known for the target.
+            ConfigError: a model that is not on this machine and may not be downloaded.
+            ModelLoadError: the target is no model.
             DownloadError, UnsupportedError: a model cannot be downloaded.
         """
         target = hub.BUNDLED_TARGET if self.target is None else self.target
         self.find(target)
-        draft = hub.draft_for(target) if self.draft is None else self.draft
+        draft = self._default_draft(target) if self.draft is None else self.draft
         if draft == "auto":
-            draft = choose_draft(target, self.find)
-            if draft is None:
-                draft = "suffix"
+            found = choose_draft(target, self.find)
+            draft = "suffix" if found is None else found
+            if found is None:
                 console.note(f"no model here drafts for {target}: copying from the text (suffix)")
             else:
                 console.note(f"draft: {draft}")
-        if draft is None:
-            raise ConfigError(
-                f"no draft is known for {target}",
-                hint="find one with --draft auto, name one with --draft, copy from the text with "
-                "--draft suffix, or decode plainly with --draft none",
-            )
         return target, parse_draft(draft, self.find)
+
+    @staticmethod
+    def _default_draft(target: str) -> str:
+        """Return the draft that models.txt lists for the target if it is here, else "auto"."""
+        listed = hub.draft_for(target)
+        is_here = listed is not None and isinstance(hub.look_up(listed), Path)
+        return listed if listed is not None and is_here else "auto"
 
 
 @dataclass(frozen=True)

@@ -551,12 +551,17 @@ def test_wrong_usage_exits_with_2(arguments: tuple[str, ...], complaint: str) ->
     assert result.stdout == ""
 
 
-def test_target_without_a_known_draft_asks_for_one(tmp_path: Path) -> None:
-    path = tmp_path / "other.gguf"
-    path.touch()
-    result = run("speculate", "--target", str(path))
-    assert result.exit_code == 2
-    assert "--draft none" in result.stderr
+def test_target_without_a_listed_draft_runs_and_says_what_drafts(tmp_path: Path) -> None:
+    path = write_toy(tmp_path / "other.gguf", vocab="bytes")
+    result = run("speculate", "--target", str(path), "-n", "4")
+    assert result.exit_code == 0, result.stderr
+    assert f"no model here drafts for {path}: copying from the text" in " ".join(
+        result.stderr.split()
+    )
+    (tmp_path / "empty.gguf").touch()
+    result = run("speculate", "--target", str(tmp_path / "empty.gguf"))
+    assert result.exit_code == 1
+    assert "the file is empty" in result.stderr
 
 
 def test_failure_exits_with_1_in_one_line(tmp_path: Path) -> None:

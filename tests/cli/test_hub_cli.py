@@ -90,6 +90,13 @@ def test_speculate_takes_repositories_and_never_downloads_by_surprise(hub: FakeH
     assert len(hub.requests) == count
 
 
+def test_repository_alone_is_enough(hub: FakeHub) -> None:
+    result = run("speculate", "-hf", f"{TARGET}:Q8_0", "--download", *SHORT)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.count("downloading ") == 1
+    assert "draft: tale-draft\n" in result.stderr
+
+
 def test_on_a_terminal_a_download_starts_after_its_size_was_shown(hub: FakeHub) -> None:
     command = [sys.executable, "-m", "llamabranch.cli", "inspect", DRAFT, "--json"]
     leader, follower = pty.openpty()

@@ -124,8 +124,10 @@ class Distribution:
     def _label(self, token: int) -> str:
         return repr(self._text_of(token)) if hasattr(self, "_text_of") else str(token)
 
-    def __reduce__(self) -> tuple[type[Distribution], tuple[Ids, Floats]]:
-        return Distribution, (self.ids, self.logprobs)
+    def __getstate__(self) -> tuple[None, dict[str, object]]:
+        # Without `_text_of`, which holds a model.
+        slots = ("_logprobs", "_logweights", "ids")
+        return None, {name: getattr(self, name) for name in slots}
 
     def __repr__(self) -> str:
         best = self.argmax()

@@ -614,7 +614,7 @@ def test_draft_without_a_vocabulary_fails_with_a_reason(tmp_path: Path) -> None:
         (("speculate", "--gpu-layers"), 2, "", "--gpu-layers"),
         (("speculate", "--target", "tale-targte"), 2, "ConfigError", "tale-targte"),
         (("speculate", "--grammar", "a", "--json-schema", "{}"), 2, "BadParameter", "exclude"),
-        (("speculate", "-hf", "owner/name"), 2, "UsageError", "-hf"),
+        (("speculate", "-hff", "name"), 2, "UsageError", "-hff"),
         (("generate", "-p", "a", "--samples", "100000000"), 2, "ConfigError", "at most"),
         (("inspect", "GARBAGE"), 1, "ModelLoadError", "garbage.gguf"),
         (("bench", "--target", "GARBAGE", "--draft", "none"), 1, "ModelLoadError", "garbage.gguf"),

@@ -21,7 +21,7 @@ TOKEN = "hf_" + "a" * 34
 
 @dataclass
 class Fault:
-    """A wrong answer: to ``api``, ``head`` or ``get`` requests, ``times`` times.
+    """A wrong answer: to ``api``, ``head``, ``redirect`` or ``get`` requests, ``times`` times.
 
     A ``status`` with an ``X-Error-Code``; or of the bytes, ``cut`` after so many of each answer, or
     ``flip`` one of them.
@@ -75,6 +75,10 @@ class FakeHub:
                     return fault
         return None
 
+    def sendings(self) -> list[Mapping[str, str]]:
+        """Return the headers of the requests for the bytes of files."""
+        return [h for _, h in self.of("GET", "/resolve/") if h["Host"].startswith("localhost")]
+
     def of(self, method: str, part: str = "") -> list[tuple[str, Mapping[str, str]]]:
         """Return (path, headers) of the requests of a method whose path has this part."""
         return [
@@ -101,6 +105,8 @@ class _Handler(BaseHTTPRequestHandler):
         with self.hub.lock:
             self.hub.requests.append((self.command, self.path, dict(self.headers)))
         where = "api" if path.startswith("/api/") else method
+        if where == "get" and not self.is_cdn:
+            where = "redirect"
         fault = self.hub.fault(where)
         if fault is not None and fault.status:
             self._error(fault.status, fault.code, fault.message)

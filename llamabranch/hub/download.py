@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import urlsplit
 
 from ..errors import ConfigError, DownloadError, UnsupportedError
 from .caches import hub_cache
@@ -182,9 +181,6 @@ def _download_file(
             f"{file.path} is larger than 50 GB, which the hub does not serve in one piece",
             hint=f"`hf download {repository} {file.path}` fetches it; it is found there afterwards",
         )
-    location = str(metadata.location)
-    if urlsplit(location).netloc != urlsplit(url).netloc:
-        headers.pop("authorization", None)  # the token is for the hub, not for where files lie
     blob = _blobs(plan) / etag
     lock = plan.cache / ".locks" / _repository_folder(repository) / f"{etag}.lock"
     for folder in (blob.parent, pointer.parent, lock.parent):
@@ -197,7 +193,7 @@ def _download_file(
             resumed = partial.is_file() and partial.stat().st_size > 0
             for attempt in range(2):
                 with _translated(f"{repository}/{file.path}"):
-                    digest = _transfer(client, location, headers, partial, size, etag, report)
+                    digest = _transfer(client, url, headers, partial, size, etag, report)
                 if digest == etag:
                     break
                 partial.unlink()
@@ -213,14 +209,18 @@ def _download_file(
 
 def _transfer(
     client: _Client,
-    location: str,
+    url: str,
     headers: dict[str, str],
     partial: Path,
     size: int | None,
     etag: str,
     report: Callable[[int], None],
 ) -> str:
-    """Append to ``partial`` what it lacks and return the checksum of the whole."""
+    """Append to ``partial`` what it lacks and return the checksum of the whole.
+
+    The hub redirects to where the file lies, each time with a fresh signature: a later attempt may come
+    after the first one has expired. The token is not sent there, since that is another host.
+    """
 
     class Bar:
         """What huggingface_hub needs of a tqdm: it counts bytes."""
@@ -250,7 +250,7 @@ def _transfer(
         file = _HashedFile(raw, partial, etag, size)
         try:
             client.http_get(
-                location,
+                url,
                 file,
                 resume_size=present,
                 headers=headers,

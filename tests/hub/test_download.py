@@ -232,11 +232,12 @@ def test_refusal_is_an_error_with_the_message_of_the_hub_and_a_next_step(
     assert not named()
 
 
+@pytest.mark.parametrize("where", ["redirect", "get"])
 @pytest.mark.parametrize("status", [403, 404, 429, 500])
 def test_refusal_of_the_file_itself_leaves_nothing_with_a_name(
-    hub: FakeHub, no_wait: None, status: int
+    hub: FakeHub, no_wait: None, status: int, where: str
 ) -> None:
-    hub.faults.append(Fault("get", status))
+    hub.faults.append(Fault(where, status))
     with pytest.raises(lb.DownloadError) as caught:
         lb.fetch(f"{REPOSITORY}:Q8_0")
     assert caught.value.status == status
@@ -248,7 +249,7 @@ def test_refusal_of_the_file_itself_leaves_nothing_with_a_name(
 def test_connection_that_breaks_is_gone_on_with(hub: FakeHub, no_wait: None) -> None:
     hub.faults.append(Fault("get", cut=300_000, times=2))
     assert lb.fetch(f"{REPOSITORY}:Q8_0").read_bytes() == DATA
-    ranges = [headers.get("Range") for _, headers in hub.of("GET", "/resolve/")]
+    ranges = [headers.get("Range") for headers in hub.sendings()]
     assert ranges[0] is None
     assert all(given is not None and given.startswith("bytes=") for given in ranges[1:])
 
@@ -268,7 +269,7 @@ def test_next_process_goes_on_where_a_download_was_given_up(
     capsys.readouterr()
     hub.requests.clear()
     assert lb.fetch(f"{REPOSITORY}:Q8_0").read_bytes() == DATA
-    assert [headers.get("Range") for _, headers in hub.of("GET", "/resolve/")] == [f"bytes={kept}-"]
+    assert [headers.get("Range") for headers in hub.sendings()] == [f"bytes={kept}-"]
     rest = f"{(len(DATA) - kept) / 1e6:.1f} MB, the rest of an interrupted download"
     assert rest in capsys.readouterr().err
 
@@ -463,11 +464,11 @@ def test_two_processes_share_one_download(hub: FakeHub) -> None:
     hub.gate = threading.Event()
     both = [start(f"{REPOSITORY}:Q8_0") for _ in range(2)]
     wait_for(lambda: len(hub.of("HEAD")) == 2)
-    wait_for(lambda: len(hub.of("GET", "/resolve/")) == 1)
+    wait_for(lambda: len(hub.sendings()) == 1)
     hub.gate.set()
     answers = [process.communicate(timeout=300) for process in both]
     assert {out for out, _ in answers} == {f"{lb.resolve(f'{REPOSITORY}:Q8_0')}\n"}
-    assert len(hub.of("GET", "/resolve/")) == 1
+    assert len(hub.sendings()) == 1
     assert hub.sent == len(DATA)
 
 
@@ -477,7 +478,7 @@ def test_ctrl_c_leaves_nothing_with_a_name_and_the_next_run_completes_it(hub: Fa
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )  # fmt: skip
-    wait_for(lambda: hub.of("GET", "/resolve/"))
+    wait_for(hub.sendings)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
     hub.gate.set()

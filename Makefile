@@ -1,5 +1,5 @@
 # Everything runs in a virtual environment that these targets make on first use.
-#   make demo    install, then speculative decoding on the bundled pair against plain decoding
+#   make demo    install, then forks, drafts and scores on the bundled pair, measured as you watch
 #   make test    install with the tools, then lint, types, the site of the documents, all tests: about a quarter of an hour on two cores
 #   make test-fast  lint, types and the tests that are not slow
 #   make core    build the compiled core into this tree, for a package that runs from the tree
@@ -10,6 +10,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+# Without it pip shows a spinner, or "still running...", while llama.cpp compiles; -v shows every file.
+PIP_ARGS ?=
 # Tests run on one thread each, as many at a time as there are cores.
 PYTEST_WORKERS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 BENCH_ARGS ?=
@@ -23,7 +25,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell $(PYTHON) -c 'import os; print(os.c
 .PHONY: demo test test-fast core docs bench install install-dev lint types check clean
 
 demo: install
-	$(BIN)/llamabranch speculate --compare
+	$(BIN)/llamabranch demo
 
 test: lint types docs
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
@@ -59,12 +61,12 @@ $(BIN)/python:
 
 $(VENV)/.installed: $(BUILT_FROM) | $(BIN)/python
 	@echo "Installing llamabranch into $(VENV). The first time compiles llama.cpp: about five minutes on two cores."
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install $(PIP_ARGS) --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: $(BUILT_FROM) | $(BIN)/python
 	@echo "Installing llamabranch[dev] into $(VENV). The first time compiles llama.cpp: about five minutes on two cores."
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install $(PIP_ARGS) --editable '.[dev]'
 	@touch $@ $(VENV)/.installed
 
 clean:

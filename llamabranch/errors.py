@@ -12,6 +12,7 @@
     │   └── SequencesExhaustedError
     ├── DecodeError                       llama_decode failed; has its return code
     │   └── DecodeInterruptedError        interrupt() or a time limit stopped it
+    ├── DownloadError                     a model cannot be downloaded; has the HTTP status
     ├── GrammarError                      an invalid grammar, or a token that it forbids
     ├── SnapshotError                     a saved branch that is damaged or does not fit
     ├── UnsupportedError                  not possible with this model, memory type or build
@@ -42,6 +43,7 @@ __all__ = [
     "ContextLengthWarning",
     "DecodeError",
     "DecodeInterruptedError",
+    "DownloadError",
     "GrammarError",
     "LlamaBranchError",
     "LlamaBranchWarning",
@@ -137,6 +139,17 @@ class DecodeError(LlamaBranchError):
 
 class DecodeInterruptedError(DecodeError):
     """``Context.interrupt()`` or a ``time_limit`` stopped the decode; the context remains usable."""
+
+
+class DownloadError(LlamaBranchError):
+    """A model cannot be downloaded: no connection, refused, wrong bytes, or no room for it.
+
+    ``status`` is the HTTP status of the hub's answer, None if there was none.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
 
 
 class GrammarError(LlamaBranchError):

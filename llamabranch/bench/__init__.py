@@ -9,7 +9,13 @@ plotting.py   curves as PNG files
 """
 
 from .costs import CallClock, DecodeClock, draft_cost, verify_costs, verify_times
-from .machine import Machine, load_average, profile_in_use
+from .machine import (
+    Machine,
+    free_memory_bytes,
+    load_average,
+    processor_flags,
+    profile_in_use,
+)
 from .pair import Cell, PairBench, PairReport
 from .plotting import Curve, save_plot
 from .timing import (
@@ -43,10 +49,12 @@ __all__ = [
     "Total",
     "Work",
     "draft_cost",
+    "free_memory_bytes",
     "interleave",
     "load_average",
     "median_time",
     "plain",
+    "processor_flags",
     "profile_in_use",
     "save_plot",
     "seed_of",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -12,7 +13,14 @@ from ..context.machine_profile import profile_path
 from ..context.params import available_cores
 from ..native import engine_versions, system_info
 
-__all__ = ["Machine", "load_average", "processor_name", "profile_in_use"]
+__all__ = [
+    "Machine",
+    "free_memory_bytes",
+    "load_average",
+    "processor_flags",
+    "processor_name",
+    "profile_in_use",
+]
 
 
 def load_average() -> float | None:
@@ -99,3 +107,22 @@ def processor_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine() or "unknown"
+
+
+def processor_flags() -> frozenset[str]:
+    """Return what instructions the processor has, in Linux's names; empty where it does not tell."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return frozenset(value.split())
+    return frozenset()
+
+
+def free_memory_bytes() -> int | None:
+    """Return how much memory programs can still get, None where the system does not tell."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text("utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None

@@ -16,6 +16,7 @@ from ..arguments import whole
 from ..context import Context
 from ..errors import BranchStateError, ConfigError, LlamaBranchError
 from ..model import TokenIds, token_list
+from ..pictures import Token, tokens_picture
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams
 from ..sampling.distribution import log_base
 from ..sampling.noise import derive_seed
@@ -111,6 +112,24 @@ class Branch:
 
     def __repr__(self) -> str:
         return f"<Branch seq {self.seq_id}, {self.position} tokens, {self.state}>"
+
+    def _repr_html_(self) -> str:
+        with self._lock:
+            if self.ctx.closed or self.state == "pruned":
+                return tokens_picture((), caption=repr(self))
+            n_prompt = self.n_prompt
+            prompt = self.ctx.model.detokenize(self.tokens[:n_prompt]) if n_prompt else ""
+            return tokens_picture(self.shown_tokens(n_prompt), prompt=prompt, caption=repr(self))
+
+    def shown_tokens(self, start: int) -> list[Token]:
+        """Return the tokens from a position on with their texts and probabilities, for a picture."""
+        model, n_prompt, pending = self.ctx.model, self.n_prompt, b""
+        surprisals, found = self.sequence.surprisals, []
+        for position in range(start, self.position):
+            text, pending = model.text_after(self.sequence.tokens[position], pending)
+            at = position - n_prompt
+            found.append(Token(text, -surprisals[at] if at >= 0 else math.nan))
+        return found
 
     @property
     def ctx(self) -> Context:
@@ -220,7 +239,10 @@ class Branch:
         with self._lock:
             sequence = self.sequence
             row = sequence.logits_row()
-            return sequence.sampler.distribution(row.array, sequence.position, sequence.seed)
+            found = sequence.sampler.distribution(row.array, sequence.position, sequence.seed)
+        model = self.ctx.model
+        found.label_by(lambda token: model.piece(token).decode("utf-8", "replace"))
+        return found
 
     def entropy(self, base: str = "nats") -> float:
         """Return the entropy of the model's own next-token distribution."""

@@ -28,6 +28,7 @@ class OutputBuffer:
     Attributes:
         tokens: ids, those of a stop string included; EOG tokens are not among them.
         texts: the text emitted with each token; joined they are the text, without the stop string.
+        emitted: each of ``tokens`` with all that is known of it.
         finish_reason: "stop" (EOG token or stop string), "length", or None while it continues; the
             caller may set it to "capacity" or "cancelled".
         is_stuck: it cannot continue for now, but may later: meanwhile ``text`` includes the text held
@@ -42,6 +43,7 @@ class OutputBuffer:
         self._stops = StopStrings(stop)
         self.tokens: list[int] = []
         self.texts: list[str] = []
+        self.emitted: list[Produced] = []
         self.finish_reason: str | None = "length" if max_tokens == 0 else None
         self.is_stuck = False
         self.elapsed_s = 0.0
@@ -70,6 +72,7 @@ class OutputBuffer:
             self.texts.append(held)
             return emitted.with_text(held)
         self.tokens.append(emitted.token)
+        self.emitted.append(emitted)
         last = len(self.tokens) == self._max_tokens
         text = self._stops.show(emitted.text, last=last)
         self.texts.append(text)

@@ -10,6 +10,7 @@ from ..context import Context
 from ..context.logits import LogitsRow
 from ..errors import BranchStateError, ConfigError
 from ..model import TokenIds, token_list
+from ..pictures import Node, tree
 from .branch import Branch
 from .token import Produced
 
@@ -117,6 +118,23 @@ class BranchStore:
                 if branch.parent is None or branch.parent.state == "pruned":
                     add(branch, 0)
             return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        with self._ctx.lock:
+
+            def node(branch: Branch) -> Node:
+                start = max(branch.fork_position, branch.n_prompt)
+                children = [node(child) for child in branch.children]
+                return Node(repr(branch), branch.shown_tokens(start), children)
+
+            if self._ctx.closed:
+                return tree((), caption="the context is closed")
+            used = self._ctx.usage()
+            roots = [b for b in self._branches() if b.parent is None or b.parent.state == "pruned"]
+            caption = (
+                f"{used.cells_used} of {used.cells_total} cells used, {used.cells_shared} shared"
+            )
+            return tree([node(root) for root in roots], caption=caption)
 
     def _branches(self) -> list[Branch]:
         return [holder for holder in self._ctx.holders() if isinstance(holder, Branch)]

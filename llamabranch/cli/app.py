@@ -10,10 +10,13 @@ import typer
 from llamabranch.startup import quit_interrupted, quit_on_ctrl_c
 
 from .bench import bench
+from .demo import demo
+from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
 from .models import models
 from .parsing import Command, CommandGroup, PromptsCommand, reopen_closed_streams
+from .pull import pull
 from .search import search
 from .select import select
 from .speculate import speculate
@@ -49,6 +52,7 @@ def _root(
     pass
 
 
+app.command(cls=Command)(demo)
 app.command(cls=Command)(speculate)
 app.command(cls=PromptsCommand)(generate)
 app.command(cls=PromptsCommand)(bench)
@@ -56,7 +60,9 @@ app.command(cls=Command)(search)
 app.command(cls=Command)(select)
 app.command(cls=Command)(inspect)
 app.command(cls=Command)(models)
+app.command(cls=Command)(pull)
 app.command(cls=Command)(theory)
+app.command(cls=Command)(doctor)
 
 
 def main() -> None:

@@ -108,7 +108,7 @@ def bench(
         texts = given or list(PROMPTS[:1] if quick else PROMPTS)
         if folder is not None:
             _make_folder(folder)
-        target_name, drafters = models.resolve()
+        target_name, drafters = models.resolve(console)
 
         context = runtime.open(target_name, console, stack)
         # Each run gets a new drafter, over the same contexts.

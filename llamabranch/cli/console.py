@@ -40,7 +40,8 @@ class OutputError(LlamaBranchError):
 class Console:
     """Standard output and standard error, with or without colour."""
 
-    def __init__(self, *, color: bool = True) -> None:
+    def __init__(self, *, color: bool = True, silent: bool = False) -> None:
+        self._silent = silent  # standard output carries nothing: one JSON object comes instead
         color = color and not os.environ.get("NO_COLOR")
         self.out = RichConsole(highlight=False, color_system="auto" if color else None)
         self.err = RichConsole(stderr=True, highlight=False, color_system="auto" if color else None)
@@ -57,6 +58,8 @@ class Console:
         Raises:
             OutputError: standard output is closed, or its disk is full.
         """
+        if self._silent:
+            return
         if self.colored and style:
             text = _styled(text, style)
         encoding = getattr(self.out.file, "encoding", None) or "utf-8"
@@ -99,11 +102,17 @@ class Console:
             table.add_row(*row)
         self.render(table)
 
-    def render(self, drawn: RenderableType) -> None:
-        """Print something that Rich draws, such as a table or a tree."""
+    def render(self, what: RenderableType) -> None:
+        """Print anything that rich can draw, without spaces at the ends of lines."""
         with _failures_of_standard_output(), self.out.capture() as capture:
-            self.out.print(drawn)
+            self.out.print(what)
         self.write("".join(line.rstrip() + "\n" for line in capture.get().splitlines()))
+
+    def heading(self, text: str) -> None:
+        """Print a heading between empty lines."""
+        self.line()
+        self.line(text, "bold")
+        self.line()
 
     def line(self, text: str = "", style: str = "") -> None:
         """Print a line of text."""

@@ -39,10 +39,11 @@ COPYING: dict[str, Callable[[], Drafter]] = {
 }
 
 
-def parse_draft(given: str) -> tuple[str, ...]:
+def parse_draft(given: str, find: Callable[[str], Path] = hub.resolve) -> tuple[str, ...]:
     """Return the drafters of a chain in order, () for "none".
 
     ``lookup``, ``suffix`` and ``none`` are never file names; a file may have a + in its name.
+    ``find`` gets the name of each model, to raise where there is none.
 
     Raises:
         ConfigError: a model that is not on this machine, or an invalid chain.
@@ -57,7 +58,7 @@ def parse_draft(given: str) -> tuple[str, ...]:
                 f"{given!r} is not a chain of drafters", hint="for example suffix+tale-draft"
             )
         if part not in COPYING:
-            hub.resolve(part)
+            find(part)
     return parts
 
 

@@ -123,7 +123,7 @@ def generate(
             settings = file.job
         if auto_regressive:
             models = replace(models, draft="none")
-        target_name, drafters = models.resolve()
+        target_name, drafters = models.resolve(console)
 
         if runtime.n_ctx is None and parallel > 1:  # for one text the library's default will do
             runtime = replace(runtime, n_ctx=max(_LEAST_CELLS, _CELLS_PER_TEXT * parallel))

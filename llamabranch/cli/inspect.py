@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,9 +12,10 @@ import typer
 from llamabranch import Context, Model, VocabularyReport, hub
 
 from .bundles import with_bundles
+from .candidates import ACCEPTANCES, Candidate, Gain, candidates, measure
 from .console import Console, print_json
 from .formats import decimal_size
-from .options import LoadingOptions, OutputOptions
+from .options import HubOptions, LoadingOptions, OutputOptions
 
 N_CTX = 256  # enough to probe what the memory can do
 
@@ -20,33 +23,47 @@ N_CTX = 256  # enough to probe what the memory can do
 @with_bundles
 def inspect(
     model: Annotated[
-        str, typer.Argument(help="A GGUF path, or a name from `llamabranch models`.")
+        str,
+        typer.Argument(help="A GGUF path, a name from `llamabranch models`, or user/repo[:tag]."),
     ] = hub.BUNDLED_TARGET,
     draft: Annotated[
         str | None, typer.Argument(help="A second model: can it draft for the first?")
     ] = None,
     *,
+    finding: HubOptions,
     loading: LoadingOptions,
     output: OutputOptions,
 ) -> None:
     """Print architecture, size, vocabulary, memory type and capabilities of a model.
 
-    With two models, print both and whether the second can draft for the first; if not, why.
+    With two models, print both and whether the second can draft for the first; if not, why. With one,
+    list the models that could draft for it, and what theory expects of them on this machine.
     """
     with output.console() as console, ExitStack() as stack:
         names = [model] if draft is None else [model, draft]
         for name in names:
-            hub.resolve(name)
+            finding.find(name)
         contexts = [loading.open(name, console, stack, n_ctx=N_CTX) for name in names]
         report = None
         if len(contexts) == 2:
             report = contexts[0].model.compatibility(contexts[1].model)
+
+        @contextmanager
+        def open_draft(path: Path) -> Iterator[Context]:
+            with ExitStack() as closing:
+                yield loading.open(str(path), console, closing, n_ctx=N_CTX)
+
         if output.as_json:
             answer: dict[str, object] = {"models": [_facts(context) for context in contexts]}
             if report is not None:
                 answer["compatible"] = report.compatible
                 answer["path"] = report.path
                 answer["reason"] = report.reason
+            else:
+                answer["drafts"] = [
+                    _draft_facts(each, gain)
+                    for each, gain in _drafts(model, contexts[0], open_draft)
+                ]
             print_json(answer)
             return
         columns = [_lines(context) for context in contexts]
@@ -63,6 +80,64 @@ def inspect(
         if report is not None:
             console.line()
             _print_verdict(console, report)
+        else:
+            _print_drafts(console, _drafts(model, contexts[0], open_draft))
+
+
+def _drafts(
+    name: str, context: Context, open_draft: Callable[[Path], AbstractContextManager[Context]]
+) -> list[tuple[Candidate, Gain | None]]:
+    """Return the models that could draft, and what those that are here would bring."""
+    if not context.model.can_generate:
+        return []
+    found = []
+    for each in candidates(name):
+        gain = None
+        if each.path is not None and each.drafts_by == "tokens":
+            with open_draft(each.path) as draft:
+                gain = measure(context, draft)
+        found.append((each, gain))
+    return found
+
+
+def _draft_facts(each: Candidate, gain: Gain | None) -> dict[str, object]:
+    return {
+        "name": each.name,
+        "path": None if each.path is None else str(each.path),
+        "size_bytes": each.size_bytes,
+        "drafts_by": each.drafts_by,
+        "listed": each.listed,
+        "c": None if gain is None else gain.c,
+        "v": None if gain is None else {str(n): ratio for n, ratio in gain.v.items()},
+        "expected": None
+        if gain is None
+        else [
+            {"acceptance": a, "draft_length": length, "speedup": speedup}
+            for a, (length, speedup) in zip(ACCEPTANCES, gain.best, strict=True)
+        ],
+    }
+
+
+def _print_drafts(console: Console, found: Sequence[tuple[Candidate, Gain | None]]) -> None:
+    console.line()
+    if not found:
+        console.line("No model that could draft for it is on this machine.")
+        return
+    console.line(
+        "Models that could draft for it (--draft auto takes the first that drafts by tokens):"
+    )
+    console.line()
+    headings = [f"speedup at {100 * a:.0f} % accepted" for a in ACCEPTANCES]
+    rows = []
+    for each, gain in found:
+        cells = ["-"] * (1 + len(ACCEPTANCES))
+        if gain is not None:
+            cells = [f"{gain.c:.2f}"]
+            for length, speedup in gain.best:
+                cells.append(f"{speedup:.2f} ({length} drafted)" if length else "none pays")
+        where = "here" if each.path is not None else "to download"
+        rows.append((each.name, decimal_size(each.size_bytes), each.drafts_by, where, *cells))
+    console.table(("draft", "size", "drafts by", "", "c", *headings), rows, left=("drafts by", ""))
 
 
 def _facts(context: Context) -> dict[str, object]:

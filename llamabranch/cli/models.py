@@ -1,58 +1,135 @@
-"""``llamabranch models``: the models known by name, and which of them are on this machine."""
+"""``llamabranch models``: the models known by name, those on this machine, those on the hub."""
 
 from __future__ import annotations
 
-from llamabranch import hub
+from typing import Annotated
+
+import typer
+
+from llamabranch import ConfigError, hub
 
 from .bundles import with_bundles
-from .console import print_json
-from .options import OutputOptions
+from .console import Console, print_json
+from .formats import decimal_size
+from .options import MODELS, OutputOptions
 
 
 @with_bundles
-def models(*, output: OutputOptions) -> None:
+def models(
+    *,
+    local: Annotated[
+        bool,
+        typer.Option(
+            "--local",
+            help="List what is in the caches: Hugging Face's, Ollama's, LM Studio's, llama.cpp's.",
+            rich_help_panel=MODELS,
+        ),
+    ] = False,
+    search: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORDS",
+            help="Search the Hugging Face hub for GGUF repositories.",
+            rich_help_panel=MODELS,
+        ),
+    ] = None,
+    output: OutputOptions,
+) -> None:
     """List the models of models.txt and mark those that are on this machine.
 
     A target is followed by the draft that goes with it. The names are what
     --target and --draft take.
     """
     with output.console() as console:
-        found = [(entry, hub.locate(entry)) for entry in hub.catalogue()]
-        if output.as_json:
-            print_json(
-                {
-                    "models": [
-                        {
-                            "name": entry.name,
-                            "role": entry.role,
-                            "repository": entry.repository,
-                            "file": entry.file,
-                            "licence": entry.licence,
-                            "size": entry.size,
-                            "present": path is not None,
-                            "path": None if path is None else str(path),
-                        }
-                        for entry, path in found
-                    ]
-                }
-            )
-            return
-        console.table(
-            ("name", "role", "repository", "file", "licence", "size", "here"),
-            [
-                (
-                    entry.name,
-                    entry.role,
-                    entry.repository,
-                    entry.file,
-                    entry.licence,
-                    entry.size,
-                    "no" if path is None else "yes",
-                )
-                for entry, path in found
-            ],
-            left=("role", "repository", "file", "licence"),
+        if local and search is not None:
+            raise typer.BadParameter("--local and --search exclude each other")
+        if search is not None:
+            _search(search, console, output.as_json)
+        elif local:
+            _list_local(console, output.as_json)
+        else:
+            _list_catalogue(console, output.as_json)
+
+
+def _list_catalogue(console: Console, as_json: bool) -> None:
+    found = [(entry, hub.locate(entry)) for entry in hub.catalogue()]
+    if as_json:
+        print_json(
+            {
+                "models": [
+                    {
+                        "name": entry.name,
+                        "role": entry.role,
+                        "draft": hub.draft_for(entry.name),
+                        "repository": entry.repository,
+                        "file": entry.file,
+                        "licence": entry.licence,
+                        "size": entry.size,
+                        "present": path is not None,
+                        "path": None if path is None else str(path),
+                    }
+                    for entry, path in found
+                ]
+            }
         )
-        if any(path is None for _, path in found):
-            console.line()
-            console.line("Fetch one that is not here with: hf download REPOSITORY FILE")
+        return
+    console.table(
+        ("name", "role", "repository", "file", "licence", "size", "here"),
+        [
+            (
+                entry.name,
+                entry.role,
+                entry.repository,
+                entry.file,
+                entry.licence,
+                entry.size,
+                "no" if path is None else "yes",
+            )
+            for entry, path in found
+        ],
+        left=("role", "repository", "file", "licence"),
+    )
+    console.line()
+    console.line("A target is followed by its draft. Download one with: llamabranch pull NAME")
+
+
+def _list_local(console: Console, as_json: bool) -> None:
+    found = [(model, model.size_bytes) for model in hub.local_models()]
+    if as_json:
+        print_json(
+            {
+                "models": [
+                    {
+                        "name": model.name,
+                        "cache": model.cache,
+                        "size_bytes": size,
+                        "files": [str(file) for file in model.files],
+                    }
+                    for model, size in found
+                ]
+            }
+        )
+        return
+    if not found:
+        console.line("no GGUF model is in the caches; the bundled pair is always there")
+        return
+    console.table(
+        ("name", "cache", "size", "parts"),
+        [
+            (model.name, model.cache, decimal_size(size), str(len(model.files)))
+            for model, size in found
+        ],
+        left=("cache",),
+    )
+
+
+def _search(words: str, console: Console, as_json: bool) -> None:
+    if hub.is_offline():
+        raise ConfigError("a search needs the network", hint="unset HF_HUB_OFFLINE")
+    found = hub.search_hub(words)
+    if as_json:
+        print_json(
+            {"models": [{"repository": name, "downloads": downloads} for name, downloads in found]}
+        )
+        return
+    console.table(("repository", "downloads"), [(name, f"{n:,}") for name, n in found])

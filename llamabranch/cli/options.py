@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from llamabranch import (
-    ConfigError,
     Context,
     Grammar,
     Model,
@@ -24,7 +23,8 @@ from llamabranch import (
     hub,
 )
 
-from ..load import LoadOptions, load
+from ..loading import LoadOptions, load
+from .candidates import choose_draft
 from .console import Console
 from .drafters import parse_draft
 from .prompts import PromptSource, read_prompts, read_text
@@ -35,11 +35,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DRAFTING",
+    "MODELS",
     "OUTPUT",
     "REQUESTS",
     "RUNTIME",
     "DraftOptions",
     "Explain",
+    "HubOptions",
     "LoadingOptions",
     "ModelOptions",
     "OutputOptions",
@@ -47,6 +49,7 @@ __all__ = [
     "RuntimeOptions",
     "SamplingOptions",
     "TextOptions",
+    "Threads",
 ]
 
 # The headings of --help.
@@ -68,9 +71,40 @@ Explain = Annotated[
     ),
 ]
 
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, help="CPU threads.", rich_help_panel=RUNTIME)
+]
+
 
 @dataclass(frozen=True)
-class ModelOptions:
+class HubOptions:
+    """Whether a model that is not on this machine may be downloaded."""
+
+    download: Annotated[
+        bool | None,
+        typer.Option(
+            "--download/--no-download",
+            help="Download a model that is not on this machine, or never do so. "
+            "Default: only where a terminal shows its size.",
+            rich_help_panel=MODELS,
+        ),
+    ] = None
+    offline: Annotated[
+        bool,
+        typer.Option("--offline", help="Use no network.", rich_help_panel=MODELS),
+    ] = False
+
+    def find(self, name: str) -> Path:
+        """Return the file of a model, downloaded if it must be and may be.
+
+        Raises:
+            ConfigError, DownloadError, UnsupportedError: as `llamabranch.hub.obtain`.
+        """
+        return hub.obtain(name, download=self.download, offline=True if self.offline else None)
+
+
+@dataclass(frozen=True)
+class ModelOptions(HubOptions):
     """The target and what drafts for it."""
 
     target: Annotated[
@@ -80,7 +114,10 @@ class ModelOptions:
             "--target-model",
             "-t",
             "-m",
-            help="A GGUF path, or a name from `llamabranch models`. Default: the bundled target.",
+            "-hf",
+            "-hfr",
+            help="A GGUF path, a name from `llamabranch models`, or user/repo[:tag] on the Hugging Face "
+            "hub. Default: the bundled target.",
             rich_help_panel=MODELS,
         ),
     ] = None
@@ -91,28 +128,41 @@ class ModelOptions:
             "--draft-model",
             "-d",
             "-md",
-            help="A GGUF path, a name, `lookup`, `suffix`, a chain such as `suffix+NAME`, or `none`. "
-            "Default: the draft listed with the target.",
+            "-hfd",
+            help="A model as for --target, `auto` (one that fits), `lookup`, `suffix`, a chain such as "
+            "`suffix+NAME`, or `none`. Default: the draft listed with the target, else auto.",
             rich_help_panel=MODELS,
         ),
     ] = None
 
-    def resolve(self) -> tuple[str, tuple[str, ...]]:
+    def resolve(self, console: Console) -> tuple[str, tuple[str, ...]]:
         """Return the name of the target and those of its drafters, all found before any is loaded.
 
+        What ``--draft auto`` found is told on standard error.
+
         Raises:
-            ConfigError: a model that is not on this machine, or no draft is known for the target.
+            ConfigError: a model that is not on this machine and may not be downloaded.
+            ModelLoadError: the target is no model.
+            DownloadError, UnsupportedError: a model cannot be downloaded.
         """
         target = hub.BUNDLED_TARGET if self.target is None else self.target
-        hub.resolve(target)
-        draft = hub.draft_for(target) if self.draft is None else self.draft
-        if draft is None:
-            raise ConfigError(
-                f"no draft is known for {target}",
-                hint="name one with --draft, copy from the text with --draft suffix, "
-                "or decode plainly with --draft none",
-            )
-        return target, parse_draft(draft)
+        self.find(target)
+        draft = self._default_draft(target) if self.draft is None else self.draft
+        if draft == "auto":
+            found = choose_draft(target, self.find)
+            draft = "suffix" if found is None else found
+            if found is None:
+                console.note(f"no model here drafts for {target}: copying from the text (suffix)")
+            else:
+                console.note(f"draft: {draft}")
+        return target, parse_draft(draft, self.find)
+
+    @staticmethod
+    def _default_draft(target: str) -> str:
+        """Return the draft that models.txt lists for the target if it is here, else "auto"."""
+        listed = hub.draft_for(target)
+        is_here = listed is not None and isinstance(hub.look_up(listed), Path)
+        return listed if listed is not None and is_here else "auto"
 
 
 @dataclass(frozen=True)
@@ -368,9 +418,7 @@ class RuntimeOptions(LoadingOptions):
         int | None,
         typer.Option("--n-ctx", "-c", help="Context size in tokens.", rich_help_panel=RUNTIME),
     ] = None
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads.", rich_help_panel=RUNTIME)
-    ] = None
+    threads: Threads = None
     kv_type: Annotated[
         str | None,
         typer.Option(help="Type of the KV cache: f16, bf16, q8_0, ...", rich_help_panel=RUNTIME),

@@ -28,7 +28,10 @@ __all__ = [
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 _KV_TYPE = "--kv-type sets the type of both K and V"
-_DOWNLOAD = "nothing is downloaded: `hf download REPOSITORY FILE`, then give the path of the file"
+_HUB = "`llamabranch pull user/repo:Q8_0` downloads a model; speculate, generate and bench take -hf"
+_HUB_FILE = "name the file after the repository: user/repo/file.gguf"
+_TOKEN = "set HF_TOKEN"
+_URL = "-hf takes user/repo[:tag] or user/repo/file.gguf of the Hugging Face hub"
 _BATCHED = "`llamabranch generate --parallel N` decodes several texts at a time"
 _MANY_THREADS = "--threads is used for prompts too"
 _LAYERS = "-ngl is used for target and draft"
@@ -36,7 +39,11 @@ _CHAT = "--chat wraps a prompt in the chat template"
 # Options of llama.cpp's tools that Click would read as a short option with text behind it, as it reads
 # -n128: -hf as -h, -ctk as "-c tk". An empty text: no counterpart here.
 LLAMA_CPP_OPTIONS: dict[str, str] = {
-    **dict.fromkeys(("-hf", "-hfr", "-hff", "-hft", "-hfd", "-hfrd", "-hfv", "-mu", "-dr"), _DOWNLOAD),
+    **dict.fromkeys(("-hf", "-hfr", "-hfd"), _HUB),
+    **dict.fromkeys(("-hfrd",), "-hfd names the draft"),
+    **dict.fromkeys(("-hff", "-hfv"), _HUB_FILE),
+    **dict.fromkeys(("-mu", "-dr"), _URL),
+    "-hft": _TOKEN,
     **dict.fromkeys(("-ctk", "-ctv", "-ctkd", "-ctvd"), _KV_TYPE),
     **dict.fromkeys(("-np", "-ns", "-cb", "-nocb"), _BATCHED),
     **dict.fromkeys(("-tb", "-td", "-tbd"), _MANY_THREADS),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -88,6 +89,14 @@ def speculate(
             rich_help_panel=OUTPUT,
         ),
     ] = 0,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also write a page: tokens by source, probability and entropy.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
     output: OutputOptions,
 ) -> None:
     """Generate text with a draft model and show what the drafting did.
@@ -105,7 +114,7 @@ def speculate(
         grammar = text.parse_grammar()
         if prompt == "-":
             prompt = read_standard_input()
-        target_name, drafters = models.resolve()
+        target_name, drafters = models.resolve(console)
         if draft_width > 1 and not has_model(drafters):
             raise ConfigError("a token tree needs a draft model", hint="name one with --draft")
 
@@ -174,6 +183,8 @@ def speculate(
             machine=machine,
             n_threads=context.n_threads,
         )
+        if html is not None:
+            html.write_text(report.as_html(prompt), encoding="utf-8", errors="backslashreplace")
         if output.as_json:
             print_json(report.as_json())
         else:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from llamabranch import Capabilities, Divergence, Model, Produced
 from llamabranch.bench import Interval, Machine, load_average
 
+from ..pictures import page, table, tokens_picture
 from .compare import Comparison, Run, round_cost
 from .console import Console
 from .formats import interval_text, machine_text, number, stop_reasons_text
@@ -108,6 +109,22 @@ class SpeculateReport:
 
     def _piece(self, token: int) -> str:
         return self.model.piece(token).decode(errors="replace")
+
+    def as_html(self, prompt: str) -> str:
+        """Return a page: the text with its tokens coloured, the table, the explanation."""
+        if self.comparison is None:
+            rows = [*self._rows(), ("tokens a second", number(self.first.sample.rate, 1))]
+            rows.append(("seed", str(self.first.seed)))
+            listed: list[tuple[str, ...]] = [*rows]
+        else:
+            listed = [("", "speculative", "plain"), *self._compared(self.comparison)]
+        return page(
+            self.model.name,
+            tokens_picture(self.first.emitted, prompt=prompt),
+            "<hr>",
+            table(listed),
+            table((line,) for line in self.explanation.splitlines()),
+        )
 
     def print(self, console: Console, *, explain: bool) -> None:
         """Print the table, and explanations under it."""

@@ -118,6 +118,7 @@ class Job:
             n_prompt=len(self.prompt),
             n_preempted=self.n_preempted,
             error=error,
+            emitted=tuple(self.output.emitted),
         )
 
 

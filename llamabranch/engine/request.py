@@ -11,6 +11,7 @@ from ..arguments import whole
 from ..branch import Produced
 from ..errors import ConfigError, LlamaBranchError
 from ..model import token_list
+from ..pictures import tokens_picture
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from ..speculative import SpeculativeStats
@@ -78,7 +79,7 @@ class Result:
     ``finish_reason`` is "stop", "length", "capacity" (the cache cannot hold it), "cancelled" or "error".
     In the last three cases ``text`` and ``tokens`` hold what was generated until then, and ``error``
     holds the exception, if there was one. ``text`` ends before a stop string; ``tokens`` include those
-    that completed it, but no EOG token.
+    that completed it, but no EOG token. ``emitted`` are those with all that is known of each.
     """
 
     id: str
@@ -92,6 +93,13 @@ class Result:
     n_prompt: int = 0
     n_preempted: int = 0
     error: LlamaBranchError | None = None
+    emitted: Sequence[Produced] = field(default=(), repr=False, compare=False)
+
+    def _repr_html_(self) -> str:
+        prompt = self.prompt if isinstance(self.prompt, str) else f"({len(self.prompt)} tokens) "
+        count = f"{len(self.tokens)} tokens, {self.finish_reason}"
+        caption = f"request {self.id}, sample {self.sample}: {count}"
+        return tokens_picture(self.emitted, prompt=prompt, caption=caption)
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON types, without ``n_prompt`` and ``n_preempted``; ``error`` only if there is one."""

@@ -1,10 +1,4 @@
-"""Finds the file of a model by its name.
-
-A name is a path to a GGUF file, one of the bundled pair, or a name in ``models.txt``. Files of
-``models.txt`` are searched, not downloaded: first in ``LLAMABRANCH_CACHE`` (default:
-``~/.cache/llamabranch``), then in the Hugging Face hub's cache. A missing file raises a `ConfigError`
-whose hint is the command that downloads it.
-"""
+"""``models.txt``: the models known by name, and which draft goes with which target."""
 
 from __future__ import annotations
 
@@ -17,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..errors import ConfigError
+from .spec import HubSpec
 
 __all__ = [
     "BUNDLED_DRAFT",
@@ -24,15 +19,14 @@ __all__ = [
     "CatalogueEntry",
     "catalogue",
     "draft_for",
-    "locate",
+    "nearest",
     "parse_catalogue",
-    "resolve",
 ]
 
 BUNDLED_TARGET = "tale-target"
 BUNDLED_DRAFT = "tale-draft"
 
-_DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[1] / "data"  # where the bundled files are
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) (MB|GB)")
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -65,50 +59,17 @@ class CatalogueEntry:
         return None if self.bundled else f"hf download {self.repository} {self.file}"
 
 
-def resolve(name_or_path: str | os.PathLike[str]) -> Path:
-    """Return the path of a model file.
-
-    Accepts a path to a GGUF file or a name of `catalogue`. If the current folder has a file with the same
-    name, write ``./name`` for the file.
-
-    Raises:
-        ConfigError: no such name, or the file is not on this machine; the hint tells how to get it.
-    """
-    text = os.fspath(name_or_path)
-    for entry in catalogue():
-        if entry.name == text:
-            return _resolve_entry(entry)
-    path = Path(text).expanduser()
-    if path.is_file():
-        return path
-    if path.is_dir():
-        raise ConfigError(f"{text} is a folder, not a GGUF file", hint=_first_gguf(path))
-    if path.suffix == ".gguf" or os.sep in text:
-        raise ConfigError(f"there is no file {text}", hint="check the path; a GGUF file is needed")
-    raise ConfigError(
-        f"no model is called {text!r}",
-        hint=nearest(text, [entry.name for entry in catalogue()], "a path to a GGUF file, or names")
-        + "; `llamabranch models` lists them",
-    )
-
-
-def locate(entry: CatalogueEntry) -> Path | None:
-    """Return the path of an entry's file on this machine, or None."""
-    if entry.bundled:
-        places = [_DATA / entry.file]
-    else:
-        cache = _cache()
-        places = [cache / entry.file, cache / entry.repository / entry.file]
-        places += _hub_snapshots(entry)
-    return next((place for place in places if place.is_file()), None)
-
-
 def draft_for(name: str) -> str | None:
-    """Return the draft model listed for a target in ``models.txt``, or None."""
-    entries = catalogue()
-    for target, draft in itertools.pairwise(entries):
-        if target.name == name and target.role == "target" and draft.role == "draft":
-            return draft.name
+    """Return the draft model listed for a target in ``models.txt``, or None.
+
+    The target is given by its name, or as the repository of its file: ``Qwen/Qwen3-4B-GGUF:Q4_K_M``.
+    """
+    spec = HubSpec.parse(name)
+    for target, draft in itertools.pairwise(catalogue()):
+        if (target.role, draft.role) == ("target", "draft"):
+            same_repository = spec is not None and spec.repository == target.repository
+            if target.name == name or same_repository:
+                return draft.name
     return None
 
 
@@ -172,7 +133,7 @@ def _parse_line(line: str, where: str) -> CatalogueEntry:
 @lru_cache(maxsize=1)
 def _shipped_catalogue() -> tuple[CatalogueEntry, ...]:
     # The wheel has a copy next to the weights; a checkout has the file in its top folder.
-    for path in (_DATA / "models.txt", Path(__file__).parents[2] / "models.txt"):
+    for path in (DATA / "models.txt", Path(__file__).parents[2] / "models.txt"):
         if path.is_file():
             return tuple(parse_catalogue(path.read_text(encoding="utf-8")))
     raise ConfigError(
@@ -180,49 +141,7 @@ def _shipped_catalogue() -> tuple[CatalogueEntry, ...]:
     )
 
 
-def _resolve_entry(entry: CatalogueEntry) -> Path:
-    path = locate(entry)
-    if path is not None:
-        return path
-    if entry.bundled:
-        raise ConfigError(
-            f"the bundled file {entry.file} is missing from this installation",
-            hint="install llamabranch again",
-        )
-    raise ConfigError(
-        f"{entry.name} is not on this machine",
-        hint=f"download it ({entry.size}) with: {entry.download_command}  (the command comes with "
-        f"`pip install huggingface_hub`), or put {entry.file} in {_cache()}",
-    )
-
-
-def _cache() -> Path:
-    given = os.environ.get("LLAMABRANCH_CACHE")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "llamabranch"
-
-
-def _hub_snapshots(entry: CatalogueEntry) -> list[Path]:
-    """Return the possible paths of a file in the Hugging Face cache, the current revision first."""
-    if given := os.environ.get("HF_HUB_CACHE"):
-        hub = Path(given).expanduser()
-    else:
-        home = os.environ.get("HF_HOME")
-        hub = (Path(home).expanduser() if home else Path.home() / ".cache" / "huggingface") / "hub"
-    folder = hub / ("models--" + entry.repository.replace("/", "--"))
-    revisions: list[str] = []
-    main = folder / "refs" / "main"
-    if main.is_file():
-        revisions.append(main.read_text(encoding="utf-8").strip())
-    if (folder / "snapshots").is_dir():
-        revisions += sorted(item.name for item in (folder / "snapshots").iterdir())
-    return [folder / "snapshots" / revision / entry.file for revision in revisions]
-
-
-def _first_gguf(folder: Path) -> str:
-    found = sorted(folder.glob("*.gguf"))
-    return f"it contains {found[0]}" if found else "give the path of a .gguf file"
-
-
 def nearest(text: str, names: list[str], what: str) -> str:
+    """Return a hint: the name that ``text`` may be meant for, or all names."""
     close = difflib.get_close_matches(text, names, n=1)
     return f"did you mean {close[0]}?" if close else f"{what}: {', '.join(names)}"

@@ -12,6 +12,7 @@ from ..context import Context
 from ..errors import CapacityError, ConfigError, LlamaBranchError
 from ..model import TokenIds
 from ..native import forkable_lock
+from ..pictures import tokens_picture
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from .config import SpeculativeConfig
@@ -210,6 +211,17 @@ class Generation:
         """Tokens per second of ``elapsed_s``; nan before the first."""
         n = len(self._output.tokens)
         return n / self.elapsed_s if self.elapsed_s > 0 else float("nan")
+
+    @property
+    def emitted(self) -> list[Produced]:
+        """Each of ``tokens`` with its text, log-probability, entropy and source, a copy."""
+        return list(self._output.emitted)
+
+    def _repr_html_(self) -> str:
+        caption = f"{len(self.tokens)} tokens, seed {self.seed}, {self.finish_reason or 'running'}"
+        if self.stats.num_drafts:
+            caption += f", {self.stats.mean_acceptance_length:.2f} tokens a round"
+        return tokens_picture(self._output.emitted, caption=caption)
 
     def __iter__(self) -> Iterator[Produced]:
         return self._events

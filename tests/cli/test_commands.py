@@ -551,12 +551,17 @@ def test_wrong_usage_exits_with_2(arguments: tuple[str, ...], complaint: str) ->
     assert result.stdout == ""
 
 
-def test_target_without_a_known_draft_asks_for_one(tmp_path: Path) -> None:
-    path = tmp_path / "other.gguf"
-    path.touch()
-    result = run("speculate", "--target", str(path))
-    assert result.exit_code == 2
-    assert "--draft none" in result.stderr
+def test_target_without_a_listed_draft_runs_and_says_what_drafts(tmp_path: Path) -> None:
+    path = write_toy(tmp_path / "other.gguf", vocab="bytes")
+    result = run("speculate", "--target", str(path), "-n", "4")
+    assert result.exit_code == 0, result.stderr
+    assert f"no model here drafts for {path}: copying from the text" in " ".join(
+        result.stderr.split()
+    )
+    (tmp_path / "empty.gguf").touch()
+    result = run("speculate", "--target", str(tmp_path / "empty.gguf"))
+    assert result.exit_code == 1
+    assert "the file is empty" in result.stderr
 
 
 def test_failure_exits_with_1_in_one_line(tmp_path: Path) -> None:
@@ -609,7 +614,7 @@ def test_draft_without_a_vocabulary_fails_with_a_reason(tmp_path: Path) -> None:
         (("speculate", "--gpu-layers"), 2, "", "--gpu-layers"),
         (("speculate", "--target", "tale-targte"), 2, "ConfigError", "tale-targte"),
         (("speculate", "--grammar", "a", "--json-schema", "{}"), 2, "BadParameter", "exclude"),
-        (("speculate", "-hf", "owner/name"), 2, "UsageError", "-hf"),
+        (("speculate", "-hff", "name"), 2, "UsageError", "-hff"),
         (("generate", "-p", "a", "--samples", "100000000"), 2, "ConfigError", "at most"),
         (("inspect", "GARBAGE"), 1, "ModelLoadError", "garbage.gguf"),
         (("bench", "--target", "GARBAGE", "--draft", "none"), 1, "ModelLoadError", "garbage.gguf"),
@@ -670,12 +675,18 @@ def test_layers_for_the_gpu_have_the_name_of_llama_cpp() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["speculate", "generate", "bench", "inspect", "models", "theory"]
+    "command", ["speculate", "generate", "bench", "inspect", "models", "pull", "theory"]
 )
 @pytest.mark.parametrize(
     ("option", "instead"),
     [
-        *(("-hf", "hf download"), ("-ctk", "--kv-type"), ("-ctv", "--kv-type"), ("-fa", "flash")),
+        *(
+            ("-hff", "user/repo/file.gguf"),
+            ("-hft", "HF_TOKEN"),
+            ("-ctk", "--kv-type"),
+            ("-ctv", "--kv-type"),
+            ("-fa", "flash"),
+        ),
         *(("-np", "--parallel"), ("-tb", "--threads"), ("-ngld", "-ngl"), ("-ts", ""), ("-ot", "")),
     ],
 )
@@ -877,7 +888,7 @@ def test_models_marks_what_is_present(tmp_path: Path) -> None:
     listed = json.loads(run("models", "--json", **caches).stdout)["models"]
     present = {entry["name"] for entry in listed if entry["present"]}
     assert present == {"tale-target", "tale-draft", "qwen3-0.6b"}
-    assert "hf download" in run("models", **caches).stdout
+    assert "llamabranch pull" in run("models", **caches).stdout
 
 
 # -- the process -----------------------------------------------------------------------------------
@@ -885,7 +896,7 @@ def test_models_marks_what_is_present(tmp_path: Path) -> None:
 
 def test_version_and_help() -> None:
     assert run("--version").stdout.startswith("llamabranch 0.")
-    for command in ("speculate", "generate", "bench", "inspect", "models", "theory"):
+    for command in ("demo", "doctor", "speculate", "generate", "inspect", "models", "pull"):
         assert command in run("--help").stdout
         assert run(command, "--help").exit_code == 0
 

@@ -733,12 +733,12 @@ class Interrupting:
         os.kill(os.getpid(), signal.SIGINT)
         for _ in range(1000):
             pass
-real = hub.resolve
-def resolve(name):
+real = hub.obtain
+def obtain(*arguments, **options):
     Interrupting()
-    hub.resolve = real
-    return real(name)
-hub.resolve = resolve
+    hub.obtain = real
+    return real(*arguments, **options)
+hub.obtain = obtain
 app(sys.argv[1:])
 """
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import llamabranch as lb
 from llamabranch import hub
-from llamabranch.load import LoadOptions
+from llamabranch.loading import LoadOptions
 
 LINE = "qwen3-4b | target | Qwen/Qwen3-4B-GGUF | Qwen3-4B-Q4_K_M.gguf | Apache-2.0 | 2.50 GB"
 DRAFT_LINE = "tiny | draft | owner/name | tiny.gguf | MIT | 1 MB"
@@ -19,6 +22,9 @@ DRAFT_LINE = "tiny | draft | owner/name | tiny.gguf | MIT | 1 MB"
 @pytest.fixture
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Empty caches instead of this machine's."""
+    for name in ("LLAMA_CACHE", "OLLAMA_MODELS", "HF_HUB_OFFLINE", "LLAMABRANCH_DOWNLOAD"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("LLAMABRANCH_CACHE", str(tmp_path / "ours"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path
@@ -168,6 +174,136 @@ def test_hub_cache_follows_hf_home(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path.parent.mkdir(parents=True)
     path.touch()
     assert hub.resolve("qwen3-0.6b") == path
+
+
+def test_a_file_is_taken_before_a_name_of_the_catalogue_and_a_folder_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tale-draft").mkdir()
+    assert hub.resolve("tale-draft").name == "tale-draft-q8_0.gguf"
+    Path("tale-target").touch()
+    assert hub.resolve("tale-target") == Path("tale-target")
+
+
+# -- repositories in the caches of this machine ----------------------------------------------------
+
+COMMITS = ("a" * 40, "b" * 40)
+
+
+def put(path: Path, text: str = "GGUF") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_repository_is_found_in_the_shared_cache_by_tag_file_and_revision(caches: Path) -> None:
+    folder = caches / "hub/models--me--tale-GGUF"
+    old = put(folder / "snapshots" / COMMITS[0] / "tale-Q8_0.gguf")
+    new = put(folder / "snapshots" / COMMITS[1] / "tale-Q8_0.gguf")
+    f16 = put(folder / "snapshots" / COMMITS[0] / "more" / "tale-F16.gguf")
+    put(folder / "snapshots" / COMMITS[1] / "mmproj-Q4_K_M.gguf")
+    put(folder / "refs/main", COMMITS[1])
+    put(folder / "refs/v1", COMMITS[0])
+    assert hub.resolve("me/tale-GGUF") == new
+    assert hub.resolve("hf:me/tale-GGUF:q8_0") == new
+    assert hub.resolve("me/tale-GGUF@v1:Q8_0") == old
+    assert hub.resolve(f"me/tale-GGUF@{COMMITS[0]}") == old
+    assert hub.resolve("me/tale-GGUF:F16") == f16  # of another snapshot: the newest lacks it
+    assert hub.resolve("me/tale-GGUF/more/tale-F16.gguf") == f16
+    for absent in ("me/tale-GGUF:BF16", "me/tale-GGUF@v2", "me/tale-GGUF/x.gguf", "me/other"):
+        with pytest.raises(lb.ConfigError, match="is not on this machine") as caught:
+            hub.resolve(absent)
+        assert f"llamabranch pull {absent}" in str(caught.value.hint)
+
+
+def test_dangling_link_and_missing_shard_are_no_model(caches: Path) -> None:
+    snapshot = caches / "hub/models--me--tale/snapshots" / COMMITS[0]
+    put(snapshot / "tale-Q8_0-00001-of-00002.gguf")
+    (snapshot / "tale-Q4_K_M.gguf").symlink_to("../../blobs/gone")
+    assert hub.local_models() == []
+    with pytest.raises(lb.ConfigError, match="is not on this machine"):
+        hub.resolve("me/tale")
+    second = put(snapshot / "tale-Q8_0-00002-of-00002.gguf")
+    first = hub.resolve("me/tale")
+    assert first.name == "tale-Q8_0-00001-of-00002.gguf"  # not its blob: shards have their names
+    (found,) = hub.local_models()
+    assert (found.name, found.files) == (f"me/tale/{first.name}", (first, second))
+    assert found.size_bytes == 8
+
+
+def test_every_cache_is_searched_in_its_order(
+    caches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMA_CACHE", str(caches / "llama"))
+    monkeypatch.setenv("OLLAMA_MODELS", str(caches / "ollama"))
+    digest = "0" * 64
+    manifest = {"layers": [
+        {"mediaType": "application/vnd.ollama.image.template", "digest": "sha256:" + "1" * 64},
+        {"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:" + digest},
+    ]}  # fmt: skip
+    put(caches / "ollama/manifests/hf.co/me/tale/Q8_0", json.dumps(manifest))
+    snapshot = f"models--me--tale/snapshots/{COMMITS[0]}/tale-Q8_0.gguf"
+    places = [
+        (put(caches / "hub" / snapshot), "Hugging Face"),
+        (put(caches / f"ollama/blobs/sha256-{digest}"), "Ollama"),
+        (put(caches / "home/.lmstudio/models/me/tale/tale-Q8_0.gguf"), "LM Studio"),
+        (put(caches / "llama" / snapshot), "llama.cpp"),
+        (put(caches / "home/.cache/llama.cpp/me_tale_tale-Q8_0.gguf"), "llama.cpp"),
+    ]
+    assert {model.cache for model in hub.local_models()} == {cache for _, cache in places}
+    for path, cache in places:
+        found = hub.find(hub.HubSpec("me/tale", tag="q8_0"))
+        assert found is not None
+        assert (found.path, found.cache) == (path, cache)
+        path.unlink()
+    assert hub.find(hub.HubSpec("me/tale", tag="q8_0")) is None
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        *("", "[]", "{", '{"layers": 5}', '{"layers": [{"mediaType": "x"}]}', '{"layers": [7]}'),
+        '{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "../../x"}]}',
+        '{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": 5}]}',
+    ],
+)
+def test_damaged_manifest_of_ollama_is_no_model(
+    caches: Path, monkeypatch: pytest.MonkeyPatch, manifest: str
+) -> None:
+    monkeypatch.setenv("OLLAMA_MODELS", str(caches / "ollama"))
+    put(caches / "ollama/manifests/hf.co/me/tale/latest", manifest)
+    put(caches / "x")
+    assert hub.find(hub.HubSpec("me/tale")) is None
+    assert hub.local_models() == []
+
+
+def test_draft_of_a_repository_is_that_of_the_catalogue() -> None:
+    assert hub.draft_for("Qwen/Qwen3-4B-GGUF:Q4_K_M") == "qwen3-0.6b"
+    assert hub.draft_for("Qwen/Qwen3-0.6B-GGUF") is None
+
+
+# -- import ----------------------------------------------------------------------------------------
+
+
+def test_import_of_the_package_needs_neither_numpy_nor_llama_cpp_nor_the_hub() -> None:
+    code = (
+        "import sys, llamabranch as lb; before = set(sys.modules); lb.resolve('tale-target'); "
+        "heavy = {'numpy', 'llama_cpp', 'rich', 'huggingface_hub', 'asyncio', 'socket'}; "
+        "print(sorted(heavy & before), sorted(heavy & set(sys.modules))); lb.load(n_ctx=64)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert done.stdout == "[] []\n"
+
+
+def test_every_public_name_has_its_room() -> None:
+    names = [name for names in lb._ROOMS.values() for name in names]
+    assert sorted([*names, "__version__"]) == sorted(lb.__all__)
+    assert set(lb.__all__) <= set(dir(lb))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        lb.nothing  # noqa: B018
 
 
 # -- load ------------------------------------------------------------------------------------------

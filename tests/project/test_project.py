@@ -180,14 +180,18 @@ def test_options_of_a_command_are_those_of_its_section(name: str) -> None:
     assert options - {"--help", "-h"} <= named, "options that docs/cli.md does not name"
     # What the text says of options of other commands is said of them by name.
     known = {
-        option for command in _commands().values() for p in command.params for option in p.opts
+        option
+        for command in _commands().values()
+        for p in command.params
+        for option in (*p.opts, *p.secondary_opts)
     }
     assert named <= known | {"--help"}, "docs/cli.md names options that do not exist"
 
 
 @pytest.mark.parametrize("name", sorted(_commands()))
 def test_option_tables_name_only_options_of_the_command(name: str) -> None:
-    options = {option for param in _commands()[name].params for option in param.opts}
+    params = _commands()[name].params
+    options = {option for p in params for option in (*p.opts, *p.secondary_opts)}
     for row in re.findall(r"^\| (`-.*?) \|", _sections()[name], re.MULTILINE):
         assert set(re.findall(r"`(-.+?)`", row)) <= options, f"{name} has no {row}"
 

@@ -14,7 +14,7 @@ from .native import set_log_level
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-from .hub import BUNDLED_TARGET, resolve
+from .hub import BUNDLED_TARGET, obtain
 from .hub.catalogue import nearest
 
 __all__ = ["LoadOptions", "load"]
@@ -38,14 +38,19 @@ def load(
     name_or_path: str | os.PathLike[str] | None = None,
     *,
     progress: Callable[[float], None] | None = None,
+    download: bool | None = None,
     verbose: bool = False,
     **options: Unpack[LoadOptions],
 ) -> Context:
     """Load a model and create a context for it.
 
     Args:
-        name_or_path: as for `resolve`; None = the bundled target.
+        name_or_path: a path to a GGUF file, a name of `catalogue`, or ``user/repo[:tag]`` on the Hugging
+            Face hub, as for `resolve`; None = the bundled target.
         progress: called with the loaded fraction, 0.0 to 1.0.
+        download: whether a model that is not on this machine is downloaded first, as by `fetch`. None =
+            as the environment variable ``LLAMABRANCH_DOWNLOAD`` (1 or 0) says; without it only if
+            standard error is a terminal, where the size is announced before.
         verbose: show llama.cpp's log on standard error from now on, for the whole process.
         options: those of `Model` and of `Context`.
 
@@ -53,7 +58,9 @@ def load(
         A context that owns its model: closing the context closes the model, too.
 
     Raises:
-        ConfigError: an unknown name or option, or an invalid value.
+        ConfigError: an unknown name or option, an invalid value, or a model that is not on this machine
+            and may not be downloaded.
+        DownloadError, UnsupportedError: it cannot be downloaded, see `fetch`.
         ModelLoadError: the file cannot be loaded.
     """
     if verbose:
@@ -64,7 +71,7 @@ def load(
             raise ConfigError(
                 f"load() has no option {name!r}", hint=nearest(name, known, "options")
             )
-    path = resolve(BUNDLED_TARGET if name_or_path is None else name_or_path)
+    path = obtain(BUNDLED_TARGET if name_or_path is None else name_or_path, download=download)
     model = Model(
         path,
         progress=progress,

@@ -1,0 +1,55 @@
+"""Record ``llamabranch demo`` as docs/demo.svg, the picture in the README.
+
+    python -m benchmarks.record_demo
+
+Its figures are those of the machine that records it; the first line of the picture names the processor.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import CONSOLE_SVG_FORMAT, Console  # type: ignore[attr-defined]
+from rich.terminal_theme import MONOKAI
+from rich.text import Text
+
+COLUMNS = 100
+PICTURE = Path(__file__).parents[1] / "docs" / "demo.svg"
+# Rich's frame without the web font that it loads: a picture fetches nothing.
+FRAME = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace(
+    "Fira Code, monospace", "Menlo, Consolas, 'DejaVu Sans Mono', monospace"
+)
+
+
+def main() -> None:
+    """Run the demo and write the picture."""
+    environment = {
+        **os.environ,
+        "COLUMNS": str(COLUMNS),
+        "FORCE_COLOR": "1",
+        "TERM": "xterm-256color",
+    }
+    shown = subprocess.run(
+        [sys.executable, "-m", "llamabranch.cli", "demo"],
+        env=environment, stdout=subprocess.PIPE, check=True, text=True,
+    ).stdout  # fmt: skip
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
+    console.print(Text("$ llamabranch demo", style="bold"))
+    console.print(Text.from_ansi(shown.rstrip()))
+    svg = console.export_svg(
+        title="llamabranch demo",
+        theme=MONOKAI,
+        code_format=FRAME,
+        unique_id="demo",
+    )
+    PICTURE.write_text(svg, encoding="utf-8")
+    print(PICTURE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,344 @@
+"""``llamabranch doctor``: what is installed, on what machine, and whether both work together."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import typer
+
+from llamabranch import (
+    Branch,
+    BranchStore,
+    Context,
+    LlamaBranchError,
+    ModelDrafter,
+    NullDrafter,
+    SamplingParams,
+    SpeculativeConfig,
+    Speculator,
+    hub,
+    system_info,
+)
+from llamabranch.bench import Machine, free_memory_bytes, processor_flags
+
+from .bundles import with_bundles
+from .console import Console, print_json
+from .formats import decimal_size
+from .options import OutputOptions, RuntimeOptions, Threads
+from .reporting import EXIT_FAILURE
+
+__all__ = ["advise", "doctor"]
+
+PROMPT = "Once upon a time there was a king"
+N_TOKENS = 32
+SPEED_S = 1.0  # how long each speed is measured
+PACKAGES = ("numpy", "rich", "typer", "huggingface_hub")
+VARIABLES = (
+    "CMAKE_ARGS", "GGML_CUDA_ENABLE_UNIFIED_MEMORY", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE", "HF_TOKEN", "LLAMABRANCH_CACHE", "LLAMABRANCH_DOWNLOAD", "LLAMABRANCH_LOG",
+    "LLAMABRANCH_PROFILE", "LLAMA_CACHE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY",
+)  # fmt: skip
+SECRET = ("HF_TOKEN",)
+# A flag of the processor, and the feature of a build that uses it.
+FEATURES = {
+    "avx": "AVX", "avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "avx512f": "AVX512",
+    "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16", "avx_vnni": "AVX_VNNI",
+    "asimddp": "DOTPROD", "i8mm": "MATMUL_INT8", "sve": "SVE",
+}  # fmt: skip
+REBUILD = (
+    "pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
+)
+GPUS = {"nvidia-smi": "-DGGML_CUDA=on", "rocminfo": "-DGGML_HIP=on"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """A trial, whether it went as it should, and what was seen."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@with_bundles
+def doctor(*, threads: Threads = None, output: OutputOptions) -> None:
+    """Report versions, processor, build, memory, GPU and caches, test the installation, and advise.
+
+    The self-test takes up to ten seconds. A bug report needs this output. Exit code 1: a test failed.
+    """
+    with output.console() as console, ExitStack() as stack:
+        runtime = RuntimeOptions(n_ctx=1024, threads=threads)
+        machine = Machine.now()
+        target = runtime.open(hub.BUNDLED_TARGET, console, stack)
+        draft = runtime.open(hub.BUNDLED_DRAFT, console, stack)
+        checks = _self_test(target, draft)
+        speeds = _speeds(target)
+        facts = _facts(target, machine)
+        advice = advise(machine, target.n_threads, on_gpu=target.model.on_gpu)
+        if output.as_json:
+            print_json(
+                {
+                    **facts,
+                    "machine": machine.as_dict(),
+                    "self_test": [asdict(check) for check in checks],
+                    "speeds": speeds,
+                    "advice": advice,
+                }
+            )
+        else:
+            _print(console, facts, checks, speeds, advice)
+        if not all(check.passed for check in checks):
+            raise typer.Exit(EXIT_FAILURE)
+
+
+def _print(
+    console: Console,
+    facts: dict[str, dict[str, str]],
+    checks: Sequence[Check],
+    speeds: dict[str, float],
+    advice: Sequence[str],
+) -> None:
+    for section, rows in facts.items():
+        console.heading(section)
+        for name, value in (rows or {"variables": "none is set"}).items():
+            console.line(f"{name}: {value}")
+    console.heading("self-test")
+    for check in checks:
+        style = "green" if check.passed else "bold red"
+        console.line(f"{'ok  ' if check.passed else 'FAIL'}  {check.name}: {check.detail}", style)
+    for name, rate in speeds.items():
+        console.line(f"      {name}: {rate:,.0f} tokens a second")
+    console.heading("advice")
+    for line in advice or ["nothing to improve was found"]:
+        console.line(line)
+
+
+# -- facts ---------------------------------------------------------------------------------------------
+
+
+def _facts(context: Context, machine: Machine) -> dict[str, dict[str, str]]:
+    flags = processor_flags()
+    return {
+        "versions": {
+            "llamabranch": metadata.version("llamabranch"),
+            "python": f"{platform.python_version()} ({sys.executable})",
+            "system": platform.platform(),
+            "llama-cpp-python": machine.llama_cpp_python,
+            "llama.cpp": machine.llama_cpp or "unknown",
+            **{name: _version(name) for name in PACKAGES},
+        },
+        "machine": {
+            "processor": machine.processor,
+            "cores": f"{machine.cores} for this process, {os.cpu_count()} in all",
+            "processor features": " ".join(flag for flag in FEATURES if flag in flags) or "unknown",
+            "llama.cpp was compiled for": " ".join(machine.features) or "no special instructions",
+            "llama.cpp says": " ".join(system_info().split()),
+            "load": "unknown" if machine.load is None else f"{machine.load:.2f}",
+            "memory": _memory(),
+            "GPU": _gpu(context),
+        },
+        "context": {
+            "threads": f"{context.n_threads} for tokens, {context.n_threads_batch} for prompts",
+            "K/V type": context.kv_type,
+            "batch-invariant": context.capabilities.batch_invariant_reason,
+        },
+        "caches": _caches(),
+        "environment": {
+            name: "set" if name in SECRET else os.environ[name]
+            for name in VARIABLES
+            if name in os.environ
+        },
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _memory() -> str:
+    free = free_memory_bytes()
+    return "unknown" if free is None else f"{decimal_size(free)} free"
+
+
+def _gpu(context: Context) -> str:
+    seen = [tool for tool in GPUS if shutil.which(tool)]
+    if context.model.on_gpu:
+        return "this build uses one"
+    return f"not used by this build; {', '.join(seen)} is installed" if seen else "none is used"
+
+
+def _caches() -> dict[str, str]:
+    cache = hub.hub_cache()
+    folder = cache
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    local = hub.local_models()
+    by_cache = {model.cache: 0 for model in local}
+    for model in local:
+        by_cache[model.cache] += 1
+    return {
+        "Hugging Face cache": f"{cache}, {decimal_size(shutil.disk_usage(folder).free)} free on its disk",
+        "models in caches": ", ".join(f"{n} {name}" for name, n in by_cache.items()) or "none",
+    }
+
+
+# -- the self-test --------------------------------------------------------------------------------------
+
+
+def _self_test(target: Context, draft: Context) -> list[Check]:
+    trials: dict[str, Callable[[], tuple[bool, str]]] = {
+        "branches in one batch": lambda: _batch_is_exact(target),
+        "speculative decoding": lambda: _drafts_are_exact(target, draft),
+        "a saved branch": lambda: _saved_branch_goes_on(target),
+        "the cache's accounting": lambda: _audit(target),
+    }
+    checks = []
+    for name, trial in trials.items():
+        try:
+            passed, detail = trial()
+        except LlamaBranchError as error:
+            passed, detail = False, f"{type(error).__name__}: {error}"
+        checks.append(Check(name, passed, detail))
+    return checks
+
+
+def _batch_is_exact(ctx: Context) -> tuple[bool, str]:
+    sampling = SamplingParams(temperature=0.8, seed=1)
+    with Branch.start(ctx, PROMPT, sampling=sampling) as root:
+        children = root.fork_many(4)
+        store = BranchStore(ctx)
+        for _ in range(N_TOKENS):
+            store.step(children)
+        together = [child.generated for child in children]
+        seeds = [child.seed for child in children]
+        for child in children:
+            child.prune()
+    alone = []
+    for seed in seeds:
+        with Branch.start(ctx, PROMPT, sampling=sampling.replace(seed=seed)) as branch:
+            for _ in branch.generate(N_TOKENS):
+                pass
+            alone.append(branch.generated)
+    return _exact(ctx, alone == together, "the text that each has alone")
+
+
+def _drafts_are_exact(target: Context, draft: Context) -> tuple[bool, str]:
+    sampling = SamplingParams(temperature=0.8, seed=1)
+    config = SpeculativeConfig(draft_k=4)
+    texts = [
+        Speculator(target, drafter, config)
+        .generate(PROMPT, max_tokens=N_TOKENS, sampling=sampling)
+        .finish()
+        .tokens
+        for drafter in (ModelDrafter(draft), NullDrafter())
+    ]
+    return _exact(target, texts[0] == texts[1], "the text of plain decoding")
+
+
+def _exact(ctx: Context, same: bool, what: str) -> tuple[bool, str]:
+    if same:
+        return True, what
+    if ctx.capabilities.batch_invariant:
+        return False, f"not {what}, though the context is batch-invariant"
+    return True, f"not {what}, as may be: {ctx.capabilities.batch_invariant_reason}"
+
+
+def _saved_branch_goes_on(ctx: Context) -> tuple[bool, str]:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Branch.start(ctx, PROMPT, temperature=0.8, seed=1) as branch,
+    ):
+        path = Path(folder) / "branch"
+        branch.save(path)
+        with Branch.load(ctx, path) as loaded:
+            same = [branch.step().token for _ in range(8)] == [
+                loaded.step().token for _ in range(8)
+            ]
+    return same, "goes on as it would have" if same else "goes on in another way"
+
+
+def _audit(ctx: Context) -> tuple[bool, str]:
+    ctx.audit()
+    return True, "agrees with llama.cpp's"
+
+
+def _speeds(ctx: Context) -> dict[str, float]:
+    """Return tokens a second of one text, and of eight together."""
+    banned = SamplingParams(
+        temperature=0.0, logit_bias=dict.fromkeys(ctx.model.eog_tokens, -float("inf"))
+    )
+    found = {}
+    for name, n in (("one text", 1), ("eight texts in one batch", 7)):
+        with Branch.start(ctx, PROMPT, sampling=banned) as root:
+            branches = [root] if n == 1 else [root, *root.fork_many(n)]
+            store, count = BranchStore(ctx), 0
+            store.step(branches)
+            start = time.perf_counter()
+            while time.perf_counter() - start < SPEED_S and count < 100 * len(branches):
+                count += len(store.step(branches))
+            found[name] = count / (time.perf_counter() - start)
+            for child in branches[1:]:
+                child.prune()
+    return found
+
+
+# -- advice ----------------------------------------------------------------------------------------------
+
+
+def advise(
+    machine: Machine,
+    n_threads: int,
+    *,
+    on_gpu: bool,
+    flags: frozenset[str] | None = None,
+    tools: Sequence[str] | None = None,
+) -> list[str]:
+    """Return what could be better, each with what to do.
+
+    Args:
+        machine: as measured.
+        n_threads: threads of a context.
+        on_gpu: whether this build computes on a GPU.
+        flags: of the processor; None = this machine's.
+        tools: programs of GPU drivers that are installed; None = this machine's.
+    """
+    flags = processor_flags() if flags is None else flags
+    found = []
+    unused = [
+        flag for flag, feature in FEATURES.items() if flag in flags and not _has(machine, feature)
+    ]
+    if unused:
+        found.append(
+            f"this processor has {' '.join(unused)}, which llama.cpp was not compiled for: a build made "
+            f'on this machine is faster (CMAKE_ARGS="-DGGML_NATIVE=on" {REBUILD})'
+        )
+    installed = [tool for tool in GPUS if shutil.which(tool)] if tools is None else tools
+    if not on_gpu and installed:
+        found.append(
+            f"{installed[0]} is installed, but this llama.cpp was built without its GPU: "
+            f'CMAKE_ARGS="{GPUS[installed[0]]}" {REBUILD}'
+        )
+    if complaint := machine.complaint(n_threads):
+        found.append(complaint)
+    if _version("huggingface_hub") == "not installed":
+        found.append("downloads from the Hugging Face hub need: pip install 'llamabranch[hub]'")
+    return found
+
+
+def _has(machine: Machine, feature: str) -> bool:
+    # AVX512 in a build stands for several; names of ARM's features vary.
+    return any(re.fullmatch(rf"{feature}\w*", each) for each in machine.features)

@@ -1,0 +1,146 @@
+"""Which files of a repository are the model that a tag names: quantizations, shards, sidecar files.
+
+As llama.cpp chooses, but a tag must match whole: there ``:F16`` also finds BF16, and ``:Q4_0`` IQ4_0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from ..errors import ConfigError
+from .spec import is_safe_path
+
+__all__ = ["DEFAULT_TAGS", "choose", "is_model", "model_sets", "tag_of"]
+
+DEFAULT_TAGS = ("Q4_K_M", "Q8_0")  # where no tag is given: the first that exists, then any model
+
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})", re.ASCII)
+# Projectors, importance matrices and heads: files that go with a model and are none.
+_SIDECAR = re.compile(r"(?i:mmproj|imatrix)|(?:^|[-._])(?:mtp|eagle3|dflash|dspark)-", re.ASCII)
+_QUANTIZATION = re.compile(
+    r"(?:I?Q|TQ)\d_[A-Z0-9]+(?:_[A-Z0-9]+)*|BF16|F16|F32|FP16|FP32|MXFP4(?:_MOE)?|NVFP4",
+    re.ASCII | re.IGNORECASE,
+)
+
+
+def is_model(path: str) -> bool:
+    """Return whether a file of a repository is a model, or a shard of one."""
+    return path.endswith(".gguf") and is_safe_path(path) and not _SIDECAR.search(_base(path))
+
+
+def tag_of(path: str) -> str | None:
+    """Return the quantization in the name of a file, in capitals, or None."""
+    last = re.split(r"[-.]", _stem_and_shard(path)[0].rpartition("/")[2])[-1]
+    found = re.search(rf"(?:^|_)({_QUANTIZATION.pattern})$", last, re.ASCII | re.IGNORECASE)
+    return found[1].upper() if found else None
+
+
+def choose(
+    paths: Iterable[str], tag: str | None = None, *, file: str | None = None, where: str = "it"
+) -> tuple[str, ...]:
+    """Return the files of one model: one file, or all shards in order.
+
+    Args:
+        paths: the files of the repository; names that would leave a folder are ignored.
+        tag: the quantization, in capitals or not; None = Q4_K_M, Q8_0, or else the first model.
+        file: this file instead, or the model that it is a shard of. Sidecar files can be named.
+        where: the repository, for messages.
+
+    Raises:
+        ConfigError: no model has the tag, there is no such file, or a shard is missing. The hint lists
+            what there is.
+    """
+    safe = sorted({path for path in paths if is_safe_path(path)})
+    if file is not None:
+        if file not in safe:
+            firsts = [files[0] for files in model_sets(safe)]
+            hint = f"models: {', '.join(firsts[:12])}" if firsts else _offer(safe)
+            raise ConfigError(f"{where} has no file {file}", hint=hint)
+        stem, shard = _stem_and_shard(file)
+        found = (file,) if shard is None else _sets(safe)[stem, shard[1]]
+        return _complete(found, where)
+    models = model_sets(safe)
+    if not models:
+        raise ConfigError(f"{where} has no GGUF model", hint=_offer(safe))
+    for wanted in DEFAULT_TAGS if tag is None else (tag,):
+        # The end of a name says more than its middle, which may be the name of the model.
+        for matches in (_ends_with, _contains):
+            for each in models:
+                if matches(_stem_and_shard(each[0])[0], wanted):
+                    return _complete(each, where)
+    if tag is None:
+        return _complete(models[0], where)
+    raise ConfigError(f"{where} has no model with the tag {tag}", hint=_offer(safe))
+
+
+def model_sets(paths: Iterable[str]) -> list[tuple[str, ...]]:
+    """Return the models among files, in order: each one file, or its shards, complete or not."""
+    return list(_sets(path for path in sorted(set(paths)) if is_model(path)).values())
+
+
+def _sets(paths: Iterable[str]) -> dict[tuple[str, int], tuple[str, ...]]:
+    sets: dict[tuple[str, int], tuple[str, ...]] = {}
+    for path in paths:
+        stem, shard = _stem_and_shard(path)
+        key = (stem, 1 if shard is None else shard[1])
+        sets[key] = (*sets.get(key, ()), path)
+    return sets
+
+
+def _complete(files: tuple[str, ...], where: str) -> tuple[str, ...]:
+    stem, shard = _stem_and_shard(files[0])
+    if shard is None:
+        return files
+    count = shard[1]
+    present = {index for _, part in map(_stem_and_shard, files) if part for index in part[:1]}
+    missing = next((i for i in range(1, count + 1) if i not in present), None)
+    if missing is None and len(files) == count:
+        return files
+    raise ConfigError(
+        f"{where} lacks part {missing or count} of {count} of {stem}",
+        hint="the model is incomplete there: choose another quantization",
+    )
+
+
+def _stem_and_shard(path: str) -> tuple[str, tuple[int, int] | None]:
+    """Return a path without suffix and shard number, and (index, count) of a shard."""
+    stem = path.removesuffix(".gguf")
+    found = _SHARD.fullmatch(stem)
+    if found is None:
+        return stem, None
+    return found["stem"], (int(found["index"]), int(found["count"]))
+
+
+def _ends_with(stem: str, tag: str) -> bool:
+    return bool(re.search(_bounded(tag) + "$", stem, re.ASCII | re.IGNORECASE))
+
+
+def _contains(stem: str, tag: str) -> bool:
+    return bool(re.search(_bounded(tag) + r"(?![A-Za-z0-9_])", stem, re.ASCII | re.IGNORECASE))
+
+
+def _bounded(tag: str) -> str:
+    # tale-target_q8_0: an underscore may come before a quantization, since none begins in the middle
+    # of another; before anything else it may be a part of it, as M is of Q4_K_M.
+    before = r"[A-Za-z0-9]" if _QUANTIZATION.fullmatch(tag) else r"[A-Za-z0-9_]"
+    return f"(?<!{before}){re.escape(tag)}"
+
+
+def _base(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _offer(paths: list[str]) -> str:
+    models = model_sets(paths)
+    if not models:
+        others = [path for path in paths if path.endswith(".gguf")]
+        return (
+            f"name one of its files: {', '.join(others[:8])}"
+            if others
+            else "is it a GGUF repository?"
+        )
+    tags = [tag_of(files[0]) for files in models]
+    if len(models) <= 40 and None not in tags:
+        return "tags: " + ", ".join(dict.fromkeys(filter(None, tags)))
+    return "models: " + ", ".join(files[0] for files in models[:12])

@@ -1,0 +1,82 @@
+"""``user/repo[:tag]``: the name of a model on the Hugging Face hub, as llama.cpp's users type it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+
+__all__ = ["HubSpec", "is_safe_path"]
+
+# llama.cpp's rule: letters, digits and _, with single dots and dashes between them.
+_NAME = r"[A-Za-z0-9_]+(?:[.-][A-Za-z0-9_]+)*"
+_SPEC = re.compile(
+    rf"(?P<prefix>hf:|(?:https://)?(?:hf\.co|huggingface\.co)/)?(?P<repository>{_NAME}/{_NAME})"
+    r"(?P<marks>(?:@(?:refs/pr/\d+|[\w.-]+)|:[\w.-]+)*)(?:/(?P<file>.+))?",
+    re.ASCII,
+)
+_MARK = re.compile(r"([@:])(refs/pr/\d+|[\w.-]+)", re.ASCII)
+_LONGEST_NAME = 96  # of a repository on the hub
+
+
+@dataclass(frozen=True)
+class HubSpec:
+    """A model of a repository on the Hugging Face hub.
+
+    Attributes:
+        repository: ``user/repo``.
+        revision: a branch, a tag of git or a commit; None = the main branch.
+        tag: the quantization, such as ``Q8_0``; None = as llama.cpp chooses.
+        file: one exact file of the repository instead.
+    """
+
+    repository: str
+    revision: str | None = None
+    tag: str | None = None
+    file: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> HubSpec | None:
+        """Parse ``[hf:]user/repo[@revision][:tag]`` or ``[hf:]user/repo[@revision]/file.gguf``.
+
+        Returns None for what is no such name: a word, a path.
+
+        Raises:
+            ConfigError: it begins with ``hf:`` and is none, gives something twice, or a tag and a file.
+        """
+        found = _SPEC.fullmatch(text)
+        if found is None:
+            if text.startswith("hf:"):
+                raise ConfigError(
+                    f"{text!r} does not name a repository",
+                    hint="write hf:user/repo, hf:user/repo:Q8_0 or hf:user/repo/file.gguf",
+                )
+            return None
+        repository, file = found["repository"], found["file"]
+        if file is None and found["prefix"] is None and repository.lower().endswith(".gguf"):
+            return None  # models/tale.gguf
+        marks = _MARK.findall(found["marks"])
+        given = dict(marks)
+        if len(given) < len(marks):
+            raise ConfigError(f"{text!r} gives two tags or two revisions", hint="give one of each")
+        if file is not None and ":" in given:
+            raise ConfigError(f"{text!r} gives a tag and a file", hint="give one of them")
+        if file is not None and not is_safe_path(file):
+            raise ConfigError(f"{text!r}: {file!r} is not the path of a file in a repository")
+        if len(repository) > _LONGEST_NAME:
+            return None
+        return cls(repository, given.get("@"), given.get(":"), file)
+
+    def __str__(self) -> str:
+        revision = "" if self.revision is None else f"@{self.revision}"
+        tag = "" if self.tag is None else f":{self.tag}"
+        file = "" if self.file is None else f"/{self.file}"
+        return self.repository + revision + tag + file
+
+
+def is_safe_path(path: str) -> bool:
+    """Return whether a repository's name of a file stays below the folder it is put in."""
+    if not path.isprintable() or any(mark in path for mark in '\\:*?"<>|'):
+        return False
+    return all(part not in ("", ".", "..") for part in path.split("/"))

@@ -1,0 +1,235 @@
+"""Tokens, distributions and trees of branches as HTML, for notebooks and files.
+
+No scripts and no style sheets: a notebook may strip them. Text keeps the colour that the page has, and
+colours behind it are translucent, so light and dark pages can both be read. All text is escaped, and
+characters that cannot be seen, or would reorder the text around them, are written as their code.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = [
+    "Node",
+    "Token",
+    "bars",
+    "coloured",
+    "page",
+    "table",
+    "tokens_picture",
+    "tree",
+]
+
+MOST_TOKENS = 2000  # of one picture; the last ones are shown
+_HIGH_ENTROPY = 5.0  # nats: the full colour
+
+_BOX = "font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6"
+_DIM = "opacity:.65"
+_SOURCES = {
+    "drafted": ("rgba(46,160,67,.38)", "drafted and accepted"),
+    "bonus": ("rgba(0,150,199,.45)", "bonus"),
+    "corrected": ("rgba(219,148,0,.48)", "corrected by the target"),
+}
+_WAYS = ("source", "probability", "entropy")
+
+
+class Emitted(Protocol):
+    """What is known of a token that was generated; numbers that are not known are NaN."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def logprob(self) -> float: ...
+    @property
+    def entropy(self) -> float: ...
+    @property
+    def source(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token with its text; ``logprob`` and ``entropy`` in nats."""
+
+    text: str
+    logprob: float = math.nan
+    entropy: float = math.nan
+    source: str = "plain"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A branch in a picture of a tree: a caption, the tokens since its fork, its children."""
+
+    caption: str
+    tokens: Sequence[Token]
+    children: Sequence[Node] = ()
+
+
+def tokens_picture(tokens: Sequence[Emitted], *, prompt: str = "", caption: str = "") -> str:
+    """Return a text whose tokens are coloured, and the same text coloured in other ways to unfold.
+
+    By source where something was drafted, else by probability; in the other ways as far as the numbers
+    are known.
+    """
+    ways = [way for way in _WAYS if any(_is_known(token, way) for token in tokens)]
+    parts = [_caption(caption)] if caption else []
+    parts.append(coloured(tokens, ways[0] if ways else "", prompt=prompt))
+    for way in ways[1:]:
+        parts.append(
+            f'<details><summary style="{_DIM}">by {way}</summary>'
+            f"{coloured(tokens, way, prompt=prompt)}</details>"
+        )
+    return f"<div>{''.join(parts)}</div>"
+
+
+def coloured(tokens: Sequence[Emitted], by: str, *, prompt: str = "") -> str:
+    """Return a text whose tokens have the colour of their "source", "probability" or "entropy"."""
+    shown = tokens[-MOST_TOKENS:]
+    if len(shown) < len(tokens):
+        prompt = f"... ({len(tokens) - len(shown)} tokens before)"
+    spans = [f'<span style="{_DIM}">{_text(prompt)}</span>'] if prompt else []
+    for token in shown:
+        colour = _colour(token, by)
+        style = f' style="background:{colour};border-radius:2px"' if colour else ""
+        title = _title(token)
+        told = f' title="{title}"' if title else ""
+        spans.append(f"<span{style}{told}>{_text(token.text)}</span>")
+    return f'<div style="{_BOX}">{"".join(spans)}</div>{_legend(by)}'
+
+
+def bars(rows: Iterable[tuple[str, float]], *, caption: str = "") -> str:
+    """Return probabilities as bars: (label, probability) from top to bottom."""
+    lines = []
+    for label, p in rows:
+        width = 100 * min(1.0, max(0.0, p))
+        lines.append(
+            '<tr><td style="text-align:right;padding:0 .6em;white-space:pre;border:0">'
+            f"{_text(label)}</td>"
+            '<td style="text-align:right;padding:0 .6em;border:0">'
+            f"{100 * p:.1f} %</td>"
+            '<td style="width:20em;text-align:left;padding:0;border:0">'
+            '<div style="background:rgba(64,110,230,.6);border-radius:2px;height:.9em;'
+            f'width:{width:.2f}%;min-width:1px"></div></td></tr>'
+        )
+    return (
+        f"<div>{_caption(caption) if caption else ''}"
+        '<table style="font-family:monospace;border-collapse:collapse;border:0;background:none">'
+        f"{''.join(lines)}</table></div>"
+    )
+
+
+def tree(roots: Sequence[Node], *, caption: str = "") -> str:
+    """Return branches as an indented tree; tokens are coloured by their probability."""
+    body = "".join(map(_node, roots)) or f'<div style="{_DIM}">no branches</div>'
+    return f"<div>{_caption(caption) if caption else ''}{body}{_legend('probability')}</div>"
+
+
+def table(rows: Iterable[Sequence[str]]) -> str:
+    """Return rows of text as a table; the first column is dim."""
+    lines = []
+    for row in rows:
+        cells = [
+            f'<td style="text-align:{"right" if i else "left"};padding:0 1em 0 0;border:0;'
+            f'{_DIM if i == 0 else ""}">{_text(cell)}</td>'
+            for i, cell in enumerate(row)
+        ]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return (
+        '<table style="font-family:monospace;border-collapse:collapse;border:0">'
+        f"{''.join(lines)}</table>"
+    )
+
+
+def page(title: str, *parts: str) -> str:
+    """Return a whole page, light or dark as the reader's browser is."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{_text(title)}</title></head>\n"
+        '<body style="max-width:60em;margin:2em auto;padding:0 1em;font-family:sans-serif">\n'
+        f"<h1>{_text(title)}</h1>\n" + "\n".join(parts) + "\n</body></html>\n"
+    )
+
+
+def _node(node: Node) -> str:
+    children = "".join(map(_node, node.children))
+    inner = ""
+    if children:
+        inner = (
+            '<div style="margin-left:.5em;padding-left:1em;border-left:1px solid rgba(128,128,128,.6)">'
+            f"{children}</div>"
+        )
+    spans = "".join(
+        f'<span style="background:{_colour(token, "probability") or "none"};border-radius:2px"'
+        f' title="{_title(token)}">{_text(token.text)}</span>'
+        for token in node.tokens[-MOST_TOKENS:]
+    )
+    return f'<div style="{_BOX}"><span style="{_DIM}">{_text(node.caption)}</span> {spans}</div>{inner}'
+
+
+def _is_known(token: Emitted, way: str) -> bool:
+    if way == "source":
+        return token.source in _SOURCES
+    return not math.isnan(token.logprob if way == "probability" else token.entropy)
+
+
+def _colour(token: Emitted, by: str) -> str:
+    if by == "source":
+        return _SOURCES.get(token.source, ("", ""))[0]
+    if by == "probability" and not math.isnan(token.logprob):
+        return _fading("230,80,30", 1.0 - math.exp(min(0.0, token.logprob)))
+    if by == "entropy" and not math.isnan(token.entropy):
+        return _fading("64,110,230", min(1.0, token.entropy / _HIGH_ENTROPY))
+    return ""
+
+
+def _fading(rgb: str, amount: float) -> str:
+    return f"rgba({rgb},{0.6 * amount:.2f})" if amount >= 0.01 else ""
+
+
+def _title(token: Emitted) -> str:
+    told = []
+    if not math.isnan(token.logprob):
+        told.append(f"p = {math.exp(min(0.0, token.logprob)):.3g}")
+    if not math.isnan(token.entropy):
+        told.append(f"entropy {token.entropy:.2f} nats")
+    if token.source in _SOURCES:
+        told.append(_SOURCES[token.source][1])
+    return _text(", ".join(told))
+
+
+def _legend(by: str) -> str:
+    if by == "source":
+        keys = list(_SOURCES.values())
+    elif by == "probability":
+        keys = [(_fading("230,80,30", 1.0 - p), f"p = {p:g}") for p in (0.9, 0.5, 0.01)]
+    elif by == "entropy":
+        keys = [(_fading("64,110,230", h / _HIGH_ENTROPY), f"{h:g} nats") for h in (0.5, 2.0, 5.0)]
+    else:
+        return ""
+    marks = "".join(
+        f'<span style="background:{colour};border-radius:2px;padding:0 .4em;margin-right:.6em">'
+        f"{label}</span>"
+        for colour, label in keys
+    )
+    return f'<div style="font-size:85%;{_BOX}">{marks}</div>'
+
+
+def _caption(text: str) -> str:
+    return f'<div style="{_DIM}">{_text(text)}</div>'
+
+
+def _text(text: str) -> str:
+    """Return text for a page: escaped, with characters that cannot be seen as their code."""
+    return html.escape("".join(map(_visible, text)), quote=True)
+
+
+def _visible(character: str) -> str:
+    if character.isprintable() or character in "\n\t\u200c\u200d":
+        return character
+    return f"\\u{ord(character):04x}"

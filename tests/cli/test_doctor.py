@@ -1,0 +1,98 @@
+"""``llamabranch doctor``: its report, its self-test, and its advice for several kinds of machines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import llamabranch as lb
+from llamabranch.bench import Machine
+from llamabranch.cli import app, doctor
+
+FLAGS = frozenset({"avx", "avx2", "fma", "f16c"})
+MACHINE = Machine(
+    processor="Some CPU",
+    cores=4,
+    load=0.0,
+    llama_cpp_python="0.3.36",
+    llama_cpp="1",
+    features=("AVX", "AVX2", "FMA", "F16C"),
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure speeds for a moment only."""
+    monkeypatch.setattr("llamabranch.cli.doctor.SPEED_S", 0.01)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["doctor", "--threads", "1", *arguments])
+
+
+def test_doctor_reports_and_passes_its_own_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    result = run()
+    assert result.exit_code == 0, result.output
+    for heading in (
+        "versions",
+        "machine",
+        "context",
+        "caches",
+        "environment",
+        "self-test",
+        "advice",
+    ):
+        assert f"\n{heading}\n" in result.stdout
+    assert result.stdout.count("\nok  ") == 4
+    assert "HF_TOKEN: set" in result.stdout
+    assert "hf_secret" not in result.output
+
+
+def test_doctor_as_json_has_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = json.loads(run("--json").stdout)
+    assert {check["passed"] for check in answer["self_test"]} == {True}
+    assert answer["versions"]["llamabranch"] == lb.__version__
+    assert answer["context"]["threads"].startswith("1 ")
+    assert all(rate > 0 for rate in answer["speeds"].values())
+    assert isinstance(answer["advice"], list)
+
+
+def test_failed_check_is_shown_and_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(_ctx: lb.Context) -> None:
+        raise lb.SnapshotError("damaged")
+
+    monkeypatch.setattr(lb.Context, "audit", damaged)
+    result = run()
+    assert result.exit_code == 1
+    assert "FAIL  the cache's accounting: SnapshotError: damaged" in result.stdout
+
+
+def test_machine_that_is_used_well_gets_no_advice_but_for_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("llamabranch.cli.doctor._version", lambda _name: "1")
+    assert doctor.advise(MACHINE, 4, on_gpu=False, flags=FLAGS, tools=()) == []
+    assert doctor.advise(MACHINE, 4, on_gpu=True, flags=FLAGS, tools=("nvidia-smi",)) == []
+    monkeypatch.setattr("llamabranch.cli.doctor._version", lambda _name: "not installed")
+    (line,) = doctor.advise(MACHINE, 4, on_gpu=False, flags=FLAGS, tools=())
+    assert "llamabranch[hub]" in line
+
+
+def test_unused_instructions_gpus_and_busy_cores_are_pointed_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("llamabranch.cli.doctor._version", lambda _name: "1")
+    flags = FLAGS | {"avx512f"}
+    (line,) = doctor.advise(MACHINE, 4, on_gpu=False, flags=flags, tools=())
+    assert "avx512f" in line
+    assert "-DGGML_NATIVE=on" in line
+    (line,) = doctor.advise(MACHINE, 4, on_gpu=False, flags=FLAGS, tools=("nvidia-smi",))
+    assert "-DGGML_CUDA=on" in line
+    (line,) = doctor.advise(replace(MACHINE, load=4.0), 4, on_gpu=False, flags=FLAGS, tools=())
+    assert "busy" in line
+    (line,) = doctor.advise(MACHINE, 8, on_gpu=False, flags=FLAGS, tools=())
+    assert "8 threads share 4 cores" in line

@@ -1,0 +1,264 @@
+"""A hub for tests: two hosts on this machine that answer as the Hugging Face hub and its CDN do.
+
+The hub is 127.0.0.1, the CDN localhost: a redirect between them leaves the host, as on the real one.
+Files get the headers of LFS (``X-Linked-Etag`` is the SHA-256). `faults` makes the next answers go wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+TOKEN = "hf_" + "a" * 34
+
+
+@dataclass
+class Fault:
+    """A wrong answer: to ``api``, ``head``, ``redirect`` or ``get`` requests, ``times`` times.
+
+    A ``status`` with an ``X-Error-Code``; or of the bytes, ``cut`` after so many of each answer, or
+    ``flip`` one of them.
+    """
+
+    where: str
+    status: int = 0
+    code: str = ""
+    message: str = ""
+    cut: int | None = None
+    flip: bool = False
+    times: int = 1_000_000
+
+
+@dataclass
+class Repository:
+    """Files of one commit, and the commit of each revision."""
+
+    files: dict[str, bytes]
+    commit: str
+    gated: bool = False
+    private: bool = False
+    names: list[str] | None = None  # the listing, if it lies
+
+
+@dataclass
+class FakeHub:
+    """What the two servers share; `endpoint` is for ``HF_ENDPOINT``."""
+
+    endpoint: str = ""
+    cdn: str = ""
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+    requests: list[tuple[str, str, Mapping[str, str]]] = field(default_factory=list)
+    sent: int = 0  # bytes of files
+    gate: threading.Event | None = None  # a file's second half waits for it
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, repository: str, files: dict[str, bytes], **more: Any) -> Repository:
+        """Publish files under a commit made from their names and bytes."""
+        digest = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+        self.repositories[repository] = added = Repository(files, digest, **more)
+        return added
+
+    def fault(self, where: str) -> Fault | None:
+        """Return the fault of the next answer to such a request, and count it."""
+        with self.lock:
+            for fault in self.faults:
+                if fault.where == where and fault.times > 0:
+                    fault.times -= 1
+                    return fault
+        return None
+
+    def sendings(self) -> list[Mapping[str, str]]:
+        """Return the headers of the requests for the bytes of files."""
+        return [h for _, h in self.of("GET", "/resolve/") if h["Host"].startswith("localhost")]
+
+    def of(self, method: str, part: str = "") -> list[tuple[str, Mapping[str, str]]]:
+        """Return (path, headers) of the requests of a method whose path has this part."""
+        return [
+            (path, headers) for m, path, headers in self.requests if m == method and part in path
+        ]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: FakeHub
+    is_cdn = False
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer("head")
+
+    def do_GET(self) -> None:
+        self._answer("get")
+
+    def _answer(self, method: str) -> None:
+        path = unquote(urlsplit(self.path).path)
+        with self.hub.lock:
+            self.hub.requests.append((self.command, self.path, dict(self.headers)))
+        where = "api" if path.startswith("/api/") else method
+        if where == "get" and not self.is_cdn:
+            where = "redirect"
+        fault = self.hub.fault(where)
+        if fault is not None and fault.status:
+            self._error(fault.status, fault.code, fault.message)
+        elif where == "api":
+            self._api(path)
+        else:
+            self._file(path, fault)
+
+    def _error(self, status: int, code: str = "", message: str = "") -> None:
+        headers = {"X-Error-Code": code} if code else {}
+        if message:
+            headers["X-Error-Message"] = message
+        self._send(status, headers, json.dumps({"error": message or code}).encode())
+
+    def _refusal(self, found: Repository | None) -> bool:
+        allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+        if found is None or (found.private and not allowed):
+            self._error(401 if found is None else 404, "RepoNotFound", "Repository not found")
+            return True
+        if found.gated and not allowed and "/resolve/" in self.path:
+            self._error(
+                401, "GatedRepo", "Access to model is restricted. You must be authenticated"
+            )
+            return True
+        return False
+
+    def _api(self, path: str) -> None:
+        parts = path.split("/")
+        if len(parts) == 3:  # /api/models?search=...
+            found = [
+                {"id": name, "modelId": name, "downloads": 7 - i, "tags": ["gguf"]}
+                for i, name in enumerate(self.hub.repositories)
+            ]
+            self._send(200, {"Content-Type": "application/json"}, json.dumps(found).encode())
+            return
+        name = "/".join(parts[3:5])
+        repository = self.hub.repositories.get(name)
+        if self._refusal(repository):
+            return
+        if repository is None:
+            raise AssertionError
+        if parts[5:6] == ["revision"] and parts[6] not in ("main", repository.commit):
+            self._error(404, "RevisionNotFound", "Invalid rev id")
+            return
+        names = repository.names or list(repository.files)
+        siblings = [
+            {
+                "rfilename": each,
+                "size": len(data),
+                "lfs": {"sha256": _sha(data), "size": len(data), "pointerSize": 134},
+            }
+            for each in names
+            for data in [repository.files.get(each, b"hostile")]
+        ]
+        body = {
+            "id": name,
+            "modelId": name,
+            "sha": repository.commit,
+            "siblings": siblings,
+            "tags": [],
+        }
+        self._send(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
+
+    def _file(self, path: str, fault: Fault | None) -> None:
+        owner, name, _, revision, *rest = path.strip("/").split("/")
+        repository = self.hub.repositories.get(f"{owner}/{name}")
+        if not self.is_cdn and self._refusal(repository):
+            return
+        if repository is None:
+            raise AssertionError
+        if revision not in ("main", repository.commit):
+            self._error(404, "RevisionNotFound", "Invalid rev id")
+            return
+        data = repository.files.get("/".join(rest))
+        if data is None:
+            self._error(404, "EntryNotFound", "Entry not found")
+        elif self.is_cdn:
+            self._bytes(data, fault)
+        else:
+            headers = {
+                "X-Repo-Commit": repository.commit,
+                "ETag": f'"{_sha(data)[:32]}"',
+                "X-Linked-Etag": f'"{_sha(data)}"',
+                "X-Linked-Size": str(len(data)),
+                "Location": f"{self.hub.cdn}{self.path}",
+            }
+            self._send(302, headers, b"")
+
+    def _bytes(self, data: bytes, fault: Fault | None) -> None:
+        status, begin = 200, 0
+        given = self.headers.get("Range")
+        if given:
+            status, begin = 206, int(given.removeprefix("bytes=").partition("-")[0])
+        body = bytearray(data[begin:])
+        headers = {"Accept-Ranges": "bytes"}
+        if status == 206:
+            headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
+        if fault is not None and fault.flip:
+            body[len(body) // 2] ^= 1
+        if fault is not None and fault.cut is not None:
+            self._send(status, headers, bytes(body), only=fault.cut)
+        else:
+            self._send(status, headers, bytes(body))
+
+    def _send(
+        self, status: int, headers: Mapping[str, str], body: bytes, only: int | None = None
+    ) -> None:
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if only is not None:  # the connection breaks
+            self.close_connection = True
+            body = body[:only]
+        half = len(body) // 2 if self.hub.gate is not None and self.is_cdn else len(body)
+        try:
+            self.wfile.write(body[:half])
+            self.wfile.flush()
+            if half < len(body) and self.hub.gate is not None:
+                self.hub.gate.wait(30)
+                self.wfile.write(body[half:])
+        except OSError:  # the client has gone
+            self.close_connection = True
+        if self.is_cdn:
+            self.hub.sent += len(body)
+
+
+def _sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@contextmanager
+def serve() -> Iterator[FakeHub]:
+    """Run a fake hub until the block ends."""
+    hub = FakeHub()
+    servers = []
+    for name, is_cdn in (("127.0.0.1", False), ("localhost", True)):
+        handler = type("Handler", (_Handler,), {"hub": hub, "is_cdn": is_cdn})
+        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        servers.append(server)
+        address = f"http://{name}:{server.server_port}"
+        if is_cdn:
+            hub.cdn = address
+        else:
+            hub.endpoint = address
+    try:
+        yield hub
+    finally:
+        for server in servers:
+            server.shutdown()
+            server.server_close()

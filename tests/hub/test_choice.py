@@ -1,0 +1,206 @@
+"""Names of models on the hub, and which files of a repository they mean."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import llamabranch as lb
+from llamabranch.hub.choice import choose, is_model, tag_of
+from llamabranch.hub.spec import HubSpec, is_safe_path
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("user/repo", HubSpec("user/repo")),
+        ("hf:user/repo", HubSpec("user/repo")),
+        ("hf.co/user/repo:Q4_K_M", HubSpec("user/repo", tag="Q4_K_M")),
+        ("https://huggingface.co/user/repo", HubSpec("user/repo")),
+        ("user/My-Model-1.7B-GGUF:q8_0", HubSpec("user/My-Model-1.7B-GGUF", tag="q8_0")),
+        ("user/repo@v1.0:Q8_0", HubSpec("user/repo", "v1.0", "Q8_0")),
+        ("user/repo:Q8_0@v1.0", HubSpec("user/repo", "v1.0", "Q8_0")),
+        ("user/repo@refs/pr/3:F16", HubSpec("user/repo", "refs/pr/3", "F16")),
+        ("user/repo/model.gguf", HubSpec("user/repo", file="model.gguf")),
+        ("user/repo@main/a/model.gguf", HubSpec("user/repo", "main", file="a/model.gguf")),
+        ("user/repo.gguf/model.gguf", HubSpec("user/repo.gguf", file="model.gguf")),
+    ],
+)
+def test_name_of_the_hub_is_parsed(text: str, expected: HubSpec) -> None:
+    assert HubSpec.parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("tale-target", "./user/repo", "/user/repo", "~/repo", "models/tale.gguf", "a//b", "a/"),
+        *("../b", "a--b/c", "a/b..c", "a/-b", "a b/c", "ü/b", "a/b:", "a/b@", "a/" + "b" * 120),
+    ],
+)
+def test_path_or_word_is_no_name_of_the_hub(text: str) -> None:
+    assert HubSpec.parse(text) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("hf:repo", "hf:", "hf:a/b/c:Q8", "a/b:Q8_0:F16", "a/b@x@y", "a/b:Q8_0/model.gguf"),
+        *("a/b/../c.gguf", "a/b//c.gguf", "a/b/c\\d.gguf", "a/b/c\n.gguf"),
+    ],
+)
+def test_contradictory_name_is_refused(text: str) -> None:
+    with pytest.raises(lb.ConfigError):
+        if HubSpec.parse(text) is None:
+            raise lb.ConfigError("a path")
+
+
+NAMES = st.from_regex(r"[A-Za-z0-9_]{1,8}([.-][A-Za-z0-9_]{1,6}){0,2}", fullmatch=True)
+WORDS = st.from_regex(r"[A-Za-z0-9_]{1,8}", fullmatch=True)
+
+
+@given(NAMES, NAMES, st.none() | WORDS, st.none() | WORDS, st.none() | WORDS)
+def test_name_of_a_spec_parses_to_it(
+    owner: str, name: str, revision: str | None, tag: str | None, file: str | None
+) -> None:
+    spec = HubSpec(
+        f"{owner}/{name}", revision, None if file else tag, f"{file}.gguf" if file else None
+    )
+    assert HubSpec.parse(f"hf:{spec}") == spec
+
+
+@given(st.text())
+def test_any_text_is_a_name_or_none_or_refused(text: str) -> None:
+    try:
+        spec = HubSpec.parse(text)
+    except lb.ConfigError:
+        return
+    if spec is not None:
+        assert spec.repository.count("/") == 1
+        assert spec.file is None or is_safe_path(spec.file)
+
+
+# -- which file ------------------------------------------------------------------------------------
+
+LISTING = (
+    "README.md", "config.json", "imatrix.dat", "m-BF16.gguf", "m-F16.gguf", "m-IQ4_0.gguf",
+    "m-IQ4_XS.gguf", "m-Q4_0.gguf", "m-Q4_0_4_4.gguf", "m-Q4_K_M.gguf", "m-Q4_K_S.gguf",
+    "m-Q8_0.gguf", "m-UD-Q6_K_XL.gguf", "mmproj-F16.gguf", "mmproj-Q4_K_M.gguf",
+    "m.imatrix-Q8_0.gguf", "mtp-m-Q8_0.gguf", "eagle3-m-Q8_0.gguf",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tag", "file"),
+    [
+        (None, "m-Q4_K_M.gguf"),
+        ("Q8_0", "m-Q8_0.gguf"),
+        ("q8_0", "m-Q8_0.gguf"),
+        ("F16", "m-F16.gguf"),
+        ("BF16", "m-BF16.gguf"),
+        ("Q4_0", "m-Q4_0.gguf"),
+        ("IQ4_0", "m-IQ4_0.gguf"),
+        ("UD-Q6_K_XL", "m-UD-Q6_K_XL.gguf"),
+        ("Q6_K_XL", "m-UD-Q6_K_XL.gguf"),
+        ("UD", "m-UD-Q6_K_XL.gguf"),
+    ],
+)
+def test_tag_chooses_the_file_that_it_names_whole(tag: str | None, file: str) -> None:
+    assert choose(LISTING, tag) == (file,)
+    assert choose(reversed(LISTING), tag) == (file,)
+
+
+@pytest.mark.parametrize("tag", ["Q4_K", "K_M", "K", "16", "Q4", "0", "Q6_K", "XL", "nothing"])
+def test_part_of_a_tag_is_no_tag(tag: str) -> None:
+    with pytest.raises(lb.ConfigError, match="no model with the tag") as caught:
+        choose(LISTING, tag, where="a/b")
+    assert "Q8_0" in str(caught.value.hint)
+    assert "mmproj" not in str(caught.value.hint)
+
+
+def test_end_of_a_name_counts_before_its_middle() -> None:
+    paths = ("a-F16-distilled-Q4_0.gguf", "a-F16-distilled-F16.gguf")
+    assert choose(paths, "F16") == (paths[1],)
+    assert choose(paths[:1], "F16") == (paths[0],)
+
+
+def test_without_a_tag_q4_k_m_then_q8_0_then_the_first_model() -> None:
+    rest = [path for path in LISTING if "Q4_K_M" not in path]
+    assert choose(rest) == ("m-Q8_0.gguf",)
+    assert choose([path for path in rest if "Q8_0" not in path]) == ("m-BF16.gguf",)
+    with pytest.raises(lb.ConfigError, match="no GGUF model"):
+        choose(["README.md", "mmproj-F16.gguf"])
+
+
+def test_underscore_may_stand_before_a_quantization() -> None:
+    assert choose(["tale_q8_0.gguf", "tale_q4_k_m.gguf"], "Q8_0") == ("tale_q8_0.gguf",)
+    assert tag_of("tale_q8_0.gguf") == "Q8_0"
+    assert tag_of("a/m-Q4_K_M-00001-of-00002.gguf") == "Q4_K_M"
+    assert tag_of("tale.gguf") is None
+
+
+def test_sidecar_files_are_chosen_by_their_name_only() -> None:
+    for path in ("mmproj-F16.gguf", "mtp-m-Q8_0.gguf", "eagle3-m-Q8_0.gguf"):
+        assert not is_model(path)
+        assert choose(LISTING, file=path) == (path,)
+    assert is_model("smtp-Q8_0.gguf")  # llama.cpp takes this one for a head
+
+
+def test_shards_are_one_model() -> None:
+    shards = [f"Q4_K_M/m-Q4_K_M-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    listing = [*shards[::-1], "m-Q8_0.gguf", "Q4_K_M/m-Q4_K_M-00001-of-00002.gguf"]
+    assert choose(listing, file=shards[1]) == tuple(shards)
+    assert choose([*shards, "m-Q8_0.gguf"], "Q4_K_M") == tuple(shards)
+    assert choose([*shards, "m-Q8_0.gguf"]) == tuple(shards)
+    for missing in shards:
+        with pytest.raises(lb.ConfigError, match="lacks part"):
+            choose([path for path in shards if path != missing], "Q4_K_M")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/etc/m-Q8_0.gguf", "../m-Q8_0.gguf", "a/../../m-Q8_0.gguf", "C:\\m-Q8_0.gguf"),
+        *("C:/m-Q8_0.gguf", "a//m-Q8_0.gguf", "./m-Q8_0.gguf", "m\0-Q8_0.gguf", "m\n-Q8_0.gguf"),
+    ],
+)
+def test_hostile_names_in_a_listing_are_never_chosen(path: str) -> None:
+    assert choose([path, "z-Q8_0.gguf"], "Q8_0") == ("z-Q8_0.gguf",)
+    with pytest.raises(lb.ConfigError):
+        choose([path], "Q8_0")
+    with pytest.raises(lb.ConfigError):
+        choose([path], file=path)
+
+
+TAGS = (
+    "Q4_0", "IQ4_0", "Q4_K_M", "Q4_K_S", "Q4_K", "Q8_0", "F16", "BF16", "F32", "IQ4_XS", "Q2_K_L",
+    "Q4_0_4_4", "TQ1_0", "MXFP4",
+)  # fmt: skip
+
+
+@given(
+    st.lists(st.tuples(WORDS, st.sampled_from("-._"), st.sampled_from(TAGS)), max_size=12),
+    st.sampled_from(TAGS),
+    st.booleans(),
+)
+@settings(max_examples=300)
+def test_chosen_file_has_exactly_the_tag_and_is_found_whenever_one_has(
+    names: list[tuple[str, str, str]], tag: str, lower: bool
+) -> None:
+    """Words may look like tags, or end in one: the oracle reads the names as they were built."""
+    named = {f"x{word}{mark}{quant}.gguf": quant for word, mark, quant in names}
+    with_tag = {path for path, quant in named.items() if quant == tag}
+    inside = re.compile(rf"(?<![A-Za-z0-9]){tag}[-.]", re.IGNORECASE)  # in the word
+    try:
+        (chosen,) = choose(named, tag.lower() if lower else tag)
+    except lb.ConfigError:
+        assert not with_tag
+        return
+    if with_tag:
+        assert named[chosen] == tag
+    else:
+        assert inside.search(chosen)

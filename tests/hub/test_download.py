@@ -1,0 +1,492 @@
+"""Downloads from a fake hub: what arrives, who else finds it, and everything that can go wrong.
+
+They need huggingface_hub, as the extra `test` installs it. Nothing waits for a clock: where the client
+would wait before it tries again, the wait is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_hub import TOKEN, FakeHub, Fault, serve
+
+import llamabranch as lb
+from llamabranch import hub as names
+
+pytest.importorskip("huggingface_hub", reason="downloads need huggingface_hub")
+
+REPOSITORY = "me/tale-GGUF"
+DATA = bytes(range(256)) * 4000
+Q8_0, F16 = "tale-Q8_0.gguf", "tale-F16.gguf"
+OURS = (
+    "HF_TOKEN", "HF_HOME", "HF_HUB_OFFLINE", "LLAMABRANCH_DOWNLOAD", "LLAMA_CACHE", "OLLAMA_MODELS",
+    "MODEL_ENDPOINT", "XDG_CACHE_HOME", "HUGGINGFACE_HUB_CACHE",
+)  # fmt: skip
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub with one repository, and empty caches."""
+    for name in OURS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home/hf"))  # where a token would be
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("LLAMABRANCH_CACHE", str(tmp_path / "own"))
+    with serve() as served:
+        monkeypatch.setenv("HF_ENDPOINT", served.endpoint)
+        served.add(REPOSITORY, {Q8_0: DATA, F16: DATA[::-1], "README.md": b"a tale"})
+        yield served
+
+
+@pytest.fixture
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try again at once; and write small pieces, as bytes arrive (10 MB at a time otherwise)."""
+    monkeypatch.setattr("time.sleep", lambda _seconds: None)
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
+
+
+def cache() -> Path:
+    return Path(os.environ["HF_HUB_CACHE"])
+
+
+def named(pattern: str = "*") -> list[str]:
+    """Return the files in blobs and snapshots that have a final name."""
+    found = [*cache().glob("models--*/blobs/*"), *cache().glob("models--*/snapshots/*/**/*")]
+    return [path.name for path in found if path.is_file() and path.suffix != ".incomplete"]
+
+
+# -- what arrives ----------------------------------------------------------------------------------
+
+
+def test_fetch_downloads_once_and_then_needs_no_network(hub: FakeHub) -> None:
+    path = lb.fetch(f"{REPOSITORY}:q8_0")
+    assert path.read_bytes() == DATA
+    assert path.name == Q8_0
+    assert path.is_symlink()
+    count = len(hub.requests)
+    assert lb.fetch(f"{REPOSITORY}:Q8_0") == lb.resolve(REPOSITORY) == path
+    assert len(hub.requests) == count
+    assert hub.sent == len(DATA)
+
+
+def test_size_is_announced_before_a_download_starts(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lb.fetch(f"{REPOSITORY}:Q8_0")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"downloading {REPOSITORY}/{Q8_0}: 1.0 MB, to {cache()}\n"
+    seen: list[tuple[int, int]] = []
+    lb.fetch(f"{REPOSITORY}:F16", progress=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen)
+    assert seen[-1] == (len(DATA), len(DATA))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_huggingface_hub_finds_what_we_downloaded(hub: FakeHub) -> None:
+    from huggingface_hub import hf_hub_download, scan_cache_dir, try_to_load_from_cache
+
+    path = lb.fetch(REPOSITORY)
+    assert try_to_load_from_cache(REPOSITORY, Q8_0, cache_dir=cache()) == str(path)
+    found = hf_hub_download(REPOSITORY, Q8_0, cache_dir=cache(), local_files_only=True)
+    assert found == str(path)
+    scanned = scan_cache_dir(cache())
+    assert not scanned.warnings
+    (repository,) = scanned.repos
+    assert (repository.repo_id, repository.size_on_disk) == (REPOSITORY, len(DATA))
+    assert set(repository.refs) == {"main"}
+    before = hub.sent
+    assert hf_hub_download(REPOSITORY, Q8_0, cache_dir=cache(), endpoint=hub.endpoint) == str(path)
+    assert hub.sent == before
+
+
+def test_we_find_what_huggingface_hub_downloaded(hub: FakeHub) -> None:
+    from huggingface_hub import hf_hub_download
+
+    path = hf_hub_download(
+        REPOSITORY, Q8_0, cache_dir=cache(), endpoint=hub.endpoint, tqdm_class=None
+    )
+    count = len(hub.requests)
+    assert str(lb.fetch(f"{REPOSITORY}:Q8_0")) == path
+    assert len(hub.requests) == count
+    (model,) = names.local_models()
+    assert (model.name, model.cache) == (f"{REPOSITORY}/{Q8_0}", "Hugging Face")
+
+
+def test_blob_that_is_there_already_gets_its_name_without_a_download(hub: FakeHub) -> None:
+    path = lb.fetch(f"{REPOSITORY}:Q8_0")
+    path.unlink()
+    assert lb.fetch(f"{REPOSITORY}:Q8_0") == path
+    assert hub.sent == len(DATA)
+
+
+def test_shards_come_together_and_a_revision_by_its_name(hub: FakeHub) -> None:
+    parts = {f"big/m-Q4_K_M-0000{i}-of-00003.gguf": bytes([i]) * 1000 for i in (1, 2, 3)}
+    added = hub.add("me/big", {**parts, "big/mmproj-F16.gguf": b"no"})
+    seen: list[tuple[int, int]] = []
+    path = lb.fetch("me/big", progress=lambda done, total: seen.append((done, total)))
+    assert path.name == "m-Q4_K_M-00001-of-00003.gguf"
+    assert [each.read_bytes()[:1] for each in sorted(path.parent.iterdir())] == [
+        b"\1",
+        b"\2",
+        b"\3",
+    ]
+    assert seen[-1] == (3000, 3000)
+    assert lb.fetch(f"me/big@{added.commit}:Q4_K_M") == path
+    assert lb.fetch("me/big/big/mmproj-F16.gguf").read_bytes() == b"no"
+
+
+def test_new_commit_of_main_is_what_offline_finds_afterwards(hub: FakeHub) -> None:
+    old = lb.fetch(f"{REPOSITORY}:Q8_0")
+    added = hub.add(REPOSITORY, {Q8_0: b"new", F16: b"new too"})
+    new = lb.fetch(f"{REPOSITORY}@{added.commit}:Q8_0")
+    assert new.read_bytes() == b"new"
+    assert lb.fetch(f"{REPOSITORY}:F16").read_bytes() == b"new too"
+    assert lb.resolve(f"{REPOSITORY}:Q8_0") == new != old
+
+
+def test_name_of_the_catalogue_downloads_its_file(hub: FakeHub) -> None:
+    hub.add("Qwen/Qwen3-0.6B-GGUF", {"Qwen3-0.6B-Q8_0.gguf": b"weights", "b-Q4_K_M.gguf": b""})
+    assert lb.fetch("qwen3-0.6b").read_bytes() == b"weights"
+    assert lb.resolve("qwen3-0.6b") == lb.resolve("Qwen/Qwen3-0.6B-GGUF:Q8_0")
+
+
+def test_load_downloads_only_where_that_was_asked_for(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = lb.resolve("tale-draft").read_bytes()
+    hub.add("me/draft", {"tale-draft-q8_0.gguf": data})
+    with pytest.raises(lb.ConfigError, match="is not on this machine"):
+        lb.load("me/draft", n_ctx=64)
+    assert not hub.requests
+    with lb.load("me/draft", n_ctx=64, download=True) as context:
+        assert context.model.path.read_bytes() == data
+    monkeypatch.setenv("LLAMABRANCH_DOWNLOAD", "1")
+    with pytest.raises(lb.ModelLoadError):
+        lb.load(f"{REPOSITORY}:F16")
+    monkeypatch.setenv("LLAMABRANCH_DOWNLOAD", "perhaps")
+    with pytest.raises(lb.ConfigError, match="must be 1 or 0"):
+        lb.load("me/other")
+
+
+# -- tokens ----------------------------------------------------------------------------------------
+
+
+def test_token_goes_to_the_hub_and_not_to_where_files_lie(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("me/secret", {Q8_0: DATA}, private=True)
+    hub.add("me/gated", {Q8_0: DATA}, gated=True)
+    with pytest.raises(lb.DownloadError, match=r"(?i)repository not found") as caught:
+        lb.fetch("me/secret")
+    assert caught.value.status == 404
+    assert "HF_TOKEN" in str(caught.value.hint)
+    with pytest.raises(lb.DownloadError, match="Access to model is restricted") as caught:
+        lb.fetch("me/gated")
+    assert caught.value.status == 401
+    assert "accept its terms" in str(caught.value.hint)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert lb.fetch("me/secret").read_bytes() == lb.fetch("me/gated").read_bytes() == DATA
+    hosts = {headers["Host"].partition(":")[0] for _, headers in hub.of("GET")}
+    assert hosts == {"127.0.0.1", "localhost"}
+    for _, headers in [*hub.of("GET"), *hub.of("HEAD")]:
+        if headers["Host"].startswith("localhost"):
+            assert "authorization" not in {name.lower() for name in headers}
+
+
+# -- what goes wrong on the way --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["api", "head"])
+@pytest.mark.parametrize(
+    ("status", "code", "hint"),
+    [
+        (401, "", "HF_TOKEN"),
+        (403, "", "this token may not read it"),
+        (404, "RepoNotFound", "check the name"),
+        (404, "RevisionNotFound", "after @"),
+        (404, "EntryNotFound", "name of the file"),
+        (429, "", "too many requests"),
+        (500, "", "later"),
+        (503, "", "later"),
+    ],
+)
+def test_refusal_is_an_error_with_the_message_of_the_hub_and_a_next_step(
+    hub: FakeHub, no_wait: None, where: str, status: int, code: str, hint: str
+) -> None:
+    hub.faults.append(Fault(where, status, code, "because of the weather"))
+    with pytest.raises(lb.DownloadError, match="because of the weather") as caught:
+        lb.fetch(f"{REPOSITORY}:Q8_0")
+    assert caught.value.status == status
+    assert hint in str(caught.value.hint)
+    assert not named()
+
+
+@pytest.mark.parametrize("where", ["redirect", "get"])
+@pytest.mark.parametrize("status", [403, 404, 429, 500])
+def test_refusal_of_the_file_itself_leaves_nothing_with_a_name(
+    hub: FakeHub, no_wait: None, status: int, where: str
+) -> None:
+    hub.faults.append(Fault(where, status))
+    with pytest.raises(lb.DownloadError) as caught:
+        lb.fetch(f"{REPOSITORY}:Q8_0")
+    assert caught.value.status == status
+    assert not named()
+    hub.faults.clear()
+    assert lb.fetch(f"{REPOSITORY}:Q8_0").read_bytes() == DATA
+
+
+def test_connection_that_breaks_is_gone_on_with(hub: FakeHub, no_wait: None) -> None:
+    hub.faults.append(Fault("get", cut=300_000, times=2))
+    assert lb.fetch(f"{REPOSITORY}:Q8_0").read_bytes() == DATA
+    ranges = [headers.get("Range") for headers in hub.sendings()]
+    assert ranges[0] is None
+    assert all(given is not None and given.startswith("bytes=") for given in ranges[1:])
+
+
+def test_next_process_goes_on_where_a_download_was_given_up(
+    hub: FakeHub, no_wait: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.faults += [Fault("get", cut=400_000, times=1), Fault("get", cut=0)]
+    with pytest.raises(lb.DownloadError, match="cannot download") as caught:
+        lb.fetch(f"{REPOSITORY}:Q8_0")
+    assert "kept" in str(caught.value.hint)
+    assert not named()
+    (partial,) = cache().glob("models--*/blobs/*.incomplete")
+    kept = partial.stat().st_size
+    assert 0 < kept <= 400_000
+    hub.faults.clear()
+    capsys.readouterr()
+    hub.requests.clear()
+    assert lb.fetch(f"{REPOSITORY}:Q8_0").read_bytes() == DATA
+    assert [headers.get("Range") for headers in hub.sendings()] == [f"bytes={kept}-"]
+    rest = f"{(len(DATA) - kept) / 1e6:.1f} MB, the rest of an interrupted download"
+    assert rest in capsys.readouterr().err
+
+
+def test_wrong_bytes_of_the_right_length_are_refused_and_discarded(hub: FakeHub) -> None:
+    hub.faults.append(Fault("get", flip=True))
+    with pytest.raises(lb.DownloadError, match="has SHA") as caught:
+        lb.fetch(f"{REPOSITORY}:Q8_0")
+    assert "discarded" in str(caught.value.hint)
+    assert not named()
+    assert not list(cache().glob("models--*/blobs/*"))
+
+
+def test_damaged_rest_of_an_old_download_is_replaced(hub: FakeHub) -> None:
+    path = lb.fetch(f"{REPOSITORY}:Q8_0")
+    blob = path.resolve()
+    partial = blob.with_name(blob.name + ".incomplete")
+    path.unlink()
+    blob.unlink()
+    for rest in (b"x" * 1000, b"x" * (len(DATA) + 5), DATA[:100_000]):
+        partial.write_bytes(rest)
+        assert lb.fetch(f"{REPOSITORY}:Q8_0").read_bytes() == DATA
+        assert not partial.exists()
+        path.unlink()
+        blob.unlink()
+
+
+@pytest.mark.parametrize("data", [b"", b"x"])
+def test_tiny_files_arrive(hub: FakeHub, data: bytes) -> None:
+    hub.add("me/tiny", {"t-Q8_0.gguf": data})
+    assert lb.fetch("me/tiny").read_bytes() == data
+
+
+def test_hub_that_is_not_there_is_an_error(
+    hub: FakeHub, no_wait: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")
+    with pytest.raises(lb.DownloadError, match="cannot download") as caught:
+        lb.fetch(REPOSITORY)
+    assert caught.value.status is None
+    assert "HF_ENDPOINT" in str(caught.value.hint)
+
+
+def test_hostile_names_in_a_listing_are_not_downloaded(hub: FakeHub, tmp_path: Path) -> None:
+    hub.add("me/evil", {"z-Q8_0.gguf": b"good"}, names=[
+        *("../../../evil-Q8_0.gguf", "/tmp/evil-Q8_0.gguf", "a\\..\\evil-Q8_0.gguf"),
+        *("..", "a//evil-Q8_0.gguf", "z-Q8_0.gguf"),
+    ])  # fmt: skip
+    assert lb.fetch("me/evil:Q8_0").read_bytes() == b"good"
+    assert not list(tmp_path.rglob("*evil-*"))
+
+
+def test_missing_shard_and_tag_are_errors_that_list_what_there_is(hub: FakeHub) -> None:
+    hub.add("me/part", {"m-Q8_0-00002-of-00002.gguf": b"2", "m-F16.gguf": b"x"})
+    with pytest.raises(lb.ConfigError, match="lacks part 1 of 2"):
+        lb.fetch("me/part:Q8_0")
+    with pytest.raises(lb.ConfigError, match="no model with the tag Q4_0") as caught:
+        lb.fetch("me/part:Q4_0")
+    assert caught.value.hint == "tags: F16, Q8_0"
+
+
+# -- the disk --------------------------------------------------------------------------------------
+
+
+def test_disk_without_room_is_noticed_before_anything_is_downloaded(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    room = type(shutil.disk_usage("/"))(10**9, 10**9, 500_000)
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: room)
+    with pytest.raises(lb.DownloadError, match=r"0\.00 GB left") as caught:
+        lb.fetch(f"{REPOSITORY}:Q8_0")
+    assert "HF_HUB_CACHE" in str(caught.value.hint)
+    assert hub.sent == 0
+    assert not cache().exists()
+
+
+FULL_DISK = """
+import resource, signal, sys
+import llamabranch as lb
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+try:
+    lb.fetch(sys.argv[1])
+except lb.DownloadError as error:
+    print(error, "|", error.hint)
+"""
+
+
+def test_disk_that_fills_up_is_an_error_and_leaves_nothing_with_a_name(hub: FakeHub) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, f"{REPOSITORY}:Q8_0"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("cannot write to")
+    assert "free some space" in done.stdout
+    assert not named()
+    assert lb.fetch(f"{REPOSITORY}:Q8_0").read_bytes() == DATA
+
+
+def test_cache_that_cannot_be_written_is_an_error_and_one_that_has_it_is_enough(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = lb.fetch(f"{REPOSITORY}:Q8_0")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "file" / "hub"))  # also root cannot
+    with pytest.raises(lb.DownloadError, match="cannot write to") as caught:
+        lb.fetch(f"{REPOSITORY}:Q8_0")
+    assert "HF_HUB_CACHE" in str(caught.value.hint)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    folders = [each for each in (tmp_path / "hub").rglob("*") if each.is_dir()]
+    for folder in folders:
+        folder.chmod(0o555)
+    try:
+        assert lb.fetch(f"{REPOSITORY}:Q8_0") == path
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+
+
+# -- offline ---------------------------------------------------------------------------------------
+
+NO_SOCKETS = """
+import socket, sys
+def refuse(*_):
+    raise AssertionError("a socket")
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
+import llamabranch as lb
+for given in sys.argv[1:]:
+    try:
+        print(lb.fetch(given))
+    except lb.ConfigError as error:
+        print(error)
+print("huggingface_hub" in sys.modules)
+"""
+
+
+def test_offline_opens_no_socket_and_finds_what_is_here(hub: FakeHub) -> None:
+    path = lb.fetch(f"{REPOSITORY}:Q8_0")
+    done = subprocess.run(
+        [sys.executable, "-c", NO_SOCKETS, REPOSITORY, f"{REPOSITORY}:F16", "qwen3-4b"],
+        capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        str(path),
+        f"{REPOSITORY}:F16 is not on this machine, and this is offline",
+        "qwen3-4b is not on this machine, and this is offline",
+        "False",
+    ], done.stderr
+    count = len(hub.requests)
+    with pytest.raises(lb.ConfigError, match="this is offline"):
+        lb.fetch(f"{REPOSITORY}:F16", offline=True)
+    assert len(hub.requests) == count
+
+
+def test_without_huggingface_hub_the_error_names_the_extra(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(lb.UnsupportedError, match="huggingface_hub") as caught:
+        lb.fetch(REPOSITORY)
+    assert "llamabranch[hub]" in str(caught.value.hint)
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+FETCH = "import sys, llamabranch as lb; print(lb.fetch(sys.argv[1]))"
+
+
+def start(spec: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", FETCH, spec],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def wait_for(condition: object) -> None:
+    """Wait until a function returns something true, for at most a minute."""
+    assert callable(condition)
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_two_processes_share_one_download(hub: FakeHub) -> None:
+    hub.gate = threading.Event()
+    both = [start(f"{REPOSITORY}:Q8_0") for _ in range(2)]
+    wait_for(lambda: len(hub.of("HEAD")) == 2)
+    wait_for(lambda: len(hub.sendings()) == 1)
+    hub.gate.set()
+    answers = [process.communicate(timeout=300) for process in both]
+    assert {out for out, _ in answers} == {f"{lb.resolve(f'{REPOSITORY}:Q8_0')}\n"}
+    assert len(hub.sendings()) == 1
+    assert hub.sent == len(DATA)
+
+
+def test_ctrl_c_leaves_nothing_with_a_name_and_the_next_run_completes_it(hub: FakeHub) -> None:
+    hub.gate = threading.Event()
+    command = [sys.executable, "-m", "llamabranch.cli", "pull", f"{REPOSITORY}:Q8_0"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+    wait_for(hub.sendings)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=300)
+    hub.gate.set()
+    assert process.returncode == 130, err
+    assert out == ""
+    assert err.splitlines()[-1] == "interrupted"
+    assert not named()
+    hub.gate = None
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == f"{lb.resolve(f'{REPOSITORY}:Q8_0')}\n"
+    assert Path(done.stdout.strip()).read_bytes() == DATA

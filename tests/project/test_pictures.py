@@ -1,0 +1,191 @@
+"""Pictures for notebooks: well-formed, escaped, without scripts, readable in light and in dark."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import llamabranch as lb
+from llamabranch import pictures
+from llamabranch.cli import app
+
+VOID = {"meta", "br", "hr"}
+HOSTILE = "<script>alert(1)</script><img src=x onerror=\"a('b')\">&amp;"
+
+
+class Reader(HTMLParser):
+    """Checks that tags are closed in order; collects tags, attributes and text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def read(picture: str) -> Reader:
+    """Return what a picture consists of, once it is known to be harmless and well-formed."""
+    reader = Reader()
+    reader.feed(picture)
+    reader.close()
+    assert reader.open == []
+    assert set(reader.tags) <= {
+        *("div", "span", "details", "summary", "table", "tr", "td", "hr", "h1"),
+        *("html", "head", "meta", "title", "body"),
+    }
+    assert {name for name, _ in reader.attributes} <= {
+        *("style", "title", "lang", "charset", "name", "content"),
+    }
+    for name, value in reader.attributes:
+        if name == "style" and value is not None:
+            assert "url(" not in value
+            # A fixed colour of the text, or an opaque one behind it, could not be read on some page.
+            assert not re.search(r"(^|;)color:", value)
+            for colour in re.findall(r"background:([^;]+)", value):
+                assert colour == "none" or re.fullmatch(r"rgba\(\d+,\d+,\d+,0?\.\d+\)", colour)
+    return reader
+
+
+TOKENS = st.builds(
+    pictures.Token,
+    text=st.text(max_size=6),
+    logprob=st.floats(-60, 0) | st.just(math.nan) | st.just(-math.inf),
+    entropy=st.floats(0, 12) | st.just(math.nan),
+    source=st.sampled_from(["drafted", "bonus", "corrected", "plain"]),
+)
+
+
+@given(st.lists(TOKENS, max_size=8), st.text(max_size=8), st.text(max_size=8))
+def test_any_tokens_give_a_harmless_picture(
+    tokens: list[pictures.Token], prompt: str, caption: str
+) -> None:
+    read(pictures.tokens_picture(tokens, prompt=prompt, caption=caption))
+    read(pictures.tree([pictures.Node(caption, tokens, [pictures.Node(prompt, tokens)])]))
+    read(pictures.page(caption, pictures.table([(prompt, caption)])))
+    read(pictures.bars([(prompt, 0.5), (caption, 0.0)]))
+
+
+def test_text_is_escaped_and_what_cannot_be_seen_is_written_as_its_code() -> None:
+    reader = read(pictures.tokens_picture([pictures.Token(HOSTILE + "\x00\u202eabc\n")]))
+    assert HOSTILE in reader.text
+    assert "\\u0000" in reader.text
+    assert "\\u202eabc\n" in reader.text
+
+
+def test_colours_follow_source_probability_and_entropy() -> None:
+    tokens = [
+        pictures.Token("a", math.log(0.99), 0.1, "drafted"),
+        pictures.Token("b", math.log(0.01), 4.0, "corrected"),
+        pictures.Token("c", math.log(0.5), 2.0),
+    ]
+
+    def alphas(by: str) -> list[float]:
+        spans = re.findall(r'<span style="background:rgba\([\d,]+,([\d.]+)\);border-radius:2px" title', (
+            pictures.coloured(tokens, by)
+        ))  # fmt: skip
+        return [float(alpha) for alpha in spans]
+
+    assert alphas("probability") == [0.01, 0.59, 0.3]
+    assert alphas("entropy") == [0.01, 0.48, 0.24]
+    assert len(alphas("source")) == 2
+    assert "p = 0.99, entropy 0.10 nats, drafted and accepted" in pictures.coloured(
+        tokens, "source"
+    )
+
+
+def test_long_texts_show_their_end() -> None:
+    tokens = [pictures.Token("x ", -1.0)] * (pictures.MOST_TOKENS + 5)
+    reader = read(pictures.tokens_picture(tokens))
+    assert "(5 tokens before)" in reader.text
+
+
+def test_branch_and_store_draw_themselves_in_every_state(ctx: lb.Context) -> None:
+    root = lb.Branch.start(ctx, "Once upon a time", temperature=0.8, seed=1)
+    store = lb.BranchStore(ctx)
+    assert "no branches" not in store._repr_html_()
+    left, right = root.fork_many(2)
+    for _ in range(5):
+        store.step([left, right])
+    reader = read(left._repr_html_())
+    assert "Once upon a time" in reader.text
+    assert ctx.model.detokenize(left.generated) in reader.text
+    shown = read(store._repr_html_()).text
+    assert shown.index(repr(root)) < shown.index(repr(left)) < shown.index(repr(right))
+    assert ctx.model.detokenize(right.generated) in shown
+    with lb.Branch.create(ctx) as empty:
+        read(empty._repr_html_())
+    left.prune()
+    assert "pruned" in read(left._repr_html_()).text
+    right.prune()
+    root.prune()
+    assert "no branches" in read(store._repr_html_()).text
+
+
+def test_distribution_draws_bars_with_texts_where_it_knows_them(ctx: lb.Context) -> None:
+    with lb.Branch.start(
+        ctx, "Once upon a", temperature=1.0, top_k=0, top_p=1.0, min_p=0
+    ) as branch:
+        distribution = branch.distribution()
+    reader = read(distribution._repr_html_())
+    assert "' time'" in reader.text
+    assert "others" in reader.text
+    shares = [float(each) for each in re.findall(r"(\d+\.\d) %", reader.text)]
+    assert sum(shares) == pytest.approx(100, abs=1)
+    again = pickle.loads(pickle.dumps(distribution))
+    assert (again.probs == distribution.probs).all()
+    assert str(again.argmax()) in read(again._repr_html_()).text
+
+
+def test_generation_and_result_colour_tokens_by_source(
+    ctx: lb.Context, draft_ctx: lb.Context
+) -> None:
+    sampling = lb.SamplingParams(temperature=0.8, seed=1)
+    config = lb.SpeculativeConfig(draft_k=4)
+    speculator = lb.Speculator(ctx, lb.ModelDrafter(draft_ctx), config)
+    generation = speculator.generate("Once upon a time", max_tokens=24, sampling=sampling).finish()
+    assert [each.token for each in generation.emitted] == generation.tokens
+    reader = read(generation._repr_html_())
+    assert generation.text in reader.text
+    assert "drafted and accepted" in reader.text
+    assert "by probability" in reader.text
+    engine = lb.Engine(ctx, sampling=sampling, max_tokens=8)
+    (result,) = engine.generate(["Once upon a time"])
+    assert [each.token for each in result.emitted] == result.tokens
+    reader = read(result._repr_html_())
+    assert "Once upon a time" + result.text in reader.text
+    assert "request 0, sample 0: 8 tokens, length" in reader.text
+
+
+def test_speculate_writes_a_page(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    arguments = ["-n", "16", "-k", "4", "--seed", "1", "--threads", "1", "--html", str(path)]
+    result = CliRunner().invoke(app, ["speculate", "<b>Once</b>", *arguments])
+    assert result.exit_code == 0, result.stderr
+    reader = read(path.read_text(encoding="utf-8"))
+    assert "<b>Once</b>" in reader.text
+    assert "accept rate" in reader.text
+    assert ("name", "color-scheme") in reader.attributes
+    refused = CliRunner().invoke(app, ["speculate", *arguments[:-1], str(tmp_path / "no" / "x")])
+    assert refused.exit_code == 1
+    assert refused.stderr.splitlines()[0].startswith("error: ")

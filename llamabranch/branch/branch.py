@@ -85,6 +85,9 @@ class Branch:
     ) -> Branch:
         """Return a branch prefilled with ``prompt`` (text or token ids).
 
+        On a context with a prefix cache, what is there of the prompt is shared instead of decoded, and
+        the prompt is kept for others.
+
         Args:
             ctx: the context that holds it.
             prompt: text, tokenized with the model's BOS token if it has one; or ids.
@@ -94,7 +97,10 @@ class Branch:
         params = (sampling or SamplingParams()).replace(**settings)
         branch = cls.create(ctx, params, grammar)
         try:
-            branch.prefill(ctx.model.prompt_tokens(prompt))
+            tokens = ctx.model.prompt_tokens(prompt)
+            n_cached = branch.sequence.take_cached(tokens[:-1])
+            branch.prefill(tokens[n_cached:])
+            branch.sequence.keep_cached()
         except BaseException:
             branch.prune()
             raise

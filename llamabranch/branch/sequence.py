@@ -344,6 +344,33 @@ class TokenSequence:
             self._cache.share(source.seq_id, self.seq_id, 0, n)
             self.append_prompt(source.tokens[:n], None)
 
+    def take_cached(self, tokens: Sequence[int]) -> int:
+        """Make the longest prefix of ``tokens`` that the prefix cache has this empty sequence's prompt.
+
+        Returns:
+            how many tokens that is; the others remain to be decoded.
+        """
+        prefixes = self.ctx.prefix_cache
+        if prefixes is None:
+            return 0
+        with self.ctx.lock:
+            n = prefixes.take(self.seq_id, tokens)
+            if n:
+                if self.ctx.capabilities.sliding_window:
+                    self._complete_from = n
+                self.append_prompt(tokens[:n], None)
+            return n
+
+    def keep_cached(self) -> None:
+        """Keep its K/V in the prefix cache, if there is one, beyond the end of this sequence."""
+        prefixes = self.ctx.prefix_cache
+        if prefixes is None or self.is_pruned or self.ctx.closed:
+            return
+        with self.ctx.lock:
+            n = self._cache.next_position(self.seq_id)
+            if self._cache.can_truncate or n == len(self.tokens):
+                prefixes.put(self.seq_id, self.tokens[:n])
+
     def restore(
         self,
         tokens: list[int],

@@ -39,7 +39,7 @@ class CellOrder:
         if low is None:
             return
         write_index = cells.write_index(seq_id, low)
-        others = (s for s in range(cells.n_seq_max) if s != seq_id)
+        others = (s for s in range(cells.n_sequences) if s != seq_id)
         above = high < cells.next_position(seq_id) or any(
             cells.last_write_index(other) > write_index for other in others
         )
@@ -64,7 +64,7 @@ class CellOrder:
         if self._lowest is None:
             return
         cells = self._cells
-        if all(cells.last_write_index(s) < self._lowest for s in range(cells.n_seq_max)):
+        if all(cells.last_write_index(s) < self._lowest for s in range(cells.n_sequences)):
             self._handle.remove(self._seq_id, 0, -1)
             self._forget()
 

@@ -23,6 +23,7 @@ __all__ = [
 
 DEFAULT_N_CTX = 2048
 DEFAULT_N_SEQ_MAX = 8
+_MOST_WITH_PREFIXES = max_sequences() - 16  # sequences, so that some ids are left for kept texts
 _STEP = 256  # llama.cpp rounds the cells of a cache up to a multiple of this
 
 # Measured: with these, flash attention on, and Q8_0 weights, logits do not depend on the batch.
@@ -61,6 +62,7 @@ class ContextOptions(TypedDict, total=False):
     batch_invariant: bool | str
     swa_full: bool
     offload_kqv: bool
+    prefix_cache: bool
     rope_scaling: str | None
     rope_freq_base: float
     rope_freq_scale: float
@@ -91,6 +93,8 @@ class ContextParams:
         batch_invariant: "auto" turns it on where it is possible, True raises UnsupportedError elsewhere.
         swa_full: keep the K/V of all positions in sliding-window layers, so that they can be rewound.
         offload_kqv: keep the cache on the GPU if the model is there.
+        prefix_cache: keep the K/V of prompts and finished texts until its cells are needed, so that a
+            prompt that begins like one of them is not read again.
         rope_scaling: None (the model's own), "none", "linear", "yarn" or "longrope";
             rope_freq_base, rope_freq_scale, yarn_*: as in llama.cpp, 0 (yarn: -1) = the model's own.
 
@@ -110,6 +114,7 @@ class ContextParams:
     batch_invariant: bool | str = "auto"
     swa_full: bool = True
     offload_kqv: bool = True
+    prefix_cache: bool = False
     rope_scaling: str | None = None
     rope_freq_base: float = 0.0
     rope_freq_scale: float = 0.0
@@ -129,7 +134,7 @@ class ContextParams:
             if not least <= value < math.inf:
                 raise ConfigError(f"{name} must be at least {least:g} and finite, not {value}")
             object.__setattr__(self, name, value)
-        for name in ("swa_full", "offload_kqv"):
+        for name in ("swa_full", "offload_kqv", "prefix_cache"):
             object.__setattr__(self, name, bool(getattr(self, name)))
         for name in ("flash_attention", "batch_invariant"):
             if getattr(self, name) not in ("auto", True, False):
@@ -165,6 +170,11 @@ class ContextParams:
             raise ConfigError(
                 f"n_seq_max ({n_seq_max}) must not exceed n_batch ({n_batch}) or n_ctx ({n_ctx}): "
                 f"every sequence may need a row of logits"
+            )
+        if self.prefix_cache and n_seq_max > _MOST_WITH_PREFIXES:
+            raise ConfigError(
+                f"n_seq_max must be at most {_MOST_WITH_PREFIXES} with a prefix cache, not {n_seq_max}",
+                hint="the prefix cache needs sequence ids of its own",
             )
         n_outputs_max = max(n_seq_max, min(n_batch, 256))
         if self.n_outputs_max is not None:

@@ -18,6 +18,7 @@ from .library import (
 from .model import ModelHandle
 from .sampler import CandidateBuffer, GrammarHandle, SamplerHandle
 from .state_layout import StateLayout
+from .thread_call import call_in_thread
 
 __all__ = [
     "CandidateBuffer",
@@ -27,6 +28,7 @@ __all__ = [
     "NativeContextParams",
     "SamplerHandle",
     "StateLayout",
+    "call_in_thread",
     "engine_versions",
     "forkable_lock",
     "last_log_lines",

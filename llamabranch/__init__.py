@@ -2,8 +2,9 @@
 
 from . import startup  # noqa: F401  (first: the other imports take half a second)
 from .branch import Branch, BranchStore, Produced, Snapshot
-from .context import Capabilities, Context, ContextParams, Usage
+from .context import Capabilities, Context, ContextParams, TokenScore, Usage
 from .engine import (
+    AsyncEngine,
     Engine,
     EngineStats,
     Event,
@@ -24,6 +25,7 @@ from .errors import (
     LlamaBranchWarning,
     ModelLoadError,
     PerformanceWarning,
+    QueueFullError,
     SequencesExhaustedError,
     SnapshotError,
     TokenizeError,
@@ -59,6 +61,7 @@ from .speculative import (
 __version__ = "0.2.0"
 
 __all__ = [
+    "AsyncEngine",
     "Branch",
     "BranchStateError",
     "BranchStore",
@@ -95,6 +98,7 @@ __all__ = [
     "PerformanceWarning",
     "Produced",
     "PromptLookupDrafter",
+    "QueueFullError",
     "Request",
     "Result",
     "Sampler",
@@ -107,6 +111,7 @@ __all__ = [
     "Speculator",
     "SuffixDrafter",
     "TextDecoder",
+    "TokenScore",
     "TokenizeError",
     "UnsupportedError",
     "Usage",

@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arguments import whole
-from ..context import Context
+from ..context import Context, TokenScore
 from ..errors import BranchStateError, ConfigError, LlamaBranchError
 from ..model import TokenIds, token_list
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams
 from ..sampling.distribution import log_base
 from ..sampling.noise import derive_seed
 from .output import OutputBuffer
+from .scoring import score_all
 from .sequence import TokenSequence
 from .snapshot import Snapshot, capture, fill
 from .token import Produced
@@ -284,6 +285,29 @@ class Branch:
                 return math.fsum(-surprisal for surprisal in self._scored(since)) / divisor
             except OverflowError:
                 return -math.inf
+
+    def score(self, tokens: TokenIds, top: int = 0) -> list[TokenScore]:
+        """Rate given tokens as the continuation of this branch, which does not change.
+
+        Under the model's own distribution, before any sampling setting; a grammar does not matter.
+
+        Args:
+            tokens: ids, at least one.
+            top: how many of the most probable tokens to give for each.
+
+        Returns:
+            for each token its log-probability, rank and entropy, and the most probable tokens there.
+
+        Raises:
+            BranchStateError: pruned or empty. TokenizeError: a bad id. CacheFullError, DecodeError: the
+                branch is as before.
+        """
+        with self._lock:
+            tokens = token_list(tokens)
+            if not tokens:
+                raise ConfigError("nothing to score: no tokens")
+            self.ctx.model.check_tokens(tokens)
+            return score_all(self.ctx, [(self.sequence, tokens)], whole("top", top, 0))[0]
 
     def _scored(self, since: str) -> list[float]:
         """Return the surprisals of the tokens since the prompt or the fork, nats."""

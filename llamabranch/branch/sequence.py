@@ -344,8 +344,12 @@ class TokenSequence:
             self._cache.share(source.seq_id, self.seq_id, 0, n)
             self.append_prompt(source.tokens[:n], None)
 
-    def take_cached(self, tokens: Sequence[int]) -> int:
-        """Make the longest prefix of ``tokens`` that the prefix cache has this empty sequence's prompt.
+    def take_cached(self, tokens: Sequence[int], n_prompt: int | None = None) -> int:
+        """Begin this empty sequence with the longest prefix of ``tokens`` that the prefix cache has.
+
+        Args:
+            tokens: ids; the first ``n_prompt`` (None: all) are a prompt, the others were generated.
+            n_prompt: see ``tokens``.
 
         Returns:
             how many tokens that is; the others remain to be decoded.
@@ -358,7 +362,10 @@ class TokenSequence:
             if n:
                 if self.ctx.capabilities.sliding_window:
                     self._complete_from = n
-                self.append_prompt(tokens[:n], None)
+                n_prompt = n if n_prompt is None else min(n, n_prompt)
+                self.append_prompt(tokens[:n_prompt], None)
+                if n > n_prompt:
+                    self.append_unscored(tokens[n_prompt:n], None)
             return n
 
     def keep_cached(self) -> None:

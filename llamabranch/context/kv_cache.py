@@ -216,6 +216,13 @@ class KVCache:
         return ledger.n_cells - ledger.n_used(range(ledger.n_sequences)) - self.n_reserved
 
     @property
+    def n_free(self) -> int:
+        """Number of cells that no sequence uses, or only the prefix cache."""
+        ledger, keepers = self.ledger, self.keepers
+        seqs = range(ledger.n_seq_max)
+        return ledger.n_cells - ledger.n_used(s for s in seqs if s not in keepers)
+
+    @property
     def n_reserved(self) -> int:
         """Number of cells that hold nothing, but are not reused yet so that cells stay in order."""
         return 0 if self.order is None else self.order.n_cells

@@ -727,7 +727,7 @@ def on_wait(
         assert n < most, "it waits for ever"
         action(n)
 
-    monkeypatch.setattr("llamabranch.engine.engine.sleep", no_sleep, raising=False)
+    monkeypatch.setattr("llamabranch.engine.core.sleep", no_sleep, raising=False)
 
 
 def test_engine_waits_while_others_are_at_work(

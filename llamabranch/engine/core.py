@@ -74,7 +74,7 @@ class EngineCore:
         self._remembers = remembers
         self._wait = _SequenceWait(settings.target, settings.wait_s)
         self._added: deque[Submission] = deque()
-        self._aborted: set[str] = set()
+        self._aborted: dict[str, None] = {}  # in order
         self._events: deque[Event] = deque()  # of an earlier step, still to be returned
         self._failure: LlamaBranchError | None = None  # raised once those are
 
@@ -111,13 +111,13 @@ class EngineCore:
 
     def abort(self, name: str) -> None:
         """End a request at the next step; its results hold what was generated."""
-        self._aborted.add(name)
+        self._aborted[name] = None
 
     def abort_all(self) -> None:
         """End all requests at the next step."""
         while self._added:
             self._scheduler.add(self._added.popleft())
-        self._aborted |= self._scheduler.names()
+        self._aborted.update(dict.fromkeys(self._scheduler.names()))
 
     def __contains__(self, name: str) -> bool:
         """Return whether a request of this id is unfinished."""
@@ -136,6 +136,11 @@ class EngineCore:
     def n_waiting(self) -> int:
         """How many requests have a text that has not begun."""
         return len(self._added) + self._scheduler.n_waiting
+
+    @property
+    def n_ahead(self) -> int:
+        """How many requests wait, or were refused and not yet reported."""
+        return self.n_waiting + len(self._events)
 
     @property
     def has_unfinished(self) -> bool:
@@ -243,10 +248,9 @@ class EngineCore:
         yield Event(job.name, job.sample, result=result)
 
     def _end_aborted(self) -> Iterator[Event]:
-        names = self._aborted.copy()
-        for name in names:
+        for name in list(self._aborted):
             if name in self._scheduler or not self._remembers:
-                self._aborted.discard(name)
+                del self._aborted[name]
             for job in self._scheduler.take(name):
                 yield from self._last_events(job, "cancelled")
 

@@ -292,7 +292,7 @@ class Engine:
         ahead = max(2, self.target.n_seq_max)  # requests that wait, besides those that run
         try:
             while not core.is_abandoned:
-                while core.n_waiting < ahead and source.feed(core):
+                while core.n_ahead < ahead and source.feed(core):
                     pass
                 if not core.has_unfinished:
                     if source.failure is not None:

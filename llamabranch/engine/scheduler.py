@@ -59,9 +59,9 @@ class Scheduler:
         """Return whether a request of this id has unfinished texts."""
         return name in self._known
 
-    def names(self) -> set[str]:
-        """Return the ids of the unfinished requests."""
-        return set(self._known)
+    def names(self) -> list[str]:
+        """Return the ids of the unfinished requests, in the order in which they were added."""
+        return list(self._known)
 
     def _head(self) -> Job | None:
         """Return the job that is next, without taking it; None if nothing waits."""

@@ -74,7 +74,13 @@ def assert_clean(ctx: Context) -> None:
 def tiny(tmp_path: Path) -> Iterator[lb.Model]:
     """A random model whose step takes a fraction of a millisecond."""
     path = toys.write_llama(
-        tmp_path / "tiny.gguf", weights="q8_0", n_layer=1, n_embd=32, n_head=1, n_ff=32
+        tmp_path / "tiny.gguf",
+        vocab="bytes",
+        weights="q8_0",
+        n_layer=1,
+        n_embd=32,
+        n_head=1,
+        n_ff=32,
     )
     with lb.Model(path) as model:
         yield model
@@ -303,7 +309,7 @@ def test_requests_are_read_as_they_are_needed(tiny: lb.Model) -> None:
         nonlocal n_read
         for i in range(300):
             n_read += 1
-            yield Request([2 + i % 50, 3], max_tokens=2)
+            yield Request([2 + i % 50, 3 if i % 4 else 10**6], max_tokens=2)
 
     with Context(tiny, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
         for event in Engine(ctx).stream(source()):
@@ -419,17 +425,20 @@ def test_nothing_leaks_over_ten_thousand_requests(tiny: lb.Model) -> None:
 
 
 def test_requests_one_after_another_read_what_they_share_once(
-    target: lb.Model, other_ctx: Context
+    tiny: lb.Model,
 ) -> None:
-    shared = list(range(2, 602))
-    with Context(target, n_ctx=2048, n_seq_max=4, n_threads=1, prefix_cache=True) as ctx:
+    shared = [2 + i * i % 250 for i in range(600)]
+    with (
+        Context(tiny, n_ctx=2048, n_seq_max=4, n_threads=1, prefix_cache=True) as ctx,
+        Context(tiny, n_ctx=1024, n_seq_max=1, n_threads=1) as clean,
+    ):
         engine = Engine(ctx)
         distinct = 600
         for i in range(20):
-            request = Request([*shared, 700 + i, 800, 900 + i], max_tokens=5, sampling=WARM)
+            request = Request([*shared, 2 + i, 7, 3 + i], max_tokens=5, sampling=WARM)
             distinct += 3
             (result,) = engine.generate([request])
-            assert result.tokens == alone(other_ctx, request, result)
+            assert result.tokens == alone(clean, request, result)
             assert result.num_prompt_tokens == 603
             assert result.num_cached_tokens == (600 if i else 0)
         assert engine.stats.prompt_tokens <= 1.05 * distinct
@@ -476,11 +485,14 @@ def test_preempted_text_takes_up_what_is_left_of_it(target: lb.Model, other_ctx:
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_prompts_are_rated(cached: bool, target: lb.Model, other_ctx: Context) -> None:
+def test_prompts_are_rated(cached: bool, tiny: lb.Model) -> None:
     """As ``Branch.score`` does, also if the prompt was read before, and beside other texts."""
-    prompts = [list(range(2 + i, 302 + i)) for i in range(3)]
+    prompts = [[2 + (i + k) * i % 250 for i in range(300)] for k in range(3)]
     requests = [Request(p, max_tokens=0, prompt_logprobs=2) for p in prompts]
-    with Context(target, n_ctx=2048, n_seq_max=4, n_threads=1, prefix_cache=cached) as ctx:
+    with (
+        Context(tiny, n_ctx=2048, n_seq_max=4, n_threads=1, prefix_cache=cached) as ctx,
+        Context(tiny, n_ctx=512, n_seq_max=1, n_threads=1) as clean,
+    ):
         engine = Engine(ctx)
         mixed = [
             *requests,
@@ -491,7 +503,7 @@ def test_prompts_are_rated(cached: bool, target: lb.Model, other_ctx: Context) -
             results = engine.generate(mixed)
             for prompt, result in zip(prompts, results, strict=False):
                 assert (result.finish_reason, result.tokens) == ("length", [])
-                with Branch.start(other_ctx, prompt[:1]) as branch:
+                with Branch.start(clean, prompt[:1]) as branch:
                     assert result.prompt_logprobs == [None, *branch.score(prompt[1:], top=2)]
             for result in results[-2:]:
                 assert len(result.prompt_logprobs or ()) == 300

@@ -174,7 +174,9 @@ class Scheduler:
                 heapq.heappop(self._queue)
                 refused.append((job, self._too_long(n_tokens)))
                 continue
-            if (self.active or before) and self._ctx.n_seq_free == 0 and not self._park_paused():
+            if (self.active or before) and self._ctx.n_seq_free == 0:
+                if self._park_paused():
+                    continue  # the queue has changed
                 self.no_sequence = None if self.active else before
                 break
             source, n_shared = self._best_prefix(job)

@@ -2,6 +2,7 @@
 #   make demo    install, then speculative decoding on the bundled pair against plain decoding
 #   make test    install with the tools, then lint, types, the site of the documents, all tests: about a quarter of an hour on two cores
 #   make test-fast  lint, types and the tests that are not slow
+#   make core    build the compiled core into this tree, for a package that runs from the tree
 #   make docs    build the site of the documents into $(VENV)/site; strict
 #   make bench   install, build llama.cpp's own programs, then all benchmarks: about an hour and a half
 # Override with e.g. `make test VENV=/tmp/venv PYTHON=python3.12 PYTEST_ARGS="-k cli"`.
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 # The first install compiles llama.cpp: use every core for it.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 
-.PHONY: demo test test-fast docs bench install install-dev lint types check clean
+.PHONY: demo test test-fast core docs bench install install-dev lint types check clean
 
 demo: install
 	$(BIN)/llamabranch speculate --compare
@@ -27,6 +28,11 @@ test: lint types docs
 
 test-fast: lint types
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -m 'not slow' $(PYTEST_ARGS)
+
+core:
+	cmake -S . -B build/core -DCMAKE_BUILD_TYPE=Release
+	cmake --build build/core --config Release
+	cmake --install build/core --config Release --component core --prefix .
 
 docs: install-dev
 	$(BIN)/mkdocs build --quiet --strict --site-dir $(abspath $(VENV))/site

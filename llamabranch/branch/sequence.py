@@ -90,6 +90,11 @@ class TokenSequence:
         return len(self.tokens)
 
     @property
+    def n_cached(self) -> int:
+        """How many tokens the cache holds: other than ``position`` only while they are being decoded."""
+        return self._cache.next_position(self.seq_id)
+
+    @property
     def state(self) -> str:
         """ "empty", "ready", "finished" or "pruned"."""
         if self.is_pruned:
@@ -171,6 +176,12 @@ class TokenSequence:
         """Return a token drawn from ``row``, the logits after the last token."""
         position = len(self.tokens)
         if not self.sampler.is_argmax:
+            compiled = self.sampler.row_sampler
+            if compiled is not None:
+                wanted = self.sampler.params.logprobs
+                token = row.sample(compiled, self._seed, position, measured=wanted)
+                if token >= 0:
+                    return token
             choice = self.sampler.distribution(row.array, position, self._seed)
             return choice.draw(self._seed, position)
         token = row.best
@@ -185,10 +196,14 @@ class TokenSequence:
     def _describe(self, token: int, row: LogitsRow) -> tuple[Produced, bytes]:
         """Return it, and the bytes of a character that is still incomplete after it."""
         model = self.ctx.model
+        if self.sampler.params.logprobs:
+            logprob, entropy = row.logprob(token), row.entropy()
+        else:
+            logprob = entropy = math.nan
         if model.is_eog(token):
-            return Produced(token, "", True, row.logprob(token), row.entropy()), b""
+            return Produced(token, "", True, logprob, entropy), b""
         text, pending = model.text_after(token, self.pending)
-        return Produced(token, text, False, row.logprob(token), row.entropy()), pending
+        return Produced(token, text, False, logprob, entropy), pending
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -273,7 +288,7 @@ class TokenSequence:
         row = self.logits_row()
         if not self.sampler.is_stateless and not self.sampler.allows(token):
             self.sampler.accept(token)  # raises GrammarError, with the reason
-        return -row.logprob(token)
+        return -row.logprob(token) if self.sampler.params.logprobs else math.nan
 
     def commit(self, token: int) -> None:
         """Check ``token``, decode it and append it; if anything fails all is as before."""
@@ -332,8 +347,9 @@ class TokenSequence:
         with self.ctx.lock:
             self.check_usable()
             self.catch_up()
-            if len(tokens) == 1 and self.row is not None and self.row.is_valid:
-                row = self._decoder.advance(self.seq_id, tokens[0], self.row)
+            known = self.row
+            if len(tokens) == 1 and known is not None and known.is_valid:
+                row = self._decoder.advance(self.seq_id, tokens[0], known)
             else:
                 row = self.decode_run(tokens, "last", self.expiring_rows())[-1]
             self.append_unscored(tokens, row)

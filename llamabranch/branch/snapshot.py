@@ -90,6 +90,8 @@ class Snapshot:
         sampling: dict[str, object] = {
             f.name: getattr(self.sampling, f.name) for f in fields(self.sampling)
         }
+        if self.sampling.logprobs:
+            del sampling["logprobs"]  # the default, which version 0.1 does not know
         sampling["logit_bias"] = [  # JSON has no infinity
             [token, None if value == -np.inf else value]
             for token, value in self.sampling.logit_bias.items()

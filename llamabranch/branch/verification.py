@@ -211,11 +211,12 @@ class Verification:
             else:
                 sampler = seq.sampler.after(self._tokens[i] for i in path)
             kept_rows = [self.rows[i] for i in path]
+            scored = seq.sampler.params.logprobs
             try:
                 for i, after in zip(path, kept_rows, strict=True):
                     token = self._tokens[i]
                     # The engine's decode has overwritten the row its pending token was drawn from.
-                    known = row is not None and row.is_valid
+                    known = scored and row is not None and row.is_valid
                     surprisal = -row.logprob(token) if row is not None and known else math.nan
                     texts.append(seq.append_accepted(token, surprisal))
                     row = after

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 __all__ = ["CellLedger", "Usage", "n_common"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Usage:
     """How full a context's cache is, in cells (one cell holds one token's K and V).
 
@@ -49,7 +49,7 @@ class _Run:
         self.write_indices = write_indices
 
 
-@dataclass
+@dataclass(slots=True)
 class _Slice:
     run: _Run
     low: int
@@ -61,7 +61,7 @@ class _Slice:
         return self.position + self.high - self.low
 
 
-@dataclass
+@dataclass(slots=True)
 class _Sequence:
     next_position: int = 0
     slices: list[_Slice] = field(default_factory=list)
@@ -123,10 +123,14 @@ class CellLedger:
         sequence.slices.append(_Slice(run, 0, n, sequence.next_position))
         sequence.next_position += n
 
-    def last_write_index(self, seq_id: int) -> int:
-        """Return the write index of the newest cell of ``seq_id``, -1 if it is empty."""
-        slices = self._sequences[seq_id].slices
-        return slices[-1].run.write_indices[slices[-1].high - 1] if slices else -1
+    def newest(self, *, but: int = -1) -> int:
+        """Return the largest write index at the end of a sequence other than ``but``; -1 = none."""
+        newest = -1
+        for seq_id, sequence in enumerate(self._sequences):
+            if sequence.slices and seq_id != but:
+                last = sequence.slices[-1]
+                newest = max(newest, last.run.write_indices[last.high - 1])
+        return newest
 
     def exclusive(self, seq_id: int, start: int, end: int) -> tuple[int | None, int]:
         """Return the first position in [start, end) that no other sequence shares, and how many."""

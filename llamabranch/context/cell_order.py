@@ -39,11 +39,7 @@ class CellOrder:
         if low is None:
             return
         write_index = cells.write_index(seq_id, low)
-        others = (s for s in range(cells.n_sequences) if s != seq_id)
-        above = high < cells.next_position(seq_id) or any(
-            cells.last_write_index(other) > write_index for other in others
-        )
-        if above:
+        if high < cells.next_position(seq_id) or cells.newest(but=seq_id) > write_index:
             self._handle.copy(seq_id, self._seq_id, low, high)
             self._add(write_index, n_cells)
 
@@ -64,7 +60,7 @@ class CellOrder:
         if self._lowest is None:
             return
         cells = self._cells
-        if all(cells.last_write_index(s) < self._lowest for s in range(cells.n_sequences)):
+        if cells.newest() < self._lowest:
             self._handle.remove(self._seq_id, 0, -1)
             self._forget()
 

@@ -143,6 +143,7 @@ class Context:
             n_decodes=n_decodes,
             n_trained=trained,
             watch=ThreadWatch.of(handle, model, tuner),
+            eog_tokens=sorted(model.eog_tokens),
         )
         self._leases = SequenceIds(n_seq_max)
         self.prefix_cache = self._open_prefix_cache() if resolved.prefix_cache else None

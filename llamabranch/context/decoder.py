@@ -7,9 +7,11 @@ Everything here expects valid arguments and a caller that holds the context's lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter, process_time
 
 from ..errors import CacheFullError, DecodeError, DecodeInterruptedError
 from ..native import ContextHandle
+from ..native.draft_loop import DraftLoop, DraftStream
 from .kv_cache import END, KVCache
 from .logits import LogitsRow
 from .params import warn_of_length
@@ -33,6 +35,7 @@ class Decoder:
         n_decodes: number of earlier decodes; ``Context.sample`` uses the count for its noise.
         n_trained: positions the model was trained for, beyond which it warns; None to never warn.
         watch: times every eighth decode where several threads compute; None to time none.
+        eog_tokens: ids that end a draft.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Decoder:
         n_decodes: int = 0,
         n_trained: int | None = None,
         watch: ThreadWatch | None = None,
+        eog_tokens: Sequence[int] = (),
     ) -> None:
         self.handle = handle
         self.n_decodes = n_decodes
@@ -51,6 +55,8 @@ class Decoder:
         self._n_trained = END if n_trained is None else n_trained
         self.watch = watch
         self._live: list[LogitsRow] = []
+        self._eog_tokens = eog_tokens
+        self._loop: DraftLoop | None = None
 
     def check_open(self) -> None:
         """Raise ClosedError if the context is closed."""
@@ -66,12 +72,10 @@ class Decoder:
         live = self._live
         if not live:
             return
-        if (
-            n_outputs > self.handle.row_capacity
-        ):  # the buffer is reallocated: every old row becomes invalid
-            expiring = ()
+        if n_outputs > self.handle.row_capacity:
+            expiring = ()  # the buffer is reallocated: every old row becomes invalid
         for row in live:
-            if row.users > sum(1 for r in expiring if r is row):
+            if row.users and row.users > [r is row for r in expiring].count(True):
                 row.detach()
         self._live = []
 
@@ -94,7 +98,7 @@ class Decoder:
             if code == 0:
                 self._cache.append(seq_id, 1)
                 self.n_decodes += 1
-                row = LogitsRow(handle.rows(1)[0])
+                row = LogitsRow(handle.rows(1)[0], handle.rows_address or 0)
                 self._live = [row]
                 if expiring is not None:
                     expiring.invalidate()
@@ -147,6 +151,98 @@ class Decoder:
             raise
         raise self._failure(code, starts, n, expiring)
 
+    def draft(
+        self,
+        streams: Sequence[DraftStream],
+        unread: Sequence[Sequence[int]],
+        most: int,
+        expiring: Sequence[LogitsRow],
+    ) -> list[LogitsRow | None] | None:
+        """Decode ``unread`` and draft after it, with one decode for each position of all streams.
+
+        Args:
+            streams: what to draw; each begins at the end of its sequence.
+            unread: tokens of each stream that are decoded first; all are empty, and the streams have
+                their rows, or none is.
+            most: tokens that a stream draws at most.
+            expiring: the rows of the streams' sequences.
+
+        Returns:
+            for each stream the row after its last decoded token, None if a later decode has overwritten
+            it. What was decoded is recorded; a decode that failed is undone, and ends the draft: the
+            caller repeats it to learn why. None: not here, nothing was done.
+        """
+        handle, cache = self.handle, self._cache
+        handle.ptr  # noqa: B018  (raises ClosedError)
+        n_first, n = sum(map(len, unread)), len(streams)
+        seqs = [stream.seq_id for stream in streams]
+        starts = {seq_id: cache.next_position(seq_id) for seq_id in seqs}
+        longest = max(starts[s] + len(t) for s, t in zip(seqs, unread, strict=True)) + most
+        most_tokens = min(handle.n_watched, handle.n_chunk, handle.n_outputs_max)
+        if longest > self._n_trained or max(n_first, n) >= most_tokens:
+            return None
+        if self._loop is None:
+            self._loop = DraftLoop(handle, self._eog_tokens)
+        self._protect_rows(n, expiring)
+        at = 0
+        for seq_id, tokens in zip(seqs, unread, strict=True):
+            end = at + len(tokens)
+            handle.tokens[at:end] = tokens
+            handle.positions[at:end] = range(starts[seq_id], starts[seq_id] + len(tokens))
+            handle.seqs[at:end] = seq_id
+            handle.wants_logits[at:end] = 0
+            handle.wants_logits[end - 1 : end] = 1
+            at = end
+        timed = self.watch is not None and n_first in (0, n)
+        times = (perf_counter(), process_time()) if timed else (0.0, 0.0)
+        try:
+            code = self._loop.run(streams, n_first, handle.n_watched // n)
+            n_decodes = self._loop.n_decodes
+            is_due = (self.n_decodes & _WATCHED) + n_decodes > _WATCHED
+            if self.watch is not None and timed and is_due and code == 0:
+                spent = perf_counter() - times[0], process_time() - times[1]
+                self.watch.note_loop(n, n_decodes, *spent)
+            self._record_draft(seqs, unread, [stream.n_decoded for stream in streams], n_decodes)
+        except BaseException:  # Ctrl-C arrives when the call returns
+            self._undo(starts, expiring)
+            raise
+        self.n_decodes += n_decodes
+        is_lost = code not in (0, 1, -1)
+        if is_lost:
+            self._undo({seq_id: cache.next_position(seq_id) for seq_id in seqs}, ())
+            if code == -2:
+                handle.forget_rows()
+        if n_decodes or is_lost:
+            for row in expiring:
+                row.invalidate()
+        rows: list[LogitsRow | None] = [None] * n
+        if n_decodes and not is_lost:
+            arrays = handle.rows(n)
+            address, size = handle.rows_address or 0, 4 * handle.n_vocab
+            for i, stream in enumerate(streams):
+                if (number := stream.output) >= 0:
+                    rows[i] = LogitsRow(arrays[number], address + number * size)
+            self._live = [row for row in rows if row is not None]
+        elif not is_lost:
+            self._live = [row for row in expiring if row.users > 0]
+        return rows
+
+    def _record_draft(
+        self,
+        seqs: Sequence[int],
+        unread: Sequence[Sequence[int]],
+        n_decoded: Sequence[int],
+        n_decodes: int,
+    ) -> None:
+        """Record the decodes of a draft: the unread tokens, then one of each stream that went on."""
+        if len(seqs) == 1:
+            self._cache.append(seqs[0], n_decoded[0] + (len(unread[0]) if n_decodes else 0))
+            return
+        if n_decodes and any(unread):
+            self._cache.record([s for s, t in zip(seqs, unread, strict=True) for _ in t])
+        for step in range(max(n_decoded)):
+            self._cache.record([s for s, n in zip(seqs, n_decoded, strict=True) if n > step])
+
     def _warn_beyond_trained(self) -> None:
         trained, self._n_trained = self._n_trained, END
         warn_of_length("a sequence gets", trained, self.handle.n_ctx)
@@ -160,7 +256,9 @@ class Decoder:
         self.n_decodes += 1
         if n_outputs == 0:
             return []
-        rows = [LogitsRow(array) for array in self.handle.rows(n_outputs)[:n_outputs]]
+        arrays = self.handle.rows(n_outputs)[:n_outputs]
+        at, size = self.handle.rows_address or 0, 4 * self.handle.n_vocab
+        rows = [LogitsRow(array, at + i * size) for i, array in enumerate(arrays)]
         self._live = list(rows)
         return rows
 

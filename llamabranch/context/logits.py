@@ -9,6 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..native import core
+from ..sampling.noise import DRAW
+
 __all__ = ["LogitsRow", "TokenScore"]
 
 Logits = npt.NDArray[np.float32]
@@ -41,13 +44,18 @@ class LogitsRow:
 
     ``array`` (V,) is a view into llama.cpp's buffer until the next decode. ``users`` counts the objects
     that still need it; before the next decode overwrites the buffer, a row with users is copied.
+
+    Args:
+        array: the logits.
+        address: where they lie in memory; 0 = to be asked of ``array``.
     """
 
-    __slots__ = ("_best", "_entropy", "_logsumexp", "array", "users")
+    __slots__ = ("_address", "_best", "_entropy", "_logsumexp", "array", "users")
 
-    def __init__(self, array: Logits) -> None:
+    def __init__(self, array: Logits, address: int = 0) -> None:
         self.array = array
         self.users = 0
+        self._address = address
         self._best = -1
         self._logsumexp: float = _UNKNOWN
         self._entropy: float = _UNKNOWN
@@ -56,11 +64,13 @@ class LogitsRow:
         """Copy the row out of llama.cpp's buffer."""
         if self.array.base is not None:
             self.array = self.array.copy()
+            self._address = 0
 
     def invalidate(self) -> None:
         """Record that llama.cpp's buffer was overwritten; a detached row keeps its values."""
         if self.array.base is not None:
             self.array = _NOTHING
+            self._address = 0
 
     @property
     def is_valid(self) -> bool:
@@ -104,7 +114,42 @@ class LogitsRow:
             self._best = int(self.array.argmax())
         return self._best
 
+    def sample(
+        self,
+        sampler: core.RowSampler,
+        seed: int,
+        position: int,
+        purpose: int = DRAW,
+        *,
+        measured: bool = True,
+    ) -> int:
+        """Draw a token, measuring the row in the same call unless that is done or not wanted.
+
+        Returns:
+            the token that ``Distribution.draw`` draws; -1 where the core leaves that to NumPy.
+        """
+        measured = measured and self._logsumexp is _UNKNOWN
+        token = sampler.sample(self.address, seed, position, purpose, measured)
+        if measured:
+            self._note(sampler.choice.best, sampler.choice.logsumexp, sampler.choice.entropy)
+        return token
+
+    @property
+    def address(self) -> int:
+        """Where the logits lie in memory."""
+        if self._address == 0:
+            self._address, self.array = core.address_of(self.array)
+        return self._address
+
+    def _note(self, best: int, logsumexp: float, entropy: float) -> None:
+        if best >= 0:
+            self._best, self._logsumexp, self._entropy = best, logsumexp, entropy
+
     def _measure(self) -> None:
+        if core.available and len(self.array):
+            self._note(*core.measure(self.address, 1, len(self.array))[0])
+            if self._logsumexp is not _UNKNOWN:
+                return
         row = self.array
         top = float(row[self.best])
         shifted = row - top

@@ -283,6 +283,11 @@ class ThreadWatch:
             self.note(n, time.perf_counter() - start, time.process_time() - cpu)
         return code
 
+    def note_loop(self, n: int, n_decodes: int, seconds: float, cpu_s: float) -> None:
+        """Add the mean of ``n_decodes`` decodes of ``n`` tokens each, from their totals."""
+        if not (self._warned or n > self.LARGEST or self._n_threads[n > 1] == 1):
+            self.note(n, seconds / n_decodes, cpu_s / n_decodes)
+
     def note(self, n: int, seconds: float, cpu_s: float) -> None:
         """Add a decode of ``n`` tokens: its seconds, and the processor time of all threads."""
         lap = self._laps.setdefault(n, _Lap())

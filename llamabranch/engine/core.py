@@ -96,6 +96,7 @@ class EngineCore:
             settings.max_tokens,
             settings.seed,
             samples,
+            logprobs=self._reports_tokens,
         )
         self.n_added += 1
         if samples:

@@ -32,6 +32,7 @@ class Submission:
         model: tokenizes the prompt.
         sampling, max_tokens, seed: the engine's, for what the request leaves out.
         samples: the numbers of the texts to generate.
+        logprobs: whether somebody reads the tokens' log-probabilities; otherwise none are computed.
 
     Raises:
         ConfigError: an empty prompt for a model without a beginning token, or a bad stop string.
@@ -52,6 +53,8 @@ class Submission:
         max_tokens: int | None,
         seed: int,
         samples: Iterable[int],
+        *,
+        logprobs: bool = True,
     ) -> None:
         self.request = request
         self.name = name
@@ -60,7 +63,9 @@ class Submission:
         self.prompt = model.prompt_tokens(request.prompt)
         self.samples = deque(samples)
         self.n_unfinished = len(self.samples)
-        self._params = request.sampling or sampling
+        params = request.sampling or sampling
+        logprobs = params.logprobs and (logprobs or request.top_logprobs is not None)
+        self._params = params.replace(logprobs=logprobs)
         params_seed = self._params.seed
         self._seed = derive_seed(seed, seed_from_text(name)) if params_seed is None else params_seed
         self._max_tokens = max_tokens if request.max_tokens is None else request.max_tokens

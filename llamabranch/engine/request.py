@@ -180,7 +180,7 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Event:
     """A new token of a text (``emitted``), or the end of the text (``result``)."""
 

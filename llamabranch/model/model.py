@@ -125,7 +125,8 @@ class Model:
     @property
     def name(self) -> str:
         """The name in the metadata, or the file's name without its suffix."""
-        return self.path.stem if self.closed else self.metadata.get("general.name", self.path.stem)
+        found = None if self.closed else self.metadata.get("general.name")
+        return self.path.stem if found is None else found
 
     @cached_property
     def description(self) -> str:

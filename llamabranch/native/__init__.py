@@ -4,6 +4,7 @@ No other package imports ``llama_cpp``. Callers check every argument first, with
 that this package reports, because llama.cpp calls ``abort()`` on most invalid arguments.
 """
 
+from . import core, draft_loop
 from .context import ContextHandle, NativeContextParams
 from .handle import forkable_lock
 from .library import (
@@ -29,6 +30,8 @@ __all__ = [
     "SamplerHandle",
     "StateLayout",
     "call_in_thread",
+    "core",
+    "draft_loop",
     "engine_versions",
     "forkable_lock",
     "last_log_lines",

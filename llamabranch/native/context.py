@@ -96,7 +96,7 @@ class ContextHandle(Handle):
 
     closes_first = True
     _rows: Rows
-    _rows_address: int | None
+    rows_address: int | None  # of the rows that ``rows`` has returned
     row_capacity: int
 
     def __init__(self, model: ModelHandle, options: NativeContextParams) -> None:
@@ -273,17 +273,17 @@ class ContextHandle(Handle):
         A view into llama.cpp's buffer, valid until the next decode.
         """
         address = _get_logits(self._address)
-        if address != self._rows_address or n > len(self._rows):
+        if address != self.rows_address or n > len(self._rows):
             self.row_capacity = max(self.row_capacity, n)
             size = self.row_capacity * self.n_vocab
             raw = (ctypes.c_float * size).from_address(address)
             self._rows = np.ctypeslib.as_array(raw).reshape(-1, self.n_vocab)
-            self._rows_address = address
+            self.rows_address = address
         return self._rows
 
     def forget_rows(self) -> None:
         """Forget the address of the logits buffer: llama.cpp frees it when it cannot enlarge it."""
-        self._rows_address = None
+        self.rows_address = None
         self._rows = np.empty((0, self.n_vocab), dtype=np.float32)
         # llama.cpp starts with n_seq_max rows and moves the buffer when it needs more.
         self.row_capacity = self._n_seq_max
@@ -294,6 +294,16 @@ class ContextHandle(Handle):
 
     def synchronize(self) -> None:
         C.llama_synchronize(self.ptr)
+
+    def for_loops(self) -> dict[str, object]:
+        """Return what compiled code needs to decode with this handle: addresses, and a batch."""
+        functions = {"decode": C._lib.llama_decode, "logits": C._lib.llama_get_logits}
+        return {
+            "context": self._address,
+            "stop": ctypes.addressof(self._stop_address),
+            "batch": self._batch,
+            **{name: ctypes.cast(f, ctypes.c_void_p).value for name, f in functions.items()},
+        }
 
     # -- memory ------------------------------------------------------------------------------------
 

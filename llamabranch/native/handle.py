@@ -39,7 +39,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def _release(free: Callable[[Any], None], ptr: Any, born: int, _parent: Handle | None) -> None:
+def _release(
+    alive: list[bool], free: Callable[[Any], None], ptr: Any, born: int, _parent: Handle | None
+) -> None:
+    alive.clear()
     # A child of fork() inherits the address but not llama.cpp's threads: only the parent frees it.
     if born == _generation:
         free(ptr)
@@ -61,14 +64,15 @@ class Handle:
         self._name = name
         self._generation = _generation
         self._children: weakref.WeakSet[Handle] = weakref.WeakSet()
-        self._finalizer = weakref.finalize(self, _release, free, ptr, _generation, parent)
+        self._alive = alive = [True]  # empty once freed; asked in every call, so no function
+        self._finalizer = weakref.finalize(self, _release, alive, free, ptr, _generation, parent)
         if parent is not None:
             parent._children.add(self)
 
     @property
     def ptr(self) -> Any:
         """The pointer; raises ClosedError instead of returning NULL."""
-        if not self._finalizer.alive:
+        if not self._alive:
             raise ClosedError(f"the {self._name} is closed")
         if self._generation != _generation:
             raise ClosedError(
@@ -79,7 +83,7 @@ class Handle:
 
     @property
     def closed(self) -> bool:
-        return self._generation != _generation or not self._finalizer.alive
+        return self._generation != _generation or not self._alive
 
     def close(self) -> None:
         """Free the pointer, children first. Idempotent."""

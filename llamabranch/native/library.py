@@ -13,6 +13,7 @@ import llama_cpp
 from llama_cpp import llama_cpp as C
 
 from ..errors import ConfigError
+from . import core
 from .handle import forkable_lock
 
 # ggml_log_level of ggml.h: none, debug, info, warn, error, continue. (llama-cpp-python's own table is
@@ -89,8 +90,12 @@ def engine_versions() -> dict[str, str]:
 
 
 def system_info() -> str:
-    """Return llama.cpp's description of the instruction sets that this build uses."""
-    return (C.llama_print_system_info() or b"").decode("utf-8", "replace")
+    """Return llama.cpp's description of the instruction sets that this build uses.
+
+    At its end: which code measures and draws from logits, the compiled core or NumPy, and why.
+    """
+    engine = (C.llama_print_system_info() or b"").decode("utf-8", "replace")
+    return f"{engine.rstrip(' |')} | llamabranch core: {core.description}"
 
 
 def uses_amx() -> bool:

@@ -88,6 +88,13 @@ class Distribution:
         return found
 
     @classmethod
+    def from_logweights(cls, ids: Ids, logweights: Floats) -> Distribution:
+        """Return the distribution proportional to exp(logweights), both (K,): finite, the largest 0."""
+        found = cls(ids, logweights)
+        found._logprobs = None
+        return found
+
+    @classmethod
     def from_probs(cls, probs: Floats, ids: Ids | None = None) -> Distribution:
         """Return the distribution proportional to ``probs`` >= 0, (V,) or with ``ids`` (K,)."""
         if ids is None:

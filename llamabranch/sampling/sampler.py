@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ..arguments import shown
 from ..errors import ConfigError, GrammarError
 from ..model import Model, TokenIds, token_list
-from ..native import CandidateBuffer, GrammarHandle, SamplerHandle
+from ..native import CandidateBuffer, GrammarHandle, SamplerHandle, core
 from .distribution import Distribution, candidates
 from .grammar import Grammar
 from .noise import MIXTURE, uniform
@@ -83,6 +83,23 @@ class Sampler:
                 self._grammar_state,
                 self._bias,
             )
+        )
+
+        self._suits_core = core.available and self._is_common()
+        self._row_sampler: core.RowSampler | None = None
+
+    def _is_common(self) -> bool:
+        """Return True if the compiled core knows all settings in use."""
+        p = self.params
+        unknown = (self._history, self._xtc, self._grammar_state)
+        if self._greedy:
+            return self._truncation is None and unknown == (None, None, None)
+        return (
+            unknown == (None, None, None)
+            and p.typical_p == 1.0
+            and p.top_n_sigma <= 0.0
+            and p.min_keep == 1
+            and not self._checks_temperature
         )
 
     # -- the steps, in llama.cpp's order; None = nothing to do ---------------------------------------
@@ -202,6 +219,21 @@ class Sampler:
         """True if the result is always the largest logit, whatever tokens came before."""
         return self._is_argmax
 
+    @property
+    def row_sampler(self) -> core.RowSampler | None:
+        """The compiled core for these settings; None where there is none, or it does not know them."""
+        if self._row_sampler is None and self._suits_core:
+            p = self.params
+            self._row_sampler = core.RowSampler(
+                self.model.n_vocab,
+                temperature=p.temperature,
+                top_k=p.top_k if p.top_k < self.model.n_vocab else 0,
+                top_p=p.top_p,
+                min_p=p.min_p,
+                bias=p.logit_bias,
+            )
+        return self._row_sampler
+
     def distribution(self, logits: LogitsArray, position: int = 0, seed: int = 0) -> Distribution:
         """Return the distribution of the next token for ``logits`` (V,); the state does not change.
 
@@ -219,6 +251,12 @@ class Sampler:
             if logits[token] != logits[token]:
                 raise ConfigError("no token can be drawn: the logits contain NaN")
             return Distribution.point(token)
+        compiled = self.row_sampler
+        if compiled is not None:
+            address, logits = core.address_of(logits)
+            found = compiled.candidates(address)
+            if found is not None:
+                return Distribution.from_logweights(*found)
         if self._bias is not None:
             tokens, values = self._bias
             logits = logits.copy()

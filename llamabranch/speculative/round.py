@@ -11,6 +11,7 @@ thread waits for one lock while it holds the other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import median
 from time import perf_counter
@@ -254,12 +255,14 @@ class Stream:
         kept_rows = [rows[i] for i in kept]
         texts = verification.accept(kept)
         self._verification = None
-        emitted = [
-            self._emitted(
-                Produced(plan[i], text, False, row.logprob(plan[i]), row.entropy()), row, "drafted"
+        emitted = []
+        for i, row, text in zip(path, kept_rows, texts[1:], strict=False):
+            token, logprob, entropy = plan[i], math.nan, math.nan
+            if branch.sequence.sampler.params.logprobs:
+                logprob, entropy = row.logprob(token), row.entropy()
+            emitted.append(
+                Produced(token, text, False, logprob, entropy, "drafted", self._alternatives(row))
             )
-            for i, row, text in zip(path, kept_rows, texts[1:], strict=False)
-        ]
         if draft.parents is None:
             is_complete = n == len(draft.tokens)
         else:
@@ -331,8 +334,10 @@ class Stream:
             return self._emitted(produced, sequence.logits_row(), "plain")
 
     def _emitted(self, token: Produced, row: LogitsRow, source: str) -> Produced:
-        top = tuple(row.top(self._n_alternatives)) if self._n_alternatives else ()
-        return token._replace(source=source, alternatives=top)
+        return Produced(*token[:5], source, self._alternatives(row))
+
+    def _alternatives(self, row: LogitsRow) -> tuple[tuple[int, float], ...]:
+        return tuple(row.top(self._n_alternatives)) if self._n_alternatives else ()
 
     def _count(self, outcome: _Outcome, overhead_s: float) -> None:
         n_accepted, n_verified, verify_s, _ = outcome

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +56,7 @@ class Chance(Protocol):
         """Return a token drawn for the ``offset``-th position of the round."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Noise:
     """The counter-based noise of a round whose first drafted token is at ``position``.
 
@@ -76,16 +76,14 @@ class Noise:
         return distribution.draw(self.seed, self.position + offset)
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """``n_accepted`` drafted tokens are accepted; ``token`` follows them, as bonus or correction."""
 
     n_accepted: int
     token: int
 
 
-@dataclass(frozen=True)
-class TreeVerdict:
+class TreeVerdict(NamedTuple):
     """The nodes of ``path`` are accepted, from the root downward; ``token`` follows them."""
 
     path: list[int]

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-@dataclass
+@dataclass(slots=True)
 class Draft:
     """The tokens that a draft state proposes. Only ``tokens`` is required.
 

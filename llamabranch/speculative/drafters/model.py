@@ -11,10 +11,13 @@ import numpy as np
 from ...arguments import whole
 from ...branch import Branch, BranchStore
 from ...context import Context
+from ...context.logits import LogitsRow
 from ...errors import CapacityError, ConfigError, GrammarError, VocabularyMismatchError
 from ...model import Model
+from ...native import draft_loop
+from ...native.draft_loop import DraftStream
 from ...sampling import Distribution, SamplingParams
-from ...sampling.noise import DRAFT, derive_seed, gumbel_noise
+from ...sampling.noise import DRAFT, DRAW, derive_seed, gumbel_noise
 from ..length.base import DraftLength
 from ..rules import draft_seed
 from .base import Draft, Drafter, DraftRequest, DraftState
@@ -120,7 +123,7 @@ class ModelDrafter(Drafter):
         bias = {token: value for token, value in params.logit_bias.items() if token < ours}
         # Models of a family pad their vocabularies differently: never draw a token the target lacks.
         bias |= dict.fromkeys(range(theirs, ours), -math.inf)
-        params = params.replace(seed=target.seed, logit_bias=bias)
+        params = params.replace(seed=target.seed, logit_bias=bias, logprobs=False)
         if self.width > 1 and params.temperature == 0.0:
             # A tree needs the less probable tokens too; all other settings still apply.
             params = params.replace(temperature=1.0)
@@ -133,60 +136,105 @@ class ModelState:
     def __init__(self, drafter: ModelDrafter, branch: Branch, target: Branch, rule: str) -> None:
         self.branch = branch
         self.n_prompt = target.n_prompt
+        self._name = drafter.name
         self._drafter = drafter
         self._rule = rule
         # A tree's candidates are ranked without noise if the draws are greedy.
         self._greedy = (drafter.sampling or target.sampling).temperature == 0.0
         self._noise = 0  # the seed of this draft's draws under the rules "token" and "block"
         self._ahead: Branch | None = None  # the fork it drafts on if its memory cannot be truncated
+        self._stream: DraftStream | None = None  # for the compiled loop
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         """Decode the tokens that are new in one decode, then draw token by token."""
-        draft = Draft(drafter=self.branch.ctx.model.name)
+        draft = Draft(drafter=self._name)
         if not length.consider(draft.drafter):
             draft.stopped = "off"
             return draft
         start = perf_counter()
-        decodes = self.branch.ctx.decoder.n_decodes
+        decoder = self.branch.ctx.decoder
+        decodes = decoder.n_decodes
         try:
-            self._catch_up(draft, tokens)
-            self._draft(draft, length, limit)
+            unread = self._catch_up(draft, tokens)
+            self._draft(draft, unread, length, limit)
         except CapacityError:  # without room to draft the target goes on alone
             draft.stopped = "capacity"
-        draft.n_decodes = self.branch.ctx.decoder.n_decodes - decodes
+        draft.n_decodes = decoder.n_decodes - decodes
         draft.seconds = perf_counter() - start
         return draft
 
-    def _catch_up(self, draft: Draft, tokens: Sequence[int]) -> None:
-        branch = self.branch
-        draft.n_read = len(tokens) - branch.position
-        if branch.position < self.n_prompt:
-            branch.prefill(tokens[branch.position : self.n_prompt])
-        branch.sequence.decode_unscored(tokens[branch.position :])  # the rest, in one decode
+    def _catch_up(self, draft: Draft, tokens: Sequence[int]) -> Sequence[int]:
+        """Decode what is left of the prompt; return the tokens after it that are new."""
+        sequence = self.branch.sequence
+        n_known = len(sequence.tokens)
+        draft.n_read = len(tokens) - n_known
+        if n_known < self.n_prompt:
+            self.branch.prefill(tokens[n_known : self.n_prompt])
+            n_known = len(sequence.tokens)
+        return tokens[n_known:]
 
-    def _draft(self, draft: Draft, length: DraftLength, limit: int) -> None:
-        if not self.branch.ctx.capabilities.can_truncate:
-            self._ahead = self.branch.fork()
-        branch = self._ahead or self.branch
-        while True:
-            token = self.draw(draft, length, branch)
-            if token is None or len(draft.tokens) == limit:
-                return  # the last token is decoded by the next catch-up, if it is accepted
-            branch.sequence.decode_unscored((token,))
+    def _draft(self, draft: Draft, unread: Sequence[int], length: DraftLength, limit: int) -> None:
+        ctx, branch = self.branch.ctx, self.branch
+        if not ctx.capabilities.can_truncate:
+            branch.sequence.decode_unscored(unread)
+            branch, unread = self._fork_ahead(), ()
+        run = _Run(self, branch, draft, length, limit, unread)
+        _draft_together(ctx, [run])
 
-    def draw(self, draft: Draft, length: DraftLength, branch: Branch) -> int | None:
-        """Draw the next token of ``branch`` and add it to the draft; return it if more may follow."""
-        if not draft.tokens:
-            self._noise = draft_seed(branch.seed, branch.position)
+    def _fork_ahead(self) -> Branch:
+        self._ahead = self.branch.fork()
+        return self._ahead
+
+    def begin_noise(self, position: int) -> None:
+        """Begin a draft whose first token is at ``position``."""
+        if self._rule != "seeded":
+            self._noise = draft_seed(self.branch.seed, position)
+
+    def stream(self, n_drafted: int, length: DraftLength, limit: int) -> DraftStream | None:
+        """Return what the compiled loop needs to draw for this state; None: it cannot.
+
+        The draft has ``n_drafted`` tokens so far, and at most ``limit``.
+        """
+        sequence = self.branch.sequence
+        sampler = sequence.sampler.row_sampler if draft_loop.available else None
+        if sampler is None:
+            return None
+        rule = length.stop_rule(n_drafted) if length.reads_entropy else None
+        most = limit if rule is None else min(limit, rule.most_tokens)
+        if n_drafted >= most:
+            return None
+        stream, is_seeded = self._stream, self._rule == "seeded"
+        if stream is None or stream.limit < limit:
+            n_vocab = self.branch.ctx.n_vocab
+            stream = self._stream = DraftStream(limit, n_vocab, keeps_sources=not is_seeded)
+        stream.begin(
+            sampler,
+            seed=sequence.seed if is_seeded else self._noise,
+            purpose=DRAW if is_seeded else DRAFT,
+            seq_id=sequence.seq_id,
+            n_drafted=n_drafted,
+            limit=limit,
+            rule=rule,
+        )
+        return stream
+
+    def draw(
+        self, draft: Draft, length: DraftLength, branch: Branch, *, is_decided: bool = False
+    ) -> int | None:
+        """Draw the next token of ``branch`` and add it to the draft; return it if more may follow.
+
+        ``is_decided``: the length was asked already, and goes on.
+        """
+        sequence = branch.sequence
         entropy = branch.entropy() if length.reads_entropy else math.nan
         draft.entropies.append(entropy)
-        if not length.goes_on(len(draft.tokens), entropy):
+        if not is_decided and not length.goes_on(len(draft.tokens), entropy):
             draft.stopped = length.reason
             return None
         try:
             if self._rule == "seeded":
-                with branch.ctx.lock:  # the logits are valid until the next decode of any thread
-                    token = branch.sequence.draw(branch.sequence.logits_row())
+                with sequence.ctx.lock:  # the logits are valid until the next decode of any thread
+                    token = sequence.draw(sequence.logits_row())
             else:
                 source = branch.distribution()
                 token = source.draw(self._noise, branch.position, DRAFT)
@@ -195,7 +243,7 @@ class ModelState:
             draft.stopped = "end"
             return None
         draft.tokens.append(token)
-        if branch.ctx.model.is_eog(token):
+        if sequence.ctx.model.is_eog(token):
             draft.stopped = "end"
             return None
         return token
@@ -205,8 +253,11 @@ class ModelState:
         if self._ahead is not None:
             self._ahead.prune()
             self._ahead = None
-        if n_tokens < self.branch.position:
-            self.branch.rewind(n_tokens)
+        sequence = self.branch.sequence
+        if n_tokens < len(sequence.tokens):
+            with sequence.ctx.lock:
+                sequence.check_usable()
+                sequence.rewind(n_tokens)
 
     def fork(self, target: Branch) -> DraftState:
         """Return a copy of this state that drafts for ``target``."""
@@ -223,6 +274,140 @@ class ModelState:
         """Free its sequences."""
         if not self.branch.ctx.closed:
             self.branch.prune_subtree()
+
+
+class _Run:
+    """One stream's draft while it is being drawn.
+
+    Attributes:
+        unread: tokens that ``branch`` decodes before the next draw.
+        is_done: the draft has ended.
+        is_decided: the length has been asked about the next token, and goes on.
+    """
+
+    def __init__(
+        self,
+        state: ModelState,
+        branch: Branch,
+        draft: Draft,
+        length: DraftLength,
+        limit: int,
+        unread: Sequence[int],
+    ) -> None:
+        self.state = state
+        self.branch = branch
+        self.draft = draft
+        self.length = length
+        self.limit = limit
+        self.unread = unread
+        self.is_done = self.is_decided = False
+        state.begin_noise(len(branch.sequence.tokens) + len(unread))
+
+    def draw(self) -> None:
+        """Draw the next token in Python."""
+        token = self.state.draw(self.draft, self.length, self.branch, is_decided=self.is_decided)
+        self.is_decided = False
+        if token is None or len(self.draft.tokens) >= self.limit:
+            self.is_done = True  # the last token is decoded by the next catch-up, if it is accepted
+        else:
+            self.unread = (token,)
+
+    def take(self, stream: DraftStream, row: LogitsRow | None) -> None:
+        """Add what the compiled loop has drawn; ``row`` follows the last token that it decoded."""
+        draft, length, sequence = self.draft, self.length, self.branch.sequence
+        drawn, n_before, start = stream.tokens, len(draft.tokens), len(sequence.tokens)
+        following = [*self.unread, *drawn]
+        n_new = sequence.n_cached - start
+        if n_new:
+            sequence.append_unscored(following[:n_new], row)
+        self.unread = following[n_new:]
+        draft.tokens += drawn
+        draft.sources += [Distribution.from_logweights(*found) for found in stream.sources]
+        if not length.reads_entropy:
+            draft.entropies += [math.nan] * len(drawn)
+        else:
+            for n, entropy in enumerate(stream.entropies, n_before):
+                draft.entropies.append(entropy)
+                if not length.goes_on(n, entropy):
+                    self._end_at(n)
+                    return
+            if stream.state == draft_loop.STOPPED:  # but Python goes on: it draws that token
+                draft.entropies.pop()
+                self.is_decided = True
+        if stream.state == draft_loop.EOG:
+            draft.stopped = "end"
+            self.is_done = True
+        elif len(draft.tokens) >= self.limit:
+            self.is_done = True
+
+    def _end_at(self, n: int) -> None:
+        """End the draft after ``n`` tokens, as the length wants."""
+        draft, sequence = self.draft, self.branch.sequence
+        end = len(sequence.tokens) + len(self.unread) - (len(draft.tokens) - n)
+        draft.cut(n)
+        draft.stopped = self.length.reason
+        if len(sequence.tokens) > end:  # tokens that it would not have drawn
+            sequence.rewind(end)
+        self.is_done = True
+
+
+def _draft_together(ctx: Context, runs: Sequence[_Run]) -> None:
+    """Finish the drafts of streams of ``ctx``, with one decode for each position of all of them.
+
+    The compiled loop decodes and draws as far as it can. Where it cannot, and where one of its decodes
+    fails, a step is made here, which raises what there is to raise.
+    """
+    may_loop = ctx.capabilities.can_truncate
+    live = list(runs)
+    while live:
+        if may_loop and len({not run.unread for run in live}) == 1:
+            may_loop = _loop(ctx, live)
+            live = [run for run in live if not run.is_done]
+        if all(run.unread for run in live):
+            _decode(ctx, live)
+        for run in live:
+            if not run.unread:
+                run.draw()
+        live = [run for run in live if not run.is_done]
+
+
+def _decode(ctx: Context, runs: Sequence[_Run]) -> None:
+    if len(runs) == 1:
+        runs[0].branch.sequence.decode_unscored(runs[0].unread)
+    else:
+        BranchStore(ctx).append_unscored({run.branch: run.unread for run in runs})
+    for run in runs:
+        run.unread = ()
+
+
+def _loop(ctx: Context, runs: Sequence[_Run]) -> bool:
+    """Draft in the compiled core; return False if it cannot draft for these streams."""
+    streams: list[DraftStream] = []
+    for run in runs:
+        stream = run.state.stream(len(run.draft.tokens), run.length, run.limit)
+        if stream is None:
+            return False
+        streams.append(stream)
+    with ctx.lock:
+        sequences = [run.branch.sequence for run in runs]
+        for sequence in sequences:
+            sequence.check_usable()
+            sequence.catch_up()
+        addresses: list[int | None] = [None] * len(runs)
+        if not runs[0].unread:  # nor has any other
+            rows = [sequence.logits_row() for sequence in sequences]
+            addresses = [row.address for row in rows]
+        expiring = [row for sequence in sequences for row in sequence.expiring_rows()]
+        for stream, run, address in zip(streams, runs, addresses, strict=True):
+            stream.start(len(run.branch.sequence.tokens) + len(run.unread), address)
+        found = ctx.decoder.draft(
+            streams, [run.unread for run in runs], max(run.limit for run in runs), expiring
+        )
+        if found is None:
+            return False
+        for run, stream, row in zip(runs, streams, found, strict=True):
+            run.take(stream, row)
+    return True
 
 
 class _BatchedDrafting:
@@ -245,40 +430,32 @@ class _BatchedDrafting:
                 live.append(i)
             else:
                 self._drafts[i].stopped = "off"
+        runs: list[_Run] = []
         try:
-            self._catch_up(live)
-            store = BranchStore(self._ctx)
-            while live:
-                tokens = {}
-                for i in list(live):
-                    token = self._draw(i)
-                    if token is None:
-                        live.remove(i)
-                    else:
-                        tokens[self._states[i].branch] = token
-                store.commit(tokens)
+            runs = self._catch_up(live)
+            _draft_together(self._ctx, runs)
         except CapacityError:  # without room to draft the target goes on alone
-            for i in live:
-                self._drafts[i].stopped = "capacity"
+            unfinished = [run.draft for run in runs if not run.is_done]
+            for draft in unfinished if runs else [self._drafts[i] for i in live]:
+                draft.stopped = "capacity"
         self._share_costs(perf_counter() - start, self._ctx.decoder.n_decodes - decodes)
         return self._drafts
 
-    def _catch_up(self, live: Sequence[int]) -> None:
-        store = BranchStore(self._ctx)
+    def _catch_up(self, live: Sequence[int]) -> list[_Run]:
+        """Decode what is left of the prompts; return the runs that follow."""
         prompts: dict[Branch, list[int]] = {}
         for i in live:
             state, tokens = self._states[i], self._requests[i].tokens
             self._drafts[i].n_read = len(tokens) - state.branch.position
             prompts[state.branch] = tokens[state.branch.position : state.n_prompt]
+        store = BranchStore(self._ctx)
         store.prefill({branch: tokens for branch, tokens in prompts.items() if tokens})
-        unread = {self._states[i].branch: self._requests[i].tokens for i in live}
-        store.append_unscored({b: tokens[b.position :] for b, tokens in unread.items()})
-
-    def _draw(self, i: int) -> int | None:
-        """Draw the next token of a draft; return it if the draft continues after it."""
-        draft, state, request = self._drafts[i], self._states[i], self._requests[i]
-        token = state.draw(draft, request.length, state.branch)
-        return token if token is not None and len(draft.tokens) < request.limit else None
+        runs = []
+        for i in live:
+            (_, tokens, length, limit), state = self._requests[i], self._states[i]
+            unread = tokens[state.branch.position :]
+            runs.append(_Run(state, state.branch, self._drafts[i], length, limit, unread))
+        return runs
 
     def _share_costs(self, seconds: float, n_decodes: int) -> None:
         """Divide the time by the steps of each draft; the first draft gets all decodes."""
@@ -298,7 +475,8 @@ class TreeState(ModelState):
     does with q (Li et al. 2024, 2406.16858).
     """
 
-    def _draft(self, draft: Draft, length: DraftLength, limit: int) -> None:
+    def _draft(self, draft: Draft, unread: Sequence[int], length: DraftLength, limit: int) -> None:
+        self.branch.sequence.decode_unscored(unread)
         width, store = self._drafter.width, BranchStore(self.branch.ctx)
         nodes: list[tuple[float, int, int]] = []  # value, token, parent
         level: list[tuple[Branch, int, float]] = [(self.branch, -1, 0.0)]

@@ -31,7 +31,7 @@ class Place(NamedTuple):
     position: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Match:
     """The last ``length`` tokens occurred before; ``places``, newest first, are what followed them."""
 
@@ -84,7 +84,7 @@ class Match:
         return guess
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Guess:
     """A continuation, and the estimated probability of each token given that those before are right."""
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...native import forkable_lock
+from ...native.draft_loop import StopRule
 from ..config import SpeculativeConfig
 from .base import DraftLength, FixedLength, RoundReport
 
@@ -296,6 +297,24 @@ class AutoLength:
                 return False
             self._reach *= acceptance
             return True
+
+    def stop_rule(self, n_drafted: int) -> StopRule:
+        """Return the entropy limit, and what ``goes_on`` decides by after ``n_drafted`` tokens."""
+        with self._learned.lock:
+            profile = self._profile or self._learned.profile
+            most = math.inf if self._entropy_stop is None else self._entropy_stop
+            if profile.n_drafts < self.WARM_UP_DRAFTS:
+                return StopRule(most, self.WARM_UP_K)
+            return StopRule(
+                most,
+                edges=_EDGES,
+                acceptance=[a / n for a, n in zip(profile.accepted, profile.tested, strict=True)],
+                costs=self._costs(profile),
+                mean=profile.mean_acceptance,
+                rate=self._throughput(profile),
+                is_probe=self._is_trial,
+                reach=self._reach if n_drafted else 1.0,
+            )
 
     def _pays(self, profile: _Profile, k: int, acceptance: float) -> bool:
         """Return whether to draft on after ``k`` tokens; ``acceptance`` is the next one's probability."""

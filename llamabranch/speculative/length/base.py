@@ -6,6 +6,8 @@ import copy
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from ...native.draft_loop import StopRule
+
 __all__ = ["DraftLength", "FixedLength", "RoundReport"]
 
 _CATCH_UP = 8  # new tokens; a drafter that is called in every round has one or two to decode
@@ -91,6 +93,13 @@ class DraftLength(Protocol):
         ``entropy`` in nats is that of the distribution it would be drawn from; NaN = not known.
         """
 
+    def stop_rule(self, n_drafted: int) -> StopRule | None:
+        """Return a rule by which compiled code foresees ``goes_on`` after ``n_drafted`` tokens.
+
+        ``goes_on`` is asked afterwards all the same, and its word is final. None where ``limit`` alone
+        decides.
+        """
+
     def learn(self, report: RoundReport) -> None:
         """Learn from a round, or from plain steps that are reported together."""
 
@@ -113,6 +122,7 @@ class FixedLength:
         self.reads_entropy = entropy_stop is not None
         self.reason = "length"
         self._entropy_stop = entropy_stop
+        self._rule = None if entropy_stop is None else StopRule(entropy_stop)
 
     def stream(self, *, shares_decode: bool = False) -> FixedLength:
         """Return a copy: nothing is learned."""
@@ -131,6 +141,10 @@ class FixedLength:
         is_unsure = self._entropy_stop is not None and entropy > self._entropy_stop
         self.reason = "entropy" if is_unsure else "length"
         return n_drafted < self.limit and not is_unsure
+
+    def stop_rule(self, n_drafted: int) -> StopRule | None:
+        """Return the entropy limit, None without one."""
+        return self._rule
 
     def learn(self, report: RoundReport) -> None:
         """Do nothing: the length is fixed."""

@@ -1,0 +1,202 @@
+"""The compiled core (``core.c``): rows of logits measured, truncated and drawn from in one call.
+
+It is optional. Where it is missing or turned off (``LLAMABRANCH_CORE=0``), ``available`` is False and
+NumPy and llama.cpp's samplers do the same work; where rounding could decide a token, or a row holds NaN,
+the core leaves the row to them. So it never changes a token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["RowSampler", "address_of", "available", "description", "measure"]
+
+Ids = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float64]
+Logits = npt.NDArray[np.float32]
+
+_SUFFIXES = (".so", ".dylib", ".dll")
+
+
+class _Row(ctypes.Structure):
+    _fields_ = (
+        ("logsumexp", ctypes.c_double),
+        ("entropy", ctypes.c_double),
+        ("top", ctypes.c_float),
+        ("best", ctypes.c_int32),
+    )
+
+
+class _Sampler(ctypes.Structure):
+    _fields_ = (
+        ("n_vocab", ctypes.c_int32),
+        ("greedy", ctypes.c_int32),
+        ("top_k", ctypes.c_int32),
+        ("top_p", ctypes.c_float),
+        ("min_p", ctypes.c_float),
+        ("temperature", ctypes.c_float),
+        ("n_bias", ctypes.c_int32),
+        ("bias_ids", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("biased", ctypes.c_void_p),
+        ("maxima", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("ids", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+    )
+
+
+class _Choice(ctypes.Structure):
+    _fields_ = (
+        ("logsumexp", ctypes.c_double),
+        ("entropy", ctypes.c_double),
+        ("top", ctypes.c_float),
+        ("best", ctypes.c_int32),
+        ("logprob", ctypes.c_double),
+        ("token", ctypes.c_int32),
+        ("n", ctypes.c_int32),
+    )
+
+
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    """Return the library, or None, and a description of what runs."""
+    if os.environ.get("LLAMABRANCH_CORE") == "0":
+        return None, "off (LLAMABRANCH_CORE=0): NumPy"
+    here = Path(__file__).parent
+    found = [path for suffix in _SUFFIXES if (path := here / f"_core{suffix}").is_file()]
+    if not found:
+        return None, "not built: NumPy"
+    try:
+        library = ctypes.CDLL(str(found[0]))
+        layout = int(library.lb_layout())
+        library.lb_variant.restype = ctypes.c_char_p
+        variant = (library.lb_variant() or b"").decode()
+    except (OSError, AttributeError) as error:
+        return None, f"unusable ({error}): NumPy"
+    sizes = map(ctypes.sizeof, (_Row, _Sampler, _Choice))
+    if layout != sum(size * scale for size, scale in zip(sizes, (10000, 100, 1), strict=True)):
+        return None, "built from another version: NumPy"
+    pointer, i32, u64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint64
+    library.lb_measure.argtypes = [pointer, i32, i32, pointer]
+    library.lb_sample.argtypes = [pointer, pointer, u64, u64, u64, i32, pointer]
+    library.lb_candidates.argtypes = [pointer, pointer, i32, pointer]
+    return library, f"compiled ({variant})"
+
+
+_library, description = _load()
+library = _library  # None: not available
+available = _library is not None
+
+
+def measure(address: int, n_rows: int, n_vocab: int) -> list[tuple[int, float, float]]:
+    """Measure rows of logits, float32 (n_rows, n_vocab) at ``address``.
+
+    Returns:
+        (best token, log-sum-exp, entropy in nats) of each; the best token is -1, and the numbers are NaN,
+        where the row holds NaN or no finite maximum.
+    """
+    if _library is None:
+        raise RuntimeError("the compiled core is not available")
+    rows = (_Row * n_rows)()
+    _library.lb_measure(address, n_rows, n_vocab, ctypes.addressof(rows))
+    return [(row.best, row.logsumexp, row.entropy) for row in rows]
+
+
+def address_of(logits: Logits) -> tuple[int, Logits]:
+    """Return the address of a row and the array there: a copy if ``logits`` is not in one piece."""
+    array = np.ascontiguousarray(logits, dtype=np.float32)
+    return array.ctypes.data, array
+
+
+class RowSampler:
+    """Truncates, draws from and measures rows of logits with fixed settings.
+
+    It works in memory of its own: use it in one thread at a time.
+
+    Args:
+        n_vocab: length of a row.
+        temperature: 0 = the largest logit.
+        top_k: 0 = all.
+        top_p: 1 = off.
+        min_p: 0 = off.
+        bias: number to add to the logit of a token.
+
+    Attributes:
+        choice: what the last call found; see ``core.c``.
+        settings_address: of its settings and its memory, for other functions of ``core.c``.
+    """
+
+    def __init__(
+        self,
+        n_vocab: int,
+        *,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        bias: Mapping[int, float],
+    ) -> None:
+        if _library is None:
+            raise RuntimeError("the compiled core is not available")
+        self._ids = np.empty(n_vocab, dtype=np.int32)
+        self._weights = np.empty(n_vocab, dtype=np.float64)
+        self._scratch = (
+            np.empty(n_vocab, dtype=np.float32),
+            np.empty(n_vocab, dtype=np.float32),
+            np.empty(2 * n_vocab, dtype=np.uint64),
+            np.empty(n_vocab if bias else 0, dtype=np.float32),
+            np.fromiter(bias, dtype=np.int32),
+            np.fromiter((float(value) for value in bias.values()), dtype=np.float32),
+        )
+        maxima, logits, keys, biased, bias_ids, values = (a.ctypes.data for a in self._scratch)
+        self._settings = _Sampler(
+            n_vocab=n_vocab,
+            greedy=int(temperature == 0.0),
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            temperature=temperature,
+            n_bias=len(bias),
+            bias_ids=bias_ids,
+            bias=values,
+            biased=biased,
+            maxima=maxima,
+            keys=keys,
+            ids=self._ids.ctypes.data,
+            logits=logits,
+            weights=self._weights.ctypes.data,
+        )
+        self.choice = _Choice()
+        self._sample = _library.lb_sample
+        self._candidates = _library.lb_candidates
+        self._at = self.settings_address = ctypes.addressof(self._settings)
+        self._out = ctypes.addressof(self.choice)
+
+    def sample(self, address: int, seed: int, position: int, purpose: int, measured: bool) -> int:
+        """Draw from the row at ``address`` and measure it if asked; return the token, -1: undecided.
+
+        ``choice`` then has the row's ``best`` (-1 where it could not be measured), ``logsumexp`` and
+        ``entropy``, and the token's ``logprob`` in it, nats.
+        """
+        if self._sample(self._at, address, seed, position, purpose, measured, self._out):
+            return -1
+        token: int = self.choice.token
+        return token
+
+    def candidates(self, address: int) -> tuple[Ids, Floats] | None:
+        """Return what is left of the row at ``address``, None: undecided.
+
+        Ids int32 (K,) and log-weights float64 (K,), the largest 0; copies. They come in llama.cpp's
+        order: descending where top-k or top-p sort them, else by id.
+        """
+        if self._candidates(self._at, address, False, self._out):
+            return None
+        n = self.choice.n
+        return self._ids[:n].copy(), self._weights[:n].copy()

@@ -15,12 +15,18 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import closing
+from contextlib import closing, suppress
 
 from ..arguments import whole
 from ..branch.branch import random_seed
 from ..context import Context
-from ..errors import ClosedError, ConfigError, LlamaBranchError, QueueFullError
+from ..errors import (
+    ClosedError,
+    ConfigError,
+    DecodeInterruptedError,
+    LlamaBranchError,
+    QueueFullError,
+)
 from ..sampling import SamplingParams
 from ..speculative import Drafter, NullDrafter, SpeculativeConfig
 from .core import EngineCore, EngineSettings
@@ -197,7 +203,8 @@ class Engine:
         if not drain:
             self.core.abort_all()
         while self.core.has_unfinished:
-            events += self.core.step()
+            with suppress(DecodeInterruptedError):  # the next step goes on
+                events += self.core.step()
         return events
 
     def _check_open(self) -> None:

@@ -169,3 +169,9 @@ def test_batched_engine_generates_what_each_prompt_gets_alone() -> None:
     assert figure(name, "Target forward passes") < figure(name, "Output tokens") / 3
     assert figure(name, "Prompt tokens shared") > 10
     assert 0 < figure(name, "Accept rate") < 100
+
+
+def test_turn_of_the_chat_reads_only_what_is_new() -> None:
+    assert figure("chat", "Read without it") == figure("chat", "Tokens of all prompts")
+    assert figure("chat", "Read with the prefix cache") < figure("chat", "Read without it") / 5
+    assert "Same conversation: True" in output("chat")

@@ -14,6 +14,7 @@ from .generate import generate
 from .inspect import inspect
 from .models import models
 from .parsing import Command, CommandGroup, PromptsCommand, reopen_closed_streams
+from .score import score
 from .speculate import speculate
 from .theory import theory
 
@@ -50,6 +51,7 @@ def _root(
 app.command(cls=Command)(speculate)
 app.command(cls=PromptsCommand)(generate)
 app.command(cls=PromptsCommand)(bench)
+app.command(cls=Command)(score)
 app.command(cls=Command)(inspect)
 app.command(cls=Command)(models)
 app.command(cls=Command)(theory)

@@ -108,6 +108,15 @@ def generate(
             rich_help_panel=RUNTIME,
         ),
     ] = False,
+    cache_ram: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="MIB",
+            help="Keep K/V that the prefix cache gives up in so much host memory; turns it on.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = 0,
     parallel: Annotated[
         int,
         typer.Option(min=1, max=255, help="Texts at a time.", rich_help_panel=RUNTIME),
@@ -159,7 +168,12 @@ def generate(
         if runtime.n_ctx is None and parallel > 1:  # for one text the library's default will do
             runtime = replace(runtime, n_ctx=max(_LEAST_CELLS, _CELLS_PER_TEXT * parallel))
         context = runtime.open(
-            target_name, console, stack, n_seq_max=parallel, prefix_cache=prefix_cache
+            target_name,
+            console,
+            stack,
+            n_seq_max=parallel,
+            prefix_cache=prefix_cache or cache_ram > 0,
+            cache_ram=cache_ram << 20,
         )
         drafter = make_drafter(
             drafters, lambda name: runtime.open(name, console, stack, n_seq_max=parallel), width=1

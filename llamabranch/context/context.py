@@ -32,6 +32,7 @@ from .kv_cache import KVCache
 from .logits import LogitsRow
 from .params import ContextOptions, ContextParams, warn_of_length
 from .prefix_cache import LeasedSequences, PrefixCache
+from .saved_prefixes import SavedPrefixes
 from .sequence_ids import SequenceIds
 from .threads import ThreadTuner, ThreadWatch
 
@@ -146,12 +147,21 @@ class Context:
             eog_tokens=sorted(model.eog_tokens),
         )
         self._leases = SequenceIds(n_seq_max)
-        self.prefix_cache = self._open_prefix_cache() if resolved.prefix_cache else None
+        self.prefix_cache = None
+        if resolved.prefix_cache:
+            self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
         self._last_rows: list[LogitsRow] = []
 
-    def _open_prefix_cache(self) -> PrefixCache:
+    def _open_prefix_cache(self, cache_ram: int) -> PrefixCache:
+        if cache_ram and not self._cache.can_copy:
+            self._decoder.handle.close()
+            raise UnsupportedError(
+                f"cache_ram is not possible with {self.model.memory_type} memory, which cannot be copied",
+                hint="leave cache_ram out; prefix_cache works without it",
+            )
         if not self.capabilities.recurrent:
-            return PrefixCache(self._cache)
+            saved = SavedPrefixes(cache_ram) if cache_ram else None
+            return PrefixCache(self._cache, saved=saved, decoder=self._decoder)
         leased = LeasedSequences(self._cache, self._lease_if_free, self.return_lease)
         return PrefixCache(self._cache, leased)
 

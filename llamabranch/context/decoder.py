@@ -6,6 +6,7 @@ Everything here expects valid arguments and a caller that holds the context's lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter, process_time
 
@@ -20,6 +21,7 @@ from .threads import ThreadWatch
 __all__ = ["Decoder"]
 
 _INTERRUPTED = 2
+_LONG = 32  # tokens from which a decode tells how long reading takes
 _WATCHED = ThreadWatch.EVERY - 1
 
 
@@ -50,6 +52,7 @@ class Decoder:
     ) -> None:
         self.handle = handle
         self.n_decodes = n_decodes
+        self.read_s = math.nan  # seconds for each token of a long chunk, smoothed
         self._cache = cache
         self._reclaim = reclaim or cache.release_reserved
         self._n_trained = END if n_trained is None else n_trained
@@ -137,7 +140,11 @@ class Decoder:
         handle.wants_logits[:n] = wants_logits
         starts = {seq_id: self._cache.next_position(seq_id) for seq_id in ends}
         try:
+            begun = perf_counter()
             code = handle.decode(n) if self.n_decodes & _WATCHED else self._watched(n)
+            if n >= _LONG and code == 0:
+                took, known = (perf_counter() - begun) / n, self.read_s
+                self.read_s = took if known != known else 0.9 * known + 0.1 * took
             if code == 1 and self._make_room(n, expiring):
                 return self.decode(tokens, seqs, wants_logits, expiring)
             if code == 0:

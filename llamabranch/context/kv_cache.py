@@ -173,12 +173,15 @@ class KVCache:
         self.keepers.add(seq_id)
 
     @property
-    def can_move(self) -> bool:
-        """True if cells can be copied out and back, bit for bit, in their order."""
+    def can_copy(self) -> bool:
+        """True if cells can be copied out and back, bit for bit."""
         layout = self.state_layout
-        in_order = self.order is not None and self.order.in_order
-        free = self.ledger.n_seq_max <= MOVED
-        return in_order and free and layout is not None and layout.is_cells_only
+        return self.ledger.n_seq_max <= MOVED and layout is not None and layout.is_cells_only
+
+    @property
+    def can_move(self) -> bool:
+        """True if all cells can be copied out and back so that their order is kept."""
+        return self.can_copy and self.order is not None and self.order.in_order
 
     def piece(self, seq_id: int, start: int) -> State:
         """Return the K/V of a sequence from position ``start`` on, for ``place``; a copy.

@@ -63,6 +63,7 @@ class ContextOptions(TypedDict, total=False):
     swa_full: bool
     offload_kqv: bool
     prefix_cache: bool
+    cache_ram: int
     rope_scaling: str | None
     rope_freq_base: float
     rope_freq_scale: float
@@ -95,6 +96,8 @@ class ContextParams:
         offload_kqv: keep the cache on the GPU if the model is there.
         prefix_cache: keep the K/V of prompts and finished texts until its cells are needed, so that a
             prompt that begins like one of them is not read again.
+        cache_ram: bytes of host memory for K/V that the prefix cache gives up; it comes back where that
+            is faster than reading the text again. 0: none.
         rope_scaling: None (the model's own), "none", "linear", "yarn" or "longrope";
             rope_freq_base, rope_freq_scale, yarn_*: as in llama.cpp, 0 (yarn: -1) = the model's own.
 
@@ -115,6 +118,7 @@ class ContextParams:
     swa_full: bool = True
     offload_kqv: bool = True
     prefix_cache: bool = False
+    cache_ram: int = 0
     rope_scaling: str | None = None
     rope_freq_base: float = 0.0
     rope_freq_scale: float = 0.0
@@ -170,6 +174,10 @@ class ContextParams:
             raise ConfigError(
                 f"n_seq_max ({n_seq_max}) must not exceed n_batch ({n_batch}) or n_ctx ({n_ctx}): "
                 f"every sequence may need a row of logits"
+            )
+        if self.cache_ram and not self.prefix_cache:
+            raise ConfigError(
+                "cache_ram is for what the prefix cache gives up: set prefix_cache=True"
             )
         if self.prefix_cache and n_seq_max > _MOST_WITH_PREFIXES:
             raise ConfigError(
@@ -260,6 +268,7 @@ _RANGES = {
     "n_threads": (1, 512),
     "n_threads_batch": (1, 512),
     "yarn_orig_ctx": (0, 2**31 - 1),
+    "cache_ram": (0, 2**62),
 }
 _LEAST = {
     "rope_freq_base": 0.0,

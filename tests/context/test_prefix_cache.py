@@ -12,7 +12,12 @@ import toys
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams
 from llamabranch.context.prefix_cache import PrefixCache
-from llamabranch.errors import CacheFullError, ConfigError, SequencesExhaustedError
+from llamabranch.errors import (
+    CacheFullError,
+    ConfigError,
+    SequencesExhaustedError,
+    UnsupportedError,
+)
 
 WARM = SamplingParams(temperature=0.8, seed=42)
 
@@ -230,3 +235,87 @@ def test_memory_that_cannot_be_cut_shares_whole_texts(architecture: str, tmp_pat
         prefixes_of(ctx).clear()
         assert ctx.usage().cells_used == 0
         ctx.audit()
+
+
+# -- host memory -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saving(target: lb.Model) -> Iterator[Context]:
+    """512 cells, and room for the K/V of more than a thousand tokens in host memory."""
+    with Context(
+        target, n_ctx=512, n_seq_max=4, n_threads=1, prefix_cache=True, cache_ram=10_000_000
+    ) as ctx:
+        yield ctx
+        ctx.audit()
+
+
+def test_evicted_texts_come_back_from_host_memory(saving: Context, clean: Context) -> None:
+    rng = np.random.default_rng(9)
+    texts = [random_tokens(rng, 200) for _ in range(5)]
+    prefixes = prefixes_of(saving)
+    saved = prefixes.saved
+    assert saved is not None
+    saving.decoder.read_s = 1.0  # as if reading took a second for each token
+    for tokens in texts:
+        Branch.start(saving, tokens).prune()
+        saving.decoder.read_s = 1.0
+    assert len(saved) >= 3
+    assert 0 < saved.n_bytes <= 10_000_000
+    for tokens in texts:
+        n_decodes = saving.decoder.n_decodes
+        branch = Branch.start(saving, tokens, sampling=WARM)
+        assert saving.decoder.n_decodes == n_decodes + 1  # the last token only
+        saving.audit()
+        check(branch, clean)
+        branch.prune()
+    assert prefixes.n_restored > 2 * 199
+    prefixes.clear()
+    assert (saving.usage().cells_cached, saved.n_bytes, len(saved)) == (0, 0, 0)
+
+
+def test_part_of_a_saved_text_comes_back(saving: Context, clean: Context) -> None:
+    rng = np.random.default_rng(10)
+    first = random_tokens(rng, 300)
+    Branch.start(saving, first).prune()
+    Branch.start(saving, random_tokens(rng, 500)).prune()
+    saving.decoder.read_s = 1.0
+    branch = Branch.start(saving, [*first[:120], 7, 8, 9], sampling=WARM)
+    assert prefixes_of(saving).n_restored == 120
+    assert saving.usage().sequences == {branch.seq_id: 123}
+    check(branch, clean)
+    branch.prune()
+
+
+def test_texts_that_are_read_faster_are_read_again(saving: Context) -> None:
+    rng = np.random.default_rng(11)
+    texts = [random_tokens(rng, 300) for _ in range(2)]
+    prefixes = prefixes_of(saving)
+    for i in range(6):
+        Branch.start(saving, texts[i % 2]).prune()
+        saving.decoder.read_s = 0.0
+    assert prefixes.n_restored <= 299  # the first one was tried
+
+
+def test_host_memory_is_limited(target: lb.Model) -> None:
+    rng = np.random.default_rng(12)
+    with Context(
+        target, n_ctx=256, n_seq_max=2, n_threads=1, prefix_cache=True, cache_ram=1_000_000
+    ) as ctx:
+        saved = prefixes_of(ctx).saved
+        assert saved is not None
+        for _ in range(6):
+            Branch.start(ctx, random_tokens(rng, 100)).prune()
+        Branch.start(ctx, random_tokens(rng, 250)).prune()
+        assert saved.n_bytes <= 1_000_000
+        assert len(saved) < 6
+
+
+def test_host_memory_is_for_a_prefix_cache_that_can_be_copied(
+    toy: lb.Model, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="set prefix_cache=True"):
+        Context(toy, n_ctx=256, cache_ram=1000)
+    path = toys.write_toy(tmp_path / "toy.gguf", "mamba", vocab="bytes", weights="f32")
+    with lb.Model(path) as model, pytest.raises(UnsupportedError, match="recurrent memory"):
+        Context(model, n_ctx=256, n_seq_max=3, prefix_cache=True, cache_ram=1000)

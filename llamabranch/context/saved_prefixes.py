@@ -41,8 +41,9 @@ class SavedPrefixes:
         return self._tree.find(tokens)
 
     def touch(self, text: SavedText) -> None:
-        """Record that a text was used."""
-        self._texts.move_to_end(text)
+        """Record that a text was used; nothing if it was dropped meanwhile."""
+        if text in self._texts:
+            self._texts.move_to_end(text)
 
     def accepts(self, n_bytes: int) -> bool:
         """Return whether a state of this size can be held at all."""
@@ -61,7 +62,9 @@ class SavedPrefixes:
             self.drop(next(iter(self._texts)))
 
     def drop(self, text: SavedText) -> None:
-        """Forget a text."""
+        """Forget a text; a second time does nothing."""
+        if text not in self._texts:
+            return
         self._tree.remove(text.tokens)
         del self._texts[text]
         self.n_bytes -= text.state.nbytes

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import pytest
 import toys
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -228,6 +228,7 @@ def test_every_text_is_that_of_its_request_alone(which: str) -> None:
                     deadline=None,
                     database=None,
                     suppress_health_check=list(HealthCheck),
+                    phases=(Phase.generate,),
                 ),
             )
             tally: Counter[str] = members["tally"]  # type: ignore[assignment]

@@ -14,6 +14,8 @@ PYTEST_ARGS ?=
 PYTEST_WORKERS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 BENCH_ARGS ?=
 BIN := $(VENV)/bin
+# An editable install builds the compiled core into this tree: again when one of these changes.
+BUILT_FROM := pyproject.toml CMakeLists.txt llamabranch/native/core.c
 
 # The first install compiles llama.cpp: use every core for it.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
@@ -55,16 +57,16 @@ install-dev: $(VENV)/.installed-dev
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml | $(BIN)/python
+$(VENV)/.installed: $(BUILT_FROM) | $(BIN)/python
 	@echo "Installing llamabranch into $(VENV). The first time compiles llama.cpp: about five minutes on two cores."
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+$(VENV)/.installed-dev: $(BUILT_FROM) | $(BIN)/python
 	@echo "Installing llamabranch[dev] into $(VENV). The first time compiles llama.cpp: about five minutes on two cores."
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist llamabranch/native/_core.bin .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

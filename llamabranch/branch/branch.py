@@ -365,7 +365,7 @@ class Branch:
             if produced.is_stop:
                 self.sequence.finish_reason = "stop"
             else:
-                self.sequence.commit(produced.token)
+                self.sequence.commit(produced.token, draws_next=True)
             return produced
 
     def generate(

@@ -174,20 +174,9 @@ class TokenSequence:
 
     def draw(self, row: LogitsRow) -> int:
         """Return a token drawn from ``row``, the logits after the last token."""
-        position = len(self.tokens)
-        if not self.sampler.is_argmax:
-            compiled = self.sampler.row_sampler
-            if compiled is not None:
-                wanted = self.sampler.params.logprobs
-                token = row.sample(compiled, self._seed, position, measured=wanted)
-                if token >= 0:
-                    return token
-            choice = self.sampler.distribution(row.array, position, self._seed)
-            return choice.draw(self._seed, position)
-        token = row.best
-        if row.array[token] != row.array[token]:
-            raise ConfigError("no token can be drawn: the logits contain NaN")
-        return token
+        return row.draw(
+            self.sampler, self._seed, len(self.tokens), measured=self.sampler.params.logprobs
+        )
 
     def describe(self, token: int, row: LogitsRow) -> Produced:
         """Return ``token`` as the next one, with its log-probability and entropy from ``row``."""
@@ -290,10 +279,15 @@ class TokenSequence:
             self.sampler.accept(token)  # raises GrammarError, with the reason
         return -row.logprob(token) if self.sampler.params.logprobs else math.nan
 
-    def commit(self, token: int) -> None:
-        """Check ``token``, decode it and append it; if anything fails all is as before."""
+    def commit(self, token: int, *, draws_next: bool = False) -> None:
+        """Check ``token``, decode it and append it; if anything fails all is as before.
+
+        ``draws_next``: ``produce`` follows, so the next token is drawn in the same native call if it can.
+        """
         surprisal = self.check_commit(token)
-        self.append(token, surprisal, self._decoder.advance(self.seq_id, token, self.row))
+        sampler = self.sampler if draws_next else None
+        row = self._decoder.advance(self.seq_id, token, self.row, sampler, self._seed)
+        self.append(token, surprisal, row)
 
     def append(self, token: int, surprisal: float, row: LogitsRow | None) -> None:
         """Append a token; ``row`` follows it, None if it could not be decoded yet."""

@@ -17,7 +17,7 @@ class Produced(NamedTuple):
             of the tokens, but may carry text that was held back for a stop string; where an error ends
             the text, its id is -1 and its numbers are NaN.
         logprob, entropy: of the model's own distribution at this position, nats, before any sampling
-            setting.
+            setting; NaN with ``SamplingParams(logprobs=False)``.
         source: "drafted" (proposed and accepted), "bonus" (the target's own after a draft that was
             accepted whole), "corrected" (the target's own where a draft was rejected) or "plain".
         alternatives: the requested number of most probable tokens: (token, log-probability), best first.

@@ -53,6 +53,12 @@ class TargetDistributions:
         """Return the distribution of the token after token i."""
         return self.sampler(i).distribution(self._rows[i].array, self._position(i), self._seed)
 
+    def draw(self, i: int) -> int:
+        """Return the token that plain decoding draws after token i."""
+        sampler = self.sampler(i)
+        wanted = sampler.params.logprobs
+        return self._rows[i].draw(sampler, self._seed, self._position(i), measured=wanted)
+
     def _position(self, i: int) -> int:
         found = self._depths.get(i)
         if found is None:

@@ -34,12 +34,20 @@ class CellOrder:
     def reserve(self, seq_id: int, start: int, end: int) -> None:
         """Reserve the cells that a drop of [start, end) would free below a living sequence."""
         cells = self._cells
-        high = min(end, cells.next_position(seq_id))
+        end_of_seq = cells.next_position(seq_id)
+        high = min(end, end_of_seq)
+        start = max(start, cells.first_position(seq_id))
+        if start >= high:
+            return
+        # Of a sequence's cells those of later positions were written later.
+        newest = cells.newest(but=seq_id)
+        if high == end_of_seq and newest <= cells.write_index(seq_id, start):
+            return
         low, n_cells = cells.exclusive(seq_id, start, high)
         if low is None:
             return
         write_index = cells.write_index(seq_id, low)
-        if high < cells.next_position(seq_id) or cells.newest(but=seq_id) > write_index:
+        if high < end_of_seq or newest > write_index:
             self._handle.copy(seq_id, self._seq_id, low, high)
             self._add(write_index, n_cells)
 

@@ -13,6 +13,8 @@ from time import perf_counter, process_time
 from ..errors import CacheFullError, DecodeError, DecodeInterruptedError
 from ..native import ContextHandle
 from ..native.draft_loop import DraftLoop, DraftStream
+from ..sampling import Sampler
+from ..sampling.noise import DRAW
 from .kv_cache import END, KVCache
 from .logits import LogitsRow
 from .params import warn_of_length
@@ -60,6 +62,7 @@ class Decoder:
         self._live: list[LogitsRow] = []
         self._eog_tokens = eog_tokens
         self._loop: DraftLoop | None = None
+        self._most_loop = 0  # tokens of a decode in it; a larger one is made in Python
 
     def check_open(self) -> None:
         """Raise ClosedError if the context is closed."""
@@ -82,26 +85,45 @@ class Decoder:
                 row.detach()
         self._live = []
 
-    def advance(self, seq_id: int, token: int, expiring: LogitsRow | None) -> LogitsRow:
-        """Decode one token at the end of ``seq_id``; return its row. The hot path."""
+    def advance(
+        self,
+        seq_id: int,
+        token: int,
+        expiring: LogitsRow | None,
+        sampler: Sampler | None = None,
+        seed: int = 0,
+    ) -> LogitsRow:
+        """Decode one token at the end of ``seq_id``; return its row. The hot path.
+
+        ``sampler`` and ``seed``: the next token will be drawn with these. Where the compiled core knows
+        the settings, it is drawn in the same native call, and the row remembers it.
+        """
         handle = self.handle
         handle.ptr  # noqa: B018  (raises ClosedError)
         position = self._cache.next_position(seq_id)
         if position >= self._n_trained:
             self._warn_beyond_trained()
         self._protect_rows(1, () if expiring is None else (expiring,))
-        handle.tokens[0] = token
-        handle.positions[0] = position
-        handle.seqs[0] = seq_id
-        handle.wants_logits[0] = 1
+        compiled, measured = None, True
+        if sampler is not None and handle.can_step and self.n_decodes & _WATCHED:
+            compiled, measured = sampler.row_sampler, sampler.params.logprobs
         try:
-            code = handle.decode(1) if self.n_decodes & _WATCHED else self._watched(1)
+            if compiled is not None:
+                code = handle.step(token, position, seq_id, compiled, seed, DRAW, measured)
+            else:
+                handle.tokens[0] = token
+                handle.positions[0] = position
+                handle.seqs[0] = seq_id
+                handle.wants_logits[0] = 1
+                code = handle.decode(1) if self.n_decodes & _WATCHED else self._watched(1)
             if code == 1 and self._make_room(1, () if expiring is None else (expiring,)):
-                return self.advance(seq_id, token, expiring)
+                return self.advance(seq_id, token, expiring, sampler, seed)
             if code == 0:
                 self._cache.append(seq_id, 1)
                 self.n_decodes += 1
                 row = LogitsRow(handle.rows(1)[0], handle.rows_address or 0)
+                if compiled is not None:
+                    row.note_step(compiled, seed, measured)
                 self._live = [row]
                 if expiring is not None:
                     expiring.invalidate()
@@ -179,36 +201,42 @@ class Decoder:
             it. What was decoded is recorded; a decode that failed is undone, and ends the draft: the
             caller repeats it to learn why. None: not here, nothing was done.
         """
-        handle, cache = self.handle, self._cache
+        handle, cache, n = self.handle, self._cache, len(streams)
         handle.ptr  # noqa: B018  (raises ClosedError)
-        n_first, n = sum(map(len, unread)), len(streams)
-        seqs = [stream.seq_id for stream in streams]
-        starts = {seq_id: cache.next_position(seq_id) for seq_id in seqs}
-        longest = max(starts[s] + len(t) for s, t in zip(seqs, unread, strict=True)) + most
-        most_tokens = min(handle.n_watched, handle.n_chunk, handle.n_outputs_max)
-        if longest > self._n_trained or max(n_first, n) >= most_tokens:
+        if not handle.can_step or handle.stepper is None:
             return None
         if self._loop is None:
-            self._loop = DraftLoop(handle, self._eog_tokens)
+            self._loop = DraftLoop(handle.stepper, handle.n_vocab, self._eog_tokens)
+            self._most_loop = min(handle.n_watched, handle.n_chunk, handle.n_outputs_max)
+        n_first = longest = 0
+        seqs, starts = [], {}
+        for stream, tokens in zip(streams, unread, strict=True):
+            seq_id = stream.seq_id
+            seqs.append(seq_id)
+            starts[seq_id] = start = cache.next_position(seq_id)
+            n_first += len(tokens)
+            longest = max(longest, start + len(tokens) + most)
+        if longest > self._n_trained or n_first >= self._most_loop or n >= self._most_loop:
+            return None
         self._protect_rows(n, expiring)
         at = 0
         for seq_id, tokens in zip(seqs, unread, strict=True):
-            end = at + len(tokens)
-            handle.tokens[at:end] = tokens
-            handle.positions[at:end] = range(starts[seq_id], starts[seq_id] + len(tokens))
-            handle.seqs[at:end] = seq_id
-            handle.wants_logits[at:end] = 0
-            handle.wants_logits[end - 1 : end] = 1
-            at = end
-        timed = self.watch is not None and n_first in (0, n)
-        times = (perf_counter(), process_time()) if timed else (0.0, 0.0)
+            for position, token in enumerate(tokens, starts[seq_id]):
+                handle.tokens[at] = token
+                handle.positions[at] = position
+                handle.seqs[at] = seq_id
+                handle.wants_logits[at] = 0
+                at += 1
+            if tokens:
+                handle.wants_logits[at - 1] = 1
+        timed = self.watch if n_first in (0, n) else None
+        start_s, start_cpu = (perf_counter(), process_time()) if timed else (0.0, 0.0)
         try:
             code = self._loop.run(streams, n_first, handle.n_watched // n)
             n_decodes = self._loop.n_decodes
-            is_due = (self.n_decodes & _WATCHED) + n_decodes > _WATCHED
-            if self.watch is not None and timed and is_due and code == 0:
-                spent = perf_counter() - times[0], process_time() - times[1]
-                self.watch.note_loop(n, n_decodes, *spent)
+            if timed and code == 0 and (self.n_decodes & _WATCHED) + n_decodes > _WATCHED:
+                spent = perf_counter() - start_s, process_time() - start_cpu
+                timed.note_loop(n, n_decodes, *spent)
             self._record_draft(seqs, unread, [stream.n_decoded for stream in streams], n_decodes)
         except BaseException:  # Ctrl-C arrives when the call returns
             self._undo(starts, expiring)

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ConfigError
 from ..native import core
+from ..sampling import Sampler
 from ..sampling.noise import DRAW
 
 __all__ = ["LogitsRow", "TokenScore"]
@@ -50,7 +52,7 @@ class LogitsRow:
         address: where they lie in memory; 0 = to be asked of ``array``.
     """
 
-    __slots__ = ("_address", "_best", "_entropy", "_logsumexp", "array", "users")
+    __slots__ = ("_address", "_best", "_drawn", "_entropy", "_logsumexp", "array", "users")
 
     def __init__(self, array: Logits, address: int = 0) -> None:
         self.array = array
@@ -59,6 +61,7 @@ class LogitsRow:
         self._best = -1
         self._logsumexp: float = _UNKNOWN
         self._entropy: float = _UNKNOWN
+        self._drawn: tuple[object, int, int] | None = None  # by what, seed, token
 
     def detach(self) -> None:
         """Copy the row out of llama.cpp's buffer."""
@@ -114,25 +117,68 @@ class LogitsRow:
             self._best = int(self.array.argmax())
         return self._best
 
+    def draw(self, sampler: Sampler, seed: int, position: int, *, measured: bool = True) -> int:
+        """Return the token that ``sampler`` draws from this row, the next one at ``position``.
+
+        What the compiled core does not know or will not decide goes to llama.cpp's samplers and NumPy.
+
+        Args:
+            sampler: has accepted the tokens before this one.
+            seed: of the noise.
+            position: of the next token.
+            measured: compute log-sum-exp and entropy in the same call; for a caller that needs them.
+
+        Raises:
+            GrammarError, ConfigError: no token can be drawn.
+        """
+        if sampler.is_argmax:
+            if measured and self._logsumexp is _UNKNOWN:
+                self._measure()
+            token = self.best
+            if self.array[token] != self.array[token]:
+                raise ConfigError("no token can be drawn: the logits contain NaN")
+            return token
+        compiled = sampler.row_sampler
+        if compiled is not None:
+            drawn = self._drawn
+            if drawn is not None and drawn[0] is compiled and drawn[1] == seed:
+                return drawn[2]
+            token = self.sample(compiled, seed, position, measured=measured)
+            if token >= 0:
+                return token
+        return sampler.distribution(self.array, position, seed).draw(seed, position)
+
     def sample(
         self,
-        sampler: core.RowSampler,
+        compiled: core.RowSampler,
         seed: int,
         position: int,
         purpose: int = DRAW,
         *,
         measured: bool = True,
     ) -> int:
-        """Draw a token, measuring the row in the same call unless that is done or not wanted.
+        """Draw with the compiled core, measuring the row in the same call unless that is done.
 
         Returns:
-            the token that ``Distribution.draw`` draws; -1 where the core leaves that to NumPy.
+            the token that ``Distribution.draw`` draws; -1: the core leaves it to NumPy.
         """
         measured = measured and self._logsumexp is _UNKNOWN
-        token = sampler.sample(self.address, seed, position, purpose, measured)
+        token = compiled.sample(self.address, seed, position, purpose, measured)
         if measured:
-            self._note(sampler.choice.best, sampler.choice.logsumexp, sampler.choice.entropy)
+            found = compiled.choice
+            self._note(found.best, found.logsumexp, found.entropy)
         return token
+
+    def note_step(self, compiled: core.RowSampler, seed: int, measured: bool) -> None:
+        """Take over what the native step that decoded this row has found, its draw included.
+
+        The draw is for the position after the row's token: nobody draws from a row for another one.
+        """
+        found = compiled.choice
+        if measured:
+            self._note(found.best, found.logsumexp, found.entropy)
+        if found.token >= 0:
+            self._drawn = (compiled, seed, found.token)
 
     @property
     def address(self) -> int:

@@ -17,7 +17,7 @@ from .library import (
     uses_amx,
 )
 from .model import ModelHandle
-from .sampler import CandidateBuffer, GrammarHandle, SamplerHandle
+from .sampler import CandidateBuffer, GrammarHandle, SamplerHandle, softmax_agrees
 from .state_layout import StateLayout
 from .thread_call import call_in_thread
 
@@ -37,6 +37,7 @@ __all__ = [
     "last_log_lines",
     "max_sequences",
     "set_log_level",
+    "softmax_agrees",
     "supports_gpu_offload",
     "system_info",
     "uses_amx",

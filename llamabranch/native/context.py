@@ -20,6 +20,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as C
 
 from ..errors import ConfigError, UsageError
+from . import core
 from .handle import Handle, forkable_lock, generation
 from .library import clear_log_lines, last_log_lines
 from .model import ModelHandle
@@ -44,6 +45,7 @@ ROPE_SCALING = {None: -1, "none": 0, "linear": 1, "yarn": 2, "longrope": 3}
 
 # The bindings create a ctypes pointer object in each call; a plain address takes a tenth of that time.
 _get_logits = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("llama_get_logits", C._lib))
+_llama_decode = C.llama_decode
 _int32_p = ctypes.POINTER(ctypes.c_int32)
 _uint8_p = ctypes.POINTER(ctypes.c_uint8)
 
@@ -172,6 +174,15 @@ class ContextHandle(Handle):
         self.n_watched = max(2, int(_WORTH_A_THREAD / max(1, model.number("n_params"))))
         self.n_chunk = self.n_batch if self.stops_inside else min(self.n_batch, options.n_ubatch)
         self._stop_address = ctypes.c_char.from_buffer(self._stop)
+        self.stepper: core.Stepper | None = None  # where the compiled core can decode
+        if core.Stepper.knows(C.llama_batch):
+            self.stepper = core.Stepper(
+                decode=_address_of(C._lib.llama_decode),
+                get_logits=_address_of(C._lib.llama_get_logits),
+                ctx=self._address or 0,
+                stop=ctypes.addressof(self._stop_address),
+                batch=self._batch,
+            )
         if not moves_states:
             C.llama_set_abort_callback(
                 ptr,
@@ -205,6 +216,38 @@ class ContextHandle(Handle):
             return self._decode_apart()
         code: int = C.llama_decode(self.unchecked_ptr, self._batch)
         return code
+
+    @property
+    def can_step(self) -> bool:
+        """True if ``step`` may be called: the compiled core is there, and nobody watches decodes.
+
+        Whoever times or counts decodes replaces ``decode``, of this object or of llama.cpp; a native
+        step would go past them.
+        """
+        return (
+            self.stepper is not None
+            and C.llama_decode is _llama_decode
+            and "decode" not in self.__dict__
+        )
+
+    def step(
+        self,
+        token: int,
+        position: int,
+        seq_id: int,
+        sampler: core.RowSampler,
+        seed: int,
+        purpose: int,
+        measured: bool,
+    ) -> int:
+        """Decode one token, measure its row if asked and draw the next one, in one native call.
+
+        Returns:
+            llama_decode's code. If it is 0, ``rows(1)`` is the row and ``sampler.choice`` what it holds.
+        """
+        if self.stepper is None:
+            raise RuntimeError("the compiled core is not available")
+        return self.stepper.step(token, position, seq_id, sampler, seed, purpose, measured)
 
     def _decode_apart(self) -> int:
         """Decode in another thread, so that this one can receive Ctrl-C and stop the decode.
@@ -295,16 +338,6 @@ class ContextHandle(Handle):
     def synchronize(self) -> None:
         C.llama_synchronize(self.ptr)
 
-    def for_loops(self) -> dict[str, object]:
-        """Return what compiled code needs to decode with this handle: addresses, and a batch."""
-        functions = {"decode": C._lib.llama_decode, "logits": C._lib.llama_get_logits}
-        return {
-            "context": self._address,
-            "stop": ctypes.addressof(self._stop_address),
-            "batch": self._batch,
-            **{name: ctypes.cast(f, ctypes.c_void_p).value for name, f in functions.items()},
-        }
-
     # -- memory ------------------------------------------------------------------------------------
 
     def remove(self, seq_id: int, start: int, end: int) -> bool:
@@ -357,6 +390,10 @@ def _close_at_exit(handle: ContextHandle) -> None:
 def _close_all() -> None:
     for handle in list(_open):
         handle.close()
+
+
+def _address_of(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def _hears_signals() -> bool:

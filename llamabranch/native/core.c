@@ -58,7 +58,7 @@ typedef struct {
 typedef struct {
     int32_t n_vocab;
     int32_t greedy;
-    int32_t top_k;     /* 0: all */
+    int32_t top_k;     /* below n_vocab; 0: all */
     float top_p;       /* 1: off */
     float min_p;       /* 0: off */
     float temperature; /* 1: off */
@@ -69,7 +69,7 @@ typedef struct {
     float *maxima;    /* (n_vocab): of blocks, then a copy to select from */
     uint64_t *keys;   /* (2 n_vocab): candidates to sort */
     int32_t *ids;     /* (n_vocab): the candidates */
-    float *logits;    /* (n_vocab): theirs, divided by the temperature */
+    float *logits;    /* (n_vocab): theirs, divided by the temperature; before, space to select in */
     double *weights;  /* (n_vocab): their log-weights, the largest 0 */
 } lb_sampler;
 
@@ -313,17 +313,20 @@ static int32_t largest(lb_sampler *s, const float *x, float *maxima, int32_t siz
     return s->keys[k - 1] >> 32 == s->keys[k] >> 32 ? 0 : k;
 }
 
-/* top-p over the sorted candidates, whose weights e^(logit - top) sum to ``total``: llama.cpp's own 32-bit
- * arithmetic, and nothing decided where another expf could decide otherwise. Returns how many it keeps, 0:
- * undecided, -1: the n candidates do not reach p. */
+/* Sum e^(logit - top) in llama.cpp's own order and 32-bit arithmetic. Python has compared the two expf. */
+static float softmax_total(const float *x, int32_t n, float top) {
+    float total = 0.0f;
+    for (int32_t i = 0; i < n; i++) total += expf(x[i] - top);
+    return total;
+}
+
+/* top-p over the sorted candidates, whose weights sum to ``total``: llama.cpp's arithmetic, step by step.
+ * Returns how many it keeps, 0: undecided, -1: the n candidates do not reach p. */
 static int32_t cut_top_p(const uint64_t *keys, const float *x, int32_t n, float top, float total, float p) {
-    const float margin = 2e-6f;
     float sum = 0.0f;
     for (int32_t i = 0; i < n; i++) {
         sum += expf(x[id_of(keys[i])] - top) / total;
-        float gap = sum - p;
-        if (gap > -margin && gap < margin) return 0;
-        if (gap > 0.0f) {
+        if (sum >= p) {
             int is_tie = i + 1 < n && keys[i] >> 32 == keys[i + 1] >> 32;
             return is_tie ? 0 : i + 1;
         }
@@ -331,79 +334,100 @@ static int32_t cut_top_p(const uint64_t *keys, const float *x, int32_t n, float 
     return -1;
 }
 
-/* The logit below which min-p drops a token; ``*slack``: how far another logf could move it. */
+/* The logit below which min-p drops a token; ``*slack``: how far a logf that rounds differently moves it. */
 static float min_p_logit(float top, float min_p, float *slack) {
     float log_p = logf(min_p), least = top + log_p;
-    *slack = 4.0f * FLT_EPSILON * (fabsf(top) + fabsf(log_p) + fabsf(least));
+    *slack = FLT_EPSILON * (fabsf(log_p) + fabsf(least)) + FLT_MIN;
     return least;
 }
 
-/* Find the candidates that are left of ``x`` (with its bias, maximum ``top``): ids and logits after the
- * temperature. Returns how many, 0: undecided. */
-static int32_t find_candidates(lb_sampler *s, const float *x, float top, float *maxima, int32_t size) {
-    int32_t n = s->n_vocab, kept;
-    int has_top_k = s->top_k > 0 && s->top_k < n, has_top_p = s->top_p < 1.0f;
-    if (has_top_k || has_top_p) {
-        if (has_top_k) {
-            kept = largest(s, x, maxima, size, s->top_k);
-            if (kept && has_top_p) {
-                float total = 0.0f;
-                for (int32_t i = 0; i < kept; i++) total += expf(x[id_of(s->keys[i])] - top);
-                int32_t cut = cut_top_p(s->keys, x, kept, top, total, s->top_p);
-                kept = cut < 0 ? kept : cut;
-            }
-        } else {
+/* Keep what top-k, top-p and min-p leave, in descending order: ids to s->ids. Returns how many, 0:
+ * undecided. */
+static int32_t keep_sorted(lb_sampler *s, const float *x, float top, float *maxima, int32_t size) {
+    int32_t n = s->n_vocab, kept = 0, cut = -1;
+    if (s->top_k > 0) {
+        kept = largest(s, x, maxima, size, s->top_k);
+        if (kept && s->top_p < 1.0f) {
             float total = 0.0f;
-            for (int32_t i = 0; i < n; i++) total += expf(x[i] - top);
-            /* Mostly a few tokens hold p: try the 256 largest, then all. */
-            int32_t k = n > 1024 ? 256 : n, cut = -1;
-            kept = 0;
-            if (k < n) {
-                kept = largest(s, x, maxima, size, k);
-                if (kept) cut = cut_top_p(s->keys, x, kept, top, total, s->top_p);
-            }
-            if (cut < 0) {
-                kept = collect(x, n, -FLT_MAX, NULL, 0, s->keys);
-                sort_keys(s->keys, s->keys + n, kept);
-                cut = cut_top_p(s->keys, x, kept, top, total, s->top_p);
-            }
-            kept = cut < 0 ? kept : cut;
+            for (int32_t i = 0; i < kept; i++) total += expf(x[id_of(s->keys[i])] - top);
+            cut = cut_top_p(s->keys, x, kept, top, total, s->top_p);
         }
-        if (kept && s->min_p > 0.0f) {
-            float slack, least = min_p_logit(top, s->min_p, &slack);
-            int32_t i = 1; /* the first one always stays */
-            for (; i < kept; i++) {
-                float logit = x[id_of(s->keys[i])], gap = logit - least;
-                if (logit == top) continue;
-                if (gap > -slack && gap < slack) return 0;
-                if (gap < 0.0f) break;
-            }
-            kept = i;
-        }
-        for (int32_t i = 0; i < kept; i++) s->ids[i] = id_of(s->keys[i]);
     } else {
-        float least = -FLT_MAX, slack = 0.0f;
-        if (s->min_p > 0.0f) {
-            least = min_p_logit(top, s->min_p, &slack);
-            if (least == -INFINITY) return 0;
+        float total = softmax_total(x, n, top);
+        /* Mostly a few tokens hold p: try the 256 largest, then all. */
+        if (n > 1024) {
+            kept = largest(s, x, maxima, size, 256);
+            if (kept) cut = cut_top_p(s->keys, x, kept, top, total, s->top_p);
         }
-        kept = 0;
-        for (int32_t start = 0, b = 0; start < n; start += size, b++) {
-            if (maxima[b] < least - slack) continue;
-            int32_t end = n - start < size ? n : start + size;
-            for (int32_t i = start; i < end; i++) {
-                float gap = x[i] - least;
-                if (gap > -slack && gap < slack && x[i] != top) return 0;
-                if (gap >= 0.0f || x[i] == top) s->ids[kept++] = i;
-            }
+        if (cut < 0) {
+            kept = collect(x, n, -FLT_MAX, NULL, 0, s->keys);
+            sort_keys(s->keys, s->keys + n, kept);
+            cut = cut_top_p(s->keys, x, kept, top, total, s->top_p);
         }
     }
-    float t = s->temperature;
-    for (int32_t i = 0; i < kept; i++) {
-        s->logits[i] = t == 1.0f ? x[s->ids[i]] : x[s->ids[i]] / t;
-        if (!isfinite(s->logits[i])) return 0; /* it overflowed */
+    if (cut >= 0) kept = cut;
+    if (kept && s->min_p > 0.0f) {
+        float slack, least = min_p_logit(top, s->min_p, &slack);
+        int32_t i = 1; /* the first one always stays */
+        for (; i < kept; i++) {
+            float logit = x[id_of(s->keys[i])], gap = logit - least;
+            if (logit == top) continue;
+            if (gap > -slack && gap < slack) return 0;
+            if (gap < 0.0f) break;
+        }
+        kept = i;
+    }
+    for (int32_t i = 0; i < kept; i++) s->ids[i] = id_of(s->keys[i]);
+    return kept;
+}
+
+/* Keep what min-p alone leaves, in the order of ids; else as ``keep_sorted``. */
+static int32_t keep_min_p(lb_sampler *s, const float *x, float top, const float *maxima, int32_t size) {
+    int32_t n = s->n_vocab, kept = 0;
+    float slack, least = min_p_logit(top, s->min_p, &slack);
+    if (!(least >= -FLT_MAX)) return 0;
+    for (int32_t start = 0, b = 0; start < n; start += size, b++) {
+        if (maxima[b] < least - slack) continue;
+        int32_t end = n - start < size ? n : start + size;
+        for (int32_t i = start; i < end; i++) {
+            float gap = x[i] - least;
+            if (gap > -slack && gap < slack && x[i] != top) return 0;
+            if (gap >= 0.0f || x[i] == top) s->ids[kept++] = i;
+        }
     }
     return kept;
+}
+
+/* Keep all but masked tokens, in the order of ids. */
+static int32_t keep_all(lb_sampler *s, const float *x) {
+    int32_t n = s->n_vocab, kept = 0;
+    for (int32_t i = 0; i < n; i++) {
+        s->ids[kept] = i;
+        kept += x[i] >= -FLT_MAX;
+    }
+    return kept;
+}
+
+/* Divide the candidates' logits by the temperature; return 0 if one overflows. */
+LB_SIMD static int scale(const float *x, const int32_t *ids, int32_t n, float temperature, float *out) {
+    int32_t overflows = 0;
+    if (temperature == 1.0f) {
+        for (int32_t i = 0; i < n; i++) out[i] = x[ids[i]];
+    } else {
+        for (int32_t i = 0; i < n; i++) out[i] = x[ids[i]] / temperature;
+    }
+    for (int32_t i = 0; i < n; i++) overflows |= fabsf(out[i]) > FLT_MAX;
+    return !overflows;
+}
+
+/* Find the candidates that are left of ``x`` (with its bias): ids and logits after the temperature.
+ * ``top`` is the largest logit, ``maxima`` those of blocks. Returns how many, 0: undecided. */
+static int32_t find_candidates(lb_sampler *s, const float *x, float top, float *maxima, int32_t size) {
+    int32_t n;
+    if (s->top_k > 0 || s->top_p < 1.0f) n = keep_sorted(s, x, top, maxima, size);
+    else if (s->min_p > 0.0f) n = keep_min_p(s, x, top, maxima, size);
+    else n = keep_all(s, x);
+    return n && scale(x, s->ids, n, s->temperature, s->logits) ? n : 0;
 }
 
 /* -- drawing --------------------------------------------------------------------------------------- */
@@ -482,14 +506,8 @@ LB_SIMD static int32_t next_contest(
 static int32_t draw(const lb_sampler *s, int32_t n, uint64_t key) {
     if (n == 1) return 0;
     const float *x = s->logits;
-    float top = x[0];
-    int32_t best = 0;
-    for (int32_t i = 1; i < n; i++) {
-        if (x[i] > top) {
-            top = x[i];
-            best = i;
-        }
-    }
+    float all, top = block_maxima(x, n, n, &all);
+    int32_t best = first_equal(x, n, top);
     race r = {INFINITY, -1, 0};
     enter(&r, key, s->ids[best], 0.0, best);
     for (int32_t i = 0; i < n;) {
@@ -547,12 +565,52 @@ static int sample_row(
     return LB_OK;
 }
 
+/* -- decoding ------------------------------------------------------------------------------------------ */
+
+/* llama.cpp's llama_batch; Python has compared the fields. */
+typedef struct {
+    int32_t n_tokens;
+    int32_t *token;
+    float *embd;
+    int32_t *pos;
+    int32_t *n_seq_id;
+    int32_t **seq_id;
+    int8_t *logits;
+} lb_batch;
+
+/* A llama_context with llama.cpp's own functions. */
+typedef struct {
+    int32_t (*decode)(void *ctx, lb_batch batch); /* llama_decode */
+    float *(*get_logits)(void *ctx);              /* llama_get_logits */
+    void *ctx;
+    const volatile char *stop; /* not 0: do not begin a decode */
+    lb_batch batch;            /* the context's arrays, with room for one token at least */
+    const float *logits;       /* of the last decode */
+} lb_decoder;
+
+enum { LB_INTERRUPTED = 2 }; /* llama_decode's own code */
+
+/* Decode one token at the end of a sequence and ask for its logits; return llama_decode's code. */
+static int decode_one(lb_decoder *d, int32_t token, int32_t position, int32_t seq_id) {
+    if (*d->stop) return LB_INTERRUPTED;
+    d->batch.n_tokens = 1;
+    d->batch.token[0] = token;
+    d->batch.pos[0] = position;
+    d->batch.seq_id[0][0] = seq_id;
+    d->batch.logits[0] = 1;
+    int code = d->decode(d->ctx, d->batch);
+    d->logits = code == 0 ? d->get_logits(d->ctx) : NULL;
+    return code;
+}
+
 /* -- what Python calls ------------------------------------------------------------------------------- */
 
 /* The layout of the structures, to compare with Python's; 0 where 32-bit arithmetic is not exact here. */
 LB_API int32_t lb_layout(void) {
     if (FLT_EVAL_METHOD != 0) return 0;
-    return (int32_t)(10000 * sizeof(lb_row) + 100 * sizeof(lb_sampler) + sizeof(lb_choice));
+    return (int32_t)(
+        ((sizeof(lb_row) * 256 + sizeof(lb_sampler)) * 256 + sizeof(lb_choice)) * 256 + sizeof(lb_decoder)
+    );
 }
 
 /* Which variant of the SIMD code runs: "x86-64-v4", "x86-64-v3" or "portable". */
@@ -563,6 +621,12 @@ LB_API const char *lb_variant(void) {
     if (__builtin_cpu_supports("x86-64-v3")) return "x86-64-v3";
 #endif
     return "portable";
+}
+
+/* Write the probabilities of n logits, whose maximum is the first, as llama.cpp computes them. */
+LB_API void lb_softmax(const float *logits, int32_t n, float *probs) {
+    float total = softmax_total(logits, n, logits[0]);
+    for (int32_t i = 0; i < n; i++) probs[i] = expf(logits[i] - logits[0]) / total;
 }
 
 /* Measure n_rows rows of logits, (n_rows, n_vocab); return LB_UNDECIDED if one has best = -1. */
@@ -591,24 +655,22 @@ LB_API int lb_candidates(lb_sampler *s, const float *logits, int measured, lb_ch
     out->logprob = NAN;
     out->n = prepare(s, logits, measured, &out->row);
     if (out->n == 0) return LB_UNDECIDED;
-    float top = s->logits[0];
-    for (int32_t i = 1; i < out->n; i++) top = s->logits[i] > top ? s->logits[i] : top;
+    float all, top = block_maxima(s->logits, out->n, out->n, &all);
     for (int32_t i = 0; i < out->n; i++) s->weights[i] = (double)s->logits[i] - (double)top;
     return LB_OK;
 }
 
-/* -- drafting ---------------------------------------------------------------------------------------- */
+/* Decode one token, measure its row if asked and draw the one after it; return llama_decode's code. */
+LB_API int lb_step(
+    lb_decoder *d, int32_t token, int32_t position, int32_t seq_id, lb_sampler *s, uint64_t seed,
+    uint64_t purpose, int measured, lb_choice *out
+) {
+    int code = decode_one(d, token, position, seq_id);
+    if (code == 0) sample_row(s, d->logits, seed, (uint64_t)position + 1, purpose, measured, out);
+    return code;
+}
 
-/* llama_batch of llama.h, which is passed by value. */
-typedef struct {
-    int32_t n_tokens;
-    int32_t *token;
-    float *embd;
-    int32_t *pos;
-    int32_t *n_seq_id;
-    int32_t **seq_id;
-    int8_t *logits;
-} lb_batch;
+/* -- drafting ---------------------------------------------------------------------------------------- */
 
 /* Whether a stream goes on, or why not. */
 enum { LB_GOES_ON = 0, LB_FULL_LENGTH = 1, LB_STOPPED = 2, LB_EOG = 3, LB_TO_PYTHON = 4 };
@@ -650,13 +712,10 @@ typedef struct {
 } lb_stream;
 
 typedef struct {
-    void *context;
-    int32_t (*decode)(void *context, lb_batch batch);
-    float *(*logits)(void *context);
-    const volatile char *stop; /* not 0: decode nothing more */
-    const uint8_t *is_eog;     /* (n_vocab) */
-    lb_batch batch;
+    lb_decoder *decoder;
+    const uint8_t *is_eog; /* (n_vocab) */
     int32_t n_vocab;
+    int32_t n_first; /* entries of the batch that the caller has written */
     int32_t most_decodes;
     int32_t n_decodes; /* that succeeded */
     int32_t code;      /* of the decode that failed, 0: none */
@@ -721,7 +780,7 @@ static int32_t draft_token(lb_stream *s, const uint8_t *is_eog) {
 
 /* The layout of these structures, to compare with Python's. */
 LB_API int32_t lb_loop_layout(void) {
-    return (int32_t)(10000 * sizeof(lb_loop) + 100 * sizeof(lb_stream) + sizeof(lb_batch));
+    return (int32_t)(sizeof(lb_stream) * 256 + sizeof(lb_loop));
 }
 
 /* Decode and draw in turns until every stream has ended, one needs Python, or a decode fails.
@@ -730,14 +789,22 @@ LB_API int32_t lb_loop_layout(void) {
  * with no entries, all streams have their rows. At the end each stream that still goes on has a last token
  * that was drawn and not decoded. */
 LB_API void lb_draft(lb_loop *loop, lb_stream *streams, int32_t n_streams) {
-    lb_batch *batch = &loop->batch;
+    lb_decoder *d = loop->decoder;
+    lb_batch *batch = &d->batch;
+    batch->n_tokens = loop->n_first;
     loop->n_decodes = loop->code = 0;
+    for (int32_t i = 0; i < n_streams; i++) {
+        lb_stream *s = streams + i;
+        s->n_tokens = s->n_entropies = s->n_decoded = s->n_sources = 0;
+        s->output = -1;
+        s->state = LB_GOES_ON;
+    }
     for (int is_first = 1;; is_first = 0) {
         if (batch->n_tokens > 0) {
-            loop->code = *loop->stop ? 2 : loop->decode(loop->context, *batch);
+            loop->code = *d->stop ? LB_INTERRUPTED : d->decode(d->ctx, *batch);
             if (loop->code) return;
             loop->n_decodes++;
-            const float *rows = loop->logits(loop->context);
+            const float *rows = d->logits = d->get_logits(d->ctx);
             int32_t output = 0;
             for (int32_t i = 0; i < n_streams; i++) {
                 lb_stream *s = streams + i;

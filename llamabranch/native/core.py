@@ -15,13 +15,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["RowSampler", "address_of", "available", "description", "measure"]
+__all__ = ["RowSampler", "Stepper", "address_of", "available", "description", "measure", "softmax"]
 
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 Logits = npt.NDArray[np.float32]
-
-_SUFFIXES = (".so", ".dylib", ".dll")
 
 
 class _Row(ctypes.Structure):
@@ -65,28 +63,58 @@ class _Choice(ctypes.Structure):
     )
 
 
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        ("n_tokens", ctypes.c_int32),
+        ("token", ctypes.c_void_p),
+        ("embd", ctypes.c_void_p),
+        ("pos", ctypes.c_void_p),
+        ("n_seq_id", ctypes.c_void_p),
+        ("seq_id", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+    )
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = (
+        ("decode", ctypes.c_void_p),
+        ("get_logits", ctypes.c_void_p),
+        ("ctx", ctypes.c_void_p),
+        ("stop", ctypes.c_void_p),
+        ("batch", _Batch),
+        ("logits", ctypes.c_void_p),
+    )
+
+
+def _layout() -> int:
+    layout = 0
+    for structure in (_Row, _Sampler, _Choice, _Decoder):
+        layout = 256 * layout + ctypes.sizeof(structure)
+    return layout
+
+
 def _load() -> tuple[ctypes.CDLL | None, str]:
     """Return the library, or None, and a description of what runs."""
     if os.environ.get("LLAMABRANCH_CORE") == "0":
         return None, "off (LLAMABRANCH_CORE=0): NumPy"
-    here = Path(__file__).parent
-    found = [path for suffix in _SUFFIXES if (path := here / f"_core{suffix}").is_file()]
-    if not found:
+    path = Path(__file__).with_name("_core.bin")
+    if not path.is_file():
         return None, "not built: NumPy"
     try:
-        library = ctypes.CDLL(str(found[0]))
+        library = ctypes.CDLL(str(path))
         layout = int(library.lb_layout())
         library.lb_variant.restype = ctypes.c_char_p
         variant = (library.lb_variant() or b"").decode()
     except (OSError, AttributeError) as error:
         return None, f"unusable ({error}): NumPy"
-    sizes = map(ctypes.sizeof, (_Row, _Sampler, _Choice))
-    if layout != sum(size * scale for size, scale in zip(sizes, (10000, 100, 1), strict=True)):
+    if layout != _layout():
         return None, "built from another version: NumPy"
     pointer, i32, u64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint64
     library.lb_measure.argtypes = [pointer, i32, i32, pointer]
     library.lb_sample.argtypes = [pointer, pointer, u64, u64, u64, i32, pointer]
     library.lb_candidates.argtypes = [pointer, pointer, i32, pointer]
+    library.lb_step.argtypes = [pointer, i32, i32, i32, pointer, u64, u64, i32, pointer]
+    library.lb_softmax.argtypes = [pointer, i32, pointer]
     return library, f"compiled ({variant})"
 
 
@@ -107,6 +135,16 @@ def measure(address: int, n_rows: int, n_vocab: int) -> list[tuple[int, float, f
     rows = (_Row * n_rows)()
     _library.lb_measure(address, n_rows, n_vocab, ctypes.addressof(rows))
     return [(row.best, row.logsumexp, row.entropy) for row in rows]
+
+
+def softmax(logits: Logits) -> Logits:
+    """Return the probabilities of ``logits`` (n,), whose first is the largest, in 32-bit floats."""
+    if _library is None:
+        raise RuntimeError("the compiled core is not available")
+    address, logits = address_of(logits)
+    probs = np.empty(len(logits), dtype=np.float32)
+    _library.lb_softmax(address, len(logits), probs.ctypes.data)
+    return probs
 
 
 def address_of(logits: Logits) -> tuple[int, Logits]:
@@ -130,7 +168,7 @@ class RowSampler:
 
     Attributes:
         choice: what the last call found; see ``core.c``.
-        settings_address: of its settings and its memory, for other functions of ``core.c``.
+        at, out: the addresses of the settings and of ``choice``.
     """
 
     def __init__(
@@ -176,8 +214,8 @@ class RowSampler:
         self.choice = _Choice()
         self._sample = _library.lb_sample
         self._candidates = _library.lb_candidates
-        self._at = self.settings_address = ctypes.addressof(self._settings)
-        self._out = ctypes.addressof(self.choice)
+        self.at = ctypes.addressof(self._settings)
+        self.out = ctypes.addressof(self.choice)
 
     def sample(self, address: int, seed: int, position: int, purpose: int, measured: bool) -> int:
         """Draw from the row at ``address`` and measure it if asked; return the token, -1: undecided.
@@ -185,7 +223,7 @@ class RowSampler:
         ``choice`` then has the row's ``best`` (-1 where it could not be measured), ``logsumexp`` and
         ``entropy``, and the token's ``logprob`` in it, nats.
         """
-        if self._sample(self._at, address, seed, position, purpose, measured, self._out):
+        if self._sample(self.at, address, seed, position, purpose, measured, self.out):
             return -1
         token: int = self.choice.token
         return token
@@ -196,7 +234,71 @@ class RowSampler:
         Ids int32 (K,) and log-weights float64 (K,), the largest 0; copies. They come in llama.cpp's
         order: descending where top-k or top-p sort them, else by id.
         """
-        if self._candidates(self._at, address, False, self._out):
+        if self._candidates(self.at, address, False, self.out):
             return None
         n = self.choice.n
         return self._ids[:n].copy(), self._weights[:n].copy()
+
+
+class Stepper:
+    """Decodes one token, measures its row and draws the next one in a call that holds no GIL.
+
+    Args:
+        decode, get_logits: the addresses of llama_decode and llama_get_logits.
+        ctx: of the llama_context.
+        stop: of the byte that forbids to begin a decode.
+        batch: the llama_batch to use, a ctypes structure; it must outlive this object.
+
+    Attributes:
+        at: the address of these, for other functions of ``core.c``.
+    """
+
+    def __init__(
+        self, decode: int, get_logits: int, ctx: int, stop: int, batch: ctypes.Structure
+    ) -> None:
+        if _library is None:
+            raise RuntimeError("the compiled core is not available")
+        self._decoder = _Decoder(
+            decode=decode,
+            get_logits=get_logits,
+            ctx=ctx,
+            stop=stop,
+            batch=_Batch.from_buffer_copy(batch),
+        )
+        self.at = ctypes.addressof(self._decoder)
+        self._step = _library.lb_step
+
+    @staticmethod
+    def knows(batch: type[ctypes.Structure]) -> bool:
+        """Return True if ``batch`` is laid out as the core expects a llama_batch."""
+        names = [field[0] for field in batch._fields_]
+        return (
+            _library is not None
+            and names == [field[0] for field in _Batch._fields_]
+            and ctypes.sizeof(batch) == ctypes.sizeof(_Batch)
+        )
+
+    def step(
+        self,
+        token: int,
+        position: int,
+        seq_id: int,
+        sampler: RowSampler,
+        seed: int,
+        purpose: int,
+        measured: bool,
+    ) -> int:
+        """Decode ``token`` at ``position``; draw what follows it into ``sampler.choice``.
+
+        Returns:
+            llama_decode's code; unless it is 0, ``choice`` is as before.
+        """
+        code: int = self._step(
+            self.at, token, position, seq_id, sampler.at, seed, purpose, measured, sampler.out
+        )
+        return code
+
+    @property
+    def rows_address(self) -> int:
+        """Where the logits of the last decode lie."""
+        return self._decoder.logits or 0

@@ -11,10 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from llama_cpp import llama_cpp as C
 
 from . import core
-from .context import ContextHandle
 
 __all__ = ["EOG", "STOPPED", "TO_PYTHON", "DraftLoop", "DraftStream", "StopRule", "available"]
 
@@ -90,13 +88,10 @@ class _Stream(ctypes.Structure):
 
 class _Loop(ctypes.Structure):
     _fields_ = (
-        ("context", ctypes.c_void_p),
-        ("decode", ctypes.c_void_p),
-        ("logits", ctypes.c_void_p),
-        ("stop", ctypes.c_void_p),
+        ("decoder", ctypes.c_void_p),
         ("is_eog", ctypes.c_void_p),
-        ("batch", C.llama_batch),
         ("n_vocab", ctypes.c_int32),
+        ("n_first", ctypes.c_int32),
         ("most_decodes", ctypes.c_int32),
         ("n_decodes", ctypes.c_int32),
         ("code", ctypes.c_int32),
@@ -109,9 +104,8 @@ def _load() -> bool:
         return False
     library.lb_draft.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]
     library.lb_draft.restype = None
-    sizes = map(ctypes.sizeof, (_Loop, _Stream, C.llama_batch))
-    scaled = sum(size * scale for size, scale in zip(sizes, (10000, 100, 1), strict=True))
-    return int(library.lb_loop_layout()) == scaled
+    layout = 256 * ctypes.sizeof(_Stream) + ctypes.sizeof(_Loop)
+    return int(library.lb_loop_layout()) == layout
 
 
 available = _load()
@@ -170,7 +164,7 @@ class DraftStream:
             rule: when to stop before; None = never, and entropies are not measured.
         """
         s = self.struct
-        s.sampler = sampler.settings_address
+        s.sampler = sampler.at
         s.seed, s.purpose = seed, purpose
         s.seq_id, s.n_drafted, s.limit = seq_id, n_drafted, min(limit, self.limit) - n_drafted
         s.measured = rule is not None
@@ -185,8 +179,6 @@ class DraftStream:
                 s.n_costs, s.n_edges = len(rule.costs), len(rule.edges)
                 s.mean, s.rate, s.reach = rule.mean, rule.rate, rule.reach
                 s.is_probe = rule.is_probe
-        s.n_tokens = s.n_entropies = s.n_decoded = s.n_sources = s.state = 0
-        s.output = -1
 
     def start(self, position: int, row: int | None) -> None:
         """Set the position of the first draw, and the address of its logits: None = not decoded yet."""
@@ -240,17 +232,16 @@ class DraftLoop:
     """The loop over the streams of one context. Hold its lock; the streams' samplers are in use too.
 
     Args:
-        handle: the context.
+        stepper: decodes in the context.
+        n_vocab: the size of the vocabulary.
         eog_tokens: the ids that end a text.
     """
 
-    def __init__(self, handle: ContextHandle, eog_tokens: Sequence[int]) -> None:
-        self._handle = handle
-        self._is_eog = np.zeros(handle.n_vocab, dtype=np.uint8)
+    def __init__(self, stepper: core.Stepper, n_vocab: int, eog_tokens: Sequence[int]) -> None:
+        self._stepper = stepper
+        self._is_eog = np.zeros(n_vocab, dtype=np.uint8)
         self._is_eog[list(eog_tokens)] = 1
-        self._struct = _Loop(
-            n_vocab=handle.n_vocab, is_eog=self._is_eog.ctypes.data, **handle.for_loops()
-        )
+        self._struct = _Loop(decoder=stepper.at, is_eog=self._is_eog.ctypes.data, n_vocab=n_vocab)
 
     def run(self, streams: Sequence[DraftStream], n_first: int, most_decodes: int) -> int:
         """Decode and draw in turns; return llama_decode's code if a decode failed, else 0.
@@ -263,7 +254,7 @@ class DraftLoop:
         if library is None:
             raise RuntimeError("the compiled core is not available")
         loop, n = self._struct, len(streams)
-        loop.batch.n_tokens, loop.most_decodes = n_first, most_decodes
+        loop.n_first, loop.most_decodes = n_first, most_decodes
         if n == 1:
             library.lb_draft(ctypes.addressof(loop), ctypes.addressof(streams[0].struct), 1)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from llama_cpp import llama_cpp as C
 from typing_extensions import Self
 
 from ..errors import GrammarError
+from . import core
 from .handle import Handle
 from .library import clear_log_lines, last_log_lines
 from .model import ModelHandle
@@ -73,6 +75,7 @@ class CandidateBuffer:
     def __init__(self, n_vocab: int) -> None:
         data = np.zeros(n_vocab, dtype=_CANDIDATE)
         self._ids, self._logits = data["id"], data["logit"]
+        self.probs = data["p"]  # where a sampler has computed them
         self._all_ids = np.arange(n_vocab, dtype=np.int32)
         self._address = data.ctypes.data
         self._pointer = ctypes.cast(self._address, C.llama_token_data_p)
@@ -92,12 +95,37 @@ class CandidateBuffer:
         self._array.selected = -1
         self._array.sorted = False
 
+    def sorted_reference(self) -> Any:
+        """Return the reference after noting that the logits descend: samplers then move nothing."""
+        self._array.sorted = True
+        return self.reference
+
     def read(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Return the remaining candidates: ids int32 (K,) and logits float32 (K,), copies."""
         # A sampler may move the data pointer forward instead of moving the data.
         first = ((self._start.value or 0) - self._address) // _CANDIDATE.itemsize
         last = first + self._array.size
         return self._ids[first:last].copy(), self._logits[first:last].copy()
+
+
+@cache
+def softmax_agrees() -> bool:
+    """Return True if llama.cpp's 32-bit softmax is the compiled core's to the bit.
+
+    Both call ``expf`` of the C library. Where they should get another one, the core leaves top-p to
+    llama.cpp.
+    """
+    if not core.available:
+        return False
+    logits = np.concatenate(([0.0], -np.geomspace(1e-4, 90.0, 4095))).astype(np.float32)
+    buffer = CandidateBuffer(len(logits))
+    buffer.fill(logits)
+    top_p = C.llama_sampler_init_top_p(0.5, 1)
+    try:
+        C.llama_sampler_apply(top_p, buffer.sorted_reference())
+    finally:
+        C.llama_sampler_free(top_p)
+    return np.array_equal(buffer.probs, core.softmax(logits))
 
 
 class GrammarHandle(SamplerHandle):

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ..arguments import shown
 from ..errors import ConfigError, GrammarError
 from ..model import Model, TokenIds, token_list
-from ..native import CandidateBuffer, GrammarHandle, SamplerHandle, core
+from ..native import CandidateBuffer, GrammarHandle, SamplerHandle, core, softmax_agrees
 from .distribution import Distribution, candidates
 from .grammar import Grammar
 from .noise import MIXTURE, uniform
@@ -100,6 +100,7 @@ class Sampler:
             and p.top_n_sigma <= 0.0
             and p.min_keep == 1
             and not self._checks_temperature
+            and (p.top_p == 1.0 or softmax_agrees())
         )
 
     # -- the steps, in llama.cpp's order; None = nothing to do ---------------------------------------

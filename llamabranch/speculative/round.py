@@ -25,7 +25,7 @@ from ..model import token_list
 from ..sampling import Distribution
 from .drafters.base import NO_DRAFT, Draft, DraftState, propose
 from .length.base import DraftLength, RoundReport
-from .rules import DraftTree, verify, verify_tree
+from .rules import DraftTree, match_draws, verify, verify_tree
 from .stats import SpeculativeStats
 
 __all__ = ["Stream", "finish_at"]
@@ -132,7 +132,7 @@ class Stream:
         with branch.ctx.lock:
             pending = self.pending or self.begin()
             start = perf_counter()
-            branch.commit(pending.token)
+            branch.sequence.commit(pending.token, draws_next=True)
             verified = perf_counter()
             return self._end_plain(verified - start, verified)
 
@@ -296,6 +296,14 @@ class Stream:
             except (ConfigError, GrammarError) as error:
                 raise _DeadEnd(i) from error
 
+        def drawn(i: int) -> int:
+            if i and is_eog(plan[i]):
+                return plan[i]
+            try:
+                return targets.draw(i)
+            except (ConfigError, GrammarError) as error:
+                raise _DeadEnd(i) from error
+
         seed, first = branch.seed, branch.position + 1
         if draft.parents is not None:
             tree = DraftTree(draft.tokens, draft.parents)
@@ -312,9 +320,12 @@ class Stream:
         n = len(draft.tokens)
         while True:
             try:
-                verdict = verify(
-                    self.rule, draft.tokens[:n], sources[:n], target, seed=seed, position=first
-                )
+                if self.rule == "seeded":
+                    verdict = match_draws(draft.tokens[:n], drawn)
+                else:
+                    verdict = verify(
+                        self.rule, draft.tokens[:n], sources[:n], target, seed=seed, position=first
+                    )
                 return list(range(1, verdict.n_accepted + 1)), verdict.token
             except _DeadEnd as dead_end:
                 if dead_end.at == 0:

@@ -33,6 +33,7 @@ __all__ = [
     "block_rule",
     "choose_rule",
     "draft_seed",
+    "match_draws",
     "seeded_rule",
     "token_rule",
     "tree_rule",
@@ -224,12 +225,16 @@ def seeded_rule(drafted: Sequence[int], target: Target, *, seed: int, position: 
     one. The emitted tokens are those that plain decoding draws with the same seed, whatever was
     drafted: the draft only decides how many of them one decode yields.
     """
+    return match_draws(drafted, lambda i: target(i).draw(seed, position + i))
+
+
+def match_draws(drafted: Sequence[int], draw: Callable[[int], int]) -> Verdict:
+    """Apply the seeded rule, where ``draw(i)`` is the target's own draw after i drafted tokens."""
     for i, token in enumerate(drafted):
-        choice = target(i).draw(seed, position + i)
+        choice = draw(i)
         if choice != token:
             return Verdict(i, choice)
-    n = len(drafted)
-    return Verdict(n, target(n).draw(seed, position + n))
+    return Verdict(len(drafted), draw(len(drafted)))
 
 
 def tree_rule(tree: DraftTree, target: Target, chance: Chance) -> TreeVerdict:

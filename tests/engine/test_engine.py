@@ -35,6 +35,7 @@ from llamabranch import (
     SamplingParams,
     SpeculativeConfig,
 )
+from llamabranch.context.logits import LogitsRow
 from llamabranch.errors import (
     CacheFullError,
     ConfigError,
@@ -1155,3 +1156,41 @@ def test_interrupt_of_one_request_does_not_end_the_others(ctx: Context) -> None:
     assert results[2].tokens == alone[2].tokens
     ctx.audit()
     assert ctx.usage().cells_used == 0
+
+
+def test_nothing_is_measured_that_nobody_reads(
+    ctx: Context, draft_ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [
+        Request(prompt, sampling=params)
+        for prompt, params in zip(PROMPTS, (WARM, GREEDY), strict=False)
+    ]
+    engine = Engine(ctx, lb.ModelDrafter(draft_ctx), FIXED, max_tokens=12)
+    heard: list[Event] = []
+    expected = [result.tokens for result in engine.generate(requests, on_event=heard.append)]
+    emitted = [event.emitted for event in heard if event.emitted is not None]
+    assert [one.token for one in emitted if not one.is_stop]
+    assert not any(math.isnan(one.logprob) or math.isnan(one.entropy) for one in emitted)
+
+    def measured(*_: object) -> float:
+        raise AssertionError("a row was measured")
+
+    for name in ("logprob", "entropy", "_measure"):
+        monkeypatch.setattr(LogitsRow, name, measured)
+    assert [result.tokens for result in engine.generate(requests)] == expected
+
+
+def test_cancelling_takes_waiting_and_running_requests_once(ctx: Context) -> None:
+    engine = Engine(ctx, max_tokens=6, sampling=GREEDY)
+    requests = [Request("The fox", id=f"r{i % 2}{i}", n=6) for i in range(4)]
+    ended: dict[tuple[str, int], str] = {}
+    for number, event in enumerate(engine.stream(requests)):
+        if number == 3:
+            engine.cancel("r00")
+            engine.cancel("r13")
+        if event.result is not None:
+            assert (event.id, event.sample) not in ended
+            ended[event.id, event.sample] = event.result.finish_reason
+    assert len(ended) == 24
+    cancelled = {name for (name, _), reason in ended.items() if reason == "cancelled"}
+    assert cancelled == {"r00", "r13"}

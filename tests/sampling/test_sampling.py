@@ -7,6 +7,7 @@ import math
 import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ import pytest
 import toys
 
 import llamabranch as lb
-from llamabranch import Grammar, Sampler, SamplingParams
-from llamabranch.errors import ConfigError, GrammarError
+from llamabranch import Branch, Context, Grammar, Sampler, SamplingParams
+from llamabranch.errors import BranchStateError, ConfigError, GrammarError
 from llamabranch.sampling.distribution import candidates
 from llamabranch.sampling.noise import MIXTURE, uniform
 
@@ -704,3 +705,32 @@ def test_text_under_a_json_schema_is_such_json(seed: int, ctx: lb.Context) -> No
     assert isinstance(answer["age"], int)
     assert answer["kind"] in ("king", "witch", "frog")
     assert len(answer["friends"]) <= 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_without_logprobs_the_text_is_the_same(
+    temperature: float, ctx: Context, draft_ctx: Context, tmp_path: Path
+) -> None:
+    scored = SamplingParams(temperature=temperature, seed=4)
+    bare = scored.replace(logprobs=False)
+    speculator = lb.Speculator(ctx, lb.ModelDrafter(draft_ctx), lb.SpeculativeConfig(draft_k=4))
+    texts = []
+    for params in (scored, bare):
+        drafted = list(speculator.generate("Once upon a time", max_tokens=24, sampling=params))
+        with Branch.start(ctx, "Once upon a time", sampling=params) as branch:
+            tokens = list(branch.generate(24))
+            branch.save(tmp_path / f"{params.logprobs}.branch")
+            if not params.logprobs:
+                with pytest.raises(BranchStateError, match="no surprisal"):
+                    branch.perplexity()
+                assert branch.surprisal(7) > 0  # of the present row, which was not measured before
+        texts.append([token.text for token in tokens])
+        assert [token.token for token in tokens] == [token.token for token in drafted]
+        numbers = [x for token in (*tokens, *drafted) for x in (token.logprob, token.entropy)]
+        assert all(math.isnan(x) is not params.logprobs for x in numbers)
+        with Branch.load(ctx, tmp_path / f"{params.logprobs}.branch") as loaded:
+            assert loaded.sampling == params
+    assert texts[0] == texts[1]
+    assert b"logprobs" not in (tmp_path / "True.branch").read_bytes()  # 0.1 reads it as well
+    with pytest.raises(ConfigError, match="logprobs must be True or False"):
+        SamplingParams(logprobs=5)  # type: ignore[arg-type]

@@ -363,6 +363,8 @@ def _draft_together(ctx: Context, runs: Sequence[_Run]) -> None:
         if may_loop and len({not run.unread for run in live}) == 1:
             may_loop = _loop(ctx, live)
             live = [run for run in live if not run.is_done]
+            if not live:
+                return
         if all(run.unread for run in live):
             _decode(ctx, live)
         for run in live:

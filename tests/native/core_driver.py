@@ -1,0 +1,39 @@
+"""Runs the compiled core beside it over hard rows; started by ``test_core.py`` with the sanitizers."""
+
+from __future__ import annotations
+
+import core  # type: ignore[import-not-found]  # a copy of llamabranch/native/core.py
+import numpy as np
+from rows import KINDS, SETTINGS, row
+
+
+def main() -> None:
+    assert core.available, core.description
+    n_rows = 0
+    for n_vocab in (2, 3, 15, 16, 17, 47, 48, 100, 1000, 1025, 4096, 20_000):
+        rng = np.random.default_rng(n_vocab)
+        rows = np.stack([row(rng, n_vocab, kind) for kind in KINDS])
+        odd = rows.copy()
+        for x, value in zip(odd, (np.nan, np.inf, -np.inf) * 4, strict=False):
+            x[rng.integers(n_vocab)] = value
+        odd[-1] = -np.inf
+        for these in (rows, odd):
+            core.measure(these.ctypes.data, len(these), n_vocab)
+            for settings in SETTINGS.values():
+                given = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, **settings}
+                bias = given.pop("logit_bias", {})
+                if given["top_k"] >= n_vocab:
+                    given["top_k"] = 0
+                sampler = core.RowSampler(n_vocab, bias=bias, **given)
+                for x in these:
+                    alone = x.copy()  # with nothing behind it
+                    token = sampler.sample(alone.ctypes.data, 7, n_rows, 0, True)
+                    assert -1 <= token < n_vocab
+                    found = sampler.candidates(alone.ctypes.data)
+                    assert found is None or len(found[0]) == len(found[1]) > 0
+                    n_rows += 1
+    print("rows:", n_rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""The compiled core measures rows as NumPy does, and stays inside its memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from rows import KINDS, row
+
+import llamabranch as lb
+from llamabranch.native import core
+
+Row = npt.NDArray[np.float32]
+
+NATIVE = Path(core.__file__).parent
+needs_core = pytest.mark.skipif(not core.available, reason=f"compiled core: {core.description}")
+
+
+def _reference(x: Row) -> tuple[int, float, float]:
+    """Return the best token, the log-sum-exp and the entropy in 64-bit floats."""
+    wide = x.astype(np.float64)
+    shifted = wide - wide.max()
+    weights = np.exp(shifted)
+    total = math.fsum(weights)
+    mean = math.fsum(w * d for w, d in zip(weights, shifted, strict=True) if w > 0.0) / total
+    return int(x.argmax()), float(wide.max()) + math.log(total), math.log(total) - mean
+
+
+def _assert_measured(x: Row) -> None:
+    best, logsumexp, entropy = core.measure(core.address_of(x)[0], 1, len(x))[0]
+    expected = _reference(x)
+    assert best == expected[0]
+    assert logsumexp == pytest.approx(expected[1], rel=1e-12, abs=1e-6)
+    assert entropy == pytest.approx(expected[2], abs=1e-6)
+
+
+@needs_core
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n_vocab", [1, 2, 15, 16, 17, 4096, 262_144])
+def test_row_is_measured_as_by_numpy(n_vocab: int, kind: str) -> None:
+    _assert_measured(row(np.random.default_rng(n_vocab), n_vocab, kind))
+
+
+@needs_core
+@given(
+    arrays.arrays(
+        np.float32,
+        st.integers(1, 80),
+        elements=st.floats(-50, 50, width=32) | st.sampled_from([-math.inf, 0.0, -0.0, 3.0]),
+    ).filter(lambda x: x.max() > -math.inf)
+)
+def test_any_row_is_measured_as_by_numpy(x: Row) -> None:
+    _assert_measured(x)
+
+
+@needs_core
+def test_rows_are_measured_in_one_call() -> None:
+    rng = np.random.default_rng(5)
+    rows = np.stack([row(rng, 1000, kind) for kind in KINDS])
+    together = core.measure(rows.ctypes.data, len(rows), 1000)
+    assert together == [core.measure(x.ctypes.data, 1, 1000)[0] for x in rows]
+
+
+@needs_core
+@pytest.mark.parametrize("n_vocab", [1, 16, 100, 4096])
+@pytest.mark.parametrize("bad", [[math.nan], [-math.nan], [math.inf], [math.inf, math.nan]])
+def test_row_with_nan_or_inf_is_left_to_numpy(n_vocab: int, bad: list[float]) -> None:
+    rng = np.random.default_rng(n_vocab)
+    for _ in range(20):
+        x = row(rng, n_vocab, "half masked")
+        x[rng.integers(n_vocab, size=len(bad))] = bad
+        best, logsumexp, entropy = core.measure(x.ctypes.data, 1, n_vocab)[0]
+        assert best == -1
+        assert math.isnan(logsumexp)
+        assert math.isnan(entropy)
+
+
+@needs_core
+def test_row_without_a_token_is_left_to_numpy() -> None:
+    x = np.full(100, -math.inf, dtype=np.float32)
+    assert core.measure(x.ctypes.data, 1, 100)[0][0] == -1
+
+
+def test_system_info_says_which_code_runs() -> None:
+    assert f"llamabranch core: {core.description}" in lb.system_info()
+    assert core.available == core.description.startswith("compiled")
+
+
+_SMALL_TEXT = """
+import sys, llamabranch as lb
+from llamabranch.native import core
+with lb.load(n_threads=1) as ctx:
+    for settings in ({}, {"temperature": 0.0}, {"top_k": 0, "top_p": 1.0, "min_p": 0.0}):
+        with lb.Branch.start(ctx, "Once upon a time", seed=7, **settings) as branch:
+            made = list(branch.generate(60))
+            print([one.token for one in made])
+            assert abs(branch.perplexity() - 1.0) >= 0.0
+print(core.available, file=sys.stderr)
+"""
+
+
+@needs_core
+def test_text_is_the_same_with_the_core_and_without() -> None:
+    def run(setting: str) -> tuple[str, str]:
+        environment = {**os.environ, "LLAMABRANCH_CORE": setting}
+        done = subprocess.run(
+            [sys.executable, "-c", _SMALL_TEXT],
+            env=environment, capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
+        return done.stdout, done.stderr.split()[-1]
+
+    with_core, on = run("1")
+    without, off = run("0")
+    assert (on, off) == ("True", "False")
+    assert with_core == without
+    assert with_core.count("[") == 3
+
+
+def _shared_library_of(compiler: str, name: str) -> str | None:
+    """Return the path of a sanitizer's library, None if the compiler has none."""
+    found = subprocess.run(
+        [compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return found if os.path.isabs(found) and os.path.exists(found) else None
+
+
+def test_core_stays_inside_its_memory(tmp_path: Path) -> None:
+    """All settings over hard rows of many lengths, under AddressSanitizer and UBSan.
+
+    The driver loads a copy of ``core.py`` beside a library with the sanitizers, so nothing of llama.cpp
+    runs in that process.
+    """
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no gcc")
+    sanitizers = [_shared_library_of(compiler, f"lib{kind}.so") for kind in ("asan", "ubsan")]
+    if None in sanitizers:
+        pytest.skip("this compiler has no shared AddressSanitizer or UBSan")
+    built = subprocess.run(
+        [
+            compiler, "-std=c11", "-O1", "-g", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror",
+            "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all",
+            "-shared", "-fPIC", str(NATIVE / "core.c"), "-o", str(tmp_path / "_core.bin"), "-lm",
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr
+    shutil.copy(NATIVE / "core.py", tmp_path / "core.py")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])]),
+        "LD_PRELOAD": " ".join(str(path) for path in sanitizers),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONMALLOC": "malloc",
+        "LLAMABRANCH_CORE": "1",
+    }
+    driver = Path(__file__).with_name("core_driver.py")
+    done = subprocess.run(
+        [sys.executable, str(driver)],
+        env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.startswith("rows: ")

@@ -1,0 +1,82 @@
+"""The wheel and the sdist: what is in them, with a compiler and without."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DATA = {
+    "llamabranch/data/models.txt",
+    "llamabranch/data/MODEL_CARD.md",
+    "llamabranch/data/tale-target-q8_0.gguf",
+    "llamabranch/data/tale-draft-q8_0.gguf",
+    "llamabranch/py.typed",
+    "llamabranch/native/core.py",
+}
+
+pytest.importorskip("scikit_build_core")
+if shutil.which("cmake") is None:
+    pytest.skip("no CMake", allow_module_level=True)
+
+
+def _build(what: str, source: Path, to: Path, **environment: str) -> Path:
+    """Call the build backend as pip does, without a network; return what it made."""
+    code = f"from scikit_build_core.build import build_{what} as b; print(b({str(to)!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=source,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return to / done.stdout.split()[-1]
+
+
+def _description(wheel: Path, to: Path) -> str:
+    """Return which code an unpacked wheel measures and draws with."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(to)
+    code = "import llamabranch; print(llamabranch.__file__); print(llamabranch.system_info())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=to, env={**os.environ, "PYTHONPATH": str(to), "LLAMABRANCH_CORE": "1"},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    where, what = done.stdout.splitlines()
+    assert where.startswith(str(to))
+    return what.split("llamabranch core: ")[1]
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_wheel_from_the_sdist_holds_the_core(tmp_path: Path) -> None:
+    sdist = _build("sdist", ROOT, tmp_path)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    wheel = _build("wheel", source, tmp_path)
+    assert "-py3-none-" in wheel.name
+    assert not wheel.name.endswith("-any.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert DATA | {"llamabranch/native/_core.bin"} <= names
+    assert not [name for name in names if name.startswith(("tests/", "CMake"))]
+    assert _description(wheel, tmp_path / "unpacked").startswith("compiled (")
+
+
+def test_without_a_compiler_the_wheel_is_pure_python(tmp_path: Path) -> None:
+    wheel = _build("wheel", ROOT, tmp_path, CC=str(tmp_path / "no-compiler"))
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert names >= DATA
+    assert not [name for name in names if "_core" in name]
+    assert _description(wheel, tmp_path / "unpacked") == "not built: NumPy"

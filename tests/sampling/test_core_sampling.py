@@ -1,0 +1,211 @@
+"""The compiled core draws the tokens that llama.cpp's samplers and NumPy draw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rows import KINDS, OFF, SETTINGS, row
+
+import llamabranch as lb
+from llamabranch import Distribution, Sampler, SamplingParams
+from llamabranch.context.logits import LogitsRow
+from llamabranch.errors import ConfigError
+from llamabranch.native import core, softmax_agrees
+from llamabranch.sampling.noise import DRAFT, DRAW
+
+pytestmark = pytest.mark.skipif(not core.available, reason=f"compiled core: {core.description}")
+
+Row = npt.NDArray[np.float32]
+
+
+class Both:
+    """One setting with the core and without, over any vocabulary: the chain needs only its size."""
+
+    def __init__(self, model: lb.Model, n_vocab: int, params: SamplingParams) -> None:
+        sized = SimpleNamespace(
+            n_vocab=n_vocab, handle=model.handle, has_text=True, n_ctx_train=model.n_ctx_train
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(core, "available", False)
+            self.oracle = Sampler(cast(lb.Model, sized), params)
+            assert self.oracle.row_sampler is None
+        compiled = Sampler(cast(lb.Model, sized), params).row_sampler
+        assert compiled is not None
+        self.compiled = compiled
+
+    def compare(self, x: Row, seed: int, position: int, purpose: int = DRAW) -> bool:
+        """Assert that both draw the same; return True if the core decided."""
+        try:
+            with np.errstate(invalid="ignore"):  # a bias of -inf on a logit of inf
+                expected: Distribution | None = self.oracle.distribution(x, position, seed)
+        except ConfigError:
+            expected = None
+        logits = LogitsRow(x)
+        token = logits.sample(self.compiled, seed, position, purpose)
+        found = self.compiled.candidates(logits.address)
+        if expected is None:
+            assert token == -1
+            assert found is None
+            return False
+        if token >= 0:
+            assert token == expected.draw(seed, position, purpose)
+            assert logits.logprob(token) == pytest.approx(
+                LogitsRow(x.copy()).logprob(token), abs=1e-6
+            )
+        if found is not None:
+            ours = Distribution.from_logweights(*found)
+            # llama.cpp does not say in which order equal logits come; all else is equal to the bit.
+            assert np.array_equal(ours.logprobs, expected.logprobs)
+            for one, other in ((ours, expected), (expected, ours)):
+                assert np.array_equal(one.at(other.ids), other.probs)
+        return token >= 0
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("n_vocab", [2, 3, 16, 17, 100, 1000, 4096, 33_000])
+def test_same_tokens_over_hard_rows(target: lb.Model, n_vocab: int, name: str) -> None:
+    both = Both(target, n_vocab, SamplingParams(**SETTINGS[name]))
+    rng = np.random.default_rng(n_vocab)
+    for kind in KINDS:
+        for position in range(3):
+            both.compare(row(rng, n_vocab, kind), int(rng.integers(1 << 62)), position)
+
+
+@pytest.mark.parametrize("name", ["default", "temperature alone", "top-p alone", "min-p alone"])
+def test_same_tokens_in_a_large_vocabulary(target: lb.Model, name: str) -> None:
+    both = Both(target, 262_144, SamplingParams(**SETTINGS[name]))
+    rng = np.random.default_rng(1)
+    for kind in ("plain", "steep", "half masked", "quarters"):
+        both.compare(row(rng, 262_144, kind), 5, 6)
+
+
+@given(
+    data=st.data(),
+    temperature=st.sampled_from([0.0, 1e-6, 0.3, 0.8, 1.0, 2.5, 1e4]),
+    top_k=st.integers(0, 40),
+    top_p=st.floats(0.01, 1.0),
+    min_p=st.floats(0.0, 1.0),
+    seed=st.integers(-(1 << 70), 1 << 70),
+    purpose=st.sampled_from([DRAW, DRAFT]),
+)
+def test_same_tokens_with_any_settings(
+    target: lb.Model, data: st.DataObject, temperature: float, top_k: int, top_p: float,
+    min_p: float, seed: int, purpose: int,
+) -> None:  # fmt: skip
+    logits = data.draw(
+        st.lists(
+            st.floats(-40, 40, width=32) | st.sampled_from([-math.inf, math.inf, math.nan, 0.0]),
+            min_size=2, max_size=60,
+        )
+    )  # fmt: skip
+    bias = data.draw(
+        st.dictionaries(
+            st.integers(0, len(logits) - 1), st.sampled_from([-math.inf, 2.0, 1e30]), max_size=3
+        )
+    )
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, logit_bias=bias
+    )
+    both = Both(target, len(logits), params)
+    both.compare(np.array(logits, dtype=np.float32), seed, 3, purpose)
+
+
+def test_core_has_the_expf_of_llama_cpp() -> None:
+    """Where it had another one, top-p would go to llama.cpp's samplers."""
+    assert softmax_agrees()
+
+
+@pytest.mark.parametrize("tokens", [(1, 2), (3, 60), (0, 99)])
+def test_tie_at_the_cut_is_left_to_llama_cpp(target: lb.Model, tokens: tuple[int, int]) -> None:
+    x = np.linspace(-5, 0, 100, dtype=np.float32)
+    x[list(tokens)] = 7.0
+    one = Both(target, 100, SamplingParams(temperature=1.0, top_k=1, top_p=1.0, min_p=0.0))
+    assert not one.compare(x, 1, 1)
+    two = Both(target, 100, SamplingParams(temperature=1.0, top_k=2, top_p=1.0, min_p=0.0))
+    assert two.compare(x, 1, 1)
+
+
+def test_cut_of_top_p_between_equal_logits_is_left_to_llama_cpp(target: lb.Model) -> None:
+    x = np.full(10, -math.inf, dtype=np.float32)
+    half = Both(target, 10, SamplingParams(temperature=1.0, top_k=0, top_p=0.5, min_p=0.0))
+    x[:4] = 0.0
+    assert not half.compare(x, 1, 1)
+    x[:4] = [0.0, 0.5, 1.0, 1.5]
+    assert half.compare(x, 1, 1)
+
+
+def test_sums_of_top_p_are_llama_cpps_at_every_cut(target: lb.Model) -> None:
+    """One unit in the last place more or less would move some of these cuts."""
+    rng = np.random.default_rng(8)
+    x = row(rng, 600, "plain")
+    for p in np.linspace(0.01, 0.99999, 150):
+        for k in (0, 300):
+            params = SamplingParams(temperature=1.0, top_k=k, top_p=float(p), min_p=0.0)
+            assert Both(target, 600, params).compare(x, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"temperature": 1.0, **OFF}, {"top_k": 0}, {"top_k": 0, "top_p": 1.0}, {"min_p": 0.0}],
+    ids=str,
+)
+def test_core_decides_nearly_always_on_real_logits(
+    target: lb.Model, settings: dict[str, float]
+) -> None:
+    """Fewer than one row in a hundred is left to llama.cpp's samplers."""
+    params = SamplingParams(**settings)  # type: ignore[arg-type]
+    both = Both(target, target.n_vocab, params)
+    n_rows = n_undecided = 0
+    with lb.Context(target, n_ctx=512, n_threads=1) as ctx:
+        for seed in range(4):
+            with lb.Branch.start(ctx, "Once upon a time", seed=seed, temperature=1.0) as branch:
+                for _ in range(100):
+                    n_undecided += not both.compare(branch.logits, seed, branch.position)
+                    n_rows += 1
+                    if branch.step().is_stop:
+                        break
+    assert n_rows >= 100
+    assert n_undecided <= n_rows // 100
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"typical_p": 0.9},
+        {"top_n_sigma": 1.0},
+        {"xtc_probability": 0.5},
+        {"repeat_penalty": 1.1},
+        {"dry_multiplier": 0.8},
+        {"dynatemp_range": 0.2},
+        {"min_keep": 2},
+        {"temperature": 1e-35},
+    ],
+    ids=str,
+)
+def test_settings_the_core_does_not_know_go_to_llama_cpp(
+    target: lb.Model, settings: dict[str, float]
+) -> None:
+    params = SamplingParams(**settings)  # type: ignore[arg-type]
+    assert Sampler(target, params).row_sampler is None
+
+
+def test_grammar_goes_to_llama_cpp(target: lb.Model) -> None:
+    grammar = lb.Grammar('root ::= "yes" | "no"')
+    assert Sampler(target, SamplingParams(), grammar).row_sampler is None
+
+
+def test_row_that_is_not_in_one_piece_is_copied(target: lb.Model) -> None:
+    sampler = Sampler(target, SamplingParams())
+    wide = np.random.default_rng(3).standard_normal((target.n_vocab, 2)).astype(np.float32)
+    make: Callable[[Row], Distribution] = sampler.distribution
+    strided, whole = make(wide[:, 0]), make(wide[:, 0].copy())
+    assert strided.ids.tolist() == whole.ids.tolist()
+    assert LogitsRow(wide[:, 1]).entropy() == LogitsRow(wide[:, 1].copy()).entropy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from llamabranch.native import core
 
 pytestmark = pytest.mark.skipif(not core.available, reason=f"compiled core: {core.description}")
 
-SETTINGS: list[dict[str, object]] = [
+SETTINGS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.0},
     {"temperature": 0.0, "logit_bias": {257: -math.inf}},
@@ -33,7 +34,7 @@ def _apart(branch: Branch, n: int) -> list[lb.Produced]:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_step_is_produce_and_commit(ctx: Context, settings: dict[str, object]) -> None:
+def test_step_is_produce_and_commit(ctx: Context, settings: dict[str, Any]) -> None:
     for seed in range(3):
         with Branch.start(ctx, "Once upon a time", seed=seed, **settings) as one, one.fork() as two:
             together = [one.step() for _ in range(40)]

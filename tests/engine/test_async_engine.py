@@ -34,7 +34,12 @@ def alone(ctx: Context, request: Request, result: Result) -> list[int]:
 def serve(
     ctx: Context, job: Callable[[AsyncEngine], Awaitable[object]], **options: Any
 ) -> AsyncEngine:
-    """Run ``job`` with an engine, close that, and check that nothing is left."""
+    """Run ``job`` with an engine, close that, and check that nothing is left.
+
+    Unless they say otherwise, its requests never end by themselves.
+    """
+    endless = SamplingParams(seed=1, logit_bias={ctx.model.eos or 0: -1e9})
+    options = {"sampling": endless, **options}
 
     async def main() -> AsyncEngine:
         async with AsyncEngine(ctx, **options) as engine:
@@ -206,7 +211,9 @@ def test_close_ends_all_requests(drain: bool, ctx: Context) -> None:
 
         async def read() -> str:
             reasons = [""]
-            async for event in engine.generate(Request("The wolf", max_tokens=100)):
+            endless = SamplingParams(logit_bias={ctx.model.eos or 0: -1e9})
+            request = Request("The wolf", max_tokens=100, sampling=endless)
+            async for event in engine.generate(request):
                 begun.set()
                 if event.result is not None:
                     reasons.append(event.result.finish_reason)
@@ -293,4 +300,4 @@ def test_same_texts_as_the_engine(ctx: Context, draft_ctx: Context) -> None:
         found = await asyncio.gather(*(collect(engine, r) for r in requests))
         assert {last(e).id: last(e).tokens for e in found} == expected
 
-    serve(ctx, job, drafter=drafter, config=config, seed=3)
+    serve(ctx, job, drafter=drafter, config=config, seed=3, sampling=None)

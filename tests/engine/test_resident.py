@@ -110,7 +110,7 @@ def test_requests_join_while_others_run(ctx: Context, other_ctx: Context) -> Non
 
 
 def test_id_is_free_again_once_its_request_has_ended(ctx: Context) -> None:
-    engine = Engine(ctx)
+    engine = Engine(ctx, seed=1)
     engine.add_request(Request("The wolf", id="a", max_tokens=3))
     with pytest.raises(ConfigError, match="'a' is unfinished"):
         engine.add_request(Request("The wolf", id="a"))
@@ -345,7 +345,7 @@ def test_source_that_fails_loses_no_result(ctx: Context, other_ctx: Context) -> 
 
 def test_ids_of_unfinished_requests_are_unique(ctx: Context) -> None:
     requests = [Request("The wolf", id="a", max_tokens=2) for _ in range(2)]
-    (first, second) = Engine(ctx).generate(iter(requests))
+    (first, second) = Engine(ctx, seed=1).generate(iter(requests))
     assert {first.finish_reason, second.finish_reason} == {"length", "error"}
     assert_clean(ctx)
 

@@ -41,6 +41,7 @@ class Submission:
     Attributes:
         samples: the numbers of the texts that have not begun.
         n_unfinished: how many of its texts have no result yet.
+        queued: its texts that have begun and wait: the next one, and those that were preempted.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Submission:
         self.prompt = model.prompt_tokens(request.prompt)
         self.samples = deque(samples)
         self.n_unfinished = len(self.samples)
+        self.queued: list[Job] = []
         params = request.sampling or sampling
         logprobs = params.logprobs and (logprobs or request.top_logprobs is not None)
         self._params = params.replace(logprobs=logprobs)

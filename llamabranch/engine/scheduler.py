@@ -77,22 +77,33 @@ class Scheduler:
                     self.n_waiting -= 1
                 else:
                     heapq.heapreplace(self._queue, (first.key, first))
-                heapq.heappush(self._queue, (job.key, job))
+                self._push(job)
                 continue
             if self._known.get(first.name) is not first.submission:  # it was cancelled
-                heapq.heappop(self._queue)
+                self._pop()
             elif first.name in self.paused:
-                heapq.heappop(self._queue)
+                self._pop()
                 self._parked.setdefault(first.name, []).append(first)
             else:
                 return first
         return None
 
+    def _push(self, job: Job) -> None:
+        """Put a text that has begun into the queue."""
+        job.submission.queued.append(job)
+        heapq.heappush(self._queue, (job.key, job))
+
+    def _pop(self) -> None:
+        """Take the head, a text that has begun, from the queue."""
+        _, job = heapq.heappop(self._queue)
+        if isinstance(job, Job):
+            job.submission.queued.remove(job)
+
     def resume(self, name: str) -> None:
         """Continue the texts of a paused request."""
         self.paused.discard(name)
         for job in self._parked.pop(name, ()):
-            heapq.heappush(self._queue, (job.key, job))
+            self._push(job)
 
     def take(self, name: str) -> list[Job]:
         """Remove all unfinished texts of a request, free what they hold, and return them."""
@@ -103,8 +114,7 @@ class Scheduler:
         for job in jobs:
             self.active.remove(job)
             job.release()
-        waiting = [job for _, job in self._queue if isinstance(job, Job) and job.name == name]
-        jobs += waiting + self._parked.pop(name, [])
+        jobs += submission.queued + self._parked.pop(name, [])
         if submission.samples:
             self.n_waiting -= 1
         while submission.samples:
@@ -116,7 +126,7 @@ class Scheduler:
         """Remove the waiting jobs one by one."""
         job = self._head()
         while job is not None:
-            heapq.heappop(self._queue)
+            self._pop()
             yield job
             job = self._head()
 
@@ -171,7 +181,7 @@ class Scheduler:
         while (job := self._head()) is not None:
             n_tokens = job.n_to_cache
             if n_tokens > self._ctx.n_ctx:
-                heapq.heappop(self._queue)
+                self._pop()
                 refused.append((job, self._too_long(n_tokens)))
                 continue
             if (self.active or before) and self._ctx.n_seq_free == 0:
@@ -195,10 +205,10 @@ class Scheduler:
                 self.no_sequence = None if self.active else error
                 break
             except LlamaBranchError as error:  # its grammar or sampling settings are invalid
-                heapq.heappop(self._queue)
+                self._pop()
                 refused.append((job, error))
                 continue
-            heapq.heappop(self._queue)
+            self._pop()
             if shared is not None:
                 branch.sequence.share_prefix(shared.sequence, n_shared)
                 job.shared = (source, n_shared)
@@ -270,4 +280,4 @@ class Scheduler:
         self.active.remove(job)
         job.release()
         job.n_preempted += 1
-        heapq.heappush(self._queue, (job.key, job))
+        self._push(job)

@@ -93,7 +93,16 @@ def main() -> None:
 
 def _steps(args: argparse.Namespace) -> Iterator[Step]:
     """Yield all steps."""
-    for program in ("decode", "peers", "speculative", "batch", "fork", "sampling", "hotpath"):
+    for program in (
+        "decode",
+        "peers",
+        "speculative",
+        "batch",
+        "resident",
+        "fork",
+        "sampling",
+        "hotpath",
+    ):
         yield Step(program, program, ())
     # With the draft model: 32,768 cells are filled sooner, and our share of a step is larger.
     yield Step("growth", "growth", ("--target", args.draft))

@@ -13,8 +13,9 @@ from . import startup  # noqa: F401  (first: Ctrl-C while the rest is imported)
 if TYPE_CHECKING:
     from . import search
     from .branch import Branch, BranchStore, Produced, Snapshot
-    from .context import Capabilities, Context, ContextParams, Usage
+    from .context import Capabilities, Context, ContextParams, TokenScore, Usage
     from .engine import (
+        AsyncEngine,
         Engine,
         EngineStats,
         Event,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         LlamaBranchWarning,
         ModelLoadError,
         PerformanceWarning,
+        QueueFullError,
         SequencesExhaustedError,
         SnapshotError,
         TokenizeError,
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "AsyncEngine",
     "Branch",
     "BranchStateError",
     "BranchStore",
@@ -108,6 +111,7 @@ __all__ = [
     "PerformanceWarning",
     "Produced",
     "PromptLookupDrafter",
+    "QueueFullError",
     "Request",
     "Result",
     "Sampler",
@@ -120,6 +124,7 @@ __all__ = [
     "Speculator",
     "SuffixDrafter",
     "TextDecoder",
+    "TokenScore",
     "TokenizeError",
     "UnsupportedError",
     "Usage",
@@ -149,9 +154,11 @@ _ROOMS = {
         "Capabilities",
         "Context",
         "ContextParams",
+        "TokenScore",
         "Usage",
     ),
     "engine": (
+        "AsyncEngine",
         "Engine",
         "EngineStats",
         "Event",
@@ -173,6 +180,7 @@ _ROOMS = {
         "LlamaBranchWarning",
         "ModelLoadError",
         "PerformanceWarning",
+        "QueueFullError",
         "SequencesExhaustedError",
         "SnapshotError",
         "TokenizeError",

@@ -9,6 +9,7 @@
     │   └── BranchStateError              the branch is pruned, has children, has no logits, ...
     ├── CapacityError                     cells or sequence ids are used up; see the hint
     │   ├── CacheFullError
+    │   ├── QueueFullError                too many requests wait
     │   └── SequencesExhaustedError
     ├── DecodeError                       llama_decode failed; has its return code
     │   └── DecodeInterruptedError        interrupt() or a time limit stopped it
@@ -49,6 +50,7 @@ __all__ = [
     "LlamaBranchWarning",
     "ModelLoadError",
     "PerformanceWarning",
+    "QueueFullError",
     "SequencesExhaustedError",
     "SnapshotError",
     "TokenizeError",
@@ -109,6 +111,10 @@ class CapacityError(LlamaBranchError):
 
 class CacheFullError(CapacityError):
     """The K/V cache has no free cell."""
+
+
+class QueueFullError(CapacityError):
+    """As many requests wait as ``max_waiting`` allows."""
 
 
 class SequencesExhaustedError(CapacityError):

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arguments import whole
-from ..context import Context
+from ..context import Context, TokenScore
 from ..errors import BranchStateError, ConfigError, LlamaBranchError
 from ..model import TokenIds, token_list
 from ..pictures import Token, tokens_picture
@@ -21,6 +21,7 @@ from ..sampling import Distribution, Grammar, Sampler, SamplingParams
 from ..sampling.distribution import log_base
 from ..sampling.noise import derive_seed
 from .output import OutputBuffer
+from .scoring import score_all
 from .sequence import TokenSequence
 from .snapshot import Snapshot, capture, fill
 from .token import Produced
@@ -86,6 +87,9 @@ class Branch:
     ) -> Branch:
         """Return a branch prefilled with ``prompt`` (text or token ids).
 
+        On a context with a prefix cache, what is there of the prompt is shared instead of decoded, and
+        the prompt is kept for others.
+
         Args:
             ctx: the context that holds it.
             prompt: text, tokenized with the model's BOS token if it has one; or ids.
@@ -95,7 +99,10 @@ class Branch:
         params = (sampling or SamplingParams()).replace(**settings)
         branch = cls.create(ctx, params, grammar)
         try:
-            branch.prefill(ctx.model.prompt_tokens(prompt))
+            tokens = ctx.model.prompt_tokens(prompt)
+            n_cached = branch.sequence.take_cached(tokens[:-1])
+            branch.prefill(tokens[n_cached:])
+            branch.sequence.keep_cached()
         except BaseException:
             branch.prune()
             raise
@@ -300,6 +307,29 @@ class Branch:
                 return math.fsum(-surprisal for surprisal in self._scored(since)) / divisor
             except OverflowError:
                 return -math.inf
+
+    def score(self, tokens: TokenIds, top: int = 0) -> list[TokenScore]:
+        """Rate given tokens as the continuation of this branch, which does not change.
+
+        Under the model's own distribution, before any sampling setting; a grammar does not matter.
+
+        Args:
+            tokens: ids, at least one.
+            top: how many of the most probable tokens to give for each.
+
+        Returns:
+            for each token its log-probability, rank and entropy, and the most probable tokens there.
+
+        Raises:
+            BranchStateError: pruned or empty. TokenizeError: a bad id. CacheFullError, DecodeError: the
+                branch is as before.
+        """
+        with self._lock:
+            tokens = token_list(tokens)
+            if not tokens:
+                raise ConfigError("nothing to score: no tokens")
+            self.ctx.model.check_tokens(tokens)
+            return score_all(self.ctx, [(self.sequence, tokens)], whole("top", top, 0))[0]
 
     def _scored(self, since: str) -> list[float]:
         """Return the surprisals of the tokens since the prompt or the fork, nats."""

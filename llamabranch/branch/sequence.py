@@ -354,6 +354,40 @@ class TokenSequence:
             self._cache.share(source.seq_id, self.seq_id, 0, n)
             self.append_prompt(source.tokens[:n], None)
 
+    def take_cached(self, tokens: Sequence[int], n_prompt: int | None = None) -> int:
+        """Begin this empty sequence with the longest prefix of ``tokens`` that the prefix cache has.
+
+        Args:
+            tokens: ids; the first ``n_prompt`` (None: all) are a prompt, the others were generated.
+            n_prompt: see ``tokens``.
+
+        Returns:
+            how many tokens that is; the others remain to be decoded.
+        """
+        prefixes = self.ctx.prefix_cache
+        if prefixes is None:
+            return 0
+        with self.ctx.lock:
+            n = prefixes.take(self.seq_id, tokens)
+            if n:
+                if self.ctx.capabilities.sliding_window:
+                    self._complete_from = n
+                n_prompt = n if n_prompt is None else min(n, n_prompt)
+                self.append_prompt(tokens[:n_prompt], None)
+                if n > n_prompt:
+                    self.append_unscored(tokens[n_prompt:n], None)
+            return n
+
+    def keep_cached(self) -> None:
+        """Keep its K/V in the prefix cache, if there is one, beyond the end of this sequence."""
+        prefixes = self.ctx.prefix_cache
+        if prefixes is None or self.is_pruned or self.ctx.closed:
+            return
+        with self.ctx.lock:
+            n = self._cache.next_position(self.seq_id)
+            if self._cache.can_truncate or n == len(self.tokens):
+                prefixes.put(self.seq_id, self.tokens[:n])
+
     def restore(
         self,
         tokens: list[int],

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import SupportsIndex
 
-from ..context import Context
+from ..arguments import whole
+from ..context import Context, TokenScore
 from ..context.logits import LogitsRow
 from ..errors import BranchStateError, ConfigError
 from ..model import TokenIds, token_list
 from ..pictures import Node, tree
 from .branch import Branch
+from .scoring import score_all
 from .token import Produced
 
 __all__ = ["BranchStore"]
@@ -91,6 +93,35 @@ class BranchStore:
                 if token.is_stop:
                     branch.sequence.finish_reason = "stop"
             return produced
+
+    def score(
+        self, work: Mapping[Branch, Sequence[TokenIds]], top: int = 0
+    ) -> dict[Branch, list[list[TokenScore]]]:
+        """Rate given continuations of branches, as ``Branch.score``, many in one decode.
+
+        Args:
+            work: for each branch its continuations, each of at least one token.
+            top: how many of the most probable tokens to give for each token.
+
+        Raises:
+            ConfigError: a branch of another context, or no tokens.
+            BranchStateError, TokenizeError, CacheFullError, DecodeError: no branch has changed.
+        """
+        with self._ctx.lock:
+            items: list[tuple[Branch, list[int]]] = []
+            for branch, continuations in work.items():
+                self._check(branch)
+                items += [(branch, token_list(tokens)) for tokens in continuations]
+            for _, tokens in items:
+                if not tokens:
+                    raise ConfigError("nothing to score: no tokens")
+                self._ctx.model.check_tokens(tokens)
+            pairs = [(branch.sequence, tokens) for branch, tokens in items]
+            scores = score_all(self._ctx, pairs, whole("top", top, 0))
+            found: dict[Branch, list[list[TokenScore]]] = {branch: [] for branch in work}
+            for (branch, _), its in zip(items, scores, strict=True):
+                found[branch].append(its)
+            return found
 
     def retain_only(self, winner: Branch) -> None:
         """Prune every branch of the context but ``winner``, which becomes a root."""

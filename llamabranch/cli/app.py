@@ -17,6 +17,7 @@ from .inspect import inspect
 from .models import models
 from .parsing import Command, CommandGroup, PromptsCommand, reopen_closed_streams
 from .pull import pull
+from .score import score
 from .search import search
 from .select import select
 from .speculate import speculate
@@ -58,6 +59,7 @@ app.command(cls=PromptsCommand)(generate)
 app.command(cls=PromptsCommand)(bench)
 app.command(cls=Command)(search)
 app.command(cls=Command)(select)
+app.command(cls=Command)(score)
 app.command(cls=Command)(inspect)
 app.command(cls=Command)(models)
 app.command(cls=Command)(pull)

@@ -84,6 +84,39 @@ def generate(
     ] = False,
     text: TextOptions,
     sampling: SamplingOptions,
+    top_logprobs: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Give each token with its log-probability and so many of the most probable ones.",
+            rich_help_panel=REQUESTS,
+        ),
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Rate the prompts' tokens, with so many of the most probable ones.",
+            rich_help_panel=REQUESTS,
+        ),
+    ] = None,
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache",
+            help="Keep the K/V of finished texts for prompts that begin like them.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = False,
+    cache_ram: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="MIB",
+            help="Keep K/V that the prefix cache gives up in so much host memory; turns it on.",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = 0,
     parallel: Annotated[
         int,
         typer.Option(min=1, max=255, help="Texts at a time.", rich_help_panel=RUNTIME),
@@ -105,7 +138,14 @@ def generate(
         if resume and output_file is None:
             raise typer.BadParameter("needs --output", param_hint="--resume")
         source = prompts.read()
-        requests = list(_requests(source, params, text, grammar, samples))
+        requests = [
+            replace(
+                request,
+                top_logprobs=_either(request.top_logprobs, top_logprobs),
+                prompt_logprobs=_either(request.prompt_logprobs, prompt_logprobs),
+            )
+            for request in _requests(source, params, text, grammar, samples)
+        ]
         if not requests:
             raise ConfigError("there is no prompt", hint="give --prompts or --input")
         settings = JobSettings(
@@ -127,7 +167,14 @@ def generate(
 
         if runtime.n_ctx is None and parallel > 1:  # for one text the library's default will do
             runtime = replace(runtime, n_ctx=max(_LEAST_CELLS, _CELLS_PER_TEXT * parallel))
-        context = runtime.open(target_name, console, stack, n_seq_max=parallel)
+        context = runtime.open(
+            target_name,
+            console,
+            stack,
+            n_seq_max=parallel,
+            prefix_cache=prefix_cache or cache_ram > 0,
+            cache_ram=cache_ram << 20,
+        )
         drafter = make_drafter(
             drafters, lambda name: runtime.open(name, console, stack, n_seq_max=parallel), width=1
         )
@@ -174,6 +221,10 @@ def _requests(
             grammar=request.grammar or grammar,
             n=max(request.n, samples),
         )
+
+
+def _either(given: int | None, default: int | None) -> int | None:
+    return default if given is None else given
 
 
 def _sampling_digest(

@@ -15,7 +15,10 @@ from llamabranch import ConfigError, Grammar, LlamaBranchError, Request, Result,
 
 __all__ = ["cut_incomplete_line", "read_requests", "read_results", "write_result"]
 
-_FIELDS = {"prompt", "id", "max_tokens", "stop", "grammar", "n", "seed", "sampling"}
+_FIELDS = {
+    "prompt", "id", "max_tokens", "stop", "grammar", "n", "priority", "seed", "sampling",
+    "top_logprobs", "prompt_logprobs",
+}  # fmt: skip
 _PREFIX = b'{"id": '  # of every line that `write_result` writes
 
 
@@ -25,7 +28,8 @@ def read_requests(
     """Yield a request for each line: a prompt as it is, or a JSON object.
 
     An object has ``prompt`` (text or token ids) and optionally ``id``, ``max_tokens``, ``stop``,
-    ``grammar``, ``n``, ``seed`` and ``sampling`` (an object of settings). The argument ``sampling`` gives
+    ``grammar``, ``n``, ``priority``, ``top_logprobs``, ``prompt_logprobs``, ``seed`` and ``sampling`` (an
+    object of settings). The argument ``sampling`` gives
     the settings that an object leaves out. Empty lines are skipped.
 
     Raises:
@@ -76,6 +80,9 @@ def _request(data: object, sampling: SamplingParams | None) -> Request:
         prompt,
         id=None if identity is None else _identity(identity),
         max_tokens=data.get("max_tokens"),
+        top_logprobs=data.get("top_logprobs"),
+        prompt_logprobs=data.get("prompt_logprobs"),
+        priority=data.get("priority", 0),
         sampling=_settings(data, sampling),
         stop=texts,
         grammar=None if grammar is None else Grammar(grammar),
@@ -108,7 +115,7 @@ def _settings(data: Mapping[str, object], sampling: SamplingParams | None) -> Sa
 
 
 def write_result(file: IO[str], result: Result, job: Mapping[str, object] | None = None) -> None:
-    """Append one line and flush it to the disk, so that it survives the end of the process.
+    """Append one line and give it to the operating system, so that it survives the end of the process.
 
     Args:
         file: an open text file.
@@ -128,7 +135,6 @@ def write_result(file: IO[str], result: Result, job: Mapping[str, object] | None
         line = json.dumps(record)
     file.write(line + "\n")
     file.flush()
-    os.fsync(file.fileno())
 
 
 def read_results(path: Path) -> list[Mapping[str, object]]:

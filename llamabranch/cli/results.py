@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from time import monotonic
 from types import TracebackType
 from typing import IO
 
@@ -15,6 +17,8 @@ from .console import OutputError
 from .jsonl import cut_incomplete_line, read_results, write_result
 
 __all__ = ["JobSettings", "ResultFile"]
+
+_SYNC_S = 0.25  # seconds between two requests to store results on the disk
 
 # The settings that determine the texts of a job, and their names on the command line.
 _NAMES = {
@@ -73,6 +77,7 @@ class ResultFile:
         self.job = job
         self.done: set[tuple[str, int]] = set()
         self._file: IO[str] | None = None
+        self._synced = 0.0  # when the disk was last asked to store it
         self._records: list[Mapping[str, object]] = []
         if not resume:
             if path.is_file() and path.stat().st_size:
@@ -133,7 +138,10 @@ class ResultFile:
             raise ConfigError(f"cannot write {self.path}: {error.strerror or error}") from None
 
     def write(self, result: Result) -> None:
-        """Append one result and flush it to the disk.
+        """Append one result.
+
+        It survives the end of this process at once. The disk is asked to store what was appended a few
+        times a second and at the end, not for each result, since that can take longer than a text.
 
         Raises:
             OutputError: the disk is full or broken; what was written before is kept.
@@ -142,6 +150,9 @@ class ResultFile:
             raise RuntimeError("the file of results is not open")
         try:
             write_result(self._file, result, asdict(self.job))
+            if monotonic() - self._synced >= _SYNC_S:
+                os.fsync(self._file.fileno())
+                self._synced = monotonic()
         except OSError as error:
             raise self._failed(error) from None
 
@@ -154,6 +165,18 @@ class ResultFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as failure:
+            if error is None:
+                raise self._failed(failure) from None
+        finally:
+            self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
         if self._file is None:
             return
         try:

@@ -192,7 +192,7 @@ def search(
         params = method.params(sampling.params(text.seed))
         if prompt == "-":
             prompt = read_standard_input()
-        target_name, drafters = replace(models, draft=models.draft or "none").resolve()
+        target_name, drafters = replace(models, draft=models.draft or "none").resolve(console)
         n_sequences = max(2, min(method.n + 1, method.sequences))
         if method.method == "mcts":
             n_sequences = method.sequences

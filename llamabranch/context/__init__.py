@@ -3,11 +3,13 @@
 from .capabilities import Capabilities
 from .cell_ledger import Usage
 from .context import Context
+from .logits import TokenScore
 from .params import ContextParams
 
 __all__ = [
     "Capabilities",
     "Context",
     "ContextParams",
+    "TokenScore",
     "Usage",
 ]

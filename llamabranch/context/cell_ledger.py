@@ -7,7 +7,7 @@ runs, its own and inherited ones; a cell is free when no sequence refers to it a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 __all__ = ["CellLedger", "Usage", "n_common"]
@@ -20,6 +20,8 @@ class Usage:
     ``cells_shared`` are used by two or more sequences, ``sequences`` gives the tokens of each sequence
     that holds any. ``cells_reserved`` are free but temporarily not reused, so that no sequence gets a
     cell below its earlier ones; ``in_order`` is False once some had to be reused before that was safe.
+    ``cells_cached`` are held by the prefix cache alone; they count as free, since it gives them up as
+    soon as they are needed.
     """
 
     cells_total: int
@@ -28,10 +30,11 @@ class Usage:
     sequences: dict[int, int]
     cells_reserved: int = 0
     in_order: bool = True
+    cells_cached: int = 0
 
     @property
     def cells_free(self) -> int:
-        """Cells that no sequence uses."""
+        """Cells that no sequence uses, or only the prefix cache."""
         return self.cells_total - self.cells_used
 
 
@@ -65,7 +68,11 @@ class _Sequence:
 
 
 class CellLedger:
-    """The cells of every sequence; mirrors decode, copy and remove of llama.cpp's unified cache."""
+    """The cells of every sequence; mirrors decode, copy and remove of llama.cpp's unified cache.
+
+    Beyond the ``n_seq_max`` sequences of a context there may be others, which only keep cells: those
+    of the prefix cache.
+    """
 
     def __init__(self, n_cells: int, n_seq_max: int) -> None:
         self.n_cells = n_cells
@@ -74,6 +81,16 @@ class CellLedger:
             0  # cells written so far; a later one has a higher cell index if no hole was filled
         )
         self._sequences = [_Sequence() for _ in range(n_seq_max)]
+
+    @property
+    def n_sequences(self) -> int:
+        """How many sequences there are, those that only keep cells included."""
+        return len(self._sequences)
+
+    def make_sequence(self, seq_id: int) -> None:
+        """Make sure that there is a sequence ``seq_id``."""
+        while len(self._sequences) <= seq_id:
+            self._sequences.append(_Sequence())
 
     def next_position(self, seq_id: int) -> int:
         """Return where the next token of ``seq_id`` goes: its largest position + 1, 0 if empty."""
@@ -190,13 +207,29 @@ class CellLedger:
 
     def clear(self) -> None:
         """Record that every sequence is empty."""
-        self._sequences = [_Sequence() for _ in self._sequences]
+        self._sequences = [_Sequence() for _ in range(self.n_seq_max)]
 
-    def usage(self) -> Usage:
-        """Count the cells in use, each once, and those that two or more sequences use."""
+    def usage(self, kept: Collection[int] = ()) -> Usage:
+        """Count the cells in use, each once, and those that two or more sequences use.
+
+        The sequences in ``kept`` are those of the prefix cache: cells of theirs alone count as cached.
+        """
+        lengths = {
+            i: self.length(i) for i, s in enumerate(self._sequences) if s.slices and i not in kept
+        }
+        used, shared = self._count(lengths)
+        cached = self._count([*lengths, *kept])[0] - used if kept else 0
+        return Usage(self.n_cells, used, shared, lengths, cells_cached=cached)
+
+    def n_used(self, seqs: Iterable[int]) -> int:
+        """Return how many cells the given sequences use, each counted once."""
+        return self._count(seqs)[0]
+
+    def _count(self, seqs: Iterable[int]) -> tuple[int, int]:
+        """Return how many cells these sequences use, and how many of them two or more use."""
         edges: dict[_Run, list[tuple[int, int]]] = {}
-        for sequence in self._sequences:
-            for s in sequence.slices:
+        for seq_id in seqs:
+            for s in self._sequences[seq_id].slices:
                 edges.setdefault(s.run, []).extend(((s.low, 1), (s.high, -1)))
         used = shared = 0
         for steps in edges.values():
@@ -206,8 +239,7 @@ class CellLedger:
                 shared += (at - previous) * (depth > 1)
                 depth += change
                 previous = at
-        lengths = {i: self.length(i) for i, s in enumerate(self._sequences) if s.slices}
-        return Usage(self.n_cells, used, shared, lengths)
+        return used, shared
 
 
 def n_common(left: Sequence[int], right: Sequence[int]) -> int:

@@ -1,14 +1,20 @@
-"""Compaction: decode all sequences again, in order and without holes in the cache."""
+"""Compaction: write all sequences again, in order and without holes in the cache.
+
+Their K/V is copied out and back where that gives the same bits, which takes as long as copying the bytes.
+Elsewhere their tokens are decoded again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
-from ..errors import DecodeInterruptedError
-from .cell_ledger import n_common
+from ..errors import DecodeInterruptedError, SnapshotError
+from ..native import call_in_thread
 from .decoder import Decoder
-from .kv_cache import KVCache
+from .kv_cache import KVCache, State
+from .prefix_cache import PrefixCache
+from .radix_tree import RadixTree
 
 __all__ = ["Replayable", "rewrite_in_order"]
 
@@ -30,10 +36,33 @@ class Replayable(Protocol):
         """Their ids."""
 
 
-def rewrite_in_order(cache: KVCache, decoder: Decoder, holders: Iterable[object]) -> bool:
-    """Decode all sequences again, common prefixes once; False if the tokens of one are unknown.
+class _Step(NamedTuple):
+    """Write a sequence: share the first ``n_shared`` tokens of ``source``, then write the others."""
+
+    seq_id: int
+    tokens: list[int]
+    source: int
+    n_shared: int
+
+
+def rewrite_in_order(
+    cache: KVCache,
+    decoder: Decoder,
+    holders: Iterable[object],
+    prefixes: PrefixCache | None = None,
+    *,
+    by_state: bool = True,
+) -> bool:
+    """Write all sequences again, common prefixes once; False if the tokens of one are unknown.
 
     The context does not know the tokens of raw sequences, nor of those a verification is using.
+
+    Args:
+        cache: the cells.
+        decoder: decodes the tokens where their K/V cannot be copied.
+        holders: the holders of leased sequences.
+        prefixes: the prefix cache. What it keeps is lost where tokens are decoded again.
+        by_state: copy the K/V where that is exact; otherwise decode again.
 
     Raises:
         KeyboardInterrupt, DecodeInterruptedError: only after every sequence has its cells again.
@@ -44,23 +73,71 @@ def rewrite_in_order(cache: KVCache, decoder: Decoder, holders: Iterable[object]
         return False
     if any(held[owner.seq_id] > owner.position for owner in owners):
         return False
+    texts = [(owner.seq_id, owner.tokens[: held[owner.seq_id]]) for owner in owners]
+    if by_state and cache.can_move:
+        kept = [] if prefixes is None else prefixes.texts()
+        if _copy(cache, _plan([*texts, *kept]), kept):
+            return True
+    if prefixes is not None:
+        prefixes.clear()
     cache.clear()
-    done: list[tuple[int, list[int]]] = []
+    _decode_again(cache, decoder, _plan(texts))
+    return True
+
+
+def _plan(texts: Iterable[tuple[int, list[int]]]) -> list[_Step]:
+    """Return in which order to write the sequences; a prefix comes before what continues it."""
+    tree: RadixTree[int] = RadixTree()
+    plan = []
+    for seq_id, tokens in sorted(texts, key=lambda text: len(text[1])):
+        n, source = tree.find(tokens)
+        plan.append(_Step(seq_id, tokens, -1 if source is None else source, n))
+        if n < len(tokens):
+            tree.insert(tokens, seq_id)
+    return plan
+
+
+def _copy(cache: KVCache, plan: list[_Step], kept: list[tuple[int, list[int]]]) -> bool:
+    """Copy the K/V of all sequences out of the cache and back; False if llama.cpp refuses.
+
+    It runs in a thread of its own, so that Ctrl-C waits until it is complete.
+    """
+    done = False
+
+    def move() -> None:
+        nonlocal done
+        try:
+            pieces: dict[int, State] = {
+                step.seq_id: cache.piece(step.seq_id, step.n_shared)
+                for step in plan
+                if step.n_shared < len(step.tokens)
+            }
+            cache.clear()
+            for seq_id, _ in kept:
+                cache.keep(seq_id)
+            for seq_id, tokens, source, n in plan:
+                if n:
+                    cache.share(source, seq_id, 0, n)
+                if seq_id in pieces:
+                    cache.place(seq_id, pieces.pop(seq_id), n, len(tokens) - n)
+            done = True
+        except (SnapshotError, MemoryError):
+            return
+
+    call_in_thread(move)
+    return done
+
+
+def _decode_again(cache: KVCache, decoder: Decoder, plan: list[_Step]) -> None:
+    """Decode the tokens of all sequences into the empty cache."""
     interruption: KeyboardInterrupt | DecodeInterruptedError | None = None
-    for owner in sorted(owners, key=lambda owner: held[owner.seq_id]):
-        tokens, source, n = owner.tokens[: held[owner.seq_id]], -1, 0
-        for seq_id, other in done:
-            same = n_common(other, tokens)
-            if same > n:
-                source, n = seq_id, same
+    for seq_id, tokens, source, n in plan:
         if n:
-            cache.share(source, owner.seq_id, 0, n)
-        while cache.next_position(owner.seq_id) < len(tokens):
+            cache.share(source, seq_id, 0, n)
+        while cache.next_position(seq_id) < len(tokens):
             try:
-                decoder.decode_run(tokens[n:], owner.seq_id, "none")
+                decoder.decode_run(tokens[n:], seq_id, "none")
             except (KeyboardInterrupt, DecodeInterruptedError) as error:
                 interruption = error
-        done.append((owner.seq_id, tokens))
     if interruption is not None:
         raise interruption
-    return True

@@ -14,7 +14,12 @@ import numpy.typing as npt
 from typing_extensions import Self, Unpack
 
 from ..arguments import plain_int, real, shown, whole
-from ..errors import BranchStateError, ConfigError, UnsupportedError
+from ..errors import (
+    BranchStateError,
+    ConfigError,
+    SequencesExhaustedError,
+    UnsupportedError,
+)
 from ..model import Model, TokenIds, token_list
 from ..native import ContextHandle
 from ..sampling import Sampler, SamplingParams
@@ -26,12 +31,16 @@ from .decoder import Decoder
 from .kv_cache import KVCache
 from .logits import LogitsRow
 from .params import ContextOptions, ContextParams, warn_of_length
+from .prefix_cache import LeasedSequences, PrefixCache
+from .saved_prefixes import SavedPrefixes
 from .sequence_ids import SequenceIds
 from .threads import ThreadTuner, ThreadWatch
 
 __all__ = ["Context"]
 
 Logits = npt.NDArray[np.float32]
+
+_RECLAIMED_PART = 8  # of the cache: what the prefix cache gives up, at least, when cells are needed
 
 
 class Context:
@@ -47,6 +56,7 @@ class Context:
             n_threads, n_threads_batch, kv_type: the values in effect.
         n_vocab: size of the vocabulary.
         capabilities: what this context's memory can do.
+        prefix_cache: the texts whose K/V is kept, None without ``prefix_cache=True``.
 
     Raises:
         ConfigError: a bad option, or llama.cpp cannot create the context (the reason is given).
@@ -130,14 +140,30 @@ class Context:
         self._decoder = Decoder(
             handle,
             self._cache,
-            self._release_reserved,
+            self._reclaim,
             n_decodes=n_decodes,
             n_trained=trained,
             watch=ThreadWatch.of(handle, model, tuner),
             eog_tokens=sorted(model.eog_tokens),
         )
         self._leases = SequenceIds(n_seq_max)
+        self.prefix_cache = None
+        if resolved.prefix_cache:
+            self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
         self._last_rows: list[LogitsRow] = []
+
+    def _open_prefix_cache(self, cache_ram: int) -> PrefixCache:
+        if cache_ram and not self._cache.can_copy:
+            self._decoder.handle.close()
+            raise UnsupportedError(
+                f"cache_ram is not possible with {self.model.memory_type} memory, which cannot be copied",
+                hint="leave cache_ram out; prefix_cache works without it",
+            )
+        if not self.capabilities.recurrent:
+            saved = SavedPrefixes(cache_ram) if cache_ram else None
+            return PrefixCache(self._cache, saved=saved, decoder=self._decoder)
+        leased = LeasedSequences(self._cache, self._lease_if_free, self.return_lease)
+        return PrefixCache(self._cache, leased)
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -239,7 +265,22 @@ class Context:
             if len(self._leases) == self.n_seq_max:
                 gc.collect()  # an unreferenced branch may be in a reference cycle
                 self._collect_forgotten(noted=False)
+            while len(self._leases) == self.n_seq_max and self._n_seq_cached:
+                if self.prefix_cache is None or not self.prefix_cache.evict_text():
+                    break
             return self._leases.lend(holder, lambda seq_id: first(seq_id) < 0)
+
+    def _lease_if_free(self, holder: object) -> int | None:
+        first = self._cache.first_position
+        try:
+            return self._leases.lend(holder, lambda seq_id: first(seq_id) < 0)
+        except SequencesExhaustedError:
+            return None
+
+    @property
+    def _n_seq_cached(self) -> int:
+        """How many of the leased sequences are the prefix cache's, which gives them up if asked."""
+        return sum(1 for seq_id in self._cache.keepers if seq_id < self.n_seq_max)
 
     def return_lease(self, seq_id: int) -> None:
         """End the lease of a sequence and empty it."""
@@ -260,7 +301,8 @@ class Context:
             self._collect_forgotten()
             first = self._cache.first_position
             seqs = range(self.n_seq_max)
-            return sum(1 for seq_id in seqs if seq_id not in self._leases and first(seq_id) < 0)
+            empty = sum(1 for seq_id in seqs if seq_id not in self._leases and first(seq_id) < 0)
+            return empty + self._n_seq_cached
 
     def holders(self) -> list[object]:
         """Return the holders of leased sequences, ordered by sequence id."""
@@ -270,13 +312,27 @@ class Context:
             return [holder for holder in found if holder is not None]
 
     def compact(self) -> bool:
-        """Decode all branches again, in order and without holes; False if raw sequences hold cells."""
-        return rewrite_in_order(self._cache, self._decoder, self.holders())
+        """Write all branches again, in order and without holes; False if raw sequences hold cells."""
+        return rewrite_in_order(self._cache, self._decoder, self.holders(), self.prefix_cache)
 
-    def _release_reserved(self) -> None:
-        """Free reserved cells: by compaction, or, where that is impossible, out of order."""
+    def _reclaim(self, n: int) -> bool:
+        """Free cells for ``n`` tokens, if any can be freed; True if some were.
+
+        First those that only the prefix cache uses, then reserved ones: by compaction, or, where that
+        is impossible, out of order.
+        """
+        cache, freed = self._cache, 0
+        if self.prefix_cache is not None:
+            # More than is needed now, so that compactions are rare.
+            wanted = max(n - cache.n_vacant, self.n_ctx // _RECLAIMED_PART)
+            freed = self.prefix_cache.evict(wanted - cache.n_reserved)
+        if freed and cache.n_vacant >= n:
+            return True
+        if not cache.n_reserved:
+            return freed > 0
         if not self.compact():
-            self._cache.release_reserved()
+            cache.release_reserved()
+        return True
 
     def _check_seq(self, seq_id: int) -> int:
         seq_id = whole("a sequence id", seq_id)
@@ -473,11 +529,14 @@ class Context:
         with self._lock:
             self._check_open()
             self._collect_forgotten()
-            if self._leases:
+            n_branches = len(self._leases) - self._n_seq_cached
+            if n_branches:
                 raise BranchStateError(
-                    f"{len(self._leases)} branches still use the cache",
+                    f"{n_branches} branches still use the cache",
                     hint="prune them first",
                 )
+            if self.prefix_cache is not None:
+                self.prefix_cache.clear()
             self._cache.clear()
 
     def kv_cache_size(self, seq_id: int) -> int:

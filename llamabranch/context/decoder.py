@@ -6,6 +6,7 @@ Everything here expects valid arguments and a caller that holds the context's lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter, process_time
 
@@ -22,6 +23,7 @@ from .threads import ThreadWatch
 __all__ = ["Decoder"]
 
 _INTERRUPTED = 2
+_LONG = 32  # tokens from which a decode tells how long reading takes
 _WATCHED = ThreadWatch.EVERY - 1
 
 
@@ -31,8 +33,9 @@ class Decoder:
     Args:
         handle: the native context.
         cache: where the tokens are written.
-        release_reserved: called when the cache is full and has reserved cells: it frees them.
-            Default: they are released, and the order of cells is lost.
+        reclaim: called with a number of tokens when the cache has no room for them: it frees cells
+            that are reserved, or that only the prefix cache uses, and returns whether it freed any.
+            Default: the reserved ones are released, and the order of cells is lost.
         n_decodes: number of earlier decodes; ``Context.sample`` uses the count for its noise.
         n_trained: positions the model was trained for, beyond which it warns; None to never warn.
         watch: times every eighth decode where several threads compute; None to time none.
@@ -43,7 +46,7 @@ class Decoder:
         self,
         handle: ContextHandle,
         cache: KVCache,
-        release_reserved: Callable[[], None] | None = None,
+        reclaim: Callable[[int], bool] | None = None,
         n_decodes: int = 0,
         n_trained: int | None = None,
         watch: ThreadWatch | None = None,
@@ -51,8 +54,9 @@ class Decoder:
     ) -> None:
         self.handle = handle
         self.n_decodes = n_decodes
+        self.read_s = math.nan  # seconds for each token of a long chunk, smoothed
         self._cache = cache
-        self._release_reserved = release_reserved or cache.release_reserved
+        self._reclaim = reclaim or cache.release_reserved
         self._n_trained = END if n_trained is None else n_trained
         self.watch = watch
         self._live: list[LogitsRow] = []
@@ -112,7 +116,7 @@ class Decoder:
                 handle.seqs[0] = seq_id
                 handle.wants_logits[0] = 1
                 code = handle.decode(1) if self.n_decodes & _WATCHED else self._watched(1)
-            if code == 1 and self._make_room(() if expiring is None else (expiring,)):
+            if code == 1 and self._make_room(1, () if expiring is None else (expiring,)):
                 return self.advance(seq_id, token, expiring, sampler, seed)
             if code == 0:
                 self._cache.append(seq_id, 1)
@@ -158,8 +162,12 @@ class Decoder:
         handle.wants_logits[:n] = wants_logits
         starts = {seq_id: self._cache.next_position(seq_id) for seq_id in ends}
         try:
+            begun = perf_counter()
             code = handle.decode(n) if self.n_decodes & _WATCHED else self._watched(n)
-            if code == 1 and self._make_room(expiring):
+            if n >= _LONG and code == 0:
+                took, known = (perf_counter() - begun) / n, self.read_s
+                self.read_s = took if known != known else 0.9 * known + 0.1 * took
+            if code == 1 and self._make_room(n, expiring):
                 return self.decode(tokens, seqs, wants_logits, expiring)
             if code == 0:
                 self._cache.record(seqs)
@@ -289,14 +297,13 @@ class Decoder:
         self._live = list(rows)
         return rows
 
-    def _make_room(self, expiring: Iterable[LogitsRow]) -> bool:
-        """Release reserved cells, if there are any; True if the decode may be tried again."""
-        if not self._cache.n_reserved:
+    def _make_room(self, n: int, expiring: Iterable[LogitsRow]) -> bool:
+        """Free cells for ``n`` tokens, if any can be freed; True if the decode may be tried again."""
+        if not self._cache.n_reserved and not self._cache.keepers:
             return False
         for row in expiring:
             row.detach()
-        self._release_reserved()
-        return True
+        return self._reclaim(n)
 
     def decode_tree(
         self,
@@ -396,7 +403,7 @@ class Decoder:
         return rows
 
     def make_room(self, n: int) -> None:
-        """Release reserved cells if ``n`` cells would not be free otherwise."""
-        reserved = self._cache.n_reserved
-        if reserved and self._cache.usage().cells_free - reserved < n:
-            self._make_room(())
+        """Free reserved and cached cells if ``n`` cells would not be free otherwise."""
+        cache = self._cache
+        if (cache.n_reserved or cache.keepers) and cache.n_vacant < n:
+            self._make_room(n, ())

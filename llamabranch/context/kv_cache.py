@@ -17,11 +17,12 @@ from ..native import ContextHandle, StateLayout, last_log_lines, max_sequences
 from .cell_ledger import CellLedger, Usage
 from .cell_order import CellOrder
 
-__all__ = ["END", "KVCache"]
+__all__ = ["END", "MOVED", "KVCache"]
 
 State = npt.NDArray[np.uint8]
 
 END = 1 << 31  # a position after all others
+MOVED = max_sequences() - 2  # holds the cells that are being moved, and nothing at other times
 
 
 class KVCache:
@@ -50,6 +51,7 @@ class KVCache:
         self.next_position = self.ledger.next_position
         self.first_position = self.ledger.first_position
         self.append = self.ledger.append
+        self.keepers: set[int] = set()  # the sequences of the prefix cache
         self._handle = handle
         self.order: CellOrder | None = None
         if keeps_order and n_seq_max < max_sequences():  # the reserved cells need a sequence id
@@ -134,9 +136,10 @@ class KVCache:
         return start == 0
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop everything; what the prefix cache keeps too."""
         self._handle.clear()
         self.ledger.clear()
+        self.keepers.clear()
         if self.order is not None:
             self.order.reset()
 
@@ -162,21 +165,81 @@ class KVCache:
         self.ledger.append(seq_id, n_tokens)
         return True
 
+    # -- moving cells ------------------------------------------------------------------------------
+
+    def keep(self, seq_id: int) -> None:
+        """Count a sequence as one of the prefix cache, which may be beyond those of the context."""
+        self.ledger.make_sequence(seq_id)
+        self.keepers.add(seq_id)
+
+    @property
+    def can_copy(self) -> bool:
+        """True if cells can be copied out and back, bit for bit."""
+        layout = self.state_layout
+        return self.ledger.n_seq_max <= MOVED and layout is not None and layout.is_cells_only
+
+    @property
+    def can_move(self) -> bool:
+        """True if all cells can be copied out and back so that their order is kept."""
+        return self.can_copy and self.order is not None and self.order.in_order
+
+    def piece(self, seq_id: int, start: int) -> State:
+        """Return the K/V of a sequence from position ``start`` on, for ``place``; a copy.
+
+        Raises:
+            SnapshotError: llama.cpp writes it in an unknown form.
+        """
+        if self.state_layout is None:
+            raise SnapshotError("llama.cpp writes K/V in an unknown form")
+        self._handle.copy(seq_id, MOVED, start, -1)
+        try:
+            return self.state_layout.with_owner(self._handle.state(MOVED))
+        finally:
+            self._handle.remove(MOVED, 0, -1)
+
+    def place(self, seq_id: int, state: State, start: int, n_tokens: int) -> None:
+        """Write a ``piece`` of ``n_tokens`` into the next free cells, at ``start``, the sequence's end.
+
+        Raises:
+            SnapshotError: llama.cpp refuses it.
+        """
+        if not self._handle.set_state(MOVED, state):
+            reason = "; ".join(last_log_lines()) or "no reason given"
+            raise SnapshotError(f"llama.cpp cannot take the K/V: {reason}")
+        self._handle.copy(MOVED, seq_id, start, -1)
+        self._handle.remove(MOVED, 0, -1)
+        self.ledger.append(seq_id, n_tokens)
+
     # -- accounts ----------------------------------------------------------------------------------
+
+    @property
+    def n_vacant(self) -> int:
+        """Number of cells that hold nothing and are not reserved."""
+        ledger = self.ledger
+        return ledger.n_cells - ledger.n_used(range(ledger.n_sequences)) - self.n_reserved
+
+    @property
+    def n_free(self) -> int:
+        """Number of cells that no sequence uses, or only the prefix cache."""
+        ledger, keepers = self.ledger, self.keepers
+        seqs = range(ledger.n_seq_max)
+        return ledger.n_cells - ledger.n_used(s for s in seqs if s not in keepers)
 
     @property
     def n_reserved(self) -> int:
         """Number of cells that hold nothing, but are not reused yet so that cells stay in order."""
         return 0 if self.order is None else self.order.n_cells
 
-    def release_reserved(self) -> None:
+    def release_reserved(self, _n: int = 0) -> bool:
         """Free the reserved cells although sequences have cells above them: order is lost."""
-        if self.order is not None:
-            self.order.release()
+        if self.order is None or not self.order.n_cells:
+            return False
+        self.order.release()
+        return True
 
     def usage(self) -> Usage:
         """Return how full the cache is."""
-        usage = self.ledger.usage()
+        usage = self.ledger.usage(self.keepers)
         if self.order is None:
             return usage
         return replace(usage, cells_reserved=self.n_reserved, in_order=self.order.in_order)
@@ -190,7 +253,7 @@ class KVCache:
         Raises:
             DecodeError: they differ; the message names the sequence. That is a bug in this library.
         """
-        for seq_id in range(self.ledger.n_seq_max):
+        for seq_id in range(self.ledger.n_sequences):
             ours = self.first_position(seq_id), self.next_position(seq_id) - 1
             theirs = self._handle.position_range(seq_id)
             if ends_only:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,13 +14,31 @@ from ..native import core
 from ..sampling import Sampler
 from ..sampling.noise import DRAW
 
-__all__ = ["LogitsRow"]
+__all__ = ["LogitsRow", "TokenScore"]
 
 Logits = npt.NDArray[np.float32]
 
 _FLOOR = np.float32(-1e4)  # exp of it is 0
 _NOTHING = np.empty(0, dtype=np.float32)
 _UNKNOWN = math.nan  # compared by identity: a measured value may be NaN too
+
+
+class TokenScore(NamedTuple):
+    """How a model rates a given token.
+
+    Attributes:
+        token: its id.
+        logprob: its log-probability, nats, under the model's own distribution.
+        rank: 1 + how many tokens are more probable.
+        entropy: of that distribution, nats.
+        alternatives: the requested number of most probable tokens: (token, log-probability), best first.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    entropy: float
+    alternatives: tuple[tuple[int, float], ...] = ()
 
 
 class LogitsRow:
@@ -66,6 +85,17 @@ class LogitsRow:
         if self._logsumexp is _UNKNOWN:
             self._measure()
         return float(self.array[token]) - self._logsumexp
+
+    def rank(self, token: int) -> int:
+        """Return 1 + how many tokens have a larger logit than ``token``."""
+        return 1 + int(np.count_nonzero(self.array > self.array[token]))
+
+    def score(self, token: int, top: int = 0) -> TokenScore:
+        """Return how the model rates ``token`` here, with the ``top`` most probable tokens."""
+        alternatives = tuple(self.top(top)) if top else ()
+        return TokenScore(
+            token, self.logprob(token), self.rank(token), self.entropy(), alternatives
+        )
 
     def entropy(self) -> float:
         """Return the entropy of softmax(logits), nats."""

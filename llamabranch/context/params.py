@@ -23,6 +23,7 @@ __all__ = [
 
 DEFAULT_N_CTX = 2048
 DEFAULT_N_SEQ_MAX = 8
+_MOST_WITH_PREFIXES = max_sequences() - 16  # sequences, so that some ids are left for kept texts
 _STEP = 256  # llama.cpp rounds the cells of a cache up to a multiple of this
 
 # Measured: with these, flash attention on, and Q8_0 weights, logits do not depend on the batch.
@@ -61,6 +62,8 @@ class ContextOptions(TypedDict, total=False):
     batch_invariant: bool | str
     swa_full: bool
     offload_kqv: bool
+    prefix_cache: bool
+    cache_ram: int
     rope_scaling: str | None
     rope_freq_base: float
     rope_freq_scale: float
@@ -91,6 +94,10 @@ class ContextParams:
         batch_invariant: "auto" turns it on where it is possible, True raises UnsupportedError elsewhere.
         swa_full: keep the K/V of all positions in sliding-window layers, so that they can be rewound.
         offload_kqv: keep the cache on the GPU if the model is there.
+        prefix_cache: keep the K/V of prompts and finished texts until its cells are needed, so that a
+            prompt that begins like one of them is not read again.
+        cache_ram: bytes of host memory for K/V that the prefix cache gives up; it comes back where that
+            is faster than reading the text again. 0: none.
         rope_scaling: None (the model's own), "none", "linear", "yarn" or "longrope";
             rope_freq_base, rope_freq_scale, yarn_*: as in llama.cpp, 0 (yarn: -1) = the model's own.
 
@@ -110,6 +117,8 @@ class ContextParams:
     batch_invariant: bool | str = "auto"
     swa_full: bool = True
     offload_kqv: bool = True
+    prefix_cache: bool = False
+    cache_ram: int = 0
     rope_scaling: str | None = None
     rope_freq_base: float = 0.0
     rope_freq_scale: float = 0.0
@@ -129,7 +138,7 @@ class ContextParams:
             if not least <= value < math.inf:
                 raise ConfigError(f"{name} must be at least {least:g} and finite, not {value}")
             object.__setattr__(self, name, value)
-        for name in ("swa_full", "offload_kqv"):
+        for name in ("swa_full", "offload_kqv", "prefix_cache"):
             object.__setattr__(self, name, bool(getattr(self, name)))
         for name in ("flash_attention", "batch_invariant"):
             if getattr(self, name) not in ("auto", True, False):
@@ -165,6 +174,15 @@ class ContextParams:
             raise ConfigError(
                 f"n_seq_max ({n_seq_max}) must not exceed n_batch ({n_batch}) or n_ctx ({n_ctx}): "
                 f"every sequence may need a row of logits"
+            )
+        if self.cache_ram and not self.prefix_cache:
+            raise ConfigError(
+                "cache_ram is for what the prefix cache gives up: set prefix_cache=True"
+            )
+        if self.prefix_cache and n_seq_max > _MOST_WITH_PREFIXES:
+            raise ConfigError(
+                f"n_seq_max must be at most {_MOST_WITH_PREFIXES} with a prefix cache, not {n_seq_max}",
+                hint="the prefix cache needs sequence ids of its own",
             )
         n_outputs_max = max(n_seq_max, min(n_batch, 256))
         if self.n_outputs_max is not None:
@@ -250,6 +268,7 @@ _RANGES = {
     "n_threads": (1, 512),
     "n_threads_batch": (1, 512),
     "yarn_orig_ctx": (0, 2**31 - 1),
+    "cache_ram": (0, 2**62),
 }
 _LEAST = {
     "rope_freq_base": 0.0,

@@ -1,16 +1,20 @@
 """Any number of requests, batched over the sequences of one context.
 
 request.py    a request, its events and its result; the engine's totals
-job.py        one text of a request and its state: waiting, prefilling, generating
+job.py        a request in the engine, and its texts: waiting, prefilling, generating
 scheduler.py  which jobs hold a sequence: admission, prefix sharing, preemption
 batch.py      the tokens of one decode, and which job each of them belongs to
-engine.py     the loop: schedule, draft, decode, accept
+core.py       the loop over one set of requests: schedule, draft, decode, accept
+engine.py     requests at any time, or all of a job
+async_engine.py  the engine on a thread of its own
 """
 
+from .async_engine import AsyncEngine
 from .engine import Engine
 from .request import EngineStats, Event, Request, Result
 
 __all__ = [
+    "AsyncEngine",
     "Engine",
     "EngineStats",
     "Event",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from ..arguments import whole
 from ..branch import Produced
+from ..context.logits import TokenScore
 from ..errors import ConfigError, LlamaBranchError
 from ..model import token_list
 from ..pictures import tokens_picture
@@ -36,6 +38,12 @@ class Request:
         grammar: the grammar that the text must follow.
         n: how many texts to generate from one prefill; each but the first is drawn with a seed derived
             from the first's.
+        priority: a request with a smaller number is admitted earlier, and preempted later.
+        top_logprobs: None = no detail; k = the result's ``logprobs`` holds every token with its
+            log-probability, its source and the k most probable tokens.
+        prompt_logprobs: None = no detail; k = the result's ``prompt_logprobs`` rates every token of the
+            prompt, with the k most probable tokens. With ``max_tokens=0`` nothing else is done. Such a
+            prompt is read whole, whatever the prefix cache has.
 
     Raises:
         ConfigError: a value out of range.
@@ -48,6 +56,9 @@ class Request:
     stop: Sequence[str] = ()
     grammar: Grammar | str | None = None
     n: int = 1
+    priority: int = 0
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         is_bytes = isinstance(self.prompt, (bytes, bytearray, memoryview))
@@ -68,8 +79,11 @@ class Request:
             )
         if self.id is not None and not isinstance(self.id, str):
             raise ConfigError(f"id must be a string, not {self.id!r}")
-        if self.max_tokens is not None:
-            object.__setattr__(self, "max_tokens", whole("max_tokens", self.max_tokens, 0))
+        object.__setattr__(self, "priority", whole("priority", self.priority))
+        for name in ("max_tokens", "top_logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, whole(name, value, 0))
 
 
 @dataclass
@@ -79,7 +93,19 @@ class Result:
     ``finish_reason`` is "stop", "length", "capacity" (the cache cannot hold it), "cancelled" or "error".
     In the last three cases ``text`` and ``tokens`` hold what was generated until then, and ``error``
     holds the exception, if there was one. ``text`` ends before a stop string; ``tokens`` include those
-    that completed it, but no EOG token. ``emitted`` are those with all that is known of each.
+    that completed it, but no EOG token.
+
+    Attributes:
+        emitted: the tokens with all that is known of each.
+        num_prompt_tokens: the tokens of the prompt.
+        num_cached_tokens: how many of them were in the cache when the text was first admitted, read for
+            other texts, so that they were not evaluated.
+        n_preempted: how often it lost its cells and was read again.
+        queued_s, first_token_s, last_token_s: seconds from the arrival of the request to the admission
+            of this text, its first token and its last one; None if there was none.
+        logprobs: the tokens in detail, if the request has ``top_logprobs``.
+        prompt_logprobs: a rating of each prompt token, if the request asked for it; None for the first
+            token, which follows nothing.
     """
 
     id: str
@@ -90,10 +116,21 @@ class Result:
     finish_reason: str
     seed: int
     stats: SpeculativeStats
-    n_prompt: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     n_preempted: int = 0
     error: LlamaBranchError | None = None
     emitted: Sequence[Produced] = field(default=(), repr=False, compare=False)
+    queued_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    logprobs: list[Produced] | None = None
+    prompt_logprobs: list[TokenScore | None] | None = None
+
+    @property
+    def n_prompt(self) -> int:
+        """``num_prompt_tokens``."""
+        return self.num_prompt_tokens
 
     def _repr_html_(self) -> str:
         prompt = self.prompt if isinstance(self.prompt, str) else f"({len(self.prompt)} tokens) "
@@ -102,7 +139,10 @@ class Result:
         return tokens_picture(self.emitted, prompt=prompt, caption=caption)
 
     def as_dict(self) -> dict[str, object]:
-        """Return JSON types, without ``n_prompt`` and ``n_preempted``; ``error`` only if there is one."""
+        """Return JSON types, without times and counts of the cache, which differ from run to run.
+
+        ``error``, ``logprobs`` and ``prompt_logprobs`` are there only if there are any.
+        """
         record: dict[str, object] = {
             "id": self.id,
             "sample": self.sample,
@@ -113,9 +153,40 @@ class Result:
             "seed": self.seed,
             "stats": self.stats.as_dict(),
         }
+        if self.logprobs is not None:
+            record["logprobs"] = [_detail(one) for one in self.logprobs]
+        if self.prompt_logprobs is not None:
+            record["prompt_logprobs"] = [
+                None if one is None else _rating(one) for one in self.prompt_logprobs
+            ]
         if self.error is not None:
             record["error"] = str(self.error)
         return record
+
+
+def _detail(token: Produced) -> dict[str, object]:
+    return {
+        "token": token.token,
+        "logprob": _finite(token.logprob),
+        "entropy": _finite(token.entropy),
+        "source": token.source,
+        "alternatives": [[t, _finite(p)] for t, p in token.alternatives],
+    }
+
+
+def _rating(token: TokenScore) -> dict[str, object]:
+    return {
+        "token": token.token,
+        "logprob": _finite(token.logprob),
+        "rank": token.rank,
+        "entropy": _finite(token.entropy),
+        "alternatives": [[t, _finite(p)] for t, p in token.alternatives],
+    }
+
+
+def _finite(number: float) -> float | None:
+    """Return it, or None for what JSON cannot hold."""
+    return number if math.isfinite(number) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +201,17 @@ class Event:
 
 @dataclass
 class EngineStats:
-    """Totals of an engine's work; ``speculative`` is the sum over all requests."""
+    """Totals of an engine's work; ``speculative`` is the sum over all requests.
+
+    ``prompt_tokens`` counts the prompt tokens that were evaluated. ``shared_prompt_tokens`` were shared
+    with a running text instead, ``cached_prompt_tokens`` taken from the prefix cache.
+    """
 
     target_forward_passes: int = 0
     draft_forward_passes: int = 0
     prompt_tokens: int = 0
     shared_prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
     elapsed_s: float = 0.0

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+import heapq
+from collections.abc import Iterator
 
 from ..branch import Branch
 from ..context import Context
 from ..context.cell_ledger import n_common
 from ..errors import CacheFullError, LlamaBranchError, SequencesExhaustedError
-from .job import Job
+from .job import Job, Key, Submission
 
 __all__ = ["Scheduler"]
 
@@ -19,35 +19,156 @@ _MIN_SHARED = 8  # tokens; a shorter prefix is decoded faster than it is shared
 class Scheduler:
     """Keeps the queue and the jobs that hold a sequence.
 
-    Jobs are admitted in order while a sequence is free and the cache has room for their prompt. A job
-    whose prompt begins like that of an active job shares those cells instead of decoding them again.
+    Jobs are admitted in the order of their keys while a sequence is free and the cache has room for their
+    prompt. A job whose prompt begins like that of an active job shares those cells instead of decoding
+    them again; so does one whose prompt begins like a text in the prefix cache.
+    Only the head of the queue is looked at: the cost of a step does not depend on how many wait.
 
     Attributes:
-        waiting: the jobs without a sequence, in the order in which they will be admitted.
         active: the jobs with a sequence: those prefilling their prompt and those generating.
-        n_shared: prompt tokens so far that were shared instead of decoded.
-        cancelled: ids of requests to cancel at the next step; written by any thread.
-        reports_tokens: whether somebody reads the events of tokens.
+        n_shared: prompt tokens so far that were shared with an active job instead of decoded.
+        n_cached: prompt tokens so far that were taken from the prefix cache.
+        n_waiting: how many requests have a text that has not begun.
+        paused: ids of requests whose texts are not continued for now.
         had_no_room: the cache had no room for the last decode with its drafts; the next has none.
-        is_abandoned: nobody consumes the events any more; the run ends after the current step.
         no_sequence: why no job could be admitted, while no job is active; None if one could.
     """
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
-        self.waiting: deque[Job] = deque()
         self.active: list[Job] = []
-        self._arrivals = 0
         self.n_shared = 0
-        self.cancelled: set[str] = set()
-        self.reports_tokens = True
+        self.n_cached = 0
+        self.n_waiting = 0
+        self.paused: set[str] = set()
         self.had_no_room = False
-        self.is_abandoned = False
         self.no_sequence: SequencesExhaustedError | None = None
+        self._queue: list[tuple[Key, Submission | Job]] = []  # a heap; keys are unique
+        self._parked: dict[str, list[Job]] = {}  # paused jobs without a sequence
+        self._known: dict[str, Submission] = {}  # those with unfinished texts, by id
 
-    def add(self, jobs: Iterable[Job]) -> None:
-        """Append jobs to the queue."""
-        self.waiting.extend(jobs)
+    # -- the queue -----------------------------------------------------------------------------------
+
+    def add(self, submission: Submission) -> None:
+        """Put the texts of a request into the queue."""
+        self._known[submission.name] = submission
+        self.n_waiting += 1
+        heapq.heappush(self._queue, (submission.key, submission))
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether a request of this id has unfinished texts."""
+        return name in self._known
+
+    def names(self) -> list[str]:
+        """Return the ids of the unfinished requests, in the order in which they were added."""
+        return list(self._known)
+
+    def _head(self) -> Job | None:
+        """Return the job that is next, without taking it; None if nothing waits."""
+        while self._queue:
+            _, first = self._queue[0]
+            if isinstance(first, Submission):
+                if not first.samples:  # it was cancelled, or all its texts have begun
+                    heapq.heappop(self._queue)
+                    continue
+                job = first.next_job()
+                if not first.samples:
+                    heapq.heappop(self._queue)
+                    self.n_waiting -= 1
+                else:
+                    heapq.heapreplace(self._queue, (first.key, first))
+                self._push(job)
+                continue
+            if self._known.get(first.name) is not first.submission:  # it was cancelled
+                self._pop()
+            elif first.name in self.paused:
+                self._pop()
+                self._parked.setdefault(first.name, []).append(first)
+            else:
+                return first
+        return None
+
+    def _push(self, job: Job) -> None:
+        """Put a text that has begun into the queue."""
+        job.submission.queued.append(job)
+        heapq.heappush(self._queue, (job.key, job))
+
+    def _pop(self) -> None:
+        """Take the head, a text that has begun, from the queue."""
+        _, job = heapq.heappop(self._queue)
+        if isinstance(job, Job):
+            job.submission.queued.remove(job)
+
+    def resume(self, name: str) -> None:
+        """Continue the texts of a paused request."""
+        self.paused.discard(name)
+        for job in self._parked.pop(name, ()):
+            self._push(job)
+
+    def take(self, name: str) -> list[Job]:
+        """Remove all unfinished texts of a request, free what they hold, and return them."""
+        submission = self._known.pop(name, None)
+        if submission is None:
+            return []
+        jobs = [job for job in self.active if job.name == name]
+        for job in jobs:
+            self.active.remove(job)
+            job.release()
+        jobs += submission.queued + self._parked.pop(name, [])
+        if submission.samples:
+            self.n_waiting -= 1
+        while submission.samples:
+            jobs.append(submission.next_job())
+        self.paused.discard(name)
+        return jobs
+
+    def take_waiting(self) -> Iterator[Job]:
+        """Remove the waiting jobs one by one."""
+        job = self._head()
+        while job is not None:
+            self._pop()
+            yield job
+            job = self._head()
+
+    def finish(self, job: Job) -> None:
+        """Remove a job that has ended, and free what it holds."""
+        if job in self.active:
+            self.active.remove(job)
+        job.release()
+        submission = job.submission
+        submission.n_unfinished -= 1
+        if not submission.n_unfinished:
+            self._known.pop(submission.name, None)
+            self.paused.discard(submission.name)
+
+    @property
+    def n_queued(self) -> int:
+        """At least 1 while something may be admitted."""
+        return len(self._queue)
+
+    @property
+    def is_stalled(self) -> bool:
+        """True if all that is unfinished is paused."""
+        return not self._queue and all(
+            job.name in self.paused and job.stream is not None for job in self.active
+        )
+
+    def close(self) -> None:
+        """Free all sequences and forget all requests."""
+        for job in self.active:
+            job.release()
+        self.active.clear()
+        self._queue.clear()
+        self._parked.clear()
+        self._known.clear()
+        self.n_waiting = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing waits or runs."""
+        return not self._known
+
+    # -- sequences -----------------------------------------------------------------------------------
 
     def admit(self) -> list[tuple[Job, LlamaBranchError]]:
         """Give sequences to waiting jobs; remove and return those that cannot be served, with the reason.
@@ -57,22 +178,26 @@ class Scheduler:
         """
         refused: list[tuple[Job, LlamaBranchError]] = []
         before, self.no_sequence = self.no_sequence, None
-        while self.waiting:  # only its head is looked at: the cost does not depend on its length
-            job = self.waiting[0]
+        while (job := self._head()) is not None:
             n_tokens = job.n_to_cache
             if n_tokens > self._ctx.n_ctx:
-                refused.append((self.waiting.popleft(), self._too_long(n_tokens)))
+                self._pop()
+                refused.append((job, self._too_long(n_tokens)))
                 continue
-            need = n_tokens + 1  # its next token needs a cell too, unless the job runs alone
             if (self.active or before) and self._ctx.n_seq_free == 0:
+                if self._park_paused():
+                    continue  # the queue has changed
                 self.no_sequence = None if self.active else before
                 break
             source, n_shared = self._best_prefix(job)
             shared = None if source is None else source.branch
             if shared is not None and shared.position < n_shared:
                 break  # the prefix it will share is still being decoded
-            free = self._ctx.usage().cells_free - sum(other.n_uncached + 1 for other in self.active)
-            if self.active and need - n_shared > free:
+            need = n_tokens + 1 - n_shared  # its next token too, unless the job runs alone
+            free = self._ctx.kv_cache.n_free - sum(other.n_uncached + 1 for other in self.active)
+            if self.active and need > free:
+                if self._park_paused():
+                    continue
                 break
             try:
                 branch = Branch.create(self._ctx, job.sampling, job.request.grammar)
@@ -80,17 +205,24 @@ class Scheduler:
                 self.no_sequence = None if self.active else error
                 break
             except LlamaBranchError as error:  # its grammar or sampling settings are invalid
-                refused.append((self.waiting.popleft(), error))
+                self._pop()
+                refused.append((job, error))
                 continue
-            self.waiting.popleft()
-            job.branch = branch
+            self._pop()
             if shared is not None:
                 branch.sequence.share_prefix(shared.sequence, n_shared)
                 job.shared = (source, n_shared)
                 self.n_shared += n_shared
-            if job.arrival == 0:
-                self._arrivals += 1
-                job.arrival = self._arrivals
+                job.admit(branch, n_shared)
+            else:
+                n_cached = 0
+                if not job.needs_scores:
+                    wanted = job.to_cache
+                    n_prompt = len(job.prompt)
+                    n_cached = branch.sequence.take_cached(wanted[:-1], n_prompt)
+                    n_cached = min(n_cached, n_prompt)
+                self.n_cached += n_cached
+                job.admit(branch, n_cached)
             self.active.append(job)
         return refused
 
@@ -101,12 +233,16 @@ class Scheduler:
         )
 
     def _best_prefix(self, job: Job) -> tuple[Job | None, int]:
-        """Return the active job that shares the longest prefix with the prompt, and how many tokens."""
-        if not self._ctx.capabilities.can_truncate:
+        """Return the active job that shares the longest prefix with the prompt, and how many tokens.
+
+        None if the prefix cache has a longer one.
+        """
+        if not self._ctx.capabilities.can_truncate or job.needs_scores:
             return None, 0
         # The last token must be decoded: its logits are needed. Tokens that a job generated before it
         # was preempted are decoded by the job itself, since they advance its grammar.
-        wanted = job.to_cache[:-1][: len(job.prompt)]
+        tokens = job.to_cache[:-1]
+        wanted = tokens[: len(job.prompt)]
         best: tuple[Job | None, int] = (None, 0)
         for other in self.active:
             if other.branch is None:
@@ -114,42 +250,34 @@ class Scheduler:
             n = n_common(other.to_cache, wanted)
             if n >= _MIN_SHARED and n > best[1]:
                 best = (other, n)
+        prefixes = self._ctx.prefix_cache
+        if prefixes is not None and prefixes.n_common(tokens) > best[1]:
+            return None, 0
         return best
 
+    def _park_paused(self) -> bool:
+        """Take the sequence of a paused job, if there is one; it waits until it is resumed."""
+        for job in self.active:
+            if job.name in self.paused:
+                self._give_up(job)
+                return True
+        return False
+
     def preempt(self) -> Job | None:
-        """Free the newest job's sequence and queue that job first; None if no other job is active."""
+        """Free the newest job's sequence and queue that job again; None if no other job is active."""
         if len(self.active) < 2:
             return None
-        job = max(self.active, key=lambda j: (j.arrival, j.sample))
+        job = max(self.active, key=lambda j: (j.name in self.paused, j.key))
+        self._give_up(job)
+        return job
+
+    def preempt_all(self) -> None:
+        """Free all sequences; every job waits, with all that it has generated."""
+        for job in list(self.active):
+            self._give_up(job)
+
+    def _give_up(self, job: Job) -> None:
         self.active.remove(job)
         job.release()
         job.n_preempted += 1
-        self.waiting.appendleft(job)
-        return job
-
-    def remove(self, job: Job) -> None:
-        """Remove an active job and free what it holds."""
-        self.active.remove(job)
-        job.release()
-
-    def take_waiting(self) -> list[Job]:
-        """Remove all waiting jobs and return them."""
-        jobs = list(self.waiting)
-        self.waiting.clear()
-        return jobs
-
-    def take_cancelled(self) -> list[Job]:
-        """Remove the jobs of the cancelled requests, free what they hold, and return them."""
-        names = self.cancelled.copy()
-        self.cancelled -= names  # another thread may have added one meanwhile
-        jobs = [job for job in self.active if job.name in names]
-        for job in jobs:
-            self.remove(job)
-        jobs += [job for job in self.waiting if job.name in names]
-        self.waiting = deque(job for job in self.waiting if job.name not in names)
-        return jobs
-
-    @property
-    def is_idle(self) -> bool:
-        """True if nothing waits or runs."""
-        return not self.waiting and not self.active
+        self._push(job)

@@ -19,6 +19,7 @@ from .library import (
 from .model import ModelHandle
 from .sampler import CandidateBuffer, GrammarHandle, SamplerHandle, softmax_agrees
 from .state_layout import StateLayout
+from .thread_call import call_in_thread
 
 __all__ = [
     "CandidateBuffer",
@@ -28,6 +29,7 @@ __all__ = [
     "NativeContextParams",
     "SamplerHandle",
     "StateLayout",
+    "call_in_thread",
     "core",
     "draft_loop",
     "engine_versions",

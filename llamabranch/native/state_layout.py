@@ -112,6 +112,34 @@ class StateLayout:
             total += overhead + n * (12 + self.extension + part.cell_bytes)
         return total
 
+    @property
+    def is_cells_only(self) -> bool:
+        """True if the state is the cells of one cache without a window, and nothing else."""
+        return [part.kind for part in self.parts] == [_CELLS]
+
+    def with_owner(self, state: State) -> State:
+        """Return a state of cells without an owner as llama.cpp restores it: one owner for each cell.
+
+        llama.cpp writes no owner for sequences from its n_seq_max on, but restores only cells that have
+        one; which one does not matter.
+
+        Raises:
+            SnapshotError: another layout.
+        """
+        start = 16  # magic, sequence id, number of streams, number of cells
+        n = int(state[12:start].view(np.uint32)[0])
+        size = 8 + self.extension
+        end = start + n * size
+        if not self.is_cells_only or end > len(state):
+            raise SnapshotError("the K/V layout differs from that of this context")
+        cells = state[start:end].reshape(n, size)
+        if cells[:, 4:8].any():
+            raise SnapshotError("the cells of the K/V have owners")
+        owned = np.zeros((n, size + 4), dtype=np.uint8)
+        owned[:, :size] = cells
+        owned[:, 4] = 1
+        return np.concatenate((state[:start], owned.reshape(-1), state[end:]))
+
     def check(self, state: State, n_tokens: int) -> None:
         """Raise unless ``state`` has this layout and the positions 0 to n_tokens - 1, each once.
 

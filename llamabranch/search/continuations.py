@@ -262,7 +262,7 @@ class Continuations:
                 keep = min(len(draft.tokens), max(0, room))
                 room -= keep
                 draft.cut(keep)
-            plans.append((line, stream, stream.take(draft)))
+            plans.append((line, stream, stream.set_draft(draft)))
         return plans
 
     def _make_drafts(self, streams: Sequence[tuple[Continuation, Stream]]) -> dict[int, Draft]:
@@ -273,7 +273,7 @@ class Continuations:
         requests: list[DraftRequest] = []
         for line, stream in streams:
             limit = line.output.draft_limit
-            tokens = None if line.is_closing else stream.ask(limit)
+            tokens = None if line.is_closing else stream.draft_input(limit)
             if tokens is not None:
                 asked.append(stream)
                 limit = min(limit, stream.length.limit)
@@ -416,7 +416,7 @@ class Continuations:
         for line in self._active:
             stream = line.stream
             if stream is not None and line.branch is not None:
-                stream.take(NO_DRAFT)
+                stream.set_draft(NO_DRAFT)
                 stream.state.observe(line.branch.position)
         if has_drafts:
             self._has_no_room = True

@@ -122,7 +122,7 @@ def test_run_lists_every_program() -> None:
     )  # fmt: skip
     steps = [line.split(":")[0] for line in done.stdout.splitlines()]
     assert {"decode", "peers", "speculative", "batch", "fork"} <= set(steps)
-    assert {"sampling", "growth", "hotpath"} <= set(steps)
+    assert {"sampling", "growth", "hotpath", "resident"} <= set(steps)
     assert {"speculative-150M-f16", "peers-350M-f16"} <= set(steps)
 
 
@@ -324,6 +324,17 @@ def test_benchmarks_and_examples_use_no_private_names_as_strings() -> None:
 
 
 @needs_gguf
+def test_resident_engine_reads_what_requests_share_once(cache: Path) -> None:
+    results = program("resident", cache)["results"]
+    assert isinstance(results, dict)
+    for load in results["loads"].values():
+        evaluated = load["evaluated_tokens"]
+        assert evaluated["Engine, prefix cache"] <= 1.05 * load["distinct_tokens"]
+        assert evaluated["Engine"] > 1.5 * load["distinct_tokens"]
+    assert set(results["async"]) == {"1", "2"}
+    assert set(results["compaction_ms"]) == {"copying K/V", "decoding again"}
+
+
 def test_growth_draws_its_plots(cache: Path) -> None:
     results = program("growth", cache, "--plots", str(cache / "plots"))["results"]
     assert isinstance(results, dict)

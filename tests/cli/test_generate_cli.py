@@ -460,3 +460,26 @@ def test_wrong_usage_exits_with_2(arguments: list[str], message: str) -> None:
     assert message in " ".join(result.stderr.replace("│", " ").split())
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+
+
+def test_lines_have_priorities_and_ask_for_detail(tmp_path: Path) -> None:
+    lines = [
+        {"id": "later", "prompt": "The wolf", "priority": 3},
+        {"id": "sooner", "prompt": "The king", "prompt_logprobs": 2, "max_tokens": 3},
+    ]
+    source, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    done = run(
+        "--input", str(source), "--output", str(results), "--parallel", "1", "--max-tokens", "4",
+        "--top-logprobs", "1", "--seed", "1", "--prefix-cache",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    records = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    assert [record["id"] for record in records] == ["sooner", "later"]
+    sooner, later = records
+    assert [one["token"] for one in sooner["logprobs"]] == sooner["tokens"]
+    assert [len(one["alternatives"]) for one in later["logprobs"]] == [1] * len(later["tokens"])
+    assert sooner["prompt_logprobs"][0] is None
+    assert sooner["prompt_logprobs"][1]["rank"] >= 1
+    assert len(sooner["prompt_logprobs"][1]["alternatives"]) == 2
+    assert "prompt_logprobs" not in later

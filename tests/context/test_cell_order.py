@@ -5,6 +5,7 @@ A branch's logits are compared, to the bit, with the same tokens decoded one by 
 
 from __future__ import annotations
 
+import _thread
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams, SpeculativeConfig, Speculator
 from llamabranch.branch.verification import Verification
 from llamabranch.context.cell_order import CellOrder
+from llamabranch.context.kv_cache import KVCache
 from llamabranch.errors import CacheFullError
 
 Logits = npt.NDArray[np.float32]
@@ -87,6 +89,11 @@ class Compactions:
             return done
 
         monkeypatch.setattr(ctx, "compact", counted)
+
+
+def decode_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let compactions decode the tokens again instead of copying their K/V."""
+    monkeypatch.setattr(KVCache, "can_move", False)
 
 
 # -- when cells are reserved, and when they are freed --------------------------------------------------
@@ -193,6 +200,8 @@ def test_busy_trees_stay_exact_through_full_caches(
     """Forks, rewinds, prunes, steps and verifications, in a cache that is full again and again."""
     rng = np.random.default_rng((4, seed))
     compactions = Compactions(small, monkeypatch)
+    if seed % 2:
+        decode_again(monkeypatch)
     living = [Branch.start(small, random_tokens(rng, 40))]
     n_full = 0
     for _ in range(140):
@@ -308,6 +317,7 @@ def test_interrupted_compaction_is_finished_first(
     small: Context, replay: Replay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C during a compaction must not leave branches without their cells."""
+    decode_again(monkeypatch)
     rng = np.random.default_rng(8)
     branches = [Branch.start(small, random_tokens(rng, 60)) for _ in range(3)]
     branches[0].rewind(20)
@@ -326,6 +336,63 @@ def test_interrupted_compaction_is_finished_first(
     with pytest.raises(KeyboardInterrupt):
         branches[2].extend(random_tokens(rng, 100))
     monkeypatch.undo()
+    check(small, branches, replay)
+
+
+def test_interrupted_copy_of_the_cells_is_finished_first(
+    small: Context, replay: Replay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(8)
+    branches = [Branch.start(small, random_tokens(rng, 60)) for _ in range(3)]
+    branches[0].rewind(20)
+    handle = small.decoder.handle
+    set_state, n_set = handle.set_state, 0
+
+    def interrupted(seq_id: int, state: npt.NDArray[np.uint8]) -> bool:
+        nonlocal n_set
+        n_set += 1
+        if n_set == 2:
+            _thread.interrupt_main()
+        return set_state(seq_id, state)
+
+    monkeypatch.setattr(handle, "set_state", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        branches[2].extend(random_tokens(rng, 100))
+    monkeypatch.undo()
+    assert n_set == 3
+    check(small, branches, replay)
+
+
+def test_refused_state_is_decoded_again(
+    small: Context, replay: Replay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If llama.cpp takes one sequence back and refuses the next, all are decoded again."""
+    rng = np.random.default_rng(8)
+    branches = [Branch.start(small, random_tokens(rng, 60)) for _ in range(3)]
+    branches[0].rewind(20)
+    handle = small.decoder.handle
+    set_state, n_set = handle.set_state, 0
+
+    def refused(seq_id: int, state: npt.NDArray[np.uint8]) -> bool:
+        nonlocal n_set
+        n_set += 1
+        return n_set < 2 and set_state(seq_id, state)
+
+    monkeypatch.setattr(handle, "set_state", refused)
+    n_before = small.decoder.n_decodes
+    branches[2].extend(random_tokens(rng, 100))
+    assert small.decoder.n_decodes > n_before + 2
+    check(small, branches, replay)
+
+
+def test_copying_the_cells_decodes_nothing(small: Context, replay: Replay) -> None:
+    rng = np.random.default_rng(8)
+    branches = [Branch.start(small, random_tokens(rng, 60)) for _ in range(3)]
+    branches[0].rewind(20)
+    n_before = small.decoder.n_decodes
+    branches[2].extend(random_tokens(rng, 100))
+    assert small.decoder.n_decodes == n_before + 1
+    assert order_of(small).n_cells == 0
     check(small, branches, replay)
 
 

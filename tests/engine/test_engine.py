@@ -10,7 +10,6 @@ import gc
 import itertools
 import math
 import tracemalloc
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -37,8 +36,6 @@ from llamabranch import (
     SpeculativeConfig,
 )
 from llamabranch.context.logits import LogitsRow
-from llamabranch.engine.job import Job, jobs_of
-from llamabranch.engine.scheduler import Scheduler
 from llamabranch.errors import (
     CacheFullError,
     ConfigError,
@@ -731,7 +728,7 @@ def on_wait(
         assert n < most, "it waits for ever"
         action(n)
 
-    monkeypatch.setattr("llamabranch.engine.engine.sleep", no_sleep, raising=False)
+    monkeypatch.setattr("llamabranch.engine.core.sleep", no_sleep, raising=False)
 
 
 def test_engine_waits_while_others_are_at_work(
@@ -1181,27 +1178,6 @@ def test_nothing_is_measured_that_nobody_reads(
     for name in ("logprob", "entropy", "_measure"):
         monkeypatch.setattr(LogitsRow, name, measured)
     assert [result.tokens for result in engine.generate(requests)] == expected
-
-
-def test_admission_looks_at_the_head_of_the_queue_only(ctx: Context) -> None:
-    class Queue(deque[Job]):
-        """A queue that nobody may walk through."""
-
-        def __iter__(self) -> Iterator[Job]:
-            raise AssertionError("the queue was walked through")
-
-    request = Request("A", n=50)
-    too_long = Request([5] * 2000)
-    jobs = jobs_of(request, "many", ctx.model, WARM, 4, 0, logprobs=False)
-    refused = jobs_of(too_long, "long", ctx.model, WARM, 4, 0, logprobs=False)
-    scheduler = Scheduler(ctx)
-    scheduler.waiting = Queue([*refused, *jobs])
-    assert [job for job, _ in scheduler.admit()] == refused
-    assert scheduler.active == jobs[: ctx.n_seq_max]
-    assert scheduler.admit() == []
-    assert len(scheduler.waiting) == len(jobs) - ctx.n_seq_max
-    for job in scheduler.active:
-        job.release()
 
 
 def test_cancelling_takes_waiting_and_running_requests_once(ctx: Context) -> None:

@@ -198,3 +198,9 @@ def test_adaptive_votes_need_fewer_texts_for_the_same_winner() -> None:
 def test_the_puzzle_is_solved_by_few_texts() -> None:
     assert "The number of the lock is 7203" in output("puzzle")
     assert figure("puzzle", "Texts evaluated") < 1000
+
+
+def test_turn_of_the_chat_reads_only_what_is_new() -> None:
+    assert figure("chat", "Read without it") == figure("chat", "Tokens of all prompts")
+    assert figure("chat", "Read with the prefix cache") < figure("chat", "Read without it") / 5
+    assert "Same conversation: True" in output("chat")

@@ -1,0 +1,291 @@
+"""The engine that lives: prefix cache, chat, compaction, event loop, long queues.
+
+python -m benchmarks.resident
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+
+import llamabranch as lb
+from llamabranch.bench import Maker, Sample, Spread, Work, interleave
+from llamabranch.context.compaction import rewrite_in_order
+from llamabranch.engine.job import Submission
+from llamabranch.engine.scheduler import Scheduler
+
+from .llama_python import LlamaPython
+from .prompts import PROMPTS
+from .report import Settings, emit, number, parser, pm, series_json, table, title
+
+GREEDY = lb.SamplingParams(temperature=0.0)
+CACHED, WITHOUT, LLAMA = "Engine, prefix cache", "Engine", "llama_cpp.Llama"
+ENGINE, ASYNC = "Engine", "AsyncEngine"
+
+Load = list[list[int]]  # prompts that come one after another
+
+
+def main() -> None:
+    """Measure everything on one model."""
+    described = parser("the resident engine", runs=5, prompts=1, tokens=32)
+    settings = Settings.of(described.parse_args())
+    n_ctx = 1024 if settings.quick else 8192
+    with (
+        lb.load(
+            settings.target, n_ctx=n_ctx, n_seq_max=17, n_threads=settings.threads,
+            prefix_cache=True,
+        ) as cached,
+        settings.context(settings.target, n_ctx=n_ctx, n_seq_max=17) as plain,
+    ):  # fmt: skip
+        results = {
+            "loads": _loads(settings, cached, plain),
+            "prefix_cache_us": _hits(settings, cached),
+            "compaction_ms": _compaction(settings, plain),
+            "async": _async(settings, plain),
+            "admission_us": _admission(settings, plain),
+        }
+        emit("resident", settings, {"target": cached.model}, results)
+
+
+# -- loads -----------------------------------------------------------------------------------------
+
+
+def _loads(settings: Settings, cached: lb.Context, plain: lb.Context) -> dict[str, object]:
+    """Measure requests that share a long prefix, and a chat: evaluated tokens and times."""
+    n_shared, n_requests, n_turns = (100, 4, 3) if settings.quick else (1000, 64, 10)
+    words = cached.tokenize(" ".join(PROMPTS) * (1 + n_shared // 40))
+    shared = words[:n_shared]
+    requests = [[*shared, *words[i : i + 12]] for i in range(n_requests)]
+    turns = [words[: 40 + 40 * (i + 1)] for i in range(n_turns)]
+    found: dict[str, object] = {}
+    rows = []
+    for name, load in (("shared prefix", requests), ("chat", turns)):
+        evaluated: dict[str, int] = {}
+        first: dict[str, list[float]] = {}
+        makers: dict[str, Maker] = {
+            CACHED: _served(cached, load, settings.tokens, CACHED, evaluated, first),
+            WITHOUT: _served(plain, load, settings.tokens, WITHOUT, evaluated, first),
+        }
+        peer = None
+        if settings.peers:
+            peer = LlamaPython(cached.model.path, n_ctx=cached.n_ctx, threads=settings.threads)
+            makers[LLAMA] = _by_llama(peer, load, settings.tokens)
+        series = interleave(makers, n_runs=settings.runs, n_items=1)
+        if peer is not None:
+            peer.close()
+        distinct = _n_distinct(load)
+        found[name] = {
+            "distinct_tokens": distinct,
+            "evaluated_tokens": evaluated,
+            "first_token_ms": {k: 1e3 * statistics.median(v) for k, v in first.items()},
+            "rivals": {k: series_json(s, series[WITHOUT]) for k, s in series.items()},
+        }
+        for who, its in series.items():
+            ratio = its.ratio(series[WITHOUT])
+            ms = number(1e3 * statistics.median(first[who]), 1) if who in first else "-"
+            n_read = str(evaluated[who]) if who in evaluated else "-"
+            rows.append((name, who, str(distinct), n_read, ms, pm(its.rate, 0), pm(ratio)))
+    columns = (
+        "load", "", "distinct tokens", "evaluated", "first token, ms", "tokens/s", f"over {WITHOUT}"
+    )  # fmt: skip
+    caption = f"Requests one after another, {title(cached.model)}, {settings.threads} threads"
+    table(caption, columns, rows)
+    return found
+
+
+def _n_distinct(load: Load) -> int:
+    """Return how many tokens must be read at least: the size of a trie of the prompts."""
+    return len({tuple(prompt[: i + 1]) for prompt in load for i in range(len(prompt))})
+
+
+def _served(
+    ctx: lb.Context,
+    load: Load,
+    n_tokens: int,
+    name: str,
+    evaluated: dict[str, int],
+    first: dict[str, list[float]],
+) -> Maker:
+    def make(run: int) -> Work:
+        def work(item: int) -> Sample:
+            if ctx.prefix_cache is not None:
+                ctx.prefix_cache.clear()
+            engine = lb.Engine(ctx, sampling=GREEDY, max_tokens=n_tokens)
+            start, n = perf_counter(), 0
+            for prompt in load:
+                (result,) = engine.generate([lb.Request(prompt)])
+                n += len(result.tokens)
+                first.setdefault(name, []).append(result.first_token_s or 0.0)
+            evaluated[name] = engine.stats.prompt_tokens
+            return Sample(n, perf_counter() - start)
+
+        return work
+
+    return make
+
+
+def _by_llama(peer: LlamaPython, load: Load, n_tokens: int) -> Maker:
+    def work(item: int) -> Sample:
+        start, n = perf_counter(), 0
+        for prompt in load:
+            n += (
+                1 + peer.generate(prompt, n_tokens, 0.0, 1).n_tokens
+            )  # the first is not timed there
+        return Sample(n, perf_counter() - start)
+
+    return lambda run: work
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def _hits(settings: Settings, ctx: lb.Context) -> dict[str, dict[str, float]]:
+    """Measure a hit and an eviction with growing numbers of kept texts."""
+    prefixes = ctx.prefix_cache
+    if prefixes is None:
+        raise RuntimeError("the context has no prefix cache")
+    sizes = (1, 10) if settings.quick else (1, 10, 100, 230)
+    found: dict[str, dict[str, float]] = {}
+    rows = []
+    for n in sizes:
+        prefixes.clear()
+        texts = [[2 + i, *range(3, 26)] for i in range(n)]
+        for tokens in texts:
+            lb.Branch.start(ctx, tokens).prune()
+        probe = [*texts[-1], 7]
+        hits = []
+        for _ in range(20):
+            with lb.Branch.create(ctx) as branch:
+                hits.append(_us(partial(branch.sequence.take_cached, probe)))
+        evictions = [_us(partial(prefixes.evict, 1)) for _ in range(min(n, 20))]
+        found[str(n)] = {
+            "hit": statistics.median(hits),
+            "eviction": statistics.median(evictions),
+        }
+        rows.append((str(n), *(number(us, 1) for us in found[str(n)].values())))
+    prefixes.clear()
+    table("Prefix cache, microseconds", ("kept texts", "hit", "eviction"), rows)
+    return found
+
+
+def _compaction(settings: Settings, ctx: lb.Context) -> dict[str, float]:
+    """Measure a compaction by copying K/V and by decoding again."""
+    n = 100 if settings.quick else 400
+    branches = [lb.Branch.start(ctx, [2 + i, *range(3, n)]) for i in range(8)]
+    found = {}
+    for name, by_state in (("copying K/V", True), ("decoding again", False)):
+
+        def compact(by_state: bool = by_state) -> None:
+            rewrite_in_order(ctx.kv_cache, ctx.decoder, ctx.holders(), by_state=by_state)
+
+        with ctx.lock:
+            found[name] = statistics.median(_us(compact) / 1e3 for _ in range(5))
+    for branch in branches:
+        branch.prune()
+    caption = f"Compaction of 8 branches x {n} tokens"
+    table(caption, ("", "ms"), [(name, number(ms, 2)) for name, ms in found.items()])
+    return found
+
+
+def _us(call: Callable[[], object]) -> float:
+    start = perf_counter()
+    call()
+    return 1e6 * (perf_counter() - start)
+
+
+# -- the event loop --------------------------------------------------------------------------------
+
+
+def _async(settings: Settings, ctx: lb.Context) -> dict[str, object]:
+    """Measure the same requests by an ``Engine`` and by an ``AsyncEngine``."""
+    streams = (1, 2) if settings.quick else (1, 8, 16)
+    found: dict[str, object] = {}
+    rows = []
+    for n in streams:
+        requests = [
+            lb.Request(PROMPTS[i % len(PROMPTS)], id=str(i), max_tokens=settings.tokens * 4)
+            for i in range(n)
+        ]
+        makers: dict[str, Maker] = {
+            ENGINE: _each(_by_engine(ctx, requests)),
+            ASYNC: _each(_by_async(ctx, requests)),
+        }
+        series = interleave(makers, n_runs=settings.runs, n_items=1)
+        ratio: Spread = series[ASYNC].ratio(series[ENGINE])
+        found[str(n)] = {
+            "rivals": {k: series_json(s, series[ENGINE]) for k, s in series.items()},
+            "async_over_engine": ratio.as_dict(),
+        }
+        rows.append((str(n), *(pm(s.rate, 0) for s in series.values()), pm(ratio)))
+    table("Tokens a second", ("streams", ENGINE, ASYNC, "ratio"), rows)
+    return found
+
+
+def _each(work: Work) -> Maker:
+    return lambda run: work
+
+
+def _by_engine(ctx: lb.Context, requests: Sequence[lb.Request]) -> Work:
+    def work(item: int) -> Sample:
+        engine = lb.Engine(ctx, sampling=GREEDY)
+        start = perf_counter()
+        n = sum(1 for event in engine.stream(requests) if event.emitted is not None)
+        return Sample(n, perf_counter() - start)
+
+    return work
+
+
+def _by_async(ctx: lb.Context, requests: Sequence[lb.Request]) -> Work:
+    async def read(engine: lb.AsyncEngine, request: lb.Request) -> int:
+        return sum([1 async for e in engine.generate(request) if e.emitted is not None])
+
+    async def main() -> Sample:
+        async with lb.AsyncEngine(ctx, sampling=GREEDY) as engine:
+            start = perf_counter()
+            found = await asyncio.gather(*(read(engine, request) for request in requests))
+            return Sample(sum(found), perf_counter() - start)
+
+    return lambda item: asyncio.run(main())
+
+
+# -- long queues -----------------------------------------------------------------------------------
+
+
+def _admission(settings: Settings, ctx: lb.Context) -> dict[str, float]:
+    """Measure a look at the queue while every sequence is taken, and the admission of one request."""
+    found: dict[str, float] = {}
+    for n in (10, 1000) if settings.quick else (10, 1000, 1_000_000):
+        scheduler = Scheduler(ctx)
+        request = lb.Request([5, 6, 7], max_tokens=2)
+        first = Submission(request, "0", 0, ctx.model, GREEDY, 2, 0, [0])
+        for i in range(n + ctx.n_seq_max):
+            scheduler.add(_numbered(first, i))
+        scheduler.admit()
+        blocked = statistics.median(_us(scheduler.admit) for _ in range(50))
+        admitted = []
+        for _ in range(5):
+            scheduler.finish(scheduler.active[0])
+            admitted.append(_us(scheduler.admit))
+        found[f"{n} blocked"], found[f"{n} admitted"] = blocked, statistics.median(admitted)
+        scheduler.close()
+    rows = [(name, number(us, 1)) for name, us in found.items()]
+    table("Admission, microseconds a step", ("waiting", "us"), rows)
+    return found
+
+
+def _numbered(first: Submission, i: int) -> Submission:
+    """Return a submission like ``first``, without tokenizing its prompt again."""
+    copied = Submission.__new__(Submission)
+    copied.__dict__.update(first.__dict__)
+    copied.request = replace(first.request) if i < 1000 else first.request
+    copied.name, copied.number, copied.samples = str(i), i, first.samples.copy()
+    copied.queued = []
+    return copied
+
+
+if __name__ == "__main__":
+    main()

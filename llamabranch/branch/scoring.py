@@ -1,0 +1,154 @@
+"""Rating given tokens after sequences, many continuations in shared decodes.
+
+The tokens are decoded in place, or on leased sequences that share the cells before them, and dropped
+again.
+Each row of logits is read as soon as it is computed; none is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..context import Context
+from ..context.logits import TokenScore
+from ..errors import SequencesExhaustedError
+from .sequence import TokenSequence
+
+__all__ = ["score_all"]
+
+
+class _Continuation:
+    """Tokens to rate after a sequence, and their ratings so far."""
+
+    def __init__(self, sequence: TokenSequence, tokens: list[int]) -> None:
+        self.sequence = sequence
+        self.tokens = tokens
+        self.scores: list[TokenScore] = []
+        self.seq_id = -1  # where it is decoded
+        self.n_decoded = 0
+
+    @property
+    def n_left(self) -> int:
+        """How many of its tokens must still be decoded: the last one need not."""
+        return len(self.tokens) - 1 - self.n_decoded
+
+    def lease(self) -> None:
+        """Lease a sequence and give it the cells before the tokens.
+
+        Raises:
+            SequencesExhaustedError: none is free.
+        """
+        sequence, ctx = self.sequence, self.sequence.ctx
+        seq_id = ctx.lease(self)
+        try:
+            end = sequence.position if ctx.capabilities.can_truncate else -1
+            ctx.kv_cache.share(sequence.seq_id, seq_id, 0, end)
+        except BaseException:
+            ctx.return_lease(seq_id)
+            raise
+        self.seq_id = seq_id
+
+    def end(self) -> None:
+        """Drop what was decoded; safe to call at any time."""
+        seq_id, self.seq_id = self.seq_id, -1
+        sequence = self.sequence
+        if seq_id < 0:
+            return
+        if seq_id != sequence.seq_id:
+            sequence.ctx.return_lease(seq_id)
+        elif sequence.ctx.kv_cache.next_position(seq_id) > sequence.position:
+            sequence.truncate(sequence.position)
+
+
+def score_all(
+    ctx: Context, work: Sequence[tuple[TokenSequence, list[int]]], top: int
+) -> list[list[TokenScore]]:
+    """Rate the tokens after each sequence, which does not change; the caller holds the lock.
+
+    Raises:
+        SequencesExhaustedError: this memory needs a free sequence. CacheFullError, DecodeError: as in a
+            decode.
+    """
+    items = [_Continuation(sequence, tokens) for sequence, tokens in work]
+    for sequence in {id(item.sequence): item.sequence for item in items}.values():
+        row = sequence.logits_row()
+        sequence.catch_up()
+        for item in items:
+            if item.sequence is sequence:
+                item.scores.append(row.score(item.tokens[0], top))
+    waiting = [item for item in items if item.n_left]
+    while waiting:
+        group: list[_Continuation] = []
+        try:
+            _begin(ctx, waiting, group)
+            _decode(ctx, group, top)
+        finally:
+            for item in group:
+                item.end()
+        waiting = [item for item in waiting if item.n_left]
+    return [item.scores for item in items]
+
+
+def _begin(ctx: Context, waiting: list[_Continuation], group: list[_Continuation]) -> None:
+    """Give sequences to as many continuations as there are sequences and cells for."""
+    free = ctx.kv_cache.n_free
+    n_tokens = 0
+    for item in waiting:
+        n_tokens += item.n_left
+        if n_tokens > free and item is not waiting[0]:
+            break
+    ctx.decoder.make_room(min(n_tokens, free))
+    in_place: set[int] = set()
+    n_tokens = 0
+    for item in waiting:
+        n_tokens += item.n_left
+        if n_tokens > free and group:
+            break
+        own = item.sequence.seq_id
+        if ctx.capabilities.can_truncate and own not in in_place:
+            in_place.add(own)
+            item.seq_id = own
+        else:
+            try:
+                item.lease()
+            except SequencesExhaustedError:
+                if group:
+                    break
+                raise
+        group.append(item)
+
+
+def _decode(ctx: Context, group: list[_Continuation], top: int) -> None:
+    decoder = ctx.decoder
+    size = min(decoder.handle.n_chunk, ctx.n_outputs_max)
+    for chunk in _chunks(group, size):
+        tokens: list[int] = []
+        seqs: list[int] = []
+        for item, start, end in chunk:
+            tokens += item.tokens[start:end]
+            seqs += [item.seq_id] * (end - start)
+        rows = iter(decoder.decode(tokens, seqs, [True] * len(tokens)))
+        for item, start, end in chunk:
+            for token in item.tokens[start + 1 : end + 1]:
+                item.scores.append(next(rows).score(token, top))
+            item.n_decoded = end
+
+
+def _chunks(
+    group: list[_Continuation], size: int
+) -> Iterator[list[tuple[_Continuation, int, int]]]:
+    """Yield decodes of at most ``size`` tokens: continuations with the range of their tokens."""
+    chunk: list[tuple[_Continuation, int, int]] = []
+    room = size
+    for item in group:
+        start, last = 0, len(item.tokens) - 1
+        while start < last:
+            end = min(last, start + room)
+            chunk.append((item, start, end))
+            room -= end - start
+            start = end
+            if not room:
+                yield chunk
+                chunk, room = [], size
+    if chunk:
+        yield chunk

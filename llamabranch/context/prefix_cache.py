@@ -1,0 +1,308 @@
+"""The prefix cache: K/V of texts that were read stays until its cells are needed.
+
+A kept text has a sequence that is never decoded; it refers to the cells the text was read into, and
+whoever needs the beginning of it shares those cells, as a fork does. So nothing is copied, the cells of a
+text stay in order, and a text that continues a kept one gets the logits it would have had alone.
+Texts that were not used for the longest time give up their cells first, from their ends. Cells that
+others use too free nothing, and stay. With a second tier in host memory the K/V is copied there first,
+and comes back where that takes less time than reading the text again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Protocol
+
+from ..errors import SnapshotError
+from .decoder import Decoder
+from .kv_cache import END, MOVED, KVCache
+from .radix_tree import RadixTree
+from .saved_prefixes import SavedPrefixes, SavedText
+
+__all__ = ["KeptSequences", "LeasedSequences", "PrefixCache"]
+
+_MIN_TOKENS = 8  # a shorter prefix is decoded faster than it is shared
+
+
+class KeptSequences(Protocol):
+    """Where the sequences of kept texts come from."""
+
+    def lend(self, holder: object) -> int | None:
+        """Return an empty sequence, None if there is none."""
+
+    def give_back(self, seq_id: int) -> None:
+        """Take back an emptied sequence."""
+
+
+class _ExtraSequences:
+    """Ids beyond those of the context: cells can refer to them, but they cannot be decoded."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._free = list(range(cache.ledger.n_seq_max, MOVED))
+
+    def lend(self, holder: object) -> int | None:
+        if not self._free:
+            return None
+        seq_id = heapq.heappop(self._free)
+        self._cache.keep(seq_id)
+        return seq_id
+
+    def give_back(self, seq_id: int) -> None:
+        self._cache.keepers.discard(seq_id)
+        heapq.heappush(self._free, seq_id)
+
+
+class LeasedSequences:
+    """Sequences of the context itself: a recurrent state exists only for these.
+
+    Args:
+        cache: the cache.
+        lease: leases a sequence to a holder; None if there is none.
+        end_lease: ends the lease.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        lease: Callable[[object], int | None],
+        end_lease: Callable[[int], None],
+    ) -> None:
+        self._cache = cache
+        self._lease = lease
+        self._end_lease = end_lease
+
+    def lend(self, holder: object) -> int | None:
+        """Return an empty sequence, None if there is none."""
+        seq_id = self._lease(holder)
+        if seq_id is not None:
+            self._cache.keep(seq_id)
+        return seq_id
+
+    def give_back(self, seq_id: int) -> None:
+        """Take back an emptied sequence."""
+        self._cache.keepers.discard(seq_id)
+        self._end_lease(seq_id)
+
+
+class _Text:
+    """A kept text and the sequence that refers to its cells."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.seq_id = -1
+
+
+class PrefixCache:
+    """Texts whose K/V is still in the cache. A context has one if it was opened with ``prefix_cache``.
+
+    Args:
+        cache: the cells.
+        sequences: where the sequences of kept texts come from; None: ids beyond those of the context.
+        saved: where the K/V of texts goes when their cells are given up; None: it is lost.
+        decoder: frees cells for K/V that comes back, and knows how long reading takes.
+
+    Attributes:
+        n_hits: how often the beginning of a text was found.
+        n_hit_tokens: how many tokens those were together.
+        n_evicted: how many cells were given up because others needed them.
+        n_restored: how many tokens came back from ``saved``.
+
+    Where the memory cannot be cut (recurrent, hybrid, sliding window), a text is of use only to texts
+    that begin with all of it.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        sequences: KeptSequences | None = None,
+        saved: SavedPrefixes | None = None,
+        decoder: Decoder | None = None,
+    ) -> None:
+        self._cache = cache
+        self.saved = saved
+        self._decoder = decoder
+        self._restore_s = math.nan  # seconds for each token that came back
+        self._sequences: KeptSequences = sequences or _ExtraSequences(cache)
+        self._tree: RadixTree[_Text] = RadixTree()
+        self._kept: OrderedDict[_Text, None] = OrderedDict()  # least recently used first
+        self.n_hits = 0
+        self.n_hit_tokens = 0
+        self.n_evicted = 0
+        self.n_restored = 0
+
+    def __len__(self) -> int:
+        """Return the number of kept texts."""
+        return len(self._kept)
+
+    def texts(self) -> list[tuple[int, list[int]]]:
+        """Return the sequence and the tokens of every kept text."""
+        return [(text.seq_id, text.tokens) for text in self._kept]
+
+    def n_common(self, tokens: Sequence[int]) -> int:
+        """Return how many of ``tokens``, from the first on, could be shared."""
+        n = self._find(tokens)[0]
+        return n if self._worth_restoring(tokens, n) is None else self._n_saved(tokens)
+
+    def take(self, seq_id: int, tokens: Sequence[int]) -> int:
+        """Share the longest kept prefix of ``tokens`` with an empty sequence; return its length."""
+        n, text = self._find(tokens)
+        saved = self._worth_restoring(tokens, n)
+        if saved is not None:
+            n_restored = self._restore(seq_id, saved, self._n_saved(tokens))
+            if n_restored:
+                return n_restored
+            n, text = self._find(tokens)  # others may have made room
+        if text is None:
+            return 0
+        self._cache.share(text.seq_id, seq_id, 0, n if self._cache.can_truncate else -1)
+        self._kept.move_to_end(text)
+        self.n_hits += 1
+        self.n_hit_tokens += n
+        return n
+
+    def _find(self, tokens: Sequence[int]) -> tuple[int, _Text | None]:
+        tree = self._tree
+        n, text = tree.find(tokens) if self._cache.can_truncate else tree.find_whole(tokens)
+        return (n, text) if n >= _MIN_TOKENS else (0, None)
+
+    # -- host memory -------------------------------------------------------------------------------
+
+    def _n_saved(self, tokens: Sequence[int]) -> int:
+        return 0 if self.saved is None else self.saved.find(tokens)[0]
+
+    def _worth_restoring(self, tokens: Sequence[int], n_kept: int) -> SavedText | None:
+        """Return the saved text that has more of ``tokens`` than is kept, if copying it back pays.
+
+        It pays where it takes less time than reading what is not kept, as both were measured.
+        """
+        if self.saved is None or self._decoder is None:
+            return None
+        n, text = self.saved.find(tokens)
+        if text is None or n < n_kept + _MIN_TOKENS:
+            return None
+        restore_s = self._restore_s * len(text.tokens)
+        read_s = self._decoder.read_s * (n - n_kept)
+        return None if restore_s > read_s else text  # nan: not measured yet
+
+    def _restore(self, seq_id: int, text: SavedText, n: int) -> int:
+        """Give an empty sequence the first ``n`` tokens of a saved text; return how many it has then."""
+        cache, saved = self._cache, self.saved
+        if saved is None or self._decoder is None:
+            return 0
+        n_tokens = len(text.tokens)
+        self._decoder.make_room(n_tokens)
+        if cache.n_vacant < n_tokens:
+            return 0
+        start = perf_counter()
+        try:
+            cache.place(seq_id, text.state, 0, n_tokens)
+        except SnapshotError:
+            saved.drop(text)
+            return 0
+        took = (perf_counter() - start) / n_tokens
+        known = self._restore_s
+        self._restore_s = took if known != known else 0.7 * known + 0.3 * took
+        if n < n_tokens:
+            cache.drop(seq_id, n)
+        saved.touch(text)
+        self.n_hits += 1
+        self.n_hit_tokens += n
+        self.n_restored += n
+        return n
+
+    def _save(self, text: _Text) -> None:
+        """Copy the K/V of a text to host memory before its cells are given up."""
+        saved, layout = self.saved, self._cache.state_layout
+        if saved is None or layout is None:
+            return
+        n = len(text.tokens)
+        if saved.find(text.tokens)[0] < n and saved.accepts(layout.max_bytes(n)):
+            saved.put(list(text.tokens), self._cache.piece(text.seq_id, 0))
+
+    # -- keeping and giving up ---------------------------------------------------------------------
+
+    def put(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """Keep the K/V of a sequence, which holds exactly ``tokens``, beyond the end of that sequence."""
+        if len(tokens) < _MIN_TOKENS:
+            return
+        n, known = self._find(tokens)
+        if known is not None and n == len(tokens):
+            self._kept.move_to_end(known)
+            return
+        if known is not None and n == len(known.tokens) and self._cache.can_truncate:
+            self._drop(known)  # the new text continues it
+        text = _Text(list(tokens))
+        lent = self._sequences.lend(text)
+        while lent is None:
+            if not self.evict_text():
+                return
+            lent = self._sequences.lend(text)
+        text.seq_id = lent
+        self._cache.share(seq_id, lent)
+        self._tree.insert(text.tokens, text)
+        self._kept[text] = None
+
+    def evict(self, n_cells: int) -> int:
+        """Give up at least ``n_cells`` cells that nobody else uses, if there are as many.
+
+        Returns:
+            how many.
+
+        Some may be reserved afterwards, until the cache is compacted.
+        """
+        freed = 0
+        for text in list(self._kept):
+            if freed >= n_cells:
+                break
+            first, n_alone = self._cache.ledger.exclusive(text.seq_id, 0, END)
+            if first is None:
+                continue
+            keep = 0
+            if self._cache.can_truncate:
+                keep = max(first, len(text.tokens) - (n_cells - freed))
+            freed += min(n_alone, len(text.tokens) - keep)
+            self._save(text)
+            self._cut(text, keep if keep >= _MIN_TOKENS else 0)
+        self.n_evicted += freed
+        return freed
+
+    def evict_text(self) -> bool:
+        """Give up the text that was not used for the longest time; False if none is kept."""
+        for text in self._kept:
+            _, n_alone = self._cache.ledger.exclusive(text.seq_id, 0, END)
+            self.n_evicted += n_alone
+            self._save(text)
+            self._drop(text)
+            return True
+        return False
+
+    def clear(self) -> None:
+        """Give up everything, what is saved in host memory too."""
+        if self.saved is not None:
+            self.saved.clear()
+        for text in list(self._kept):
+            self._drop(text)
+
+    def _cut(self, text: _Text, n: int) -> None:
+        """Keep only the first ``n`` tokens of a text; nothing if another text has these too."""
+        self._tree.remove(text.tokens)
+        if n and self._tree.find(text.tokens[:n])[0] < n:
+            self._cache.drop(text.seq_id, n)
+            text.tokens = text.tokens[:n]
+            self._tree.insert(text.tokens, text)
+        else:
+            self._end(text)
+
+    def _drop(self, text: _Text) -> None:
+        self._tree.remove(text.tokens)
+        self._end(text)
+
+    def _end(self, text: _Text) -> None:
+        del self._kept[text]
+        self._cache.drop(text.seq_id, 0)
+        self._sequences.give_back(text.seq_id)

@@ -1,0 +1,299 @@
+"""The engine on a thread of its own, for programs with an event loop.
+
+A step ends with one call into each event loop, which hands over the events of all its requests: a thread
+switch for each token would take longer than the token. A request whose events are not read is paused
+once its buffer is full, and others may take its place in the cache; no other request waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator
+from types import TracebackType
+
+from ..arguments import whole
+from ..context import Context
+from ..errors import ClosedError
+from ..sampling import SamplingParams
+from ..speculative import Drafter, SpeculativeConfig
+from .engine import Engine
+from .request import EngineStats, Event, Request
+
+__all__ = ["AsyncEngine"]
+
+
+class AsyncEngine:
+    """An :class:`Engine` on a thread of its own: ``async for event in engine.generate(request)``.
+
+    Any number of tasks, of one event loop or several, may call ``generate`` at a time; their requests
+    share decodes.
+
+    Args:
+        target, drafter, config, sampling, max_tokens, seed, wait_s, max_waiting: as for ``Engine``.
+        buffer: how many events of a request may be unread before it is paused.
+
+    Raises:
+        ConfigError: as for ``Engine``.
+    """
+
+    def __init__(
+        self,
+        target: Context,
+        drafter: Drafter | None = None,
+        config: SpeculativeConfig | None = None,
+        *,
+        sampling: SamplingParams | None = None,
+        max_tokens: int | None = 128,
+        seed: int | None = None,
+        wait_s: float = 2.0,
+        max_waiting: int | None = None,
+        buffer: int = 256,
+    ) -> None:
+        self._engine = Engine(
+            target,
+            drafter,
+            config,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            seed=seed,
+            wait_s=wait_s,
+            max_waiting=max_waiting,
+        )
+        self._buffer = whole("buffer", buffer, 1)
+        self._readers: dict[str, _Reader] = {}
+        self._wake = threading.Condition()
+        self._resumed: deque[str] = deque()
+        self._has_news = False  # something to do for the thread, besides going on
+        self._ends: str | None = None  # "drain" or "abort" once it is closed
+        self._thread = threading.Thread(
+            target=_serve, args=(weakref.ref(self), self._wake), name="AsyncEngine", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; do not call its ``step``."""
+        return self._engine
+
+    @property
+    def stats(self) -> EngineStats:
+        """Totals over all requests so far."""
+        return self._engine.stats
+
+    async def generate(self, request: Request | str) -> AsyncIterator[Event]:
+        """Yield the events of a request: each token, and the result of each of its texts.
+
+        If the task is cancelled or the iterator closed, the request is aborted: its sequences are free
+        after the step that is running.
+
+        Raises:
+            ConfigError, TokenizeError, QueueFullError, ClosedError: as ``Engine.add_request``.
+            DecodeError: the decode failed; all requests that were unfinished get this error.
+        """
+        n_texts = request.n if isinstance(request, Request) else 1
+        reader = _Reader(asyncio.get_running_loop(), self._buffer, n_texts)
+        with self._wake:  # no step ends before the reader is known
+            if self._ends is not None or not self._thread.is_alive():
+                raise ClosedError("the engine is closed")
+            name = self._engine.add_request(request)
+            self._readers[name] = reader
+            self._tell()
+        try:
+            while reader.n_expected:
+                for event in await reader.read():
+                    reader.n_expected -= event.result is not None
+                    yield event
+                    reader.count_read()
+                if reader.is_paused:
+                    reader.is_paused = False
+                    with self._wake:
+                        self._resumed.append(name)
+                        self._tell()
+        finally:
+            with self._wake:
+                if self._readers.get(name) is reader:
+                    del self._readers[name]
+                    self._engine.abort(name)
+                    self._tell()
+
+    def abort(self, request_id: str) -> None:
+        """End a request at its next step; its result holds what it has generated."""
+        with self._wake:
+            self._engine.abort(request_id)
+            self._resumed.append(request_id)
+            self._tell()
+
+    async def close(self, *, drain: bool = False) -> None:
+        """Accept no more requests and end the thread.
+
+        Args:
+            drain: finish the requests first, while their readers read on. Otherwise they end with
+                "cancelled".
+        """
+        self.shut_down(drain=drain, wait=False)
+        await asyncio.to_thread(self._thread.join)
+
+    def shut_down(self, *, drain: bool = False, wait: bool = True) -> None:
+        """Do what ``close`` does, without an event loop; ``wait`` until the thread has ended."""
+        with self._wake:
+            if self._ends is None or not drain:
+                self._ends = "drain" if drain else "abort"
+            self._tell()
+        if wait:
+            self._thread.join()
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def _tell(self) -> None:
+        self._has_news = True
+        self._wake.notify()
+
+    # -- the thread ----------------------------------------------------------------------------------
+
+    def _turn(self) -> bool:
+        """Run one step and hand over its events; False once everything has ended."""
+        engine = self._engine
+        with self._wake:
+            self._has_news = False
+            while self._resumed:
+                engine.core.resume(self._resumed.popleft())
+            ends = self._ends
+            if ends == "abort":
+                engine.core.abort_all()
+        failure: Exception | None = None
+        events: list[Event] = []
+        if engine.has_unfinished():
+            try:
+                events = engine.step()
+            except Exception as error:  # also one of a user's drafter
+                failure = error
+        elif ends is not None:
+            return False
+        self._hand_over(events, failure)
+        return failure is None or not engine.target.closed
+
+    def _hand_over(self, events: list[Event], failure: Exception | None) -> None:
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, list[Event]]]] = {}
+        by_name: dict[str, list[Event]] = {}
+        for event in events:
+            by_name.setdefault(event.id, []).append(event)
+        with self._wake:
+            for name, its in by_name.items():
+                reader = self._readers.get(name)
+                if reader is None:
+                    continue
+                if reader.send(its):
+                    self._engine.core.pause(name)
+                if not reader.n_running:
+                    del self._readers[name]
+                batches.setdefault(reader.loop, []).append((reader, its))
+            if failure is not None:
+                for name, reader in self._readers.items():
+                    self._engine.abort(name)
+                    reader.failure = failure
+                    batches.setdefault(reader.loop, []).append((reader, []))
+                self._readers.clear()
+        for loop, batch in batches.items():
+            try:
+                loop.call_soon_threadsafe(_deliver, batch)
+            except RuntimeError:  # the loop is closed: nobody will read these
+                with self._wake:
+                    for reader, _ in batch:
+                        for name in [n for n, r in self._readers.items() if r is reader]:
+                            del self._readers[name]
+                            self._engine.abort(name)
+
+    def _must_wait(self) -> bool:
+        """Return whether the thread has nothing to do; the caller holds the condition."""
+        engine = self._engine
+        idle = engine.core.is_stalled if engine.has_unfinished() else self._ends is None
+        return idle and not self._has_news
+
+
+class _Reader:
+    """The events of one request on their way from the thread to its task.
+
+    Args:
+        loop: the event loop of the task.
+        limit: how many events may be unread before the request is to be paused.
+        n_texts: how many texts the request has.
+
+    Attributes:
+        n_running: how many texts have not ended for the thread.
+        n_expected: how many results the task still expects.
+        is_paused: whether the request is paused, because too many events were unread.
+        failure: what the task gets instead of more events.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit: int, n_texts: int) -> None:
+        self.loop = loop
+        self.n_running = self.n_expected = n_texts
+        self.is_paused = False
+        self.failure: Exception | None = None
+        self._limit = limit
+        self._n_sent = 0  # counted by the thread
+        self._n_read = 0  # counted by the task
+        self._ready: list[Event] = []
+        self._news = asyncio.Event()
+
+    def send(self, events: list[Event]) -> bool:
+        """Count events that the thread hands over; True if the request is to be paused."""
+        self._n_sent += len(events)
+        self.n_running -= sum(event.result is not None for event in events)
+        if self._n_sent - self._n_read < self._limit or self.is_paused:
+            return False
+        self.is_paused = True
+        return True
+
+    def deliver(self, events: list[Event]) -> None:
+        """Give events to the task; called in its event loop."""
+        self._ready += events
+        self._news.set()
+
+    async def read(self) -> list[Event]:
+        """Wait for events and return them.
+
+        Raises:
+            Exception: what has ended all requests.
+        """
+        await self._news.wait()
+        self._news.clear()
+        events, self._ready = self._ready, []
+        if not events and self.failure is not None:
+            raise self.failure
+        return events
+
+    def count_read(self) -> None:
+        """Count an event that the task has read."""
+        self._n_read += 1
+
+
+def _deliver(batch: list[tuple[_Reader, list[Event]]]) -> None:
+    for reader, events in batch:
+        reader.deliver(events)
+
+
+def _serve(ref: weakref.ref[AsyncEngine], wake: threading.Condition) -> None:
+    """Run steps until the engine is closed, or nobody refers to it any more."""
+    while True:
+        engine = ref()
+        if engine is None or not engine._turn():
+            return
+        with wake:
+            while engine is not None and engine._must_wait():
+                del engine
+                wake.wait(1.0)
+                engine = ref()
+        del engine

@@ -1,0 +1,515 @@
+"""The engine's loop for one set of requests: admit jobs, draft, decode once for all of them, accept."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter, sleep
+
+from ..branch import Branch, Produced
+from ..context import Context
+from ..context.logits import LogitsRow
+from ..errors import CacheFullError, CapacityError, LlamaBranchError
+from ..sampling import SamplingParams
+from ..speculative import Draft, Drafter, NullDrafter
+from ..speculative.config import SpeculativeConfig
+from ..speculative.drafters.base import NO_DRAFT, DraftRequest, DraftState, NullState
+from ..speculative.length.auto import draft_length
+from ..speculative.pair_profile import PairProfile
+from ..speculative.round import Stream
+from ..speculative.rules import choose_rule
+from .batch import Batch
+from .job import Job, Submission, refusal
+from .request import EngineStats, Event, Request
+from .scheduler import Scheduler
+
+__all__ = ["EngineCore", "EngineSettings"]
+
+_POLL_S = 0.02  # how often to check whether others have freed a sequence
+
+
+@dataclass
+class EngineSettings:
+    """What all requests of an engine have in common; see ``Engine``."""
+
+    target: Context
+    drafter: Drafter
+    config: SpeculativeConfig
+    sampling: SamplingParams
+    max_tokens: int | None
+    seed: int
+    seed_given: bool
+    wait_s: float
+    drafts: bool
+
+    def __post_init__(self) -> None:
+        self.length = draft_length(self.config)
+        self.profile: PairProfile | None = None
+        if self.drafts and not isinstance(self.drafter, NullDrafter):
+            self.length, self.profile = PairProfile.open(
+                self.target, self.drafter, self.config, batched=True
+            )
+        self.stats = EngineStats()
+
+    def save_profile(self) -> None:
+        """Keep what was learned about drafts for later runs."""
+        if self.profile is not None:
+            self.profile.save(self.length)
+
+
+class EngineCore:
+    """Requests that share decodes: those of one ``stream``, or those added to the engine.
+
+    ``add`` and ``abort`` may be called from any thread, all else from one at a time.
+
+    Args:
+        settings: those of the engine.
+        reports_tokens: whether there are events for tokens, besides those for results.
+        remembers: whether ``abort`` also applies to a request that is added later.
+
+    Attributes:
+        n_added: how many requests were added.
+        is_abandoned: nobody reads the events any more.
+    """
+
+    def __init__(
+        self, settings: EngineSettings, *, reports_tokens: bool = True, remembers: bool = False
+    ) -> None:
+        self.settings = settings
+        self.n_added = 0
+        self.is_abandoned = False
+        self._scheduler = Scheduler(settings.target)
+        self._reports_tokens = reports_tokens
+        self._remembers = remembers
+        self._wait = _SequenceWait(settings.target, settings.wait_s)
+        self._added: deque[Submission] = deque()
+        self._aborted: dict[str, None] = {}  # in order
+        self._events: deque[Event] = deque()  # of an earlier step, still to be returned
+        self._failure: LlamaBranchError | None = None  # raised once those are
+
+    # -- requests ------------------------------------------------------------------------------------
+
+    def add(self, request: Request, name: str, samples: list[int]) -> None:
+        """Queue the texts ``samples`` of a request, whose id is ``name``.
+
+        Raises:
+            ConfigError, TokenizeError: its prompt or its stop strings are invalid; it is not queued.
+        """
+        settings = self.settings
+        submission = Submission(
+            request,
+            name,
+            self.n_added,
+            settings.target.model,
+            settings.sampling,
+            settings.max_tokens,
+            settings.seed,
+            samples,
+            logprobs=self._reports_tokens,
+        )
+        self.n_added += 1
+        if samples:
+            self._added.append(submission)
+
+    def refuse(
+        self, request: Request, name: str, samples: list[int], error: LlamaBranchError
+    ) -> None:
+        """End the texts of a request that cannot be queued, with ``error``."""
+        self.n_added += 1
+        for i in samples:
+            self._events.append(Event(name, i, result=refusal(request, name, i, error)))
+
+    def abort(self, name: str) -> None:
+        """End a request at the next step; its results hold what was generated."""
+        self._aborted[name] = None
+
+    def abort_all(self) -> None:
+        """End all requests at the next step."""
+        while self._added:
+            self._scheduler.add(self._added.popleft())
+        self._aborted.update(dict.fromkeys(self._scheduler.names()))
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether a request of this id is unfinished."""
+        return name in self._scheduler or any(s.name == name for s in list(self._added))
+
+    def pause(self, name: str) -> None:
+        """Do not continue the texts of a request until ``resume``; others may take their cells."""
+        if name in self._scheduler:
+            self._scheduler.paused.add(name)
+
+    def resume(self, name: str) -> None:
+        """Continue the texts of a paused request."""
+        self._scheduler.resume(name)
+
+    @property
+    def n_waiting(self) -> int:
+        """How many requests have a text that has not begun."""
+        return len(self._added) + self._scheduler.n_waiting
+
+    @property
+    def n_ahead(self) -> int:
+        """How many requests wait, or were refused and not yet reported."""
+        return self.n_waiting + len(self._events)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True if a request has no result yet, or an event has not been returned."""
+        return bool(self._added or self._events or self._failure or not self._scheduler.is_idle)
+
+    @property
+    def is_stalled(self) -> bool:
+        """True if nothing can go on until a paused request is resumed, or another is added."""
+        scheduler = self._scheduler
+        return not (self._added or self._events or self._failure or self._aborted) and (
+            scheduler.is_stalled
+        )
+
+    # -- steps ---------------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """Run one step; return its events.
+
+        Raises:
+            DecodeError: the decode failed or was interrupted. The requests are as before; the next call
+                goes on with them.
+        """
+        if self._failure is not None and not self._events:
+            failure, self._failure = self._failure, None
+            raise failure
+        start = perf_counter()
+        try:
+            for event in self._step():
+                self._events.append(event)
+            if self._scheduler.no_sequence is None:
+                self._wait.reset()
+            elif not self._wait.poll():
+                for event in self._end_waiting(self._scheduler.no_sequence):
+                    self._events.append(event)
+        except LlamaBranchError as error:
+            self._drop_drafts()
+            if not self._events:
+                raise
+            self._failure = error  # what has ended is reported first
+        except BaseException:
+            # Tokens of some texts may be lost: all are read again, up to what was reported of them.
+            self._scheduler.preempt_all()
+            raise
+        finally:
+            self.settings.stats.elapsed_s += perf_counter() - start
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def close(self) -> None:
+        """Free all sequences; requests without a result get none."""
+        self._added.clear()
+        self._events.clear()
+        self._scheduler.close()
+        self.settings.save_profile()
+
+    def _step(self) -> Iterator[Event]:
+        scheduler, stats = self._scheduler, self.settings.stats
+        while self._added:
+            scheduler.add(self._added.popleft())
+        if self._aborted:
+            yield from self._end_aborted()
+        if scheduler.n_queued:
+            n_shared, n_cached = scheduler.n_shared, scheduler.n_cached
+            for job, error in scheduler.admit():
+                reason = "capacity" if isinstance(error, CapacityError) else "error"
+                yield from self._end(job, reason, error)
+            stats.shared_prompt_tokens += scheduler.n_shared - n_shared
+            stats.cached_prompt_tokens += scheduler.n_cached - n_cached
+        if not scheduler.active:
+            return
+        batch = self._fill()
+        if not batch.tokens:
+            return
+        # No drafter is called under the lock: another thread may generate on the drafter's context and
+        # draft on this one, and each would wait for the other's lock.
+        try:
+            with (
+                self.settings.target.lock
+            ):  # the logits are valid until the next decode of any thread
+                start = perf_counter()
+                rows = self._decode(batch)
+                verify_s = perf_counter() - start
+                outcomes = self._accept(batch, rows, verify_s)
+        except CacheFullError as error:
+            yield from self._make_room(batch, error)
+            return
+        yield from self._conclude(batch, outcomes, verify_s)
+
+    # -- ends ----------------------------------------------------------------------------------------
+
+    def _end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> Iterator[Event]:
+        self._scheduler.finish(job)
+        yield from self._last_events(job, reason, error)
+
+    def _last_events(
+        self, job: Job, reason: str, error: LlamaBranchError | None = None
+    ) -> Iterator[Event]:
+        held = job.output.break_off()
+        if held is not None and self._reports_tokens:
+            yield Event(job.name, job.sample, emitted=held)
+        result = job.result(reason, error)
+        self.settings.stats.speculative.add(job.stats)
+        self.settings.stats.generated_tokens += len(result.tokens)
+        self.settings.save_profile()
+        yield Event(job.name, job.sample, result=result)
+
+    def _end_aborted(self) -> Iterator[Event]:
+        for name in list(self._aborted):
+            if name in self._scheduler or not self._remembers:
+                del self._aborted[name]
+            for job in self._scheduler.take(name):
+                yield from self._last_events(job, "cancelled")
+
+    def _end_waiting(self, error: LlamaBranchError) -> Iterator[Event]:
+        """End every waiting request with "capacity": others hold all sequences of the context."""
+        for job in self._scheduler.take_waiting():
+            yield from self._end(job, "capacity", error)
+
+    # -- the batch -----------------------------------------------------------------------------------
+
+    def _fill(self) -> Batch:
+        """Return the next batch: every stream's pending token and draft, then chunks of prompts."""
+        batch = Batch()
+        active = self._scheduler.active
+        paused = self._scheduler.paused
+        running = [job for job in active if job.stream is not None and job.name not in paused]
+        prefilling = [job for job in active if job.stream is None]
+        ctx = self.settings.target
+        room = min(ctx.n_batch, ctx.n_outputs_max) - len(running) - len(prefilling)
+        for job, draft in self._make_drafts(running):
+            stream = job.stream
+            if stream is not None:
+                if draft.tokens:
+                    keep = min(len(draft.tokens), max(0, room))
+                    room -= keep
+                    draft.cut(keep)
+                batch.add_plan(job, stream.branch, stream.set_draft(draft))
+        for job in prefilling:
+            left, branch = ctx.n_batch - len(batch.tokens), job.branch
+            if left > 0 and branch is not None:
+                scores = job.needs_scores
+                if scores:
+                    left = min(left, 1 + max(0, room))
+                tokens = job.to_cache[branch.position :][:left]
+                room -= (len(tokens) - 1) * scores
+                batch.add_prompt(job, branch, tokens, all_rows=scores)
+        return batch
+
+    def _make_drafts(self, running: list[Job]) -> list[tuple[Job, Draft]]:
+        drafts_now = self.settings.drafts and not self._scheduler.had_no_room
+        self._scheduler.had_no_room = False
+        if not drafts_now:
+            return [(job, NO_DRAFT) for job in running]
+        asked: list[Job] = []
+        requests: list[DraftRequest] = []
+        plain: list[Job] = []
+        for job in running:
+            stream = job.stream
+            if stream is None:
+                continue
+            limit = job.output.draft_limit
+            tokens = stream.draft_input(limit)
+            if tokens is None:
+                plain.append(job)
+            else:
+                limit = min(limit, stream.length.limit)
+                asked.append(job)
+                requests.append(DraftRequest(stream.state, tokens, stream.length, limit))
+        drafts = self.settings.drafter.propose_many(requests)
+        self.settings.stats.draft_forward_passes += sum(draft.n_decodes for draft in drafts)
+        made = list(zip(asked, drafts, strict=True))
+        return made + [(job, NO_DRAFT) for job in plain]
+
+    def _decode(self, batch: Batch) -> list[LogitsRow]:
+        expiring = [
+            row
+            for job, _, _ in batch.parts
+            if job.branch is not None
+            for row in job.branch.sequence.expiring_rows()
+        ]
+        decoder = self.settings.target.decoder
+        rows = decoder.decode(batch.tokens, batch.seqs, batch.wants, expiring)
+        self.settings.stats.target_forward_passes += 1
+        return rows
+
+    def _drop_drafts(self) -> None:
+        """Take the streams back to before this step, if they were about to decode."""
+        for job in self._scheduler.active:
+            if job.stream is not None:
+                job.stream.set_draft(NO_DRAFT)
+                job.stream.state.observe(job.stream.branch.position)
+
+    def _make_room(self, batch: Batch, error: CacheFullError) -> Iterator[Event]:
+        """Retry without drafts, then preempt the newest request, then finish the last as "capacity"."""
+        scheduler = self._scheduler
+        self._drop_drafts()
+        if batch.n_drafted:
+            for job, n, _ in batch.parts:
+                if job.stream is not None and n > 1:
+                    job.stats.count_stop("no room to verify")
+            scheduler.had_no_room = True
+        elif scheduler.preempt() is not None:
+            self.settings.stats.preemptions += 1
+        else:
+            yield from self._end(scheduler.active[0], "capacity", error)
+
+    # -- after the decode ----------------------------------------------------------------------------
+
+    def _accept(
+        self, batch: Batch, rows: list[LogitsRow], verify_s: float
+    ) -> list[list[Produced] | LlamaBranchError]:
+        """Apply the logits; return for each part the emitted tokens, or the error that ends its text."""
+        at = 0
+        outcomes: list[list[Produced] | LlamaBranchError] = []
+        for job, n, n_rows in batch.parts:
+            its_rows = rows[at : at + n_rows]
+            at += n_rows
+            try:
+                if job.stream is not None:
+                    outcomes.append(job.stream.accept(its_rows, verify_s * n / len(batch.tokens)))
+                else:
+                    self._append_prompt(job, n, its_rows)
+                    outcomes.append([])
+            except LlamaBranchError as error:
+                outcomes.append(error)
+        return outcomes
+
+    def _conclude(
+        self,
+        batch: Batch,
+        outcomes: list[list[Produced] | LlamaBranchError],
+        verify_s: float,
+    ) -> Iterator[Event]:
+        """Update the draft states, begin texts whose prompt is complete, yield the emitted tokens."""
+        lengths = [job.stream.length for job, _, _ in batch.parts if job.stream is not None]
+        for (job, n, _), outcome in zip(batch.parts, outcomes, strict=True):
+            failed = outcome if isinstance(outcome, LlamaBranchError) else None
+            emitted = [] if isinstance(outcome, LlamaBranchError) else outcome
+            if failed is None:
+                try:
+                    if job.stream is not None:
+                        job.stream.conclude()
+                    else:
+                        self.settings.stats.prompt_tokens += n
+                        emitted = [] if job.n_uncached else self._begin_text(job)
+                except LlamaBranchError as error:
+                    failed = error
+            shown = job.add(emitted)
+            if self._reports_tokens:
+                for one in shown:
+                    yield Event(job.name, job.sample, emitted=one)
+            if job.output.finish_reason is not None:
+                if not job.n_uncached or job.stream is not None or failed is not None:
+                    yield from self._end(job, job.output.finish_reason)
+            elif failed is not None:
+                yield from self._end(job, "error", failed)
+        if self.settings.drafts:
+            # The time of a decode that also prefilled prompts is not comparable.
+            is_pure = batch.n_plans == len(batch.parts)
+            self.settings.length.learn_decode(
+                lengths, len(batch.tokens), verify_s if is_pure else math.nan
+            )
+
+    def _append_prompt(self, job: Job, n: int, rows: list[LogitsRow]) -> None:
+        """Append ``n`` decoded tokens of ``to_cache`` to the branch.
+
+        ``rows`` are the logits after each of them, after the last one, or none.
+        """
+        branch = job.branch
+        if branch is None:
+            raise RuntimeError("a job needs a branch to prefill its prompt")
+        start = branch.position
+        if job.needs_scores:
+            job.score(rows, start)
+        row = rows[-1] if rows and n == job.n_uncached else None
+        tokens = job.to_cache[start : start + n]
+        n_prompt = max(0, len(job.prompt) - start)
+        if n_prompt:
+            branch.sequence.append_prompt(tokens[:n_prompt], row if n <= n_prompt else None)
+        if n > n_prompt:
+            branch.sequence.append_unscored(tokens[n_prompt:], row)
+
+    def _begin_text(self, job: Job) -> list[Produced]:
+        """Open the stream of a job whose prompt is decoded; return what it emits: one token or none."""
+        branch = job.branch
+        if branch is None:
+            raise RuntimeError("a job needs a branch to generate")
+        job.stream = self._open(job, branch)
+        if job.pending is not None:  # it was preempted: it continues after its last token
+            job.stream.pending = job.pending
+            return []
+        if job.output.finish_reason is not None:  # max_tokens is 0
+            return []
+        return [job.stream.begin()]
+
+    def _open(self, job: Job, branch: Branch) -> Stream:
+        settings = self.settings
+        params = job.request.sampling or settings.sampling
+        rule = choose_rule(
+            settings.config.rule,
+            seed_given=settings.seed_given or params.seed is not None,
+            temperature=params.temperature,
+        )
+        drafts = settings.drafts and job.output.finish_reason is None
+        try:
+            state = self._draft_state(job, branch, rule) if drafts else NullState()
+        except CapacityError:  # without room for a draft state it decodes plainly
+            state = NullState()
+        length = settings.length.stream(shares_decode=True)
+        top = job.request.top_logprobs or 0
+        return Stream(branch, state, length, rule, job.stats, top)
+
+    def _draft_state(self, job: Job, branch: Branch, rule: str) -> DraftState:
+        """Return a draft state for ``branch``; if its prompt was shared, a fork of the other job's.
+
+        So the draft model, too, decodes a shared prefix only once.
+        """
+        source, n_shared = job.shared
+        usable = source is not None and source.request.grammar == job.request.grammar
+        if (
+            source is not None
+            and usable
+            and source.stream is not None
+            and source.stream.rule == rule
+        ):
+            state = source.stream.state.fork(branch)
+            state.observe(n_shared)
+            return state
+        return self.settings.drafter.start(branch, rule)
+
+
+class _SequenceWait:
+    """Waits for a sequence that others hold: while they decode, and for ``wait_s`` after that."""
+
+    def __init__(self, ctx: Context, wait_s: float) -> None:
+        self._ctx = ctx
+        self._wait_s = wait_s
+        self._n_idle = 0
+        self._n_decodes = -1
+
+    def reset(self) -> None:
+        """Start counting again: there was a sequence."""
+        self._n_idle = 0
+
+    def poll(self) -> bool:
+        """Sleep briefly; return False once ``wait_s`` has passed without a decode on the context.
+
+        Polls are counted, not seconds, so that a suspended machine does not use up the time.
+        """
+        n_decodes = self._ctx.decoder.n_decodes
+        if n_decodes != self._n_decodes:
+            self._n_decodes = n_decodes
+            self._n_idle = 0
+        if self._n_idle * _POLL_S >= self._wait_s:
+            return False
+        self._n_idle += 1
+        sleep(_POLL_S)
+        return True

@@ -1,0 +1,176 @@
+"""Given tokens are rated as NumPy rates them from the raw logits, and nothing changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch import Branch, BranchStore, Context, SamplingParams, TokenScore
+from llamabranch.errors import (
+    BranchStateError,
+    CacheFullError,
+    ConfigError,
+    SequencesExhaustedError,
+    TokenizeError,
+)
+
+WARM = SamplingParams(temperature=0.8, seed=42)
+
+
+def random_tokens(rng: np.random.Generator, n: int, n_vocab: int = 4000) -> list[int]:
+    return [int(t) for t in rng.integers(2, n_vocab, n)]
+
+
+def by_numpy(
+    clean: Context, prompt: Sequence[int], tokens: Sequence[int]
+) -> list[npt.NDArray[np.float64]]:
+    """Return the log-probabilities before each token, from raw logits."""
+    with Branch.start(clean, prompt) as branch:
+        rows = [branch.logits]
+        if len(tokens) > 1:
+            rows += branch.extend(tokens[:-1])
+    wide = [row.astype(np.float64) for row in rows]
+    return [row - row.max() - math.log(np.exp(row - row.max()).sum()) for row in wide]
+
+
+def check(
+    clean: Context,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    scores: Sequence[TokenScore],
+    top: int = 0,
+) -> None:
+    assert [score.token for score in scores] == list(tokens)
+    for logp, token, score in zip(by_numpy(clean, prompt, tokens), tokens, scores, strict=True):
+        assert score.logprob == pytest.approx(logp[token], abs=1e-4)
+        assert score.rank == 1 + int((logp > logp[token]).sum())
+        assert score.entropy == pytest.approx(-(np.exp(logp) * logp).sum(), abs=1e-3)
+        best = np.argsort(-logp, kind="stable")[:top]
+        assert [t for t, _ in score.alternatives] == list(best)
+
+
+@pytest.mark.parametrize("n", [1, 2, 40, 300])
+def test_scores_are_those_of_the_raw_logits(n: int, ctx: Context, other_ctx: Context) -> None:
+    """300 tokens take several decodes: at most 256 rows come from one."""
+    rng = np.random.default_rng(n)
+    prompt, tokens = random_tokens(rng, 20), random_tokens(rng, n)
+    branch = Branch.start(ctx, prompt)
+    scores = branch.score(tokens, top=3)
+    check(other_ctx, prompt, tokens, scores, top=3)
+    total = sum(score.logprob for score in scores)
+    branch.extend(tokens)
+    assert total == pytest.approx(branch.log_likelihood(), abs=1e-3)
+
+
+def test_scoring_changes_nothing(ctx: Context) -> None:
+    rng = np.random.default_rng(0)
+    branch = Branch.start(ctx, random_tokens(rng, 30), sampling=WARM)
+    twin = branch.fork()
+    twin.step()
+    before = branch.tokens, branch.logits, branch.produce(), ctx.usage().sequences
+    branch.score(random_tokens(rng, 50))
+    assert branch.tokens == before[0]
+    assert np.array_equal(branch.logits, before[1])
+    assert branch.produce() == before[2]
+    assert ctx.usage().sequences == before[3]
+    assert branch.step().token == before[2].token
+    ctx.audit()
+
+
+def test_a_grammar_does_not_matter(ctx: Context) -> None:
+    plain = Branch.start(ctx, "The king")
+    bound = Branch.start(ctx, "The king", grammar='root ::= "x"')
+    tokens = ctx.tokenize(" said", add_special=False)
+    assert bound.score(tokens) == plain.score(tokens)
+
+
+@pytest.mark.parametrize("n_guests", [0, 5, 6])
+def test_many_continuations_of_many_branches(
+    n_guests: int, ctx: Context, other_ctx: Context
+) -> None:
+    """However few sequences are free: at last each is decoded in the branch's own."""
+    rng = np.random.default_rng(1)
+    prompts = [random_tokens(rng, 15) for _ in range(2)]
+    branches = [Branch.start(ctx, prompt) for prompt in prompts]
+    guests = [Branch.create(ctx) for _ in range(n_guests)]
+    work = {b: [random_tokens(rng, int(rng.integers(1, 40))) for _ in range(9)] for b in branches}
+    n_before = ctx.decoder.n_decodes
+    found = BranchStore(ctx).score(work, top=1)
+    if not n_guests:
+        assert ctx.decoder.n_decodes - n_before <= 5
+    for branch, prompt in zip(branches, prompts, strict=True):
+        for tokens, scores in zip(work[branch], found[branch], strict=True):
+            check(other_ctx, prompt, tokens, scores, top=1)
+            assert scores == branch.score(tokens, top=1)
+    assert ctx.n_seq_free == 6 - n_guests
+    assert ctx.usage().sequences == {b.seq_id: 15 for b in branches}
+    assert len(guests) == n_guests
+
+
+def test_continuations_that_do_not_fit_together_are_rated_in_turn(
+    target: lb.Model, other_ctx: Context
+) -> None:
+    rng = np.random.default_rng(2)
+    with Context(target, n_ctx=256, n_seq_max=8, n_threads=1) as ctx:
+        prompt = random_tokens(rng, 50)
+        branch = Branch.start(ctx, prompt)
+        work = {branch: [random_tokens(rng, 150) for _ in range(4)]}
+        for tokens, scores in zip(work[branch], BranchStore(ctx).score(work)[branch], strict=True):
+            check(other_ctx, prompt, tokens, scores)
+        usage = ctx.usage()
+        assert (usage.cells_used, usage.cells_reserved, usage.in_order) == (50, 0, True)
+        with pytest.raises(CacheFullError):
+            branch.score(random_tokens(rng, 250))
+        assert ctx.usage().cells_used == 50
+        assert branch.step()
+        ctx.audit()
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "lfm2"])
+def test_memory_that_cannot_be_cut_is_rated_on_a_fork(architecture: str, tmp_path: Path) -> None:
+    path = toys.write_toy(tmp_path / "toy.gguf", architecture, vocab="bytes", weights="f32")
+    rng = np.random.default_rng(3)
+    with (
+        lb.Model(path) as model,
+        Context(model, n_ctx=512, n_seq_max=3, n_threads=1) as ctx,
+        Context(model, n_ctx=512, n_seq_max=1, n_threads=1) as clean,
+    ):
+        prompt = random_tokens(rng, 20, 250)
+        branch = Branch.start(ctx, prompt)
+        work = {branch: [random_tokens(rng, 10, 250) for _ in range(3)]}
+        for tokens, scores in zip(work[branch], BranchStore(ctx).score(work)[branch], strict=True):
+            check(clean, prompt, tokens, scores)
+        guests = [Branch.create(ctx) for _ in range(2)]
+        with pytest.raises(SequencesExhaustedError):
+            branch.score([5, 6])
+        assert len(branch.score([5])) == 1
+        for guest in guests:
+            guest.prune()
+        ctx.audit()
+
+
+def test_what_cannot_be_rated_is_refused(ctx: Context, other_ctx: Context) -> None:
+    branch, store = Branch.start(ctx, [5, 6]), BranchStore(ctx)
+    with pytest.raises(ConfigError, match="no tokens"):
+        branch.score([])
+    with pytest.raises(ConfigError, match="no tokens"):
+        store.score({branch: [[5], []]})
+    with pytest.raises(TokenizeError):
+        branch.score([10**6])
+    with pytest.raises(ConfigError, match="top"):
+        branch.score([5], top=-1)
+    with pytest.raises(ConfigError, match="another context"):
+        store.score({Branch.start(other_ctx, [5]): [[5]]})
+    with pytest.raises(BranchStateError, match="empty"):
+        Branch.create(ctx).score([5])
+    assert store.score({}) == {}
+    branch.prune()
+    with pytest.raises(BranchStateError, match="pruned"):
+        branch.score([5])

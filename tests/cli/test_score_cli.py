@@ -1,0 +1,119 @@
+"""``llamabranch score``: the numbers are those of the library, as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import llamabranch as lb
+from llamabranch.cli import app
+
+
+def run(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, ["score", "--threads", "1", *arguments], input=stdin)
+
+
+def answer(*arguments: str, stdin: str | None = None) -> dict[str, object]:
+    result = run("--json", *arguments, stdin=stdin)
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def scores_of(found: dict[str, object], item: int = 0) -> list[dict[str, object]]:
+    items = found["items"]
+    assert isinstance(items, list)
+    scores = items[item]["scores"]
+    assert isinstance(scores, list)
+    return scores
+
+
+def test_text_is_scored_as_the_library_does(ctx: lb.Context) -> None:
+    text = "Once upon a time there was a king."
+    found = answer(text, "--top", "2")
+    (record,) = scores_of(found)
+    tokens = ctx.tokenize(text)
+    with lb.Branch.start(ctx, tokens[:1]) as branch:
+        expected = branch.score(tokens[1:], top=2)
+    shown = record["tokens"]
+    assert isinstance(shown, list)
+    assert [(t["token"], t["rank"]) for t in shown] == [(s.token, s.rank) for s in expected]
+    for one, score in zip(shown, expected, strict=True):
+        assert one["logprob"] == pytest.approx(score.logprob)
+        assert one["entropy"] == pytest.approx(score.entropy)
+        assert [t["token"] for t in one["top"]] == [t for t, _ in score.alternatives]
+    total = math.fsum(score.logprob for score in expected)
+    assert record["logprob"] == pytest.approx(total)
+    assert record["perplexity"] == pytest.approx(math.exp(-total / len(expected)))
+    assert found["total"] == {
+        "n_tokens": len(expected), "logprob": record["logprob"], "perplexity": record["perplexity"]
+    }  # fmt: skip
+
+
+def test_continuations_share_their_context(ctx: lb.Context) -> None:
+    found = answer("--context", "The king", " said", " computer")
+    likely, unlikely = (record["logprob"] for record in scores_of(found))
+    with lb.Branch.start(ctx, "The king") as branch:
+        (score,) = branch.score(ctx.tokenize(" said", add_special=False))
+    assert likely == pytest.approx(score.logprob)
+    assert isinstance(likely, float)
+    assert isinstance(unlikely, float)
+    assert unlikely < likely
+
+
+def test_lines_of_a_file_are_scored(tmp_path: Path) -> None:
+    lines = [
+        {"id": "a", "text": "The wolf"},
+        {"context": "The king", "continuations": [" said", " wept"]},
+    ]
+    path = tmp_path / "items.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n", encoding="utf-8")
+    found = answer("--input", str(path))
+    assert found == answer("--input", "-", stdin=path.read_text(encoding="utf-8"))
+    items = found["items"]
+    assert isinstance(items, list)
+    assert [item["id"] for item in items] == ["a", "2"]
+    assert [len(item["scores"]) for item in items] == [1, 2]
+    table = run("--input", str(path)).stdout
+    assert "[a]" in table
+    assert "perplexity" in table
+
+
+def test_table_has_a_row_for_each_token(ctx: lb.Context) -> None:
+    result = run("Once upon a time", "--top", "1")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].split()[:4] == ["token", "logprob", "rank", "entropy"]
+    assert len(lines) == 1 + len(ctx.tokenize("Once upon a time")) - 1 + 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "there is no text"),
+        (("--context", "The king"), "needs a text that continues it"),
+        (("--context", "The king", ""), "has no tokens"),
+        (("--input", "missing.jsonl"), "cannot read missing.jsonl"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_scored_is_an_error(arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.stderr
+    assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[]", "{", '{"text": 5}', '{"context": "a"}', '{"context": "a", "continuations": [5]}',
+     '{"text": "a", "x": 1}', '{"text": "a", "context": "b"}'],
+)  # fmt: skip
+def test_bad_line_is_named(line: str) -> None:
+    result = run("--input", "-", stdin='{"text": "a b"}\n' + line)
+    assert result.exit_code == 2
+    assert "line 2: invalid item" in result.stderr

@@ -1,0 +1,321 @@
+"""The prefix cache: what is shared, what is given up, and that texts stay those of the prompt alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch import Branch, Context, SamplingParams
+from llamabranch.context.prefix_cache import PrefixCache
+from llamabranch.errors import (
+    CacheFullError,
+    ConfigError,
+    SequencesExhaustedError,
+    UnsupportedError,
+)
+
+WARM = SamplingParams(temperature=0.8, seed=42)
+
+
+def random_tokens(rng: np.random.Generator, n: int) -> list[int]:
+    return [int(t) for t in rng.integers(2, 4000, n)]
+
+
+def prefixes_of(ctx: Context) -> PrefixCache:
+    found = ctx.prefix_cache
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def cached(target: lb.Model) -> Iterator[Context]:
+    with Context(target, n_ctx=512, n_seq_max=4, n_threads=1, prefix_cache=True) as ctx:
+        yield ctx
+        ctx.audit()
+
+
+@pytest.fixture
+def clean(target: lb.Model) -> Iterator[Context]:
+    with Context(target, n_ctx=512, n_seq_max=1, n_threads=1) as ctx:
+        yield ctx
+
+
+def check(branch: Branch, clean: Context, n: int = 8) -> None:
+    """The branch continues as it does in a clean context, and has the same logits to the bit."""
+    with Branch.start(clean, branch.tokens, sampling=branch.sampling) as again:
+        assert np.array_equal(branch.logits, again.logits)
+        assert [t.token for t in branch.generate(n)] == [t.token for t in again.generate(n)]
+
+
+def test_without_it_nothing_is_kept(ctx: Context) -> None:
+    assert ctx.prefix_cache is None
+    Branch.start(ctx, [5] * 50).prune()
+    assert ctx.usage().cells_cached == 0
+
+
+def test_same_prompt_is_not_read_again(cached: Context, clean: Context) -> None:
+    tokens = random_tokens(np.random.default_rng(0), 100)
+    Branch.start(cached, tokens).prune()
+    usage = cached.usage()
+    assert (usage.cells_used, usage.cells_cached, usage.sequences) == (0, 100, {})
+    assert usage.cells_free == 512
+    assert cached.n_seq_free == 4
+    branch = Branch.start(cached, tokens, sampling=WARM)
+    assert prefixes_of(cached).n_hit_tokens == 99  # the last one's logits are needed
+    assert cached.usage().cells_used == 100
+    check(branch, clean)
+    branch.prune()
+
+
+def test_longest_prefix_is_shared(cached: Context, clean: Context) -> None:
+    rng = np.random.default_rng(1)
+    common, ends = random_tokens(rng, 60), [random_tokens(rng, 20) for _ in range(3)]
+    for end in ends[:2]:
+        Branch.start(cached, common + end).prune()
+    prefixes = prefixes_of(cached)
+    assert (len(prefixes), prefixes.n_hit_tokens) == (2, 60)
+    assert cached.usage().cells_cached == 100
+    branch = Branch.start(cached, common + ends[1][:10] + ends[2], sampling=WARM)
+    assert prefixes.n_hit_tokens == 60 + 70
+    check(branch, clean)
+    branch.prune()
+
+
+def test_text_that_continues_another_replaces_it(cached: Context) -> None:
+    rng = np.random.default_rng(2)
+    tokens = random_tokens(rng, 30)
+    for _ in range(6):
+        tokens += random_tokens(rng, 10)
+        Branch.start(cached, tokens).prune()
+        assert len(prefixes_of(cached)) == 1
+    assert cached.usage().cells_cached == len(tokens)
+
+
+def test_short_prompts_are_not_kept(cached: Context) -> None:
+    Branch.start(cached, [5] * 7).prune()
+    assert len(prefixes_of(cached)) == 0
+
+
+def test_least_recently_used_text_gives_up_its_end_first(cached: Context, clean: Context) -> None:
+    rng = np.random.default_rng(3)
+    texts = [random_tokens(rng, 100) for _ in range(4)]
+    for tokens in texts:
+        Branch.start(cached, tokens).prune()
+    Branch.start(cached, texts[0]).prune()  # now the second is the oldest
+    branch = Branch.start(cached, random_tokens(rng, 150), sampling=WARM)  # 112 cells were vacant
+    prefixes = prefixes_of(cached)
+    assert 38 <= prefixes.n_evicted <= 64
+    assert [prefixes.n_common(tokens) for tokens in texts] == [
+        100,
+        100 - prefixes.n_evicted,
+        100,
+        100,
+    ]
+    check(branch, clean)
+    again = Branch.start(cached, texts[1], sampling=WARM)
+    check(again, clean)
+    branch.prune()
+    again.prune()
+    assert cached.usage().cells_used == 0
+
+
+def test_all_cells_can_be_used_by_others(cached: Context) -> None:
+    rng = np.random.default_rng(4)
+    for _ in range(5):
+        Branch.start(cached, random_tokens(rng, 90)).prune()
+    branch = Branch.start(cached, random_tokens(rng, 512))
+    assert cached.usage().cells_free == 0
+    with pytest.raises(CacheFullError):
+        branch.commit(5)
+    branch.prune()
+    assert cached.usage().cells_free == 512
+
+
+def test_cells_that_a_branch_uses_are_not_given_up(cached: Context, clean: Context) -> None:
+    rng = np.random.default_rng(5)
+    tokens = random_tokens(rng, 200)
+    Branch.start(cached, tokens).prune()
+    branch = Branch.start(cached, [*tokens[:150], 7], sampling=WARM)
+    other = Branch.start(cached, random_tokens(rng, 300), sampling=WARM)
+    assert prefixes_of(cached).n_common(tokens) >= 150
+    check(branch, clean)
+    check(other, clean)
+    branch.prune()
+    other.prune()
+
+
+def test_texts_stay_exact_while_the_cache_is_full_again_and_again(
+    cached: Context, clean: Context
+) -> None:
+    rng = np.random.default_rng(6)
+    stems = [random_tokens(rng, 40) for _ in range(6)]
+    living: list[Branch] = []
+    for _ in range(80):
+        if len(living) == 3:
+            living.pop(int(rng.integers(3))).prune()
+        stem = stems[rng.integers(6)][: int(rng.integers(9, 40))]
+        living.append(Branch.start(cached, stem + random_tokens(rng, 30), sampling=WARM))
+        check(living[-1], clean, n=3)
+        if rng.integers(2):
+            chosen = living[rng.integers(len(living))]
+            chosen.rewind(int(rng.integers(1, chosen.position)))
+            check(chosen, clean, n=2)
+        cached.audit()
+        assert cached.usage().in_order
+    assert prefixes_of(cached).n_hits > 20
+    assert prefixes_of(cached).n_evicted > 100
+    for branch in living:
+        branch.prune()
+    prefixes_of(cached).clear()
+    usage = cached.usage()
+    assert (usage.cells_used, usage.cells_cached, usage.cells_reserved) == (0, 0, 0)
+
+
+def test_cleared_cache_keeps_nothing(cached: Context) -> None:
+    Branch.start(cached, [5] * 50).prune()
+    cached.kv_cache_clear()
+    assert len(prefixes_of(cached)) == 0
+    assert cached.usage().cells_cached == 0
+    Branch.start(cached, [5] * 50).prune()
+    assert prefixes_of(cached).n_hits == 0
+
+
+def test_more_texts_than_ids_can_be_kept_in_turn(toy: lb.Model) -> None:
+    rng = np.random.default_rng(7)
+    with Context(toy, n_ctx=4096, n_seq_max=200, n_threads=1, prefix_cache=True) as ctx:
+        for i in range(70):
+            Branch.start(ctx, [2 + i, *(int(t) for t in rng.integers(2, 250, 9))]).prune()
+        assert len(prefixes_of(ctx)) == 254 - 200
+        assert ctx.usage().cells_cached == 540
+        ctx.audit()
+
+
+def test_ids_must_be_left_for_it(toy: lb.Model) -> None:
+    with pytest.raises(ConfigError, match="at most 240 with a prefix cache"):
+        Context(toy, n_ctx=512, n_seq_max=241, prefix_cache=True)
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "lfm2", "gemma3"])
+def test_memory_that_cannot_be_cut_shares_whole_texts(architecture: str, tmp_path: Path) -> None:
+    path = toys.write_toy(tmp_path / "toy.gguf", architecture, vocab="bytes", weights="f32")
+    rng = np.random.default_rng(8)
+    with (
+        lb.Model(path) as model,
+        Context(
+            model, n_ctx=512, n_seq_max=9, n_threads=1, swa_full=False, prefix_cache=True
+        ) as ctx,
+        Context(model, n_ctx=512, n_seq_max=3, n_threads=1, swa_full=False) as clean,
+    ):
+        assert not ctx.capabilities.can_truncate
+        tokens = [int(t) for t in rng.integers(2, 250, 40)]
+        for n, n_hit in ((30, 0), (40, 30), (35, 30), (20, 0)):
+            prefixes, given = prefixes_of(ctx), [*tokens[:n], 7]
+            before = prefixes.n_hit_tokens
+            branch = Branch.start(ctx, tokens[:n])
+            branch.prune()
+            assert prefixes.n_hit_tokens - before == n_hit
+            branch = Branch.start(ctx, given, sampling=WARM)
+            assert prefixes.n_hit_tokens - before == n_hit + n
+            with Branch.start(clean, given, sampling=WARM) as again:
+                assert np.allclose(branch.logits, again.logits, atol=1e-4)
+                assert [t.token for t in branch.generate(5)] == [t.token for t in again.generate(5)]
+            branch.prune()
+            assert ctx.n_seq_free == 9
+            ctx.audit()
+        guests = [Branch.create(ctx) for _ in range(9)]  # kept texts make room for them
+        with pytest.raises(SequencesExhaustedError):
+            Branch.create(ctx)
+        for guest in guests:
+            guest.prune()
+        prefixes_of(ctx).clear()
+        assert ctx.usage().cells_used == 0
+        ctx.audit()
+
+
+# -- host memory -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saving(target: lb.Model) -> Iterator[Context]:
+    """512 cells, and room for the K/V of more than a thousand tokens in host memory."""
+    with Context(
+        target, n_ctx=512, n_seq_max=4, n_threads=1, prefix_cache=True, cache_ram=10_000_000
+    ) as ctx:
+        yield ctx
+        ctx.audit()
+
+
+def test_evicted_texts_come_back_from_host_memory(saving: Context, clean: Context) -> None:
+    rng = np.random.default_rng(9)
+    texts = [random_tokens(rng, 200) for _ in range(5)]
+    prefixes = prefixes_of(saving)
+    saved = prefixes.saved
+    assert saved is not None
+    saving.decoder.read_s = 1.0  # as if reading took a second for each token
+    for tokens in texts:
+        Branch.start(saving, tokens).prune()
+        saving.decoder.read_s = 1.0
+    assert len(saved) >= 3
+    assert 0 < saved.n_bytes <= 10_000_000
+    for tokens in texts:
+        n_decodes = saving.decoder.n_decodes
+        branch = Branch.start(saving, tokens, sampling=WARM)
+        assert saving.decoder.n_decodes == n_decodes + 1  # the last token only
+        saving.audit()
+        check(branch, clean)
+        branch.prune()
+    assert prefixes.n_restored > 2 * 199
+    prefixes.clear()
+    assert (saving.usage().cells_cached, saved.n_bytes, len(saved)) == (0, 0, 0)
+
+
+def test_part_of_a_saved_text_comes_back(saving: Context, clean: Context) -> None:
+    rng = np.random.default_rng(10)
+    first = random_tokens(rng, 300)
+    Branch.start(saving, first).prune()
+    Branch.start(saving, random_tokens(rng, 500)).prune()
+    saving.decoder.read_s = 1.0
+    branch = Branch.start(saving, [*first[:120], 7, 8, 9], sampling=WARM)
+    assert prefixes_of(saving).n_restored == 120
+    assert saving.usage().sequences == {branch.seq_id: 123}
+    check(branch, clean)
+    branch.prune()
+
+
+def test_texts_that_are_read_faster_are_read_again(saving: Context) -> None:
+    rng = np.random.default_rng(11)
+    texts = [random_tokens(rng, 300) for _ in range(2)]
+    prefixes = prefixes_of(saving)
+    for i in range(6):
+        Branch.start(saving, texts[i % 2]).prune()
+        saving.decoder.read_s = 0.0
+    assert prefixes.n_restored <= 299  # the first one was tried
+
+
+def test_host_memory_is_limited(target: lb.Model) -> None:
+    rng = np.random.default_rng(12)
+    with Context(
+        target, n_ctx=256, n_seq_max=2, n_threads=1, prefix_cache=True, cache_ram=1_000_000
+    ) as ctx:
+        saved = prefixes_of(ctx).saved
+        assert saved is not None
+        for _ in range(6):
+            Branch.start(ctx, random_tokens(rng, 100)).prune()
+        Branch.start(ctx, random_tokens(rng, 250)).prune()
+        assert saved.n_bytes <= 1_000_000
+        assert len(saved) < 6
+
+
+def test_host_memory_is_for_a_prefix_cache_that_can_be_copied(
+    toy: lb.Model, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="set prefix_cache=True"):
+        Context(toy, n_ctx=256, cache_ram=1000)
+    path = toys.write_toy(tmp_path / "toy.gguf", "mamba", vocab="bytes", weights="f32")
+    with lb.Model(path) as model, pytest.raises(UnsupportedError, match="recurrent memory"):
+        Context(model, n_ctx=256, n_seq_max=3, prefix_cache=True, cache_ram=1000)

@@ -1,0 +1,303 @@
+"""The engine on a thread of its own: many tasks, one engine, and nobody waits for a slow one."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+import llamabranch as lb
+from llamabranch import AsyncEngine, Branch, Context, Event, Request, Result, SamplingParams
+from llamabranch.errors import (
+    ClosedError,
+    ConfigError,
+    DecodeInterruptedError,
+    QueueFullError,
+    TokenizeError,
+)
+
+WARM = SamplingParams(temperature=0.8, seed=42)
+PROMPTS = ["Once upon a time", "The wolf", "In the forest there stood", "A king had a daughter"]
+
+
+def alone(ctx: Context, request: Request, result: Result) -> list[int]:
+    params = (request.sampling or SamplingParams()).replace(seed=result.seed)
+    with Branch.start(ctx, request.prompt, sampling=params) as branch:
+        return [t.token for t in branch.generate(request.max_tokens, request.stop)]
+
+
+def serve(
+    ctx: Context, job: Callable[[AsyncEngine], Awaitable[object]], **options: Any
+) -> AsyncEngine:
+    """Run ``job`` with an engine, close that, and check that nothing is left.
+
+    Unless they say otherwise, its requests never end by themselves.
+    """
+    endless = SamplingParams(seed=1, logit_bias={ctx.model.eos or 0: -1e9})
+    options = {"sampling": endless, **options}
+
+    async def main() -> AsyncEngine:
+        async with AsyncEngine(ctx, **options) as engine:
+            await asyncio.wait_for(job(engine), 120)
+        return engine
+
+    engine = asyncio.run(main())
+    assert ctx.usage().cells_used == 0
+    assert ctx.n_seq_free == ctx.n_seq_max
+    ctx.audit()
+    return engine
+
+
+async def collect(engine: AsyncEngine, request: Request | str) -> list[Event]:
+    return [event async for event in engine.generate(request)]
+
+
+def last(events: list[Event]) -> Result:
+    result = events[-1].result
+    assert result is not None
+    return result
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert not [t for t in threading.enumerate() if t.name == "AsyncEngine" and t.is_alive()]
+
+
+def test_many_tasks_share_the_engine(ctx: Context, other_ctx: Context) -> None:
+    requests = [Request(p, max_tokens=12, sampling=WARM) for p in PROMPTS * 5]
+    found: list[list[Event]] = []
+
+    async def job(engine: AsyncEngine) -> None:
+        found.extend(await asyncio.gather(*(collect(engine, r) for r in requests)))
+
+    engine = serve(ctx, job)
+    assert engine.stats.target_forward_passes < 12 * len(requests) / 2
+    for request, events in zip(requests, found, strict=True):
+        result = last(events)
+        assert result.tokens == alone(other_ctx, request, result)
+        assert [e.emitted.token for e in events if e.emitted is not None] == result.tokens
+        assert sum(event.result is not None for event in events) == 1
+
+
+def test_all_texts_of_a_request_come(ctx: Context) -> None:
+    async def job(engine: AsyncEngine) -> None:
+        events = await collect(engine, Request("The wolf", n=11, max_tokens=4))
+        assert sorted(e.sample for e in events if e.result is not None) == list(range(11))
+
+    serve(ctx, job)
+
+
+def test_cancelled_task_aborts_its_request_and_no_other(ctx: Context, other_ctx: Context) -> None:
+    other = Request("The wolf", id="other", max_tokens=60, sampling=WARM)
+
+    async def job(engine: AsyncEngine) -> None:
+        begun = asyncio.Event()
+
+        async def endless() -> None:
+            async for _ in engine.generate(Request("A king", id="endless", max_tokens=900)):
+                begun.set()
+
+        reading = asyncio.ensure_future(collect(engine, other))
+        task = asyncio.ensure_future(endless())
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        result = last(await reading)
+        assert result.tokens == alone(other_ctx, other, result)
+        (again,) = [e.result for e in await collect(engine, Request("A king", id="endless",
+                    max_tokens=3)) if e.result is not None]  # fmt: skip
+        assert again.finish_reason == "length"
+
+    serve(ctx, job)
+
+
+def test_iterator_that_is_closed_aborts_its_request(ctx: Context) -> None:
+    async def job(engine: AsyncEngine) -> None:
+        events = engine.generate(Request("A king", max_tokens=900))
+        await anext(events)
+        await events.aclose()  # type: ignore[attr-defined]
+        assert (last(await collect(engine, Request("x", max_tokens=1)))).tokens
+
+    serve(ctx, job)
+
+
+def test_abort_ends_with_a_result(ctx: Context) -> None:
+    async def job(engine: AsyncEngine) -> None:
+        results = []
+        async for event in engine.generate(Request("A king", id="a", max_tokens=900)):
+            engine.abort("a")
+            results.append(event.result)
+        assert results[-1] is not None
+        assert results[-1].finish_reason == "cancelled"
+
+    serve(ctx, job)
+
+
+def test_slow_reader_is_paused_and_holds_up_nobody(ctx: Context, other_ctx: Context) -> None:
+    """Its text waits unread while others, more than there are sequences, come and go."""
+    slow = Request("A king", id="slow", max_tokens=60, sampling=WARM, n=8)
+    others = [Request(p, max_tokens=20, sampling=WARM) for p in PROMPTS * 3]
+
+    async def job(engine: AsyncEngine) -> None:
+        events = engine.generate(slow)
+        seen = [await anext(events)]
+        for found in await asyncio.gather(*(collect(engine, r) for r in others)):
+            request = next(r for r in others if r.prompt == last(found).prompt)
+            assert last(found).tokens == alone(other_ctx, request, last(found))
+        n_before = engine.stats.generated_tokens
+        assert n_before == sum(20 for _ in others)  # no text of the slow one has ended
+        seen += [event async for event in events]
+        results = [e.result for e in seen if e.result is not None]
+        assert len(results) == 8
+        for result in results:
+            assert result.tokens == alone(other_ctx, slow, result)
+            its = [e.emitted.token for e in seen if e.emitted and e.sample == result.sample]
+            assert its == result.tokens
+
+    serve(ctx, job, buffer=8)
+
+
+def test_paused_request_can_be_aborted(ctx: Context) -> None:
+    async def job(engine: AsyncEngine) -> None:
+        events = engine.generate(Request("A king", id="a", max_tokens=900))
+        await anext(events)
+        await collect(engine, Request("The wolf", max_tokens=30))  # meanwhile it is paused
+        engine.abort("a")
+        assert [e async for e in events][-1].result is not None
+
+    serve(ctx, job, buffer=2)
+
+
+def test_bad_requests_are_refused_in_their_task(ctx: Context) -> None:
+    async def job(engine: AsyncEngine) -> None:
+        with pytest.raises(TokenizeError):
+            await collect(engine, Request([10**6]))
+        events = engine.generate(Request("A king", id="a", max_tokens=900))
+        await anext(events)
+        with pytest.raises(ConfigError, match="'a' is unfinished"):
+            await collect(engine, Request("x", id="a"))
+        with pytest.raises(QueueFullError):
+            await asyncio.gather(*(collect(engine, Request("x", n=9)) for _ in range(9)))
+        await events.aclose()  # type: ignore[attr-defined]
+
+    serve(ctx, job, max_waiting=2)
+
+
+def test_decode_that_fails_reaches_every_task(ctx: Context) -> None:
+    async def job(engine: AsyncEngine) -> None:
+        async def read() -> None:
+            async for _ in engine.generate(Request("A king", max_tokens=900)):
+                ctx.interrupt()
+
+        found = await asyncio.gather(read(), read(), return_exceptions=True)
+        assert [type(error) for error in found] == [DecodeInterruptedError] * 2
+        assert last(await collect(engine, Request("x", max_tokens=2))).tokens
+
+    serve(ctx, job)
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_close_ends_all_requests(drain: bool, ctx: Context) -> None:
+    async def main() -> None:
+        engine = AsyncEngine(ctx)
+        begun = asyncio.Event()
+
+        async def read() -> str:
+            reasons = [""]
+            endless = SamplingParams(logit_bias={ctx.model.eos or 0: -1e9})
+            request = Request("The wolf", max_tokens=100, sampling=endless)
+            async for event in engine.generate(request):
+                begun.set()
+                if event.result is not None:
+                    reasons.append(event.result.finish_reason)
+            return reasons[-1]
+
+        tasks = [asyncio.ensure_future(read()) for _ in range(12)]
+        await begun.wait()
+        await engine.close(drain=drain)
+        assert set(await asyncio.gather(*tasks)) == ({"length"} if drain else {"cancelled"})
+        with pytest.raises(ClosedError):
+            await collect(engine, "x")
+        await engine.close()
+
+    asyncio.run(main())
+    assert ctx.usage().cells_used == 0
+
+
+def test_events_come_in_one_call_a_step(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def job(engine: AsyncEngine) -> None:
+        loop = asyncio.get_running_loop()
+        call, n_calls = loop.call_soon_threadsafe, 0
+
+        def counted(*args: Any, **kwargs: Any) -> asyncio.Handle:
+            nonlocal n_calls
+            n_calls += threading.current_thread().name == "AsyncEngine"
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        requests = [Request(p, max_tokens=30) for p in PROMPTS * 2]
+        await asyncio.gather(*(collect(engine, request) for request in requests))
+        assert 30 <= n_calls <= engine.stats.target_forward_passes + 1
+
+    serve(ctx, job)
+
+
+def test_several_event_loops_use_one_engine(ctx: Context, other_ctx: Context) -> None:
+    engine = AsyncEngine(ctx)
+    requests = [Request(p, max_tokens=10, sampling=WARM) for p in PROMPTS]
+    found: dict[int, list[Event]] = {}
+
+    def run(i: int) -> None:
+        found[i] = asyncio.run(collect(engine, requests[i]))
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    engine.shut_down()
+    for i, request in enumerate(requests):
+        assert last(found[i]).tokens == alone(other_ctx, request, last(found[i]))
+    assert ctx.usage().cells_used == 0
+
+
+def test_loop_that_is_gone_frees_its_requests(ctx: Context) -> None:
+    engine = AsyncEngine(ctx)
+
+    async def leave() -> None:
+        events = engine.generate(Request("A king", max_tokens=900))
+        await anext(events)
+
+    asyncio.run(leave())
+    assert last(asyncio.run(collect(engine, Request("x", max_tokens=2)))).tokens
+    engine.shut_down(drain=True)
+    assert ctx.usage().cells_used == 0
+
+
+def test_forgotten_engine_ends_its_thread(ctx: Context) -> None:
+    engine = AsyncEngine(ctx)
+    left = weakref.ref(engine)
+    thread = next(t for t in threading.enumerate() if t.name == "AsyncEngine")
+    del engine
+    gc.collect()
+    thread.join(30)
+    assert left() is None
+
+
+def test_same_texts_as_the_engine(ctx: Context, draft_ctx: Context) -> None:
+    requests = [Request(p, id=p, max_tokens=12) for p in PROMPTS]
+    drafter, config = lb.ModelDrafter(draft_ctx), lb.SpeculativeConfig(draft_k=3)
+    expected = {r.id: r.tokens for r in lb.Engine(ctx, seed=3).generate(requests)}
+
+    async def job(engine: AsyncEngine) -> None:
+        found = await asyncio.gather(*(collect(engine, r) for r in requests))
+        assert {last(e).id: last(e).tokens for e in found} == expected
+
+    serve(ctx, job, drafter=drafter, config=config, seed=3, sampling=None)

@@ -1,0 +1,533 @@
+"""The engine that lives: requests come and go at any time, and each gets its text alone."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch import (
+    Branch,
+    Context,
+    Engine,
+    Event,
+    Request,
+    Result,
+    SamplingParams,
+    SpeculativeConfig,
+)
+from llamabranch.context.logits import LogitsRow
+from llamabranch.engine.job import Submission
+from llamabranch.engine.scheduler import Scheduler
+from llamabranch.errors import (
+    ClosedError,
+    ConfigError,
+    DecodeInterruptedError,
+    QueueFullError,
+    TokenizeError,
+)
+from llamabranch.speculative.round import Stream
+
+WARM = SamplingParams(temperature=0.8, seed=42)
+GREEDY = SamplingParams(temperature=0.0)
+PROMPTS = ["Once upon a time", "The wolf", "In the forest there stood", "A king had a daughter"]
+
+
+def alone(ctx: Context, request: Request, result: Result) -> list[int]:
+    """Return the tokens of the request when nobody else is there."""
+    params = (request.sampling or SamplingParams()).replace(seed=result.seed)
+    with Branch.start(ctx, request.prompt, sampling=params, grammar=request.grammar) as branch:
+        return [t.token for t in branch.generate(request.max_tokens, request.stop)]
+
+
+def run(engine: Engine) -> list[Event]:
+    events = []
+    while engine.has_unfinished():
+        events += engine.step()
+    return events
+
+
+def results_of(events: list[Event]) -> dict[str, Result]:
+    return {event.id: event.result for event in events if event.result is not None}
+
+
+def assert_clean(ctx: Context) -> None:
+    usage = ctx.usage()
+    assert usage.cells_used == 0
+    assert ctx.n_seq_free == ctx.n_seq_max
+    assert usage.in_order
+    if ctx.prefix_cache is not None:
+        ctx.prefix_cache.clear()
+        usage = ctx.usage()
+    assert (usage.cells_cached, usage.cells_reserved) == (0, 0)
+    ctx.audit()
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[lb.Model]:
+    """A random model whose step takes a fraction of a millisecond."""
+    path = toys.write_llama(
+        tmp_path / "tiny.gguf",
+        vocab="bytes",
+        weights="q8_0",
+        n_layer=1,
+        n_embd=32,
+        n_head=1,
+        n_ff=32,
+    )
+    with lb.Model(path) as model:
+        yield model
+
+
+# -- requests at any time --------------------------------------------------------------------------
+
+
+def test_requests_join_while_others_run(ctx: Context, other_ctx: Context) -> None:
+    engine = Engine(ctx, seed=1)
+    requests = [Request(p, max_tokens=20, sampling=WARM) for p in PROMPTS]
+    events: list[Event] = []
+    names = []
+    for request in requests:
+        names.append(engine.add_request(request))
+        for _ in range(4):
+            events += engine.step()
+    events += run(engine)
+    assert names == ["0", "1", "2", "3"]
+    found = results_of(events)
+    for name, request in zip(names, requests, strict=True):
+        assert found[name].tokens == alone(other_ctx, request, found[name])
+        emitted = [e.emitted.token for e in events if e.id == name and e.emitted is not None]
+        assert emitted == found[name].tokens
+    assert engine.step() == []
+    assert_clean(ctx)
+
+
+def test_id_is_free_again_once_its_request_has_ended(ctx: Context) -> None:
+    engine = Engine(ctx, seed=1)
+    engine.add_request(Request("The wolf", id="a", max_tokens=3))
+    with pytest.raises(ConfigError, match="'a' is unfinished"):
+        engine.add_request(Request("The wolf", id="a"))
+    run(engine)
+    engine.add_request(Request("The wolf", id="a", max_tokens=3))
+    engine.abort("a")
+    assert results_of(engine.step())["a"].finish_reason == "cancelled"
+    engine.add_request(Request("The wolf", id="a", max_tokens=3))
+    assert results_of(run(engine))["a"].finish_reason == "length"
+    assert_clean(ctx)
+
+
+def test_invalid_request_is_refused_at_once(ctx: Context) -> None:
+    engine = Engine(ctx)
+    with pytest.raises(ConfigError, match="a request is a Request or text"):
+        engine.add_request(5)  # type: ignore[arg-type]
+    with pytest.raises(TokenizeError):
+        engine.add_request(Request([5, 10**6]))
+    with pytest.raises(ConfigError, match="stop"):
+        engine.add_request(Request("x", stop=("",)))
+    assert not engine.has_unfinished()
+
+
+def test_request_that_fails_later_harms_no_other(ctx: Context, other_ctx: Context) -> None:
+    engine = Engine(ctx)
+    good = Request("The wolf", id="good", max_tokens=8, sampling=WARM)
+    engine.add_request(Request("x", id="bad", grammar="root ::= ("))
+    engine.add_request(good)
+    engine.add_request(Request([5] * 2000, id="long"))
+    found = results_of(run(engine))
+    assert found["bad"].finish_reason == "error"
+    assert found["long"].finish_reason == "capacity"
+    assert found["good"].tokens == alone(other_ctx, good, found["good"])
+    assert_clean(ctx)
+
+
+def test_queue_has_a_limit(ctx: Context) -> None:
+    engine = Engine(ctx, max_waiting=3)
+    for _ in range(3):
+        engine.add_request(Request("The wolf", n=2, max_tokens=2))
+    with pytest.raises(QueueFullError, match="3 requests wait, max_waiting is 3") as caught:
+        engine.add_request("The wolf")
+    assert caught.value.hint
+    engine.step()
+    engine.add_request("The wolf")
+    assert len(results_of(engine.close())) == 4
+    assert_clean(ctx)
+
+
+def test_urgent_requests_are_admitted_first(target: lb.Model) -> None:
+    with Context(target, n_ctx=256, n_seq_max=1, n_threads=1) as ctx:
+        engine = Engine(ctx)
+        for name, priority in (("c", 5), ("a", -1), ("b", 0), ("d", 5), ("b2", 0)):
+            engine.add_request(Request("The wolf", id=name, max_tokens=2, priority=priority))
+        assert list(results_of(run(engine))) == ["a", "b", "b2", "c", "d"]
+        texts = [Request("x", id=str(-p), max_tokens=1, priority=p) for p in (3, 1, 2)]
+        ended = [e.id for e in engine.stream(texts) if e.result is not None]
+        assert ended == ["-1", "-2", "-3"]
+        assert [r.id for r in engine.generate(texts)] == ["-3", "-1", "-2"]
+
+
+def test_urgent_texts_are_preempted_last(target: lb.Model, other_ctx: Context) -> None:
+    endless = SamplingParams(temperature=0.8, seed=1, logit_bias={target.eos or 0: -1e9})
+    with Context(target, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
+        engine = Engine(ctx)
+        requests = [
+            Request(p, id=str(i), max_tokens=90, sampling=endless, priority=-i)
+            for i, p in enumerate(PROMPTS)
+        ]
+        for request in requests:
+            engine.add_request(request)
+        found = results_of(run(engine))
+        for request in requests:
+            result = found[str(request.id)]
+            assert result.tokens == alone(other_ctx, request, result)
+        assert found["3"].n_preempted == 0
+        assert found["0"].n_preempted > 0
+        assert_clean(ctx)
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_close_ends_all_requests(drain: bool, ctx: Context, other_ctx: Context) -> None:
+    engine = Engine(ctx)
+    requests = [Request(p, max_tokens=10, sampling=WARM) for p in PROMPTS * 3]
+    names = [engine.add_request(request) for request in requests]
+    early = [event for _ in range(3) for event in engine.step()]
+    found = results_of(early + engine.close(drain=drain))
+    assert list(found) == names or drain
+    for name, request in zip(names, requests, strict=True):
+        expected = alone(other_ctx, request, found[name])
+        assert found[name].finish_reason == ("length" if drain else "cancelled")
+        assert found[name].tokens == (expected if drain else expected[: len(found[name].tokens)])
+    assert_clean(ctx)
+    for call in (
+        lambda: engine.add_request("x"),
+        lambda: engine.stream(["x"]),
+        lambda: engine.generate(["x"]),
+    ):
+        with pytest.raises(ClosedError):
+            call()
+    assert engine.close() == []
+
+
+def test_engine_is_closed_with_its_block(ctx: Context) -> None:
+    with Engine(ctx) as engine:
+        engine.add_request("The wolf")
+        engine.step()
+        assert ctx.usage().cells_used
+    assert_clean(ctx)
+
+
+def test_streams_and_added_requests_share_the_sequences(ctx: Context, other_ctx: Context) -> None:
+    engine = Engine(ctx)
+    request = Request("The wolf", id="0", max_tokens=12, sampling=WARM)
+    engine.add_request(request)
+    events = engine.step()
+    for event in engine.stream([Request(p, max_tokens=6, sampling=WARM) for p in PROMPTS]):
+        if event.result is not None:
+            events += engine.step()
+    found = results_of(events + run(engine))
+    assert found["0"].tokens == alone(other_ctx, request, found["0"])
+    assert_clean(ctx)
+
+
+@pytest.mark.parametrize("which", ["none", "model"])
+def test_interrupted_step_loses_nothing(
+    which: str, ctx: Context, draft_ctx: Context, other_ctx: Context
+) -> None:
+    drafter = lb.ModelDrafter(draft_ctx) if which == "model" else None
+    engine = Engine(ctx, drafter, SpeculativeConfig(draft_k=3))
+    requests = [Request(p, max_tokens=16, sampling=WARM) for p in PROMPTS]
+    for request in requests:
+        engine.add_request(request)
+    events: list[Event] = []
+    n_interrupted = n_steps = 0
+    while engine.has_unfinished():
+        n_steps += 1
+        if n_steps % 3 == 2:
+            (draft_ctx if which == "model" and n_steps % 2 else ctx).interrupt()
+        try:
+            events += engine.step()
+        except DecodeInterruptedError:
+            n_interrupted += 1
+    assert n_interrupted > 2
+    found = results_of(events)
+    for i, request in enumerate(requests):
+        assert found[str(i)].tokens == alone(other_ctx, request, found[str(i)])
+    assert_clean(ctx)
+
+
+def test_ctrl_c_in_a_step_loses_nothing(
+    ctx: Context, other_ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it hits between the decode and the events: texts go on after what was reported."""
+    engine = Engine(ctx)
+    requests = [Request(p, max_tokens=16, sampling=WARM) for p in PROMPTS]
+    for request in requests:
+        engine.add_request(request)
+    events: list[Event] = []
+    accept, n_calls = Stream.accept, 0
+
+    def interrupted(
+        stream: Stream, rows: Sequence[LogitsRow], verify_s: float
+    ) -> list[lb.Produced]:
+        nonlocal n_calls
+        n_calls += 1
+        emitted = accept(stream, rows, verify_s)
+        if n_calls % 7 == 0:
+            raise KeyboardInterrupt
+        return emitted
+
+    monkeypatch.setattr(Stream, "accept", interrupted)
+    n_interrupted = 0
+    while engine.has_unfinished():
+        try:
+            events += engine.step()
+        except KeyboardInterrupt:
+            n_interrupted += 1
+    assert n_interrupted > 3
+    found = results_of(events)
+    for i, request in enumerate(requests):
+        assert found[str(i)].tokens == alone(other_ctx, request, found[str(i)])
+        emitted = [e.emitted.token for e in events if e.id == str(i) and e.emitted is not None]
+        assert emitted == found[str(i)].tokens
+    assert_clean(ctx)
+
+
+# -- lazy reading ----------------------------------------------------------------------------------
+
+
+def test_requests_are_read_as_they_are_needed(tiny: lb.Model) -> None:
+    n_read = n_ended = 0
+    most = 0
+
+    def source() -> Iterator[Request]:
+        nonlocal n_read
+        for i in range(300):
+            n_read += 1
+            yield Request([2 + i % 50, 3 if i % 4 else 10**6], max_tokens=2)
+
+    with Context(tiny, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
+        for event in Engine(ctx).stream(source()):
+            n_ended += event.result is not None
+            most = max(most, n_read - n_ended)
+        assert (n_read, n_ended) == (300, 300)
+        assert most <= 4 + 4 + 4  # that wait, that run, and that have just ended
+        assert_clean(ctx)
+
+
+def test_source_that_fails_loses_no_result(ctx: Context, other_ctx: Context) -> None:
+    request = Request("The wolf", max_tokens=8, sampling=WARM)
+
+    def source() -> Iterator[Request | str]:
+        yield request
+        yield 5  # type: ignore[misc]
+        yield Request([10**6])
+        yield request
+        raise OSError("the file is gone")
+
+    ended: list[Result] = []
+    with pytest.raises(OSError, match="the file is gone"):
+        for event in Engine(ctx).stream(source()):
+            if event.result is not None:
+                ended.append(event.result)
+    reasons = {result.id: result.finish_reason for result in ended}
+    assert reasons == {"0": "length", "1": "error", "2": "error", "3": "length"}
+    for result in ended:
+        if result.id in ("0", "3"):
+            assert result.tokens == alone(other_ctx, request, result)
+    assert_clean(ctx)
+
+
+def test_ids_of_unfinished_requests_are_unique(ctx: Context) -> None:
+    requests = [Request("The wolf", id="a", max_tokens=2) for _ in range(2)]
+    (first, second) = Engine(ctx, seed=1).generate(iter(requests))
+    assert {first.finish_reason, second.finish_reason} == {"length", "error"}
+    assert_clean(ctx)
+
+
+def count_calls(scheduler: Scheduler) -> int:
+    """Return how many Python functions an admission calls."""
+    n = 0
+
+    def profile(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal n
+        n += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        scheduler.admit()
+    finally:
+        sys.setprofile(None)
+    return n
+
+
+def test_admission_costs_the_same_however_many_wait(tiny: lb.Model) -> None:
+    counts = []
+    for n_waiting in (10, 20_000):
+        with Context(tiny, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
+            scheduler = Scheduler(ctx)
+            request = Request([5, 6, 7], max_tokens=2)
+            for i in range(n_waiting):
+                name = str(i)
+                scheduler.add(Submission(request, name, i, tiny, GREEDY, 2, 0, [0]))
+            admitting = count_calls(scheduler)
+            assert len(scheduler.active) == 4
+            waiting = count_calls(scheduler)
+            for job in list(scheduler.active):
+                scheduler.finish(job)
+            counts.append((admitting, waiting, count_calls(scheduler)))
+            scheduler.close()
+    assert counts[0] == counts[1]
+
+
+# -- long lives ------------------------------------------------------------------------------------
+
+
+def test_nothing_leaks_over_ten_thousand_requests(tiny: lb.Model) -> None:
+    with Context(tiny, n_ctx=256, n_seq_max=8, n_threads=1, prefix_cache=True) as ctx:
+        engine = Engine(ctx, seed=1)
+
+        def serve(n: int) -> int:
+            n_ended = 0
+            for i in range(n):
+                prompt = [2 + i % 7, 3 + i % 3, 4, 5, 6, 7, 8, 9, 10 + i % 31]
+                engine.add_request(Request(prompt, max_tokens=i % 3, sampling=GREEDY))
+                if i % 50 == 0:
+                    engine.abort(str(i))
+                if i % 8 == 7:
+                    n_ended += len(results_of(run(engine)))
+            return n_ended + len(results_of(run(engine)))
+
+        assert serve(2_000) == 2_000
+        gc.collect()
+        tracemalloc.start()
+        try:
+            serve(100)
+            gc.collect()
+            before = tracemalloc.get_traced_memory()[0]
+            serve(400)
+            gc.collect()
+            grown = tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+        assert grown < 30_000
+        assert serve(7_500) == 7_500
+        assert ctx.usage().in_order
+        assert_clean(ctx)
+
+
+# -- the prefix cache ------------------------------------------------------------------------------
+
+
+def test_requests_one_after_another_read_what_they_share_once(
+    tiny: lb.Model,
+) -> None:
+    shared = [2 + i * i % 250 for i in range(600)]
+    with (
+        Context(tiny, n_ctx=2048, n_seq_max=4, n_threads=1, prefix_cache=True) as ctx,
+        Context(tiny, n_ctx=1024, n_seq_max=1, n_threads=1) as clean,
+    ):
+        engine = Engine(ctx)
+        distinct = 600
+        for i in range(20):
+            request = Request([*shared, 2 + i, 7, 3 + i], max_tokens=5, sampling=WARM)
+            distinct += 3
+            (result,) = engine.generate([request])
+            assert result.tokens == alone(clean, request, result)
+            assert result.num_prompt_tokens == 603
+            assert result.num_cached_tokens == (600 if i else 0)
+        assert engine.stats.prompt_tokens <= 1.05 * distinct
+        assert engine.stats.prompt_tokens + engine.stats.cached_prompt_tokens == 20 * 603
+        assert_clean(ctx)
+
+
+def test_turn_of_a_chat_reads_only_what_is_new(target: lb.Model, other_ctx: Context) -> None:
+    with Context(target, n_ctx=1024, n_seq_max=2, n_threads=1, prefix_cache=True) as ctx:
+        engine = Engine(ctx)
+        history = ctx.tokenize("Once upon a time there was a king who had a daughter.")
+        distinct = len(history)
+        for turn in range(10):
+            new = ctx.tokenize(f" And on day {turn} the wolf said:", add_special=False)
+            history += new
+            distinct += len(new)
+            request = Request(history, max_tokens=12, sampling=WARM)
+            engine.add_request(request)
+            (result,) = results_of(run(engine)).values()
+            assert result.tokens == alone(other_ctx, request, result)
+            if turn:  # the answer's last token was never decoded
+                assert result.num_cached_tokens == len(history) - len(new) - 1
+            history += result.tokens
+        assert engine.stats.prompt_tokens <= 1.05 * distinct + 9
+        assert_clean(ctx)
+
+
+def test_preempted_text_takes_up_what_is_left_of_it(target: lb.Model, other_ctx: Context) -> None:
+    endless = SamplingParams(temperature=0.8, seed=1, logit_bias={target.eos or 0: -1e9})
+    requests = [
+        Request(p, max_tokens=90, sampling=endless, grammar="root ::= [^x]+" if i % 2 else None)
+        for i, p in enumerate(PROMPTS)
+    ]
+    with Context(target, n_ctx=256, n_seq_max=4, n_threads=1, prefix_cache=True) as ctx:
+        engine = Engine(ctx)
+        results = engine.generate(requests)
+        for request, result in zip(requests, results, strict=True):
+            assert result.tokens == alone(other_ctx, request, result)
+        assert engine.stats.preemptions > 0
+        assert_clean(ctx)
+
+
+# -- given text ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_prompts_are_rated(cached: bool, tiny: lb.Model) -> None:
+    """As ``Branch.score`` does, also if the prompt was read before, and beside other texts."""
+    prompts = [[2 + (i + k) * i % 250 for i in range(300)] for k in range(3)]
+    requests = [Request(p, max_tokens=0, prompt_logprobs=2) for p in prompts]
+    with (
+        Context(tiny, n_ctx=2048, n_seq_max=4, n_threads=1, prefix_cache=cached) as ctx,
+        Context(tiny, n_ctx=512, n_seq_max=1, n_threads=1) as clean,
+    ):
+        engine = Engine(ctx)
+        mixed = [
+            *requests,
+            Request("The wolf", max_tokens=9),
+            Request(prompts[0], max_tokens=3, prompt_logprobs=0, n=2),
+        ]
+        for _ in range(2):
+            results = engine.generate(mixed)
+            for prompt, result in zip(prompts, results, strict=False):
+                assert (result.finish_reason, result.tokens) == ("length", [])
+                with Branch.start(clean, prompt[:1]) as branch:
+                    assert result.prompt_logprobs == [None, *branch.score(prompt[1:], top=2)]
+            for result in results[-2:]:
+                assert len(result.prompt_logprobs or ()) == 300
+                assert len(result.tokens) == 3
+            assert results[3].prompt_logprobs is None
+        assert_clean(ctx)
+
+
+def test_tokens_come_with_detail(ctx: Context, draft_ctx: Context, other_ctx: Context) -> None:
+    engine = Engine(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=3))
+    request = Request("Once upon a time", max_tokens=20, sampling=WARM, top_logprobs=3)
+    detailed, plain = engine.generate([request, Request("The wolf", max_tokens=3)])
+    assert plain.logprobs is None
+    details = detailed.logprobs
+    assert details is not None
+    assert [one.token for one in details] == detailed.tokens
+    assert {one.source for one in details} & {"drafted", "bonus", "corrected"}
+    with Branch.start(other_ctx, request.prompt) as branch:
+        for one, score in zip(details, branch.score(detailed.tokens, top=3), strict=True):
+            assert one.alternatives == score.alternatives
+            assert (one.logprob, one.entropy) == (score.logprob, score.entropy)
+    record = detailed.as_dict()
+    assert len(record["logprobs"]) == 20  # type: ignore[arg-type]
+    assert detailed.queued_s is not None
+    assert detailed.first_token_s is not None
+    assert detailed.last_token_s is not None
+    assert 0 <= detailed.queued_s <= detailed.first_token_s <= detailed.last_token_s

@@ -149,8 +149,9 @@ def softmax(logits: Logits) -> Logits:
 
 def address_of(logits: Logits) -> tuple[int, Logits]:
     """Return the address of a row and the array there: a copy if ``logits`` is not in one piece."""
-    array = np.ascontiguousarray(logits, dtype=np.float32)
-    return array.ctypes.data, array
+    if logits.dtype != np.float32 or not logits.flags.c_contiguous:
+        logits = np.array(logits, dtype=np.float32)
+    return logits.ctypes.data, logits  # itself, not a view: a row is its own base once it is copied
 
 
 class RowSampler:

@@ -76,10 +76,10 @@ def make(which: str, draft: Context) -> lb.Drafter | None:
 
 @dataclass
 class Alone:
-    """Says what requests say when nobody else is there, each one once."""
+    """Generates what requests give when nobody else is there, each one once."""
 
     ctx: Context
-    known: dict[object, Said] = field(default_factory=dict)
+    known: dict[object, Said] = field(default_factory=dict, repr=False)
 
     def said(self, request: Request, result: Result, default: SamplingParams = UNSEEDED) -> Said:
         params = (request.sampling or default).replace(seed=result.seed)
@@ -213,7 +213,7 @@ def test_any_load_generates_what_each_request_generates_alone(
     doomed = {request.id for request in requests[: load.n_cancelled] if load.n_requests > 2}
     open_with = partial(
         Context,
-        n_ctx=load.n_ctx,
+        n_ctx=load.n_ctx if load.n_seq_max > 1 else min(load.n_ctx, 1024),  # trained length
         n_seq_max=load.n_seq_max,
         n_batch=load.n_batch,
         n_threads=1,

@@ -18,6 +18,7 @@ from drafts import FIXED
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Draft, SamplingParams, SpeculativeConfig, Speculator
+from llamabranch.branch.sequence import TokenSequence
 from llamabranch.speculative.length.base import DraftLength, FixedLength, RoundReport
 
 PROMPTS = [
@@ -638,16 +639,16 @@ def test_single_slow_step_is_counted_but_not_learned(
         def learn(self, report: RoundReport) -> None:
             learned.append(report)
 
-    commit, n_commits = Branch.commit, 0
+    commit, n_commits = TokenSequence.commit, 0
 
-    def slow(branch: Branch, token: int) -> None:
+    def slow(sequence: TokenSequence, token: int, *, draws_next: bool = False) -> None:
         nonlocal n_commits
         n_commits += 1
         if n_commits == 5:
             time.sleep(2.0)
-        commit(branch, token)
+        commit(sequence, token, draws_next=draws_next)
 
-    monkeypatch.setattr(Branch, "commit", slow)
+    monkeypatch.setattr(TokenSequence, "commit", slow)
     speculator = Speculator(ctx)
     speculator.length = Spy(0)
     stats = speculator.generate(PROMPTS[0], max_tokens=20, sampling=WARM).finish().stats

@@ -293,7 +293,7 @@ def test_ctrl_c_returns_every_sequence(ctx: Context) -> None:
         before = root.tokens, root.logits.tolist(), root.produce()
         for run in (search.beam_search, search.best_of_n):
             with pytest.raises(KeyboardInterrupt):
-                run(root, 4, 9, on_step=on_step)  # type: ignore[operator]
+                run(root, 4, 9, on_step=on_step)
             assert ctx.n_seq_free == 7
             assert ctx.usage().cells_used == root.position
             assert (root.tokens, root.logits.tolist(), root.produce()) == before

@@ -16,7 +16,7 @@ from llamabranch import Branch, BranchStore, ConfigError, Context, TokenScore, h
 from .bundles import with_bundles
 from .console import Console, print_json
 from .formats import number
-from .options import REQUESTS, OutputOptions, RuntimeOptions
+from .options import REQUESTS, HubOptions, OutputOptions, RuntimeOptions
 from .prompts import read_standard_input, read_text
 
 _FIELDS = {"id", "text", "context", "continuations"}
@@ -67,9 +67,11 @@ def score(
             "--target-model",
             "-t",
             "-m",
-            help="A GGUF path, or a name from `llamabranch models`.",
+            "-hf",
+            help="A GGUF path, a name from `llamabranch models`, or user/repo[:tag].",
         ),
     ] = hub.BUNDLED_TARGET,
+    finding: HubOptions,
     runtime: RuntimeOptions,
     output: OutputOptions,
 ) -> None:
@@ -84,7 +86,7 @@ def score(
             items += _lines(input_file)
         if not items:
             raise ConfigError("there is no text", hint="give a text or --input")
-        hub.resolve(target)
+        finding.find(target)
         ctx = runtime.open(target, console, stack)
         found: list[dict[str, object]] = []
         for item in items:

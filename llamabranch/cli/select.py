@@ -10,10 +10,10 @@ import typer
 from llamabranch import Branch, ConfigError, hub
 from llamabranch.search import select as choose
 
-from ..load import LoadOptions
+from ..loading import LoadOptions
 from .bundles import with_bundles
 from .console import print_json
-from .options import OUTPUT, REQUESTS, RUNTIME, LoadingOptions, OutputOptions
+from .options import OUTPUT, REQUESTS, RUNTIME, HubOptions, LoadingOptions, OutputOptions
 from .prompts import read_standard_input
 from .search_report import drawn_tree, stats_text
 
@@ -48,7 +48,9 @@ def select(
             "--target-model",
             "-t",
             "-m",
-            help="A GGUF path, or a name from `llamabranch models`. Default: the bundled target.",
+            "-hf",
+            help="A GGUF path, a name from `llamabranch models`, or user/repo[:tag]. "
+            "Default: the bundled target.",
             rich_help_panel=REQUESTS,
         ),
     ] = None,
@@ -58,6 +60,7 @@ def select(
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads.", rich_help_panel=RUNTIME)
     ] = None,
+    finding: HubOptions,
     loading: LoadingOptions,
     tree: Annotated[
         bool,
@@ -75,7 +78,7 @@ def select(
         if prompt == "-":
             prompt = read_standard_input()
         name = hub.BUNDLED_TARGET if target is None else target
-        hub.resolve(name)
+        finding.find(name)
         options = LoadOptions(n_seq_max=_SEQUENCES)
         if n_ctx is not None:
             options["n_ctx"] = n_ctx

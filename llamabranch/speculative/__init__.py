@@ -14,6 +14,7 @@ divergence.py   where two texts that should be equal first differ, and whether r
 theory.py       the expected speedup, from acceptance and costs
 """
 
+from . import theory
 from .config import SpeculativeConfig
 from .divergence import Divergence, first_divergence
 from .drafters.base import Draft, Drafter, DraftState, NullDrafter
@@ -40,4 +41,5 @@ __all__ = [
     "Speculator",
     "SuffixDrafter",
     "first_divergence",
+    "theory",
 ]

@@ -394,7 +394,7 @@ def test_a_failed_decode_leaves_nothing_behind(
         {"proposal": lambda text, target: Distribution.point(5)},
         {"stop": "x"},
     ],
-    ids=str,
+    ids=lambda wrong: next(iter(wrong)),
 )
 def test_wrong_arguments_are_refused(ctx: Context, wrong: dict[str, Any]) -> None:
     with Branch.start(ctx, STORY, sampling=PLAIN) as root:
@@ -406,7 +406,7 @@ def test_wrong_arguments_are_refused(ctx: Context, wrong: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     "settings",
     [{"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0.0}, {"typical_p": 0.9}],
-    ids=str,
+    ids=lambda wrong: next(iter(wrong)),
 )
 def test_settings_that_truncate_are_refused(ctx: Context, settings: dict[str, Any]) -> None:
     with (

@@ -178,7 +178,7 @@ def test_ended_early_it_returns_what_there_is(ctx: Context) -> None:
         {"reward": lambda text: math.inf},
         {"seed": 0.5},
     ],
-    ids=str,
+    ids=lambda wrong: next(iter(wrong)),
 )
 def test_wrong_arguments_are_refused(ctx: Context, wrong: dict[str, Any]) -> None:
     with Branch.start(ctx, STORY) as root:

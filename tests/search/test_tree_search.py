@@ -158,7 +158,7 @@ def test_a_failed_decode_leaves_nothing_behind(
         {"reward": lambda text: math.nan},
         {"seed": "x"},
     ],
-    ids=str,
+    ids=lambda wrong: next(iter(wrong)),
 )
 def test_wrong_arguments_are_refused(ctx: Context, wrong: dict[str, Any]) -> None:
     with Branch.start(ctx, STORY) as root:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,10 @@ import toys
 from hypothesis import HealthCheck, settings
 
 import llamabranch as lb
+
+# A shell starts background jobs with SIGINT ignored, and children inherit that: Ctrl-C would do nothing.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Nothing depends on measured times, here and in the processes that tests start.
 os.environ["LLAMABRANCH_PROFILE"] = "0"

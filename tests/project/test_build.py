@@ -47,7 +47,12 @@ def _description(wheel: Path, to: Path) -> str:
     """Return which code an unpacked wheel measures and draws with."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(to)
-    code = "import llamabranch; print(llamabranch.__file__); print(llamabranch.system_info())"
+    # The finder of an editable install comes before PYTHONPATH.
+    code = (
+        "import sys; "
+        "sys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]; "
+        "import llamabranch; print(llamabranch.__file__); print(llamabranch.system_info())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=to, env={**os.environ, "PYTHONPATH": str(to), "LLAMABRANCH_CORE": "1"},

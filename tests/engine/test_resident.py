@@ -392,7 +392,7 @@ def test_admission_costs_the_same_however_many_wait(tiny: lb.Model) -> None:
 
 
 def _held_by_the_package() -> int:
-    """Return the bytes that were allocated in the package's own lines: other tests' libraries keep caches."""
+    """Return the bytes allocated by lines of the package: other libraries of the tests keep caches."""
     own = tracemalloc.Filter(True, str(Path(lb.__file__).parent / "*"))
     return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([own]).traces)
 

@@ -1,6 +1,6 @@
 # Everything runs in a virtual environment that these targets make on first use.
 #   make demo    install, then forks, drafts and scores on the bundled pair, measured as you watch
-#   make test    install with the tools, then lint, types, the site of the documents, all tests: about a quarter of an hour on two cores
+#   make test    install with the tools, then lint, types, the site of the documents, all tests: about twenty minutes on two cores
 #   make test-fast  lint, types and the tests that are not slow
 #   make core    build the compiled core into this tree, for a package that runs from the tree
 #   make docs    build the site of the documents into $(VENV)/site; strict

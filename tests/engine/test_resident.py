@@ -6,7 +6,6 @@ import gc
 import sys
 import tracemalloc
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -391,12 +390,6 @@ def test_admission_costs_the_same_however_many_wait(tiny: lb.Model) -> None:
 # -- long lives ------------------------------------------------------------------------------------
 
 
-def _held_by_the_package() -> int:
-    """Return the bytes allocated by lines of the package: other libraries of the tests keep caches."""
-    own = tracemalloc.Filter(True, str(Path(lb.__file__).parent / "*"))
-    return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([own]).traces)
-
-
 def test_nothing_leaks_over_ten_thousand_requests(tiny: lb.Model) -> None:
     with Context(tiny, n_ctx=256, n_seq_max=8, n_threads=1, prefix_cache=True) as ctx:
         engine = Engine(ctx, seed=1)
@@ -418,13 +411,15 @@ def test_nothing_leaks_over_ten_thousand_requests(tiny: lb.Model) -> None:
         try:
             serve(100)
             gc.collect()
-            before = _held_by_the_package()
-            serve(400)
-            gc.collect()
-            grown = _held_by_the_package() - before
+            grown = []
+            for _ in range(2):  # a leak grows each time, a cache that somebody fills only once
+                before = tracemalloc.get_traced_memory()[0]
+                serve(400)
+                gc.collect()
+                grown.append(tracemalloc.get_traced_memory()[0] - before)
         finally:
             tracemalloc.stop()
-        assert grown < 30_000
+        assert min(grown) < 30_000
         assert serve(7_500) == 7_500
         assert ctx.usage().in_order
         assert_clean(ctx)

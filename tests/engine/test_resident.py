@@ -6,6 +6,7 @@ import gc
 import sys
 import tracemalloc
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 
 import pytest

@@ -1,4 +1,4 @@
-"""The training loop that target and draft share: schedule, optimizers, log, checkpoints.
+"""The training loop that target, draft and head share: schedule, optimizers, log, checkpoints.
 
 Text and loss are passed as functions. Progress goes from 0 to 1 over a wall-clock budget (or a number
 of steps); the learning rates and the sequence length depend only on it.
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from training.model import SIZES, Config, Network
 from training.muon import Muon
@@ -68,11 +68,11 @@ def load_network(path: Path) -> Network:
     return network
 
 
-def optimizers(network: Network, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+def optimizers(network: nn.Module, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices of the layers, AdamW for the embedding and the norms."""
     named = list(network.named_parameters())
-    matrices = [p for name, p in named if name.startswith("blocks") and p.ndim == 2]
-    others = [p for name, p in named if not (name.startswith("blocks") and p.ndim == 2)]
+    matrices = [p for name, p in named if p.ndim == 2 and not name.startswith("token_embd")]
+    others = [p for name, p in named if p.ndim != 2 or name.startswith("token_embd")]
     return [
         Muon(matrices, lr=args.muon_lr, momentum=0.95, weight_decay=args.weight_decay),
         torch.optim.AdamW(others, lr=args.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
@@ -86,7 +86,7 @@ def rate(progress: float, step: int, args: argparse.Namespace) -> float:
 
 
 def fit(
-    network: Network,
+    network: nn.Module,
     batch: Callable[[int, int, int], Tensor],
     loss: Callable[[Tensor], Tensor],
     evaluate: Callable[[], Metrics],

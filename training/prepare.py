@@ -151,6 +151,9 @@ def main() -> None:
         default=4_000_000,
         help="characters of novels for the vocabulary",
     )
+    parser.add_argument(
+        "--keep-tokenizer", action="store_true", help="use WORK/tokenizer.json; learn none"
+    )
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
 
@@ -175,9 +178,12 @@ def main() -> None:
         if collected:
             train[group], heldout[group] = split(collected, args.heldout_every, joined=False)
 
-    sample = [t[: args.vocab_novels // max(1, len(train["novels"]))] for t in train["novels"]]
-    tokenizer = learn_vocabulary(train["fairy"] + train["children"] + sample, args.vocab)
-    tokenizer.save(str(args.work / "tokenizer.json"))
+    if args.keep_tokenizer:
+        tokenizer = Tokenizer.from_file(str(args.work / "tokenizer.json"))
+    else:
+        sample = [t[: args.vocab_novels // max(1, len(train["novels"]))] for t in train["novels"]]
+        tokenizer = learn_vocabulary(train["fairy"] + train["children"] + sample, args.vocab)
+        tokenizer.save(str(args.work / "tokenizer.json"))
     meta: dict[str, dict[str, int]] = {}
     for group in GROUPS:
         for part, texts in (("train", train[group]), ("heldout", heldout[group])):

@@ -50,8 +50,11 @@ def probe(
     flash_attention: bool | str,
     swa_full: bool,
     batch_invariant: bool | str,
+    is_head: bool = False,
 ) -> tuple[Capabilities, StateLayout | None, int]:
     """Run short trials on the empty context and leave it empty.
+
+    ``is_head``: the context computes a head, not the model's trunk.
 
     Returns:
         the capabilities, the layout of saved states (None if unknown), and the number of decodes used.
@@ -59,7 +62,8 @@ def probe(
     Raises:
         UnsupportedError: ``batch_invariant`` is True and cannot hold.
     """
-    recurrent = model.memory_type in ("recurrent", "hybrid")
+    # A head has attention only, whatever the trunk has whose file it is in.
+    recurrent = model.memory_type in ("recurrent", "hybrid") and not is_head
     # Without swa_full, llama.cpp reports a removal as done although cells that the window needs are
     # gone already, and later decodes would attend to an incomplete window.
     window = model.n_swa if model.memory_type == "sliding-window" else 0

@@ -173,6 +173,14 @@ class CellLedger:
                 return s.run.write_indices[s.low + position - s.position]
         raise KeyError(position)
 
+    def write_indices(self) -> set[int]:
+        """Return the write indices of all cells that a sequence holds."""
+        found: set[int] = set()
+        for sequence in self._sequences:
+            for s in sequence.slices:
+                found.update(s.run.write_indices[s.low : s.high])
+        return found
+
     def copy(self, source: int, target: int, start: int, end: int) -> None:
         """Let the empty ``target`` refer to what ``source`` has in positions [start, end)."""
         kept = []

@@ -112,6 +112,8 @@ def _copy(cache: KVCache, plan: list[_Step], kept: list[tuple[int, list[int]]]) 
                 for step in plan
                 if step.n_shared < len(step.tokens)
             }
+            hidden = cache.hidden
+            rows = {} if hidden is None else {s.seq_id: hidden.all_of(s.seq_id) for s in plan}
             cache.clear()
             for seq_id, _ in kept:
                 cache.keep(seq_id)
@@ -120,6 +122,9 @@ def _copy(cache: KVCache, plan: list[_Step], kept: list[tuple[int, list[int]]]) 
                     cache.share(source, seq_id, 0, n)
                 if seq_id in pieces:
                     cache.place(seq_id, pieces.pop(seq_id), n, len(tokens) - n)
+            if hidden is not None:
+                for seq_id, found in rows.items():
+                    hidden.set_all(seq_id, found)
             done = True
         except (SnapshotError, MemoryError):
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,8 +21,8 @@ from ..errors import (
     SequencesExhaustedError,
     UnsupportedError,
 )
-from ..model import Model, TokenIds, token_list
-from ..native import ContextHandle
+from ..model import Model, TokenIds, token_list, why_no_eagle, why_no_mtp
+from ..native import ContextHandle, HeadOf, heads
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base
 from .capabilities import probe
@@ -39,6 +40,7 @@ from .threads import ThreadTuner, ThreadWatch
 __all__ = ["Context"]
 
 Logits = npt.NDArray[np.float32]
+States = npt.NDArray[np.float32]
 
 _RECLAIMED_PART = 8  # of the cache: what the prefix cache gives up, at least, when cells are needed
 
@@ -50,8 +52,12 @@ class Context:
         model: a :class:`Model`; several contexts may share it.
         params: a :class:`ContextParams`; its fields may be given by name instead: ``n_ctx=8192``.
         owns_model: close the model with the context.
+        target: for a head, the context whose hidden states it reads; it is closed after this one.
+            ``model`` is then an EAGLE-3 head, or the target's own model, whose MTP layers are
+            computed. By default the context has the target's size, sequences and threads.
 
     Attributes:
+        target: the context that it drafts for as a head; None for all other contexts.
         params: the parameters with every default resolved. n_ctx, n_batch, n_seq_max, n_outputs_max,
             n_threads, n_threads_batch, kv_type: the values in effect.
         n_vocab: size of the vocabulary.
@@ -60,7 +66,8 @@ class Context:
 
     Raises:
         ConfigError: a bad option, or llama.cpp cannot create the context (the reason is given).
-        UnsupportedError: the model cannot generate, or ``batch_invariant=True`` cannot hold.
+        UnsupportedError: the model cannot generate, ``batch_invariant=True`` cannot hold, or the model
+            is no head for ``target``.
 
     Warns:
         ContextLengthWarning: a text may get longer than the model was trained for. At once if ``n_ctx``
@@ -78,12 +85,20 @@ class Context:
         params: ContextParams | None = None,
         *,
         owns_model: bool = False,
+        target: Context | None = None,
         **options: Unpack[ContextOptions],
     ) -> None:
-        if model.vocab_only or not model.can_generate:
+        given = ContextParams(**options) if params is None else replace(params, **options)
+        if target is not None:
+            given = _head_params(model, target, given)
+        elif model.architecture == "eagle3" and not model.vocab_only:
+            raise UnsupportedError(
+                f"{model.name} is an EAGLE-3 head: it computes only beside its target",
+                hint="give the target's context: Context(head, target=ctx)",
+            )
+        elif model.vocab_only or not model.can_generate:
             kind = "only its vocabulary is loaded" if model.vocab_only else "it predicts no tokens"
             raise UnsupportedError(f"cannot create a context for {model.name}: {kind}")
-        given = ContextParams(**options) if params is None else replace(params, **options)
         resolved = given.resolve(model)
         trained = given.trained_length(model)
         # Many cells for several sequences are usually meant for many texts, otherwise for a long one.
@@ -99,11 +114,14 @@ class Context:
         )
         native = resolved.native()
         native = replace(native, n_threads=tuner.n_threads, n_threads_batch=tuner.n_threads_batch)
-        handle = ContextHandle(model.handle, native)
+        uses_mtp = target is not None and model is target.model
+        head = None if target is None else HeadOf(target.decoder.handle, uses_mtp)
+        handle = ContextHandle(model.handle, native, head)
         if not handle.has_memory:
             handle.close()
             raise UnsupportedError(f"{model.name} has no memory: it cannot generate")
         self.model = model
+        self.target = target
         self.kv_type = resolved.kv_type
         self.n_ctx = handle.n_ctx
         self.n_batch = handle.n_batch
@@ -122,7 +140,11 @@ class Context:
                 flash_attention=resolved.flash_attention,
                 swa_full=resolved.swa_full,
                 batch_invariant=resolved.batch_invariant,
+                is_head=head is not None,
             )
+            self._features = None
+            if target is not None:
+                self._features = self._open_head(handle, target)
         except BaseException:
             handle.close()
             raise
@@ -134,7 +156,7 @@ class Context:
             handle,
             n_seq_max,
             can_truncate=self.capabilities.can_truncate,
-            keeps_order=self.capabilities.batch_invariant,
+            keeps_order=self.capabilities.batch_invariant and target is None,
             state_layout=layout,
         )
         self._decoder = Decoder(
@@ -151,6 +173,21 @@ class Context:
         if resolved.prefix_cache:
             self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
         self._last_rows: list[LogitsRow] = []
+
+    def _open_head(self, handle: ContextHandle, target: Context) -> heads.FeatureBatch | None:
+        """Let the target keep its hidden states; return the batch of the head's encoder, if it has one."""
+        layers = self.model.target_layers or (target.model.n_layer,)
+        reader = weakref.ref(handle)
+
+        def is_read() -> bool:
+            found = reader()
+            return found is not None and not found.closed
+
+        with target.lock:
+            width = target.decoder.watch_hidden(layers, is_read).width
+        if not self.model.target_layers:
+            return None
+        return heads.FeatureBatch(handle, width, min(self.n_outputs_max, handle.n_chunk))
 
     def _open_prefix_cache(self, cache_ram: int) -> PrefixCache:
         if cache_ram and not self._cache.can_copy:
@@ -281,6 +318,41 @@ class Context:
     def _n_seq_cached(self) -> int:
         """How many of the leased sequences are the prefix cache's, which gives them up if asked."""
         return sum(1 for seq_id in self._cache.keepers if seq_id < self.n_seq_max)
+
+    def hidden_states(self, seq_id: int, tokens: list[int], start: int) -> States:
+        """Return the hidden states of a sequence's tokens from ``start`` on, float32 (n, width), a copy.
+
+        Only while a head reads them. Where some are missing, because the tokens were decoded before or
+        come from a snapshot, the tokens are decoded once more, in another sequence.
+
+        Raises:
+            CapacityError: no sequence or no cells for that.
+        """
+        with self._lock:
+            self._check_open()
+            hidden = self._cache.hidden
+            if hidden is None:
+                raise UnsupportedError("the context keeps no hidden states: no head reads them")
+            found = hidden.of(seq_id, start, len(tokens))
+            if any(row is None for row in found):
+                holder = _Reading()
+                other = self.lease(holder)
+                try:
+                    self._decoder.decode_run(tokens, other, "none")
+                    hidden.set_all(seq_id, hidden.all_of(other))
+                finally:
+                    self.return_lease(other)
+                found = hidden.of(seq_id, start, len(tokens))
+            rows = [row for row in found if row is not None]
+            return np.stack(rows) if rows else np.empty((0, hidden.width), dtype=np.float32)
+
+    def encode(self, features: States) -> States:
+        """Return what the encoder of this head makes of ``features``, float32 (n, n_embd), a copy."""
+        with self._lock:
+            self._check_open()
+            if self._features is None:
+                return features  # MTP layers read the states as they are
+            return self._decoder.encode(self._features, features)
 
     def return_lease(self, seq_id: int) -> None:
         """End the lease of a sequence and empty it."""
@@ -554,3 +626,30 @@ class Context:
     def detokenize(self, tokens: TokenIds, *, special: bool = False) -> str:
         """Return ``model.detokenize(...)``."""
         return self.model.detokenize(tokens, special=special)
+
+
+class _Reading:
+    """Holds a sequence in which tokens are decoded once more for their hidden states."""
+
+
+def _head_params(model: Model, target: Context, given: ContextParams) -> ContextParams:
+    """Return the parameters of a head's context, the target's where none are given.
+
+    Raises:
+        UnsupportedError: ``model`` is no head for the target, with the reason.
+    """
+    target.decoder.check_open()
+    uses_mtp = model is target.model
+    reason = why_no_mtp(model) if uses_mtp else why_no_eagle(model, target.model)
+    if reason:
+        raise UnsupportedError(
+            f"{model.name} cannot draft for {target.model.name} as a head: {reason}",
+            hint="`llamabranch inspect` shows what two files offer each other",
+        )
+    return replace(
+        given,
+        n_ctx=given.n_ctx or target.n_ctx,
+        n_seq_max=given.n_seq_max or target.n_seq_max,
+        n_threads=given.n_threads or target.n_threads,
+        n_threads_batch=given.n_threads_batch or target.n_threads_batch,
+    )

@@ -10,17 +10,23 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter, process_time
 
-from ..errors import CacheFullError, DecodeError, DecodeInterruptedError
-from ..native import ContextHandle
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CacheFullError, ConfigError, DecodeError, DecodeInterruptedError
+from ..native import ContextHandle, heads
 from ..native.draft_loop import DraftLoop, DraftStream
 from ..sampling import Sampler
 from ..sampling.noise import DRAW
+from .hidden_states import HiddenStates
 from .kv_cache import END, KVCache
 from .logits import LogitsRow
 from .params import warn_of_length
 from .threads import ThreadWatch
 
 __all__ = ["Decoder"]
+
+States = npt.NDArray[np.float32]
 
 _INTERRUPTED = 2
 _LONG = 32  # tokens from which a decode tells how long reading takes
@@ -75,6 +81,10 @@ class Decoder:
 
     def _protect_rows(self, n_outputs: int, expiring: Iterable[LogitsRow]) -> None:
         """Copy the rows that are still needed before the next decode overwrites the buffer."""
+        hidden = self._cache.hidden
+        if hidden is not None and not hidden.is_read():
+            self._cache.hidden = None
+            hidden.turn(on=False)
         live = self._live
         if not live:
             return
@@ -121,6 +131,8 @@ class Decoder:
             if code == 0:
                 self._cache.append(seq_id, 1)
                 self.n_decodes += 1
+                if self._cache.hidden is not None:
+                    self._cache.hidden.record(self._cache.ledger.clock - 1, 1)
                 row = LogitsRow(handle.rows(1)[0], handle.rows_address or 0)
                 if compiled is not None:
                     row.note_step(compiled, seed, measured)
@@ -139,8 +151,12 @@ class Decoder:
         seqs: Sequence[int],
         wants_logits: Sequence[bool],
         expiring: Iterable[LogitsRow] = (),
+        states: States | None = None,
     ) -> list[LogitsRow]:
-        """Decode at most n_batch tokens, each at the end of its sequence; return the rows wanted."""
+        """Decode at most n_batch tokens, each at the end of its sequence; return the rows wanted.
+
+        ``states``: what a head reads with each token, float32 (n, n_embd).
+        """
         handle = self.handle
         handle.ptr  # noqa: B018  (raises ClosedError)
         n = len(tokens)
@@ -160,6 +176,8 @@ class Decoder:
         handle.positions[:n] = positions
         handle.seqs[:n] = seqs
         handle.wants_logits[:n] = wants_logits
+        if states is not None:
+            handle.states[:n] = states
         starts = {seq_id: self._cache.next_position(seq_id) for seq_id in ends}
         try:
             begun = perf_counter()
@@ -168,9 +186,11 @@ class Decoder:
                 took, known = (perf_counter() - begun) / n, self.read_s
                 self.read_s = took if known != known else 0.9 * known + 0.1 * took
             if code == 1 and self._make_room(n, expiring):
-                return self.decode(tokens, seqs, wants_logits, expiring)
+                return self.decode(tokens, seqs, wants_logits, expiring, states)
             if code == 0:
                 self._cache.record(seqs)
+                if self._cache.hidden is not None:
+                    self._cache.hidden.record(self._cache.ledger.clock - n, n)
                 rows = self._read(n_outputs)
                 for row in expiring:
                     row.invalidate()
@@ -203,7 +223,7 @@ class Decoder:
         """
         handle, cache, n = self.handle, self._cache, len(streams)
         handle.ptr  # noqa: B018  (raises ClosedError)
-        if not handle.can_step or handle.stepper is None:
+        if not handle.can_step or handle.stepper is None or cache.hidden is not None:
             return None
         if self._loop is None:
             self._loop = DraftLoop(handle.stepper, handle.n_vocab, self._eog_tokens)
@@ -329,6 +349,8 @@ class Decoder:
         try:
             code = handle.decode_tree(n, members)
             if code == 0:
+                if self._cache.hidden is not None:  # ``KVCache.adopt`` counts on from the same index
+                    self._cache.hidden.record(self._cache.ledger.clock, n)
                 return self._read(n)
         except BaseException:
             self._undo(starts, ())
@@ -401,6 +423,48 @@ class Decoder:
                 self._cache.cut(seq_id, start)
             raise
         return rows
+
+    def watch_hidden(self, layers: Sequence[int], is_read: Callable[[], bool]) -> HiddenStates:
+        """Keep the hidden states of all tokens from now on, until ``is_read`` is False.
+
+        Raises:
+            ConfigError: another head reads them. And as ``HiddenStates``, which raises UnsupportedError.
+        """
+        self._protect_rows(0, ())  # the buffer of the logits will move
+        if self._cache.hidden is not None:
+            raise ConfigError(
+                "another head drafts for this context already", hint="close its context first"
+            )
+        self.handle.forget_rows()
+        hidden = HiddenStates(self.handle, self._cache.ledger, layers, is_read)
+        self._cache.hidden = hidden
+        return hidden
+
+    def output_states(self, n: int) -> States:
+        """Return the states of the last decode's ``n`` rows of logits, float32 (n, n_embd_out), a copy.
+
+        For a head, which reads them with the next token of its draft.
+        """
+        return heads.nextn_rows(self.handle, n).copy()
+
+    def encode(self, batch: heads.FeatureBatch, features: States) -> States:
+        """Return the states that a head's encoder makes of ``features``, float32 (n, n_embd), a copy.
+
+        Raises:
+            DecodeError: llama.cpp cannot compute them; nothing has changed.
+        """
+        self._protect_rows(0, ())
+        self.handle.forget_rows()
+        parts = []
+        for low in range(0, len(features), batch.n_max):
+            code, states = batch.encode(features[low : low + batch.n_max])
+            if code == _INTERRUPTED:
+                self.handle.resume()
+                raise DecodeInterruptedError("the encoding was interrupted", code=code)
+            if code:
+                raise DecodeError("llama.cpp could not encode the hidden states", code=code)
+            parts.append(states)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def make_room(self, n: int) -> None:
         """Free reserved and cached cells if ``n`` cells would not be free otherwise."""

@@ -16,6 +16,7 @@ from ..errors import DecodeError, SnapshotError
 from ..native import ContextHandle, StateLayout, last_log_lines, max_sequences
 from .cell_ledger import CellLedger, Usage
 from .cell_order import CellOrder
+from .hidden_states import HiddenStates
 
 __all__ = ["END", "MOVED", "KVCache"]
 
@@ -52,6 +53,7 @@ class KVCache:
         self.first_position = self.ledger.first_position
         self.append = self.ledger.append
         self.keepers: set[int] = set()  # the sequences of the prefix cache
+        self.hidden: HiddenStates | None = None  # of its tokens, while a head reads them
         self._handle = handle
         self.order: CellOrder | None = None
         if keeps_order and n_seq_max < max_sequences():  # the reserved cells need a sequence id

@@ -32,10 +32,12 @@ class Model:
         vocab_only: load the vocabulary without the weights; no context can be created for such a model.
         extra_buffers: let llama.cpp repack the weights for this processor. "auto" = yes, except for
             Intel's AMX, where a build with GCC 12 aborted at the first decode.
+        load_mtp: load the MTP layers too, if the file has any: a drafter in the model's own file.
         progress: called with 0.0 to 1.0 while loading; an exception in it cancels the loading.
 
     Raises:
         ModelLoadError: no such file, not a GGUF, or one that llama.cpp cannot run; with the reason.
+        UnsupportedError: ``load_mtp``, and this llama.cpp cannot compute them.
         ConfigError: an invalid ``extra_buffers``, or ``n_gpu_layers`` is no 32-bit integer.
     """
 
@@ -49,6 +51,7 @@ class Model:
         check_tensors: bool = False,
         vocab_only: bool = False,
         extra_buffers: bool | str = "auto",
+        load_mtp: bool = False,
         progress: Callable[[float], None] | None = None,
     ) -> None:
         if extra_buffers not in (True, False, "auto"):
@@ -64,8 +67,10 @@ class Model:
             check_tensors=check_tensors,
             vocab_only=vocab_only,
             extra_buffers=not uses_amx() if extra_buffers == "auto" else bool(extra_buffers),
+            load_mtp=bool(load_mtp),
             progress=progress,
         )
+        self.loads_mtp = bool(load_mtp)
         self.vocab_only = vocab_only
         self.n_vocab = self._handle.n_vocab
         if self.n_vocab <= 0:
@@ -157,6 +162,19 @@ class Model:
     def n_layer(self) -> int:
         """Number of layers."""
         return self.handle.number("n_layer")
+
+    @cached_property
+    def n_mtp_layers(self) -> int:
+        """How many MTP layers the file has, which draft with the model's own hidden states.
+
+        They compute only if the model was loaded with ``load_mtp``.
+        """
+        return self.handle.n_mtp_layers()
+
+    @cached_property
+    def target_layers(self) -> tuple[int, ...]:
+        """For an EAGLE-3 head: which layers of its target it reads; () for all other models."""
+        return self.handle.target_layers() if self.architecture == "eagle3" else ()
 
     @cached_property
     def n_embd(self) -> int:

@@ -4,8 +4,8 @@ No other package imports ``llama_cpp``. Callers check every argument first, with
 that this package reports, because llama.cpp calls ``abort()`` on most invalid arguments.
 """
 
-from . import core, draft_loop
-from .context import ContextHandle, NativeContextParams
+from . import core, draft_loop, heads
+from .context import ContextHandle, HeadOf, NativeContextParams
 from .handle import forkable_lock
 from .library import (
     engine_versions,
@@ -25,6 +25,7 @@ __all__ = [
     "CandidateBuffer",
     "ContextHandle",
     "GrammarHandle",
+    "HeadOf",
     "ModelHandle",
     "NativeContextParams",
     "SamplerHandle",
@@ -34,6 +35,7 @@ __all__ = [
     "draft_loop",
     "engine_versions",
     "forkable_lock",
+    "heads",
     "last_log_lines",
     "max_sequences",
     "set_log_level",

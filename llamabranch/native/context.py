@@ -20,7 +20,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as C
 
 from ..errors import ConfigError, UsageError
-from . import core
+from . import core, heads
 from .handle import Handle, forkable_lock, generation
 from .library import clear_log_lines, last_log_lines
 from .model import ModelHandle
@@ -89,6 +89,19 @@ class NativeContextParams:
     yarn_orig_ctx: int
 
 
+@dataclass(frozen=True)
+class HeadOf:
+    """For a context that computes a head: what it reads.
+
+    Attributes:
+        target: the context whose hidden states are read.
+        uses_mtp: compute the MTP layers of the model instead of its trunk.
+    """
+
+    target: ContextHandle
+    uses_mtp: bool
+
+
 class ContextHandle(Handle):
     """A llama_context with its batch buffers and a view of its logits.
 
@@ -97,11 +110,16 @@ class ContextHandle(Handle):
     """
 
     closes_first = True
+    states: Rows  # of a head: what each token of the batch comes with, (n_batch, n_embd_out)
     _rows: Rows
     rows_address: int | None  # of the rows that ``rows`` has returned
     row_capacity: int
 
-    def __init__(self, model: ModelHandle, options: NativeContextParams) -> None:
+    def __init__(
+        self, model: ModelHandle, options: NativeContextParams, head: HeadOf | None = None
+    ) -> None:
+        if head is not None:
+            heads.check_available()
         params = C.llama_context_default_params()
         params.n_ctx = options.n_ctx
         params.n_batch = options.n_batch
@@ -125,6 +143,9 @@ class ContextHandle(Handle):
         params.yarn_orig_ctx = options.yarn_orig_ctx
         params.kv_unified = True
         params.no_perf = True
+        if head is not None:
+            params.ctx_type = int(head.uses_mtp)
+            params.ctx_other = head.target.ptr
         _check_threads(max(options.n_threads, options.n_threads_batch))
         clear_log_lines()
         self.lock = forkable_lock()
@@ -142,7 +163,10 @@ class ContextHandle(Handle):
             nonlocal ptr
             ptr = C.llama_init_from_model(model.ptr, params)
             if ptr:  # from here on the context is freed with this object
-                Handle.__init__(self, ptr, free, name="context", parent=model)
+                target = None if head is None else head.target
+                Handle.__init__(
+                    self, ptr, free, name="context", parent=model, second_parent=target
+                )
 
         try:
             call_in_thread(create)
@@ -161,10 +185,18 @@ class ContextHandle(Handle):
         self._memory = C.llama_get_memory(ptr)
         self.has_memory = bool(self._memory)
         self.n_vocab = model.n_vocab
+        self.architecture = model.architecture
+        self.n_layer = model.number("n_layer")
+        self.n_embd = model.number("n_embd")
+        self.n_embd_out = model.number("n_embd_out")
         self.n_ctx = int(C.llama_n_ctx(ptr))
         self.n_batch = min(int(C.llama_n_batch(ptr)), options.n_batch)
         self.n_outputs_max = options.n_outputs_max
         self._open_batch(self.n_batch, options.n_seq_max)
+        if head is not None:  # each token of the batch comes with a state, and each row of logits
+            self.states = np.zeros((len(self.tokens), self.n_embd_out), dtype=np.float32)
+            self._batch.embd = self.states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+            heads.extract_nextn(self, True, masked=True)
         self._n_seq_max = options.n_seq_max
         self.forget_rows()
         # A graph over recurrent memory also moves the states of sequences that are not in the batch: if

@@ -40,7 +40,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def _release(
-    alive: list[bool], free: Callable[[Any], None], ptr: Any, born: int, _parent: Handle | None
+    alive: list[bool],
+    free: Callable[[Any], None],
+    ptr: Any,
+    born: int,
+    _parents: tuple[Handle | None, Handle | None],
 ) -> None:
     alive.clear()
     # A child of fork() inherits the address but not llama.cpp's threads: only the parent frees it.
@@ -51,23 +55,31 @@ def _release(
 class Handle:
     """One native pointer, freed exactly once: by ``close()``, garbage collection or at exit.
 
-    A handle keeps its parent alive; a parent has weak references to its children and closes them first.
+    A handle keeps its parents alive; a parent has weak references to its children and closes them first.
     In a child of fork() every handle counts as closed, because llama.cpp does not survive fork().
     """
 
     closes_first = False  # close before the siblings: another thread may be decoding with it
 
     def __init__(
-        self, ptr: Any, free: Callable[[Any], None], *, name: str, parent: Handle | None = None
+        self,
+        ptr: Any,
+        free: Callable[[Any], None],
+        *,
+        name: str,
+        parent: Handle | None = None,
+        second_parent: Handle | None = None,
     ) -> None:
         self.unchecked_ptr = ptr
         self._name = name
         self._generation = _generation
         self._children: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._alive = alive = [True]  # empty once freed; asked in every call, so no function
-        self._finalizer = weakref.finalize(self, _release, alive, free, ptr, _generation, parent)
-        if parent is not None:
-            parent._children.add(self)
+        parents = parent, second_parent
+        self._finalizer = weakref.finalize(self, _release, alive, free, ptr, _generation, parents)
+        for each in parents:
+            if each is not None:
+                each._children.add(self)
 
     @property
     def ptr(self) -> Any:

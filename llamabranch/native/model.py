@@ -12,6 +12,7 @@ import numpy as np
 from llama_cpp import llama_cpp as C
 
 from ..errors import ModelLoadError, TokenizeError
+from . import heads
 from .handle import Handle
 from .library import clear_log_lines, last_log_lines, supports_gpu_offload
 from .thread_call import call_in_thread
@@ -39,6 +40,7 @@ class ModelHandle(Handle):
         check_tensors: bool,
         vocab_only: bool,
         extra_buffers: bool,
+        load_mtp: bool,
         progress: Callable[[float], None] | None,
     ) -> None:
         params = C.llama_model_default_params()
@@ -49,6 +51,9 @@ class ModelHandle(Handle):
         params.check_tensors = check_tensors
         params.vocab_only = vocab_only
         params.use_extra_bufts = extra_buffers
+        if load_mtp:
+            heads.check_available()
+            params.load_mtp = True
         stopped = False
         fractions: SimpleQueue[float] = SimpleQueue()
 
@@ -85,6 +90,7 @@ class ModelHandle(Handle):
         self.on_gpu = n_gpu_layers != 0 and supports_gpu_offload()
         self._vocab = C.llama_model_get_vocab(ptr)
         self.n_vocab = int(C.llama_vocab_n_tokens(self._vocab))
+        self.architecture = self._architecture()
         self.vocab_type = _VOCAB_TYPES.get(int(C.llama_vocab_type(self._vocab)), "unknown")
 
     @property
@@ -97,6 +103,14 @@ class ModelHandle(Handle):
     def number(self, what: str) -> int:
         """Return llama_model_<what>() as an integer: n_params, size, n_layer, n_swa, ..."""
         return int(getattr(C, f"llama_model_{what}")(self.ptr))
+
+    def target_layers(self) -> tuple[int, ...]:
+        """Return which layers of its target it reads as a head; () if it is none."""
+        return heads.target_layers(self.ptr) if heads.available else ()
+
+    def n_mtp_layers(self) -> int:
+        """Return how many MTP layers it has."""
+        return heads.n_mtp_layers(self.ptr)
 
     def description(self) -> str:
         buffer = ctypes.create_string_buffer(512)
@@ -114,6 +128,12 @@ class ModelHandle(Handle):
             key = self._meta(C.llama_model_meta_key_by_index, i)
             found[key] = self._meta(C.llama_model_meta_val_str_by_index, i)
         return found
+
+    def _architecture(self) -> str:
+        buffer = ctypes.create_string_buffer(256)
+        key = b"general.architecture"
+        size = C.llama_model_meta_val_str(self.ptr, key, buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace") if size >= 0 else "unknown"
 
     def _meta(self, read: Callable[..., int], index: int) -> str:
         buffer = ctypes.create_string_buffer(1024)

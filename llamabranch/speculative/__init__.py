@@ -20,6 +20,7 @@ from .divergence import Divergence, first_divergence
 from .drafters.base import Draft, Drafter, DraftState, NullDrafter
 from .drafters.chain import ChainDrafter
 from .drafters.copying import PromptLookupDrafter, SuffixDrafter
+from .drafters.heads import EagleDrafter, MTPDrafter
 from .drafters.model import ModelDrafter
 from .session import InferenceSession
 from .speculator import Generation, Speculator
@@ -31,8 +32,10 @@ __all__ = [
     "Draft",
     "DraftState",
     "Drafter",
+    "EagleDrafter",
     "Generation",
     "InferenceSession",
+    "MTPDrafter",
     "ModelDrafter",
     "NullDrafter",
     "PromptLookupDrafter",

@@ -1,0 +1,102 @@
+"""The hidden states of a target's tokens, kept for a head that drafts with them.
+
+A row is kept for each cell of the cache, under the index at which the cell was written. So sequences that
+share cells share rows, and what forks, rewinds or prunes a sequence needs to do nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ConfigError
+from ..native import ContextHandle, heads
+from .cell_ledger import CellLedger
+
+__all__ = ["HiddenStates"]
+
+Rows = npt.NDArray[np.float32]
+
+
+class HiddenStates:
+    """Rows of hidden states by cell. Expects a caller that holds the target's lock.
+
+    Args:
+        handle: the target's native context; extraction is turned on in it.
+        ledger: which sequence holds which of its cells.
+        layers: whose inputs make up a row, in this order; the number of layers itself is the state
+            before the output norm. That alone is what MTP layers read.
+        is_read: whether there is still a head that reads them.
+
+    Raises:
+        UnsupportedError: llama.cpp does not give these states for the architecture.
+        ConfigError: no such layer.
+    """
+
+    def __init__(
+        self,
+        handle: ContextHandle,
+        ledger: CellLedger,
+        layers: Sequence[int],
+        is_read: Callable[[], bool],
+    ) -> None:
+        bad = [layer for layer in layers if not 0 <= layer <= handle.n_layer]
+        if bad:
+            raise ConfigError(f"there is no layer {bad[0]}: the model has {handle.n_layer}")
+        self.width = sum(
+            handle.n_embd_out if layer == handle.n_layer else handle.n_embd for layer in layers
+        )
+        self.is_read = is_read
+        self._handle = handle
+        self._ledger = ledger
+        self._layers = tuple(layers)
+        self._rows: dict[int, Rows] = {}
+        self.turn(on=True)
+
+    def turn(self, *, on: bool) -> None:
+        """Turn the extraction on or off. The logits buffer moves with the next decode."""
+        handle = self._handle
+        inner = {layer for layer in self._layers if layer < handle.n_layer}
+        if on or handle.n_layer in self._layers:
+            heads.extract_nextn(handle, on and handle.n_layer in self._layers, masked=False)
+        heads.extract_layers(handle, inner, on)
+
+    def record(self, first: int, n: int) -> None:
+        """Keep the rows of the decode of ``n`` tokens that has just succeeded.
+
+        ``first`` is the write index of its first token; the others follow in the order of the batch.
+        """
+        parts = []
+        for layer in self._layers:
+            if layer == self._handle.n_layer:
+                parts.append(heads.nextn_rows(self._handle, n))
+            else:
+                parts.append(heads.layer_rows(self._handle, layer, n))
+        self.put(range(first, first + n), np.concatenate(parts, axis=1))
+        if len(self._rows) > 2 * self._ledger.n_cells:
+            self._forget_unused()
+
+    def put(self, write_indices: Iterable[int], rows: Rows) -> None:
+        """Keep ``rows`` for the cells with these write indices."""
+        self._rows.update(zip(write_indices, rows, strict=True))
+
+    def of(self, seq_id: int, start: int, end: int) -> list[Rows | None]:
+        """Return the rows of positions [start, end) of a sequence; None where there is none."""
+        index = self._ledger.write_index
+        return [self._rows.get(index(seq_id, position)) for position in range(start, end)]
+
+    def all_of(self, seq_id: int) -> list[Rows | None]:
+        """Return the rows of all positions of a sequence."""
+        return self.of(seq_id, 0, self._ledger.next_position(seq_id))
+
+    def set_all(self, seq_id: int, rows: Sequence[Rows | None]) -> None:
+        """Keep ``rows`` for the first positions of a sequence, where they are not None."""
+        for position, row in enumerate(rows):
+            if row is not None:
+                self._rows[self._ledger.write_index(seq_id, position)] = row
+
+    def _forget_unused(self) -> None:
+        used = self._ledger.write_indices()
+        self._rows = {index: row for index, row in self._rows.items() if index in used}

@@ -1,0 +1,433 @@
+"""Drafting with the target's hidden states: EAGLE-3 heads and MTP layers.
+
+A head reads pairs of a token and a state. For the tokens of the text the states are the target's, after
+the head's encoder if it has one; for drafted tokens they are the head's own, from the step before. So the
+K/V of drafted pairs is dropped after each draft, and that of accepted tokens computed from the target's
+states.
+
+- EAGLE-3 (Li et al. 2025, 2503.01840): at position P the pair is (token P + 1, state P).
+- MTP (DeepSeek-V3, 2412.19437): at position P the pair is (token P, state P - 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+
+from ...branch import Branch
+from ...context import Context
+from ...context.decode_times import context_key
+from ...context.logits import LogitsRow
+from ...errors import CapacityError, ConfigError, GrammarError, UnsupportedError
+from ...model import Model, why_no_eagle, why_no_mtp
+from ...sampling import Grammar, Sampler, SamplingParams
+from ...sampling.noise import DRAFT
+from ..length.base import DraftLength
+from ..rules import draft_seed
+from .base import Draft, Drafter, DraftRequest, DraftState
+
+__all__ = ["EagleDrafter", "MTPDrafter"]
+
+States = npt.NDArray[np.float32]
+
+
+class _HeadDrafter(Drafter):
+    """What both kinds share: one context, whose sequences follow the target's texts.
+
+    Attributes:
+        ctx: the head's context.
+        sampling: the settings of its draws; None = the request's.
+        ahead: by how many tokens a pair's token is ahead of its position.
+    """
+
+    ctx: Context
+    sampling: SamplingParams | None
+    ahead: int
+
+    def _check_target(self, target: Branch) -> None:
+        if target.ctx is not self.ctx.target:
+            raise ConfigError(
+                f"{self.name} drafts for another context: it reads that one's hidden states",
+                hint="open the head with target=, the context that generates",
+            )
+
+    def start(self, target: Branch, rule: str) -> DraftState:
+        """Return a new state; it holds a sequence of the head's context.
+
+        Raises:
+            ConfigError: ``target`` belongs to another context than the head's target.
+        """
+        self._check_target(target)
+        return HeadState(self, target, rule)
+
+    def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Draft for all requests together: one decode of the head for each drafted position."""
+        states = [request.state for request in requests]
+        ours = [state for state in states if isinstance(state, HeadState)]
+        if len(ours) < len(states):
+            return super().propose_many(requests)
+        return _Drafting(self, requests, ours).run()
+
+    def settings(self, target: Branch) -> SamplingParams:
+        """Return the settings with which drafts for ``target`` are drawn."""
+        params = self.sampling or target.sampling
+        return params.replace(seed=target.seed, logprobs=False)
+
+
+class EagleDrafter(_HeadDrafter):
+    """Drafts with an EAGLE-3 head, which reads the hidden states of three layers of the target.
+
+    Args:
+        ctx: a context of the head: ``Context(Model("head.gguf"), target=ctx)``. Each state holds one
+            of its sequences.
+        sampling: the settings of its draws; None = the request's.
+
+    Raises:
+        ConfigError: not a context of a head.
+    """
+
+    ahead = 1
+
+    def __init__(self, ctx: Context, sampling: SamplingParams | None = None) -> None:
+        if ctx.target is None or not ctx.model.target_layers:
+            raise ConfigError(
+                f"{ctx.model.name} is not open as an EAGLE-3 head",
+                hint='EagleDrafter(Context(Model("head.gguf"), target=ctx))',
+            )
+        self.ctx = ctx
+        self.sampling = sampling
+
+    @property
+    def name(self) -> str:
+        """The head's name."""
+        return self.ctx.model.name
+
+    @property
+    def profile_keys(self) -> dict[str, str]:
+        """The fingerprint of the head and the number of threads."""
+        return {self.name: f"eagle {context_key(self.ctx)}"}
+
+    def check(self, target: Model) -> None:
+        """Raise UnsupportedError, with the reason, unless the head fits ``target``."""
+        reason = why_no_eagle(self.ctx.model, target)
+        if reason:
+            raise UnsupportedError(f"{self.name} cannot draft for {target.name}: {reason}")
+
+
+class MTPDrafter(_HeadDrafter):
+    """Drafts with the MTP layers of the target itself.
+
+    It opens a context of its own for them; ``close`` frees it, and so does closing the target.
+
+    Args:
+        target: the context that generates; its model was loaded with ``load_mtp=True``.
+        sampling: the settings of the draws; None = the request's.
+
+    Raises:
+        UnsupportedError: the target has no MTP layers that can be computed, with the reason.
+    """
+
+    ahead = 0
+
+    def __init__(self, target: Context, sampling: SamplingParams | None = None) -> None:
+        self.ctx = Context(target.model, target=target)
+        self.sampling = sampling
+
+    @property
+    def name(self) -> str:
+        """The target's name, and "MTP"."""
+        return f"{self.ctx.model.name} MTP"
+
+    @property
+    def profile_keys(self) -> dict[str, str]:
+        """The fingerprint of the target and the number of threads."""
+        return {self.name: f"mtp {context_key(self.ctx)}"}
+
+    def check(self, target: Model) -> None:
+        """Raise UnsupportedError, with the reason, unless ``target`` has the MTP layers."""
+        reason = why_no_mtp(target)
+        if not reason and target is not self.ctx.model:
+            reason = "they are the layers of another model"
+        if reason:
+            raise UnsupportedError(f"{self.name} cannot draft for {target.name}: {reason}")
+
+    def close(self) -> None:
+        """Free the context of the MTP layers."""
+        self.ctx.close()
+
+
+class HeadState:
+    """A sequence of the head's context that follows one text of the target.
+
+    Attributes:
+        seq_id: the sequence.
+        target: the branch that is drafted for.
+        tokens: the text that it has read.
+        rule: the acceptance rule.
+    """
+
+    def __init__(self, drafter: _HeadDrafter, target: Branch, rule: str) -> None:
+        self.target = target
+        self.rule = rule
+        self.tokens: list[int] = []
+        self.seed = target.seed
+        self._drafter = drafter
+        self._ctx = drafter.ctx
+        self._n_prompt = target.n_prompt
+        self._sampler = self._new_sampler(drafter.settings(target), target.grammar)
+        # How many tokens the sampler has accepted; None if it must accept all of them again.
+        self._n_accepted: int | None = None
+        self.seq_id = self._ctx.lease(self)
+
+    def _new_sampler(self, params: SamplingParams, grammar: Grammar | None) -> Sampler:
+        return Sampler(self._ctx.model, params, grammar)
+
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+        """Read the tokens that are new with the target's states of them, then draw token by token."""
+        request = DraftRequest(self, list(tokens), length, limit)
+        return _Drafting(self._drafter, [request], [self]).run()[0]
+
+    @property
+    def n_pairs(self) -> int:
+        """How many pairs its sequence holds."""
+        return self._ctx.kv_cache.next_position(self.seq_id)
+
+    def cut(self, n_tokens: int) -> None:
+        """Keep the pairs of the first ``n_tokens`` of the text. Hold the lock of the head's context."""
+        n = max(0, n_tokens - self._drafter.ahead)
+        if self.n_pairs > n:
+            self._ctx.kv_cache.drop(self.seq_id, n)
+
+    def sampler(self) -> Sampler:
+        """Return a sampler that has accepted ``tokens``, for one draft."""
+        if not self._sampler.is_stateless:
+            tokens, n = self.tokens, self._n_prompt
+            if self._n_accepted is None:
+                self._sampler = self._sampler.replay(tokens[:n], tokens[n:])
+            else:
+                for token in tokens[self._n_accepted :]:
+                    self._sampler.accept(token)
+            self._n_accepted = len(tokens)
+        return self._sampler
+
+    def observe(self, n_tokens: int) -> None:
+        """Forget all tokens but the first ``n_tokens``."""
+        if n_tokens >= len(self.tokens):
+            return
+        with self._ctx.lock:
+            self._ctx.decoder.check_open()
+            self.cut(n_tokens)
+            del self.tokens[n_tokens:]
+            if self._n_accepted is not None and self._n_accepted > n_tokens:
+                self._n_accepted = None
+
+    def fork(self, target: Branch) -> DraftState:
+        """Return a copy of this state that drafts for ``target``."""
+        other = HeadState(self._drafter, target, self.rule)
+        with self._ctx.lock:
+            if self.n_pairs:
+                self._ctx.kv_cache.share(self.seq_id, other.seq_id)
+            other.tokens = list(self.tokens)
+        return other
+
+    def close(self) -> None:
+        """Free its sequence."""
+        if not self._ctx.closed:
+            self._ctx.return_lease(self.seq_id)
+
+
+class _Run:
+    """One stream's draft while it is being drawn.
+
+    Attributes:
+        row: the logits of the next token, valid until the next decode.
+        hidden: the head's state for the next pair, (n_embd,).
+    """
+
+    def __init__(self, state: HeadState, draft: Draft, length: DraftLength, limit: int) -> None:
+        self.state = state
+        self.draft = draft
+        self.row: LogitsRow | None = None
+        self.hidden: States | None = None
+        self._length = length
+        self._limit = limit
+        self._sampler = state.sampler()
+        self._noise = 0
+        if state.rule != "seeded":
+            self._noise = draft_seed(state.seed, len(state.tokens))
+
+    def draw(self) -> bool:
+        """Draw the next token; return whether another may follow it."""
+        draft, length, row = self.draft, self._length, self.row
+        if row is None:
+            raise RuntimeError("nothing was decoded to draw from")
+        entropy = row.entropy() if length.reads_entropy else math.nan
+        draft.entropies.append(entropy)
+        if not length.goes_on(len(draft.tokens), entropy):
+            draft.stopped = length.reason
+            return False
+        state, sampler = self.state, self._sampler
+        position = len(state.tokens) + len(draft.tokens)
+        try:
+            if state.rule == "seeded":
+                token = row.draw(sampler, state.seed, position, measured=False)
+            else:
+                source = sampler.distribution(row.array, position, state.seed)
+                token = source.draw(self._noise, position, DRAFT)
+                draft.sources.append(source)
+            draft.tokens.append(token)
+            if state.target.ctx.model.is_eog(token):
+                draft.stopped = "end"
+                return False
+            if len(draft.tokens) >= self._limit:
+                return False
+            if not sampler.is_stateless:
+                self._sampler = sampler.after((token,))
+        except GrammarError:  # a dead end of the grammar: the target raises it if it gets there
+            draft.stopped = "end"
+            return False
+        return True
+
+
+class _Drafting:
+    """The drafts of one or several streams, one decode of the head per drafted position."""
+
+    def __init__(
+        self, drafter: _HeadDrafter, requests: Sequence[DraftRequest], states: Sequence[HeadState]
+    ) -> None:
+        self._ctx = drafter.ctx
+        self._ahead = drafter.ahead
+        self._requests = requests
+        self._states = states
+        self._drafts = [Draft(drafter=drafter.name) for _ in requests]
+
+    def run(self) -> list[Draft]:
+        start = perf_counter()
+        ctx = self._ctx
+        decodes = ctx.decoder.n_decodes
+        live = []
+        for i, request in enumerate(self._requests):
+            if request.length.consider(self._drafts[i].drafter):
+                live.append(i)
+            else:
+                self._drafts[i].stopped = "off"
+        try:
+            features = [self._features(i) for i in live]  # under the target's lock, not this one's
+            with ctx.lock:
+                ctx.decoder.check_open()
+                try:
+                    self._draft(self._catch_up(live, features))
+                finally:
+                    for i in live:  # pairs with the head's own states
+                        self._states[i].cut(len(self._states[i].tokens))
+        except CapacityError:  # without room to draft the target goes on alone
+            for i in live:
+                if self._drafts[i].stopped == "length":
+                    self._drafts[i].stopped = "capacity"
+        self._share_costs(perf_counter() - start, ctx.decoder.n_decodes - decodes)
+        return self._drafts
+
+    def _features(self, i: int) -> States:
+        """Return the target's states for the pairs that stream i has not read yet."""
+        tokens, state = self._requests[i].tokens, self._states[i]
+        target = state.target
+        start = state.n_pairs + self._ahead - 1
+        with target.ctx.lock:
+            sequence = target.sequence
+            sequence.check_usable()
+            sequence.catch_up()
+            rows = target.ctx.hidden_states(sequence.seq_id, tokens[:-1], max(0, start))
+        if start >= 0:
+            return rows
+        return np.concatenate((np.zeros((1, rows.shape[1]), dtype=np.float32), rows))
+
+    def _catch_up(self, live: Sequence[int], features: Sequence[States]) -> list[_Run]:
+        """Decode the pairs that are new; return the runs, each with the logits after the text."""
+        if not live:
+            return []
+        ctx = self._ctx
+        encoded = ctx.encode(np.concatenate(features))
+        tokens: list[int] = []
+        seqs: list[int] = []
+        lasts: list[int] = []
+        for i in live:
+            state, text = self._states[i], self._requests[i].tokens
+            self._drafts[i].n_read = len(text) - len(state.tokens)
+            unread = text[state.n_pairs + self._ahead :]
+            tokens += unread
+            seqs += [state.seq_id] * len(unread)
+            lasts.append(len(tokens) - 1)
+        runs = []
+        try:
+            self._decode(tokens, seqs, lasts, encoded)
+        except BaseException:
+            for i in live:
+                self._states[i].cut(len(self._states[i].tokens))
+            raise
+        for i in live:
+            _, text, length, limit = self._requests[i]
+            self._states[i].tokens = list(text)
+            runs.append(_Run(self._states[i], self._drafts[i], length, limit))
+        self._take(runs)
+        return runs
+
+    def _decode(
+        self, tokens: list[int], seqs: list[int], lasts: Sequence[int], states: States
+    ) -> None:
+        """Decode pairs; the logits of those numbered ``lasts`` are kept, in the last decode."""
+        decoder = self._ctx.decoder
+        size = min(decoder.handle.n_chunk, decoder.handle.n_outputs_max)
+        if len(lasts) > size:
+            raise ConfigError(f"{len(lasts)} streams do not fit one decode of {size} tokens")
+        final = list(range(len(tokens)))
+        if len(tokens) > decoder.handle.n_chunk:
+            final = list(lasts)
+            wanted = set(lasts)
+            early = [at for at in range(len(tokens)) if at not in wanted]
+            for low in range(0, len(early), decoder.handle.n_chunk):
+                part = early[low : low + decoder.handle.n_chunk]
+                decoder.decode(
+                    [tokens[at] for at in part],
+                    [seqs[at] for at in part],
+                    [False] * len(part),
+                    (),
+                    states[part],
+                )
+        wanted = set(lasts)
+        self._rows = decoder.decode(
+            [tokens[at] for at in final],
+            [seqs[at] for at in final],
+            [at in wanted for at in final],
+            (),
+            states[final],
+        )
+
+    def _take(self, runs: Sequence[_Run]) -> None:
+        """Give each run its row of the last decode, and the head's state for its next pair."""
+        states = self._ctx.decoder.output_states(len(self._rows))
+        for run, row, hidden in zip(runs, self._rows, states, strict=True):
+            run.row, run.hidden = row, hidden
+
+    def _draft(self, runs: list[_Run]) -> None:
+        while runs:
+            runs = [run for run in runs if run.draw()]
+            if not runs:
+                return
+            self._decode(
+                [run.draft.tokens[-1] for run in runs],
+                [run.state.seq_id for run in runs],
+                range(len(runs)),
+                np.stack([run.hidden for run in runs if run.hidden is not None]),
+            )
+            self._take(runs)
+
+    def _share_costs(self, seconds: float, n_decodes: int) -> None:
+        """Divide the time by the steps of each draft; the first draft gets all decodes."""
+        steps = sum(len(draft.entropies) for draft in self._drafts) or 1
+        for draft in self._drafts:
+            draft.seconds = seconds * len(draft.entropies) / steps
+        self._drafts[0].n_decodes = n_decodes

@@ -1,0 +1,122 @@
+"""Train an EAGLE-3 head for the target, with its own drafts in the loop.
+
+The loss is the cross-entropy with the target's whole distribution at temperature 1, summed over a few
+steps: the first reads the target's hidden states, each later one the states that the step before
+computed, as in drafting (the training-time test of EAGLE-3, Li et al. 2025, arXiv 2503.01840, section 3).
+Half of the text is from the corpus, half was sampled from the target.
+
+    python -m training.eagle WORK_DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from training.data import TRAINED_SHARES, Mixture, heldout_windows
+from training.distill import PROMPT_SHARES, write_samples
+from training.head import HEADS, Head, HeadConfig, target_states
+from training.loop import Metrics, add_options, fit, load_network
+from training.model import Network
+
+
+def unroll(
+    target: Network, head: Head, windows: Tensor, n_steps: int
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the target's logits [B, T, V] over windows [B, T], and each step's logits [B, N, V].
+
+    N is T - n_steps; entry i of step k, counted from 0, is a distribution of the token after i + k + 1.
+    """
+    with torch.no_grad():
+        features, wanted = target_states(target, windows, head.config.target_layers)
+    n = windows.shape[1] - n_steps
+    states = head.fc(features[:, :n])
+    earlier: list[tuple[Tensor, Tensor]] = []
+    given = []
+    for k in range(n_steps):
+        logits, states = head.step(windows[:, k + 1 : k + 1 + n], states, earlier)
+        given.append(logits)
+    return wanted, given
+
+
+def draft_loss(target: Network, head: Head, windows: Tensor, n_steps: int, decay: float) -> Tensor:
+    """Return the mean cross-entropy over the steps in nats, step k weighted by decay^k."""
+    wanted, given = unroll(target, head, windows, n_steps)
+    p = wanted.softmax(-1)
+    total = torch.zeros(())
+    for k, logits in enumerate(given):
+        n = logits.shape[1]
+        part = -(p[:, k + 1 : k + 1 + n] * F.log_softmax(logits, -1)).sum(-1).mean()
+        total = total + decay**k * part
+    return total / sum(decay**k for k in range(n_steps))
+
+
+@torch.no_grad()
+def agreement(target: Network, head: Head, windows: Tensor, n_steps: int = 4) -> Metrics:
+    """Return for each step the share of equal arg-maxima and sum(min(p, q)), text given."""
+    sums: dict[str, float] = {}
+    parts = torch.split(windows, 8)
+    for part in parts:
+        wanted, given = unroll(target, head, part, n_steps)
+        for k, logits in enumerate(given):
+            theirs = wanted[:, k + 1 : k + 1 + logits.shape[1]]
+            same = (theirs.argmax(-1) == logits.argmax(-1)).float().mean()
+            overlap = torch.minimum(theirs.softmax(-1), logits.softmax(-1)).sum(-1).mean()
+            for name, value in ((f"same_argmax_{k + 1}", same), (f"acceptance_{k + 1}", overlap)):
+                sums[name] = sums.get(name, 0.0) + float(value) * len(part) / len(windows)
+    return sums
+
+
+def load_head(path: Path, target: Network) -> Head:
+    """Return the head of a checkpoint."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    config = state["config"]
+    layers = tuple(config["target_layers"])
+    head = Head(HeadConfig(**{**config, "target_layers": layers}), target)
+    head.load_state_dict(state["model"])
+    return head
+
+
+def main() -> None:
+    """Train the head."""
+    parser = argparse.ArgumentParser(description="train an EAGLE-3 head for the target")
+    add_options(parser, minutes=60)
+    parser.add_argument("--size", default="eagle")
+    parser.add_argument("--n-steps", type=int, default=3, help="steps on its own states, first included")
+    parser.add_argument("--decay", type=float, default=0.8, help="weight of a step over the one before")
+    parser.add_argument("--sample-minutes", type=float, default=4)
+    parser.add_argument("--sample-rows", type=int, default=256)
+    parser.add_argument("--sample-length", type=int, default=256, help="tokens, prompt included")
+    parser.add_argument("--prompt-length", type=int, default=16)
+    parser.add_argument("--temperatures", type=float, nargs=2, default=(0.05, 1.0))
+    parser.add_argument("--sampled-share", type=float, default=0.5, help="share of such windows")
+    parser.add_argument("--heldout-tokens", type=int, default=12_000, help="tokens to evaluate")
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
+
+    target = load_network(args.work / "target.pt").requires_grad_(False)
+    head = Head(HEADS[args.size], target)
+    shares = {name: share * (1 - args.sampled_share) for name, share in TRAINED_SHARES.items()}
+    if args.sampled_share:
+        if not (args.resume and (args.work / "sampled.train.npy").exists()):
+            write_samples(target, Mixture.load(args.work, PROMPT_SHARES, args.seed), args)
+        shares["sampled"] = args.sampled_share
+    mixture = Mixture.load(args.work, shares, args.seed)
+    fairy = heldout_windows(args.work, "fairy", args.length, args.heldout_tokens)
+
+    def evaluate() -> Metrics:
+        return agreement(target, head, fairy)
+
+    def loss(windows: Tensor) -> Tensor:
+        return draft_loss(target, head, windows, args.n_steps, args.decay)
+
+    fit(head, mixture.draw, loss, evaluate, args.work / "eagle.pt", args)
+
+
+if __name__ == "__main__":
+    main()

@@ -28,6 +28,7 @@ class ModelOptions(TypedDict, total=False):
     use_mlock: bool
     check_tensors: bool
     extra_buffers: bool | str
+    load_mtp: bool
 
 
 class LoadOptions(ModelOptions, ContextOptions, total=False):
@@ -40,6 +41,7 @@ def load(
     progress: Callable[[float], None] | None = None,
     download: bool | None = None,
     verbose: bool = False,
+    target: Context | None = None,
     **options: Unpack[LoadOptions],
 ) -> Context:
     """Load a model and create a context for it.
@@ -51,6 +53,8 @@ def load(
         download: whether a model that is not on this machine is downloaded first, as by `fetch`. None =
             as the environment variable ``LLAMABRANCH_DOWNLOAD`` (1 or 0) says; without it only if
             standard error is a terminal, where the size is announced before.
+        target: for an EAGLE-3 head, the context it drafts for: ``EagleDrafter(load("head.gguf",
+            target=ctx))``.
         verbose: show llama.cpp's log on standard error from now on, for the whole process.
         options: those of `Model` and of `Context`.
 
@@ -81,6 +85,7 @@ def load(
         return Context(
             model,
             owns_model=True,
+            target=target,
             **cast(ContextOptions, _pick(options, ContextOptions.__annotations__)),
         )
     except BaseException:

@@ -289,6 +289,99 @@ def _bert(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
     return metadata, _in_blocks([block] * s.n_layer)
 
 
+def _eagle3(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+    """A head for a target of the same width: give `target_layers` as metadata for another depth."""
+    d, kv = s.n_embd, s.d_head * s.n_head_kv
+    block: dict[str, Shape] = {"attn_norm": (d,), "attn_norm_2": (d,), **s.feed_forward()}
+    block |= {"attn_q": (d, 2 * d), "attn_k": (kv, 2 * d), "attn_v": (kv, 2 * d)}
+    metadata = s.attention_metadata() | {
+        "block_count": 1,
+        "target_layers": [0, 1, 1],
+        "target_hidden_size": d,
+        "rope.dimension_count": s.d_head,
+    }
+    return metadata, _in_blocks([block | {"attn_output": (d, d)}])
+
+
+def _nextn(s: Sizes) -> dict[str, Shape]:
+    """Return the tensors that join a token's embedding and a state in an MTP layer."""
+    d = s.n_embd
+    return {"nextn.eh_proj": (d, 2 * d), "nextn.enorm": (d,), "nextn.hnorm": (d,)}
+
+
+def _glm4moe(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+    """Attention only; dense layers, then one MTP layer with experts."""
+    d, ff, n_experts = s.n_embd, s.n_ff // 2, 4
+    norms: dict[str, Shape] = {"attn_norm": (d,), "post_attention_norm": (d,)}
+    experts: dict[str, Shape] = {
+        "ffn_gate_inp": (n_experts, d),
+        "exp_probs_b.bias": (n_experts,),
+        "ffn_gate_exps": (n_experts, ff, d),
+        "ffn_up_exps": (n_experts, ff, d),
+        "ffn_down_exps": (n_experts, d, ff),
+        "ffn_gate_shexp": (ff, d),
+        "ffn_up_shexp": (ff, d),
+        "ffn_down_shexp": (d, ff),
+    }
+    dense = {name: shape for name, shape in s.feed_forward().items() if name != "ffn_norm"}
+    trunk = [norms | s.attention() | dense] * s.n_layer
+    metadata = s.attention_metadata() | {
+        "block_count": s.n_layer + 1,
+        "nextn_predict_layers": 1,
+        "leading_dense_block_count": s.n_layer,
+        "expert_count": n_experts,
+        "expert_used_count": 2,
+        "expert_shared_count": 1,
+        "expert_feed_forward_length": ff,
+        "expert_weights_scale": 1.0,
+        "rope.dimension_count": s.d_head,
+    }
+    return metadata, _in_blocks([*trunk, norms | s.attention() | experts | _nextn(s)])
+
+
+def _qwen35(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+    """Linear and full attention in turn, then one MTP layer with full attention."""
+    d, head, kv, rank, state = s.n_embd, (s.d_head,), s.d_head * s.n_head_kv, 2, 16
+    rows = state * rank
+    dense = {name: shape for name, shape in s.feed_forward().items() if name != "ffn_norm"}
+    shared: dict[str, Shape] = {"attn_norm": (d,), "post_attention_norm": (d,), **dense}
+    full = shared | {
+        "attn_q": (2 * d, d),
+        "attn_k": (kv, d),
+        "attn_v": (kv, d),
+        "attn_output": (d, d),
+        "attn_q_norm": head,
+        "attn_k_norm": head,
+    }
+    linear = shared | {
+        "attn_qkv": (3 * rows, d),
+        "attn_gate": (rows, d),
+        "ssm_conv1d.weight": (3 * rows, 4),
+        "ssm_dt.bias": (rank,),
+        "ssm_a": (rank,),
+        "ssm_beta": (rank, d),
+        "ssm_alpha": (rank, d),
+        "ssm_norm": (state,),
+        "ssm_out": (d, rows),
+    }
+    metadata = s.attention_metadata() | {
+        "block_count": s.n_layer + 1,
+        "nextn_predict_layers": 1,
+        "full_attention_interval": 2,
+        "attention.key_length": s.d_head,
+        "attention.value_length": s.d_head,
+        "rope.dimension_count": s.d_head,
+        "rope.dimension_sections": [s.d_head // 2, 0, 0, 0],
+        "ssm.conv_kernel": 4,
+        "ssm.inner_size": rows,
+        "ssm.state_size": state,
+        "ssm.time_step_rank": rank,
+        "ssm.group_count": rank,
+    }
+    trunk = [full if i % 2 else linear for i in range(s.n_layer)]
+    return metadata, _in_blocks([*trunk, full | _nextn(s)])
+
+
 _ARCHITECTURES: dict[str, Callable[[Sizes], tuple[dict[str, Value], dict[str, Shape]]]] = {
     "llama": _llama,
     "gemma3": _gemma3,
@@ -296,6 +389,9 @@ _ARCHITECTURES: dict[str, Callable[[Sizes], tuple[dict[str, Value], dict[str, Sh
     "lfm2": _lfm2,
     "rwkv7": _rwkv7,
     "bert": _bert,
+    "eagle3": _eagle3,
+    "glm4moe": _glm4moe,
+    "qwen35": _qwen35,
 }
 
 
@@ -303,6 +399,8 @@ def _outer_tensors(architecture: str, s: Sizes, n_vocab: int) -> dict[str, Shape
     """Return the tensors outside the blocks; output weights are not tied to the embeddings,
     or a random model would mostly repeat its last token."""
     d = s.n_embd
+    if architecture == "eagle3":  # embedding and output are the target's
+        return {"fc.weight": (d, 3 * d), "output_norm.weight": (d,)}
     embedding: dict[str, Shape] = {"token_embd.weight": (n_vocab, d)}
     if architecture == "bert":
         position: dict[str, Shape] = {"position_embd.weight": (s.n_ctx_train, d)}
@@ -375,6 +473,9 @@ write_mamba = partial(write_toy, architecture="mamba")
 write_lfm2 = partial(write_toy, architecture="lfm2")
 write_rwkv7 = partial(write_toy, architecture="rwkv7")
 write_bert = partial(write_toy, architecture="bert")
+write_eagle3 = partial(write_toy, architecture="eagle3")
+write_glm4moe = partial(write_toy, architecture="glm4moe")
+write_qwen35 = partial(write_toy, architecture="qwen35")
 
 
 def _experts(n_groups: int) -> dict[str, Value]:

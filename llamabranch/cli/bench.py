@@ -15,7 +15,7 @@ from llamabranch.bench import Machine, PairBench, load_average, profile_in_use
 from .bench_report import BenchReport
 from .bundles import with_bundles
 from .console import print_json
-from .drafters import COPYING, drafting_models, make_drafter, note_translation
+from .drafters import COPYING, MTP, drafting_models, make_drafter, note_translation
 from .interrupts import InterruptHandler
 from .options import (
     DRAFTING,
@@ -110,10 +110,12 @@ def bench(
             _make_folder(folder)
         target_name, drafters = models.resolve(console)
 
-        context = runtime.open(target_name, console, stack)
+        context = runtime.open(target_name, console, stack, load_mtp=MTP in drafters)
         # Each run gets a new drafter, over the same contexts.
         contexts: dict[str, Context] = {
-            name: runtime.open(name, console, stack) for name in drafters if name not in COPYING
+            name: runtime.open_draft(name, context, console, stack)
+            for name in drafters
+            if name not in COPYING
         }
 
         def new_drafter() -> Drafter:

@@ -1,4 +1,4 @@
-"""What ``--draft`` means: a draft model, a drafter that copies from the text, a chain, or none."""
+"""What ``--draft`` means: a draft model, a head, a drafter that copies from the text, a chain, or none."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from llamabranch import (
     ConfigError,
     Context,
     Drafter,
+    EagleDrafter,
     Model,
     ModelDrafter,
+    MTPDrafter,
     NullDrafter,
     PromptLookupDrafter,
     SpeculativeConfig,
@@ -23,6 +25,7 @@ from .console import Console
 
 __all__ = [
     "COPYING",
+    "MTP",
     "drafting_contexts",
     "drafting_models",
     "has_model",
@@ -38,11 +41,13 @@ COPYING: dict[str, Callable[[], Drafter]] = {
     "suffix": lambda: SuffixDrafter(shared_tokens=0),
 }
 
+MTP = "mtp"  # the target's own MTP layers
+
 
 def parse_draft(given: str, find: Callable[[str], Path] = hub.resolve) -> tuple[str, ...]:
     """Return the drafters of a chain in order, () for "none".
 
-    ``lookup``, ``suffix`` and ``none`` are never file names; a file may have a + in its name.
+    ``lookup``, ``suffix``, ``mtp`` and ``none`` are never file names; a file may have a + in its name.
     ``find`` gets the name of each model, to raise where there is none.
 
     Raises:
@@ -57,7 +62,7 @@ def parse_draft(given: str, find: Callable[[str], Path] = hub.resolve) -> tuple[
             raise ConfigError(
                 f"{given!r} is not a chain of drafters", hint="for example suffix+tale-draft"
             )
-        if part not in COPYING:
+        if part not in COPYING and part != MTP:
             find(part)
     return parts
 
@@ -68,9 +73,12 @@ def has_model(parts: Sequence[str]) -> bool:
 
 
 def make_drafter(parts: Sequence[str], open_model: Callable[[str], Context], width: int) -> Drafter:
-    """Return the drafter that ``parts`` name, with its models opened."""
+    """Return the drafter that ``parts`` name, with its models opened.
+
+    ``open_model`` gets the name of each model, or ``mtp``, and opens heads for the target.
+    """
     drafters = [
-        COPYING[part]() if part in COPYING else ModelDrafter(open_model(part), width=width)
+        COPYING[part]() if part in COPYING else _drafter_over(open_model(part), width)
         for part in parts
     ]
     if not drafters:
@@ -78,10 +86,19 @@ def make_drafter(parts: Sequence[str], open_model: Callable[[str], Context], wid
     return drafters[0] if len(drafters) == 1 else ChainDrafter(drafters)
 
 
+def _drafter_over(ctx: Context, width: int) -> Drafter:
+    if ctx.target is None:
+        return ModelDrafter(ctx, width=width)
+    if width > 1:
+        raise ConfigError("a head drafts one token at each position, no trees")
+    return EagleDrafter(ctx) if ctx.model.target_layers else MTPDrafter(ctx)
+
+
 def drafting_contexts(drafter: Drafter) -> list[Context]:
     """Return the contexts of the models among the drafters, in order."""
     drafters = drafter.drafters if isinstance(drafter, ChainDrafter) else (drafter,)
-    return [each.ctx for each in drafters if isinstance(each, ModelDrafter)]
+    with_model = (ModelDrafter, EagleDrafter, MTPDrafter)
+    return [each.ctx for each in drafters if isinstance(each, with_model)]
 
 
 def drafting_models(drafter: Drafter) -> list[Model]:

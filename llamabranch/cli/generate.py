@@ -21,7 +21,7 @@ from llamabranch import (
 
 from .bundles import with_bundles
 from .console import print_json
-from .drafters import drafting_contexts, make_drafter, note_translation
+from .drafters import MTP, drafting_contexts, make_drafter, note_translation
 from .generate_report import GenerateReport
 from .interrupts import InterruptHandler
 from .options import (
@@ -174,9 +174,12 @@ def generate(
             n_seq_max=parallel,
             prefix_cache=prefix_cache or cache_ram > 0,
             cache_ram=cache_ram << 20,
+            load_mtp=MTP in drafters,
         )
         drafter = make_drafter(
-            drafters, lambda name: runtime.open(name, console, stack, n_seq_max=parallel), width=1
+            drafters,
+            lambda name: runtime.open_draft(name, context, console, stack, n_seq_max=parallel),
+            width=1,
         )
         note_translation(drafter, context.model, console)
         engine = Engine(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,14 @@ from .formats import decimal_size
 from .options import HubOptions, LoadingOptions, OutputOptions
 
 N_CTX = 256  # enough to probe what the memory can do
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A model; ``context`` is None for a head, which has none without its target."""
+
+    model: Model
+    context: Context | None
 
 
 @with_bundles
@@ -43,10 +52,13 @@ def inspect(
         names = [model] if draft is None else [model, draft]
         for name in names:
             finding.find(name)
-        contexts = [loading.open(name, console, stack, n_ctx=N_CTX) for name in names]
-        report = None
-        if len(contexts) == 2:
-            report = contexts[0].model.compatibility(contexts[1].model)
+        opened = [_open(name, loading, console, stack) for name in names]
+        first = opened[0]
+        report = fault = None
+        if len(opened) == 2:
+            report = first.model.compatibility(opened[1].model)
+            if opened[1].context is None:
+                fault = first.model.head_fault(opened[1].model)
 
         @contextmanager
         def open_draft(path: Path) -> Iterator[Context]:
@@ -54,46 +66,62 @@ def inspect(
                 yield loading.open(str(path), console, closing, n_ctx=N_CTX)
 
         if output.as_json:
-            answer: dict[str, object] = {"models": [_facts(context) for context in contexts]}
-            if report is not None:
+            answer: dict[str, object] = {"models": [_facts(each) for each in opened]}
+            if fault is not None:
+                answer["compatible"] = not fault
+                answer["path"] = "none" if fault else "hidden states"
+                answer["reason"] = fault or "the head fits the hidden states of the first"
+            elif report is not None:
                 answer["compatible"] = report.compatible
                 answer["path"] = report.path
                 answer["reason"] = report.reason
             else:
                 answer["drafts"] = [
-                    _draft_facts(each, gain)
-                    for each, gain in _drafts(model, contexts[0], open_draft)
+                    _draft_facts(each, gain) for each, gain in _drafts(model, first, open_draft)
                 ]
             print_json(answer)
             return
-        columns = [_lines(context) for context in contexts]
+        columns = [_lines(each) for each in opened]
         console.table(
             ("", *names),
             [(label, *(column[label] for column in columns)) for label in columns[0]],
             left=names,
         )
-        for name, context in zip(names, contexts, strict=True):
-            if not context.capabilities.batch_invariant:
+        for name, each in zip(names, opened, strict=True):
+            if each.context is not None and not each.context.capabilities.batch_invariant:
                 console.line()
-                reason = context.capabilities.batch_invariant_reason
+                reason = each.context.capabilities.batch_invariant_reason
                 console.line(f"{name} is not batch-invariant: {reason}.")
-        if report is not None:
+        if fault is not None:
+            console.line()
+            _print_head_verdict(console, opened[1].model, fault)
+        elif report is not None:
             console.line()
             _print_verdict(console, report)
         else:
-            _print_drafts(console, _drafts(model, contexts[0], open_draft))
+            _print_drafts(console, _drafts(model, first, open_draft))
+
+
+def _open(name: str, loading: LoadingOptions, console: Console, stack: ExitStack) -> _Opened:
+    path = hub.resolve(name)
+    if Model.head_kind(path) == "eagle3":
+        return _Opened(stack.enter_context(Model(path)), None)
+    context = loading.open(name, console, stack, n_ctx=N_CTX)
+    return _Opened(context.model, context)
 
 
 def _drafts(
-    name: str, context: Context, open_draft: Callable[[Path], AbstractContextManager[Context]]
+    name: str, target: _Opened, open_draft: Callable[[Path], AbstractContextManager[Context]]
 ) -> list[tuple[Candidate, Gain | None]]:
     """Return the models that could draft, and what those that are here would bring."""
-    if not context.model.can_generate:
+    context = target.context
+    if context is None or not context.model.can_generate:
         return []
     found = []
     for each in candidates(name):
         gain = None
-        if each.path is not None and each.drafts_by == "tokens":
+        is_head = each.path is not None and Model.head_kind(each.path) == "eagle3"
+        if each.path is not None and each.drafts_by == "tokens" and not is_head:
             with open_draft(each.path) as draft:
                 gain = measure(context, draft)
         found.append((each, gain))
@@ -140,9 +168,9 @@ def _print_drafts(console: Console, found: Sequence[tuple[Candidate, Gain | None
     console.table(("draft", "size", "drafts by", "", "c", *headings), rows, left=("drafts by", ""))
 
 
-def _facts(context: Context) -> dict[str, object]:
-    model, capabilities = context.model, context.capabilities
-    return {
+def _facts(opened: _Opened) -> dict[str, object]:
+    model, context = opened.model, opened.context
+    facts: dict[str, object] = {
         "path": str(model.path),
         "name": model.name,
         "architecture": model.architecture,
@@ -159,20 +187,36 @@ def _facts(context: Context) -> dict[str, object]:
         "eos": model.eos,
         "chat_template": model.chat_template is not None,
         "memory_type": model.memory_type,
-        "capabilities": {
-            "can_truncate": capabilities.can_truncate,
-            "can_share": capabilities.can_share,
-            "sliding_window": capabilities.sliding_window,
-            "recurrent": capabilities.recurrent,
-            "batch_invariant": capabilities.batch_invariant,
-            "batch_invariant_reason": capabilities.batch_invariant_reason,
-        },
         "fingerprint": model.fingerprint,
+        "mtp_layers": model.n_mtp_layers,
+        "eagle3": None,
+        "capabilities": None,
     }
+    if model.target_layers:
+        facts["eagle3"] = {
+            "target_layers": list(model.target_layers),
+            "target_hidden_size": _target_width(model),
+        }
+    if context is not None:
+        found = context.capabilities
+        facts["capabilities"] = {
+            "can_truncate": found.can_truncate,
+            "can_share": found.can_share,
+            "sliding_window": found.sliding_window,
+            "recurrent": found.recurrent,
+            "batch_invariant": found.batch_invariant,
+            "batch_invariant_reason": found.batch_invariant_reason,
+        }
+    return facts
 
 
-def _lines(context: Context) -> dict[str, str]:
-    model, capabilities = context.model, context.capabilities
+def _target_width(model: Model) -> int:
+    return int(model.metadata.get("eagle3.target_hidden_size", "0"))
+
+
+def _lines(opened: _Opened) -> dict[str, str]:
+    model = opened.model
+    found = None if opened.context is None else opened.context.capabilities
     return {
         "file": str(model.path),
         "name": model.name or "-",
@@ -185,11 +229,23 @@ def _lines(context: Context) -> dict[str, str]:
         "BOS, EOS token": f"{_token(model, model.bos)}, {_token(model, model.eos)}",
         "chat template": _yes(model.chat_template is not None),
         "memory": model.memory_type,
-        "can truncate": _yes(capabilities.can_truncate),
-        "can share a prefix": _yes(capabilities.can_share),
-        "batch-invariant": _yes(capabilities.batch_invariant),
+        "can truncate": "-" if found is None else _yes(found.can_truncate),
+        "can share a prefix": "-" if found is None else _yes(found.can_share),
+        "batch-invariant": "-" if found is None else _yes(found.batch_invariant),
+        "drafts with": _drafts_with(model),
         "fingerprint": model.fingerprint[:16],
     }
+
+
+def _drafts_with(model: Model) -> str:
+    """Return what the file offers for drafting with hidden states."""
+    if model.target_layers:
+        layers = ", ".join(str(layer) for layer in model.target_layers)
+        return f"layers {layers} of a target of width {_target_width(model)} (EAGLE-3)"
+    if Model.head_kind(model.path) == "mtp":
+        n = model.n_mtp_layers
+        return f"its {n} MTP layer{'s' if n > 1 else ''} (--draft mtp)"
+    return "-"
 
 
 def _token(model: Model, token: int | None) -> str:
@@ -201,6 +257,17 @@ def _token(model: Model, token: int | None) -> str:
 
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
+
+
+def _print_head_verdict(console: Console, head: Model, fault: str) -> None:
+    if fault:
+        console.line(f"{head.name} is a head that cannot draft for the first: {fault}.", "yellow")
+    else:
+        console.line(
+            f"{head.name} is a head that fits the hidden states of the first: it can draft for it. "
+            "Whether it was trained for it, only the acceptance shows.",
+            "green",
+        )
 
 
 def _print_verdict(console: Console, report: VocabularyReport) -> None:

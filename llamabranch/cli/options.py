@@ -20,13 +20,14 @@ from llamabranch import (
     Model,
     SamplingParams,
     SpeculativeConfig,
+    UnsupportedError,
     hub,
 )
 
 from ..loading import LoadOptions, load
 from .candidates import choose_draft
 from .console import Console
-from .drafters import parse_draft
+from .drafters import MTP, parse_draft
 from .prompts import PromptSource, read_prompts, read_text
 from .reporting import reporting_errors
 
@@ -129,8 +130,9 @@ class ModelOptions(HubOptions):
             "-d",
             "-md",
             "-hfd",
-            help="A model as for --target, `auto` (one that fits), `lookup`, `suffix`, a chain such as "
-            "`suffix+NAME`, or `none`. Default: the draft listed with the target, else auto.",
+            help="A model or an EAGLE-3 head as for --target, `mtp` (the target's own MTP layers), "
+            "`auto` (what fits), `lookup`, `suffix`, a chain such as `suffix+NAME`, or `none`. "
+            "Default: auto, where the draft listed with the target comes before others.",
             rich_help_panel=MODELS,
         ),
     ] = None
@@ -146,9 +148,17 @@ class ModelOptions(HubOptions):
             DownloadError, UnsupportedError: a model cannot be downloaded.
         """
         target = hub.BUNDLED_TARGET if self.target is None else self.target
-        self.find(target)
+        path = self.find(target)
         draft = self._default_draft(target) if self.draft is None else self.draft
-        if draft == "auto":
+        if self.draft in (None, "auto") and Model.head_kind(path) == MTP:
+            draft = MTP
+            console.note("draft: mtp, the target's own MTP layers")
+        elif draft == MTP and Model.head_kind(path) != MTP:
+            raise UnsupportedError(
+                f"{target} has no MTP layers that llama.cpp computes",
+                hint="`llamabranch inspect` shows what a file offers",
+            )
+        elif draft == "auto":
             found = choose_draft(target, self.find)
             draft = "suffix" if found is None else found
             if found is None:
@@ -407,6 +417,27 @@ class LoadingOptions:
         options.update(more)
         with console.loading(name) as progress:
             context = load(name, progress=progress, verbose=self.verbose, **options)
+            return stack.enter_context(context)
+
+    def open_draft(
+        self,
+        name: str,
+        target: Context,
+        console: Console,
+        stack: ExitStack,
+        **more: Unpack[LoadOptions],
+    ) -> Context:
+        """Open what drafts for ``target``: a draft model, an EAGLE-3 head, or ``mtp``."""
+        if name == MTP:
+            return stack.enter_context(Context(target.model, target=target))
+        if Model.head_kind(hub.resolve(name)) != "eagle3":
+            return self.open(name, console, stack, **more)
+        options = self.options()
+        options.update(more)
+        with console.loading(name) as progress:
+            context = load(
+                name, progress=progress, verbose=self.verbose, target=target, **options
+            )
             return stack.enter_context(context)
 
 

@@ -25,7 +25,7 @@ from llamabranch.search import (
 
 from .bundles import with_bundles
 from .console import Console, print_json
-from .drafters import drafting_contexts, make_drafter, note_translation
+from .drafters import MTP, drafting_contexts, make_drafter, note_translation
 from .interrupts import InterruptHandler
 from .options import (
     OUTPUT,
@@ -198,10 +198,14 @@ def search(
             n_sequences = method.sequences
         if runtime.n_ctx is None:
             runtime = replace(runtime, n_ctx=max(_LEAST_CELLS, _CELLS_PER_TEXT * n_sequences))
-        context = runtime.open(target_name, console, stack, n_seq_max=n_sequences)
+        context = runtime.open(
+            target_name, console, stack, n_seq_max=n_sequences, load_mtp=MTP in drafters
+        )
         drafter = make_drafter(
             drafters,
-            lambda name: runtime.open(name, console, stack, n_seq_max=n_sequences + 1),
+            lambda name: runtime.open_draft(
+                name, context, console, stack, n_seq_max=n_sequences + 1
+            ),
             width=1,
         )
         note_translation(drafter, context.model, console)

@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -27,10 +26,18 @@ from llamabranch import (
 )
 from llamabranch.bench import Machine
 
+from ..loading import LoadOptions
 from .bundles import with_bundles
 from .compare import Comparison, compare, run
 from .console import print_json
-from .drafters import drafting_contexts, has_model, make_drafter, note_translation, tree_sequences
+from .drafters import (
+    MTP,
+    drafting_contexts,
+    has_model,
+    make_drafter,
+    note_translation,
+    tree_sequences,
+)
 from .interrupts import InterruptHandler
 from .options import (
     DRAFTING,
@@ -120,13 +127,17 @@ def speculate(
 
         n_target, n_draft = tree_sequences(config, draft_width) if draft_width > 1 else (0, 0)
 
-        def open_model(n_sequences: int, name: str) -> Context:
-            if n_sequences <= N_SEQ_MAX:
-                return runtime.open(name, console, stack)
-            return runtime.open(name, console, stack, n_seq_max=n_sequences)
+        def options(n_sequences: int) -> LoadOptions:
+            return LoadOptions(n_seq_max=n_sequences) if n_sequences > N_SEQ_MAX else LoadOptions()
 
-        context = open_model(n_target, target_name)
-        drafter = make_drafter(drafters, partial(open_model, n_draft), draft_width)
+        context = runtime.open(
+            target_name, console, stack, load_mtp=MTP in drafters, **options(n_target)
+        )
+        drafter = make_drafter(
+            drafters,
+            lambda name: runtime.open_draft(name, context, console, stack, **options(n_draft)),
+            draft_width,
+        )
         note_translation(drafter, context.model, console)
         params = sampling.without_eog(params, context.model)
         request = _Request(

@@ -21,7 +21,7 @@ from ..errors import (
     SequencesExhaustedError,
     UnsupportedError,
 )
-from ..model import Model, TokenIds, token_list, why_no_eagle, why_no_mtp
+from ..model import Model, TokenIds, token_list
 from ..native import ContextHandle, HeadOf, heads
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base
@@ -639,8 +639,7 @@ def _head_params(model: Model, target: Context, given: ContextParams) -> Context
         UnsupportedError: ``model`` is no head for the target, with the reason.
     """
     target.decoder.check_open()
-    uses_mtp = model is target.model
-    reason = why_no_mtp(model) if uses_mtp else why_no_eagle(model, target.model)
+    reason = target.model.head_fault(model)
     if reason:
         raise UnsupportedError(
             f"{model.name} cannot draft for {target.model.name} as a head: {reason}",

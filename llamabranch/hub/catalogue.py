@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 import os
 import re
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from .spec import HubSpec
 
 __all__ = [
     "BUNDLED_DRAFT",
+    "BUNDLED_HEAD",
     "BUNDLED_TARGET",
     "CatalogueEntry",
     "catalogue",
@@ -25,6 +25,7 @@ __all__ = [
 
 BUNDLED_TARGET = "tale-target"
 BUNDLED_DRAFT = "tale-draft"
+BUNDLED_HEAD = "tale-eagle"
 
 DATA = Path(__file__).parents[1] / "data"  # where the bundled files are
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) (MB|GB)")
@@ -36,7 +37,7 @@ class CatalogueEntry:
     """One line of ``models.txt``."""
 
     name: str
-    role: str  # "target" or "draft"
+    role: str  # "target", "draft" or "head": an EAGLE-3 head
     repository: str  # on the Hugging Face hub, or "bundled"
     file: str
     licence: str
@@ -60,16 +61,18 @@ class CatalogueEntry:
 
 
 def draft_for(name: str) -> str | None:
-    """Return the draft model listed for a target in ``models.txt``, or None.
+    """Return the draft model listed for a target in ``models.txt``, else its head, or None.
 
     The target is given by its name, or as the repository of its file: ``Qwen/Qwen3-4B-GGUF:Q4_K_M``.
     """
     spec = HubSpec.parse(name)
-    for target, draft in itertools.pairwise(catalogue()):
-        if (target.role, draft.role) == ("target", "draft"):
-            same_repository = spec is not None and spec.repository == target.repository
-            if target.name == name or same_repository:
-                return draft.name
+    is_listed = False  # whether the entry belongs to the target
+    for entry in catalogue():
+        if entry.role == "target":
+            same_repository = spec is not None and spec.repository == entry.repository
+            is_listed = entry.name == name or same_repository
+        elif is_listed:
+            return entry.name
     return None
 
 
@@ -85,7 +88,7 @@ def parse_catalogue(text: str, source: str = "models.txt") -> list[CatalogueEntr
 
     Raises:
         ConfigError: with the line number: a line that is not ``name | role | repository | file | licence
-            | size``, a duplicate name, or a draft that does not follow a target.
+            | size``, a duplicate name, or a draft or head that does not follow a target.
     """
     entries: list[CatalogueEntry] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -94,10 +97,13 @@ def parse_catalogue(text: str, source: str = "models.txt") -> list[CatalogueEntr
         entry = _parse_line(line, f"{source}, line {number}")
         if any(entry.name == other.name for other in entries):
             raise ConfigError(f"{source}, line {number}: duplicate name {entry.name!r}")
-        if entry.role == "draft" and (not entries or entries[-1].role != "target"):
+        before = entries[-1].role if entries else None
+        if (entry.role == "draft" and before != "target") or (
+            entry.role == "head" and before not in ("target", "draft")
+        ):
             raise ConfigError(
-                f"{source}, line {number}: the draft {entry.name!r} does not follow a target",
-                hint="list a target first, then the draft model for it",
+                f"{source}, line {number}: the {entry.role} {entry.name!r} does not follow a target",
+                hint="list a target first, then the draft model for it, then the head",
             )
         entries.append(entry)
     return entries
@@ -117,8 +123,8 @@ def _parse_line(line: str, where: str) -> CatalogueEntry:
     entry = CatalogueEntry(*fields)
     if any(mark in entry.name for mark in (" ", "/", os.sep)):
         raise ConfigError(f"{where}: the name {entry.name!r} contains a space or a slash")
-    if entry.role not in ("target", "draft"):
-        raise ConfigError(f"{where}: the role is {entry.role!r}, not target or draft")
+    if entry.role not in ("target", "draft", "head"):
+        raise ConfigError(f"{where}: the role is {entry.role!r}, not target, draft or head")
     if not entry.bundled and not _REPOSITORY.fullmatch(entry.repository):
         raise ConfigError(
             f"{where}: the repository {entry.repository!r} is neither owner/name nor bundled"

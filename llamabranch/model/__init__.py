@@ -1,6 +1,5 @@
 """A loaded model: weights, vocabulary, and text from tokens."""
 
-from .heads import why_no_eagle, why_no_mtp
 from .model import Model
 from .text import NO_TOKEN, StopStrings, TextDecoder, TokenIds, token_list
 from .vocabulary import VocabularyReport
@@ -13,6 +12,4 @@ __all__ = [
     "TokenIds",
     "VocabularyReport",
     "token_list",
-    "why_no_eagle",
-    "why_no_mtp",
 ]

@@ -2,14 +2,64 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Protocol
+
 from ..native import heads
 from ..native.gguf_reader import Header, read_header
-from .model import Model
+from .vocabulary import Vocabulary, compare
 
-__all__ = ["why_no_eagle", "why_no_mtp"]
+__all__ = ["head_kind", "why_no_eagle", "why_no_mtp"]
 
 
-def why_no_eagle(head: Model, target: Model) -> str:
+class _Model(Vocabulary, Protocol):
+    """The part of a model that is looked at."""
+
+    path: Path
+    loads_mtp: bool
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def architecture(self) -> str: ...
+
+    @property
+    def n_embd(self) -> int: ...
+
+    @property
+    def n_layer(self) -> int: ...
+
+    @property
+    def n_mtp_layers(self) -> int: ...
+
+    @property
+    def target_layers(self) -> tuple[int, ...]: ...
+
+
+def head_kind(header: Header) -> str:
+    """Return "eagle3" for the file of a head, "mtp" for one whose MTP layers llama.cpp computes, else ""."""
+    if header.architecture == "eagle3":
+        return "eagle3"
+    names = {tensor.name for tensor in header.tensors}
+    has_layers = header.integer("nextn_predict_layers") > 0 and any(
+        name.endswith(".nextn.eh_proj.weight") for name in names
+    )
+    if has_layers and "blk.0.attn_norm.weight" in names and not why_no_layers(header.architecture):
+        return "mtp"
+    return ""
+
+
+def why_no_layers(architecture: str) -> str:
+    """Return why the MTP layers of an architecture cannot be computed; "" if they can."""
+    if not heads.available:
+        return heads.reason
+    if architecture not in heads.NEXTN_OUTPUT:
+        return f"llama.cpp does not compute the MTP layers of {architecture} models"
+    return ""
+
+
+def why_no_eagle(head: _Model, target: _Model) -> str:
     """Return why ``head`` is no EAGLE-3 head that can draft for ``target``; "" if it is one.
 
     Whether it was trained for this very target cannot be known: a head for another model of the same
@@ -32,7 +82,7 @@ def why_no_eagle(head: Model, target: Model) -> str:
                 f"llama.cpp does not give the hidden states of {target.architecture} models"
                 f" (layer {layer})"
             )
-    report = target.compatibility(head)
+    report = compare(target, head)
     if not report.compatible:
         return f"their vocabularies differ: {report.reason}"
     if head.n_vocab != target.n_vocab:
@@ -40,7 +90,7 @@ def why_no_eagle(head: Model, target: Model) -> str:
     return _shape_fault(head, target, header)
 
 
-def _shape_fault(head: Model, target: Model, header: Header) -> str:
+def _shape_fault(head: _Model, target: _Model, header: Header) -> str:
     """Return what of the head's own tensors llama.cpp would abort on, "" if nothing."""
     if head.n_layer != 1:
         return f"it has {head.n_layer} layers: llama.cpp computes heads of one"
@@ -71,14 +121,15 @@ def _shape_fault(head: Model, target: Model, header: Header) -> str:
     return ""
 
 
-def why_no_mtp(target: Model) -> str:
+def why_no_mtp(target: _Model) -> str:
     """Return why ``target`` cannot draft with MTP layers of its own; "" if it can."""
     if target.n_mtp_layers == 0:
         return f"{target.name} has no MTP layers"
-    if not heads.available:
-        return heads.reason
-    if target.architecture not in heads.NEXTN_OUTPUT:
-        return f"llama.cpp does not compute the MTP layers of {target.architecture} models"
+    reason = why_no_layers(target.architecture)
+    if reason:
+        return reason
     if not target.loads_mtp:
         return f"the MTP layers of {target.name} were not loaded: use Model(..., load_mtp=True)"
+    if head_kind(read_header(target.path)) != "mtp":
+        return f"the file of {target.name} lacks the weights of its MTP layers"
     return ""

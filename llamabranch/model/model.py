@@ -14,6 +14,8 @@ from ..arguments import plain_int, shown, whole
 from ..errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedError
 from ..native import ModelHandle, uses_amx
 from ..native.gguf_check import check_header
+from ..native.gguf_reader import read_header
+from .heads import head_kind, why_no_eagle, why_no_mtp
 from .text import TEXT_TYPES, TextDecoder, TokenIds, decode_utf8, token_list
 from .vocabulary import VocabularyReport, compare
 
@@ -404,6 +406,29 @@ class Model:
     def text_decoder(self) -> TextDecoder:
         """Return a streaming decoder for one sequence of tokens."""
         return TextDecoder(self)
+
+    # -- heads -------------------------------------------------------------------------------------
+
+    @staticmethod
+    def head_kind(path: str | PathLike[str]) -> str:
+        """Return what a file offers for drafting with hidden states, without loading it.
+
+        "eagle3": it is an EAGLE-3 head. "mtp": it has MTP layers, which draft for the model in the same
+        file. "": neither.
+
+        Raises:
+            ModelLoadError: no such file, or not a GGUF.
+        """
+        return head_kind(read_header(path))
+
+    def head_fault(self, head: Model) -> str:
+        """Return why ``head`` cannot draft for this model with its hidden states; "" if it can.
+
+        ``head`` is an EAGLE-3 head, or this model itself, whose MTP layers are meant. Whether a head was
+        trained for this very model cannot be known: one for another model of the same shape drafts, but
+        little of its drafts is accepted.
+        """
+        return why_no_mtp(self) if head is self else why_no_eagle(head, self)
 
     # -- chat --------------------------------------------------------------------------------------
 

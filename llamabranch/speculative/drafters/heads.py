@@ -23,7 +23,7 @@ from ...context import Context
 from ...context.decode_times import context_key
 from ...context.logits import LogitsRow
 from ...errors import CapacityError, ConfigError, GrammarError, UnsupportedError
-from ...model import Model, why_no_eagle, why_no_mtp
+from ...model import Model
 from ...sampling import Grammar, Sampler, SamplingParams
 from ...sampling.noise import DRAFT
 from ..length.base import DraftLength
@@ -113,7 +113,7 @@ class EagleDrafter(_HeadDrafter):
 
     def check(self, target: Model) -> None:
         """Raise UnsupportedError, with the reason, unless the head fits ``target``."""
-        reason = why_no_eagle(self.ctx.model, target)
+        reason = target.head_fault(self.ctx.model)
         if reason:
             raise UnsupportedError(f"{self.name} cannot draft for {target.name}: {reason}")
 
@@ -124,7 +124,8 @@ class MTPDrafter(_HeadDrafter):
     It opens a context of its own for them; ``close`` frees it, and so does closing the target.
 
     Args:
-        target: the context that generates; its model was loaded with ``load_mtp=True``.
+        target: the context that generates, of a model loaded with ``load_mtp=True``; or a context of its
+            MTP layers that is open already: ``Context(model, target=ctx)``.
         sampling: the settings of the draws; None = the request's.
 
     Raises:
@@ -134,7 +135,8 @@ class MTPDrafter(_HeadDrafter):
     ahead = 0
 
     def __init__(self, target: Context, sampling: SamplingParams | None = None) -> None:
-        self.ctx = Context(target.model, target=target)
+        is_open = target.target is not None and target.model is target.target.model
+        self.ctx = target if is_open else Context(target.model, target=target)
         self.sampling = sampling
 
     @property
@@ -149,11 +151,10 @@ class MTPDrafter(_HeadDrafter):
 
     def check(self, target: Model) -> None:
         """Raise UnsupportedError, with the reason, unless ``target`` has the MTP layers."""
-        reason = why_no_mtp(target)
-        if not reason and target is not self.ctx.model:
-            reason = "they are the layers of another model"
-        if reason:
-            raise UnsupportedError(f"{self.name} cannot draft for {target.name}: {reason}")
+        if target is not self.ctx.model:
+            raise UnsupportedError(
+                f"{self.name} cannot draft for {target.name}: they are the layers of another model"
+            )
 
     def close(self) -> None:
         """Free the context of the MTP layers."""

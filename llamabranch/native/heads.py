@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from .context import ContextHandle
 
 __all__ = [
+    "KNOWN_RELEASE",
     "LAYER_INPUTS",
     "NEXTN_OUTPUT",
+    "STAGING",
     "FeatureBatch",
     "Rows",
     "available",
@@ -34,6 +36,7 @@ __all__ = [
     "extract_layers",
     "extract_nextn",
     "layer_rows",
+    "look_up",
     "n_mtp_layers",
     "nextn_address",
     "nextn_rows",
@@ -61,7 +64,7 @@ NEXTN_OUTPUT = frozenset({
 
 _P, _I32, _U32, _BOOL = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32, ctypes.c_bool
 # The names of the Itanium C++ ABI: GCC and Clang, on every system but Windows with MSVC.
-_STAGING: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
+STAGING: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
     "set_nextn": ("_Z26llama_set_embeddings_nextnP13llama_contextbb", None, (_P, _BOOL, _BOOL)),
     "get_nextn": ("_Z26llama_get_embeddings_nextnP13llama_context", _P, (_P,)),
     "set_layer_offset": ("_Z28llama_set_nextn_layer_offsetP13llama_contexti", None, (_P, _I32)),
@@ -88,10 +91,10 @@ class _Embd(ctypes.Structure):
     )
 
 
-def _look_up() -> tuple[dict[str, Any], str]:
+def look_up() -> tuple[dict[str, Any], str]:
     """Return the functions, and why some cannot be used, "" if all can."""
     found: dict[str, Any] = {}
-    wanted = {**_STAGING, "batch_add_embd": ("llama_batch_ext_add_embd", _I32, (_P, _I32, _Embd))}
+    wanted = {**STAGING, "batch_add_embd": ("llama_batch_ext_add_embd", _I32, (_P, _I32, _Embd))}
     missing = []
     for name, (symbol, result, arguments) in wanted.items():
         try:
@@ -111,7 +114,7 @@ def _look_up() -> tuple[dict[str, Any], str]:
     )
 
 
-_functions, reason = _look_up()
+_functions, reason = look_up()
 available = not reason
 
 

@@ -34,6 +34,8 @@ __all__ = ["EagleDrafter", "MTPDrafter"]
 
 States = npt.NDArray[np.float32]
 
+_MOST_ROWS = 64  # tokens of a decode whose logits are all computed; longer ones are split
+
 
 class _HeadDrafter(Drafter):
     """What both kinds share: one context, whose sequences follow the target's texts.
@@ -68,7 +70,7 @@ class _HeadDrafter(Drafter):
         """Draft for all requests together: one decode of the head for each drafted position."""
         states = [request.state for request in requests]
         ours = [state for state in states if isinstance(state, HeadState)]
-        if len(ours) < len(states):
+        if not states or len(ours) < len(states):
             return super().propose_many(requests)
         return _Drafting(self, requests, ours).run()
 
@@ -305,6 +307,8 @@ class _Drafting:
         self._requests = requests
         self._states = states
         self._drafts = [Draft(drafter=drafter.name) for _ in requests]
+        self._rows: list[LogitsRow] = []  # after each run's last pair
+        self._hidden: States = np.empty((0, 0), dtype=np.float32)
 
     def run(self) -> list[Draft]:
         start = perf_counter()
@@ -379,18 +383,16 @@ class _Drafting:
     def _decode(
         self, tokens: list[int], seqs: list[int], lasts: Sequence[int], states: States
     ) -> None:
-        """Decode pairs; the logits of those numbered ``lasts`` are kept, in the last decode."""
+        """Decode pairs; logits and state after those numbered ``lasts`` are kept."""
         decoder = self._ctx.decoder
-        size = min(decoder.handle.n_chunk, decoder.handle.n_outputs_max)
-        if len(lasts) > size:
-            raise ConfigError(f"{len(lasts)} streams do not fit one decode of {size} tokens")
+        size = decoder.handle.n_chunk
         final = list(range(len(tokens)))
-        if len(tokens) > decoder.handle.n_chunk:
+        if len(tokens) > min(size, decoder.handle.n_outputs_max, _MOST_ROWS):
             final = list(lasts)
             wanted = set(lasts)
             early = [at for at in range(len(tokens)) if at not in wanted]
-            for low in range(0, len(early), decoder.handle.n_chunk):
-                part = early[low : low + decoder.handle.n_chunk]
+            for low in range(0, len(early), size):
+                part = early[low : low + size]
                 decoder.decode(
                     [tokens[at] for at in part],
                     [seqs[at] for at in part],
@@ -398,19 +400,24 @@ class _Drafting:
                     (),
                     states[part],
                 )
-        wanted = set(lasts)
-        self._rows = decoder.decode(
+        # llama.cpp computes EAGLE-3's logits for every entry and takes the first rows of them: entries
+        # without logits may not come before others in a batch.
+        rows = decoder.decode(
             [tokens[at] for at in final],
             [seqs[at] for at in final],
-            [at in wanted for at in final],
+            [True] * len(final),
             (),
             states[final],
         )
+        hidden = decoder.output_states(len(final))
+        number = {at: i for i, at in enumerate(final)}
+        kept = [number[at] for at in lasts]
+        self._rows = [rows[i] for i in kept]
+        self._hidden = hidden[kept]
 
     def _take(self, runs: Sequence[_Run]) -> None:
         """Give each run its row of the last decode, and the head's state for its next pair."""
-        states = self._ctx.decoder.output_states(len(self._rows))
-        for run, row, hidden in zip(runs, self._rows, states, strict=True):
+        for run, row, hidden in zip(runs, self._rows, self._hidden, strict=True):
             run.row, run.hidden = row, hidden
 
     def _draft(self, runs: list[_Run]) -> None:

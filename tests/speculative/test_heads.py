@@ -1,0 +1,427 @@
+"""EAGLE-3 heads and MTP layers: the text is the target's, the state follows the branch, misuse is refused."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch.native import heads
+from llamabranch.speculative.drafters.base import Drafter
+from llamabranch.speculative.length.base import FixedLength
+
+DATA = Path(lb.__file__).parent / "data"
+HEAD = DATA / "tale-eagle-q8_0.gguf"
+KINDS = ("bundled", "eagle3", "glm4moe", "qwen35")
+SETTINGS = {
+    "greedy": lb.SamplingParams(temperature=0.0),
+    "seeded": lb.SamplingParams(temperature=0.8, seed=7),
+    "penalties": lb.SamplingParams(temperature=0.9, seed=3, repeat_penalty=1.3, top_k=40),
+}
+PROMPTS = ("Once upon a time", "The king said", "In the dark wood there was")
+
+
+class Pair(NamedTuple):
+    """A target's context, and the drafter that reads its hidden states."""
+
+    ctx: lb.Context
+    drafter: lb.EagleDrafter | lb.MTPDrafter
+
+    def plain(self, prompt: str, sampling: lb.SamplingParams, n: int = 24) -> list[int]:
+        with lb.Branch.start(self.ctx, prompt, sampling=sampling) as branch:
+            return [t.token for t in branch.generate(n)]
+
+    def speculator(self, **config: object) -> lb.Speculator:
+        return lb.Speculator(
+            self.ctx, self.drafter, lb.SpeculativeConfig(**{"draft_k": 4, **config})  # type: ignore[arg-type]
+        )
+
+    def audit(self) -> None:
+        self.ctx.audit()
+        self.drafter.ctx.audit()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("heads")
+
+
+def open_pair(kind: str, folder: Path, target: lb.Model, **options: int) -> Pair:
+    given = {"n_ctx": 1024, "n_seq_max": 8, "n_threads": 1, **options}
+    if kind == "bundled":
+        ctx = lb.Context(target, **given)  # type: ignore[arg-type]
+        return Pair(ctx, lb.EagleDrafter(lb.Context(lb.Model(HEAD), target=ctx)))
+    if kind == "eagle3":
+        model = lb.Model(toys.write_llama(folder / "llama.gguf", vocab="bytes"))
+        head = lb.Model(toys.write_eagle3(folder / "eagle3.gguf", vocab="bytes"))
+        ctx = lb.Context(model, **given)  # type: ignore[arg-type]
+        return Pair(ctx, lb.EagleDrafter(lb.Context(head, target=ctx)))
+    path = toys.write_toy(folder / f"{kind}.gguf", kind, vocab="bytes", weights="f32")
+    ctx = lb.Context(lb.Model(path, load_mtp=True), **given)  # type: ignore[arg-type]
+    return Pair(ctx, lb.MTPDrafter(ctx))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request: pytest.FixtureRequest, folder: Path, target: lb.Model) -> Iterator[Pair]:
+    """Each kind of head; the toys have random weights, so nearly all of their drafts are rejected."""
+    found = open_pair(request.param, folder, target)
+    yield found
+    found.audit()
+    found.ctx.close()
+
+
+@pytest.fixture(scope="module")
+def eagle(folder: Path, target: lb.Model) -> Iterator[Pair]:
+    """The bundled head."""
+    found = open_pair("bundled", folder, target)
+    yield found
+    found.ctx.close()
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_text_is_that_of_plain_decoding(pair: Pair, settings: str) -> None:
+    sampling = SETTINGS[settings]
+    for length in (3, "auto"):
+        generation = pair.speculator(draft_k=length).generate(
+            PROMPTS[0], max_tokens=24, sampling=sampling
+        )
+        assert generation.finish().tokens == pair.plain(PROMPTS[0], sampling)
+        if length == 3:
+            assert generation.stats.num_drafts > 0
+    pair.audit()
+
+
+def test_grammar_holds_and_text_is_plain(eagle: Pair) -> None:
+    grammar = 'root ::= "The " [a-z ]+ "."'
+    sampling = lb.SamplingParams(temperature=0.8, seed=5)
+    with lb.Branch.start(eagle.ctx, PROMPTS[0], sampling=sampling, grammar=grammar) as branch:
+        plain = [t.token for t in branch.generate(20)]
+    generation = eagle.speculator().generate(
+        PROMPTS[0], max_tokens=20, sampling=sampling, grammar=grammar
+    )
+    assert generation.finish().tokens == plain
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_other_rules_draft_and_emit_text(pair: Pair, rule: str) -> None:
+    """That these rules keep the distribution is shown for them elsewhere; here that they get sources."""
+    sampling = lb.SamplingParams(temperature=0.8, seed=11)
+    generation = pair.speculator(rule=rule).generate(PROMPTS[1], max_tokens=20, sampling=sampling)
+    assert len(generation.finish().tokens) == 20 or generation.finish_reason == "stop"
+    assert generation.stats.num_drafts > 0
+    pair.audit()
+
+
+def test_entropy_stop_ends_drafts(eagle: Pair) -> None:
+    generation = eagle.speculator(draft_k=6, entropy_stop=0.5).generate(
+        PROMPTS[0], max_tokens=24, sampling=SETTINGS["greedy"]
+    )
+    assert generation.finish().tokens == eagle.plain(PROMPTS[0], SETTINGS["greedy"])
+    assert generation.stats.stop_reasons["entropy"] > 0
+
+
+def test_streams_of_an_engine_get_their_text_alone(pair: Pair) -> None:
+    """Drafts of all streams share decodes; every stream's text is the one it has alone."""
+    sampling = SETTINGS["seeded"]
+    engine = lb.Engine(
+        pair.ctx, pair.drafter, lb.SpeculativeConfig(draft_k=3), sampling=sampling, max_tokens=16
+    )
+    results = {r.id: r.tokens for r in engine.generate(list(PROMPTS))}
+    alone = lb.Engine(pair.ctx, None, sampling=sampling, max_tokens=16)
+    assert results == {r.id: r.tokens for r in alone.generate(list(PROMPTS))}
+    assert pair.drafter.ctx.usage().cells_used == 0
+    pair.audit()
+
+
+def test_forks_continue_with_the_state_of_their_parent(pair: Pair) -> None:
+    sampling = SETTINGS["seeded"]
+    speculator = pair.speculator()
+    with lb.Branch.start(pair.ctx, PROMPTS[2], sampling=sampling) as root:
+        speculator.generate(root, max_tokens=8).finish()
+        decodes = pair.drafter.ctx.decoder.n_decodes
+        for child in root.fork_many(2):
+            twin = child.fork()
+            found = speculator.generate(child, max_tokens=12).finish().tokens
+            assert found == [t.token for t in twin.generate(12)]
+            twin.prune()
+            speculator.forget(child)
+            child.prune()
+        assert pair.drafter.ctx.decoder.n_decodes > decodes
+        speculator.forget(root)
+    pair.audit()
+    assert pair.drafter.ctx.usage().cells_used == 0
+
+
+def test_rewound_branch_drafts_as_if_it_had_never_gone_on(pair: Pair) -> None:
+    sampling = SETTINGS["seeded"]
+    speculator = pair.speculator()
+    with lb.Branch.start(pair.ctx, PROMPTS[0], sampling=sampling) as branch:
+        n = branch.position
+        first = speculator.generate(branch, max_tokens=14).finish().tokens
+        branch.rewind(n + 5)
+        again = speculator.generate(branch, max_tokens=9).finish().tokens
+        assert first == first[:5] + again
+        speculator.forget(branch)
+    pair.audit()
+
+
+def test_snapshot_continues_with_a_head(pair: Pair, tmp_path: Path) -> None:
+    """A restored branch has no hidden states; its tokens are decoded once more to get them."""
+    if pair.ctx.kv_cache.state_layout is None:
+        pytest.skip("this memory is written in an unknown form")
+    sampling = SETTINGS["seeded"]
+    with lb.Branch.start(pair.ctx, PROMPTS[1], sampling=sampling) as branch:
+        list(branch.generate(6))
+        branch.save(tmp_path / "branch.lb")
+        wanted = [t.token for t in branch.generate(10)]
+    speculator = pair.speculator()
+    with lb.Branch.load(pair.ctx, tmp_path / "branch.lb") as restored:
+        generation = speculator.generate(restored, max_tokens=10)
+        assert generation.finish().tokens == wanted
+        assert generation.stats.num_drafts > 0
+        speculator.forget(restored)
+    pair.audit()
+
+
+def test_drafts_do_not_depend_on_the_way_to_the_text(eagle: Pair) -> None:
+    """Prompt in one piece or token by token, fork, rewind and snapshot: the same draft to the token."""
+    tokens = eagle.ctx.tokenize("Once upon a time there was a king who had three")
+    greedy = SETTINGS["greedy"]
+
+    def draft(branch: lb.Branch) -> list[int]:
+        state = eagle.drafter.start(branch, "seeded")
+        try:
+            return state.propose(tokens, FixedLength(4), 4).tokens
+        finally:
+            state.close()
+
+    with lb.Branch.create(eagle.ctx, greedy) as whole:
+        whole.prefill(tokens[:-1])
+        wanted = draft(whole)
+        assert len(wanted) == 4
+        with whole.fork() as child:
+            assert draft(child) == wanted
+        with lb.Branch.create(eagle.ctx, greedy) as single:
+            for token in tokens[:-1]:
+                single.prefill([token])
+            assert draft(single) == wanted
+        restored = lb.Branch.restore(eagle.ctx, whole.snapshot())
+        assert draft(restored) == wanted
+        restored.prune()
+
+
+def test_acceptance_of_the_bundled_head(eagle: Pair) -> None:
+    """A head that read wrong states would have about one token in a thousand accepted."""
+    generation = eagle.speculator().generate(PROMPTS[0], max_tokens=80, sampling=SETTINGS["greedy"])
+    generation.finish()
+    assert generation.stats.draft_acceptance_rate > 0.1
+
+
+def test_hidden_states_are_kept_only_while_a_head_reads_them(target: lb.Model) -> None:
+    with lb.Context(target, n_ctx=512, n_threads=1) as ctx:
+        head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True)
+        with pytest.raises(lb.ConfigError, match="another head"):
+            lb.Context(lb.Model(HEAD), target=ctx)
+        with lb.Branch.start(ctx, "Once") as branch:
+            assert ctx.hidden_states(branch.sequence.seq_id, branch.tokens, 0).shape[1] == 3 * 256
+            head.close()
+            branch.step()
+            with pytest.raises(lb.UnsupportedError, match="no hidden states"):
+                ctx.hidden_states(branch.sequence.seq_id, branch.tokens, 0)
+        with lb.Context(lb.Model(HEAD), target=ctx):
+            pass
+
+
+def test_head_that_is_dropped_is_freed(target: lb.Model) -> None:
+    with lb.Context(target, n_ctx=512, n_threads=1) as ctx:
+        head = lb.Context(lb.Model(HEAD), target=ctx)
+        handle = head.decoder.handle
+        del head
+        gc.collect()
+        with lb.Branch.start(ctx, "Once"):
+            assert ctx.kv_cache.hidden is None or not ctx.kv_cache.hidden.is_read() or handle
+        del handle
+        gc.collect()
+        with lb.Branch.start(ctx, "Once") as branch:
+            branch.step()
+            assert ctx.kv_cache.hidden is None
+
+
+def test_closing_the_target_closes_the_head(target: lb.Model) -> None:
+    ctx = lb.Context(target, n_ctx=512, n_threads=1)
+    head = lb.Context(lb.Model(HEAD), target=ctx)
+    ctx.close()
+    assert head.closed
+
+
+def test_compaction_keeps_the_hidden_states(target: lb.Model) -> None:
+    with lb.Context(target, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
+        with lb.Context(lb.Model(HEAD), target=ctx):
+            with lb.Branch.start(ctx, "Once upon a time") as branch:
+                before = ctx.hidden_states(branch.sequence.seq_id, branch.tokens, 0)
+                assert ctx.compact()
+                found = ctx.kv_cache.hidden
+                assert found is not None
+                rows = found.all_of(branch.sequence.seq_id)
+                assert all(row is not None for row in rows)
+                assert np.array_equal(np.stack([r for r in rows if r is not None]), before)
+
+
+# -- what does not fit -----------------------------------------------------------------------------------
+
+
+def test_head_without_its_target_is_refused() -> None:
+    with lb.Model(HEAD) as head, pytest.raises(lb.UnsupportedError, match="beside its target"):
+        lb.Context(head)
+
+
+MISFITS: dict[str, tuple[dict[str, object], str]] = {
+    "width": ({"n_embd": 32}, "hidden states of 32"),
+    "layer": ({"metadata": {"target_layers": [0, 1, 9]}}, "reads layer 9"),
+    "output of the last layer": ({"metadata": {"target_layers": [0, 1, 2]}}, "layer 2"),
+    "vocabulary": ({"vocab": "small"}, "vocabular"),
+    "head sizes": ({"metadata": {"attention.key_length": 16}}, "keys have 16"),
+    "rotation": ({"metadata": {"rope.dimension_count": 7}}, "rope.dimension_count"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_head_that_does_not_fit_is_refused_with_the_reason(case: str, folder: Path) -> None:
+    options, reason = MISFITS[case]
+    model = lb.Model(toys.write_llama(folder / "fit.gguf", vocab="bytes"))
+    given = {"vocab": "bytes", "weights": "f32", **options}
+    try:
+        head = lb.Model(toys.write_eagle3(folder / "misfit.gguf", **given))
+    except lb.ModelLoadError:  # llama.cpp refuses the shapes itself
+        return
+    with lb.Context(model, n_threads=1) as ctx, head:
+        with pytest.raises(lb.UnsupportedError, match=reason):
+            lb.Context(head, target=ctx)
+        assert reason in model.head_fault(head)
+        with lb.Branch.start(ctx, "Once") as branch:  # the target is as before
+            branch.step()
+
+
+def test_mtp_needs_layers_that_are_there_and_loaded(target: lb.Model, folder: Path) -> None:
+    with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
+        with pytest.raises(lb.UnsupportedError, match="has no MTP layers"):
+            lb.MTPDrafter(ctx)
+    path = toys.write_glm4moe(folder / "unloaded.gguf", vocab="bytes", weights="f32")
+    assert lb.Model.head_kind(path) == "mtp"
+    with lb.Model(path) as model, lb.Context(model, n_threads=1) as ctx:
+        with pytest.raises(lb.UnsupportedError, match="load_mtp=True"):
+            lb.MTPDrafter(ctx)
+    lacking = toys.write_glm4moe(
+        folder / "lacking.gguf", vocab="bytes", weights="f32", drop=("blk.2.nextn.eh_proj.weight",)
+    )
+    assert lb.Model.head_kind(lacking) == ""
+
+
+def test_drafter_of_another_context_is_refused(eagle: Pair, target: lb.Model) -> None:
+    with lb.Context(target, n_ctx=256, n_threads=1) as other:
+        speculator = lb.Speculator(other, eagle.drafter, lb.SpeculativeConfig(draft_k=2))
+        with pytest.raises(lb.ConfigError, match="another context"):
+            speculator.generate("Once", max_tokens=4).finish()
+        with pytest.raises(lb.ConfigError, match="not open as an EAGLE-3 head"):
+            lb.EagleDrafter(other)
+
+
+def test_wrong_widths_are_refused_before_llama_cpp(eagle: Pair) -> None:
+    head = eagle.drafter.ctx
+    for features in (
+        np.zeros((2, 5), np.float32),
+        np.zeros((2, 768), np.float64),
+        np.zeros(768, np.float32),
+        np.zeros((0, 768), np.float32),
+    ):
+        with pytest.raises((lb.ConfigError, ValueError)):
+            head.encode(features)
+    with pytest.raises(lb.ConfigError, match="no layer 6"):
+        heads.extract_layers(eagle.ctx.decoder.handle, [6], True)
+
+
+@pytest.mark.parametrize("missing", ["set_layer", "get_nextn"])
+def test_missing_symbol_is_an_error_with_the_release_that_works(
+    missing: str, monkeypatch: pytest.MonkeyPatch, target: lb.Model
+) -> None:
+    name, result, arguments = heads.STAGING[missing]
+    monkeypatch.setitem(heads.STAGING, missing, (name + "_gone", result, arguments))
+    _, reason = heads.look_up()
+    assert name + "_gone" in reason and heads.KNOWN_RELEASE in reason
+    monkeypatch.setattr(heads, "available", False)
+    monkeypatch.setattr(heads, "reason", reason)
+    with lb.Context(target, n_ctx=256, n_threads=1) as ctx, lb.Model(HEAD) as head:
+        with pytest.raises(lb.UnsupportedError, match=re.escape(heads.KNOWN_RELEASE)):
+            lb.Context(head, target=ctx)
+        with lb.Branch.start(ctx, "Once") as branch:
+            branch.step()
+
+
+# -- the same drafts as llama.cpp ------------------------------------------------------------------------
+
+
+def speculative_simple() -> str | None:
+    """Return llama.cpp's program, from ``LLAMA_SPECULATIVE_SIMPLE`` or the path."""
+    return os.environ.get("LLAMA_SPECULATIVE_SIMPLE") or shutil.which("llama-speculative-simple")
+
+
+def drafts_of_llama_cpp(program: str, arguments: list[str]) -> list[tuple[list[int], int]]:
+    """Return each round's drafted tokens and how many were accepted."""
+    done = subprocess.run(
+        [program, *arguments], capture_output=True, text=True, timeout=300, check=True
+    )
+    rounds: list[tuple[list[int], int]] = []
+    drafted: list[int] = []
+    for line in (done.stdout + done.stderr).splitlines():
+        found = re.search(r"draft candidate\s+0, pos\s+(\d+):\s+(\d+) \(", line)
+        if found:
+            drafted.append(int(found[2]))
+        accepted = re.search(r"accepted (\d+)/(\d+) draft tokens", line)
+        if accepted:
+            rounds.append((drafted[: int(accepted[2])], int(accepted[1])))
+            drafted = []
+    return rounds
+
+
+@pytest.mark.skipif(speculative_simple() is None, reason="no llama-speculative-simple is here")
+@pytest.mark.parametrize("prompt", ["Once upon a time", "The princess went into the garden"])
+def test_drafted_tokens_are_those_of_llama_cpp(prompt: str, target: lb.Model) -> None:
+    """Greedy drafts of the bundled head in F16 K/V: at every round the tokens that llama.cpp drafts."""
+    program = speculative_simple()
+    assert program is not None
+    rounds = drafts_of_llama_cpp(
+        program,
+        ["-m", str(target.path), "-md", str(HEAD), "--spec-type", "draft-eagle3"]
+        + ["--spec-draft-n-max", "4", "--spec-draft-p-min", "0", "-p", prompt, "-n", "60"]
+        + ["--temp", "0", "-t", "1", "-c", "512", "--verbose"],
+    )
+    assert len(rounds) > 10
+    greedy = lb.SamplingParams(temperature=0.0)
+    with lb.Context(
+        target, n_ctx=512, n_threads=1, kv_type="f16", batch_invariant=False
+    ) as ctx, lb.Context(
+        lb.Model(HEAD), target=ctx, kv_type="f16", batch_invariant=False
+    ) as head, lb.Branch.create(ctx, greedy) as branch:
+        text = ctx.tokenize(prompt)
+        branch.prefill(text[:-1])
+        state = lb.EagleDrafter(head).start(branch, "seeded")
+        for drafted, n_accepted in rounds:
+            ours = state.propose(text, FixedLength(4), 4).tokens
+            assert ours[: len(drafted)] == drafted
+            branch.commit(text[-1])
+            for token in drafted[:n_accepted]:
+                branch.commit(token)
+                text.append(token)
+            text.append(branch.produce().token)
+            state.observe(branch.position)
+        state.close()

@@ -86,8 +86,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="train an EAGLE-3 head for the target")
     add_options(parser, minutes=60)
     parser.add_argument("--size", default="eagle")
-    parser.add_argument("--n-steps", type=int, default=3, help="steps on its own states, first included")
-    parser.add_argument("--decay", type=float, default=0.8, help="weight of a step over the one before")
+    parser.add_argument(
+        "--n-steps", type=int, default=3, help="steps on its own states, first included"
+    )
+    parser.add_argument(
+        "--decay", type=float, default=0.8, help="weight of a step over the one before"
+    )
     parser.add_argument("--sample-minutes", type=float, default=4)
     parser.add_argument("--sample-rows", type=int, default=256)
     parser.add_argument("--sample-length", type=int, default=256, help="tokens, prompt included")

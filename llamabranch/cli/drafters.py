@@ -1,4 +1,4 @@
-"""What ``--draft`` means: a draft model, a head, a drafter that copies from the text, a chain, or none."""
+"""What ``--draft`` means: a draft model, a head, a drafter that copies, a chain, or none."""
 
 from __future__ import annotations
 

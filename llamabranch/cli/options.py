@@ -435,9 +435,7 @@ class LoadingOptions:
         options = self.options()
         options.update(more)
         with console.loading(name) as progress:
-            context = load(
-                name, progress=progress, verbose=self.verbose, target=target, **options
-            )
+            context = load(name, progress=progress, verbose=self.verbose, target=target, **options)
             return stack.enter_context(context)
 
 

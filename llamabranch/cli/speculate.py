@@ -130,9 +130,9 @@ def speculate(
         def options(n_sequences: int) -> LoadOptions:
             return LoadOptions(n_seq_max=n_sequences) if n_sequences > N_SEQ_MAX else LoadOptions()
 
-        context = runtime.open(
-            target_name, console, stack, load_mtp=MTP in drafters, **options(n_target)
-        )
+        target_options = options(n_target)
+        target_options["load_mtp"] = MTP in drafters
+        context = runtime.open(target_name, console, stack, **target_options)
         drafter = make_drafter(
             drafters,
             lambda name: runtime.open_draft(name, context, console, stack, **options(n_draft)),

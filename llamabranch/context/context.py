@@ -57,6 +57,7 @@ class Context:
             computed. By default the context has the target's size, sequences and threads.
 
     Attributes:
+        model: the model that it computes.
         target: the context that it drafts for as a head; None for all other contexts.
         params: the parameters with every default resolved. n_ctx, n_batch, n_seq_max, n_outputs_max,
             n_threads, n_threads_batch, kv_type: the values in effect.
@@ -78,6 +79,9 @@ class Context:
     Sequences 0 to n_seq_max - 1 are open to the raw calls of this class unless a branch has leased
     them; branches take them from the top. One lock serialises all calls from many threads.
     """
+
+    model: Model
+    target: Context | None
 
     def __init__(
         self,
@@ -175,7 +179,7 @@ class Context:
         self._last_rows: list[LogitsRow] = []
 
     def _open_head(self, handle: ContextHandle, target: Context) -> heads.FeatureBatch | None:
-        """Let the target keep its hidden states; return the batch of the head's encoder, if it has one."""
+        """Let the target keep its hidden states; return the batch of the head's encoder, if any."""
         layers = self.model.target_layers or (target.model.n_layer,)
         reader = weakref.ref(handle)
 

@@ -349,7 +349,9 @@ class Decoder:
         try:
             code = handle.decode_tree(n, members)
             if code == 0:
-                if self._cache.hidden is not None:  # ``KVCache.adopt`` counts on from the same index
+                if (
+                    self._cache.hidden is not None
+                ):  # ``KVCache.adopt`` counts on from the same index
                     self._cache.hidden.record(self._cache.ledger.clock, n)
                 return self._read(n)
         except BaseException:

@@ -38,7 +38,7 @@ class _Model(Vocabulary, Protocol):
 
 
 def head_kind(header: Header) -> str:
-    """Return "eagle3" for the file of a head, "mtp" for one whose MTP layers llama.cpp computes, else ""."""
+    """Return "eagle3" for a head, "mtp" for MTP layers that llama.cpp computes, else ""."""
     if header.architecture == "eagle3":
         return "eagle3"
     names = {tensor.name for tensor in header.tensors}

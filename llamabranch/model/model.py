@@ -419,7 +419,7 @@ class Model:
         Raises:
             ModelLoadError: no such file, or not a GGUF.
         """
-        return head_kind(read_header(path))
+        return head_kind(read_header(Path(path)))
 
     def head_fault(self, head: Model) -> str:
         """Return why ``head`` cannot draft for this model with its hidden states; "" if it can.

@@ -164,9 +164,7 @@ class ContextHandle(Handle):
             ptr = C.llama_init_from_model(model.ptr, params)
             if ptr:  # from here on the context is freed with this object
                 target = None if head is None else head.target
-                Handle.__init__(
-                    self, ptr, free, name="context", parent=model, second_parent=target
-                )
+                Handle.__init__(self, ptr, free, name="context", parent=model, second_parent=target)
 
         try:
             call_in_thread(create)

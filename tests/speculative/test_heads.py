@@ -1,4 +1,4 @@
-"""EAGLE-3 heads and MTP layers: the text is the target's, the state follows the branch, misuse is refused."""
+"""EAGLE-3 heads and MTP layers: the text is the target's, the state follows the branch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,7 +17,6 @@ import toys
 
 import llamabranch as lb
 from llamabranch.native import heads
-from llamabranch.speculative.drafters.base import Drafter
 from llamabranch.speculative.length.base import FixedLength
 
 DATA = Path(lb.__file__).parent / "data"
@@ -43,7 +42,9 @@ class Pair(NamedTuple):
 
     def speculator(self, **config: object) -> lb.Speculator:
         return lb.Speculator(
-            self.ctx, self.drafter, lb.SpeculativeConfig(**{"draft_k": 4, **config})  # type: ignore[arg-type]
+            self.ctx,
+            self.drafter,
+            lb.SpeculativeConfig(**{"draft_k": 4, **config}),  # type: ignore[arg-type]
         )
 
     def audit(self) -> None:
@@ -265,16 +266,18 @@ def test_closing_the_target_closes_the_head(target: lb.Model) -> None:
 
 
 def test_compaction_keeps_the_hidden_states(target: lb.Model) -> None:
-    with lb.Context(target, n_ctx=256, n_seq_max=4, n_threads=1) as ctx:
-        with lb.Context(lb.Model(HEAD), target=ctx):
-            with lb.Branch.start(ctx, "Once upon a time") as branch:
-                before = ctx.hidden_states(branch.sequence.seq_id, branch.tokens, 0)
-                assert ctx.compact()
-                found = ctx.kv_cache.hidden
-                assert found is not None
-                rows = found.all_of(branch.sequence.seq_id)
-                assert all(row is not None for row in rows)
-                assert np.array_equal(np.stack([r for r in rows if r is not None]), before)
+    with (
+        lb.Context(target, n_ctx=256, n_seq_max=4, n_threads=1) as ctx,
+        lb.Context(lb.Model(HEAD), target=ctx),
+        lb.Branch.start(ctx, "Once upon a time") as branch,
+    ):
+        before = ctx.hidden_states(branch.sequence.seq_id, branch.tokens, 0)
+        assert ctx.compact()
+        found = ctx.kv_cache.hidden
+        assert found is not None
+        rows = found.all_of(branch.sequence.seq_id)
+        assert all(row is not None for row in rows)
+        assert np.array_equal(np.stack([r for r in rows if r is not None]), before)
 
 
 # -- what does not fit -----------------------------------------------------------------------------------
@@ -285,7 +288,7 @@ def test_head_without_its_target_is_refused() -> None:
         lb.Context(head)
 
 
-MISFITS: dict[str, tuple[dict[str, object], str]] = {
+MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "width": ({"n_embd": 32}, "hidden states of 32"),
     "layer": ({"metadata": {"target_layers": [0, 1, 9]}}, "reads layer 9"),
     "output of the last layer": ({"metadata": {"target_layers": [0, 1, 2]}}, "layer 2"),
@@ -299,7 +302,7 @@ MISFITS: dict[str, tuple[dict[str, object], str]] = {
 def test_head_that_does_not_fit_is_refused_with_the_reason(case: str, folder: Path) -> None:
     options, reason = MISFITS[case]
     model = lb.Model(toys.write_llama(folder / "fit.gguf", vocab="bytes"))
-    given = {"vocab": "bytes", "weights": "f32", **options}
+    given: dict[str, Any] = {"vocab": "bytes", "weights": "f32", **options}
     try:
         head = lb.Model(toys.write_eagle3(folder / "misfit.gguf", **given))
     except lb.ModelLoadError:  # llama.cpp refuses the shapes itself
@@ -313,14 +316,19 @@ def test_head_that_does_not_fit_is_refused_with_the_reason(case: str, folder: Pa
 
 
 def test_mtp_needs_layers_that_are_there_and_loaded(target: lb.Model, folder: Path) -> None:
-    with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
-        with pytest.raises(lb.UnsupportedError, match="has no MTP layers"):
-            lb.MTPDrafter(ctx)
+    with (
+        lb.Context(target, n_ctx=256, n_threads=1) as ctx,
+        pytest.raises(lb.UnsupportedError, match="has no MTP layers"),
+    ):
+        lb.MTPDrafter(ctx)
     path = toys.write_glm4moe(folder / "unloaded.gguf", vocab="bytes", weights="f32")
     assert lb.Model.head_kind(path) == "mtp"
-    with lb.Model(path) as model, lb.Context(model, n_threads=1) as ctx:
-        with pytest.raises(lb.UnsupportedError, match="load_mtp=True"):
-            lb.MTPDrafter(ctx)
+    with (
+        lb.Model(path) as model,
+        lb.Context(model, n_threads=1) as ctx,
+        pytest.raises(lb.UnsupportedError, match="load_mtp=True"),
+    ):
+        lb.MTPDrafter(ctx)
     lacking = toys.write_glm4moe(
         folder / "lacking.gguf", vocab="bytes", weights="f32", drop=("blk.2.nextn.eh_proj.weight",)
     )
@@ -345,7 +353,7 @@ def test_wrong_widths_are_refused_before_llama_cpp(eagle: Pair) -> None:
         np.zeros((0, 768), np.float32),
     ):
         with pytest.raises((lb.ConfigError, ValueError)):
-            head.encode(features)
+            head.encode(features)  # type: ignore[arg-type]
     with pytest.raises(lb.ConfigError, match="no layer 6"):
         heads.extract_layers(eagle.ctx.decoder.handle, [6], True)
 
@@ -401,17 +409,19 @@ def test_drafted_tokens_are_those_of_llama_cpp(prompt: str, target: lb.Model) ->
     assert program is not None
     rounds = drafts_of_llama_cpp(
         program,
-        ["-m", str(target.path), "-md", str(HEAD), "--spec-type", "draft-eagle3"]
-        + ["--spec-draft-n-max", "4", "--spec-draft-p-min", "0", "-p", prompt, "-n", "60"]
-        + ["--temp", "0", "-t", "1", "-c", "512", "--verbose"],
+        [
+            *("-m", str(target.path), "-md", str(HEAD), "--spec-type", "draft-eagle3"),
+            *("--spec-draft-n-max", "4", "--spec-draft-p-min", "0", "-p", prompt, "-n", "60"),
+            *("--temp", "0", "-t", "1", "-c", "512", "--verbose"),
+        ],
     )
     assert len(rounds) > 10
     greedy = lb.SamplingParams(temperature=0.0)
-    with lb.Context(
-        target, n_ctx=512, n_threads=1, kv_type="f16", batch_invariant=False
-    ) as ctx, lb.Context(
-        lb.Model(HEAD), target=ctx, kv_type="f16", batch_invariant=False
-    ) as head, lb.Branch.create(ctx, greedy) as branch:
+    with (
+        lb.Context(target, n_ctx=512, n_threads=1, kv_type="f16", batch_invariant=False) as ctx,
+        lb.Context(lb.Model(HEAD), target=ctx, kv_type="f16", batch_invariant=False) as head,
+        lb.Branch.create(ctx, greedy) as branch,
+    ):
         text = ctx.tokenize(prompt)
         branch.prefill(text[:-1])
         state = lb.EagleDrafter(head).start(branch, "seeded")

@@ -24,7 +24,8 @@ def read_network(reader: gguf.GGUFReader) -> Network:
     """Return the network of a GGUF file that `training.export` wrote."""
 
     def value(key: str) -> float:
-        return float(reader.fields[f"llama.{key}"].contents())
+        # Stored in 32 bits: the decimal number that was written has at most seven digits.
+        return float(f"{float(reader.fields[f'llama.{key}'].contents()):.7g}")
 
     n_heads = int(value("attention.head_count"))
     config = Config(
@@ -43,7 +44,7 @@ def read_network(reader: gguf.GGUFReader) -> Network:
     for name, parameter in network.named_parameters():
         tensor = tensors[gguf_name(name)]
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        parameter.data.copy_(torch.from_numpy(np.ascontiguousarray(values, np.float32)))
+        parameter.data.copy_(torch.from_numpy(np.array(values, np.float32)))
     return network
 
 

@@ -3,6 +3,7 @@
 from .caches import LocalModel, find, hub_cache, local_models, parts
 from .catalogue import (
     BUNDLED_DRAFT,
+    BUNDLED_HEAD,
     BUNDLED_TARGET,
     CatalogueEntry,
     catalogue,
@@ -16,6 +17,7 @@ from .spec import HubSpec
 
 __all__ = [
     "BUNDLED_DRAFT",
+    "BUNDLED_HEAD",
     "BUNDLED_TARGET",
     "Absent",
     "CatalogueEntry",

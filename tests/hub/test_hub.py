@@ -33,10 +33,11 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # -- models.txt ------------------------------------------------------------------------------------
 
 
-def test_catalogue_lists_the_bundled_pair_first() -> None:
-    first, second, *others = hub.catalogue()
+def test_catalogue_lists_the_bundled_models_first() -> None:
+    first, second, third, *others = hub.catalogue()
     assert (first.name, first.role, first.bundled) == (hub.BUNDLED_TARGET, "target", True)
     assert (second.name, second.role, second.bundled) == (hub.BUNDLED_DRAFT, "draft", True)
+    assert (third.name, third.role, third.bundled) == (hub.BUNDLED_HEAD, "head", True)
     assert others
     assert not any(entry.bundled for entry in others)
 

@@ -71,7 +71,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run("prepare", corpus, work, *prepared)
     run("train", work, "--steps", 40, *toy)
     run("distill", work, "--steps", 20, *toy, *sampling)
-    run("export", work, work)
+    run("eagle", work, "--steps", 20, *toy, *sampling)
+    run("export", work, work, "--roles", "target", "draft", "eagle")
     run("export", work, work, "--type", "f32")
     return work
 
@@ -155,6 +156,64 @@ def test_exported_pair_speaks_and_shares_its_tokenizer(work: Path) -> None:
             assert model.metadata["general.license"] == "mit"
             branch = lb.Branch.start(ctx, "Once upon", temperature=0.0)
             assert list(branch.generate(max_tokens=24))
+
+
+def test_head_reads_its_own_drafts_as_llama_cpp_lets_it(work: Path) -> None:
+    """Three unrolled steps of the training are three steps of a draft in llama.cpp.
+
+    The weights are shaken first; then the logits of torch and of the F32 export agree at each step.
+    """
+    import torch
+
+    from training.eagle import load_head, unroll
+    from training.export import write, write_head
+    from training.loop import load_network
+
+    target = load_network(work / "target.pt").requires_grad_(False)
+    head = load_head(work / "eagle.pt", target)
+    torch.manual_seed(5)
+    for parameter in head.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    write(target, work / "tokenizer.json", "target", "f32", work / "whole.gguf")
+    write_head(head, target, work / "tokenizer.json", "f32", work / "head.gguf")
+    tokens = np.random.default_rng(5).integers(1, VOCAB, 24).tolist()
+    n = len(tokens) - 3
+    with torch.no_grad():
+        _, given = unroll(target, head, torch.tensor([tokens]), 3)
+    with (
+        lb.load(work / "whole.gguf", n_threads=1, kv_type="f32") as ctx,
+        lb.load(work / "head.gguf", target=ctx, n_threads=1, kv_type="f32") as ours,
+        lb.Branch.start(ctx, tokens) as branch,
+    ):
+        states = ours.encode(ctx.hidden_states(branch.sequence.seq_id, tokens, 0)[:n])
+        seq_id = ours.lease(branch)
+        for step in range(3):
+            part = tokens[1 : n + 1] if step == 0 else tokens[n + step : n + step + 1]
+            rows = ours.decoder.decode(
+                part, [seq_id] * len(part), [True] * len(part), (), states[-len(part) :]
+            )
+            wanted = given[step][0, -len(part) :].numpy()
+            assert np.abs(np.stack([row.array for row in rows]) - wanted).max() < 1e-2
+            states = ours.decoder.output_states(len(part))
+        ours.return_lease(seq_id)
+
+
+def test_weights_and_tokenizer_come_back_from_a_file(work: Path, tmp_path: Path) -> None:
+    import torch
+    from tokenizers import Tokenizer
+
+    from training.loop import load_network
+
+    run("restore", work / "tale-target-f32.gguf", tmp_path)
+    there, back = load_network(work / "target.pt"), load_network(tmp_path / "target.pt")
+    assert there.config == back.config
+    for left, right in zip(there.parameters(), back.parameters(), strict=True):
+        assert torch.equal(left, right)
+    text = "The old mill, it's said, had 3 doors -- and one key."
+    first, second = (
+        Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (work, tmp_path)
+    )
+    assert first.encode(text).ids == second.encode(text).ids
 
 
 def test_sampler_with_cache_draws_from_the_softmax() -> None:

@@ -117,7 +117,7 @@ def main() -> None:
         return agreement(target, head, fairy)
 
     def loss(windows: Tensor) -> Tensor:
-        return draft_loss(target, head, windows, args.n_steps, args.decay)
+        return draft_loss(target, head, windows[:, :-1], args.n_steps, args.decay)
 
     fit(head, mixture.draw, loss, evaluate, args.work / "eagle.pt", args)
 

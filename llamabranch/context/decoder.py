@@ -226,7 +226,9 @@ class Decoder:
         if not handle.can_step or handle.stepper is None or cache.hidden is not None:
             return None
         if self._loop is None:
-            self._loop = DraftLoop(handle.stepper, handle.n_vocab, self._eog_tokens)
+            self._loop = DraftLoop(
+                handle.stepper, handle.n_vocab, self._eog_tokens, handle.draft_head
+            )
             self._most_loop = min(handle.n_watched, handle.n_chunk, handle.n_outputs_max)
         n_first = longest = 0
         seqs, starts = [], {}

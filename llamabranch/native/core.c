@@ -680,6 +680,7 @@ enum { LB_GOES_ON = 0, LB_FULL_LENGTH = 1, LB_STOPPED = 2, LB_EOG = 3, LB_TO_PYT
 typedef struct {
     lb_sampler *sampler;
     const float *row;    /* the logits after its last token; NULL before the first decode */
+    const float *hidden; /* of a head: the state after its last token, which goes in with the next */
     uint64_t seed;
     uint64_t position;   /* of the next token to draw */
     int32_t purpose;
@@ -719,6 +720,9 @@ typedef struct {
     int32_t most_decodes;
     int32_t n_decodes; /* that succeeded */
     int32_t code;      /* of the decode that failed, 0: none */
+    float *(*get_states)(void *ctx); /* of a head: the states of the rows of logits; NULL: no head */
+    int32_t n_state;   /* numbers in a state */
+    int32_t ahead;     /* by how many tokens a head's token is ahead of its position */
 } lb_loop;
 
 /* Return whether some longer draft gains more tokens than the time it costs is worth. */
@@ -805,6 +809,7 @@ LB_API void lb_draft(lb_loop *loop, lb_stream *streams, int32_t n_streams) {
             if (loop->code) return;
             loop->n_decodes++;
             const float *rows = d->logits = d->get_logits(d->ctx);
+            const float *states = loop->get_states ? loop->get_states(d->ctx) : NULL;
             int32_t output = 0;
             for (int32_t i = 0; i < n_streams; i++) {
                 lb_stream *s = streams + i;
@@ -812,6 +817,7 @@ LB_API void lb_draft(lb_loop *loop, lb_stream *streams, int32_t n_streams) {
                 if (s->state != LB_GOES_ON) continue;
                 s->n_decoded += !is_first;
                 s->row = rows + (int64_t)loop->n_vocab * output;
+                if (states) s->hidden = states + (int64_t)loop->n_state * output;
                 s->output = output++;
             }
         }
@@ -825,7 +831,11 @@ LB_API void lb_draft(lb_loop *loop, lb_stream *streams, int32_t n_streams) {
             if (s->state != LB_GOES_ON) continue;
             int32_t at = batch->n_tokens++;
             batch->token[at] = s->tokens[s->n_tokens - 1];
-            batch->pos[at] = (int32_t)s->position - 1;
+            batch->pos[at] = (int32_t)s->position - 1 - loop->ahead;
+            if (loop->get_states) {
+                size_t size = sizeof(float) * (size_t)loop->n_state;
+                memcpy(batch->embd + (int64_t)loop->n_state * at, s->hidden, size);
+            }
             *batch->seq_id[at] = s->seq_id;
             batch->logits[at] = 1;
         }

@@ -54,6 +54,7 @@ class _Stream(ctypes.Structure):
     _fields_ = (
         ("sampler", ctypes.c_void_p),
         ("row", ctypes.c_void_p),
+        ("hidden", ctypes.c_void_p),
         ("seed", ctypes.c_uint64),
         ("position", ctypes.c_uint64),
         ("purpose", ctypes.c_int32),
@@ -95,6 +96,9 @@ class _Loop(ctypes.Structure):
         ("most_decodes", ctypes.c_int32),
         ("n_decodes", ctypes.c_int32),
         ("code", ctypes.c_int32),
+        ("get_states", ctypes.c_void_p),
+        ("n_state", ctypes.c_int32),
+        ("ahead", ctypes.c_int32),
     )
 
 
@@ -180,9 +184,12 @@ class DraftStream:
                 s.mean, s.rate, s.reach = rule.mean, rule.rate, rule.reach
                 s.is_probe = rule.is_probe
 
-    def start(self, position: int, row: int | None) -> None:
-        """Set the position of the first draw, and the address of its logits: None = not decoded yet."""
-        self.struct.position, self.struct.row = position, row
+    def start(self, position: int, row: int | None, hidden: int | None = None) -> None:
+        """Set the position of the first draw, and the address of its logits: None = not decoded yet.
+
+        ``hidden``: of a head, the address of the state that goes in with the first drawn token.
+        """
+        self.struct.position, self.struct.row, self.struct.hidden = position, row, hidden
 
     @property
     def state(self) -> int:
@@ -235,13 +242,23 @@ class DraftLoop:
         stepper: decodes in the context.
         n_vocab: the size of the vocabulary.
         eog_tokens: the ids that end a text.
+        head: of a head: the address of the function that returns its states, the numbers in one, and by
+            how many tokens a token is ahead of its position.
     """
 
-    def __init__(self, stepper: core.Stepper, n_vocab: int, eog_tokens: Sequence[int]) -> None:
+    def __init__(
+        self,
+        stepper: core.Stepper,
+        n_vocab: int,
+        eog_tokens: Sequence[int],
+        head: tuple[int, int, int] | None = None,
+    ) -> None:
         self._stepper = stepper
         self._is_eog = np.zeros(n_vocab, dtype=np.uint8)
         self._is_eog[list(eog_tokens)] = 1
         self._struct = _Loop(decoder=stepper.at, is_eog=self._is_eog.ctypes.data, n_vocab=n_vocab)
+        if head is not None:
+            self._struct.get_states, self._struct.n_state, self._struct.ahead = head
 
     def run(self, streams: Sequence[DraftStream], n_first: int, most_decodes: int) -> int:
         """Decode and draw in turns; return llama_decode's code if a decode failed, else 0.

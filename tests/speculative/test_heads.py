@@ -16,7 +16,7 @@ import pytest
 import toys
 
 import llamabranch as lb
-from llamabranch.native import heads
+from llamabranch.native import draft_loop, heads
 from llamabranch.speculative.length.base import FixedLength
 
 DATA = Path(lb.__file__).parent / "data"
@@ -219,6 +219,30 @@ def test_drafts_do_not_depend_on_the_way_to_the_text(eagle: Pair) -> None:
         restored = lb.Branch.restore(eagle.ctx, whole.snapshot())
         assert draft(restored) == wanted
         restored.prune()
+
+
+@pytest.mark.skipif(not draft_loop.available, reason="the compiled core is not here")
+@pytest.mark.parametrize("rule", ["seeded", "block"])
+def test_compiled_loop_drafts_what_python_drafts(
+    pair: Pair, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = lb.SamplingParams(temperature=0.8, seed=2)
+
+    def drafts() -> list[tuple[list[int], list[int]]]:
+        found = []
+        for prompt in PROMPTS:
+            tokens = pair.ctx.tokenize(prompt)
+            with lb.Branch.create(pair.ctx, sampling) as branch:
+                branch.prefill(tokens[:-1])
+                state = pair.drafter.start(branch, rule)
+                draft = state.propose(tokens, FixedLength(5), 5)
+                found.append((draft.tokens, [len(source.ids) for source in draft.sources]))
+                state.close()
+        return found
+
+    compiled = drafts()
+    monkeypatch.setattr(draft_loop, "available", False)
+    assert drafts() == compiled
 
 
 def test_acceptance_of_the_bundled_head(eagle: Pair) -> None:

@@ -24,8 +24,10 @@ from ...context.decode_times import context_key
 from ...context.logits import LogitsRow
 from ...errors import CapacityError, ConfigError, GrammarError, UnsupportedError
 from ...model import Model
-from ...sampling import Grammar, Sampler, SamplingParams
-from ...sampling.noise import DRAFT
+from ...native import draft_loop
+from ...native.draft_loop import DraftStream
+from ...sampling import Distribution, Grammar, Sampler, SamplingParams
+from ...sampling.noise import DRAFT, DRAW
 from ..length.base import DraftLength
 from ..rules import draft_seed
 from .base import Draft, Drafter, DraftRequest, DraftState
@@ -184,6 +186,7 @@ class HeadState:
         self._sampler = self._new_sampler(drafter.settings(target), target.grammar)
         # How many tokens the sampler has accepted; None if it must accept all of them again.
         self._n_accepted: int | None = None
+        self._stream: DraftStream | None = None  # for the compiled loop
         self.seq_id = self._ctx.lease(self)
 
     def _new_sampler(self, params: SamplingParams, grammar: Grammar | None) -> Sampler:
@@ -217,6 +220,34 @@ class HeadState:
             self._n_accepted = len(tokens)
         return self._sampler
 
+    def stream(
+        self, sampler: Sampler, noise: int, n_drafted: int, length: DraftLength, limit: int
+    ) -> DraftStream | None:
+        """Return what the compiled loop needs to draw for this state; None: it cannot.
+
+        The draft has ``n_drafted`` tokens so far, and at most ``limit``.
+        """
+        compiled = sampler.row_sampler if draft_loop.available else None
+        if compiled is None:
+            return None
+        rule = length.stop_rule(n_drafted) if length.reads_entropy else None
+        if n_drafted >= (limit if rule is None else min(limit, rule.most_tokens)):
+            return None
+        stream, is_seeded = self._stream, self.rule == "seeded"
+        if stream is None or stream.limit < limit:
+            stream = DraftStream(limit, self._ctx.n_vocab, keeps_sources=not is_seeded)
+            self._stream = stream
+        stream.begin(
+            compiled,
+            seed=self.seed if is_seeded else noise,
+            purpose=DRAW if is_seeded else DRAFT,
+            seq_id=self.seq_id,
+            n_drafted=n_drafted,
+            limit=limit,
+            rule=rule,
+        )
+        return stream
+
     def observe(self, n_tokens: int) -> None:
         """Forget all tokens but the first ``n_tokens``."""
         if n_tokens >= len(self.tokens):
@@ -249,6 +280,9 @@ class _Run:
     Attributes:
         row: the logits of the next token, valid until the next decode.
         hidden: the head's state for the next pair, (n_embd,).
+        limit: the most tokens of the draft.
+        is_drawn: the last token of the draft was drawn from ``row``, and is not decoded yet.
+        is_done: the draft has ended.
     """
 
     def __init__(self, state: HeadState, draft: Draft, length: DraftLength, limit: int) -> None:
@@ -256,23 +290,31 @@ class _Run:
         self.draft = draft
         self.row: LogitsRow | None = None
         self.hidden: States | None = None
+        self.is_drawn = self.is_done = False
+        self._is_decided = False  # the length has been asked about the next token, and goes on
         self._length = length
-        self._limit = limit
+        self.limit = limit
         self._sampler = state.sampler()
         self._noise = 0
         if state.rule != "seeded":
             self._noise = draft_seed(state.seed, len(state.tokens))
 
-    def draw(self) -> bool:
+    def draw(self) -> None:
+        """Draw the next token in Python."""
+        self.is_drawn = True
+        self.is_done = not self._draw()
+
+    def _draw(self) -> bool:
         """Draw the next token; return whether another may follow it."""
         draft, length, row = self.draft, self._length, self.row
         if row is None:
             raise RuntimeError("nothing was decoded to draw from")
         entropy = row.entropy() if length.reads_entropy else math.nan
         draft.entropies.append(entropy)
-        if not length.goes_on(len(draft.tokens), entropy):
+        if not self._is_decided and not length.goes_on(len(draft.tokens), entropy):
             draft.stopped = length.reason
             return False
+        self._is_decided = False
         state, sampler = self.state, self._sampler
         position = len(state.tokens) + len(draft.tokens)
         try:
@@ -286,7 +328,7 @@ class _Run:
             if state.target.ctx.model.is_eog(token):
                 draft.stopped = "end"
                 return False
-            if len(draft.tokens) >= self._limit:
+            if len(draft.tokens) >= self.limit:
                 return False
             if not sampler.is_stateless:
                 self._sampler = sampler.after((token,))
@@ -294,6 +336,44 @@ class _Run:
             draft.stopped = "end"
             return False
         return True
+
+    def stream(self) -> DraftStream | None:
+        """Return this run's part of the compiled loop, which begins at ``row``; None: it has none."""
+        n, row, hidden = len(self.draft.tokens), self.row, self.hidden
+        if row is None or hidden is None:
+            return None
+        stream = self.state.stream(self._sampler, self._noise, n, self._length, self.limit)
+        if stream is not None:
+            stream.start(len(self.state.tokens) + n, row.address, hidden.ctypes.data)
+        return stream
+
+    def take(self, stream: DraftStream, row: LogitsRow | None, hidden: States | None) -> None:
+        """Add what the compiled loop has drawn; ``row`` and ``hidden`` follow its last decode."""
+        draft, length, drawn = self.draft, self._length, stream.tokens
+        n_before = len(draft.tokens)
+        if row is not None:
+            self.row, self.hidden = row, hidden
+        self.is_drawn = len(drawn) > stream.n_decoded
+        draft.tokens += drawn
+        draft.sources += [Distribution.from_logweights(*found) for found in stream.sources]
+        if not length.reads_entropy:
+            draft.entropies += [math.nan] * len(drawn)
+        else:
+            for n, entropy in enumerate(stream.entropies, n_before):
+                draft.entropies.append(entropy)
+                if not length.goes_on(n, entropy):
+                    draft.cut(n)
+                    draft.stopped = length.reason
+                    self.is_done = True
+                    return
+            if stream.state == draft_loop.STOPPED:  # but Python goes on: it draws that token
+                draft.entropies.pop()
+                self._is_decided = True
+        if stream.state == draft_loop.EOG:
+            draft.stopped = "end"
+            self.is_done = True
+        elif len(draft.tokens) >= self.limit:
+            self.is_done = True
 
 
 class _Drafting:
@@ -418,11 +498,40 @@ class _Drafting:
     def _take(self, runs: Sequence[_Run]) -> None:
         """Give each run its row of the last decode, and the head's state for its next pair."""
         for run, row, hidden in zip(runs, self._rows, self._hidden, strict=True):
-            run.row, run.hidden = row, hidden
+            run.row, run.hidden, run.is_drawn = row, hidden, False
+
+    def _loop(self, runs: Sequence[_Run]) -> bool:
+        """Draft in the compiled core; return False if it cannot draft for these streams."""
+        streams: list[DraftStream] = []
+        for run in runs:
+            stream = run.stream()
+            if stream is None:
+                return False
+            streams.append(stream)
+        decoder = self._ctx.decoder
+        n_decodes = decoder.n_decodes
+        found = decoder.draft(streams, [()] * len(runs), max(run.limit for run in runs), ())
+        if found is None:
+            return False
+        states: list[States | None] = [None] * len(runs)
+        if decoder.n_decodes > n_decodes and any(row is not None for row in found):
+            kept = decoder.output_states(1 + max(stream.output for stream in streams))
+            states = [kept[stream.output] if stream.output >= 0 else None for stream in streams]
+        for run, stream, row, hidden in zip(runs, streams, found, states, strict=True):
+            run.take(stream, row, hidden)
+        return True
 
     def _draft(self, runs: list[_Run]) -> None:
+        """Draft in the compiled loop as far as it can; where it cannot, make that step here."""
+        may_loop = True
         while runs:
-            runs = [run for run in runs if run.draw()]
+            if may_loop:
+                may_loop = self._loop(runs)
+                runs = [run for run in runs if not run.is_done]
+            for run in runs:
+                if not run.is_drawn:
+                    run.draw()
+            runs = [run for run in runs if not run.is_done]
             if not runs:
                 return
             self._decode(

@@ -6,8 +6,7 @@ Options that only one command has are in that command's file.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -27,8 +26,8 @@ from ..loading import LoadOptions, load
 from .candidates import choose_draft
 from .console import Console
 from .drafters import parse_draft
+from .output_options import DRAFTING, MODELS, OUTPUT, REQUESTS, RUNTIME, SAMPLING, OutputOptions
 from .prompts import PromptSource, read_prompts, read_text
-from .reporting import reporting_errors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -51,14 +50,6 @@ __all__ = [
     "TextOptions",
     "Threads",
 ]
-
-# The headings of --help.
-MODELS = "Models"
-REQUESTS = "Requests"
-DRAFTING = "Drafting"
-SAMPLING = "Sampling"
-RUNTIME = "Runtime"
-OUTPUT = "Output"
 
 DEFAULTS = SamplingParams()
 
@@ -445,31 +436,6 @@ class RuntimeOptions(LoadingOptions):
             "--kv-type": self.kv_type,
         }
         return [arg for name, v in given.items() if v is not None for arg in (name, str(v))]
-
-
-@dataclass(frozen=True)
-class OutputOptions:
-    """How a command prints its output."""
-
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="Print one JSON object and nothing else.", rich_help_panel=OUTPUT
-        ),
-    ] = False
-    no_color: Annotated[
-        bool, typer.Option("--no-color", help="No colours.", rich_help_panel=OUTPUT)
-    ] = False
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks.", rich_help_panel=OUTPUT)
-    ] = False
-
-    @contextmanager
-    def console(self) -> Iterator[Console]:
-        """Yield the console of a command; errors end the command with one line and an exit code."""
-        console = Console(color=not self.no_color)
-        with reporting_errors(console, debug=self.debug, as_json=self.as_json):
-            yield console
 
 
 def _parse_length(text: str) -> int | Literal["auto"]:

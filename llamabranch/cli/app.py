@@ -13,7 +13,9 @@ import typer
 
 from llamabranch.startup import quit_interrupted, quit_on_ctrl_c
 
+from .console import Console, print_json_error
 from .parsing import Command, CommandGroup, PromptsCommand, reopen_closed_streams
+from .reporting import EXIT_FAILURE
 
 __all__ = ["COMMANDS", "app", "load_command", "main"]
 
@@ -52,7 +54,17 @@ class _Commands(CommandGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Return the subcommand that the arguments name, imported, and the arguments after it."""
         name, listed, rest = super().resolve_command(ctx, args)
-        return name, listed and load_command(name), rest
+        if listed is None:
+            return name, None, rest
+        try:
+            return name, load_command(listed.name), rest
+        except (ImportError, OSError, RuntimeError) as error:  # of llama.cpp's library
+            message = f"{name} cannot be loaded: {error}"
+            hint = "`llamabranch doctor` tells what is installed"
+            Console().error(message, hint)
+            if "--json" in args:
+                print_json_error(error, message, hint)
+            raise typer.Exit(EXIT_FAILURE) from None
 
 
 app = typer.Typer(

@@ -11,7 +11,7 @@ from llamabranch import ConfigError, hub
 from .bundles import with_bundles
 from .console import Console, print_json
 from .formats import decimal_size
-from .output_options import MODELS, OutputOptions
+from .options import MODELS, OutputOptions
 
 
 @with_bundles

@@ -10,7 +10,7 @@ from llamabranch import hub
 
 from .bundles import with_bundles
 from .console import print_json
-from .output_options import MODELS, OutputOptions
+from .options import MODELS, OutputOptions
 
 
 @with_bundles

@@ -12,7 +12,7 @@ from llamabranch import theory as formulas
 
 from .bundles import with_bundles
 from .console import print_json
-from .output_options import OutputOptions
+from .options import OutputOptions
 
 ACCEPTANCES = (0.7, 0.8)
 DRAFT_LENGTHS = (4, 8)

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "llamabranch"
 
 # A room imports from the rows above its own, never from its own row or from below.
 FLOORS = (
-    ("errors", "startup"),
+    ("errors", "lazy", "startup"),
     ("arguments", "pictures"),
     ("native", "hub"),
     ("model",),

@@ -407,7 +407,7 @@ class _Client:
                 "downloading needs huggingface_hub, which is not installed",
                 hint="pip install 'llamabranch[hub]', or fetch the file by hand and give its path",
             ) from error
-        # Its own pieces of 10 MB are copied into fresh memory each time, which takes a quarter of its time.
+        # Pieces of 10 MB, its own choice, are copied into fresh memory each time: a quarter of its time.
         constants.DOWNLOAD_CHUNK_SIZE = _PIECE
         self.HfApi = huggingface_hub.HfApi
         self.hf_hub_url = huggingface_hub.hf_hub_url

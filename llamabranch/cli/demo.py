@@ -318,6 +318,8 @@ class _Drafts:
         pays = {"faster": "It pays here", "slower": "It does not pay here"}.get(
             verdict, "The times vary too much here to tell whether it pays"
         )
+        if verdict == ("faster" if cost.round_cost > cost.tokens_a_round else "slower"):
+            pays += ", though the times of its parts, which vary, do not tell why"
         return (
             f"{pays}: a round of {N_DRAFTED} drafts costs {cost.round_cost:.2f} target steps "
             f"(a drafted token {cost.c:.2f}, checking {N_DRAFTED + 1} tokens {cost.v:.2f}) and "

@@ -3,6 +3,7 @@
 from .beam import beam_search
 from .best_of import best_of_n, vote
 from .mcts import TreeSearch, tree_search
+from .outline import TreeLine, outline, tree_picture
 from .particles import Potential, smc
 from .result import Hypothesis, SearchNode, SearchResult, SearchStats
 from .selection import Selection, select
@@ -15,12 +16,15 @@ __all__ = [
     "SearchResult",
     "SearchStats",
     "Selection",
+    "TreeLine",
     "TreeSearch",
     "beam_search",
     "best_of_n",
+    "outline",
     "select",
     "smc",
     "step_search",
+    "tree_picture",
     "tree_search",
     "vote",
 ]

@@ -195,6 +195,15 @@ class SearchResult:
         """The text of the best hypothesis, "" if there is none."""
         return self.hypotheses[0].text if self.hypotheses else ""
 
+    def _repr_html_(self) -> str:
+        from .outline import tree_picture  # it shows the nodes of this module
+
+        best = f"{self.hypotheses[0].score:.4f}" if self.hypotheses else "none"
+        caption = (
+            f"{len(self.hypotheses)} hypotheses, best score {best}, {self.stats.decodes} decodes"
+        )
+        return tree_picture(self.tree, caption=caption)
+
     def as_dict(self, *, tree: bool = False) -> dict[str, object]:
         """Return JSON types; with ``tree`` also the whole tree."""
         record: dict[str, object] = {

@@ -81,8 +81,8 @@ class BestScores:
         values = logits[tokens].astype(np.float64) - top - log_total
         logprobs = dict(zip(tokens, values.tolist(), strict=True))
         scores = logprobs | {t: logprobs[t] + float(np.float32(x)) for t, x in bias.items()}
-        best = sorted((-score, token) for token, score in scores.items() if score > -math.inf)
-        return Scored([(token, -minus) for minus, token in best[: self._k]], logprobs)
+        ranked = sorted((-score, token) for token, score in scores.items() if score > -math.inf)
+        return Scored([(token, -minus) for minus, token in ranked[: self._k]], logprobs)
 
     def _largest(self, row: LogitsRow, n: int) -> list[int] | None:
         """Return the ``n`` tokens with the largest logits; None: the compiled core leaves it to NumPy."""

@@ -2,9 +2,9 @@
 
     python benchmarks/search_hf.py FILE.gguf THREADS DTYPE...
 
-A program of its own, which needs torch, transformers and gguf and nothing of this project. It prints one
-JSON line when it is ready, then for each line {"dtype", "prompt", "beams", "tokens"} on standard input the
-line {"seconds", "tokens"}: the time of ``generate`` with the prompt, and the ids that it generated.
+A program of its own, which needs torch, transformers and gguf and nothing of this project. It prints a
+JSON line when it is ready. Then it answers each line {"dtype", "prompt", "beams", "tokens"} with
+{"seconds", "tokens"}: the time of ``generate`` with the prompt, and the ids that it generated.
 """
 
 from __future__ import annotations

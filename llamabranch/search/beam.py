@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
-from ..arguments import real, whole
+from ..arguments import finite, whole
 from ..branch import Branch
 from ..errors import ConfigError, DecodeInterruptedError
 from .beams import Beams, Candidate
@@ -63,10 +62,8 @@ def beam_search(
     max_tokens = whole("max_tokens", max_tokens, 1)
     n = whole("n", n, 1, beams)
     groups = whole("groups", groups, 1, beams)
-    length_penalty = real("length_penalty", length_penalty)
-    diversity_penalty = real("diversity_penalty", diversity_penalty)
-    if not math.isfinite(length_penalty) or not math.isfinite(diversity_penalty):
-        raise ConfigError("length_penalty and diversity_penalty must be finite")
+    length_penalty = finite("length_penalty", length_penalty)
+    diversity_penalty = finite("diversity_penalty", diversity_penalty)
     if beams % groups:
         raise ConfigError(f"{beams} beams cannot be divided into {groups} equal groups")
     if diversity_penalty < 0 or (diversity_penalty and groups == 1):

@@ -93,7 +93,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["decode", "speculative", "peers", "fork", "batch", "sampling", "growth", "hotpath"],
+    ["decode", "speculative", "peers", "fork", "batch", "sampling", "growth", "hotpath", "search"],
 )
 def test_benchmark_ends_with_one_json_line(name: str, cache: Path) -> None:
     found = program(name, cache)
@@ -123,7 +123,7 @@ def test_run_lists_every_program() -> None:
     )  # fmt: skip
     steps = [line.split(":")[0] for line in done.stdout.splitlines()]
     assert {"decode", "peers", "speculative", "batch", "fork"} <= set(steps)
-    assert {"sampling", "growth", "hotpath", "resident"} <= set(steps)
+    assert {"sampling", "growth", "hotpath", "resident", "search"} <= set(steps)
     assert {"speculative-150M-f16", "peers-350M-f16"} <= set(steps)
 
 

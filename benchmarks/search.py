@@ -251,11 +251,10 @@ def _smc(settings: Settings, ctx: lb.Context, particles: Sequence[int]) -> dict[
             with lb.Branch.start(ctx, prompt, sampling=_endless(ctx, WHOLE)) as branch:
                 _, seconds, inside = _timed(ctx, partial(store, branch.fork_many(n)))
                 stores.append(1.0 - inside / seconds)
-        rate, share, store = (
-            median(x[1:]) for x in (rates, shares, stores)
-        )  # the first is warm-up
-        rows.append((str(n), number(rate, 0), percent(share), percent(store)))
-        found[str(n)] = {"particles_a_second": rate, "share_outside": share, "store": store}
+        # The first is warm-up.
+        rate, share, stored = (median(x[1:]) for x in (rates, shares, stores))
+        rows.append((str(n), number(rate, 0), percent(share), percent(stored)))
+        found[str(n)] = {"particles_a_second": rate, "share_outside": share, "store": stored}
     columns = ("particles", "tokens/s", "not in llama_decode", "BranchStore.step")
     table(
         f"smc without a potential, {settings.tokens} tokens, medians of {settings.runs}",
@@ -284,7 +283,7 @@ def _timed(ctx: lb.Context, work: Callable[[], object]) -> tuple[int, float, flo
         work()
         return tokens, perf_counter() - start, inside
     finally:
-        del handle.decode  # type: ignore[method-assign]
+        del handle.decode
 
 
 def _makers(works: Mapping[str, Work]) -> dict[str, Maker]:

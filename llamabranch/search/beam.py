@@ -10,7 +10,8 @@ from ..branch import Branch
 from ..errors import ConfigError, DecodeInterruptedError
 from .beams import Beams, Candidate
 from .lines import Lines, OnStep
-from .result import Hypothesis, SearchNode, SearchResult
+from .node import SearchNode
+from .result import Hypothesis, SearchResult
 from .scores import BestScores, Scored
 from .texts import checked_stops, completes_stop, hypothesis
 

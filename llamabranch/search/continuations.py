@@ -24,7 +24,8 @@ from ..speculative.length.auto import draft_length
 from ..speculative.length.base import FixedLength
 from ..speculative.round import Stream
 from .lines import Lines
-from .result import Hypothesis, SearchNode
+from .node import SearchNode
+from .result import Hypothesis
 
 __all__ = ["Boundary", "Continuation", "Continuations", "slot_seed"]
 

@@ -16,7 +16,8 @@ from typing import TypeVar
 from ..branch import Branch, BranchStore
 from ..branch.sequence import TokenSequence
 from ..errors import CacheFullError, ConfigError, DecodeInterruptedError, SequencesExhaustedError
-from .result import SearchNode, SearchStats
+from .node import SearchNode
+from .result import SearchStats
 
 __all__ = ["Lines", "OnStep"]
 

@@ -12,7 +12,8 @@ from ..errors import ConfigError, UsageError
 from ..speculative import Drafter
 from .continuations import Boundary, Continuation, Continuations, slot_seed
 from .lines import Lines, OnStep
-from .result import SearchNode, SearchResult
+from .node import SearchNode
+from .result import SearchResult
 from .texts import checked_stops
 from .trie import Trie
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ..pictures import Node, Token, tree
-from .result import SearchNode
+from .node import SearchNode
 
 __all__ = ["TreeLine", "outline", "tree_picture"]
 

@@ -18,8 +18,9 @@ from ..model import Model
 from ..sampling import Distribution, SamplingParams
 from ..sampling.noise import RULE, uniform
 from .lines import Lines, OnStep
+from .node import SearchNode
 from .resampling import SCHEMES, ancestors, effective_size, log_mean
-from .result import SearchNode, SearchResult
+from .result import SearchResult
 from .texts import checked_stops, completes_stop, hypothesis
 
 __all__ = ["Potential", "SeededDraws", "run_particles", "smc"]

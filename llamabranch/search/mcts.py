@@ -276,7 +276,7 @@ def tree_search(
         reward: the value of a text, without the prompt; values between 0 and 1 suit ``exploration``.
         iterations: how many texts are evaluated.
         expand, exploration, prior, step, max_tokens, rollout_tokens, stop, seed, drafter, on_step: as for
-            `TreeSearch`.
+            `TreeSearch`; ``on_step`` is called after each ``parallel`` rewards, too.
         n: how many texts to return.
         parallel: how many texts are evaluated together; their rollouts share decodes.
         enough: end as soon as a text has this reward.
@@ -315,4 +315,5 @@ def tree_search(
                 value = reward(text)
                 search.tell(node, value)
                 best = max(best, value)
+            search.lines.report()
         return search.result(n)

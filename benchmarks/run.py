@@ -102,6 +102,7 @@ def _steps(args: argparse.Namespace) -> Iterator[Step]:
         "search",
         "fork",
         "sampling",
+        "step",
         "hotpath",
     ):
         yield Step(program, program, ())

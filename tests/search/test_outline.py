@@ -33,11 +33,11 @@ def test_each_node_is_in_one_line_or_pruned_from_one(ctx: Context) -> None:
 def test_a_picture_has_every_text_and_counts_what_was_given_up(ctx: Context) -> None:
     with Branch.start(ctx, "Once upon a time") as branch:
         found = search.beam_search(branch, 2, 6)
-    picture = found._repr_html_()
+    picture = search.tree_picture(found.tree, prompt="Once")
     for node in found.best.node.path:
         assert node.text.strip() in picture
     assert "given up" in picture
-    assert f"{found.best.score:.4f}" in picture
+    assert f"score {found.best.score:.3f}" in picture
 
 
 def test_only_some_of_many_are_listed() -> None:

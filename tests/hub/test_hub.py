@@ -44,8 +44,10 @@ def test_catalogue_lists_the_bundled_models_first() -> None:
 
 def test_catalogue_alternates_targets_and_their_drafts() -> None:
     entries = hub.catalogue()
-    assert [entry.role for entry in entries] == ["target", "draft"] * (len(entries) // 2)
-    for target, draft in zip(entries[::2], entries[1::2], strict=True):
+    assert [entry.role for entry in entries[:3]] == ["target", "draft", "head"]
+    pairs = [entry for entry in entries if entry.role != "head"]
+    assert [entry.role for entry in pairs] == ["target", "draft"] * (len(pairs) // 2)
+    for target, draft in zip(pairs[::2], pairs[1::2], strict=True):
         assert hub.draft_for(target.name) == draft.name
         assert draft.size_bytes < target.size_bytes
 
@@ -77,7 +79,7 @@ def test_parse_skips_comments_and_blank_lines() -> None:
         (LINE + " | more", "7 fields instead of 6"),
         (LINE.replace("Apache-2.0", ""), "the licence is empty"),
         (LINE.replace("qwen3-4b", "qwen 3"), "contains a space or a slash"),
-        (LINE.replace("| target |", "| teacher |"), "'teacher', not target or draft"),
+        (LINE.replace("| target |", "| teacher |"), "'teacher', not target, draft or head"),
         (LINE.replace("Qwen/Qwen3-4B-GGUF", "Qwen3"), "neither owner/name"),
         (LINE.replace("_M.gguf", "_M.bin"), "not the name of a .gguf file"),
         (LINE.replace("2.50 GB", "big"), "the size 'big'"),

@@ -9,7 +9,7 @@ from ..native import heads
 from ..native.gguf_reader import Header, read_header
 from .vocabulary import Vocabulary, compare
 
-__all__ = ["head_kind", "why_no_eagle", "why_no_mtp"]
+__all__ = ["head_kind", "is_head_only", "why_no_eagle", "why_no_mtp"]
 
 
 class _Model(Vocabulary, Protocol):
@@ -48,6 +48,15 @@ def head_kind(header: Header) -> str:
     if has_layers and "blk.0.attn_norm.weight" in names and not why_no_layers(header.architecture):
         return "mtp"
     return ""
+
+
+def is_head_only(header: Header) -> bool:
+    """Return whether a file has MTP layers and nothing that they could draft for."""
+    names = {tensor.name for tensor in header.tensors}
+    return header.integer("nextn_predict_layers") > 0 and (
+        "blk.0.attn_norm.weight" not in names
+        and any(name.endswith(".nextn.eh_proj.weight") for name in names)
+    )
 
 
 def why_no_layers(architecture: str) -> str:

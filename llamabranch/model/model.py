@@ -15,7 +15,7 @@ from ..errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedErro
 from ..native import ModelHandle, uses_amx
 from ..native.gguf_check import check_header
 from ..native.gguf_reader import read_header
-from .heads import head_kind, why_no_eagle, why_no_mtp
+from .heads import head_kind, is_head_only, why_no_eagle, why_no_mtp
 from .text import TEXT_TYPES, TextDecoder, TokenIds, decode_utf8, token_list
 from .vocabulary import VocabularyReport, compare
 
@@ -204,6 +204,8 @@ class Model:
     def can_generate(self) -> bool:
         """True if it is a decoder that predicts the next token (not an embedding model)."""
         handle = self.handle
+        if self.n_mtp_layers and is_head_only(read_header(self.path)):
+            return False
         return bool(handle.number("has_decoder")) and (
             not handle.number("has_encoder") and self.memory_type != "none"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import shutil
@@ -14,8 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import toys
+from typer.testing import CliRunner
 
 import llamabranch as lb
+from llamabranch.cli import app
 from llamabranch.native import draft_loop, heads
 from llamabranch.speculative.length.base import FixedLength
 
@@ -357,6 +360,71 @@ def test_mtp_needs_layers_that_are_there_and_loaded(target: lb.Model, folder: Pa
         folder / "lacking.gguf", vocab="bytes", weights="f32", drop=("blk.2.nextn.eh_proj.weight",)
     )
     assert lb.Model.head_kind(lacking) == ""
+    with lb.Model(lacking) as model:
+        assert "lacks the weights" in model.head_fault(model) or "not loaded" in model.head_fault(
+            model
+        )
+
+
+def test_file_with_mtp_layers_only_is_refused(folder: Path) -> None:
+    """llama.cpp loads it and crashes at the first decode of a trunk that is not there."""
+    trunk = [
+        f"blk.{i}.{name}"
+        for i in range(2)
+        for name in (
+            "attn_norm.weight",
+            "post_attention_norm.weight",
+            "attn_q.weight",
+            "attn_k.weight",
+            "attn_v.weight",
+            "attn_output.weight",
+            "ffn_gate.weight",
+            "ffn_up.weight",
+            "ffn_down.weight",
+        )
+    ]
+    path = toys.write_glm4moe(folder / "only.gguf", vocab="bytes", weights="f32", drop=trunk)
+    assert lb.Model.head_kind(path) == ""
+    for load_mtp in (False, True):
+        with (
+            lb.Model(path, load_mtp=load_mtp) as model,
+            pytest.raises(lb.UnsupportedError, match="predicts no tokens"),
+        ):
+            lb.Context(model)
+
+
+def answer(*arguments: str) -> dict[str, Any]:
+    """Return the JSON that a command prints."""
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_command_line_takes_heads(folder: Path) -> None:
+    path = str(toys.write_glm4moe(folder / "mtp.gguf", vocab="bytes", weights="f32"))
+    run = ("speculate", "Once upon", "--max-tokens", "8", "--seed", "1", "--draft-length", "2")
+    run = (*run, "--threads", "1")
+    for target, head in (
+        ((), "tale-eagle"),
+        (("--target", path), "mtp"),
+        (("--target", path), "auto"),
+    ):
+        drafted = answer(*run, *target, "--draft", head)
+        assert drafted["stats"]["num_draft_tokens"] > 0
+        assert drafted["tokens"] == answer(*run, *target, "--draft", "none")["tokens"]
+    refused = CliRunner().invoke(app, [*run, "--draft", "mtp"])
+    assert refused.exit_code != 0 and "has no MTP layers" in refused.stderr
+
+
+def test_inspect_shows_what_files_offer(folder: Path) -> None:
+    pair = answer("inspect", "tale-target", "tale-eagle")
+    assert (pair["compatible"], pair["path"]) == (True, "hidden states")
+    assert pair["models"][1]["eagle3"] == {"target_layers": [1, 3, 5], "target_hidden_size": 256}
+    path = toys.write_glm4moe(folder / "offer.gguf", vocab="bytes", weights="f32")
+    misfit = answer("inspect", str(path), "tale-eagle")
+    assert not misfit["compatible"] and "hidden states of 256" in misfit["reason"]
+    assert misfit["models"][0]["mtp_layers"] == 1
 
 
 def test_drafter_of_another_context_is_refused(eagle: Pair, target: lb.Model) -> None:

@@ -35,8 +35,8 @@ class ModelDrafter(Drafter):
     ``Model.compatibility`` returns which of them applies.
 
     Args:
-        ctx: a context of the draft model; each state holds one of its sequences, and more for a tree. With
-            a prefix cache of its own it does not read the beginning of a text again either.
+        ctx: a context of the draft model; each state holds one of its sequences, more for a tree. With
+            its own prefix cache it does not read the beginning of a text again either.
         sampling: the settings of its draws; None = the request's. With equal settings and seed the
             draft draws with the target's noise, which is why the two agree so often.
         width: candidates per node, 1 to 16; above 1 it proposes trees, which need the seeded rule.

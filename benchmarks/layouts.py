@@ -47,7 +47,7 @@ def main() -> None:
                     n_threads=settings.threads,
                     n_threads_batch=settings.threads,
                     kv_unified=unified,
-                )  # fmt: skip
+                )
                 for name, unified in options
             }
             model = contexts[UNIFIED].model

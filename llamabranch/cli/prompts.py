@@ -107,7 +107,9 @@ class _LineFile:
         """
         if self._copy is not None:
             self._copy.seek(0)
-            yield from self._copy
+            yield from iter(
+                self._copy.readline, ""
+            )  # of the file itself, the end of this would close it
             return
         if self._path is None:
             return

@@ -249,7 +249,8 @@ def test_kept_texts_take_sequences_until_others_need_them(
             request = Request(f"{rules}{PROMPTS[i % 4]}", max_tokens=6, sampling=WARM)
             (result,) = engine.generate([request])
             assert result.tokens == alone(other_ctx, request, result.seed)
-            assert (result.num_cached_tokens >= 16) == (i > 0)
+            n_rules = len(own.tokenize(rules)) - 1  # the last one is another token before a word
+            assert result.num_cached_tokens >= (n_rules if i else 0)
         requests = [Request(p, max_tokens=9, sampling=WARM) for p in PROMPTS]  # on all sequences
         for request, result in zip(requests, engine.generate(requests), strict=True):
             assert result.tokens == alone(other_ctx, request, result.seed)

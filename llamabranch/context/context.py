@@ -168,7 +168,9 @@ class Context:
             )
         leased = None
         if self.capabilities.recurrent or not self.capabilities.can_share:
-            leased = LeasedSequences(self._cache, self._lease_if_free, self.return_lease)
+            leased = LeasedSequences(
+                self._cache, self._lease_if_free, self.return_lease, self._leases.transfer
+            )
         saved = SavedPrefixes(cache_ram) if cache_ram else None
         return PrefixCache(self._cache, leased, saved, self._decoder)
 

@@ -205,7 +205,7 @@ class Job:
             self.stream = None
         if self.branch is not None:
             if not self.branch.ctx.closed:
-                self.branch.sequence.keep_cached()
+                self.branch.sequence.keep_cached(is_last=True)
                 self.branch.prune()
             self.branch = None
         self.shared = (None, 0)

@@ -258,3 +258,26 @@ def test_kept_texts_take_sequences_until_others_need_them(
         own.prefix_cache.clear()
         assert own.usage().cells_cached == 0
         own.audit()
+
+
+def test_finished_texts_keep_their_sequences_while_all_are_taken(
+    target: lb.Model, other_ctx: Context
+) -> None:
+    with Context(
+        target, n_ctx=512, n_seq_max=2, n_threads=1, kv_unified=False, prefix_cache=True
+    ) as own:
+        assert own.prefix_cache is not None
+        engine = Engine(own, seed=1)
+        first = [Request(p * 3, max_tokens=4, sampling=WARM) for p in PROMPTS[:2]]
+        engine.generate(first)  # both sequences are taken when the first text ends
+        assert len(own.prefix_cache) == 2
+        assert own.usage().cells_used == 0
+        assert own.n_seq_free == 2
+        again = engine.generate(first)
+        for request, result in zip(first, again, strict=True):
+            assert result.tokens == alone(other_ctx, request, result.seed)
+        guests = [Branch.start(own, "Once"), Branch.start(own, "The")]  # they take them
+        assert len(own.prefix_cache) == 0
+        for guest in guests:
+            guest.prune()
+        own.audit()

@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,6 +97,7 @@ class _LineFile:
             self._copy = tempfile.TemporaryFile(  # noqa: SIM115  (deleted with this object)
                 "w+", encoding="utf-8", newline="\n"
             )
+            weakref.finalize(self, self._copy.close)
             with _standard_input() as text:
                 shutil.copyfileobj(text, self._copy)
 

@@ -500,7 +500,7 @@ def survey(requests: list[Request], max_tokens: int | None = 100) -> JobSurvey:
 
 def test_lines_are_read_again_and_not_kept(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
-    n = 30_000
+    n = 20_000
     with path.open("w") as file:
         for i in range(n):
             file.write(json.dumps({"prompt": f"The fox number {i}", "priority": i % 3}) + "\n")

@@ -7,7 +7,8 @@ with L cells each takes about
 
 a: reading the weights; b: computing a token; c: attention to a cell of its own; m: skipping a cell of
 another text. A token's time a / n + b + c L + m n L is least at n = sqrt(a / (m L)). The four numbers
-are fitted to the times of decodes; now and then a decode of fewer texts tells them apart.
+are fitted to the times of decodes; now and then a decode of fewer texts, and times with fewer texts in
+the cache, tell them apart. Until then all texts run.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _N_EARLY = 512  # decodes
 _LEAST_CELLS = 1024  # with fewer, attention to other texts costs little: nothing is tried
 _GAIN = 1.25  # what the best number must bring to replace the present one
 _SLOW = 1.1  # times the fitted time
+_VARIED = 1.5  # what was measured must differ by such a factor
 
 
 class Concurrency:
@@ -47,7 +49,8 @@ class Concurrency:
         self._n_fitted = 0  # how many were kept at the last fit
         self._n_decodes = 0
         self._n_before = 0  # texts in the last decode
-        self.typical = math.inf  # tokens of a text
+        self._times = (math.nan,) * 4  # a, b, c and m
+        self.typical = math.inf
 
     def learn(
         self, n_texts: int, n_cells: int, count_used: Callable[[], int], seconds: float
@@ -60,6 +63,8 @@ class Concurrency:
             count_used: counts the cells that are in use, also those of other texts.
             seconds: how long it took.
         """
+        if n_cells < _LEAST_CELLS // 4:  # less than the smallest probe has
+            return
         is_new, self._n_before = n_texts != self._n_before, n_texts
         is_probe = self._probe_part() > 1
         self._n_decodes += 1
@@ -86,13 +91,15 @@ class Concurrency:
 
     @property
     def has_news(self) -> bool:
-        """True if enough has been learned since the last ``update`` for another one."""
+        """True if enough has been learned since the last fit for another one."""
         return self._n_kept >= max(_LEAST, self._n_fitted + _FIT_EVERY)
 
     def update(self, length: float, most: int) -> None:
         """Set ``limit`` for texts of ``length`` cells on average, of which ``most`` can run at all."""
-        self._n_fitted = self._n_kept
-        fixed, computed, attended, skipped = self._fit()
+        if self.has_news:
+            self._n_fitted = self._n_kept
+            self._times = self._fit()
+        fixed, computed, attended, skipped = self._times
         if not fixed > 0 or not skipped > 0:
             return
 
@@ -108,8 +115,11 @@ class Concurrency:
         """Return a, b, c and m; nan where the times do not tell them apart."""
         n, cells, used, seconds = (np.array(x, dtype=float) for x in zip(*self._seen, strict=True))
         unknown = (math.nan,) * 4
-        if n.max() < 2 * n.min():
-            return unknown
+        # Attention to own cells and to those of others are told apart by numbers of texts in the cache.
+        for varied in (n, n * used / np.maximum(cells, 1)):
+            low, high = np.quantile(varied, [0.1, 0.9])
+            if high < _VARIED * low:
+                return unknown
         columns = np.stack([np.ones_like(n), n, cells, n * used], axis=1)
         scale = np.abs(columns).max(axis=0)
         columns = columns / scale / seconds[:, None]  # so that relative errors count

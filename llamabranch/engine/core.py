@@ -257,7 +257,7 @@ class EngineCore:
         scheduler, ctx = self._scheduler, self.settings.target
         active = scheduler.active
         most = min(ctx.n_seq_max, self.settings.parallel or ctx.n_seq_max)
-        if active and learned.has_news:
+        if active and (learned.has_news or learned.limit is not None):
             left = [min(learned.typical, ctx.n_ctx_seq - job.n_to_cache) for job in active]
             lengths = [job.mean_length(most) for job, most in zip(active, left, strict=True)]
             learned.update(sum(lengths) / len(active), most)

@@ -184,12 +184,21 @@ def has_amx() -> bool:
     return "AMX_INT8 = 1" in lb.system_info()
 
 
-def build_server(cache: Path) -> Path:
+def build_server(cache: Path, folder: Path | None = None) -> Path:
     """Return ``llama-server``; build it if it is not there, about five minutes on two cores.
 
+    Args:
+        cache: where it is built.
+        folder: a folder that has it, instead.
+
     Raises:
-        ToolError: a step failed.
+        ToolError: a step failed, or the folder does not have it.
     """
+    if folder is not None:
+        given = _program(folder, SERVER)
+        if given is None:
+            raise ToolError(f"{folder} has no {SERVER}")
+        return given
     made = build(cache)
     program = _program(made, SERVER)
     if program is None:

@@ -81,7 +81,7 @@ def _loads(settings: Settings, cached: lb.Context, plain: lb.Context) -> dict[st
         if settings.peers:
             peer = LlamaPython(cached.model.path, n_ctx=cached.n_ctx, threads=settings.threads)
             makers[LLAMA] = _by_llama(peer, load, settings.tokens)
-            program = llama_tools.build_server(settings.cache)
+            program = llama_tools.build_server(settings.cache, settings.peers_bin)
             server = LlamaServer(
                 program, cached.model.path, threads=settings.threads, n_ctx=cached.n_ctx
             )

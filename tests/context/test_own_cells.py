@@ -11,6 +11,7 @@ import toys
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, Engine, Request, SamplingParams
+from llamabranch.context.params import ContextOptions
 from llamabranch.errors import CacheFullError, ConfigError, UnsupportedError
 
 WARM = SamplingParams(temperature=0.8, seed=42)
@@ -174,12 +175,12 @@ def test_scores_are_those_of_a_unified_cache(own: Context, ctx: Context) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n_seq_max": 8, "n_ubatch": 4}, "n_ubatch .* at least n_seq_max"),
-        ({"n_seq_max": 300}, "n_seq_max"),
+        (ContextOptions(n_seq_max=8, n_ubatch=4), "n_ubatch .* at least n_seq_max"),
+        (ContextOptions(n_seq_max=300), "n_seq_max"),
     ],
 )
 def test_impossible_sizes_are_refused(
-    options: dict[str, int], message: str, target: lb.Model
+    options: ContextOptions, message: str, target: lb.Model
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Context(target, kv_unified=False, n_threads=1, **options)

@@ -175,15 +175,18 @@ def test_scores_are_those_of_a_unified_cache(own: Context, ctx: Context) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (ContextOptions(n_seq_max=8, n_ubatch=4), "n_ubatch .* at least n_seq_max"),
-        (ContextOptions(n_seq_max=300), "n_seq_max"),
+        (
+            ContextOptions(kv_unified=False, n_threads=1, n_seq_max=8, n_ubatch=4),
+            "n_ubatch .* at least n_seq_max",
+        ),
+        (ContextOptions(kv_unified=False, n_seq_max=300), "n_seq_max"),
     ],
 )
 def test_impossible_sizes_are_refused(
     options: ContextOptions, message: str, target: lb.Model
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        Context(target, kv_unified=False, n_threads=1, **options)
+        Context(target, **options)
 
 
 @pytest.mark.parametrize("architecture", ["mamba", "gemma3"])

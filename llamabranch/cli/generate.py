@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ import typer
 
 from llamabranch import (
     ConfigError,
+    Context,
     DecodeInterruptedError,
     Engine,
     Grammar,
@@ -24,6 +25,7 @@ from .console import print_json
 from .drafters import drafting_contexts, make_drafter, note_translation
 from .generate_report import GenerateReport
 from .interrupts import InterruptHandler
+from .job_survey import JobSurvey
 from .options import (
     DRAFTING,
     REQUESTS,
@@ -119,15 +121,23 @@ def generate(
     ] = 0,
     parallel: Annotated[
         int,
-        typer.Option(min=1, max=255, help="Texts at a time.", rich_help_panel=RUNTIME),
+        typer.Option(min=1, max=255, help="Texts at a time at most.", rich_help_panel=RUNTIME),
     ] = 8,
+    kv_unified: Annotated[
+        bool | None,
+        typer.Option(
+            "--kv-unified/--no-kv-unified",
+            help="One KV cache for all texts, or a part for each.  [default: by their lengths]",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None,
     runtime: RuntimeOptions,
     explain: Explain = False,
     output: OutputOptions,
 ) -> None:
     """Continue any number of prompts together, with a draft model.
 
-    All texts share one KV cache and one decode a step. With a seed, or at temperature 0, each is the
+    All texts share one decode a step. With a seed, or at temperature 0, each is the
     one its prompt has alone. A text is printed, or written to --output, as soon as it ends.
     """
     with output.console() as console, ExitStack() as stack:
@@ -138,15 +148,17 @@ def generate(
         if resume and output_file is None:
             raise typer.BadParameter("needs --output", param_hint="--resume")
         source = prompts.read()
-        requests = [
-            replace(
-                request,
-                top_logprobs=_either(request.top_logprobs, top_logprobs),
-                prompt_logprobs=_either(request.prompt_logprobs, prompt_logprobs),
-            )
-            for request in _requests(source, params, text, grammar, samples)
-        ]
-        if not requests:
+
+        def read() -> Iterator[Request]:
+            for request in _requests(source, params, text, grammar, samples):
+                yield replace(
+                    request,
+                    top_logprobs=_either(request.top_logprobs, top_logprobs),
+                    prompt_logprobs=_either(request.prompt_logprobs, prompt_logprobs),
+                )
+
+        job = JobSurvey.of(read, text.max_tokens)
+        if not job.n_requests:
             raise ConfigError("there is no prompt", hint="give --prompts or --input")
         settings = JobSettings(
             prompts=source.digest,
@@ -159,14 +171,20 @@ def generate(
         )
         file = None
         if output_file is not None:
-            file = stack.enter_context(ResultFile(output_file, settings, requests, resume=resume))
+            file = stack.enter_context(
+                ResultFile(output_file, settings, job.requests(), resume=resume)
+            )
             settings = file.job
         if auto_regressive:
             models = replace(models, draft="none")
         target_name, drafters = models.resolve(console)
 
+        n_own = None if drafters or kv_unified or runtime.n_ctx else job.cells_per_text(parallel)
+        if kv_unified is None:
+            kv_unified = n_own is None
         if runtime.n_ctx is None and parallel > 1:  # for one text the library's default will do
-            runtime = replace(runtime, n_ctx=max(_LEAST_CELLS, _CELLS_PER_TEXT * parallel))
+            n_ctx = max(_LEAST_CELLS, _CELLS_PER_TEXT * parallel, (n_own or 0) * parallel)
+            runtime = replace(runtime, n_ctx=n_ctx)
         context = runtime.open(
             target_name,
             console,
@@ -174,10 +192,14 @@ def generate(
             n_seq_max=parallel,
             prefix_cache=prefix_cache or cache_ram > 0,
             cache_ram=cache_ram << 20,
+            kv_unified=kv_unified,
         )
-        drafter = make_drafter(
-            drafters, lambda name: runtime.open(name, console, stack, n_seq_max=parallel), width=1
-        )
+
+        def open_draft(name: str) -> Context:
+            keeps = prefix_cache or cache_ram > 0
+            return runtime.open(name, console, stack, n_seq_max=parallel, prefix_cache=keeps)
+
+        drafter = make_drafter(drafters, open_draft, width=1)
         note_translation(drafter, context.model, console)
         engine = Engine(
             context,
@@ -193,7 +215,7 @@ def generate(
             engine.seed = settings.seed
         if file is not None:
             file.open(context.model.fingerprint, engine.seed)
-        report = GenerateReport(engine, requests, console, file, quiet=output.as_json)
+        report = GenerateReport(engine, job, console, file, quiet=output.as_json)
         interrupted = _run(report, sampling)
         if output.as_json:
             print_json(report.as_json(interrupted))
@@ -251,11 +273,15 @@ def _run(report: GenerateReport, options: SamplingOptions) -> bool:
         if request.sampling is not None:
             params = options.without_eog(request.sampling, engine.target.model)
             request = replace(request, sampling=params)
+        report.begin(request)
         if options.chat and isinstance(request.prompt, str):
             request = replace(request, prompt=apply_template(engine.target, request.prompt))
         return request
 
-    stream = engine.stream([prepared(request) for request in report.requests], skip=report.done)
+    requests: Iterable[Request] = map(prepared, report.job.requests())
+    if report.job.kept is not None:  # a list begins in the order of priorities
+        requests = list(requests)
+    stream = engine.stream(requests, skip=report.done)
     contexts = [engine.target, *drafting_contexts(engine.drafter)]
     with InterruptHandler(contexts) as interrupts, report.progress() as progress:
         try:

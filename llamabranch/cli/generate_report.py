@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
@@ -13,6 +13,7 @@ from llamabranch import Engine, Event, NullDrafter, Request, Result
 
 from .console import Console
 from .formats import number, stop_reasons_text
+from .job_survey import JobSurvey
 from .results import ResultFile
 
 __all__ = ["GenerateReport", "Progress"]
@@ -23,7 +24,7 @@ class GenerateReport:
 
     Args:
         engine: what runs the job.
-        requests: the prompts as they were given.
+        job: what the requests are.
         console: where results, progress and totals go.
         file: where results are appended instead, if anywhere.
         quiet: print neither results nor their errors.
@@ -36,25 +37,35 @@ class GenerateReport:
     def __init__(
         self,
         engine: Engine,
-        requests: Sequence[Request],
+        job: JobSurvey,
         console: Console,
         file: ResultFile | None,
         *,
         quiet: bool,
     ) -> None:
         self.engine = engine
-        self.requests = requests
+        self.job = job
         self.console = console
         self.file = file
         self.quiet = quiet
         self.results: list[Result] = []
         self.n_failed = 0
-        self.prompts = {str(request.id): request.prompt for request in requests}
+        self._begun: dict[str, tuple[Request, int]] = {}  # with the number of texts to come
         self.done = set() if file is None else file.done
+
+    def begin(self, request: Request) -> None:
+        """Note a request, as it was given, whose results will come."""
+        name = str(request.id)
+        n_texts = sum((name, i) not in self.done for i in range(request.n))
+        if n_texts:
+            self._begun[name] = request, n_texts
 
     def add(self, result: Result) -> None:
         """Write a result to the file, or print it, or keep it for the JSON object."""
-        result.prompt = self.prompts[result.id]  # the given prompt, without the chat template
+        request, n_left = self._begun.pop(result.id)
+        if n_left > 1:
+            self._begun[result.id] = request, n_left - 1
+        result.prompt = request.prompt  # the given one, without the chat template
         self.n_failed += result.error is not None and not result.tokens
         if self.file is not None:
             self.file.write(result)
@@ -76,7 +87,6 @@ class GenerateReport:
     @contextmanager
     def progress(self) -> Iterator[Progress]:
         """Show the progress of the job on standard error while it is entered."""
-        n_texts = sum(request.n for request in self.requests)
         console = self.console
         # Where results are shown as they end, they are the progress.
         shown = console.err.is_terminal and (
@@ -91,12 +101,12 @@ class GenerateReport:
         with rich.progress.Progress(
             *columns, console=console.err, transient=True, disable=not shown
         ) as bar:
-            yield Progress(bar, n_texts, len(self.done))
+            yield Progress(bar, self.job.n_texts, len(self.done))
 
     def as_json(self, interrupted: bool) -> dict[str, object]:
         """Return the totals, and the results unless a file has them."""
         answer: dict[str, object] = {
-            "requests": len(self.requests),
+            "requests": self.job.n_requests,
             "skipped": len(self.done),
             "failed": self.n_failed,
             "interrupted": interrupted,
@@ -113,7 +123,7 @@ class GenerateReport:
         """Print the totals as a table."""
         stats = self.engine.stats
         drafting = stats.speculative
-        rows = [("requests", str(len(self.requests)))]
+        rows = [("requests", str(self.job.n_requests))]
         if self.done:
             rows.append(("texts in the file already", str(len(self.done))))
         if self.n_failed:

@@ -23,6 +23,7 @@ _FIELDS = {
     "prompt", "id", "max_tokens", "stop", "grammar", "n", "priority", "seed", "sampling",
     "top_logprobs", "prompt_logprobs",
 }  # fmt: skip
+_PIECE = 1 << 16
 _PREFIX = b'{"id": '  # of every line that `write_result` writes
 
 
@@ -141,30 +142,30 @@ def write_result(file: IO[str], result: Result, job: Mapping[str, object] | None
     file.flush()
 
 
-def read_results(path: Path) -> list[Mapping[str, object]]:
-    """Return the records of a file; an incomplete last line (no newline) is left out.
+def read_results(path: Path) -> Iterator[Mapping[str, object]]:
+    """Yield the records of a file; an incomplete last line (no newline) is left out.
 
     Raises:
         ConfigError: a line that is not a record, or a last line that is not the beginning of one:
             it may be a file of another kind.
     """
     if not path.exists():
-        return []
-    *lines, last = path.read_bytes().split(b"\n")
-    if last[: len(_PREFIX)] != _PREFIX[: len(last)]:
-        raise ConfigError(
-            f"{path}, line {len(lines) + 1}: invalid result: it does not begin with an id"
-        )
-    records: list[Mapping[str, object]] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}, line {number}: invalid result: {error}") from error
-        if not isinstance(record, dict) or "id" not in record:
-            raise ConfigError(f"{path}, line {number}: invalid result: it has no id")
-        records.append(record)
-    return records
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                if line[: len(_PREFIX)] != _PREFIX[: len(line)]:
+                    raise ConfigError(
+                        f"{path}, line {number}: invalid result: it does not begin with an id"
+                    )
+                return
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{path}, line {number}: invalid result: {error}") from error
+            if not isinstance(record, dict) or "id" not in record:
+                raise ConfigError(f"{path}, line {number}: invalid result: it has no id")
+            yield record
 
 
 def cut_incomplete_line(path: Path) -> None:
@@ -175,10 +176,18 @@ def cut_incomplete_line(path: Path) -> None:
     """
     if not path.is_file():
         return
-    data = path.read_bytes()
-    n_complete = data.rfind(b"\n") + 1
-    if n_complete < len(data):
-        os.truncate(path, n_complete)
+    n_bytes = end = path.stat().st_size
+    with path.open("rb") as file:
+        while end > 0:  # from the end, in pieces
+            start = max(0, end - _PIECE)
+            file.seek(start)
+            at = file.read(end - start).rfind(b"\n")
+            if at >= 0:
+                end = start + at + 1
+                break
+            end = start
+    if end < n_bytes:
+        os.truncate(path, end)
 
 
 def _is_unicode(text: str) -> bool:

@@ -7,10 +7,8 @@ runs, its own and inherited ones; a cell is free when no sequence refers to it a
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 __all__ = ["CellLedger", "Usage", "n_common"]
 
@@ -23,7 +21,8 @@ class Usage:
     that holds any. ``cells_reserved`` are free but temporarily not reused, so that no sequence gets a
     cell below its earlier ones; ``in_order`` is False once some had to be reused before that was safe.
     ``cells_cached`` are held by the prefix cache alone; they count as free, since it gives them up as
-    soon as they are needed.
+    soon as they are needed. ``cells_per_sequence`` is how many cells each sequence has where they have
+    cells of their own (``kv_unified=False``): no other can use them, and none are shared or reserved.
     """
 
     cells_total: int
@@ -33,6 +32,7 @@ class Usage:
     cells_reserved: int = 0
     in_order: bool = True
     cells_cached: int = 0
+    cells_per_sequence: int | None = None
 
     @property
     def cells_free(self) -> int:
@@ -42,12 +42,16 @@ class Usage:
 
 class _Run:
     """Cells written one after another by one sequence, each with its write index:
-    how many cells of the cache were written before it."""
+    how many cells of the cache were written before it.
 
-    __slots__ = ("owner", "write_indices")
+    ``users`` are the sequences that refer to any of them: of hundreds of kept texts only few do.
+    """
+
+    __slots__ = ("owner", "users", "write_indices")
 
     def __init__(self, owner: int, write_indices: list[int]) -> None:
         self.owner = owner
+        self.users = {owner}
         self.write_indices = write_indices
 
 
@@ -63,14 +67,10 @@ class _Slice:
         return self.position + self.high - self.low
 
 
-_position = attrgetter("position")
-
-
 @dataclass(slots=True)
 class _Sequence:
     next_position: int = 0
     slices: list[_Slice] = field(default_factory=list)
-    has_holes: bool = False  # it may lack positions below its last one
 
 
 class CellLedger:
@@ -87,6 +87,7 @@ class CellLedger:
             0  # cells written so far; a later one has a higher cell index if no hole was filled
         )
         self._sequences = [_Sequence() for _ in range(n_seq_max)]
+        self._newest = [-1] * n_seq_max  # the write index at the end of each sequence
 
     @property
     def n_sequences(self) -> int:
@@ -97,6 +98,7 @@ class CellLedger:
         """Make sure that there is a sequence ``seq_id``."""
         while len(self._sequences) <= seq_id:
             self._sequences.append(_Sequence())
+            self._newest.append(-1)
 
     def next_position(self, seq_id: int) -> int:
         """Return where the next token of ``seq_id`` goes: its largest position + 1, 0 if empty."""
@@ -116,7 +118,10 @@ class CellLedger:
         if write_indices is None:
             write_indices = range(self.clock, self.clock + n)
             self.clock += n
+        if not n:
+            return
         sequence = self._sequences[seq_id]
+        self._newest[seq_id] = write_indices[-1]
         if sequence.slices:
             last = sequence.slices[-1]
             run = last.run
@@ -131,31 +136,36 @@ class CellLedger:
 
     def newest(self, *, but: int = -1) -> int:
         """Return the largest write index at the end of a sequence other than ``but``; -1 = none."""
-        newest = -1
-        for seq_id, sequence in enumerate(self._sequences):
-            if sequence.slices and seq_id != but:
-                last = sequence.slices[-1]
-                newest = max(newest, last.run.write_indices[last.high - 1])
+        if but < 0:
+            return max(self._newest)
+        ends = self._newest
+        kept, ends[but] = ends[but], -1
+        newest = max(ends)
+        ends[but] = kept
         return newest
+
+    def _note_end(self, seq_id: int) -> None:
+        """Look up the write index at the end of a sequence again."""
+        slices = self._sequences[seq_id].slices
+        last = slices[-1] if slices else None
+        self._newest[seq_id] = -1 if last is None else last.run.write_indices[last.high - 1]
 
     def exclusive(self, seq_id: int, start: int, end: int) -> tuple[int | None, int]:
         """Return the first position in [start, end) that no other sequence shares, and how many."""
         first, n = None, 0
-        sequence = self._sequences[seq_id]
-        if not sequence.has_holes:
-            start = max(start, self._shared_prefix(seq_id, start))
-        shared: dict[_Run, list[tuple[int, int]]] | None = None
-        for s in reversed(sequence.slices):
+        for s in reversed(self._sequences[seq_id].slices):
             if s.end <= start:
                 break
             low = max(s.low, s.low + start - s.position)
             high = min(s.high, s.low + end - s.position)
-            if low >= high or self._owner_shares(seq_id, s, low, high):
+            if self._owner_shares(seq_id, s.run, low, high):
                 continue
-            if shared is None:
-                shared = self._shared_runs(seq_id)
+            shared = sorted(
+                (t.low, t.high) for i in s.run.users if i != seq_id
+                for t in self._sequences[i].slices if t.run is s.run
+            )  # fmt: skip
             alone, at = None, low
-            for t_low, t_high in (*sorted(shared[s.run]), (high, high)):
+            for t_low, t_high in (*shared, (high, high)):
                 if at < min(t_low, high):
                     n += min(t_low, high) - at
                     alone = at if alone is None else alone
@@ -164,50 +174,15 @@ class CellLedger:
                 first = s.position + alone - s.low
         return first, n
 
-    def _shared_prefix(self, seq_id: int, start: int) -> int:
-        """Return up to which position others share all of a sequence without holes, 0 if unknown.
-
-        Two sequences without holes that share a cell share all cells before it: a sequence gets cells
-        of another one only as a whole prefix, and appends only at its end.
-        """
-        for s in reversed(self._sequences[seq_id].slices):
-            if s.end <= start:
-                break
-            shared = s.low
-            for i, other in enumerate(self._sequences):
-                if i != seq_id and other.slices and not other.has_holes:
-                    at = bisect_right(other.slices, s.position, key=_position) - 1
-                    if at >= 0 and (t := other.slices[at]).run is s.run:
-                        shared = max(shared, min(t.high, s.high))
-            if shared > s.low:
-                return s.position + shared - s.low
-        return 0
-
-    def _owner_shares(self, seq_id: int, s: _Slice, low: int, high: int) -> bool:
-        """Return whether another sequence wrote [low, high) of ``s`` and still holds all of it.
+    def _owner_shares(self, seq_id: int, run: _Run, low: int, high: int) -> bool:
+        """Return whether another sequence wrote [low, high) and still holds all of it.
 
         This is the usual case when a fork is pruned, and it avoids a search through all other sequences.
         """
-        owner = s.run.owner
-        if owner == seq_id:
-            return False
-        slices = self._sequences[
-            owner
-        ].slices  # by position, and a cell has one position everywhere
-        i = bisect_right(slices, s.position + low - s.low, key=_position)
-        return i > 0 and slices[i - 1].run is s.run and high <= slices[i - 1].high
-
-    def _shared_runs(self, seq_id: int) -> dict[_Run, list[tuple[int, int]]]:
-        """Return for each run that a sequence refers to what others have of it."""
-        found: dict[_Run, list[tuple[int, int]]] = {
-            s.run: [] for s in self._sequences[seq_id].slices
-        }
-        for i, other in enumerate(self._sequences):
-            if i != seq_id:
-                for t in other.slices:
-                    if t.run in found:
-                        found[t.run].append((t.low, t.high))
-        return found
+        return run.owner != seq_id and any(
+            t.run is run and t.low <= low and high <= t.high
+            for t in self._sequences[run.owner].slices
+        )
 
     def write_index(self, seq_id: int, position: int) -> int:
         """Return the write index of the cell at ``position``."""
@@ -223,8 +198,9 @@ class CellLedger:
             low, high = max(s.position, start), min(s.end, end)
             if low < high:
                 kept.append(_Slice(s.run, s.low + low - s.position, s.low + high - s.position, low))
-        holes = self._sequences[source].has_holes or (bool(kept) and kept[0].position > 0)
-        self._sequences[target] = _Sequence(kept[-1].end if kept else 0, kept, holes)
+                s.run.users.add(target)
+        self._sequences[target] = _Sequence(kept[-1].end if kept else 0, kept)
+        self._note_end(target)
 
     def remove(self, seq_id: int, start: int, end: int) -> None:
         """Record that ``seq_id`` no longer holds positions in [start, end)."""
@@ -238,17 +214,17 @@ class CellLedger:
                 kept.append(_Slice(s.run, s.low, s.low + start - s.position, s.position))
             if s.end > end:
                 kept.append(_Slice(s.run, s.low + end - s.position, s.high, end))
-        if not kept:
-            sequence.has_holes = False
-        elif end < sequence.next_position:
-            sequence.has_holes = True
+        for run in {id(s.run): s.run for s in sequence.slices}.values():
+            if not any(s.run is run for s in kept):
+                run.users.discard(seq_id)
         sequence.slices = kept
         sequence.next_position = kept[-1].end if kept else 0
+        self._note_end(seq_id)
         if kept and kept[-1].run.owner == seq_id:
             # Cells that no sequence refers to are deleted, so that appends continue the same run.
             run, high = kept[-1].run, kept[-1].high
-            for other in self._sequences:
-                for s in other.slices:
+            for user in run.users:
+                for s in self._sequences[user].slices:
                     if s.run is run and s.high > high:
                         return
             del run.write_indices[high:]
@@ -256,6 +232,7 @@ class CellLedger:
     def clear(self) -> None:
         """Record that every sequence is empty."""
         self._sequences = [_Sequence() for _ in range(self.n_seq_max)]
+        self._newest = [-1] * self.n_seq_max
 
     def usage(self, kept: Collection[int] = ()) -> Usage:
         """Count the cells in use, each once, and those that two or more sequences use.

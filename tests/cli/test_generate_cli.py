@@ -7,6 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +19,10 @@ from typer.testing import CliRunner, Result
 import llamabranch as lb
 from llamabranch import ConfigError, Request, SamplingParams
 from llamabranch.cli import app
+from llamabranch.cli.job_survey import JobSurvey
 from llamabranch.cli.jsonl import cut_incomplete_line, read_requests, read_results, write_result
 from llamabranch.cli.parsing import repeat_prompts_option
+from llamabranch.cli.prompts import digest, read_prompts
 
 COMMAND = [sys.executable, "-m", "llamabranch.cli", "generate"]
 TIMEOUT_S = 600  # for a machine that is busy with other things
@@ -373,7 +378,7 @@ def test_interrupted_run_keeps_what_is_done(tmp_path: Path) -> None:
 
 def test_incomplete_line_is_cut_off_and_complete_ones_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    assert read_results(path) == []
+    assert list(read_results(path)) == []
     with lb.load("tale-target", n_ctx=256, n_threads=1) as ctx:
         requests = [Request("\ud800", id="half"), Request("The king", max_tokens=2)]
         results = lb.Engine(ctx).generate(requests)
@@ -382,11 +387,11 @@ def test_incomplete_line_is_cut_off_and_complete_ones_are_kept(tmp_path: Path) -
             write_result(file, result)
     whole = path.read_bytes()
     assert [record["id"] for record in read_results(path)] == ["half", "1"]
-    assert read_results(path)[0]["prompt"] == "\ud800"
-    assert "Unicode" in str(read_results(path)[0]["error"])
+    assert next(read_results(path))["prompt"] == "\ud800"
+    assert "Unicode" in str(next(read_results(path))["error"])
     torn = whole + b'{"id": "to'
     path.write_bytes(torn)
-    assert len(read_results(path)) == 2
+    assert len(list(read_results(path))) == 2
     assert path.read_bytes() == torn  # reading changes nothing
     for _ in range(2):
         cut_incomplete_line(path)
@@ -483,3 +488,74 @@ def test_lines_have_priorities_and_ask_for_detail(tmp_path: Path) -> None:
     assert sooner["prompt_logprobs"][1]["rank"] >= 1
     assert len(sooner["prompt_logprobs"][1]["alternatives"]) == 2
     assert "prompt_logprobs" not in later
+
+
+# -- long jobs -------------------------------------------------------------------------------------
+
+
+def survey(requests: list[Request], max_tokens: int | None = 100) -> JobSurvey:
+    named = [replace(r, id=str(i) if r.id is None else r.id) for i, r in enumerate(requests)]
+    return JobSurvey.of(lambda: iter(named), max_tokens)
+
+
+def test_lines_are_read_again_and_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    n = 20_000
+    with path.open("w") as file:
+        for i in range(n):
+            file.write(json.dumps({"prompt": f"The fox number {i}", "priority": i % 3}) + "\n")
+    source = read_prompts([], str(path))
+
+    def read() -> Iterator[Request]:
+        for i, request in enumerate(source.requests(SamplingParams())):
+            yield replace(request, id=str(i))
+
+    job = JobSurvey.of(read, 16)  # fills what is computed once
+    tracemalloc.start()
+    try:
+        job = JobSurvey.of(read, 16)
+        n_read = sum(1 for _ in job.requests())
+        digest = source.digest
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (job.n_requests, job.n_texts, n_read, job.kept) == (n, n, n, None)
+    assert most < 8_000_000  # the first ten thousand, for a while; a list of all takes 20 MB
+    assert digest == read_prompts([], str(path)).digest
+
+
+def test_digest_of_the_prompts_is_that_of_their_list(tmp_path: Path) -> None:
+    path = tmp_path / "in.txt"
+    path.write_text("one\r\n\n  \ntwo \u00e9\nthree", "utf-8", newline="")
+    expected = digest([["zero"], ["one", "two \u00e9", "three"], False])
+    assert read_prompts(["zero"], str(path)).digest == expected
+
+
+def test_ids_of_a_job_are_unique() -> None:
+    with pytest.raises(ConfigError, match="two requests have the id 'a'"):
+        survey([Request("x", id="a"), Request("y"), Request("z", id="a")])
+
+
+@pytest.mark.parametrize(
+    ("requests", "max_tokens", "n_texts", "cells"),
+    [
+        ([Request("The fox")] * 8, 16, 8, None),  # short
+        ([Request("The fox")] * 8, 400, 8, 512),  # long
+        ([Request("The fox")] * 8, None, 8, None),  # as long as they like
+        ([Request("The fox")], 400, 8, None),  # alone
+        ([Request([5] * 2000 + [i, 6]) for i in range(8)], 200, 8, None),  # shared for the most part
+        ([Request([5] * 6000 + [i]) for i in range(8)], 4000, 8, None),  # too much memory
+    ],
+)  # fmt: skip
+def test_cells_are_divided_where_texts_are_long_and_share_little(
+    requests: list[Request], max_tokens: int | None, n_texts: int, cells: int | None
+) -> None:
+    assert survey(requests, max_tokens).cells_per_text(n_texts) == cells
+
+
+def test_layout_changes_no_text() -> None:
+    common = ["--prompts", "The fox", "The wolf", "-n", "12", "--seed", "3", "--draft", "none"]
+    found = []
+    for option in ("--kv-unified", "--no-kv-unified"):
+        found.append(texts(run_json(*common, option, "--parallel", "2")))
+    assert found[0] == found[1]

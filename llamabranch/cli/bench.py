@@ -48,6 +48,8 @@ def bench(
         int | None,
         typer.Option(
             "--max-tokens",
+            "--predict",
+            "--n-predict",
             "-n",
             min=1,
             help="Tokens for each prompt. Default: 64.",

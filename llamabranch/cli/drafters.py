@@ -57,6 +57,11 @@ def parse_draft(given: str, find: Callable[[str], Path] = hub.resolve) -> tuple[
             raise ConfigError(
                 f"{given!r} is not a chain of drafters", hint="for example suffix+tale-draft"
             )
+        if part.isdecimal() and not Path(part).exists():
+            raise ConfigError(
+                f"--draft names what drafts, not {part}",
+                hint=f"--draft-length {part} drafts so many tokens",
+            )
         if part not in COPYING:
             find(part)
     return parts

@@ -24,10 +24,14 @@ N_CTX = 256  # enough to probe what the memory can do
 def inspect(
     model: Annotated[
         str,
-        typer.Argument(help="A GGUF path, a name from `llamabranch models`, or user/repo[:tag]."),
+        typer.Argument(
+            metavar="MODEL",
+            help="A GGUF path, a name from `llamabranch models`, or user/repo[:tag].",
+        ),
     ] = hub.BUNDLED_TARGET,
     draft: Annotated[
-        str | None, typer.Argument(help="A second model: can it draft for the first?")
+        str | None,
+        typer.Argument(metavar="DRAFT", help="A second model: can it draft for the first?"),
     ] = None,
     *,
     finding: HubOptions,

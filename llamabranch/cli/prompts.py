@@ -17,6 +17,7 @@ __all__ = [
     "PromptSource",
     "apply_template",
     "digest",
+    "read_prompt_file",
     "read_prompts",
     "read_standard_input",
     "read_text",
@@ -33,6 +34,16 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
+
+
+def read_prompt_file(path: Path) -> str:
+    """Return the text of a file that is one prompt, without its last newline, as llama.cpp reads ``-f``.
+
+    Raises:
+        ConfigError: it cannot be read, or is not UTF-8.
+    """
+    text = read_text(path)
+    return text[:-1] if text.endswith("\n") else text
 
 
 @dataclass(frozen=True)

@@ -606,7 +606,7 @@ def test_draft_without_a_vocabulary_fails_with_a_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "kind", "message"),
     [
-        (("theory", "-c", "inf"), 2, "ConfigError", "cannot cost inf"),
+        (("theory", "--c", "inf"), 2, "ConfigError", "cannot cost inf"),
         (("theory", "--verify-cost", "inf"), 2, "ConfigError", "cannot cost inf"),
         (("theory", "-k", "9" * 400), 2, "ConfigError", "at most"),
         (("theory", "-k", "x"), 2, "BadParameter", "--draft-length"),

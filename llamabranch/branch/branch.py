@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ..arguments import whole
 from ..context import Context, TokenScore
 from ..errors import BranchStateError, ConfigError, LlamaBranchError
-from ..model import TokenIds, token_list
+from ..model import Prompt, TokenIds, token_list
 from ..pictures import Token, tokens_picture
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams
 from ..sampling.distribution import log_base
@@ -79,20 +79,21 @@ class Branch:
     def start(
         cls,
         ctx: Context,
-        prompt: str | TokenIds,
+        prompt: Prompt,
         *,
         grammar: Grammar | str | None = None,
         sampling: SamplingParams | None = None,
         **settings: object,
     ) -> Branch:
-        """Return a branch prefilled with ``prompt`` (text or token ids).
+        """Return a branch prefilled with ``prompt`` (text, token ids or messages).
 
         On a context with a prefix cache, what is there of the prompt is shared instead of decoded, and
         the prompt is kept for others.
 
         Args:
             ctx: the context that holds it.
-            prompt: text, tokenized with the model's BOS token if it has one; or ids.
+            prompt: text, tokenized with the model's BOS token if it has one; or ids; or messages, such as
+                ``[{"role": "user", "content": "Hello"}]``, written by the model's chat template.
             grammar: constrains the generated text.
             sampling: settings; its fields may be given by name instead: ``temperature=0.8, seed=1``.
         """
@@ -391,7 +392,7 @@ class Branch:
             return produced
 
     def generate(
-        self, max_tokens: int | None = None, stop: Sequence[str] = ()
+        self, max_tokens: int | None = None, stop: str | Sequence[str] = ()
     ) -> Iterator[Produced]:
         """Yield tokens, committed one by one, until the end.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -168,10 +168,12 @@ def bench(
             raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _tokens(context: Context, prompt: str | Sequence[int], *, chat: bool) -> list[int]:
-    if not isinstance(prompt, str):
-        return list(prompt)
-    return apply_template(context, prompt) if chat else context.tokenize(prompt)
+def _tokens(
+    context: Context, prompt: str | Sequence[int] | Sequence[Mapping[str, object]], *, chat: bool
+) -> list[int]:
+    if chat and isinstance(prompt, str):
+        return apply_template(context, prompt)
+    return context.model.prompt_tokens(prompt)
 
 
 def _make_folder(path: Path) -> None:

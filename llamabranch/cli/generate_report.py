@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 
@@ -27,6 +28,8 @@ class GenerateReport:
         console: where results, progress and totals go.
         file: where results are appended instead, if anywhere.
         quiet: print neither results nor their errors.
+        in_order: keep results back until those of all earlier texts are there.
+        stats: add the statistics of drafting to each result.
 
     Attributes:
         done: the texts (id, sample) that the file had before.
@@ -41,6 +44,8 @@ class GenerateReport:
         file: ResultFile | None,
         *,
         quiet: bool,
+        in_order: bool = False,
+        stats: bool = False,
     ) -> None:
         self.engine = engine
         self.requests = requests
@@ -51,8 +56,29 @@ class GenerateReport:
         self.n_failed = 0
         self.prompts = {str(request.id): request.prompt for request in requests}
         self.done = set() if file is None else file.done
+        self._stats = stats
+        self._held: dict[tuple[str, int], Result] = {}
+        self._order: deque[tuple[str, int]] | None = None
+        if in_order:
+            texts = ((str(request.id), i) for request in requests for i in range(request.n))
+            self._order = deque(text for text in texts if text not in self.done)
 
     def add(self, result: Result) -> None:
+        """Give a result, or keep it back until those before it are there."""
+        if self._order is None:
+            self._give(result)
+            return
+        self._held[result.id, result.sample] = result
+        while self._order and self._order[0] in self._held:
+            self._give(self._held.pop(self._order.popleft()))
+
+    def flush(self) -> None:
+        """Give what is still kept back: the job was interrupted, and earlier texts have not ended."""
+        for text in self._order or ():
+            if text in self._held:
+                self._give(self._held.pop(text))
+
+    def _give(self, result: Result) -> None:
         """Write a result to the file, or print it, or keep it for the JSON object."""
         result.prompt = self.prompts[result.id]  # the given prompt, without the chat template
         self.n_failed += result.error is not None and not result.tokens
@@ -71,6 +97,8 @@ class GenerateReport:
         self.console.write(f"[{_label(result)}] ", "bold")
         if isinstance(result.prompt, str):
             self.console.write(result.prompt, "dim")
+        elif isinstance(result.prompt[-1], Mapping):
+            self.console.write(f"{result.prompt[-1]['content']}\n", "dim")
         self.console.write(result.text + "\n\n")
 
     @contextmanager
@@ -106,7 +134,7 @@ class GenerateReport:
             "stats": self.engine.stats.as_dict(),
         }
         if self.file is None:
-            answer["results"] = [result.as_dict() for result in self.results]
+            answer["results"] = [result.as_dict(stats=self._stats) for result in self.results]
         return answer
 
     def print(self, *, explain: bool) -> None:

@@ -110,6 +110,4 @@ def read_standard_input() -> str:
 
 def apply_template(context: Context, prompt: str) -> list[int]:
     """Return the tokens of ``prompt`` as a user's turn in the model's chat template."""
-    text = context.model.apply_chat_template([("user", prompt)])
-    # The template writes the special tokens itself, the first one included.
-    return context.model.tokenize(text, add_special=False, parse_special=True)
+    return context.model.prompt_tokens([{"role": "user", "content": prompt}])

@@ -9,11 +9,11 @@ from dataclasses import replace
 from ..arguments import real, whole
 from ..branch import Branch
 from ..errors import ConfigError, UsageError
+from ..model import stop_strings
 from ..speculative import Drafter
 from .continuations import Boundary, Continuation, Continuations, slot_seed
 from .lines import Lines, OnStep
 from .result import SearchNode, SearchResult
-from .texts import checked_stops
 from .trie import Trie
 
 __all__ = ["Expand", "TreeSearch", "tree_search"]
@@ -79,7 +79,7 @@ class TreeSearch:
         step: str | int = "\n",
         max_tokens: int = 256,
         rollout_tokens: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         seed: int | None = None,
         drafter: Drafter | None = None,
         on_step: OnStep | None = None,
@@ -98,7 +98,7 @@ class TreeSearch:
             self._boundary = Boundary(n_tokens=whole("step", step, 1))
         self._max_tokens = whole("max_tokens", max_tokens, 1)
         self._rollout_tokens = whole("rollout_tokens", rollout_tokens, 0)
-        self._stop = checked_stops(stop)
+        self._stop = stop_strings(stop)
         self._expand = expand
         self.lines = Lines(branch, on_step)
         try:
@@ -268,7 +268,7 @@ def tree_search(
     step: str | int = "\n",
     max_tokens: int = 256,
     rollout_tokens: int = 0,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     seed: int | None = None,
     drafter: Drafter | None = None,
     on_step: OnStep | None = None,

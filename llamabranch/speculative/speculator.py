@@ -10,7 +10,7 @@ from ..branch import Branch, Produced
 from ..branch.output import OutputBuffer
 from ..context import Context
 from ..errors import CapacityError, ConfigError, LlamaBranchError
-from ..model import TokenIds
+from ..model import Prompt
 from ..native import forkable_lock
 from ..pictures import tokens_picture
 from ..sampling import SamplingParams
@@ -73,20 +73,20 @@ class Speculator:
 
     def generate(
         self,
-        prompt: str | TokenIds | Branch,
+        prompt: Prompt | Branch,
         *,
         max_tokens: int | None = 128,
         sampling: SamplingParams | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         grammar: Grammar | str | None = None,
         top_logprobs: int = 0,
     ) -> Generation:
         """Start a generation; iterate over it, or call its ``finish()``.
 
         Args:
-            prompt: text, token ids, or a branch. A branch is continued in place with its own sampling
-                and grammar; at the end it holds exactly the tokens that were yielded, even if the
-                cache had no cell for the last. The drafter's state for it is kept for its next
+            prompt: text, token ids, messages, or a branch. A branch is continued in place with its own
+                sampling and grammar; at the end it holds exactly the tokens that were yielded, even if
+                the cache had no cell for the last. The drafter's state for it is kept for its next
                 generation, and for those of branches forked from it.
             max_tokens: the most tokens to generate; None = until the model ends the text or the cache
                 is full.

@@ -312,13 +312,20 @@ def test_abandoned_generation_leaves_what_was_yielded(ctx: Context) -> None:
     assert len(generate(branch, 3)) == 3
 
 
-@pytest.mark.parametrize("kind", ["text", "list"])
+@pytest.mark.parametrize("kind", ["number", "list"])
 def test_generate_checks_its_arguments_at_once(kind: str, ctx: Context) -> None:
     branch = Branch.start(ctx, STORY)
     with pytest.raises(ConfigError):
         branch.generate(-1)
     with pytest.raises(ConfigError):
-        branch.generate(5, stop="." if kind == "text" else [""])
+        branch.generate(5, stop=5 if kind == "number" else [""])  # type: ignore[arg-type]
+
+
+def test_one_stop_string_needs_no_list(ctx: Context) -> None:
+    with Branch.start(ctx, STORY, temperature=0.8, seed=1) as branch, branch.fork() as other:
+        texts = [t.text for t in branch.generate(40, stop=" the")]
+        assert texts == [t.text for t in other.generate(40, stop=[" the"])]
+        assert branch.finish_reason == "stop" and " the" not in "".join(texts)
 
 
 def test_empty_prompt_begins_at_the_beginning(ctx: Context, toy: lb.Model) -> None:

@@ -15,7 +15,7 @@ from llamabranch.bench import Machine, PairBench, load_average, profile_in_use
 from .bench_report import BenchReport
 from .bundles import with_bundles
 from .console import print_json
-from .drafters import COPYING, drafting_models, make_drafter, note_translation
+from .drafters import drafting_models, is_model, make_drafter, note_translation
 from .interrupts import InterruptHandler
 from .options import (
     DRAFTING,
@@ -115,7 +115,7 @@ def bench(
         context = runtime.open(target_name, console, stack)
         # Each run gets a new drafter, over the same contexts.
         contexts: dict[str, Context] = {
-            name: runtime.open(name, console, stack) for name in drafters if name not in COPYING
+            name: runtime.open(name, console, stack) for name in drafters if is_model(name)
         }
 
         def new_drafter() -> Drafter:

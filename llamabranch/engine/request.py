@@ -77,6 +77,8 @@ class Request:
         if not isinstance(self.stop, Sequence):
             raise ConfigError(f"stop must be a string or a list of strings, not {self.stop!r:.40}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if any(not isinstance(one, str) for one in stop):
+            raise ConfigError(f"stop must be a string or a list of strings, not {self.stop!r:.40}")
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "n", whole("n", self.n, 1))
         if self.n > _MOST_TEXTS:

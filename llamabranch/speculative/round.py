@@ -25,7 +25,7 @@ from ..model import token_list
 from ..sampling import Distribution
 from .drafters.base import NO_DRAFT, Draft, DraftState, propose
 from .length.base import DraftLength, RoundReport
-from .rules import DraftTree, match_draws, verify, verify_tree
+from .rules import DraftTree, Rule, match_draws, verify, verify_tree
 from .stats import SpeculativeStats
 
 __all__ = ["Stream", "finish_at"]
@@ -66,7 +66,7 @@ class Stream:
         branch: Branch,
         state: DraftState,
         length: DraftLength,
-        rule: str,
+        rule: Rule,
         stats: SpeculativeStats,
         n_alternatives: int = 0,
     ) -> None:

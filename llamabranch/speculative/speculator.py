@@ -21,7 +21,7 @@ from .drafters.base import Drafter, NullDrafter
 from .length.base import DraftLength, FixedLength
 from .pair_profile import PairProfile
 from .round import Stream, finish_at
-from .rules import choose_rule
+from .rules import Rule, choose_rule, rule_name
 from .stats import SpeculativeStats
 
 __all__ = ["Generation", "Produced", "Speculator"]
@@ -64,7 +64,10 @@ class Speculator:
         self._lock = forkable_lock()
 
     def rule_for(self, branch: Branch) -> str:
-        """Return the acceptance rule used for ``branch``: that of the configuration, "auto" resolved."""
+        """Return the name of the acceptance rule used for ``branch``, "auto" resolved."""
+        return rule_name(self._rule(branch))
+
+    def _rule(self, branch: Branch) -> Rule:
         return choose_rule(
             self.config.rule,
             seed_given=branch.seed_given or self.drafter.width > 1,
@@ -115,7 +118,7 @@ class Speculator:
         self, branch: Branch, stats: SpeculativeStats, n_alternatives: int = 0
     ) -> Stream:
         """Return a stream that continues ``branch``; end it with ``close_stream``."""
-        rule = self.rule_for(branch)
+        rule = self._rule(branch)
         state = self._drafts.take(branch, rule)
         return Stream(branch, state, self.length.stream(), rule, stats, n_alternatives)
 

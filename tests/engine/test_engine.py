@@ -502,7 +502,15 @@ def test_ids_are_unique(ctx: Context) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"n": 0}, {"n": True}, {"max_tokens": -1}, {"max_tokens": 1.5}, {"id": 3}, {"stop": "the"}],
+    [
+        {"n": 0},
+        {"n": True},
+        {"max_tokens": -1},
+        {"max_tokens": 1.5},
+        {"id": 3},
+        {"stop": 5},
+        {"stop": [5]},
+    ],
     ids=str,
 )
 def test_request_checks_itself(arguments: dict[str, object]) -> None:

@@ -143,7 +143,7 @@ def _facts(context: Context, machine: Machine) -> dict[str, dict[str, str]]:
             "cores": f"{machine.cores} for this process, {os.cpu_count()} in all",
             "processor features": " ".join(flag for flag in FEATURES if flag in flags) or "unknown",
             "llama.cpp was compiled for": " ".join(machine.features) or "no special instructions",
-            "llama.cpp says": " ".join(system_info().split()),
+            "llama.cpp's own list": " ".join(system_info().split()),
             "load": "unknown" if machine.load is None else f"{machine.load:.2f}",
             "memory": _memory(),
             "GPU": _gpu(context),
@@ -340,5 +340,5 @@ def advise(
 
 
 def _has(machine: Machine, feature: str) -> bool:
-    # AVX512 in a build stands for several; names of ARM's features vary.
+    # A build lists several instruction sets as AVX512; names of ARM's features vary.
     return any(re.fullmatch(rf"{feature}\w*", each) for each in machine.features)

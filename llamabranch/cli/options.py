@@ -165,7 +165,7 @@ class ModelOptions(TargetOptions):
     def resolve(self, console: Console) -> tuple[str, tuple[str, ...]]:
         """Return the name of the target and those of its drafters, all found before any is loaded.
 
-        What ``--draft auto`` found is told on standard error.
+        What ``--draft auto`` found is printed to standard error.
 
         Raises:
             ConfigError: a model that is not on this machine and may not be downloaded.

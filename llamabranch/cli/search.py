@@ -298,10 +298,10 @@ def _reward(command: str) -> Callable[[str], float]:
                 return float(done.stdout)
         except ValueError:
             pass
-        said = (done.stderr or done.stdout).strip().splitlines()
+        printed = (done.stderr or done.stdout).strip().splitlines()
         raise ConfigError(
             f"the reward {command!r} printed no number (exit code {done.returncode})",
-            hint=said[-1] if said else None,
+            hint=printed[-1] if printed else None,
         )
 
     return reward

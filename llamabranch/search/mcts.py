@@ -22,7 +22,7 @@ Expand = Callable[[str], Sequence[str]]
 
 
 class _State:
-    """What the search knows of a text in the tree."""
+    """What is recorded of a text in the tree."""
 
     def __init__(self, text: Continuation, prior: float) -> None:
         self.text = text
@@ -51,7 +51,7 @@ class TreeSearch:
         expand: the moves in a text (without the prompt): texts that may follow it; none = it is final. An
             int = so many samples from the model, up to ``step``.
         exploration: how much the prior counts against the values seen so far.
-        prior: "model", or "uniform": equal for all moves in a text, for moves of which the model knows
+        prior: "model", or "uniform": equal for all moves in a text, for moves of which the model gives
             little. Sampled moves always have equal ones.
         step: where a sampled move ends: after a token that completes this string, or so many tokens.
         max_tokens: the most tokens of a text; one that has them is final.

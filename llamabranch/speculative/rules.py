@@ -1,7 +1,7 @@
 """Which drafted tokens are accepted: pure functions over distributions and random numbers.
 
-Every rule here is lossless: the tokens it emits have exactly the target's distribution. A rule knows
-nothing of models. It calls a function for distributions and a :class:`RandomSource` for everything
+Every rule here is lossless: the tokens it emits have exactly the target's distribution. A rule uses
+no model. It calls a function for distributions and a :class:`RandomSource` for everything
 random, so the tests can replace the noise by an enumeration of all outcomes and prove the very code
 that runs.
 

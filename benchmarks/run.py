@@ -101,6 +101,7 @@ def _steps(args: argparse.Namespace) -> Iterator[Step]:
         "resident",
         "fork",
         "sampling",
+        "step",
         "hotpath",
     ):
         yield Step(program, program, ())

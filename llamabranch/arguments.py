@@ -12,8 +12,6 @@ from fractions import Fraction
 from numbers import Real
 from operator import index
 
-import numpy as np
-
 from .errors import ConfigError
 
 __all__ = ["plain_int", "real", "shown", "whole"]
@@ -25,8 +23,8 @@ def plain_int(value: object) -> int | None:
     """Return an integer of any type as int; None for everything else, including bool and text."""
     if type(value) is int:
         return value
-    if isinstance(value, (bool, np.bool_)):
-        return None
+    if isinstance(value, bool) or getattr(getattr(value, "dtype", None), "kind", "") == "b":
+        return None  # NumPy's booleans too, without importing NumPy
     try:
         return int(index(value))  # type: ignore[arg-type]
     except TypeError:

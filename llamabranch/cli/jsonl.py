@@ -10,9 +10,13 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-from llamabranch import ConfigError, Grammar, LlamaBranchError, Request, Result, SamplingParams
+import llamabranch as lb
+from llamabranch import ConfigError, LlamaBranchError
+
+if TYPE_CHECKING:
+    from llamabranch import Request, Result, SamplingParams
 
 __all__ = ["cut_incomplete_line", "read_requests", "read_results", "write_result"]
 
@@ -20,7 +24,6 @@ _FIELDS = {
     "prompt", "messages", "id", "custom_id", "max_tokens", "stop", "grammar", "json_schema", "n",
     "priority", "seed", "sampling", "logprobs", "top_logprobs", "prompt_logprobs",
 }  # fmt: skip
-_SETTINGS = frozenset(field.name for field in fields(SamplingParams))
 _PREFIX = b'{"id": '  # of every line that `write_result` writes
 
 
@@ -52,7 +55,7 @@ def _requests(
         if not line.strip():
             continue
         if not json_lines:
-            yield Request(line.rstrip("\r\n"), sampling=sampling)
+            yield lb.Request(line.rstrip("\r\n"), sampling=sampling)
             continue
         try:
             yield _request(json.loads(line), sampling)
@@ -65,13 +68,14 @@ def _requests(
 
 def _request(data: object, sampling: SamplingParams | None) -> Request:
     if isinstance(data, str):
-        return Request(data, sampling=sampling)
+        return lb.Request(data, sampling=sampling)
     if not isinstance(data, dict):
         raise ConfigError("a request is an object with a prompt or messages")
     unknown = sorted(set(data) - _FIELDS)
     if unknown:
         name = unknown[0]
-        hint = f'write "sampling": {{"{name}": ...}}' if name in _SETTINGS else None
+        settings = {field.name for field in fields(lb.SamplingParams)}
+        hint = f'write "sampling": {{"{name}": ...}}' if name in settings else None
         raise ConfigError(f"unknown field {name!r}", hint=hint)
     for one, other in (("prompt", "messages"), ("id", "custom_id"), ("grammar", "json_schema")):
         if data.get(one) is not None and data.get(other) is not None:
@@ -88,7 +92,7 @@ def _request(data: object, sampling: SamplingParams | None) -> Request:
     if not isinstance(prompt, (str, list)):
         raise ConfigError("the prompt must be text or a list of token ids")
     identity = data.get("custom_id") if data.get("id") is None else data["id"]
-    return Request(
+    return lb.Request(
         prompt,
         id=None if identity is None else _identity(identity),
         max_tokens=data.get("max_tokens"),
@@ -102,13 +106,13 @@ def _request(data: object, sampling: SamplingParams | None) -> Request:
     )
 
 
-def _grammar(data: Mapping[str, object]) -> Grammar | None:
+def _grammar(data: Mapping[str, object]) -> lb.Grammar | None:
     grammar, schema = data.get("grammar"), data.get("json_schema")
     if schema is not None:
         if not isinstance(schema, (str, dict)):
             raise ConfigError(f"json_schema must be an object, not {schema!r:.40}")
-        return Grammar.from_json_schema(schema)
-    return None if grammar is None else Grammar(str(grammar))
+        return lb.Grammar.from_json_schema(schema)
+    return None if grammar is None else lb.Grammar(str(grammar))
 
 
 def _top_logprobs(data: Mapping[str, object]) -> int | None:
@@ -151,7 +155,7 @@ def _settings(data: Mapping[str, object], sampling: SamplingParams | None) -> Sa
         if not isinstance(bias, dict):
             raise ConfigError(f"logit_bias must be an object of token ids, not {bias!r}")
         settings["logit_bias"] = {int(k): v for k, v in bias.items()}  # JSON has only text keys
-    return (sampling or SamplingParams()).replace(**settings)
+    return (sampling or lb.SamplingParams()).replace(**settings)
 
 
 def write_result(

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
+from ..pictures import Node, Token, tree
+
 __all__ = ["Hypothesis", "SearchNode", "SearchResult", "SearchStats"]
+
+MOST_DRAWN = 32  # hypotheses in a picture
 
 
 class SearchNode:
@@ -195,6 +199,41 @@ class SearchResult:
         """The text of the best hypothesis, "" if there is none."""
         return self.hypotheses[0].text if self.hypotheses else ""
 
+    def _repr_html_(self) -> str:
+        shown = self.hypotheses[:MOST_DRAWN]
+        ends: dict[int, list[str]] = {}
+        kept: dict[
+            int, list[SearchNode]
+        ] = {}  # by parent: what leads to a hypothesis, the best first
+        known: set[int] = set()
+        for rank, each in enumerate(shown, start=1):
+            caption = f"{rank}. score {each.score:.3f}, {each.finish_reason}:"
+            ends.setdefault(id(each.node), []).append(caption)
+            for node in each.node.path:
+                if id(node) not in known:
+                    known.add(id(node))
+                    kept.setdefault(id(node.parent), []).append(node)
+
+        def drawn(node: SearchNode) -> Node:
+            tokens = [_token(node)]
+            while id(node) not in ends and len(kept[id(node)]) == 1:
+                (node,) = kept[id(node)]
+                tokens.append(_token(node))
+            children = [drawn(child) for child in kept.get(id(node), ())]
+            return Node(" ".join(ends.get(id(node), ())), tokens, children)
+
+        roots = [drawn(child) for child in kept.get(id(self.tree), ())]
+        if id(self.tree) in ends:  # a hypothesis without tokens
+            roots.append(Node(" ".join(ends[id(self.tree)]), ()))
+        stats = self.stats
+        count = f"{len(self.hypotheses)} hypotheses" + (
+            f", the best {MOST_DRAWN} shown" if len(self.hypotheses) > MOST_DRAWN else ""
+        )
+        cost = (
+            f"{stats.tokens_decoded:,} tokens in {stats.decodes:,} decodes, {stats.elapsed_s:.2f} s"
+        )
+        return tree(roots, caption=f"{count}; {cost}")
+
     def as_dict(self, *, tree: bool = False) -> dict[str, object]:
         """Return JSON types; with ``tree`` also the whole tree."""
         record: dict[str, object] = {
@@ -208,3 +247,9 @@ class SearchResult:
         if tree:
             record["tree"] = self.tree.as_dict()
         return record
+
+
+def _token(node: SearchNode) -> Token:
+    """Return a node's text for a picture, with the mean log-probability of its tokens."""
+    before = 0.0 if node.parent is None else node.parent.logprob
+    return Token(node.text, (node.logprob - before) / max(1, len(node.tokens)))

@@ -12,10 +12,8 @@ speculator.py   a whole generation, round by round
 session.py      the same, one token per call
 stats.py        counts and times, under vLLM's names
 divergence.py   where two texts that should be equal first differ, and whether rounding explains it
-theory.py       the expected speedup, from acceptance and costs
 """
 
-from . import theory
 from .config import SpeculativeConfig
 from .divergence import Divergence, first_divergence
 from .drafters.base import Draft, Drafter, DraftState, NullDrafter
@@ -53,6 +51,5 @@ __all__ = [
     "enumerate_outcomes",
     "first_divergence",
     "rule_error",
-    "theory",
     "token_rule",
 ]

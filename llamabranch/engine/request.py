@@ -124,7 +124,7 @@ class Result:
     tokens: list[int]
     finish_reason: str
     seed: int
-    stats: SpeculativeStats
+    stats: SpeculativeStats = field(repr=False)
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     n_preempted: int = 0

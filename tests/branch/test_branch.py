@@ -343,9 +343,10 @@ def test_repr_shows_last_words_and_score(ctx: Context) -> None:
 
 def test_pruning_a_parent_hints_at_both_ways(ctx: Context) -> None:
     with Branch.start(ctx, STORY) as root:
-        root.fork()
+        child = root.fork()
         with pytest.raises(BranchStateError) as caught:
             root.prune()
+        assert child.state == "ready"
         assert "detach()" in str(caught.value.hint)
         assert "prune_subtree()" in str(caught.value.hint)
 

@@ -99,6 +99,7 @@ def _steps(args: argparse.Namespace) -> Iterator[Step]:
         "speculative",
         "batch",
         "resident",
+        "search",
         "fork",
         "sampling",
         "step",

@@ -107,8 +107,7 @@ class ModelHandle(Handle):
     def file_type(self, value: str) -> str:
         """Return the name of a value of ``general.file_type`` in the metadata.
 
-        For one that is missing or newer than this table, what llama.cpp makes of the file, for example
-        "(guessed) Q8_0", else the number.
+        For one that is missing or newer than this table, llama.cpp's own name or guess; else the number.
         """
         known = _FILE_TYPES.get(int(value)) if value.isdigit() else None
         if known is not None:

@@ -818,6 +818,14 @@ def test_inspect_describes_a_model() -> None:
     assert "Q8_0" in result.stdout
 
 
+def test_inspect_shows_the_names_of_files_not_their_paths(tmp_path: Path) -> None:
+    paths = [write_toy(tmp_path / f"{name}.gguf") for name in ("large", "small")]
+    result = run("inspect", *map(str, paths))
+    assert result.exit_code == 0, result.stderr
+    assert str(tmp_path) not in result.stdout
+    assert result.stdout.split()[:2] == ["large.gguf", "small.gguf"]
+
+
 def test_inspect_json_holds_the_facts() -> None:
     result = run("inspect", "tale-target", "--json")
     (facts,) = json.loads(result.stdout)["models"]

@@ -75,21 +75,29 @@ from .sampling.grammar import (
     Grammar as Grammar,
 )
 from .speculative import (
+    Acceptance as Acceptance,
     ChainDrafter as ChainDrafter,
     Divergence as Divergence,
     Draft as Draft,
     Drafter as Drafter,
+    DraftLength as DraftLength,
     DraftState as DraftState,
+    FunctionDrafter as FunctionDrafter,
     Generation as Generation,
     InferenceSession as InferenceSession,
     ModelDrafter as ModelDrafter,
     NullDrafter as NullDrafter,
     PromptLookupDrafter as PromptLookupDrafter,
+    RandomSource as RandomSource,
     SpeculativeConfig as SpeculativeConfig,
     SpeculativeStats as SpeculativeStats,
     Speculator as Speculator,
     SuffixDrafter as SuffixDrafter,
+    block_rule as block_rule,
+    enumerate_outcomes as enumerate_outcomes,
     first_divergence as first_divergence,
+    rule_error as rule_error,
+    token_rule as token_rule,
 )
 
 __all__: list[str]

@@ -68,6 +68,22 @@ def generate(
             rich_help_panel=REQUESTS,
         ),
     ] = False,
+    in_order: Annotated[
+        bool,
+        typer.Option(
+            "--in-order",
+            help="Give the results in the order of the prompts, not as they end.",
+            rich_help_panel=REQUESTS,
+        ),
+    ] = False,
+    stats: Annotated[
+        bool,
+        typer.Option(
+            "--stats",
+            help="Add the statistics of drafting to each result.",
+            rich_help_panel=REQUESTS,
+        ),
+    ] = False,
     samples: Annotated[
         int,
         typer.Option(
@@ -171,9 +187,8 @@ def generate(
         )
         file = None
         if output_file is not None:
-            file = stack.enter_context(
-                ResultFile(output_file, settings, job.requests(), resume=resume)
-            )
+            results = ResultFile(output_file, settings, job.requests(), resume=resume, stats=stats)
+            file = stack.enter_context(results)
             settings = file.job
         if auto_regressive:
             models = replace(models, draft="none")
@@ -215,7 +230,15 @@ def generate(
             engine.seed = settings.seed
         if file is not None:
             file.open(context.model.fingerprint, engine.seed)
-        report = GenerateReport(engine, job, console, file, quiet=output.as_json)
+        report = GenerateReport(
+            engine,
+            job,
+            console,
+            file,
+            quiet=output.as_json,
+            in_order=in_order,
+            stats=stats,
+        )
         interrupted = _run(report, sampling)
         if output.as_json:
             print_json(report.as_json(interrupted))
@@ -296,4 +319,5 @@ def _run(report: GenerateReport, options: SamplingOptions) -> bool:
                 raise
         finally:
             stream.close()
+            report.flush()
     return interrupts.requested

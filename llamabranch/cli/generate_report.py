@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 
@@ -28,6 +29,8 @@ class GenerateReport:
         console: where results, progress and totals go.
         file: where results are appended instead, if anywhere.
         quiet: print neither results nor their errors.
+        in_order: keep results back until those of all earlier texts are there.
+        stats: add the statistics of drafting to each result.
 
     Attributes:
         done: the texts (id, sample) that the file had before.
@@ -42,6 +45,8 @@ class GenerateReport:
         file: ResultFile | None,
         *,
         quiet: bool,
+        in_order: bool = False,
+        stats: bool = False,
     ) -> None:
         self.engine = engine
         self.job = job
@@ -52,15 +57,35 @@ class GenerateReport:
         self.n_failed = 0
         self._begun: dict[str, tuple[Request, int]] = {}  # with the number of texts to come
         self.done = set() if file is None else file.done
+        self._stats = stats
+        self._held: dict[tuple[str, int], Result] = {}
+        self._order: deque[tuple[str, int]] | None = deque() if in_order else None
 
     def begin(self, request: Request) -> None:
         """Note a request, as it was given, whose results will come."""
-        name = str(request.id)
-        n_texts = sum((name, i) not in self.done for i in range(request.n))
-        if n_texts:
-            self._begun[name] = request, n_texts
+        texts = [(str(request.id), i) for i in range(request.n)]
+        texts = [text for text in texts if text not in self.done]
+        if texts:
+            self._begun[str(request.id)] = request, len(texts)
+        if self._order is not None:
+            self._order += texts
 
     def add(self, result: Result) -> None:
+        """Give a result, or keep it back until those before it are there."""
+        if self._order is None:
+            self._give(result)
+            return
+        self._held[result.id, result.sample] = result
+        while self._order and self._order[0] in self._held:
+            self._give(self._held.pop(self._order.popleft()))
+
+    def flush(self) -> None:
+        """Give what is still kept back: the job was interrupted, and earlier texts have not ended."""
+        for text in self._order or ():
+            if text in self._held:
+                self._give(self._held.pop(text))
+
+    def _give(self, result: Result) -> None:
         """Write a result to the file, or print it, or keep it for the JSON object."""
         request, n_left = self._begun.pop(result.id)
         if n_left > 1:
@@ -82,6 +107,8 @@ class GenerateReport:
         self.console.write(f"[{_label(result)}] ", "bold")
         if isinstance(result.prompt, str):
             self.console.write(result.prompt, "dim")
+        elif isinstance(result.prompt[-1], Mapping):
+            self.console.write(f"{result.prompt[-1]['content']}\n", "dim")
         self.console.write(result.text + "\n\n")
 
     @contextmanager
@@ -116,7 +143,7 @@ class GenerateReport:
             "stats": self.engine.stats.as_dict(),
         }
         if self.file is None:
-            answer["results"] = [result.as_dict() for result in self.results]
+            answer["results"] = [result.as_dict(stats=self._stats) for result in self.results]
         return answer
 
     def print(self, *, explain: bool) -> None:

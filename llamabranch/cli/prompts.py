@@ -27,6 +27,7 @@ __all__ = [
     "PromptSource",
     "apply_template",
     "digest",
+    "read_prompt_file",
     "read_prompts",
     "read_standard_input",
     "read_text",
@@ -46,6 +47,16 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
+
+
+def read_prompt_file(path: Path) -> str:
+    """Return the text of a file that is one prompt, without its last newline, as llama.cpp reads ``-f``.
+
+    Raises:
+        ConfigError: it cannot be read, or is not UTF-8.
+    """
+    text = read_text(path)
+    return text[:-1] if text.endswith("\n") else text
 
 
 @dataclass(frozen=True)
@@ -182,6 +193,4 @@ def _standard_input() -> Iterator[IO[str]]:
 
 def apply_template(context: Context, prompt: str) -> list[int]:
     """Return the tokens of ``prompt`` as a user's turn in the model's chat template."""
-    text = context.model.apply_chat_template([("user", prompt)])
-    # The template writes the special tokens itself, the first one included.
-    return context.model.tokenize(text, add_special=False, parse_special=True)
+    return context.model.prompt_tokens([{"role": "user", "content": prompt}])

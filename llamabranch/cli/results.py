@@ -72,10 +72,17 @@ class ResultFile:
     """
 
     def __init__(
-        self, path: Path, job: JobSettings, requests: Iterable[Request], *, resume: bool
+        self,
+        path: Path,
+        job: JobSettings,
+        requests: Iterable[Request],
+        *,
+        resume: bool,
+        stats: bool = False,
     ) -> None:
         self.path = path
         self.job = job
+        self._stats = stats
         self.done: set[tuple[str, int]] = set()
         self._file: IO[str] | None = None
         self._synced = 0.0  # when the disk was last asked to store it
@@ -167,7 +174,7 @@ class ResultFile:
         if self._file is None:
             raise RuntimeError("the file of results is not open")
         try:
-            write_result(self._file, result, asdict(self.job))
+            write_result(self._file, result, asdict(self.job), stats=self._stats)
             if monotonic() - self._synced >= _SYNC_S:
                 os.fsync(self._file.fileno())
                 self._synced = monotonic()
@@ -210,7 +217,7 @@ class ResultFile:
         return OutputError(f"cannot write {self.path}: {error.strerror or error}", hint=hint)
 
 
-def _listed(prompt: str | Sequence[int]) -> str | list[int]:
+def _listed(prompt: str | Sequence[object]) -> str | list[object]:
     return prompt if isinstance(prompt, str) else list(prompt)
 
 

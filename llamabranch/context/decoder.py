@@ -95,7 +95,7 @@ class Decoder:
     ) -> LogitsRow:
         """Decode one token at the end of ``seq_id``; return its row. The hot path.
 
-        ``sampler`` and ``seed``: the next token will be drawn with these. Where the compiled core knows
+        ``sampler`` and ``seed``: the next token will be drawn with these. Where the compiled core has
         the settings, it is drawn in the same native call, and the row remembers it.
         """
         handle = self.handle

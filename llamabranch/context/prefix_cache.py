@@ -121,7 +121,7 @@ class PrefixCache:
         cache: the cells.
         sequences: where the sequences of kept texts come from; None: ids beyond those of the context.
         saved: where the K/V of texts goes when their cells are given up; None: it is lost.
-        decoder: frees cells for K/V that comes back, and knows how long reading takes.
+        decoder: frees cells for K/V that comes back, and measures how long reading takes.
 
     Attributes:
         n_hits: how often the beginning of a text was found.

@@ -19,7 +19,7 @@ from ..speculative.drafters.base import NO_DRAFT, DraftRequest, DraftState, Null
 from ..speculative.length.auto import draft_length
 from ..speculative.pair_profile import PairProfile
 from ..speculative.round import Stream
-from ..speculative.rules import choose_rule
+from ..speculative.rules import Rule, choose_rule, rule_name
 from .batch import Batch
 from .concurrency import Concurrency
 from .job import Job, Submission, refusal
@@ -510,7 +510,7 @@ class EngineCore:
         top = job.request.top_logprobs or 0
         return Stream(branch, state, length, rule, job.stats, top)
 
-    def _draft_state(self, job: Job, branch: Branch, rule: str) -> DraftState:
+    def _draft_state(self, job: Job, branch: Branch, rule: Rule) -> DraftState:
         """Return a draft state for ``branch``; if its prompt was shared, a fork of the other job's.
 
         So the draft model, too, decodes a shared prefix only once.
@@ -526,7 +526,7 @@ class EngineCore:
             state = source.stream.state.fork(branch)
             state.observe(n_shared)
             return state
-        return self.settings.drafter.start(branch, rule)
+        return self.settings.drafter.start(branch, rule_name(rule))
 
 
 class _SequenceWait:

@@ -178,7 +178,7 @@ class ContextHandle(Handle):
         self.n_chunk = self.n_batch if self.stops_inside else min(self.n_batch, options.n_ubatch)
         self._stop_address = ctypes.c_char.from_buffer(self._stop)
         self.stepper: core.Stepper | None = None  # where the compiled core can decode
-        if core.Stepper.knows(C.llama_batch):
+        if core.Stepper.supports(C.llama_batch):
             self.stepper = core.Stepper(
                 decode=_address_of(C._lib.llama_decode),
                 get_logits=_address_of(C._lib.llama_get_logits),

@@ -184,11 +184,105 @@ def test_output_has_one_line_a_text(tmp_path: Path) -> None:
     for record in records:
         assert record["prompt"] == SEED_PROMPTS[int(str(record["id"]))]
         assert record["finish_reason"] in ("stop", "length")
-        assert {"text", "tokens", "stats", "seed", "sample"} <= set(record)
+        assert {"text", "tokens", "seed", "sample"} <= set(record)
+        assert "stats" not in record
     again = run("--prompts", *SEED_PROMPTS, "--output", str(path))
     assert again.exit_code == 2
     assert "--resume" in again.stderr
     assert lines(path) == records
+
+
+def test_statistics_are_written_on_request(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    arguments = ("--prompts", "Once", "-n", "4", "--seed", "2", "--stats")
+    assert run(*arguments, "--output", str(path)).exit_code == 0
+    (record,) = lines(path)
+    assert record["stats"].keys() == lb.SpeculativeStats().as_dict().keys()
+    (shown,) = run_json(*arguments)["results"]
+    assert shown["stats"]["num_drafts"] == record["stats"]["num_drafts"]
+
+
+def test_results_come_in_the_order_of_the_prompts_on_request(tmp_path: Path) -> None:
+    given, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lengths = [30, 2, 12, 1, 20, 3]
+    given.write_text(
+        "".join(
+            json.dumps({"prompt": "Once", "custom_id": f"q{i}", "max_tokens": n, "n": 1 + i % 2})
+            + "\n"
+            for i, n in enumerate(lengths)
+        )
+    )
+    arguments = ("--input", str(given), "--seed", "3", "--ignore-eos", "--parallel", "4")
+    asked = [(f"q{i}", sample) for i in range(len(lengths)) for sample in range(1 + i % 2)]
+    assert run(*arguments, "--output", str(path), "--in-order").exit_code == 0
+    ordered = lines(path)
+    assert [(r["id"], r["sample"]) for r in ordered] == asked
+    free = run_json(*arguments)["results"]
+    found = [(r["id"], r["sample"]) for r in free]
+    assert found != asked and sorted(found) == asked
+    texts = {(r["id"], r["sample"]): r["text"] for r in free}
+    assert texts == {(r["id"], r["sample"]): r["text"] for r in ordered}
+
+
+def test_resume_in_order_gives_what_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    arguments = (
+        "--prompts",
+        *SEED_PROMPTS,
+        "-n",
+        "3",
+        "--seed",
+        "2",
+        "--in-order",
+        "--output",
+        str(path),
+    )
+    assert run(*arguments).exit_code == 0
+    whole = path.read_text("utf-8")
+    kept = whole.splitlines(keepends=True)
+    path.write_text(kept[0] + kept[2], encoding="utf-8")
+    assert run(*arguments, "--resume").exit_code == 0
+    assert path.read_text("utf-8").splitlines(keepends=True) == [kept[i] for i in (0, 2, 1, 3)]
+
+
+def test_lines_take_the_names_of_openai_and_vllm() -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    data = [
+        {"messages": messages, "custom_id": "a", "stop": ".", "logprobs": 3},
+        {"prompt": "x", "json_schema": {"type": "boolean"}, "logprobs": True, "top_logprobs": 2},
+        {"prompt": "x", "logprobs": True},
+        {"prompt": "x", "logprobs": False, "top_logprobs": 2},
+    ]
+    chat, schema, bare, off = read_requests(map(json.dumps, data), json_lines=True)
+    assert (list(chat.prompt), chat.id, tuple(chat.stop)) == (messages, "a", (".",))
+    assert [r.top_logprobs for r in (chat, schema, bare, off)] == [3, 2, 0, None]
+    assert schema.grammar == lb.Grammar.from_json_schema({"type": "boolean"})
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"messages": "Hi"}, "messages"),
+        ({"messages": [1, 2]}, "messages"),
+        ({"messages": [{"content": "Hi"}]}, "role"),
+        ({"messages": [{"role": "user", "content": "a"}], "prompt": "b"}, "exclude"),
+        ({"prompt": "a", "id": "a", "custom_id": "b"}, "exclude"),
+        ({"prompt": "a", "grammar": "root ::= [a]", "json_schema": {}}, "exclude"),
+        ({"prompt": "a", "json_schema": 5}, "json_schema"),
+        ({"prompt": "a", "json_schema": {"not": {}}}, "not"),
+        ({"prompt": "a", "logprobs": "many"}, "logprobs"),
+        ({"prompt": "a", "logprobs": 2, "top_logprobs": 2}, "logprobs"),
+    ],
+)
+def test_line_that_is_no_request_names_the_reason(data: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        list(read_requests([json.dumps(data)], json_lines=True))
+
+
+def test_setting_outside_of_sampling_is_refused_with_its_place() -> None:
+    with pytest.raises(ConfigError) as caught:
+        list(read_requests(['{"prompt": "a", "temperature": 0}'], json_lines=True))
+    assert "sampling" in str(caught.value.hint)
 
 
 def test_resumed_run_leaves_out_what_is_there(tmp_path: Path) -> None:

@@ -355,7 +355,7 @@ class _Run:
             self.is_done = True
 
     def _end_at(self, n: int) -> None:
-        """End the draft after ``n`` tokens, as the length wants."""
+        """End the draft after ``n`` tokens, as the length decides."""
         draft, sequence = self.draft, self.branch.sequence
         end = len(sequence.tokens) + len(self.unread) - (len(draft.tokens) - n)
         draft.cut(n)

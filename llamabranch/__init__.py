@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from . import startup  # noqa: F401  (first: Ctrl-C while the rest is imported)
 
 if TYPE_CHECKING:
-    from . import search
+    from . import scale, search
     from .branch import Branch, BranchStore, Produced, Snapshot
     from .context import Capabilities, Context, ContextParams, TokenScore, Usage
     from .engine import (
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         DecodeInterruptedError,
         DownloadError,
         GrammarError,
+        JobError,
         LlamaBranchError,
         LlamaBranchWarning,
         ModelLoadError,
@@ -102,6 +103,7 @@ __all__ = [
     "Grammar",
     "GrammarError",
     "InferenceSession",
+    "JobError",
     "LlamaBranchError",
     "LlamaBranchWarning",
     "Model",
@@ -137,6 +139,7 @@ __all__ = [
     "first_divergence",
     "load",
     "resolve",
+    "scale",
     "search",
     "set_log_level",
     "system_info",
@@ -176,6 +179,7 @@ _ROOMS = {
         "DecodeInterruptedError",
         "DownloadError",
         "GrammarError",
+        "JobError",
         "LlamaBranchError",
         "LlamaBranchWarning",
         "ModelLoadError",
@@ -210,6 +214,7 @@ _ROOMS = {
         "SamplingParams",
     ),
     "sampling.grammar": ("Grammar",),
+    "scale": (),
     "search": (),
     "speculative": (
         "ChainDrafter",

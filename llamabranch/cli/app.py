@@ -16,6 +16,7 @@ from .generate import generate
 from .inspect import inspect
 from .models import models
 from .parsing import Command, CommandGroup, PromptsCommand, reopen_closed_streams
+from .plan import plan
 from .pull import pull
 from .score import score
 from .search import search
@@ -64,6 +65,7 @@ app.command(cls=Command)(inspect)
 app.command(cls=Command)(models)
 app.command(cls=Command)(pull)
 app.command(cls=Command)(theory)
+app.command(cls=Command)(plan)
 app.command(cls=Command)(doctor)
 
 

@@ -267,8 +267,7 @@ def score(
     The input has the columns (or keys) ``id``, ``text`` and optionally ``context``, the output those that
     `Score` describes.
 
-    Args, raises:
-        as for `generate`.
+    Arguments and errors are those of `generate`.
     """
     job = _Job("score", inputs, output, model, {}, ("text", "context"), load, options)
     return job.run(Score, lambda worker, seed: {}, 0)
@@ -479,8 +478,8 @@ class _Job:
         # One filter is fast enough, and each is a CPU and a GiB that no worker can have.
         config.checkpoint_actor_pool_max_size = 1
         config.checkpoint_actor_memory_bytes = 64 << 20
-        # Without the size Ray would read small files together, in turn: a block is a file here.
-        with _data_context(checkpoint_config=config, target_min_block_size=1):
+        # Ray's newer reader packs small files into one block; here a file is a block.
+        with _data_context(checkpoint_config=config, use_datasource_v2=False):
             # Workers may hold all CPUs of the cluster: reading and writing must not wait for one.
             rows = ray.data.read_parquet(
                 paths,
@@ -637,6 +636,7 @@ def _data_context(**values: object) -> Iterator[None]:
 
     context = DataContext.get_current()
     values = {"enable_progress_bars": False, "print_on_execution_start": False, **values}
+    values = {name: value for name, value in values.items() if hasattr(context, name)}
     before = {name: getattr(context, name) for name in values}
     for name, value in values.items():
         setattr(context, name, value)

@@ -242,7 +242,6 @@ def simulate(profile: WorkerProfile, job: JobNumbers, *, seed: int = 0) -> float
             finished += 1
             end = max(end, share)
         if finished < len(mine):
-            # Half of the other block's work was done, too: both run at once.
             left += mine[finished:]
             now = deaths[worker] + profile.load_s
             deaths[worker] = now + float(rng.exponential(mean_s))

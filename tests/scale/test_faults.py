@@ -29,9 +29,6 @@ TARGET = str(Path(lb.__file__).parent / "data" / "tale-target-q8_0.gguf")
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[Any]:
     with clusters.cluster(num_cpus=2) as found:
-        import ray.cloudpickle
-
-        ray.cloudpickle.register_pickle_by_value(clusters)
         yield found
 
 

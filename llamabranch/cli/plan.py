@@ -120,7 +120,7 @@ def plan(
             if runtime.n_ctx is None:
                 runtime = replace(runtime, n_ctx=max(2048, 512 * streams))
             begin = perf_counter()
-            context = runtime.open(target, console, stack, n_seq_max=streams)
+            context = runtime.open(target, console, stack, n_seq_max=streams, prefix_cache=True)
             worker = measure(context, perf_counter() - begin)
             if profile is not None:
                 profile.write_text(json.dumps(worker.as_dict(), indent=1), encoding="utf-8")

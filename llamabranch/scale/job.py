@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import threading
 import warnings
@@ -35,7 +36,15 @@ from .folder import File, Folder, input_files
 from .ledger import LedgerActor, Totals
 from .sink import make_sink
 from .stages import Generate, LedgerHandle, Score, WorkerOptions
-from .staging import SORT_KEY, Layout, normalize, stage_locally, unique_ids
+from .staging import (
+    SORT_KEY,
+    Layout,
+    id_type,
+    normalize,
+    stage_locally,
+    staged_ids,
+    unique_ids,
+)
 
 if TYPE_CHECKING:
     import pyarrow
@@ -48,6 +57,7 @@ _STAGED = "staged.json"
 _LOCAL_BYTES = 256 << 20  # an input up to this size is sorted by the driver, a larger one by Ray
 _MOST_CHECKED_IDS = 100_000_000  # 8 bytes and a hash each, on the driver
 _POLL_S = 1.0
+_PART_BYTES = 64 << 20  # of the input, for each part of Ray's sort
 _FILES_A_TASK = 256  # that one task counts at the end
 _ROWS_AT_A_TIME = 4  # batches of a worker, times its streams
 
@@ -367,11 +377,12 @@ class _Job:
         settings = {**self._settings, **facts, "seed": seed}
         if known is not None:
             _check_same(known, settings, self._output.path)
-        else:
-            self._folder.create()
-            self._folder.write_json("job.json", settings)
         with _translated(self._output):
+            if known is None:
+                self._folder.delete()  # of a job that never began
             n_rows = self._stage_input()
+            if known is None:
+                self._folder.write_json("job.json", settings)
             n_before = self._count_committed()
             book = make_ledger()
             worker = WorkerOptions(
@@ -428,36 +439,31 @@ class _Job:
     def _stage_on_ray(self, prompts: Folder) -> int:
         ray = import_ray()
         layout, size = self._layout, sum(file.size for file in self._files)
+        ids = id_type(self._files[0], self._input_format, self._input_filesystem, layout)
         prompts.delete()
         paths = [file.path for file in self._files]
-        read = ray.data.read_parquet if self._input_format == "parquet" else ray.data.read_json
-        more = {} if self._input_format == "parquet" else {"lines": True}
+
+        def normalized(batch: pyarrow.Table) -> pyarrow.Table:
+            return normalize(batch.to_pylist(), layout, ids)
+
         # A shuffle of Ray has 200 parts if it is not told.
-        n_parts = max(2, size // (64 << 20))
-        with _data_context(default_hash_shuffle_parallelism=n_parts):
-            rows = read(paths, filesystem=self._input_filesystem, **more)
-            first = rows.take(1)
-            ids = "string" if first and isinstance(first[0].get(layout.id_column), str) else "int64"
-
-            def normalized(batch: pyarrow.Table) -> pyarrow.Table:
-                return normalize(batch.to_pylist(), layout, ids)
-
+        with _data_context(default_hash_shuffle_parallelism=max(2, size // _PART_BYTES)):
+            if self._input_format == "parquet":
+                rows = ray.data.read_parquet(paths, filesystem=self._input_filesystem)
+            else:
+                rows = ray.data.read_json(paths, filesystem=self._input_filesystem, lines=True)
             rows = rows.map_batches(normalized, batch_format="pyarrow", batch_size=4096)
             if self._sort:
                 rows = rows.sort(SORT_KEY)
-            rows = rows.drop_columns([SORT_KEY])
-            rows.write_parquet(
+            rows.drop_columns([SORT_KEY]).write_parquet(
                 prompts.path,
                 filesystem=prompts.filesystem,
                 min_rows_per_file=self._block_rows,
                 max_rows_per_file=self._block_rows,
             )
-            staged = ray.data.read_parquet(prompts.path, filesystem=prompts.filesystem)
-            n_rows = int(staged.count())
-            if n_rows <= _MOST_CHECKED_IDS:
-                column = staged.select_columns([layout.id_column])
-                batches = column.iter_batches(batch_size=65536, batch_format="numpy")
-                unique_ids(one for batch in batches for one in batch[layout.id_column].tolist())
+        n_rows = _count_rows(prompts)
+        if n_rows <= _MOST_CHECKED_IDS:
+            unique_ids(staged_ids(prompts, layout.id_column))
         return n_rows
 
     # -- the plan --------------------------------------------------------------------------------------
@@ -516,14 +522,7 @@ class _Job:
 
     def _count_committed(self) -> int:
         """Return how many rows are written for good."""
-        import pyarrow.parquet as pq
-
-        folder = self._folder / "checkpoint"
-        return sum(
-            pq.read_metadata(f"{folder.path}/{name}", filesystem=folder.filesystem).num_rows
-            for name in folder.names()
-            if name.endswith(".parquet") and not name.endswith(".pending.parquet")
-        )
+        return _count_rows(self._folder / "checkpoint")
 
     def _summary(self) -> tuple[int, bool]:
         """Return how many rows of the output are errors, and whether all of it is batch-invariant."""
@@ -620,9 +619,10 @@ def _cluster(address: str | None, workers: int, cpus: float, gpus: float) -> Ite
             num_cpus=math.ceil(workers * cpus) + 1,
             include_dashboard=False,
             log_to_driver=False,
+            logging_level="ERROR",
         )
     else:
-        ray.init(address=address, log_to_driver=False)
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     try:
         yield
     finally:
@@ -640,9 +640,13 @@ def _data_context(**values: object) -> Iterator[None]:
     before = {name: getattr(context, name) for name in values}
     for name, value in values.items():
         setattr(context, name, value)
+    log = logging.getLogger("ray.data")
+    level = log.level
+    log.setLevel(logging.ERROR)  # our progress and errors tell what its lines tell
     try:
         yield
     finally:
+        log.setLevel(level)
         for name, value in before.items():
             setattr(context, name, value)
 
@@ -686,6 +690,17 @@ def _model_facts(model: str) -> dict[str, object]:
     with Model(hub.obtain(model, download=True), vocab_only=True) as opened:
         fingerprint = opened.fingerprint
     return {"model": fingerprint, "versions": {"llamabranch": __version__, **engine_versions()}}
+
+
+def _count_rows(folder: Folder) -> int:
+    """Return the rows of a folder's Parquet files; ids that are pending do not count."""
+    import pyarrow.parquet as pq
+
+    return sum(
+        pq.read_metadata(f"{folder.path}/{name}", filesystem=folder.filesystem).num_rows
+        for name in folder.names()
+        if name.endswith(".parquet") and not name.endswith(".pending.parquet")
+    )
 
 
 def _count_errors(paths: Sequence[str], filesystem: pyarrow.fs.FileSystem) -> tuple[int, bool]:

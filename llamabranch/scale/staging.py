@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import posixpath
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     import pyarrow
     import pyarrow.fs
 
-__all__ = ["SORT_KEY", "Layout", "normalize", "read_input", "stage_locally", "unique_ids"]
+__all__ = [
+    "SORT_KEY",
+    "Layout",
+    "id_type",
+    "normalize",
+    "read_input",
+    "stage_locally",
+    "staged_ids",
+    "unique_ids",
+]
 
 SORT_KEY = "sort_key"
 
@@ -202,6 +211,39 @@ def _schema(records: Sequence[Record], layout: Layout, ids: str) -> pyarrow.Sche
             except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
                 raise ConfigError(f"cannot keep the column {name!r}: {error}") from None
     return pa.schema([*fields, (PROBLEM, pa.string()), (SORT_KEY, pa.binary())])
+
+
+def id_type(file: File, kind: str, filesystem: pyarrow.fs.FileSystem, layout: Layout) -> str:
+    """Return the type of the ids of a large input, "int64" or "string", from its first file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if kind == "parquet":
+        try:
+            schema = pq.read_schema(file.path, filesystem=filesystem)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise ConfigError(f"cannot read {file.path}: {error}") from None
+        names = [layout.id_column] if layout.id_column in schema.names else []
+        is_text = any("string" in str(schema.field(name).type) for name in names)
+    else:
+        with filesystem.open_input_stream(file.path) as stream:
+            line = stream.read(1 << 24).split(b"\n", 1)[0]
+        is_text = isinstance(_parse(line, file.path).get(layout.id_column), str)
+    return "string" if is_text else "int64"
+
+
+def staged_ids(folder: Folder, id_column: str) -> Iterator[object]:
+    """Yield the ids of all blocks."""
+    import pyarrow.parquet as pq
+
+    for name in folder.names():
+        path = f"{folder.path}/{name}"
+        table = pq.read_table(path, filesystem=folder.filesystem, columns=[id_column])
+        yield from table.column(id_column).to_pylist()
 
 
 def unique_ids(ids: Iterable[object]) -> None:

@@ -54,7 +54,7 @@ def test_prompts_of_tokens_are_sorted_by_them(tmp_path: Path) -> None:
 
 
 def test_values_that_cannot_be_used_are_problems_of_their_row(tmp_path: Path) -> None:
-    wrong = [
+    wrong: list[dict[str, Any]] = [
         {"prompt": 5}, {"prompt": [1, "x"]}, {"prompt": [-1]}, {"prompt": "\ud800"}, {"prompt": True},
         {"prompt": "x", "max_tokens": "3"}, {"prompt": "x", "seed": 2**70},
         {"prompt": "x", "stop": [1]}, {"prompt": "x", "grammar": {}},
@@ -129,7 +129,11 @@ def test_files_of_a_folder_are_whole_or_missing(tmp_path: Path) -> None:
 
 def test_schema_of_the_output_does_not_depend_on_the_rows() -> None:
     for kind in (GenerateRows(8, None), GenerateRows(8, None, n=2), ScoreRows()):  # type: ignore[arg-type]
-        nothing = {"id": 1, "finish_reason": ["error"] if kind.n > 1 else "error", "error": "x"}
+        nothing: dict[str, object] = {
+            "id": 1,
+            "finish_reason": ["error"] if kind.n > 1 else "error",
+            "error": "x",
+        }
         batch = pa.table({"id": pa.array([1], pa.int64())})
         table = output_table([nothing], batch, kind, "id", ())
         assert table.schema.field("error").type == pa.string()

@@ -292,9 +292,9 @@ def measure(
 
     rng = np.random.default_rng(1)
 
-    def seconds(n: int, n_prompt: int, n_output: int) -> float:
+    def seconds(n: int, n_prompt: int, n_output: int, n_rounds: int = rounds) -> float:
         best = math.inf
-        for _ in range(rounds):
+        for _ in range(n_rounds):
             prompts = rng.integers(0, n_vocab, (n, n_prompt)).tolist()
             requests = [Request(p, max_tokens=n_output, sampling=endless) for p in prompts]
             begin = perf_counter()
@@ -304,9 +304,7 @@ def measure(
 
     seconds(1, 8, 2)  # loads the weights from disk into memory
     if context.prefix_cache is not None:
-        rounds, asked = 1, rounds
-        seconds(math.ceil(context.n_ctx / prompt_tokens), prompt_tokens, 1)
-        rounds = asked
+        seconds(math.ceil(context.n_ctx / prompt_tokens), prompt_tokens, 1, 1)
     first_s = seconds(1, prompt_tokens, 1)
     prefill = prompt_tokens / max(first_s, 1e-9)
     rates: dict[int, float] = {}

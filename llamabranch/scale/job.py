@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from operator import attrgetter
 from time import monotonic
 from types import ModuleType
@@ -685,11 +686,13 @@ def _cannot_write(output: Folder, error: OSError) -> JobError:
 
 def _model_facts(model: str) -> dict[str, object]:
     """Return what identifies a model and the code that runs it; runs on a node of the cluster."""
-    from .. import __version__
-
+    try:
+        own = metadata.version("llamabranch")
+    except metadata.PackageNotFoundError:  # run from its source
+        own = "unknown"
     with Model(hub.obtain(model, download=True), vocab_only=True) as opened:
         fingerprint = opened.fingerprint
-    return {"model": fingerprint, "versions": {"llamabranch": __version__, **engine_versions()}}
+    return {"model": fingerprint, "versions": {"llamabranch": own, **engine_versions()}}
 
 
 def _count_rows(folder: Folder) -> int:

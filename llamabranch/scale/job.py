@@ -59,6 +59,7 @@ _LOCAL_BYTES = 256 << 20  # an input up to this size is sorted by the driver, a 
 _MOST_CHECKED_IDS = 100_000_000  # 8 bytes and a hash each, on the driver
 _POLL_S = 1.0
 _PART_BYTES = 64 << 20  # of the input, for each part of Ray's sort
+_WORKERS_A_HELPER = 8  # workers for each process that reads, and each that writes
 _FILES_A_TASK = 256  # that one task counts at the end
 _ROWS_AT_A_TIME = 4  # batches of a worker, times its streams
 
@@ -487,11 +488,14 @@ class _Job:
         config.checkpoint_actor_memory_bytes = 64 << 20
         # Ray's newer reader packs small files into one block; here a file is a block.
         with _data_context(checkpoint_config=config, use_datasource_v2=False):
-            # Workers may hold all CPUs of the cluster: reading and writing must not wait for one.
+            # Workers may hold all CPUs of the cluster: reading and writing must not wait for one. Ray starts
+            # as many processes for such tasks as it is given tasks, so their number is limited.
+            n_helpers = max(1, self._most // _WORKERS_A_HELPER)
             rows = ray.data.read_parquet(
                 paths,
                 filesystem=prompts.filesystem,
                 num_cpus=0,
+                concurrency=n_helpers,
                 override_num_blocks=len(paths),
             )
             rows = rows.map_batches(
@@ -519,7 +523,7 @@ class _Job:
                 # Should a later version of Ray drop checkpoints for another reason.
                 warnings.filterwarnings("error", message="You've enabled checkpointing")
                 sink = make_sink(self._output, self._format)
-                rows.write_datasink(sink, ray_remote_args={"num_cpus": 0})
+                rows.write_datasink(sink, ray_remote_args={"num_cpus": 0}, concurrency=n_helpers)
 
     def _count_committed(self) -> int:
         """Return how many rows are written for good."""

@@ -4,6 +4,7 @@
 #   make test-fast  lint, types and the tests that are not slow
 #   make core    build the compiled core into this tree, for a package that runs from the tree
 #   make docs    build the site of the documents into $(VENV)/site; strict
+#   make bench-quick  install, then a first look in five minutes: steps, drafters and streams of the bundled pair
 #   make bench   install, build llama.cpp's own programs, then all benchmarks: about an hour and a half
 # Override with e.g. `make test VENV=/tmp/venv PYTHON=python3.12 PYTEST_ARGS="-k cli"`.
 
@@ -22,7 +23,7 @@ BUILT_FROM := pyproject.toml CMakeLists.txt llamabranch/native/core.c
 # The first install compiles llama.cpp: use every core for it.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 
-.PHONY: demo test test-fast core docs bench install install-dev lint types check clean
+.PHONY: demo test test-fast core docs bench bench-quick install install-dev lint types check clean
 
 demo: install
 	$(BIN)/llamabranch demo
@@ -43,6 +44,9 @@ docs: install-dev
 
 bench: install-dev
 	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+
+bench-quick: install-dev
+	$(BIN)/python -m benchmarks.run --no-padded --no-peers --only step decode peers batch --prompts 3 --runs 3 $(BENCH_ARGS)
 
 lint: install-dev
 	$(BIN)/ruff check .

@@ -99,8 +99,10 @@ def _steps(args: argparse.Namespace) -> Iterator[Step]:
         "speculative",
         "batch",
         "resident",
+        "search",
         "fork",
         "sampling",
+        "step",
         "hotpath",
     ):
         yield Step(program, program, ())

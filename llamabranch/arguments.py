@@ -12,11 +12,9 @@ from fractions import Fraction
 from numbers import Real
 from operator import index
 
-import numpy as np
-
 from .errors import ConfigError
 
-__all__ = ["plain_int", "real", "shown", "whole"]
+__all__ = ["finite", "function", "plain_int", "real", "shown", "whole"]
 
 _LARGEST = int(sys.float_info.max)
 
@@ -25,8 +23,8 @@ def plain_int(value: object) -> int | None:
     """Return an integer of any type as int; None for everything else, including bool and text."""
     if type(value) is int:
         return value
-    if isinstance(value, (bool, np.bool_)):
-        return None
+    if isinstance(value, bool) or getattr(getattr(value, "dtype", None), "kind", "") == "b":
+        return None  # NumPy's booleans too, without importing NumPy
     try:
         return int(index(value))  # type: ignore[arg-type]
     except TypeError:
@@ -77,3 +75,21 @@ def real(name: str, value: object) -> float:
         except OverflowError:  # a fraction of huge integers
             return math.copysign(math.inf, value > Fraction(0) or -1)
     raise ConfigError(f"{name} must be a number, not {value!r}")
+
+
+def finite(name: str, value: object) -> float:
+    """Return ``value`` as int or float.
+
+    Raises:
+        ConfigError: not a number, infinite or NaN; names the argument.
+    """
+    found = real(name, value)
+    if not math.isfinite(found):
+        raise ConfigError(f"{name} must be finite, not {found}")
+    return found
+
+
+def function(name: str, value: object) -> None:
+    """Raise ConfigError unless ``value`` can be called; names the argument."""
+    if not callable(value):
+        raise ConfigError(f"{name} must be a function of the text, not {value!r}")

@@ -44,6 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+def pytest_collection_finish() -> None:
+    """Take modules and thousands of collected tests out of what `audit` has the collector search."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def target() -> Iterator[lb.Model]:
     """The bundled target: Q8_0, byte-level BPE."""

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -62,7 +63,8 @@ class FakeHub:
 
     def add(self, repository: str, files: dict[str, bytes], **more: Any) -> Repository:
         """Publish files under a commit made from their names and bytes."""
-        digest = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+        listed = sorted((name, _sha(data)) for name, data in files.items())
+        digest = hashlib.sha1(repr(listed).encode()).hexdigest()
         self.repositories[repository] = added = Repository(files, digest, **more)
         return added
 
@@ -135,6 +137,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _api(self, path: str) -> None:
         parts = path.split("/")
+        if parts[2] != "models":  # `hf` asks for more
+            self._error(404)
+            return
         if len(parts) == 3:  # /api/models?search=...
             found = [
                 {"id": name, "modelId": name, "downloads": 7 - i, "tags": ["gguf"]}
@@ -236,6 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.sent += len(body)
 
 
+@lru_cache(maxsize=64)
 def _sha(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 

@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from .. import theory
 from ..context import Context
 from ..errors import DecodeInterruptedError
 from ..sampling import SamplingParams
-from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats, theory
+from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats
 from ..speculative.pair_profile import keep_decode_times
 from .costs import draft_cost, verify_times
 from .timing import Interval, Maker, Series, Spread, Stopped, interleave

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from ..context import Context
-from ..context.logits import LogitsRow
+from ..context.logits import LogitsRow, note_measures
 from ..errors import UnsupportedError
+from ..native import verify
 from ..sampling import Distribution, Sampler
 from .sequence import TokenSequence
 
@@ -59,11 +63,58 @@ class TargetDistributions:
         wanted = sampler.params.logprobs
         return self._rows[i].draw(sampler, self._seed, self._position(i), measured=wanted)
 
+    def verify(self, rule: str, sources: Sequence[Distribution]) -> tuple[int, int] | None:
+        """Apply a rule to the tokens after the first, a chain, in one call of the compiled core.
+
+        Args:
+            rule: "seeded", "token" or "block".
+            sources: the distribution that each token was drawn from; empty = none was drawn at random.
+
+        Returns:
+            how many are accepted, and the token that follows them; None: Python has to decide.
+        """
+        sampler, rows = self._samplers[-1], self._rows
+        compiled = sampler.row_sampler
+        if compiled is None or not verify.available:
+            return None
+        drafted, first, size = self._tokens[1:], rows[0].address, rows[0].array.nbytes
+        if any(row.address != first + i * size for i, row in enumerate(rows)):
+            return None  # they are no longer, or were never, one array
+        if sources and len(sources) != len(drafted):
+            return None
+        arrays = [(source.ids, source.logweights) for source in sources]
+        if not all(map(_suits_core, arrays)):
+            return None
+        found = verify.verify(
+            compiled,
+            first,
+            drafted,
+            arrays,
+            rule,
+            seed=self._seed,
+            position=self._position(0),
+            measured=sampler.params.logprobs,
+        )
+        if found is None:
+            return None
+        note_measures(rows, found.measures)
+        return found.n_accepted, found.token
+
     def _position(self, i: int) -> int:
         found = self._depths.get(i)
         if found is None:
             found = self._depths[i] = self._position(self._parents[i]) + 1
         return found
+
+
+def _suits_core(source: tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]) -> bool:
+    ids, weights = source
+    return (
+        ids.dtype == np.int32
+        and weights.dtype == np.float64
+        and ids.flags.c_contiguous
+        and weights.flags.c_contiguous
+    )
 
 
 class _Trial:

@@ -1,34 +1,76 @@
-"""The ``llamabranch`` command: its subcommands and its version."""
+"""The ``llamabranch`` command: its subcommands and its version.
+
+A subcommand is imported when it is used: together they need NumPy, llama.cpp and most of the package.
+"""
 
 from __future__ import annotations
 
-from importlib.metadata import version
-from typing import Annotated
+from functools import cache
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
 
 from llamabranch.startup import quit_interrupted, quit_on_ctrl_c
 
-from .bench import bench
-from .demo import demo
-from .doctor import doctor
-from .generate import generate
-from .inspect import inspect
-from .models import models
+from .console import Console, print_json_error
 from .parsing import Command, CommandGroup, PromptsCommand, reopen_closed_streams
-from .plan import plan
-from .pull import pull
-from .score import score
-from .search import search
-from .select import select
-from .speculate import speculate
-from .theory import theory
+from .reporting import EXIT_FAILURE
 
-__all__ = ["app", "main"]
+__all__ = ["COMMANDS", "app", "load_command", "main"]
+
+# Each command in the order of --help, with the first sentence of its own help. It is the function of that
+# name in the module of that name.
+COMMANDS = {
+    "demo": "Show what this is for, in half a minute: forks, drafts, scores, all measured as you watch.",
+    "speculate": "Generate text with a draft model and show what the drafting did.",
+    "generate": "Continue any number of prompts together, with a draft model.",
+    "bench": "Measure a pair: what drafting costs and brings here, and the best setting to use.",
+    "search": "Search for the best continuation: beams, samples, votes, particles, steps, or a tree.",
+    "select": "Score several texts as the continuation of a prompt and print the best.",
+    "score": "Score given text: log-probabilities of its tokens, their sum, perplexity and ranks.",
+    "inspect": "Print architecture, size, vocabulary, memory type and capabilities of a model.",
+    "models": "List the models of models.txt and mark those that are on this machine.",
+    "pull": "Download a model if it is not on this machine, and print the path of its file.",
+    "theory": "Print tokens a round, speedup and best draft length that the theory expects.",
+    "plan": "Estimate the time, the cost and the best block of a job on a cluster.",
+    "doctor": "Report versions, processor, build, memory, GPU and caches, test the installation, and "
+    "advise.",
+}
+TAKE_PROMPTS = {"generate", "bench"}
+
+
+@cache
+def load_command(name: str) -> Any:  # a TyperCommand
+    """Import a subcommand and return it."""
+    holder = typer.Typer(add_completion=False)
+    function = getattr(import_module(f".{name}", __package__), name)
+    holder.command(cls=PromptsCommand if name in TAKE_PROMPTS else Command)(function)
+    return typer.main.get_command(holder)
+
+
+class _Commands(CommandGroup):
+    """Lists the subcommands without importing them."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Return the subcommand that the arguments name, imported, and the arguments after it."""
+        name, listed, rest = super().resolve_command(ctx, args)
+        if listed is None:
+            return name, None, rest
+        try:
+            return name, load_command(listed.name), rest
+        except (ImportError, OSError, RuntimeError) as error:  # of llama.cpp's library
+            message = f"{name} cannot be loaded: {error}"
+            hint = "`llamabranch doctor` tells what is installed"
+            Console().error(message, hint)
+            if "--json" in args:
+                print_json_error(error, message, hint)
+            raise typer.Exit(EXIT_FAILURE) from None
+
 
 app = typer.Typer(
     name="llamabranch",
-    cls=CommandGroup,
+    cls=_Commands,
     help="Branches and speculative decoding on llama.cpp.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -38,6 +80,8 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
+        from importlib.metadata import version
+
         typer.echo(f"llamabranch {version('llamabranch')}")
         raise typer.Exit
 
@@ -54,19 +98,12 @@ def _root(
     pass
 
 
-app.command(cls=Command)(demo)
-app.command(cls=Command)(speculate)
-app.command(cls=PromptsCommand)(generate)
-app.command(cls=PromptsCommand)(bench)
-app.command(cls=Command)(search)
-app.command(cls=Command)(select)
-app.command(cls=Command)(score)
-app.command(cls=Command)(inspect)
-app.command(cls=Command)(models)
-app.command(cls=Command)(pull)
-app.command(cls=Command)(theory)
-app.command(cls=Command)(plan)
-app.command(cls=Command)(doctor)
+def _listed() -> None:
+    pass
+
+
+for _name, _help in COMMANDS.items():
+    app.command(_name, help=_help)(_listed)
 
 
 def main() -> None:

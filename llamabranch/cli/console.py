@@ -13,17 +13,19 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import IO, Literal
+from typing import IO, TYPE_CHECKING, Literal
 
 from rich.color import ColorSystem
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from llamabranch import LlamaBranchError, Produced
+from llamabranch import LlamaBranchError
+
+if TYPE_CHECKING:
+    from llamabranch import Produced
 
 SOURCE_STYLES = {"drafted": "green", "bonus": "bold cyan", "corrected": "yellow", "plain": ""}
 SOURCE_LABELS = {
@@ -155,6 +157,8 @@ class Console:
         if not self.err.is_terminal:
             yield None
             return
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
         columns = (TextColumn("loading {task.description}"), BarColumn(), TaskProgressColumn())
         with Progress(*columns, console=self.err, transient=True) as bar:
             task = bar.add_task(name, total=1.0)

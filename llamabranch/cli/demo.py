@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
+from rich.cells import cell_len
+from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
@@ -28,7 +31,7 @@ from llamabranch.bench import Machine
 
 from .bundles import with_bundles
 from .compare import Comparison, RoundCost, compare, round_cost, run
-from .console import Console, print_json
+from .console import SOURCE_STYLES, Console, print_json
 from .formats import number
 from .interrupts import InterruptHandler
 from .options import OutputOptions, RuntimeOptions, Threads
@@ -96,8 +99,11 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
             return
         console.heading(f"That took {elapsed:.1f} s. Next:")
         width = max(len(command) for command, _ in NEXT)
+        fits = 4 + width + max(len(what) for _, what in NEXT) <= console.out.width
         for command, what in NEXT:
-            console.line(f"  {command.ljust(width)}  {what}")
+            console.line(
+                f"  {command.ljust(width)}  {what}" if fits else f"  {command}\n    {what}"
+            )
 
 
 # -- eight continuations of one prompt -----------------------------------------------------------------
@@ -148,6 +154,10 @@ class _Forks:
             ],
         )
         console.line()
+        console.line(
+            f"Together they are {self.one_by_one_s / self.together_s:.1f} times as fast: the prompt is "
+            "read once, and each decode continues all of them."
+        )
         copied = self.cells_after - self.cells_before
         nothing = "nothing was copied" if copied == 0 else f"{copied} were copied"
         console.line(
@@ -264,9 +274,10 @@ def _merge(ctx: Context, node: _Node) -> None:
 
 def _grow(tree: Tree, node: _Node) -> None:
     for child in sorted(node.children.values(), key=lambda child: -child.probability):
-        label = Text(f"{100 * child.probability:3.0f} % ", style="bold", no_wrap=True)
-        label.append(_one_line(child.text).strip(), style="not bold")
-        label.overflow = "ellipsis"
+        label = Table.grid(padding=(0, 1))
+        label.add_column(style="bold", no_wrap=True)
+        label.add_column()
+        label.add_row(f"{100 * child.probability:3.0f} %", Text(_one_line(child.text)))
         _grow(tree.add(label), child)
 
 
@@ -307,6 +318,8 @@ class _Drafts:
         pays = {"faster": "It pays here", "slower": "It does not pay here"}.get(
             verdict, "The times vary too much here to tell whether it pays"
         )
+        if verdict == ("faster" if cost.round_cost > cost.tokens_a_round else "slower"):
+            pays += ", though the times of its parts, which vary, do not tell why"
         return (
             f"{pays}: a round of {N_DRAFTED} drafts costs {cost.round_cost:.2f} target steps "
             f"(a drafted token {cost.c:.2f}, checking {N_DRAFTED + 1} tokens {cost.v:.2f}) and "
@@ -364,14 +377,52 @@ def _draft(
     drafting, decoding = partial(generate, speculator), partial(generate, plain)
     for warming_up in (drafting, decoding):
         run(warming_up, None, interrupts)
-    console.write(BEGINNING, "dim")
-    first = run(drafting, console.emit, interrupts)
-    console.line("\n")
+    story = _Story(console)
+    story.write(BEGINNING, "dim")
+    first = run(
+        drafting, lambda token: story.write(token.text, SOURCE_STYLES[token.source]), interrupts
+    )
+    story.end()
     comparison = compare(first, drafting, decoding, interrupts)
     cost = None
     if comparison is not None:
         cost = round_cost(comparison.speculative.stats, comparison.plain.stats)
     return _Drafts(comparison, cost)
+
+
+class _Story:
+    """Writes text piece by piece, on a terminal broken between words; into a pipe as it is."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._width = console.out.width
+        self._column = 0
+        self._space = ""  # before the word
+        self._word: list[tuple[str, str]] = []  # (text, style): several tokens can make a word
+
+    def write(self, text: str, style: str) -> None:
+        """Add text; its last word is held back until it is complete."""
+        for part in re.findall(r"\n| +|[^ \n]+", text):
+            if part == "\n" or part.isspace():
+                self._write_word()
+                self._space += part
+            else:
+                self._word.append((part, style))
+
+    def end(self) -> None:
+        """Write what is held back, and an empty line."""
+        self._write_word()
+        self._console.write("\n\n")
+
+    def _write_word(self) -> None:
+        width = cell_len("".join(text for text, _ in self._word))
+        if "\n" not in self._space and self._column + len(self._space) + width > self._width:
+            self._space = "\n"
+        self._console.write(self._space)
+        self._column = cell_len((self._column * " " + self._space).rpartition("\n")[2]) + width
+        for text, style in self._word:
+            self._console.write(text, style)
+        self._space, self._word = "", []
 
 
 # -- ranking ---------------------------------------------------------------------------------------------

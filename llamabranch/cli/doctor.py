@@ -1,4 +1,7 @@
-"""``llamabranch doctor``: what is installed, on what machine, and whether both work together."""
+"""``llamabranch doctor``: what is installed, on what machine, and whether both work together.
+
+llama.cpp is imported late: what can be told without it is printed before, whatever is wrong with it.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from llamabranch import (
-    Branch,
-    BranchStore,
-    Context,
-    LlamaBranchError,
-    ModelDrafter,
-    NullDrafter,
-    SamplingParams,
-    SpeculativeConfig,
-    Speculator,
-    hub,
-    system_info,
-)
-from llamabranch.bench import Machine, free_memory_bytes, processor_flags
+import llamabranch as lb
+from llamabranch import LlamaBranchError, hub
 
 from .bundles import with_bundles
 from .console import Console, print_json
@@ -38,16 +30,21 @@ from .formats import decimal_size
 from .options import OutputOptions, RuntimeOptions, Threads
 from .reporting import EXIT_FAILURE
 
+if TYPE_CHECKING:
+    from llamabranch import Context
+    from llamabranch.bench import Machine
+
 __all__ = ["advise", "doctor"]
 
 PROMPT = "Once upon a time there was a king"
 N_TOKENS = 32
 SPEED_S = 1.0  # how long each speed is measured
-PACKAGES = ("numpy", "rich", "typer", "huggingface_hub")
+PACKAGES = ("llama-cpp-python", "numpy", "rich", "typer", "huggingface_hub")
 VARIABLES = (
     "CMAKE_ARGS", "GGML_CUDA_ENABLE_UNIFIED_MEMORY", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE",
-    "HF_HUB_OFFLINE", "HF_TOKEN", "LLAMABRANCH_CACHE", "LLAMABRANCH_DOWNLOAD", "LLAMABRANCH_LOG",
-    "LLAMABRANCH_PROFILE", "LLAMA_CACHE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY",
+    "HF_HUB_OFFLINE", "HF_TOKEN", "LD_LIBRARY_PATH", "LLAMABRANCH_CACHE", "LLAMABRANCH_DOWNLOAD",
+    "LLAMABRANCH_LOG", "LLAMABRANCH_PROFILE", "LLAMA_CACHE", "LLAMA_CPP_LIB_PATH", "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
 )  # fmt: skip
 SECRET = ("HF_TOKEN",)
 # A flag of the processor, and the feature of a build that uses it.
@@ -78,41 +75,56 @@ def doctor(*, threads: Threads = None, output: OutputOptions) -> None:
     The self-test takes up to ten seconds. A bug report needs this output. Exit code 1: a test failed.
     """
     with output.console() as console, ExitStack() as stack:
-        runtime = RuntimeOptions(n_ctx=1024, threads=threads)
-        machine = Machine.now()
-        target = runtime.open(hub.BUNDLED_TARGET, console, stack)
-        draft = runtime.open(hub.BUNDLED_DRAFT, console, stack)
-        checks = _self_test(target, draft)
-        speeds = _speeds(target)
-        facts = _facts(target, machine)
-        advice = advise(machine, target.n_threads, on_gpu=target.model.on_gpu)
+        show = Console(color=False, silent=True) if output.as_json else console
+        sections: dict[str, dict[str, str]] = {}
+
+        def tell(name: str, rows: dict[str, str]) -> None:
+            sections[name] = rows
+            show.heading(name)
+            for label, value in rows.items():
+                show.line(f"{label}: {value}")
+
+        tell("versions", _versions())
+        tell("environment", _environment())
+        tell("caches", _caches())
+        checks: list[Check] = []
+        speeds: dict[str, float] = {}
+        advice: list[str] = []
+        machine: Machine | None = None
+        try:
+            machine = _machine()
+            tell("machine", _describe(machine))
+            runtime = RuntimeOptions(n_ctx=1024, threads=threads)
+            target = runtime.open(hub.BUNDLED_TARGET, console, stack)
+            draft = runtime.open(hub.BUNDLED_DRAFT, console, stack)
+        except Exception as error:  # a broken build can fail in any way; this command is for that
+            checks.append(Check("loading llama.cpp and the bundled pair", False, _told(error)))
+        else:
+            tell("llama.cpp", _build(target, machine))
+            tell("context", _context(target))
+            checks += _self_test(target, draft)
+            speeds = _speeds(target)
+            advice = advise(machine, target.n_threads, on_gpu=target.model.on_gpu)
         if output.as_json:
+            measured = {} if machine is None else machine.as_dict()
             print_json(
                 {
-                    **facts,
-                    "machine": machine.as_dict(),
+                    **sections,
+                    "machine": {**sections.get("machine", {}), **measured},
                     "self_test": [asdict(check) for check in checks],
                     "speeds": speeds,
                     "advice": advice,
                 }
             )
         else:
-            _print(console, facts, checks, speeds, advice)
+            _print_results(console, checks, speeds, advice)
         if not all(check.passed for check in checks):
             raise typer.Exit(EXIT_FAILURE)
 
 
-def _print(
-    console: Console,
-    facts: dict[str, dict[str, str]],
-    checks: Sequence[Check],
-    speeds: dict[str, float],
-    advice: Sequence[str],
+def _print_results(
+    console: Console, checks: Sequence[Check], speeds: dict[str, float], advice: Sequence[str]
 ) -> None:
-    for section, rows in facts.items():
-        console.heading(section)
-        for name, value in (rows or {"variables": "none is set"}).items():
-            console.line(f"{name}: {value}")
     console.heading("self-test")
     for check in checks:
         style = "green" if check.passed else "bold red"
@@ -120,45 +132,82 @@ def _print(
     for name, rate in speeds.items():
         console.line(f"      {name}: {rate:,.0f} tokens a second")
     console.heading("advice")
+    if not all(check.passed for check in checks):
+        advice = [*advice, "a test failed: a report of that needs everything above"]
     for line in advice or ["nothing to improve was found"]:
         console.line(line)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 # -- facts ---------------------------------------------------------------------------------------------
 
 
-def _facts(context: Context, machine: Machine) -> dict[str, dict[str, str]]:
-    flags = processor_flags()
+def _versions() -> dict[str, str]:
     return {
-        "versions": {
-            "llamabranch": metadata.version("llamabranch"),
-            "python": f"{platform.python_version()} ({sys.executable})",
-            "system": platform.platform(),
-            "llama-cpp-python": machine.llama_cpp_python,
-            "llama.cpp": machine.llama_cpp or "unknown",
-            **{name: _version(name) for name in PACKAGES},
-        },
-        "machine": {
-            "processor": machine.processor,
-            "cores": f"{machine.cores} for this process, {os.cpu_count()} in all",
-            "processor features": " ".join(flag for flag in FEATURES if flag in flags) or "unknown",
-            "llama.cpp was compiled for": " ".join(machine.features) or "no special instructions",
-            "llama.cpp says": " ".join(system_info().split()),
-            "load": "unknown" if machine.load is None else f"{machine.load:.2f}",
-            "memory": _memory(),
-            "GPU": _gpu(context),
-        },
-        "context": {
-            "threads": f"{context.n_threads} for tokens, {context.n_threads_batch} for prompts",
-            "K/V type": context.kv_type,
-            "batch-invariant": context.capabilities.batch_invariant_reason,
-        },
-        "caches": _caches(),
-        "environment": {
-            name: "set" if name in SECRET else os.environ[name]
-            for name in VARIABLES
-            if name in os.environ
-        },
+        "llamabranch": f"{_version('llamabranch')} ({Path(lb.__file__).parent})",
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": platform.platform(),
+        **{name: _version(name) for name in PACKAGES},
+    }
+
+
+def _environment() -> dict[str, str]:
+    found = {
+        name: "set" if name in SECRET else os.environ[name]
+        for name in VARIABLES
+        if name in os.environ
+    }
+    return found or {"variables": "none is set"}
+
+
+def _machine() -> Machine:
+    from llamabranch.bench import Machine
+
+    return Machine.now()
+
+
+def _describe(machine: Machine) -> dict[str, str]:
+    from llamabranch.bench import free_memory_bytes, processor_flags
+
+    flags, free = processor_flags(), free_memory_bytes()
+    return {
+        "processor": machine.processor,
+        "cores": f"{machine.cores} for this process, {os.cpu_count()} in all",
+        "processor features": " ".join(flag for flag in FEATURES if flag in flags) or "unknown",
+        "load": "unknown" if machine.load is None else f"{machine.load:.2f}",
+        "memory": "unknown" if free is None else f"{decimal_size(free)} free{_of_total_memory()}",
+        "GPU driver": ", ".join(tool for tool in GPUS if shutil.which(tool)) or "none was found",
+    }
+
+
+def _of_total_memory() -> str:
+    try:
+        return f" of {decimal_size(os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'))}"
+    except (AttributeError, OSError, ValueError):  # not on this system
+        return ""
+
+
+def _build(context: Context, machine: Machine) -> dict[str, str]:
+    core = lb.system_info().rpartition("llamabranch core:")[2].strip()
+    return {
+        "version": machine.llama_cpp or "unknown",
+        "compiled for": " ".join(machine.features) or "no special instructions",
+        "runs on": "a GPU" if context.model.on_gpu else "the CPU",
+        "llamabranch's core": core,
+    }
+
+
+def _context(context: Context) -> dict[str, str]:
+    from llamabranch.bench import profile_in_use
+
+    return {
+        "threads": f"{context.n_threads} for tokens, {context.n_threads_batch} for prompts",
+        "K/V type": context.kv_type,
+        "batch-invariant": context.capabilities.batch_invariant_reason,
+        "profile of decode times": profile_in_use() or "off",
     }
 
 
@@ -167,18 +216,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _memory() -> str:
-    free = free_memory_bytes()
-    return "unknown" if free is None else f"{decimal_size(free)} free"
-
-
-def _gpu(context: Context) -> str:
-    seen = [tool for tool in GPUS if shutil.which(tool)]
-    if context.model.on_gpu:
-        return "this build uses one"
-    return f"not used by this build; {', '.join(seen)} is installed" if seen else "none is used"
 
 
 def _caches() -> dict[str, str]:
@@ -211,16 +248,16 @@ def _self_test(target: Context, draft: Context) -> list[Check]:
         try:
             passed, detail = trial()
         except LlamaBranchError as error:
-            passed, detail = False, f"{type(error).__name__}: {error}"
+            passed, detail = False, _told(error)
         checks.append(Check(name, passed, detail))
     return checks
 
 
 def _batch_is_exact(ctx: Context) -> tuple[bool, str]:
-    sampling = SamplingParams(temperature=0.8, seed=1)
-    with Branch.start(ctx, PROMPT, sampling=sampling) as root:
+    sampling = lb.SamplingParams(temperature=0.8, seed=1)
+    with lb.Branch.start(ctx, PROMPT, sampling=sampling) as root:
         children = root.fork_many(4)
-        store = BranchStore(ctx)
+        store = lb.BranchStore(ctx)
         for _ in range(N_TOKENS):
             store.step(children)
         together = [child.generated for child in children]
@@ -229,7 +266,7 @@ def _batch_is_exact(ctx: Context) -> tuple[bool, str]:
             child.prune()
     alone = []
     for seed in seeds:
-        with Branch.start(ctx, PROMPT, sampling=sampling.replace(seed=seed)) as branch:
+        with lb.Branch.start(ctx, PROMPT, sampling=sampling.replace(seed=seed)) as branch:
             for _ in branch.generate(N_TOKENS):
                 pass
             alone.append(branch.generated)
@@ -237,14 +274,14 @@ def _batch_is_exact(ctx: Context) -> tuple[bool, str]:
 
 
 def _drafts_are_exact(target: Context, draft: Context) -> tuple[bool, str]:
-    sampling = SamplingParams(temperature=0.8, seed=1)
-    config = SpeculativeConfig(draft_k=4)
+    sampling = lb.SamplingParams(temperature=0.8, seed=1)
+    config = lb.SpeculativeConfig(draft_k=4)
     texts = [
-        Speculator(target, drafter, config)
+        lb.Speculator(target, drafter, config)
         .generate(PROMPT, max_tokens=N_TOKENS, sampling=sampling)
         .finish()
         .tokens
-        for drafter in (ModelDrafter(draft), NullDrafter())
+        for drafter in (lb.ModelDrafter(draft), lb.NullDrafter())
     ]
     return _exact(target, texts[0] == texts[1], "the text of plain decoding")
 
@@ -260,11 +297,11 @@ def _exact(ctx: Context, same: bool, what: str) -> tuple[bool, str]:
 def _saved_branch_goes_on(ctx: Context) -> tuple[bool, str]:
     with (
         tempfile.TemporaryDirectory() as folder,
-        Branch.start(ctx, PROMPT, temperature=0.8, seed=1) as branch,
+        lb.Branch.start(ctx, PROMPT, temperature=0.8, seed=1) as branch,
     ):
         path = Path(folder) / "branch"
         branch.save(path)
-        with Branch.load(ctx, path) as loaded:
+        with lb.Branch.load(ctx, path) as loaded:
             same = [branch.step().token for _ in range(8)] == [
                 loaded.step().token for _ in range(8)
             ]
@@ -278,14 +315,14 @@ def _audit(ctx: Context) -> tuple[bool, str]:
 
 def _speeds(ctx: Context) -> dict[str, float]:
     """Return tokens a second of one text, and of eight together."""
-    banned = SamplingParams(
+    banned = lb.SamplingParams(
         temperature=0.0, logit_bias=dict.fromkeys(ctx.model.eog_tokens, -float("inf"))
     )
     found = {}
     for name, n in (("one text", 1), ("eight texts in one batch", 7)):
-        with Branch.start(ctx, PROMPT, sampling=banned) as root:
+        with lb.Branch.start(ctx, PROMPT, sampling=banned) as root:
             branches = [root] if n == 1 else [root, *root.fork_many(n)]
-            store, count = BranchStore(ctx), 0
+            store, count = lb.BranchStore(ctx), 0
             store.step(branches)
             start = time.perf_counter()
             while time.perf_counter() - start < SPEED_S and count < 100 * len(branches):
@@ -316,6 +353,8 @@ def advise(
         flags: of the processor; None = this machine's.
         tools: programs of GPU drivers that are installed; None = this machine's.
     """
+    from llamabranch.bench import processor_flags
+
     flags = processor_flags() if flags is None else flags
     found = []
     unused = [

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from llamabranch import SpeculativeStats
-from llamabranch.bench import Interval, Machine, Spread
+if TYPE_CHECKING:
+    from llamabranch import SpeculativeStats
+    from llamabranch.bench import Interval, Machine, Spread
 
 __all__ = [
     "decimal_size",

@@ -138,6 +138,13 @@ def _print_drafts(console: Console, found: Sequence[tuple[Candidate, Gain | None
         where = "here" if each.path is not None else "to download"
         rows.append((each.name, decimal_size(each.size_bytes), each.drafts_by, where, *cells))
     console.table(("draft", "size", "drafts by", "", "c", *headings), rows, left=("drafts by", ""))
+    measured = next((gain for _, gain in found if gain is not None), None)
+    if measured is not None:
+        console.line()
+        costs = ", ".join(f"{n} tokens {ratio:.2f}" for n, ratio in measured.v.items() if n > 1)
+        console.line(
+            f"Measured now: c is the time of a draft step in target steps; verifying takes {costs}."
+        )
 
 
 def _facts(context: Context) -> dict[str, object]:

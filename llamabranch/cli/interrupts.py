@@ -8,8 +8,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from llamabranch import Context, startup
+from llamabranch import startup
+
+if TYPE_CHECKING:
+    from llamabranch import Context
 
 __all__ = ["InterruptHandler", "raising_on_ctrl_c"]
 

@@ -9,9 +9,13 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-from llamabranch import ConfigError, Grammar, LlamaBranchError, Request, Result, SamplingParams
+import llamabranch as lb
+from llamabranch import ConfigError, LlamaBranchError
+
+if TYPE_CHECKING:
+    from llamabranch import Request, Result, SamplingParams
 
 __all__ = ["cut_incomplete_line", "read_requests", "read_results", "write_result"]
 
@@ -50,7 +54,7 @@ def _requests(
         if not line.strip():
             continue
         if not json_lines:
-            yield Request(line.rstrip("\r\n"), sampling=sampling)
+            yield lb.Request(line.rstrip("\r\n"), sampling=sampling)
             continue
         try:
             yield _request(json.loads(line), sampling)
@@ -63,7 +67,7 @@ def _requests(
 
 def _request(data: object, sampling: SamplingParams | None) -> Request:
     if isinstance(data, str):
-        return Request(data, sampling=sampling)
+        return lb.Request(data, sampling=sampling)
     if not isinstance(data, dict):
         raise ConfigError("a request is an object with a prompt")
     unknown = sorted(set(data) - _FIELDS)
@@ -76,7 +80,7 @@ def _request(data: object, sampling: SamplingParams | None) -> Request:
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) for text in texts):
         raise ConfigError(f"stop must be text or a list of texts, not {stop!r}")
-    return Request(
+    return lb.Request(
         prompt,
         id=None if identity is None else _identity(identity),
         max_tokens=data.get("max_tokens"),
@@ -85,7 +89,7 @@ def _request(data: object, sampling: SamplingParams | None) -> Request:
         priority=data.get("priority", 0),
         sampling=_settings(data, sampling),
         stop=texts,
-        grammar=None if grammar is None else Grammar(grammar),
+        grammar=None if grammar is None else lb.Grammar(grammar),
         n=data.get("n", 1),
     )
 
@@ -111,7 +115,7 @@ def _settings(data: Mapping[str, object], sampling: SamplingParams | None) -> Sa
         if not isinstance(bias, dict):
             raise ConfigError(f"logit_bias must be an object of token ids, not {bias!r}")
         settings["logit_bias"] = {int(k): v for k, v in bias.items()}  # JSON has only text keys
-    return (sampling or SamplingParams()).replace(**settings)
+    return (sampling or lb.SamplingParams()).replace(**settings)
 
 
 def write_result(file: IO[str], result: Result, job: Mapping[str, object] | None = None) -> None:

@@ -1,6 +1,7 @@
 """The options that commands share, in bundles that convert them to what the library takes.
 
-Options that only one command has are in that command's file.
+Options that only one command has are in that command's file. NumPy and llama.cpp are imported when an
+option needs them: commands that only look something up begin at once.
 """
 
 from __future__ import annotations
@@ -14,24 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from llamabranch import (
-    Context,
-    Grammar,
-    Model,
-    SamplingParams,
-    SpeculativeConfig,
-    hub,
-)
+import llamabranch as lb
+from llamabranch import SamplingParams, hub
 
-from ..loading import LoadOptions, load
-from .candidates import choose_draft
 from .console import Console
-from .drafters import parse_draft
 from .prompts import PromptSource, read_prompts, read_text
 from .reporting import reporting_errors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from llamabranch import Context, Grammar, Model, SpeculativeConfig
+
+    from ..loading import LoadOptions
 
 __all__ = [
     "DRAFTING",
@@ -145,6 +141,9 @@ class ModelOptions(HubOptions):
             ModelLoadError: the target is no model.
             DownloadError, UnsupportedError: a model cannot be downloaded.
         """
+        from .candidates import choose_draft  # these two need NumPy and llama.cpp
+        from .drafters import parse_draft
+
         target = hub.BUNDLED_TARGET if self.target is None else self.target
         self.find(target)
         draft = self._default_draft(target) if self.draft is None else self.draft
@@ -238,7 +237,7 @@ class DraftOptions:
         Raises:
             ConfigError: a value out of range.
         """
-        return SpeculativeConfig(
+        return lb.SpeculativeConfig(
             draft_k=_parse_length(self.draft_length),
             entropy_stop=self.entropy_stop,
             rule=self.rule,
@@ -360,11 +359,11 @@ class TextOptions:
         if self.grammar is not None and self.json_schema is not None:
             raise typer.BadParameter("--grammar and --json-schema exclude each other")
         if self.grammar is not None:
-            return Grammar(read_text(self.grammar))
+            return lb.Grammar(read_text(self.grammar))
         if self.json_schema is not None:
             inline = self.json_schema.lstrip().startswith("{")
             text = self.json_schema if inline else read_text(Path(self.json_schema))
-            return Grammar.from_json_schema(text)
+            return lb.Grammar.from_json_schema(text)
         return None
 
 
@@ -388,9 +387,7 @@ class LoadingOptions:
 
     def options(self) -> LoadOptions:
         """Return what was given, by the names of `llamabranch.load`."""
-        return (
-            LoadOptions() if self.gpu_layers is None else LoadOptions(n_gpu_layers=self.gpu_layers)
-        )
+        return {} if self.gpu_layers is None else {"n_gpu_layers": self.gpu_layers}
 
     def open(
         self, name: str, console: Console, stack: ExitStack, **more: Unpack[LoadOptions]
@@ -406,7 +403,7 @@ class LoadingOptions:
         options = self.options()
         options.update(more)
         with console.loading(name) as progress:
-            context = load(name, progress=progress, verbose=self.verbose, **options)
+            context = lb.load(name, progress=progress, verbose=self.verbose, **options)
             return stack.enter_context(context)
 
 

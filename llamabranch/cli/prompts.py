@@ -8,10 +8,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from llamabranch import ConfigError, Context, Request, SamplingParams
+import llamabranch as lb
+from llamabranch import ConfigError
 
 from .jsonl import read_requests
+
+if TYPE_CHECKING:
+    from llamabranch import Context, Request, SamplingParams
 
 __all__ = [
     "PromptSource",
@@ -49,7 +54,7 @@ class PromptSource:
         Raises:
             ConfigError: an invalid request, with its line number.
         """
-        yield from (Request(prompt, sampling=sampling) for prompt in self.prompts)
+        yield from (lb.Request(prompt, sampling=sampling) for prompt in self.prompts)
         yield from read_requests(self.lines, json_lines=self.json_lines, sampling=sampling)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from ..native import core
 from ..sampling import Sampler
 from ..sampling.noise import DRAW
 
-__all__ = ["LogitsRow", "TokenScore"]
+__all__ = ["LogitsRow", "TokenScore", "note_measures"]
 
 Logits = npt.NDArray[np.float32]
 
@@ -166,7 +167,7 @@ class LogitsRow:
         token = compiled.sample(self.address, seed, position, purpose, measured)
         if measured:
             found = compiled.choice
-            self._note(found.best, found.logsumexp, found.entropy)
+            self.note(found.best, found.logsumexp, found.entropy)
         return token
 
     def note_step(self, compiled: core.RowSampler, seed: int, measured: bool) -> None:
@@ -176,7 +177,7 @@ class LogitsRow:
         """
         found = compiled.choice
         if measured:
-            self._note(found.best, found.logsumexp, found.entropy)
+            self.note(found.best, found.logsumexp, found.entropy)
         if found.token >= 0:
             self._drawn = (compiled, seed, found.token)
 
@@ -187,13 +188,14 @@ class LogitsRow:
             self._address, self.array = core.address_of(self.array)
         return self._address
 
-    def _note(self, best: int, logsumexp: float, entropy: float) -> None:
+    def note(self, best: int, logsumexp: float, entropy: float) -> None:
+        """Take over what the compiled core has measured; ``best`` is -1 where it could not."""
         if best >= 0:
             self._best, self._logsumexp, self._entropy = best, logsumexp, entropy
 
     def _measure(self) -> None:
         if core.available and len(self.array):
-            self._note(*core.measure(self.address, 1, len(self.array))[0])
+            self.note(*core.measure(self.address, 1, len(self.array))[0])
             if self._logsumexp is not _UNKNOWN:
                 return
         row = self.array
@@ -208,6 +210,12 @@ class LogitsRow:
         log_total = math.log(total) if total > 0 else math.nan
         self._logsumexp = top + log_total
         self._entropy = max(0.0, log_total - mean / total)
+
+
+def note_measures(rows: Sequence[LogitsRow], measures: Sequence[tuple[int, float, float]]) -> None:
+    """Take over the measures of the first rows: (best token, log-sum-exp, entropy in nats) of each."""
+    for row, measured in zip(rows, measures, strict=False):
+        row.note(*measured)
 
 
 @lru_cache(maxsize=8)

@@ -670,6 +670,234 @@ LB_API int lb_step(
     return code;
 }
 
+/* -- verifying --------------------------------------------------------------------------------------- */
+
+/* The acceptance rules of speculative/rules.py. */
+enum { LB_SEEDED = 0, LB_TOKEN = 1, LB_BLOCK = 2 };
+
+/* Probabilities here and in NumPy differ by less, relative to the terms of their sums. */
+static const double ROUNDING = 1e-10;
+
+enum { LB_RULE = 1 }; /* the purpose of a rule's coins in sampling/noise.py */
+
+/* A distribution: proportional to exp(weight). */
+typedef struct {
+    const int32_t *ids;
+    const double *weights;
+    int32_t n;
+    double top;   /* the largest weight */
+    double total; /* of exp(weight - top) */
+} lb_dist;
+
+/* A draft to verify and the outcome. */
+typedef struct {
+    lb_sampler *sampler;
+    const float *rows;     /* (n + 1, n_vocab): the target's logits before and after each token */
+    const int32_t *tokens; /* (n): drafted */
+    const int32_t *const *source_ids;    /* (n): what each token was drawn from; NULL: from nothing else */
+    const double *const *source_weights; /* (n): their log-weights */
+    const int32_t *source_sizes;         /* (n) */
+    lb_row *measures;      /* (n + 1): of the rows before the accepted tokens and the one that follows */
+    uint64_t seed;
+    uint64_t position;     /* of the first drafted token */
+    int32_t n;
+    int32_t rule;
+    int32_t measured;      /* whether ``measures`` are wanted */
+    int32_t n_accepted;
+    int32_t token;         /* follows the accepted ones */
+} lb_verification;
+
+static void sum_weights(lb_dist *d) {
+    d->top = -INFINITY;
+    d->total = 0.0;
+    for (int32_t i = 0; i < d->n; i++) d->top = d->weights[i] > d->top ? d->weights[i] : d->top;
+    for (int32_t i = 0; i < d->n; i++) d->total += exp(d->weights[i] - d->top);
+}
+
+LB_INLINE double prob_at(const lb_dist *d, int32_t i) { return exp(d->weights[i] - d->top) / d->total; }
+
+static double prob_of(const lb_dist *d, int32_t token) {
+    for (int32_t i = 0; i < d->n; i++) {
+        if (d->ids[i] == token) return prob_at(d, i);
+    }
+    return 0.0;
+}
+
+/* The target's distribution after i drafted tokens; 0: undecided. */
+static int target_at(const lb_verification *v, int32_t i, lb_dist *out) {
+    lb_sampler *s = v->sampler;
+    lb_choice choice;
+    if (lb_candidates(s, v->rows + (int64_t)s->n_vocab * i, 0, &choice)) return 0;
+    out->ids = s->ids;
+    out->weights = s->weights;
+    out->n = choice.n;
+    sum_weights(out);
+    return 1;
+}
+
+/* What drafted token i was drawn from; 0: its source cannot yield it. */
+static int source_at(const lb_verification *v, int32_t i, lb_dist *out) {
+    static const double certain = 0.0;
+    out->ids = v->source_ids ? v->source_ids[i] : v->tokens + i;
+    out->weights = v->source_ids ? v->source_weights[i] : &certain;
+    out->n = v->source_ids ? v->source_sizes[i] : 1;
+    sum_weights(out);
+    return out->n > 0 && isfinite(out->top) && prob_of(out, v->tokens[i]) > 0.0;
+}
+
+/* Write q's probabilities of p's candidates, by id, to memory for (n_vocab) of them; return it. */
+static const double *spread(lb_sampler *s, const lb_dist *q, const lb_dist *p) {
+    double *dense = (double *)s->keys; /* free again once the candidates are found */
+    for (int32_t i = 0; i < p->n; i++) dense[p->ids[i]] = 0.0;
+    for (int32_t i = 0; i < q->n; i++) {
+        int32_t id = q->ids[i];
+        if (id >= 0 && id < s->n_vocab) dense[id] = prob_at(q, i);
+    }
+    return dense;
+}
+
+/* Throw a rule's coin; -1: undecided. */
+static int coin(const lb_verification *v, int32_t index, double probability, double rounding) {
+    uint64_t key = noise_key(v->seed, v->position, LB_RULE);
+    double u = ((double)(mix(key ^ ((uint64_t)index + 1) * GOLDEN) >> 11) + 0.5) * 0x1p-53;
+    if (fabs(u - probability) <= rounding) return -1;
+    return u <= probability;
+}
+
+/* Draw from norm(max(scale p - q, 0)), the token at an offset; return it, -1: undecided. */
+static int32_t draw_residual(
+    const lb_verification *v, const lb_dist *p, const lb_dist *q, double scale, int32_t offset
+) {
+    lb_sampler *s = v->sampler;
+    uint64_t key = noise_key(v->seed, v->position + (uint64_t)offset, 0);
+    const double *others = spread(s, q, p);
+    int32_t winner = -1, is_close = 0;
+    double slowest = INFINITY; /* a bound of the winner's time in the race */
+    for (int is_check = 0; is_check < 2; is_check++) {
+        for (int32_t i = 0; i < p->n; i++) {
+            double a = scale * prob_at(p, i), b = others[p->ids[i]], slack = ROUNDING * (a + b);
+            double u = ((double)(noise_bits(key, p->ids[i]) >> 11) + 0.5) * 0x1p-53;
+            if (is_check) {
+                is_close |= i != winner && a - b + slack > 0.0 && -log(u) / (a - b + slack) <= slowest;
+            } else if (a - b - slack > 0.0) {
+                double time = -log(u) / (a - b - slack);
+                if (time < slowest) {
+                    slowest = time;
+                    winner = i;
+                }
+            }
+        }
+    }
+    return winner < 0 || is_close ? -1 : p->ids[winner];
+}
+
+/* Draw what follows n accepted tokens; -1: undecided. */
+static int32_t draw_next(const lb_verification *v, int32_t n, int measured) {
+    lb_sampler *s = v->sampler;
+    const float *logits = v->rows + (int64_t)s->n_vocab * n;
+    int32_t found = prepare(s, logits, measured, v->measures + n);
+    if (!found) return -1;
+    int32_t number = draw(s, found, noise_key(v->seed, v->position + (uint64_t)n, 0));
+    return number < 0 ? -1 : s->ids[number];
+}
+
+static int verify_seeded(lb_verification *v) {
+    for (int32_t i = 0; i <= v->n; i++) {
+        int32_t token = draw_next(v, i, v->measured);
+        if (token < 0) return LB_UNDECIDED;
+        v->n_accepted = i;
+        v->token = token;
+        if (i < v->n && token != v->tokens[i]) break;
+    }
+    return LB_OK;
+}
+
+static int verify_by_token(lb_verification *v) {
+    lb_dist p, q;
+    for (int32_t i = 0; i < v->n; i++) {
+        if (!source_at(v, i, &q) || !target_at(v, i, &p)) return LB_UNDECIDED;
+        double ratio = prob_of(&p, v->tokens[i]) / prob_of(&q, v->tokens[i]);
+        int comes_up = ratio >= 1.0 + ROUNDING ? 1 : coin(v, i, ratio, ratio > 0.0 ? ROUNDING : 0.0);
+        if (comes_up < 0) return LB_UNDECIDED;
+        if (!comes_up) {
+            v->n_accepted = i;
+            v->token = draw_residual(v, &p, &q, 1.0, i);
+            return v->token < 0 ? LB_UNDECIDED : LB_OK;
+        }
+    }
+    v->n_accepted = v->n;
+    v->token = draw_next(v, v->n, 0);
+    return v->token < 0 ? LB_UNDECIDED : LB_OK;
+}
+
+/* The block rule; ``weights`` and ``h`` have room for n + 1 numbers. */
+static int verify_block(lb_verification *v, double *weights, double *h, double *slack) {
+    lb_dist p, q;
+    double weight = 1.0;
+    int32_t reached = 0; /* the longest length that can be accepted */
+    for (int32_t i = 0; i < v->n; i++) {
+        if (!source_at(v, i, &q) || !target_at(v, i, &p)) return LB_UNDECIDED;
+        weights[i] = weight;
+        h[i] = 1.0;
+        slack[i] = 0.0;
+        if (weight < 1.0) {
+            double left = 0.0;
+            const double *others = spread(v->sampler, &q, &p);
+            for (int32_t j = 0; j < p.n; j++) {
+                double excess = weight * prob_at(&p, j) - others[p.ids[j]];
+                left += excess > 0.0 ? excess : 0.0;
+            }
+            double rest = left + (1.0 - weight);
+            h[i] = left / rest;
+            slack[i] = ROUNDING / rest;
+        }
+        reached = i;
+        double ratio = weight * prob_of(&p, v->tokens[i]) / prob_of(&q, v->tokens[i]);
+        int is_one = weight == 1.0 && p.n == 1 && q.n == 1 && p.ids[0] == q.ids[0];
+        if (!is_one && fabs(ratio - 1.0) <= ROUNDING) return LB_UNDECIDED;
+        weight = is_one || ratio > 1.0 ? 1.0 : ratio;
+        if (weight == 0.0) break;
+        if (i + 1 == v->n) {
+            reached = v->n;
+            h[v->n] = weight;
+            slack[v->n] = weight < 1.0 ? ROUNDING : 0.0;
+        }
+    }
+    int32_t n = reached;
+    for (; n > 0; n--) {
+        int comes_up = h[n] == 1.0 && slack[n] == 0.0 ? 1 : coin(v, n, h[n], slack[n]);
+        if (comes_up < 0) return LB_UNDECIDED;
+        if (comes_up) break;
+    }
+    v->n_accepted = n;
+    if (n == v->n) {
+        v->token = draw_next(v, n, 0);
+    } else {
+        if (!source_at(v, n, &q) || !target_at(v, n, &p)) return LB_UNDECIDED;
+        v->token = draw_residual(v, &p, &q, weights[n], n);
+    }
+    return v->token < 0 ? LB_UNDECIDED : LB_OK;
+}
+
+/* The layout of the structure, to compare with Python's. */
+LB_API int32_t lb_verify_layout(void) { return (int32_t)sizeof(lb_verification); }
+
+/* Apply a rule to a draft. ``work`` has room for 3 (n + 1) numbers. */
+LB_API int lb_verify(lb_verification *v, double *work) {
+    int code;
+    if (v->rule == LB_SEEDED) {
+        code = verify_seeded(v);
+    } else {
+        int32_t n = v->n + 1;
+        code = v->rule == LB_TOKEN ? verify_by_token(v) : verify_block(v, work, work + n, work + 2 * n);
+        if (code == LB_OK && v->measured) {
+            int32_t n_vocab = v->sampler->n_vocab;
+            code = lb_measure(v->rows, v->n_accepted + 1, n_vocab, v->measures);
+        }
+    }
+    return code;
+}
+
 /* -- drafting ---------------------------------------------------------------------------------------- */
 
 /* Whether a stream goes on, or why not. */

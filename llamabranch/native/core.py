@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float64]
 Logits = npt.NDArray[np.float32]
 
 
-class _Row(ctypes.Structure):
+class RowMeasure(ctypes.Structure):
     _fields_ = (
         ("logsumexp", ctypes.c_double),
         ("entropy", ctypes.c_double),
@@ -88,7 +88,7 @@ class _Decoder(ctypes.Structure):
 
 def _layout() -> int:
     layout = 0
-    for structure in (_Row, _Sampler, _Choice, _Decoder):
+    for structure in (RowMeasure, _Sampler, _Choice, _Decoder):
         layout = 256 * layout + ctypes.sizeof(structure)
     return layout
 
@@ -132,7 +132,7 @@ def measure(address: int, n_rows: int, n_vocab: int) -> list[tuple[int, float, f
     """
     if _library is None:
         raise RuntimeError("the compiled core is not available")
-    rows = (_Row * n_rows)()
+    rows = (RowMeasure * n_rows)()
     _library.lb_measure(address, n_rows, n_vocab, ctypes.addressof(rows))
     return [(row.best, row.logsumexp, row.entropy) for row in rows]
 

@@ -1,13 +1,7 @@
 """From logits to the next token: settings, grammar, distribution, draw."""
 
-from .distribution import Distribution
-from .grammar import Grammar
-from .params import SamplingParams
-from .sampler import Sampler
+from __future__ import annotations
 
-__all__ = [
-    "Distribution",
-    "Grammar",
-    "Sampler",
-    "SamplingParams",
-]
+from ..lazy import attach
+
+__getattr__, __dir__, __all__ = attach(__name__, __file__)  # settings need no NumPy

@@ -74,6 +74,11 @@ class Distribution:
             self._logprobs = x - math.log(np.exp(x).sum())
         return self._logprobs
 
+    @property
+    def logweights(self) -> Floats:
+        """The log-probabilities up to a constant, float64 (K,), in the order of ``ids``."""
+        return self._logweights
+
     @classmethod
     def from_logits(cls, logits: npt.NDArray[np.floating], ids: Ids | None = None) -> Distribution:
         """Return softmax(logits), (V,) or with ``ids`` (K,). Entries of -inf are omitted."""

@@ -488,8 +488,8 @@ class _Job:
         config.checkpoint_actor_memory_bytes = 64 << 20
         # Ray's newer reader packs small files into one block; here a file is a block.
         with _data_context(checkpoint_config=config, use_datasource_v2=False):
-            # Workers may hold all CPUs of the cluster: reading and writing must not wait for one. Ray starts
-            # as many processes for such tasks as it is given tasks, so their number is limited.
+            # Workers may hold all CPUs of the cluster: reading and writing must not wait for one.
+            # Ray would start as many processes for such tasks as there are tasks.
             n_helpers = max(1, self._most // _WORKERS_A_HELPER)
             rows = ray.data.read_parquet(
                 paths,

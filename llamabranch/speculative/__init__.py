@@ -11,10 +11,8 @@ speculator.py   a whole generation, round by round
 session.py      the same, one token per call
 stats.py        counts and times, under vLLM's names
 divergence.py   where two texts that should be equal first differ, and whether rounding explains it
-theory.py       the expected speedup, from acceptance and costs
 """
 
-from . import theory
 from .config import SpeculativeConfig
 from .divergence import Divergence, first_divergence
 from .drafters.base import Draft, Drafter, DraftState, NullDrafter
@@ -41,5 +39,4 @@ __all__ = [
     "Speculator",
     "SuffixDrafter",
     "first_divergence",
-    "theory",
 ]

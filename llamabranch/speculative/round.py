@@ -318,6 +318,11 @@ class Stream:
         if not sources and self.rule != "seeded":
             sources = [Distribution.point(token) for token in draft.tokens]
         n = len(draft.tokens)
+        # Nothing follows an EOG token, which the block rule would look beyond.
+        if self.rule != "block" or not any(map(is_eog, draft.tokens[:-1])):
+            found_at_once = targets.verify(self.rule, draft.sources)
+            if found_at_once is not None:
+                return list(range(1, found_at_once[0] + 1)), found_at_once[1]
         while True:
             try:
                 if self.rule == "seeded":

@@ -73,18 +73,20 @@ def on_a_terminal(columns: int) -> str:
     return shown.decode().replace("\r\n", "\n")
 
 
-@pytest.mark.parametrize("columns", [80, 140])
-def test_demo_fits_a_terminal_and_colours_tokens_by_source(columns: int) -> None:
-    shown = on_a_terminal(columns)
-    assert "\x1b[32m" in shown  # drafted and accepted
-    assert "\x1b[33m" in shown  # corrected by the target
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).replace("\r", "\n")
-    for heading in HEADINGS:
-        assert heading in text
-    story = text[text.index(HEADINGS[1]) : text.index("position in the draft")]
-    for line in text.replace(story, "").splitlines():  # a terminal breaks the story itself
-        assert len(line) <= columns
-    assert "├──" in text
+def test_demo_fits_terminals_of_any_width_and_colours_tokens_by_source() -> None:
+    stories = []
+    for columns in (60, 80, 140):
+        shown = on_a_terminal(columns)
+        assert "\x1b[32m" in shown  # drafted and accepted
+        assert "\x1b[33m" in shown  # corrected by the target
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).replace("\r", "\n")
+        for heading in HEADINGS:
+            assert heading in text
+        assert max(map(len, text.splitlines())) <= columns
+        assert "├──" in text
+        stories.append(text[text.index("Once upon a time") : text.index("position in the draft")])
+    assert len({story.strip().count("\n") for story in stories}) > 1
+    assert len({tuple(story.split()) for story in stories}) == 1  # no word is broken
 
 
 def test_demo_in_a_pipe_is_plain_text_and_says_what_to_type_next(small: None) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -40,6 +43,7 @@ def test_doctor_reports_and_passes_its_own_test(monkeypatch: pytest.MonkeyPatch)
     for heading in (
         "versions",
         "machine",
+        "llama.cpp",
         "context",
         "caches",
         "environment",
@@ -55,10 +59,31 @@ def test_doctor_reports_and_passes_its_own_test(monkeypatch: pytest.MonkeyPatch)
 def test_doctor_as_json_has_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = json.loads(run("--json").stdout)
     assert {check["passed"] for check in answer["self_test"]} == {True}
-    assert answer["versions"]["llamabranch"] == lb.__version__
+    assert answer["versions"]["llamabranch"].startswith(f"{lb.__version__} (")
+    assert answer["machine"]["cores"] > 0
+    assert answer["llama.cpp"]["runs on"] == "the CPU"
     assert answer["context"]["threads"].startswith("1 ")
     assert all(rate > 0 for rate in answer["speeds"].values())
     assert isinstance(answer["advice"], list)
+
+
+def test_llama_cpp_that_cannot_be_loaded_is_a_failed_check_below_what_is_known() -> None:
+    environment = {**os.environ, "LLAMA_CPP_LIB_PATH": "/nowhere"}
+    done = subprocess.run(
+        [sys.executable, "-m", "llamabranch.cli", "doctor"],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert f"llamabranch: {lb.__version__} (" in done.stdout
+    assert "\nLLAMA_CPP_LIB_PATH: /nowhere\n" in done.stdout
+    assert "\nFAIL  loading llama.cpp and the bundled pair: FileNotFoundError" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-m", "llamabranch.cli", "generate", "--json", "-p", "x"],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: generate cannot be loaded: ")
+    assert json.loads(done.stdout)["error"]["type"] == "FileNotFoundError"
 
 
 def test_failed_check_is_shown_and_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:

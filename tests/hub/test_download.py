@@ -50,8 +50,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Try again at once; and write small pieces, as bytes arrive (10 MB at a time otherwise)."""
+    """Try again at once; and write small pieces, as bytes arrive (1 MB at a time otherwise)."""
     monkeypatch.setattr("time.sleep", lambda _seconds: None)
+    monkeypatch.setattr("llamabranch.hub.download._PIECE", 1 << 16)
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
 
 

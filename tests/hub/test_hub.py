@@ -298,13 +298,27 @@ def test_import_of_the_package_needs_neither_numpy_nor_llama_cpp_nor_the_hub() -
     assert done.stdout == "[] []\n"
 
 
-def test_every_public_name_has_its_room() -> None:
-    # A room without names is a public name itself.
-    names = [name for room, names in lb._ROOMS.items() for name in names or (room,)]
-    assert sorted([*names, "__version__"]) == sorted(lb.__all__)
-    assert set(lb.__all__) <= set(dir(lb))
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["models"], ["pull", "tale-target"], ["theory"]], ids=" ".join
+)
+def test_command_that_only_looks_up_needs_neither_numpy_nor_llama_cpp(arguments: list[str]) -> None:
+    code = (
+        "import sys; from llamabranch.cli import app\n"
+        f"try: app({arguments})\n"
+        "finally: print(sorted({'numpy', 'llama_cpp'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert done.stdout
+    assert done.stderr == "[]\n"
+
+
+def test_dir_shows_the_public_names_and_no_others() -> None:
+    assert dir(lb) == sorted(lb.__all__)
+    assert all(getattr(lb, name) is not None for name in lb.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        lb.nothing  # noqa: B018
+        lb.nothing  # type: ignore[attr-defined] # noqa: B018
 
 
 # -- load ------------------------------------------------------------------------------------------

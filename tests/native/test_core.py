@@ -137,8 +137,8 @@ def _shared_library_of(compiler: str, name: str) -> str | None:
 def test_core_stays_inside_its_memory(tmp_path: Path) -> None:
     """All settings over hard rows of many lengths, under AddressSanitizer and UBSan.
 
-    The driver loads a copy of ``core.py`` beside a library with the sanitizers, so nothing of llama.cpp
-    runs in that process.
+    The driver loads copies of ``core.py`` and ``verify.py`` beside a library with the sanitizers, so
+    nothing of llama.cpp runs in that process.
     """
     compiler = shutil.which("gcc")
     if compiler is None:
@@ -146,16 +146,20 @@ def test_core_stays_inside_its_memory(tmp_path: Path) -> None:
     sanitizers = [_shared_library_of(compiler, f"lib{kind}.so") for kind in ("asan", "ubsan")]
     if None in sanitizers:
         pytest.skip("this compiler has no shared AddressSanitizer or UBSan")
+    copies = tmp_path / "compiled"
+    copies.mkdir()
+    (copies / "__init__.py").touch()
     built = subprocess.run(
         [
             compiler, "-std=c11", "-O1", "-g", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror",
             "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all",
-            "-shared", "-fPIC", str(NATIVE / "core.c"), "-o", str(tmp_path / "_core.bin"), "-lm",
+            "-shared", "-fPIC", str(NATIVE / "core.c"), "-o", str(copies / "_core.bin"), "-lm",
         ],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert built.returncode == 0, built.stderr
-    shutil.copy(NATIVE / "core.py", tmp_path / "core.py")
+    for name in ("core.py", "verify.py"):
+        shutil.copy(NATIVE / name, copies / name)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])]),

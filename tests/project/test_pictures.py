@@ -177,6 +177,21 @@ def test_generation_and_result_colour_tokens_by_source(
     assert "request 0, sample 0: 8 tokens, length" in reader.text
 
 
+def test_search_result_draws_its_tree(ctx: lb.Context) -> None:
+    with lb.Branch.start(ctx, "Once upon a time") as root:
+        found = lb.search.beam_search(root, 4, max_tokens=300, n=4)
+    shown = read(found._repr_html_()).text
+    assert shown.startswith("4 hypotheses; ")
+    for each in found.hypotheses:
+        assert f"score {each.score:.3f}" in shown
+    last = "".join(node.text for node in found.best.node.path[-3:])
+    assert last in shown
+    prompt = lb.search.SearchNode(None, (), 0.0)
+    ended_at_once = lb.search.Hypothesis([], "", -1.0, -1.0, "stop", prompt)
+    empty = lb.search.SearchResult([ended_at_once], lb.search.SearchStats(), prompt)
+    assert read(empty._repr_html_()).text.startswith("1 hypothesis; ")
+
+
 def test_speculate_writes_a_page(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     arguments = ["-n", "16", "-k", "4", "--seed", "1", "--threads", "1", "--html", str(path)]

@@ -16,7 +16,7 @@ import typer.core
 from test_layout import FLOORS
 
 import llamabranch
-from llamabranch.cli import app
+from llamabranch.cli.app import COMMANDS, load_command
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "llamabranch"
@@ -151,8 +151,13 @@ def test_documented_code_runs(
 
 
 def _commands() -> dict[str, typer.core.TyperCommand]:
-    group = typer.main.get_command(app)
-    return dict(group.commands)  # type: ignore[attr-defined]
+    return {name: load_command(name) for name in COMMANDS}
+
+
+def test_help_lists_each_command_with_the_first_sentence_of_its_own_help() -> None:
+    for name, line in COMMANDS.items():
+        assert load_command(name).help.split("\n\n")[0].replace("\n", " ") == line
+        assert load_command(name).name == name
 
 
 def _sections() -> dict[str, str]:

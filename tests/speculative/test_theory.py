@@ -10,7 +10,7 @@ import pytest
 
 from llamabranch.errors import ConfigError
 from llamabranch.sampling import Distribution
-from llamabranch.speculative.theory import (
+from llamabranch.theory import (
     accepted_share,
     best_draft_length,
     expected_tokens,

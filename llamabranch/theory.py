@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
+from .arguments import whole
+from .errors import ConfigError
 
-from ..arguments import whole
-from ..errors import ConfigError
-from ..sampling import Distribution
+if TYPE_CHECKING:
+    from .sampling import Distribution
 
 __all__ = [
     "Prediction",
@@ -186,6 +187,8 @@ def match_probability(target: Distribution, draft: Distribution) -> float:
     sum_x 1 / sum_y max(p_y/p_x, q_y/q_x), Daliri et al. 2024 (2408.07978); it is at least
     (1 - TV) / (1 + TV). Sorted by p/q, the maxima are p's above x and q's up to it: O(K log K).
     """
+    import numpy as np  # the formulas without distributions do not need it
+
     in_draft = draft.at(target.ids)
     p, q = target.probs[in_draft > 0.0], in_draft[in_draft > 0.0]
     order = np.argsort(p / q)

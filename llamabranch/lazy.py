@@ -1,0 +1,48 @@
+"""Packages that import a name when it is first used. Their ``__init__.pyi`` is the only list of names.
+
+Type checkers read that stub as it is; see PEP 562 and SPEC 1 of Scientific Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+__all__ = ["attach"]
+
+
+def attach(
+    package: str, file: str
+) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package.
+
+    Args:
+        package: its ``__name__``.
+        file: its ``__file__``; the stub is beside it: ``from .module import name as name`` (of ``.``: a
+            module), and ``name: type`` for what the package itself defines.
+    """
+    stub = ast.parse(Path(file).with_name("__init__.pyi").read_text(encoding="utf-8"))
+    own: list[str] = []
+    modules: dict[str, str] = {}
+    for node in stub.body:
+        if isinstance(node, ast.ImportFrom):
+            modules |= {alias.name: f".{node.module or alias.name}" for alias in node.names}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            own.append(node.target.id)
+    rooms = {module.removeprefix(".") for module in modules.values()}
+    names = sorted({*modules, *own} - {"__all__"}, key=lambda name: (not name[0].isupper(), name))
+
+    def get(name: str) -> object:
+        module = modules.get(name)
+        if module is None and name not in rooms:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value: object = import_module(module or f".{name}", package)
+        if module is not None and module != f".{name}":
+            value = getattr(value, name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return get, names.copy, names

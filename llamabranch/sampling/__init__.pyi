@@ -1,0 +1,6 @@
+from .distribution import Distribution as Distribution
+from .grammar import Grammar as Grammar
+from .params import SamplingParams as SamplingParams
+from .sampler import Sampler as Sampler
+
+__all__: list[str]

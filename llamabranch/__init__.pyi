@@ -2,6 +2,7 @@
 
 # ruff: isort: skip_file
 
+from . import scale as scale
 from . import search as search
 from . import theory as theory
 from .branch import (
@@ -36,6 +37,7 @@ from .errors import (
     DecodeInterruptedError as DecodeInterruptedError,
     DownloadError as DownloadError,
     GrammarError as GrammarError,
+    JobError as JobError,
     LlamaBranchError as LlamaBranchError,
     LlamaBranchWarning as LlamaBranchWarning,
     ModelLoadError as ModelLoadError,

@@ -21,7 +21,7 @@ from llamabranch import (
 )
 
 from .bundles import with_bundles
-from .console import print_json
+from .console import Console, print_json
 from .drafters import drafting_contexts, make_drafter, note_translation
 from .generate_report import GenerateReport
 from .interrupts import InterruptHandler
@@ -40,6 +40,7 @@ from .options import (
     TextOptions,
 )
 from .prompts import PromptSource, apply_template, digest
+from .ray_jobs import RayOptions, finish_job, job_paths
 from .reporting import EXIT_FAILURE, EXIT_INTERRUPTED
 from .results import JobSettings, ResultFile
 
@@ -148,6 +149,7 @@ def generate(
         ),
     ] = None,
     runtime: RuntimeOptions,
+    cluster: RayOptions,
     explain: Explain = False,
     output: OutputOptions,
 ) -> None:
@@ -163,6 +165,18 @@ def generate(
         grammar = text.parse_grammar()
         if resume and output_file is None:
             raise typer.BadParameter("needs --output", param_hint="--resume")
+        if cluster.ray is not None:
+            refused = {
+                "--top-logprobs": top_logprobs is not None,
+                "--prompt-logprobs": prompt_logprobs is not None,
+                "--ignore-eos": sampling.ignore_eos,
+            }
+            _generate_on_ray(
+                cluster, console, prompts, output_file, resume, samples, models, text, sampling,
+                grammar, parallel, runtime, [name for name, given in refused.items() if given],
+                as_json=output.as_json,
+            )  # fmt: skip
+            return
         source = prompts.read()
 
         def read() -> Iterator[Request]:
@@ -249,6 +263,47 @@ def generate(
             raise typer.Exit(EXIT_INTERRUPTED)
         if report.n_failed:
             raise typer.Exit(EXIT_FAILURE)
+
+
+def _generate_on_ray(
+    cluster: RayOptions,
+    console: Console,
+    prompts: PromptOptions,
+    output: Path | None,
+    resume: bool,
+    samples: int,
+    models: ModelOptions,
+    text: TextOptions,
+    sampling: SamplingOptions,
+    grammar: Grammar | None,
+    parallel: int,
+    runtime: RuntimeOptions,
+    refused: list[str],
+    *,
+    as_json: bool,
+) -> None:
+    from llamabranch import scale
+
+    if refused:
+        raise ConfigError(f"a job on Ray has no {refused[0]}")
+    inputs, folder = job_paths(prompts.input_file, output, prompts.prompts)
+    options = cluster.options(console, resume=resume, streams=parallel)
+    options["draft"] = None if models.draft == "none" else models.draft
+    report = scale.generate(
+        inputs,
+        folder,
+        model=models.target_name,
+        max_tokens=text.max_tokens,
+        seed=text.seed,
+        sampling=sampling.params(),
+        stop=text.stop_strings,
+        grammar=None if grammar is None else grammar.gbnf,
+        n=samples,
+        chat=sampling.chat,
+        load=runtime.options(),
+        **options,
+    )
+    finish_job(console, report, as_json=as_json)
 
 
 def _requests(

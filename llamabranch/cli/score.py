@@ -18,6 +18,7 @@ from .console import Console, print_json
 from .formats import number
 from .options import REQUESTS, OutputOptions, RuntimeOptions, TargetOptions
 from .prompts import read_prompt_file, read_standard_input, read_text
+from .ray_jobs import RAY, RayOptions, finish_job, job_paths
 
 _FIELDS = {"id", "text", "context", "continuations"}
 
@@ -71,6 +72,14 @@ def score(
     ] = 0,
     models: TargetOptions,
     runtime: RuntimeOptions,
+    cluster: RayOptions,
+    output_folder: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The folder of the results.", rich_help_panel=RAY),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the job in --output.", rich_help_panel=RAY)
+    ] = False,
     output: OutputOptions,
 ) -> None:
     """Score given text: log-probabilities of its tokens, their sum, perplexity and ranks.
@@ -79,6 +88,15 @@ def score(
     context, each text is a continuation of it, and all are decoded together.
     """
     with output.console() as console, ExitStack() as stack:
+        if cluster.ray is not None:
+            from llamabranch import scale
+
+            inputs, folder = job_paths(input_file, output_folder, texts)
+            options = cluster.options(console, resume=resume, streams=8)
+            load = runtime.options()
+            report = scale.score(inputs, folder, model=models.target_name, load=load, **options)
+            finish_job(console, report, as_json=output.as_json)
+            return
         whole = [read_prompt_file(path) for path in files or ()]
         items = list(_given([*(texts or ()), *whole], context))
         if input_file is not None:

@@ -8,7 +8,9 @@ llama_tools.py  llama.cpp's own programs: build, run, parse
 llama_python.py the Llama class of llama-cpp-python
 padded.py       padded models: the output of a small model at the cost of a larger one
 wide.py         a model with a large vocabulary and almost no layers
-decode.py, speculative.py, peers.py, fork.py, batch.py, growth.py, hotpath.py, sampling.py, run.py
+search_hf.py    beam search of transformers, in an interpreter of its own
+decode.py, speculative.py, peers.py, fork.py, batch.py, growth.py, hotpath.py, sampling.py, search.py,
+resident.py, run.py
                 the programs
 
 The code that times (interleaved runs, medians, ratios within a run) is ``llamabranch.bench``, which the

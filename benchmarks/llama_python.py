@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Protocol, cast
 from unittest import mock
+
+import numpy as np
 
 from llamabranch.bench import Sample
 
@@ -23,7 +26,16 @@ def llama_cpp_version() -> str:
     return str(llama_cpp.llama_cpp.llama_version().decode())
 
 
+class _LlamaContext(Protocol):
+    def get_logits(self) -> ctypes.Array[ctypes.c_float]: ...
+
+
 class _Llama(Protocol):
+    n_tokens: int
+    _ctx: _LlamaContext
+
+    def n_vocab(self) -> int: ...
+
     def tokenize(self, text: bytes, add_bos: bool = ..., special: bool = ...) -> list[int]: ...
 
     def generate(self, tokens: Sequence[int], *, temp: float) -> Iterator[int]: ...
@@ -31,6 +43,10 @@ class _Llama(Protocol):
     def create_completion(
         self, prompt: list[int], *, max_tokens: int, temperature: float, top_k: int, seed: int
     ) -> Mapping[str, Mapping[str, int]]: ...
+
+    def eval(self, tokens: Sequence[int]) -> None: ...
+
+    def reset(self) -> None: ...
 
     def set_seed(self, seed: int) -> None: ...
 
@@ -101,3 +117,49 @@ class LlamaPython:
             if not warm_up:
                 return Sample(answer["usage"]["completion_tokens"], seconds)
         raise AssertionError
+
+    def complete_many(
+        self, prompt: Sequence[int], n: int, tokens: int, temperature: float
+    ) -> Sample:
+        """Time ``n`` completions of a prompt that is not in the cache before the first."""
+        ids = list(prompt)
+        self._llama.reset()
+        made = 0
+        start = perf_counter()
+        for seed in range(n):
+            answer = self._llama.create_completion(
+                ids, max_tokens=tokens, temperature=temperature, top_k=40, seed=seed
+            )
+            made += answer["usage"]["completion_tokens"]
+        return Sample(made, perf_counter() - start)
+
+    def beam(self, prompt: Sequence[int], beams: int, tokens: int) -> float:
+        """Return the seconds of a beam search without an end, one text after the other.
+
+        The class has one sequence; what a beam has in common with the one before it is not decoded again.
+        """
+        llama = self._llama
+        llama.reset()
+        start = perf_counter()
+        llama.eval(prompt)
+        held: list[int] = []  # after the prompt
+        running: list[tuple[float, list[int]]] = [(0.0, [])]
+        for step in range(tokens):
+            found: list[tuple[float, list[int]]] = []
+            for score, text in running:
+                if step:
+                    n = 0
+                    while n < min(len(held), len(text) - 1) and held[n] == text[n]:
+                        n += 1
+                    llama.n_tokens = len(prompt) + n
+                    llama.eval(text[n:])
+                    held = text
+                logits = llama._ctx.get_logits()  # its ``scores`` are filled with logits_all only
+                row = np.ctypeslib.as_array(logits, shape=(llama.n_vocab(),)).astype(float)
+                row -= row.max()
+                row -= np.log(np.exp(row).sum())
+                for token in np.argpartition(row, -2 * beams)[-2 * beams :]:
+                    found.append((score + float(row[token]), [*text, int(token)]))
+            found.sort(key=lambda pair: -pair[0])
+            running = found[:beams]
+        return perf_counter() - start

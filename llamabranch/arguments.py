@@ -14,7 +14,7 @@ from operator import index
 
 from .errors import ConfigError
 
-__all__ = ["plain_int", "real", "shown", "whole"]
+__all__ = ["finite", "function", "plain_int", "real", "shown", "whole"]
 
 _LARGEST = int(sys.float_info.max)
 
@@ -75,3 +75,21 @@ def real(name: str, value: object) -> float:
         except OverflowError:  # a fraction of huge integers
             return math.copysign(math.inf, value > Fraction(0) or -1)
     raise ConfigError(f"{name} must be a number, not {value!r}")
+
+
+def finite(name: str, value: object) -> float:
+    """Return ``value`` as int or float.
+
+    Raises:
+        ConfigError: not a number, infinite or NaN; names the argument.
+    """
+    found = real(name, value)
+    if not math.isfinite(found):
+        raise ConfigError(f"{name} must be finite, not {found}")
+    return found
+
+
+def function(name: str, value: object) -> None:
+    """Raise ConfigError unless ``value`` can be called; names the argument."""
+    if not callable(value):
+        raise ConfigError(f"{name} must be a function of the text, not {value!r}")

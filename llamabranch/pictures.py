@@ -62,11 +62,16 @@ class Token:
 
 @dataclass(frozen=True)
 class Node:
-    """A branch in a picture of a tree: a caption, the tokens since its fork, its children."""
+    """A branch in a picture of a tree: a caption, the tokens since its fork, its children.
+
+    ``aside``: branches of less interest, to unfold; ``n_more``: how many others are not listed there.
+    """
 
     caption: str
     tokens: Sequence[Token]
     children: Sequence[Node] = ()
+    aside: Sequence[Node] = ()
+    n_more: int = 0
 
 
 def tokens_picture(tokens: Sequence[Emitted], *, prompt: str = "", caption: str = "") -> str:
@@ -169,7 +174,20 @@ def _node(node: Node) -> str:
         f' title="{_title(token)}">{_text(token.text)}</span>'
         for token in node.tokens[-MOST_TOKENS:]
     )
-    return f'<div style="{_BOX}"><span style="{_DIM}">{_text(node.caption)}</span> {spans}</div>{inner}'
+    told = f'<span style="{_DIM}">{_text(node.caption)}</span> ' if node.caption else ""
+    return f'<div style="{_BOX}">{told}{spans}</div>{_aside(node)}{inner}'
+
+
+def _aside(node: Node) -> str:
+    """Return what may be unfolded under a branch."""
+    if not node.aside:
+        return ""
+    listed = "".join(map(_node, node.aside))
+    more = f'<div style="{_BOX}">and {node.n_more} more</div>' if node.n_more else ""
+    return (
+        f'<details style="{_DIM};margin-left:1.5em"><summary>{len(node.aside) + node.n_more} given up'
+        f"</summary>{listed}{more}</details>"
+    )
 
 
 def _is_known(token: Emitted, way: str) -> bool:

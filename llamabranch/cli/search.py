@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -37,7 +38,7 @@ from .options import (
 )
 from .prompts import apply_template, read_standard_input
 from .reporting import EXIT_INTERRUPTED
-from .search_report import drawn_tree, stats_text
+from .search_report import drawn_tree, search_page, stats_text
 
 SEARCH = "Search"
 WIDTHS = {"beam": 4, "best-of": 8, "vote": 16, "smc": 8, "steps": 4, "mcts": 3}
@@ -180,6 +181,14 @@ def search(
         bool,
         typer.Option("--tree", help="Draw the tree of the search.", rich_help_panel=OUTPUT),
     ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also write a page: the results and the tree of the search.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
     output: OutputOptions,
 ) -> None:
     """Search for the best continuation: beams, samples, votes, particles, steps, or a tree.
@@ -228,6 +237,9 @@ def search(
             finally:
                 console.progress("")
             interrupted = interrupts.requested
+        if html is not None:
+            written = search_page(result, prompt, context.model.name, method.best)
+            html.write_text(written, encoding="utf-8", errors="backslashreplace")
         if output.as_json:
             record = result.as_dict(tree=tree)
             print_json(
@@ -307,8 +319,15 @@ def _reward(command: str) -> Callable[[str], float]:
     """Return a function that runs ``command`` on a text and returns the number it prints."""
 
     def reward(text: str) -> float:
+        # In a session of its own: Ctrl-C ends the search with the best so far, not the command.
         done = subprocess.run(
-            command, shell=True, input=text, capture_output=True, encoding="utf-8", check=False
+            command,
+            shell=True,
+            input=text,
+            capture_output=True,
+            encoding="utf-8",
+            check=False,
+            start_new_session=True,
         )
         try:
             if done.returncode == 0:

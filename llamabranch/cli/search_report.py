@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from rich.text import Text
 from rich.tree import Tree
 
-from llamabranch.search import SearchNode, SearchStats
+from llamabranch.pictures import page, table
+from llamabranch.search import (
+    SearchNode,
+    SearchResult,
+    SearchStats,
+    TreeLine,
+    outline,
+    tree_picture,
+)
 
-__all__ = ["drawn_tree", "stats_text"]
+__all__ = ["drawn_tree", "search_page", "stats_text"]
 
-_MOST_NODES = 200  # of a drawn tree
+_MOST_LINES = 60  # of a drawn tree
+_MOST_PRUNED = 3  # branches under a line
 _LONGEST = 60  # characters of a node's text
 
 
@@ -26,37 +34,56 @@ def stats_text(stats: SearchStats) -> str:
     )
 
 
+def search_page(result: SearchResult, prompt: str, name: str, best: int) -> str:
+    """Return a page: the ``best`` results, what they have cost, and the tree."""
+    rows = [("text", "score", "log p, nats", "tokens", "ended by")]
+    rows += [
+        (h.text, f"{h.score:.4f}", f"{h.logprob:.2f}", str(len(h.tokens)), h.finish_reason)
+        for h in result.hypotheses[:best]
+    ]
+    return page(
+        name,
+        table(rows),
+        table([(stats_text(result.stats),)]),
+        "<hr>",
+        tree_picture(result.tree, prompt=prompt),
+    )
+
+
 def drawn_tree(root: SearchNode, prompt: str) -> Tree:
     """Return the tree for the terminal: probabilities, pruned branches dimmed.
 
-    Nodes that go on in one way only are drawn as one; of a large tree the first levels are drawn.
+    Nodes that go on in one way only are one line. Of the branches that were given up along a line the
+    first few are listed under it, the others counted; of many lines those first in the tree are drawn.
     """
+    line = outline(root)
     drawn = Tree(Text(_shown(prompt, tail=True), style="bold"))
-    waiting: list[tuple[SearchNode, Tree]] = [(root, drawn)]
-    left = _MOST_NODES
-    while waiting:
-        node, at = waiting.pop(0)
-        for end, text, logprob in _children(node):
-            if not left:
-                at.add(Text("...", style="dim"))
-                break
-            left -= 1
-            waiting.append((end, at.add(_label(end, text, logprob))))
+    _add_pruned(drawn, line)
+    waiting = [(below, drawn) for below in line.lines]
+    n_drawn = 0
+    while waiting and n_drawn < _MOST_LINES:
+        line, at = waiting.pop(0)
+        n_drawn += 1
+        node = line.nodes[-1]
+        style = "green" if node.status == "finished" else ""
+        branch = at.add(_label(node, line.text, line.logprob, style))
+        _add_pruned(branch, line)
+        waiting += [(below, branch) for below in line.lines]
+    if waiting:
+        drawn.add(Text(f"... and {len(waiting)} more that go on", style="dim"))
     return drawn
 
 
-def _children(node: SearchNode) -> Iterator[tuple[SearchNode, str, float]]:
-    """Yield what follows ``node``: the last of nodes that go on in one way, their text and log p."""
-    for child in node.children:
-        end, text = child, child.text
-        while end.status == "open" and len(end.children) == 1 and not end.n_visits:
-            end = end.children[0]
-            text += end.text
-        yield end, text, end.logprob - node.logprob
+def _add_pruned(branch: Tree, line: TreeLine) -> None:
+    for node in line.pruned[:_MOST_PRUNED]:
+        above = 0.0 if node.parent is None else node.parent.logprob
+        branch.add(_label(node, node.text, node.logprob - above, "dim"))
+    left = len(line.pruned) - _MOST_PRUNED
+    if left > 0:
+        branch.add(Text(f"... and {left} more given up, {line.n_pruned} nodes in all", style="dim"))
 
 
-def _label(node: SearchNode, text: str, logprob: float) -> Text:
-    style = {"finished": "green", "pruned": "dim"}.get(node.status, "")
+def _label(node: SearchNode, text: str, logprob: float, style: str) -> Text:
     label = Text(_shown(text) or "(end)", style=style)
     label.append(f"  {math.exp(min(0.0, logprob)):.1%}", style="dim" if style == "dim" else "cyan")
     if node.score == node.score:

@@ -3,8 +3,10 @@
 from .beam import beam_search
 from .best_of import best_of_n, vote
 from .mcts import TreeSearch, tree_search
+from .node import SearchNode
+from .outline import TreeLine, outline, tree_picture
 from .particles import Potential, smc
-from .result import Hypothesis, SearchNode, SearchResult, SearchStats
+from .result import Hypothesis, SearchResult, SearchStats
 from .selection import Selection, select
 from .steps import step_search
 
@@ -15,12 +17,15 @@ __all__ = [
     "SearchResult",
     "SearchStats",
     "Selection",
+    "TreeLine",
     "TreeSearch",
     "beam_search",
     "best_of_n",
+    "outline",
     "select",
     "smc",
     "step_search",
+    "tree_picture",
     "tree_search",
     "vote",
 ]

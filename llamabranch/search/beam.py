@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
-from ..arguments import real, whole
+from ..arguments import finite, whole
 from ..branch import Branch
-from ..branch.sequence import TokenSequence
 from ..errors import ConfigError, DecodeInterruptedError
-from .beams import Beams, Candidate, best_tokens
+from .beams import Beams, Candidate
 from .lines import Lines, OnStep
-from .result import Hypothesis, SearchNode, SearchResult
-from .scores import next_scores
+from .node import SearchNode
+from .result import Hypothesis, SearchResult
+from .scores import BestScores, Scored
 from .texts import checked_stops, completes_stop, hypothesis
 
 __all__ = ["beam_search"]
-
-# Of a beam: its best continuations as (token, score, log-probability), best first.
-Continuations = list[tuple[int, float, float]]
 
 
 def beam_search(
@@ -67,10 +63,8 @@ def beam_search(
     max_tokens = whole("max_tokens", max_tokens, 1)
     n = whole("n", n, 1, beams)
     groups = whole("groups", groups, 1, beams)
-    length_penalty = real("length_penalty", length_penalty)
-    diversity_penalty = real("diversity_penalty", diversity_penalty)
-    if not math.isfinite(length_penalty) or not math.isfinite(diversity_penalty):
-        raise ConfigError("length_penalty and diversity_penalty must be finite")
+    length_penalty = finite("length_penalty", length_penalty)
+    diversity_penalty = finite("diversity_penalty", diversity_penalty)
     if beams % groups:
         raise ConfigError(f"{beams} beams cannot be divided into {groups} equal groups")
     if diversity_penalty < 0 or (diversity_penalty and groups == 1):
@@ -119,8 +113,8 @@ class _Search:
         self._max_tokens = max_tokens
         self._stop = stop
         # With a diversity penalty a token may fall behind as many others as there are other beams.
-        self._n_best = groups[0].n_kept + (
-            len(groups) * groups[0].width if diversity_penalty else 0
+        self._best_scores = BestScores(
+            groups[0].n_kept + (len(groups) * groups[0].width if diversity_penalty else 0)
         )
         self._running: list[list[SearchNode]] = [[lines.root] for _ in groups]
         self._reasons: dict[SearchNode, str] = {}
@@ -131,36 +125,33 @@ class _Search:
         if first is None:
             raise ConfigError("the root has no sequence")
         with lines.ctx.lock:
-            root = self._read(lines.root, first)
-        continuations: list[list[Continuations]] = [[root] for _ in self._groups]
+            root = self._best_scores(first)
+        continuations: list[list[Scored]] = [[root] for _ in self._groups]
         for n_tokens in range(1, self._max_tokens + 1):
             self._choose(continuations, n_tokens)
             if lines.end_step() or not any(self._running):
                 return
             nodes = [node for group in self._running for node in group]
             try:
-                read = iter(lines.advance(nodes, self._read))
+                read = iter(lines.advance(nodes, lambda _, sequence: self._best_scores(sequence)))
             except DecodeInterruptedError as error:
                 lines.was_cancelled(error)
                 return
             continuations = [[next(read) for _ in group] for group in self._running]
 
-    def _read(self, node: SearchNode, sequence: TokenSequence) -> Continuations:
-        ids, scores, logprobs = next_scores(sequence)
-        best = best_tokens(ids, scores, self._n_best)
-        return [(token, score, float(logprobs[token])) for token, score in best]
-
-    def _choose(self, continuations: Sequence[Sequence[Continuations]], n_tokens: int) -> None:
+    def _choose(self, continuations: Sequence[Sequence[Scored]], n_tokens: int) -> None:
         """Let each group choose its next beams, one group after another."""
         taken: Counter[int] = Counter()
         for i, group in enumerate(self._groups):
             if group.is_done or not self._running[i]:
                 self._running[i] = []
                 continue
-            offered = [
-                [(token, score - self._penalty * taken[token]) for token, score, _ in tokens]
-                for tokens in continuations[i]
-            ]
+            offered = [scored.best for scored in continuations[i]]
+            if self._penalty:
+                offered = [
+                    [(token, score - self._penalty * taken[token]) for token, score in best]
+                    for best in offered
+                ]
             chosen = group.choose(offered)
             nodes = self._nodes(self._running[i], continuations[i], chosen)
             stops = [self._stops(node, n_tokens) for node in nodes]
@@ -172,12 +163,12 @@ class _Search:
     def _nodes(
         self,
         parents: Sequence[SearchNode],
-        continuations: Sequence[Continuations],
+        continuations: Sequence[Scored],
         chosen: Sequence[Candidate],
     ) -> list[SearchNode]:
         nodes = []
         for score, beam, token in chosen:
-            logprob = next(lp for other, _, lp in continuations[beam] if other == token)
+            logprob = continuations[beam].logprobs[token]
             nodes.append(self._lines.child(parents[beam], [token], logprob))
             nodes[-1].score = score
         return nodes

@@ -96,12 +96,12 @@ class Beams:
         ``n_kept`` of them where there are so many.
         """
         found = [
-            Candidate(self.scores[beam] + score, beam, token)
+            (-(self.scores[beam] + score), beam, token)
             for beam, tokens in enumerate(continuations)
             for token, score in tokens
         ]
-        found.sort(key=lambda c: (-c.score, c.beam, c.token))
-        return found[: self.n_kept]
+        found.sort()
+        return [Candidate(-minus, beam, token) for minus, beam, token in found[: self.n_kept]]
 
     def advance(
         self,

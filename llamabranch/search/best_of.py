@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from ..arguments import real, whole
+from ..arguments import function, real, whole
 from ..branch import Branch
 from ..errors import ConfigError
 from ..sampling.noise import uniform
@@ -134,8 +134,7 @@ def vote(
     agreement = real("agreement", agreement)
     if not 0 < agreement <= 1:
         raise ConfigError(f"agreement must be above 0 and at most 1, not {agreement!r}")
-    if not callable(answer):
-        raise ConfigError(f"answer must be a function of the text, not {answer!r}")
+    function("answer", answer)
     first_seed = branch.seed if seed is None else whole("seed", seed)
     found: list[tuple[Continuation, str | None]] = []
     with Lines(branch, on_step) as lines, Continuations(lines, drafter) as texts:

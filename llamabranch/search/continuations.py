@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from time import perf_counter
 
+from ..arguments import whole
 from ..branch import Branch, Produced
 from ..branch.output import OutputBuffer
 from ..errors import CacheFullError, CapacityError, ConfigError, DecodeInterruptedError
@@ -23,7 +24,8 @@ from ..speculative.length.auto import draft_length
 from ..speculative.length.base import FixedLength
 from ..speculative.round import Stream
 from .lines import Lines
-from .result import Hypothesis, SearchNode
+from .node import SearchNode
+from .result import Hypothesis
 
 __all__ = ["Boundary", "Continuation", "Continuations", "slot_seed"]
 
@@ -50,6 +52,19 @@ class Boundary:
         self._text = text
         self._n_tokens = n_tokens
         self._entropy = entropy
+
+    @classmethod
+    def of(cls, step: str | int) -> Boundary:
+        """Return the end of a step: after a token that completes a string, or after so many tokens.
+
+        Raises:
+            ConfigError: an empty string, or no number of at least 1.
+        """
+        if not isinstance(step, str):
+            return cls(n_tokens=whole("step", step, 1))
+        if not step:
+            raise ConfigError("step must be a string that is not empty, or a number of tokens")
+        return cls(text=step)
 
     def is_before(self, line: Continuation, following: Produced) -> bool:
         """Return whether the segment ends before the token ``following``."""

@@ -16,7 +16,8 @@ from typing import TypeVar
 from ..branch import Branch, BranchStore
 from ..branch.sequence import TokenSequence
 from ..errors import CacheFullError, ConfigError, DecodeInterruptedError, SequencesExhaustedError
-from .result import SearchNode, SearchStats
+from .node import SearchNode
+from .result import SearchStats
 
 __all__ = ["Lines", "OnStep"]
 
@@ -94,6 +95,10 @@ class Lines:
     def end_step(self) -> bool:
         """Count a step and report it; return whether the search should end."""
         self.stats.steps += 1
+        return self.report()
+
+    def report(self) -> bool:
+        """Report what the search has cost so far; return whether it should end."""
         self.stats.elapsed_s = perf_counter() - self._start
         if self._on_step is not None and self._on_step(self.stats):
             self.is_cancelled = True

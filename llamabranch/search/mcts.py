@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..arguments import real, whole
+from ..arguments import finite, function, real, whole
 from ..branch import Branch
 from ..errors import ConfigError, UsageError
 from ..speculative import Drafter
 from .continuations import Boundary, Continuation, Continuations, slot_seed
 from .lines import Lines, OnStep
-from .result import SearchNode, SearchResult
+from .node import SearchNode
+from .result import SearchResult
 from .texts import checked_stops
 from .trie import Trie
 
@@ -86,16 +87,13 @@ class TreeSearch:
     ) -> None:
         if not callable(expand):
             expand = whole("expand", expand, 1)
-        self._exploration = real("exploration", exploration)
-        if not 0 <= self._exploration < math.inf:
+        self._exploration = finite("exploration", exploration)
+        if self._exploration < 0:
             raise ConfigError(f"exploration must be at least 0, not {exploration!r}")
         if prior not in ("model", "uniform"):
             raise ConfigError(f"prior must be 'model' or 'uniform', not {prior!r}")
         self._is_uniform = prior == "uniform"
-        if isinstance(step, str) and step:
-            self._boundary = Boundary(text=step)
-        else:
-            self._boundary = Boundary(n_tokens=whole("step", step, 1))
+        self._boundary = Boundary.of(step)
         self._max_tokens = whole("max_tokens", max_tokens, 1)
         self._rollout_tokens = whole("rollout_tokens", rollout_tokens, 0)
         self._stop = checked_stops(stop)
@@ -154,9 +152,7 @@ class TreeSearch:
         Raises:
             UsageError: the node was not asked about. ConfigError: the value is not finite.
         """
-        value = real("the value", value)
-        if not math.isfinite(value):
-            raise ConfigError(f"the value must be finite, not {value}")
+        value = finite("the value", value)
         state = self._states.get(node)
         if state is None or not state.waiting:
             raise UsageError("tell() needs a node that ask() has returned, once for each time")
@@ -280,7 +276,7 @@ def tree_search(
         reward: the value of a text, without the prompt; values between 0 and 1 suit ``exploration``.
         iterations: how many texts are evaluated.
         expand, exploration, prior, step, max_tokens, rollout_tokens, stop, seed, drafter, on_step: as for
-            `TreeSearch`.
+            `TreeSearch`; ``on_step`` is called after each ``parallel`` rewards, too.
         n: how many texts to return.
         parallel: how many texts are evaluated together; their rollouts share decodes.
         enough: end as soon as a text has this reward.
@@ -297,8 +293,7 @@ def tree_search(
     parallel = whole("parallel", parallel, 1)
     n = whole("n", n, 1)
     enough = math.inf if enough is None else real("enough", enough)
-    if not callable(reward):
-        raise ConfigError(f"reward must be a function of the text, not {reward!r}")
+    function("reward", reward)
     with TreeSearch(
         branch,
         expand,
@@ -320,4 +315,5 @@ def tree_search(
                 value = reward(text)
                 search.tell(node, value)
                 best = max(best, value)
+            search.lines.report()
         return search.result(n)

@@ -12,13 +12,15 @@ import numpy.typing as npt
 from ..arguments import real, whole
 from ..branch import Branch
 from ..branch.sequence import TokenSequence
+from ..context.logits import LogitsRow
 from ..errors import ConfigError, DecodeInterruptedError, GrammarError
 from ..model import Model
 from ..sampling import Distribution, SamplingParams
 from ..sampling.noise import RULE, uniform
 from .lines import Lines, OnStep
+from .node import SearchNode
 from .resampling import SCHEMES, ancestors, effective_size, log_mean
-from .result import SearchNode, SearchResult
+from .result import SearchResult
 from .texts import checked_stops, completes_stop, hypothesis
 
 __all__ = ["Potential", "SeededDraws", "run_particles", "smc"]
@@ -61,8 +63,8 @@ class Proposal(Protocol):
 class Draws(Protocol):
     """The random numbers of a run."""
 
-    def token(self, proposal: Distribution, step: int, slot: int) -> int:
-        """Return the token drawn from ``proposal`` for a slot."""
+    def token(self, source: Distribution | Following, step: int, slot: int) -> int:
+        """Return the token drawn from ``source`` for a slot."""
 
     def uniform(self, step: int, index: int) -> float:
         """Return the ``index``-th uniform number of the resampling in ``step``."""
@@ -76,34 +78,66 @@ class SeededDraws:
         self._position = position
         self._n = n
 
-    def token(self, proposal: Distribution, step: int, slot: int) -> int:
-        """Return the token drawn from ``proposal`` for a slot."""
-        return proposal.draw(self._seed, self._position + step * self._n + slot)
+    def token(self, source: Distribution | Following, step: int, slot: int) -> int:
+        """Return the token drawn from ``source`` for a slot."""
+        return source.draw(self._seed, self._position + step * self._n + slot)
 
     def uniform(self, step: int, index: int) -> float:
         """Return a uniform number for the resampling."""
         return uniform(self._seed, self._position + step, RULE, index)
 
 
-class _Next(NamedTuple):
-    """What may follow a particle: the target's distribution, and the log of the mass a grammar kept."""
+class Following:
+    """What may follow a sequence: a copy of its logits, with the sampler that they meet.
 
-    target: Distribution | None  # None: nothing may follow
-    log_mass: float
-    logits: Logits  # a copy of the model's row
-    log_total: float  # log of the sum of exp(logits)
+    Attributes:
+        is_possible: False if the grammar lets nothing follow.
+        log_mass: the log of the mass that the grammar has kept.
+    """
+
+    def __init__(self, sequence: TokenSequence) -> None:
+        sampler, row = sequence.sampler, sequence.logits_row().array.copy()
+        self._row = LogitsRow(row)
+        self._sampler = sampler
+        self._position, self._seed = sequence.position, sequence.seed
+        self._target: Distribution | None = None
+        self.is_possible, self.log_mass = True, 0.0
+        if sampler.is_stateless:
+            return
+        # The sequence changes its sampler when it goes on.
+        try:
+            self._target = sampler.distribution(row, self._position, self._seed)
+        except GrammarError:
+            self.is_possible = False
+            return
+        if sampler.grammar is not None:
+            scale = sampler.params.temperature
+            _, kept = sampler.processed(row)
+            _, every = sampler.processed(row, masked=False)
+            self.log_mass = min(0.0, _log_sum(kept / scale) - _log_sum(every / scale))
+
+    @property
+    def target(self) -> Distribution:
+        """The target's distribution of the next token; only where something may follow."""
+        if self._target is None:
+            self._target = self._sampler.distribution(self._row.array, self._position, self._seed)
+        return self._target
+
+    def draw(self, seed: int, position: int) -> int:
+        """Return what ``target`` draws; the compiled core need not make the distribution for that."""
+        if self._target is None:
+            return self._row.draw(self._sampler, seed, position)
+        return self._target.draw(seed, position)
 
     def log_end(self, eog_tokens: Iterable[int]) -> float:
         """Return the log of the probability that the text ends here, under the model and the grammar."""
-        if self.target is None:
-            return -math.inf
         ends = [self.target.logprob(token) for token in sorted(eog_tokens)]
         found = np.array([p for p in ends if p > -math.inf])
         return self.log_mass + _log_sum(found) if len(found) else -math.inf
 
     def logprob(self, token: int) -> float:
         """Return the model's own log-probability of ``token``, nats."""
-        return float(self.logits[token]) - self.log_total
+        return self._row.logprob(token)
 
 
 class _Particle(NamedTuple):
@@ -112,10 +146,9 @@ class _Particle(NamedTuple):
     node: SearchNode
     text: str
     log_weight: float
-    log_prefix: float = 0.0
+    log_prefix: float
     twist: float = 0.0
     reason: str | None = None
-    following: _Next | None = None
 
 
 def smc(
@@ -244,32 +277,37 @@ def run_particles(
     if first is None:
         raise ConfigError("the root has no sequence")
     with lines.ctx.lock:
-        following = _read(lines.root, first)
+        following = {lines.root: Following(first)}
     start = weigh.prefix("")
-    group = [
-        _Particle(lines.root, "", start, log_prefix=start, following=following) for _ in range(n)
-    ]
+    group = [_Particle(lines.root, "", start, start)] * n
     for step in range(max_tokens + 1):
         moved = []
         for slot, particle in enumerate(group):
-            moved.append(
-                particle
-                if particle.reason is not None
-                else _move(
-                    lines, weigh, particle, step, slot, draws, proposal, max_tokens, force_end, stop
-                )
-            )
+            if particle.reason is None:
+                after = following.get(particle.node)
+                if after is None or particle.log_weight == -math.inf or not after.is_possible:
+                    particle = particle._replace(log_weight=-math.inf, twist=0.0, reason="stop")
+                elif step == max_tokens:
+                    particle = weigh.forced_end(particle, after)
+                else:
+                    source: Distribution | Following = after
+                    if proposal is not None:
+                        source = _proposed(proposal, particle.text, after.target)
+                    token = draws.token(source, step, slot)
+                    is_cut = step + 1 == max_tokens and not force_end
+                    particle = _moved(lines, weigh, particle, after, source, token, is_cut, stop)
+            moved.append(particle)
         group = _resample(moved, step, draws, threshold, resampling)
         running = [p for p in group if p.reason is None and p.log_weight > -math.inf]
         if lines.end_step() or not running:
             break
         nodes = list(dict.fromkeys(p.node for p in running))  # equal texts share one
         try:
-            read = dict(zip(nodes, lines.advance(nodes, _read), strict=True))
+            rows = lines.advance(nodes, lambda _, sequence: Following(sequence))
         except DecodeInterruptedError as error:
             lines.was_cancelled(error)
             break
-        group = [p._replace(following=read[p.node]) if p.node in read else p for p in group]
+        following = dict(zip(nodes, rows, strict=True))
     return _result(lines, group, stop)
 
 
@@ -298,6 +336,13 @@ class _Weigh:
             raise ConfigError(f"the critic must return finite log-weights, not {found}")
         return found
 
+    def forced_end(self, particle: _Particle, after: Following) -> _Particle:
+        """Return ``particle`` ended by an EOG token that was not drawn."""
+        weight = particle.log_weight - particle.twist
+        weight += self.complete(particle.text) - particle.log_prefix
+        weight += after.log_end(self.model.eog_tokens)
+        return particle._replace(log_weight=weight, twist=0.0, reason="length")
+
     @staticmethod
     def _sum(values: Sequence[float]) -> float:
         found = [real("what a potential returns", value) for value in values]
@@ -306,81 +351,62 @@ class _Weigh:
         return sum(found)
 
 
-def _read(node: SearchNode, sequence: TokenSequence) -> _Next:
-    """Return what may follow ``node``."""
-    row = sequence.logits_row().array
-    sampler = sequence.sampler
-    logits, log_total = row.copy(), _log_sum(row.astype(np.float64))
-    try:
-        target = sampler.distribution(row, sequence.position, sequence.seed)
-    except GrammarError:
-        return _Next(None, -math.inf, logits, log_total)
-    log_mass = 0.0
-    if sampler.grammar is not None:
-        scale = sampler.params.temperature
-        _, kept = sampler.processed(row)
-        _, every = sampler.processed(row, masked=False)
-        log_mass = min(0.0, _log_sum(kept / scale) - _log_sum(every / scale))
-    return _Next(target, log_mass, logits, log_total)
-
-
 def _log_sum(x: npt.NDArray[np.float64]) -> float:
     top = float(x.max())
     return top + math.log(float(np.exp(x - top).sum()))
 
 
-def _move(
-    lines: Lines,
-    weigh: _Weigh,
-    particle: _Particle,
-    step: int,
-    slot: int,
-    draws: Draws,
-    proposal: Proposal | None,
-    max_tokens: int,
-    force_end: bool,
-    stop: Sequence[str],
-) -> _Particle:
-    """Return ``particle`` continued by a token, or ended."""
-    untwisted = particle.log_weight - particle.twist
-    following = particle.following
-    dead = particle._replace(log_weight=-math.inf, twist=0.0, reason="stop")
-    if untwisted == -math.inf or following is None or following.target is None:
-        return dead
-    if step == max_tokens:  # an EOG token by force
-        ended = weigh.complete(particle.text) - particle.log_prefix
-        weight = untwisted + ended + following.log_end(weigh.model.eog_tokens)
-        return particle._replace(log_weight=weight, twist=0.0, reason="length")
-    target = following.target
-    source = target if proposal is None else proposal(particle.text, target)
+def _proposed(proposal: Proposal, text: str, target: Distribution) -> Distribution:
+    """Return what the proposal makes of ``target``.
+
+    Raises:
+        ConfigError: it leaves out tokens of the target.
+    """
+    source = proposal(text, target)
     if source is not target and len(np.setdiff1d(target.ids, source.ids)):
         raise ConfigError(
             "the proposal leaves out tokens of the target: that biases the weights",
             hint="mix it with the target, for example 0.9 x yours + 0.1 x target",
         )
-    token = draws.token(source, step, slot)
-    weight = untwisted + following.log_mass
-    if source is not target:
-        weight += target.logprob(token) - source.logprob(token)
-    is_eog = weigh.model.is_eog(token)
-    node = next((c for c in particle.node.children if c.tokens == (token,)), None)
+    return source
+
+
+def _moved(
+    lines: Lines,
+    weigh: _Weigh,
+    particle: _Particle,
+    after: Following,
+    source: Distribution | Following,
+    token: int,
+    is_cut: bool,
+    stop: Sequence[str],
+) -> _Particle:
+    """Return ``particle`` continued by ``token``, which was drawn from ``source``.
+
+    ``is_cut``: the text ends there if it does not end by itself.
+    """
+    weight = particle.log_weight - particle.twist + after.log_mass
+    if isinstance(source, Distribution) and source is not after.target:
+        weight += after.target.logprob(token) - source.logprob(token)
+    key = (token,)
+    node = next((child for child in particle.node.children if child.tokens == key), None)
     if node is None:
-        node = lines.child(particle.node, [token], following.logprob(token))
+        node = lines.child(particle.node, key, after.logprob(token))
     text = particle.text + node.text
-    reason = "stop" if is_eog or completes_stop(node, stop) else None
-    if reason is None and not force_end and step + 1 == max_tokens:
+    reason = None
+    if weigh.model.is_eog(token) or completes_stop(node, stop):
+        reason = "stop"
+    elif is_cut:
         reason = "length"
-    if reason is not None:
+    if reason is None:
+        log_prefix = weigh.prefix(text)
+    else:
         ended_text = text
         for mark in stop:
             ended_text = ended_text.split(mark)[0]
         log_prefix = weigh.complete(ended_text)
-    else:
-        log_prefix = weigh.prefix(text)
     weight += log_prefix - particle.log_prefix
-    twist = 0.0
-    if reason is None and weight > -math.inf:
-        twist = weigh.twist(text)
+    twist = weigh.twist(text) if reason is None and weight > -math.inf else 0.0
     return _Particle(node, text, weight + twist, log_prefix, twist, reason)
 
 

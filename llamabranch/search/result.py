@@ -2,108 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from ..pictures import Node, Token, tree
+from .node import SearchNode
+from .outline import tree_picture
 
-__all__ = ["Hypothesis", "SearchNode", "SearchResult", "SearchStats"]
-
-MOST_DRAWN = 32  # hypotheses in a picture
-
-
-class SearchNode:
-    """A node of the tree of a search: a text that continues that of its parent by some tokens.
-
-    Attributes:
-        parent: the node it continues; None for the root, which is the prompt.
-        tokens: the ids by which it continues its parent; empty for the root.
-        text: the text that these tokens complete.
-        logprob: log p of all tokens from the root to here, nats, under the model's own distribution;
-            that of an EOG token included.
-        score: what the search compares: a score, a reward or a log-weight; NaN where there is none.
-        n_visits: how often a tree search went through it.
-        status: "open" (it may be continued), "finished" (a hypothesis ends here) or "pruned".
-        children: the nodes that continue it.
-    """
-
-    __slots__ = (
-        "children", "logprob", "n_visits", "parent", "pending", "score", "status", "text", "tokens",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        parent: SearchNode | None,
-        tokens: tuple[int, ...],
-        logprob: float,
-        text: str = "",
-        pending: bytes = b"",
-    ) -> None:
-        self.parent = parent
-        self.tokens = tokens
-        self.logprob = logprob
-        self.text = text
-        self.pending = pending  # the bytes of a character that is incomplete at its end
-        self.score = float("nan")
-        self.n_visits = 0
-        self.status = "open"
-        self.children: list[SearchNode] = []
-        if parent is not None:
-            parent.children.append(self)
-
-    def __repr__(self) -> str:
-        return f"<SearchNode {self.text!r}, {self.status}, {len(self.children)} children>"
-
-    @property
-    def path(self) -> list[SearchNode]:
-        """The nodes from the root, which is left out, to this one."""
-        found: list[SearchNode] = []
-        node: SearchNode | None = self
-        while node is not None and node.parent is not None:
-            found.append(node)
-            node = node.parent
-        return found[::-1]
-
-    @property
-    def path_tokens(self) -> list[int]:
-        """The ids of all tokens from the root to here."""
-        return [token for node in self.path for token in node.tokens]
-
-    @property
-    def path_text(self) -> str:
-        """The text from the root to here, without characters that are still incomplete."""
-        return "".join(node.text for node in self.path)
-
-    def walk(self) -> Iterator[SearchNode]:
-        """Yield this node and all nodes below it, parents first."""
-        waiting = [self]
-        while waiting:
-            node = waiting.pop()
-            yield node
-            waiting += reversed(node.children)
-
-    def prune_open(self) -> None:
-        """Set the status of all nodes below that lead to no finished one to "pruned"."""
-        nodes = list(self.walk())
-        for node in reversed(nodes):
-            if node.status == "open" and node is not self:
-                leads = any(child.status != "pruned" for child in node.children)
-                node.status = "open" if leads else "pruned"
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the tree below this node as JSON types."""
-        made: dict[int, dict[str, object]] = {}
-        for node in reversed(list(self.walk())):  # no recursion: a beam of 2,000 tokens is as deep
-            made[id(node)] = {
-                "tokens": list(node.tokens),
-                "text": node.text,
-                "logprob": node.logprob,
-                "score": node.score if node.score == node.score else None,
-                "visits": node.n_visits,
-                "status": node.status,
-                "children": [made.pop(id(child)) for child in node.children],
-            }
-        return made[id(self)]
+__all__ = ["Hypothesis", "SearchResult", "SearchStats"]
 
 
 @dataclass(frozen=True)
@@ -200,39 +105,13 @@ class SearchResult:
         return self.hypotheses[0].text if self.hypotheses else ""
 
     def _repr_html_(self) -> str:
-        shown = self.hypotheses[:MOST_DRAWN]
-        ends: dict[int, list[str]] = {}
-        kept: dict[
-            int, list[SearchNode]
-        ] = {}  # by parent: what leads to a hypothesis, the best first
-        known: set[int] = set()
-        for rank, each in enumerate(shown, start=1):
-            caption = f"{rank}. score {each.score:.3f}, {each.finish_reason}:"
-            ends.setdefault(id(each.node), []).append(caption)
-            for node in each.node.path:
-                if id(node) not in known:
-                    known.add(id(node))
-                    kept.setdefault(id(node.parent), []).append(node)
-
-        def drawn(node: SearchNode) -> Node:
-            tokens = [_token(node)]
-            while id(node) not in ends and len(kept[id(node)]) == 1:
-                (node,) = kept[id(node)]
-                tokens.append(_token(node))
-            children = [drawn(child) for child in kept.get(id(node), ())]
-            return Node(" ".join(ends.get(id(node), ())), tokens, children)
-
-        roots = [drawn(child) for child in kept.get(id(self.tree), ())]
-        if id(self.tree) in ends:  # a hypothesis without tokens
-            roots.append(Node(" ".join(ends[id(self.tree)]), ()))
-        stats = self.stats
-        count = f"{len(self.hypotheses)} hypotheses" + (
-            f", the best {MOST_DRAWN} shown" if len(self.hypotheses) > MOST_DRAWN else ""
-        )
+        stats, n = self.stats, len(self.hypotheses)
         cost = (
             f"{stats.tokens_decoded:,} tokens in {stats.decodes:,} decodes, {stats.elapsed_s:.2f} s"
         )
-        return tree(roots, caption=f"{count}; {cost}")
+        return tree_picture(
+            self.tree, caption=f"{n} {'hypothesis' if n == 1 else 'hypotheses'}; {cost}"
+        )
 
     def as_dict(self, *, tree: bool = False) -> dict[str, object]:
         """Return JSON types; with ``tree`` also the whole tree."""
@@ -247,9 +126,3 @@ class SearchResult:
         if tree:
             record["tree"] = self.tree.as_dict()
         return record
-
-
-def _token(node: SearchNode) -> Token:
-    """Return a node's text for a picture, with the mean log-probability of its tokens."""
-    before = 0.0 if node.parent is None else node.parent.logprob
-    return Token(node.text, (node.logprob - before) / max(1, len(node.tokens)))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..branch.sequence import TokenSequence
+from ..context.logits import LogitsRow
 from ..errors import ConfigError
+from ..native import core
+from .beams import best_tokens
 
-__all__ = ["log_softmax", "next_scores"]
+__all__ = ["BestScores", "Scored", "log_softmax"]
 
-Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 
 
@@ -23,19 +26,79 @@ def log_softmax(logits: npt.NDArray[np.floating]) -> Floats:
         ConfigError: the logits contain NaN.
     """
     x = logits.astype(np.float64)
-    top = float(x.max())
-    if not math.isfinite(top):
-        raise ConfigError(f"no scores: the largest logit is {top}")
-    x -= top
+    x -= _finite(float(x.max()))
     x -= math.log(np.exp(x).sum())
     return x
 
 
-def next_scores(sequence: TokenSequence) -> tuple[Ids, Floats, Floats]:
-    """Return the tokens that may follow, their scores (K,), and all log-probabilities (V,).
+class Scored(NamedTuple):
+    """The best tokens that may follow a sequence.
 
-    The scores are the log-probabilities after logit bias, grammar and penalties, not normalised again.
+    Attributes:
+        best: tokens and their scores, best first; of equals, the smaller id first.
+        logprobs: of these tokens, the model's own log-probabilities, nats.
     """
-    logprobs = log_softmax(sequence.logits_row().array)
-    ids, scores = sequence.sampler.processed(logprobs)
-    return ids, scores, logprobs
+
+    best: list[tuple[int, float]]
+    logprobs: dict[int, float]
+
+
+class BestScores:
+    """Finds the ``k`` best tokens that may follow a sequence.
+
+    A score is a log-probability after logit bias, grammar and penalties, not normalised again.
+    """
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+        self._compiled: core.RowSampler | None = None
+        self._n_compiled = 0  # tokens that it keeps
+
+    def __call__(self, sequence: TokenSequence) -> Scored:
+        """Return the best tokens, at most ``k``: fewer only where a grammar forbids the others.
+
+        Raises:
+            ConfigError: the logits contain NaN.
+        """
+        row, sampler = sequence.logits_row(), sequence.sampler
+        if not sampler.is_stateless:
+            every = log_softmax(row.array)
+            best = best_tokens(*sampler.processed(every), self._k)
+            return Scored(best, {token: float(every[token]) for token, _ in best})
+        # The order of the scores is that of the logits but for tokens with a bias.
+        bias = sampler.params.logit_bias
+        tokens = self._largest(row, self._k + len(bias))
+        if tokens is None:
+            every = row.array.astype(np.float64)
+            ids = np.arange(len(every), dtype=np.int32)
+            tokens = [token for token, _ in best_tokens(ids, every, self._k + len(bias))]
+        logits = row.array
+        x = logits.astype(np.float64)
+        top = _finite(float(x.max()))
+        x -= top
+        log_total = math.log(np.exp(x, out=x).sum())
+        tokens = list(dict.fromkeys((*tokens, *bias)))
+        values = logits[tokens].astype(np.float64) - top - log_total
+        logprobs = dict(zip(tokens, values.tolist(), strict=True))
+        scores = logprobs | {t: logprobs[t] + float(np.float32(x)) for t, x in bias.items()}
+        ranked = sorted((-score, token) for token, score in scores.items() if score > -math.inf)
+        return Scored([(token, -minus) for minus, token in ranked[: self._k]], logprobs)
+
+    def _largest(self, row: LogitsRow, n: int) -> list[int] | None:
+        """Return the ``n`` tokens with the largest logits; None: the compiled core leaves it to NumPy."""
+        n_vocab = len(row.array)
+        if not core.available or n >= n_vocab:
+            return None
+        if self._compiled is None or self._n_compiled != n:
+            self._n_compiled = n
+            self._compiled = core.RowSampler(
+                n_vocab, temperature=1.0, top_k=n, top_p=1.0, min_p=0.0, bias={}
+            )
+        found = self._compiled.candidates(row.address)
+        return None if found is None else found[0].tolist()
+
+
+def _finite(top: float) -> float:
+    if not math.isfinite(top):
+        raise ConfigError(f"no scores: the largest logit is {top}")
+    return top

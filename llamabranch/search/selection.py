@@ -15,7 +15,8 @@ from ..branch.sequence import TokenSequence
 from ..context.logits import LogitsRow
 from ..errors import ConfigError
 from .lines import Lines
-from .result import SearchNode, SearchStats
+from .node import SearchNode
+from .result import SearchStats
 from .scores import log_softmax
 from .trie import Trie
 

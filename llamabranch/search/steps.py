@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..arguments import real, whole
+from ..arguments import finite, function, real, whole
 from ..branch import Branch
 from ..errors import ConfigError
 from ..sampling.noise import RULE, uniform
@@ -92,14 +92,11 @@ def step_search(
     )
     if not 0 < temperature < math.inf:
         raise ConfigError(f"temperature must be above 0, not {temperature!r}")
-    boundary = _boundary(step, entropy)
-    if not callable(reward):
-        raise ConfigError(f"reward must be a function of the text, not {reward!r}")
+    boundary = Boundary.of(step) if entropy is None else Boundary(entropy=_limit(entropy))
+    function("reward", reward)
 
     def judge(line: Continuation) -> float:
-        found = real("what reward returns", reward(line.output.text))
-        if not math.isfinite(found):
-            raise ConfigError(f"reward has returned {found}")
+        found = finite("what reward returns", reward(line.output.text))
         line.node.score = found
         return found
 
@@ -163,17 +160,11 @@ def _copies(line: Continuation, count: int, seed: int, index: int) -> list[Conti
     return [line, *(line.fork(slot_seed(seed, index + i)) for i in range(1, count))]
 
 
-def _boundary(step: str | int, entropy: float | None) -> Boundary:
-    if entropy is not None:
-        entropy = real("entropy", entropy)
-        if not entropy >= 0:
-            raise ConfigError(f"entropy must be at least 0 nats, not {entropy!r}")
-        return Boundary(entropy=entropy)
-    if isinstance(step, str):
-        if not step:
-            raise ConfigError("step must be a string that is not empty, or a number of tokens")
-        return Boundary(text=step)
-    return Boundary(n_tokens=whole("step", step, 1))
+def _limit(entropy: float) -> float:
+    entropy = real("entropy", entropy)
+    if not entropy >= 0:
+        raise ConfigError(f"entropy must be at least 0 nats, not {entropy!r}")
+    return entropy
 
 
 def _beam_counts(scored: Scored, n: int, beam_width: int) -> list[tuple[Continuation, int]]:

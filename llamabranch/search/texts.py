@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..model import Model, StopStrings
-from .result import Hypothesis, SearchNode
+from .node import SearchNode
+from .result import Hypothesis
 
 __all__ = ["checked_stops", "completes_stop", "hypothesis"]
 

@@ -9,7 +9,7 @@ from ..branch.verification import Verification
 from ..context.logits import LogitsRow
 from ..errors import SequencesExhaustedError
 from .lines import Lines
-from .result import SearchNode
+from .node import SearchNode
 from .scores import log_softmax
 
 __all__ = ["Trie"]

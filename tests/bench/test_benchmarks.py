@@ -93,7 +93,18 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["decode", "speculative", "peers", "fork", "batch", "sampling", "growth", "step", "hotpath"],
+    [
+        "decode",
+        "speculative",
+        "peers",
+        "fork",
+        "batch",
+        "sampling",
+        "growth",
+        "search",
+        "step",
+        "hotpath",
+    ],
 )
 def test_benchmark_ends_with_one_json_line(name: str, cache: Path) -> None:
     if name == "step" and not core.available:
@@ -125,7 +136,7 @@ def test_run_lists_every_program() -> None:
     )  # fmt: skip
     steps = [line.split(":")[0] for line in done.stdout.splitlines()]
     assert {"decode", "peers", "speculative", "batch", "layouts", "fork"} <= set(steps)
-    assert {"sampling", "growth", "step", "hotpath", "resident"} <= set(steps)
+    assert {"sampling", "growth", "search", "step", "hotpath", "resident"} <= set(steps)
     assert {"speculative-150M-f16", "peers-350M-f16"} <= set(steps)
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +71,22 @@ def test_a_reward_program_orders_the_texts() -> None:
     assert [h["score"] for h in found["hypotheses"]] == sorted(
         (float(len(h["text"].encode())) for h in found["hypotheses"]), reverse=True
     )
+
+
+def test_page_has_the_results_and_the_tree(tmp_path: Path) -> None:
+    page = tmp_path / "tree.html"
+    assert run("search", "<Once>", "-n", "6", "--best", "2", "--html", str(page)).exit_code == 0
+    written = page.read_text("utf-8")
+    assert written.startswith("<!doctype html>")
+    assert "&lt;Once&gt;" in written and "given up" in written
+    assert written.count(">length<") == 2
+
+
+def test_a_long_tree_is_cut_and_what_is_hidden_is_counted() -> None:
+    result = run("search", PROMPT, "-n", "40", "-w", "8", "--tree")
+    drawn = result.stdout.split("score ")[0].splitlines()
+    assert len(drawn) < 60
+    assert any("more given up" in line for line in drawn)
 
 
 def test_votes_are_counted_by_the_answers_that_the_expression_finds() -> None:

@@ -16,7 +16,7 @@ import pytest
 from drafts import FIXED
 
 import llamabranch as lb
-from llamabranch.arguments import plain_int, real, whole
+from llamabranch.arguments import finite, function, plain_int, real, whole
 from llamabranch.errors import ConfigError, TokenizeError
 from llamabranch.sampling.noise import derive_seed
 
@@ -54,6 +54,18 @@ def test_what_is_no_integer_is_refused(value: object) -> None:
 def test_floats_of_any_kind_are_plain_ones(value: object) -> None:
     assert real("x", value) == 0.5
     assert type(real("x", value)) is float
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 10**400, "1", None, True])
+def test_finite_refuses_what_is_no_finite_number(value: object) -> None:
+    with pytest.raises(ConfigError, match="weight"):
+        finite("weight", value)
+
+
+def test_what_is_called_must_be_a_function() -> None:
+    function("reward", len)
+    with pytest.raises(ConfigError, match="reward"):
+        function("reward", "len")
 
 
 def test_other_real_numbers_are_floats() -> None:

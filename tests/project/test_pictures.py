@@ -177,23 +177,19 @@ def test_generation_and_result_colour_tokens_by_source(
     assert "request 0, sample 0: 8 tokens, length" in reader.text
 
 
-def test_search_result_draws_its_hypotheses_as_a_tree(
-    ctx: lb.Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_result_draws_its_tree(ctx: lb.Context) -> None:
     with lb.Branch.start(ctx, "Once upon a time") as root:
         found = lb.search.beam_search(root, 4, max_tokens=300, n=4)
     shown = read(found._repr_html_()).text
     assert shown.startswith("4 hypotheses; ")
-    for rank, each in enumerate(found.hypotheses, start=1):
-        assert f"{rank}. score {each.score:.3f}, {each.finish_reason}:" in shown
+    for each in found.hypotheses:
+        assert f"score {each.score:.3f}" in shown
     last = "".join(node.text for node in found.best.node.path[-3:])
     assert last in shown
-    monkeypatch.setattr("llamabranch.search.result.MOST_DRAWN", 2)
-    assert "4 hypotheses, the best 2 shown" in read(found._repr_html_()).text
     prompt = lb.search.SearchNode(None, (), 0.0)
     ended_at_once = lb.search.Hypothesis([], "", -1.0, -1.0, "stop", prompt)
     empty = lb.search.SearchResult([ended_at_once], lb.search.SearchStats(), prompt)
-    assert "1. score -1.000, stop:" in read(empty._repr_html_()).text
+    assert read(empty._repr_html_()).text.startswith("1 hypothesis; ")
 
 
 def test_speculate_writes_a_page(tmp_path: Path) -> None:

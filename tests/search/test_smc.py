@@ -18,6 +18,7 @@ from llamabranch import Branch, Context, Distribution, search
 from llamabranch.errors import ConfigError
 from llamabranch.search import particles as module
 from llamabranch.search.lines import Lines
+from llamabranch.search.particles import Following
 from llamabranch.search.resampling import SCHEMES, ancestors
 from llamabranch.search.scores import log_softmax
 
@@ -70,7 +71,8 @@ class Script:
 
     # As the draws of a run:
 
-    def token(self, proposal: Distribution, step: int, slot: int) -> int:
+    def token(self, source: Distribution | Following, step: int, slot: int) -> int:
+        proposal = source if isinstance(source, Distribution) else source.target
         return int(proposal.ids[self.pick(proposal.probs.tolist())])
 
     def uniform(self, step: int, index: int) -> float:
@@ -84,9 +86,9 @@ class SharedNoise(Script):
         super().__init__(choices)
         self._known: dict[int, int] = {}
 
-    def token(self, proposal: Distribution, step: int, slot: int) -> int:
+    def token(self, source: Distribution | Following, step: int, slot: int) -> int:
         if slot == 0:
-            self._known[step] = super().token(proposal, step, slot)
+            self._known[step] = super().token(source, step, slot)
         return self._known[step]
 
 

@@ -12,7 +12,7 @@ import llamabranch as lb
 from llamabranch import Branch, Context, SuffixDrafter, search
 from llamabranch.errors import ConfigError
 from llamabranch.search.continuations import Continuation
-from llamabranch.search.result import SearchNode
+from llamabranch.search.node import SearchNode
 from llamabranch.search.steps import rebase_counts
 
 STORY = "Once upon a time there was"

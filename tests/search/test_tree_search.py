@@ -165,3 +165,23 @@ def test_wrong_arguments_are_refused(ctx: Context, wrong: dict[str, Any]) -> Non
         with pytest.raises(ConfigError):
             search.tree_search(root, **{"reward": matches, "max_tokens": 8, **wrong})
         assert ctx.n_seq_free == 7
+
+
+def test_a_search_that_only_asks_for_rewards_can_be_ended(ctx: Context) -> None:
+    asked: list[str] = []
+
+    def reward(text: str) -> float:
+        asked.append(text)
+        return 0.0
+
+    with Branch.start(ctx, "Once") as branch:
+        found = search.tree_search(
+            branch,
+            reward,
+            1000,
+            expand=lambda text: [] if text else [" a", " b"],
+            parallel=2,
+            on_step=lambda _: len(asked) >= 10,
+        )
+    assert len(asked) == 10
+    assert found.hypotheses

@@ -7,8 +7,10 @@ runs, its own and inherited ones; a cell is free when no sequence refers to it a
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 __all__ = ["CellLedger", "Usage", "n_common"]
 
@@ -67,10 +69,14 @@ class _Slice:
         return self.position + self.high - self.low
 
 
+_position = attrgetter("position")
+
+
 @dataclass(slots=True)
 class _Sequence:
     next_position: int = 0
     slices: list[_Slice] = field(default_factory=list)
+    has_holes: bool = False  # it may lack positions below its last one
 
 
 class CellLedger:
@@ -153,19 +159,21 @@ class CellLedger:
     def exclusive(self, seq_id: int, start: int, end: int) -> tuple[int | None, int]:
         """Return the first position in [start, end) that no other sequence shares, and how many."""
         first, n = None, 0
-        for s in reversed(self._sequences[seq_id].slices):
+        sequence = self._sequences[seq_id]
+        if not sequence.has_holes:
+            start = max(start, self._shared_prefix(seq_id, start))
+        shared: dict[_Run, list[tuple[int, int]]] | None = None
+        for s in reversed(sequence.slices):
             if s.end <= start:
                 break
             low = max(s.low, s.low + start - s.position)
             high = min(s.high, s.low + end - s.position)
-            if self._owner_shares(seq_id, s.run, low, high):
+            if low >= high or self._owner_shares(seq_id, s, low, high):
                 continue
-            shared = sorted(
-                (t.low, t.high) for i in s.run.users if i != seq_id
-                for t in self._sequences[i].slices if t.run is s.run
-            )  # fmt: skip
+            if shared is None:
+                shared = self._shared_runs(seq_id)
             alone, at = None, low
-            for t_low, t_high in (*shared, (high, high)):
+            for t_low, t_high in (*sorted(shared[s.run]), (high, high)):
                 if at < min(t_low, high):
                     n += min(t_low, high) - at
                     alone = at if alone is None else alone
@@ -174,15 +182,52 @@ class CellLedger:
                 first = s.position + alone - s.low
         return first, n
 
-    def _owner_shares(self, seq_id: int, run: _Run, low: int, high: int) -> bool:
-        """Return whether another sequence wrote [low, high) and still holds all of it.
+    def _shared_prefix(self, seq_id: int, start: int) -> int:
+        """Return up to which position others share all of a sequence without holes, 0 if unknown.
+
+        Two sequences without holes that share a cell share all cells before it: a sequence gets cells
+        of another one only as a whole prefix, and appends only at its end.
+        """
+        for s in reversed(self._sequences[seq_id].slices):
+            if s.end <= start:
+                break
+            shared = s.low
+            for i in s.run.users:
+                other = self._sequences[i]
+                if i != seq_id and not other.has_holes:
+                    at = bisect_right(other.slices, s.position, key=_position) - 1
+                    if at >= 0 and (t := other.slices[at]).run is s.run:
+                        shared = max(shared, min(t.high, s.high))
+            if shared > s.low:
+                return s.position + shared - s.low
+        return 0
+
+    def _owner_shares(self, seq_id: int, s: _Slice, low: int, high: int) -> bool:
+        """Return whether another sequence wrote [low, high) of ``s`` and still holds all of it.
 
         This is the usual case when a fork is pruned, and it avoids a search through all other sequences.
         """
-        return run.owner != seq_id and any(
-            t.run is run and t.low <= low and high <= t.high
-            for t in self._sequences[run.owner].slices
-        )
+        owner = s.run.owner
+        if owner == seq_id:
+            return False
+        slices = self._sequences[
+            owner
+        ].slices  # by position, and a cell has one position everywhere
+        i = bisect_right(slices, s.position + low - s.low, key=_position)
+        return i > 0 and slices[i - 1].run is s.run and high <= slices[i - 1].high
+
+    def _shared_runs(self, seq_id: int) -> dict[_Run, list[tuple[int, int]]]:
+        """Return for each run that a sequence refers to what others have of it."""
+        found: dict[_Run, list[tuple[int, int]]] = {
+            s.run: [] for s in self._sequences[seq_id].slices
+        }
+        users: set[int] = set().union(*(run.users for run in found))
+        for i in users:
+            if i != seq_id:
+                for t in self._sequences[i].slices:
+                    if t.run in found:
+                        found[t.run].append((t.low, t.high))
+        return found
 
     def write_index(self, seq_id: int, position: int) -> int:
         """Return the write index of the cell at ``position``."""
@@ -199,7 +244,8 @@ class CellLedger:
             if low < high:
                 kept.append(_Slice(s.run, s.low + low - s.position, s.low + high - s.position, low))
                 s.run.users.add(target)
-        self._sequences[target] = _Sequence(kept[-1].end if kept else 0, kept)
+        holes = self._sequences[source].has_holes or (bool(kept) and kept[0].position > 0)
+        self._sequences[target] = _Sequence(kept[-1].end if kept else 0, kept, holes)
         self._note_end(target)
 
     def remove(self, seq_id: int, start: int, end: int) -> None:
@@ -214,9 +260,14 @@ class CellLedger:
                 kept.append(_Slice(s.run, s.low, s.low + start - s.position, s.position))
             if s.end > end:
                 kept.append(_Slice(s.run, s.low + end - s.position, s.high, end))
-        for run in {id(s.run): s.run for s in sequence.slices}.values():
-            if not any(s.run is run for s in kept):
-                run.users.discard(seq_id)
+        still = {s.run for s in kept}
+        for s in sequence.slices:
+            if s.run not in still:
+                s.run.users.discard(seq_id)
+        if not kept:
+            sequence.has_holes = False
+        elif end < sequence.next_position:
+            sequence.has_holes = True
         sequence.slices = kept
         sequence.next_position = kept[-1].end if kept else 0
         self._note_end(seq_id)

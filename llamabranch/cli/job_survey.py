@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ _LEAST_CELLS = (
 _MOST_CELLS = 32_768  # of a cache that is divided among the texts
 _STEP = 256  # llama.cpp rounds the cells of a sequence up to a multiple of this
 _BYTES = 2  # of text for a token: most have more
+_TEMPLATE = " " * 32  # what a chat template puts around a message, about
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,23 @@ class JobSurvey:
         return -(-int(self._longest + 8) // _STEP) * _STEP
 
 
+def _text(request: Request) -> bytes | None:
+    """Return the text of a prompt, of messages all their contents; None for token ids."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return prompt.encode("utf-8", "replace")
+    if not len(prompt) or not isinstance(prompt[0], Mapping):
+        return None
+    parts = [m for m in prompt if isinstance(m, Mapping)]
+    return b"".join(
+        f"{m.get('role')}{_TEMPLATE}{m.get('content')}".encode("utf-8", "replace") for m in parts
+    )
+
+
 def _n_prompt(request: Request) -> float:
     """Return how many tokens a prompt has: about, and rather too many."""
-    prompt = request.prompt
-    return (
-        len(prompt.encode("utf-8", "replace")) / _BYTES if isinstance(prompt, str) else len(prompt)
-    )
+    text = _text(request)
+    return len(request.prompt) if text is None else len(text) / _BYTES
 
 
 def _most_tokens(request: Request, max_tokens: int | None) -> float:
@@ -107,13 +119,13 @@ def _most_tokens(request: Request, max_tokens: int | None) -> float:
 
 def _n_shared(requests: Sequence[Request]) -> float:
     """Return with how many tokens all of these prompts begin."""
-    texts = [r.prompt.encode("utf-8", "replace") for r in requests if isinstance(r.prompt, str)]
-    tokens = [list(r.prompt) for r in requests if not isinstance(r.prompt, str)]
-    if texts and tokens:
+    texts = [text for r in requests if (text := _text(r)) is not None]
+    if texts and len(texts) < len(requests):
         return 0
     # What the first and the last in order have in common, all have.
     if texts:
         return _n_equal(min(texts), max(texts)) / _BYTES
+    tokens = [[int(token) for token in r.prompt] for r in requests]  # type: ignore[arg-type]
     return _n_equal(min(tokens, default=[]), max(tokens, default=[]))
 
 

@@ -11,6 +11,7 @@ import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from self_signal import signalled_at_line
@@ -40,7 +41,7 @@ def run(*arguments: str, stdin: str | None = None, **environment: str) -> Result
     return CliRunner().invoke(app, command, input=stdin, env=environment)
 
 
-def run_json(*arguments: str, stdin: str | None = None) -> dict[str, object]:
+def run_json(*arguments: str, stdin: str | None = None) -> dict[str, Any]:
     result = run("--json", *arguments, stdin=stdin)
     assert result.exit_code == 0, result.stderr
     assert result.stderr == ""
@@ -55,7 +56,7 @@ def texts(answer: dict[str, object]) -> dict[str, str]:
     return {f"{record['id']}.{record['sample']}": record["text"] for record in results}
 
 
-def lines(path: Path) -> list[dict[str, object]]:
+def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
@@ -536,7 +537,7 @@ def test_request_settings_of_the_command_reach_every_text() -> None:
     answer = run_json("--prompts", "The king", "The wolf", "--json-schema", schema)
     assert set(texts(answer).values()) <= {'"king"', '"wolf"'}
     answer = run_json("-p", "The end.", "-n", "60", "--ignore-end", "--seed", "1", "--gamma", "2")
-    assert [r["finish_reason"] for r in answer["results"]] == ["length"]  # type: ignore[attr-defined]
+    assert [r["finish_reason"] for r in answer["results"]] == ["length"]
 
 
 @pytest.mark.parametrize(

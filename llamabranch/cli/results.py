@@ -104,14 +104,19 @@ class ResultFile:
     def _read(self, requests: Iterable[Request]) -> None:
         """Read which texts are there, and check that they are those of ``requests``."""
         found: dict[str, str] = {}
+        problem: ConfigError | None = None  # raised once the whole file is known to hold results
         for record in read_results(self.path):
             name, sample = str(record["id"]), record.get("sample", 0)
             prompt = digest(record.get("prompt"))
             if found.setdefault(name, prompt) != prompt:
-                raise self._of_other_prompts(name)
+                problem = problem or self._of_other_prompts(name)
             if isinstance(sample, int):
                 self.done.add((name, sample))
-            job = _job_of(record, self.path)
+            try:
+                job = _job_of(record, self.path)
+            except ConfigError as error:
+                problem = problem or error
+                continue
             if job not in self._jobs:
                 self._jobs.append(job)
         if not found:
@@ -122,6 +127,8 @@ class ResultFile:
                 raise self._of_other_prompts(str(request.id))
         for name in found:
             raise self._of_other_prompts(name)
+        if problem is not None:
+            raise problem
 
     def _of_other_prompts(self, name: str) -> ConfigError:
         return ConfigError(

@@ -74,7 +74,9 @@ def save_plot(
             ys,
             yerr=bars,
             fmt=_MARKERS[number % len(_MARKERS)] + "-",
-            markersize=5,
+            # Later curves are drawn over earlier ones, and thinner: equal ones stay visible.
+            markersize=max(4.0, 10.0 - number),
+            linewidth=max(1.2, 4.0 - 0.5 * number),
             capsize=3,
             color=colour,
             label=curve.label,

@@ -131,7 +131,7 @@ def test_rule_as_a_function_is_used(ctx: lb.Context) -> None:
 
 @pytest.mark.parametrize("answer", [None, 3, (99, 1), (-1, 1), (0, "a"), (0, 1, 2)])
 def test_rule_that_returns_no_acceptance_is_refused(answer: object, ctx: lb.Context) -> None:
-    config = SpeculativeConfig(draft_k=4, rule=lambda *arguments: answer)  # type: ignore[arg-type,return-value]
+    config = SpeculativeConfig(draft_k=4, rule=lambda *arguments: answer)  # type: ignore[arg-type]
     drafter = lb.FunctionDrafter(lambda tokens, k: [7] * k)
     with pytest.raises(ConfigError, match="Acceptance"):
         generate(ctx, drafter, config)

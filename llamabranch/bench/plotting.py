@@ -74,9 +74,9 @@ def save_plot(
             ys,
             yerr=bars,
             fmt=_MARKERS[number % len(_MARKERS)] + "-",
-            # Later curves are drawn over earlier ones, and thinner: equal ones stay visible.
-            markersize=max(4.0, 10.0 - number),
-            linewidth=max(1.2, 4.0 - 0.5 * number),
+            # Each is drawn over those before it, and thinner: equal ones stay visible.
+            markersize=5.0 + 0.9 * (len(curves) - 1 - number),
+            linewidth=1.3 + 0.4 * (len(curves) - 1 - number),
             capsize=3,
             color=colour,
             label=curve.label,

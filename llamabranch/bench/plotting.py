@@ -74,7 +74,9 @@ def save_plot(
             ys,
             yerr=bars,
             fmt=_MARKERS[number % len(_MARKERS)] + "-",
-            markersize=5,
+            # Each is drawn over those before it, and thinner: equal ones stay visible.
+            markersize=5.0 + 0.9 * (len(curves) - 1 - number),
+            linewidth=1.3 + 0.4 * (len(curves) - 1 - number),
             capsize=3,
             color=colour,
             label=curve.label,

@@ -21,8 +21,9 @@ from pathlib import Path
 import llamabranch as lb
 from llamabranch.bench import Sample
 
-__all__ = ["LlamaTools", "ToolError", "build", "has_amx", "parse_report"]
+__all__ = ["LlamaTools", "ToolError", "build", "build_server", "has_amx", "parse_report"]
 
+SERVER = "llama-server"
 PROGRAMS = ("llama-bench", "llama-speculative-simple", "llama-lookup", "llama-batched-bench")
 _CMAKE = (
     "-DCMAKE_BUILD_TYPE=Release",
@@ -183,6 +184,32 @@ def has_amx() -> bool:
     return "AMX_INT8 = 1" in lb.system_info()
 
 
+def build_server(cache: Path, folder: Path | None = None) -> Path:
+    """Return ``llama-server``; build it if it is not there, about five minutes on two cores.
+
+    Args:
+        cache: where it is built.
+        folder: a folder that has it, instead.
+
+    Raises:
+        ToolError: a step failed, or the folder does not have it.
+    """
+    if folder is not None:
+        given = _program(folder, SERVER)
+        if given is None:
+            raise ToolError(f"{folder} has no {SERVER}")
+        return given
+    made = build(cache)
+    program = _program(made, SERVER)
+    if program is None:
+        _report_progress(f"building {SERVER}")
+        _compile(made.parent.parent, "-DLLAMA_BUILD_SERVER=ON", targets=[SERVER])
+        program = _program(made, SERVER)
+    if program is None:
+        raise ToolError(f"the build made no {SERVER}")
+    return program
+
+
 def build(cache: Path) -> Path:
     """Return the folder with the programs in ``cache``; build them if they are not there.
 
@@ -197,20 +224,24 @@ def build(cache: Path) -> Path:
     if all(_program(made, name) for name in PROGRAMS):
         return made
     home.mkdir(parents=True, exist_ok=True)
-    source = _source(home, version)
-    cmake, generator = _cmake(home)
     _report_progress(f"building llama.cpp's programs in {home}: about five minutes on two cores")
-    options = [*_CMAKE, *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
+    _compile(home, *_CMAKE, targets=PROGRAMS)
+    missing = [name for name in PROGRAMS if _program(made, name) is None]
+    if missing:
+        raise ToolError(f"the build made no {', '.join(missing)}")
+    return made
+
+
+def _compile(home: Path, *given: str, targets: Sequence[str]) -> None:
+    source = _source(home, metadata.version("llama-cpp-python"))
+    cmake, generator = _cmake(home)
+    options = [*given, *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
     if has_amx():
         flags = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
         options += [f"-DCMAKE_C_FLAGS={flags}", f"-DCMAKE_CXX_FLAGS={flags}"]
     _call(cmake, "-S", source, "-B", home / "build", *generator, *options)
     jobs = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    _call(cmake, "--build", home / "build", "--parallel", jobs or 1, "--target", *PROGRAMS)
-    missing = [name for name in PROGRAMS if _program(made, name) is None]
-    if missing:
-        raise ToolError(f"the build made no {', '.join(missing)}")
-    return made
+    _call(cmake, "--build", home / "build", "--parallel", jobs or 1, "--target", *targets)
 
 
 def _source(home: Path, version: str) -> Path:

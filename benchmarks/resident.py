@@ -18,12 +18,16 @@ from llamabranch.context.compaction import rewrite_in_order
 from llamabranch.engine.job import Submission
 from llamabranch.engine.scheduler import Scheduler
 
+from . import llama_tools
 from .llama_python import LlamaPython
+from .llama_server import LlamaServer
 from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, pm, series_json, table, title
 
 GREEDY = lb.SamplingParams(temperature=0.0)
 CACHED, WITHOUT, LLAMA = "Engine, prefix cache", "Engine", "llama_cpp.Llama"
+SERVER = "llama-server"
+PARTS = ("loads", "prefix_cache_us", "compaction_ms", "async", "admission_us")
 ENGINE, ASYNC = "Engine", "AsyncEngine"
 
 Load = list[list[int]]  # prompts that come one after another
@@ -32,7 +36,9 @@ Load = list[list[int]]  # prompts that come one after another
 def main() -> None:
     """Measure everything on one model."""
     described = parser("the resident engine", runs=5, prompts=1, tokens=32)
-    settings = Settings.of(described.parse_args())
+    described.add_argument("--only", nargs="+", choices=PARTS, help="default: all parts")
+    args = described.parse_args()
+    settings = Settings.of(args)
     n_ctx = 1024 if settings.quick else 8192
     with (
         lb.load(
@@ -41,13 +47,14 @@ def main() -> None:
         ) as cached,
         settings.context(settings.target, n_ctx=n_ctx, n_seq_max=17) as plain,
     ):  # fmt: skip
-        results = {
-            "loads": _loads(settings, cached, plain),
-            "prefix_cache_us": _hits(settings, cached),
-            "compaction_ms": _compaction(settings, plain),
-            "async": _async(settings, plain),
-            "admission_us": _admission(settings, plain),
+        parts: dict[str, Callable[[], object]] = {
+            "loads": lambda: _loads(settings, cached, plain),
+            "prefix_cache_us": lambda: _hits(settings, cached),
+            "compaction_ms": lambda: _compaction(settings, plain),
+            "async": lambda: _async(settings, plain),
+            "admission_us": lambda: _admission(settings, plain),
         }
+        results = {name: parts[name]() for name in args.only or PARTS}
         emit("resident", settings, {"target": cached.model}, results)
 
 
@@ -70,13 +77,20 @@ def _loads(settings: Settings, cached: lb.Context, plain: lb.Context) -> dict[st
             CACHED: _served(cached, load, settings.tokens, CACHED, evaluated, first),
             WITHOUT: _served(plain, load, settings.tokens, WITHOUT, evaluated, first),
         }
-        peer = None
+        peer = server = None
         if settings.peers:
             peer = LlamaPython(cached.model.path, n_ctx=cached.n_ctx, threads=settings.threads)
             makers[LLAMA] = _by_llama(peer, load, settings.tokens)
+            program = llama_tools.build_server(settings.cache, settings.peers_bin)
+            server = LlamaServer(
+                program, cached.model.path, threads=settings.threads, n_ctx=cached.n_ctx
+            )
+            makers[SERVER] = _by_server(server, load, settings.tokens, evaluated, first)
         series = interleave(makers, n_runs=settings.runs, n_items=1)
         if peer is not None:
             peer.close()
+        if server is not None:
+            server.close()
         distinct = _n_distinct(load)
         found[name] = {
             "distinct_tokens": distinct,
@@ -135,6 +149,27 @@ def _by_llama(peer: LlamaPython, load: Load, n_tokens: int) -> Maker:
             n += (
                 1 + peer.generate(prompt, n_tokens, 0.0, 1).n_tokens
             )  # the first is not timed there
+        return Sample(n, perf_counter() - start)
+
+    return lambda run: work
+
+
+def _by_server(
+    server: LlamaServer,
+    load: Load,
+    n_tokens: int,
+    evaluated: dict[str, int],
+    first: dict[str, list[float]],
+) -> Maker:
+    def work(item: int) -> Sample:
+        server.generate([3, 5, 7], 1)  # the cache of its slot begins with another text
+        start, n, n_read = perf_counter(), 0, 0
+        for prompt in load:
+            answer = server.generate(prompt, n_tokens)
+            n += answer.n_tokens
+            n_read += answer.n_evaluated
+            first.setdefault(SERVER, []).append(answer.first_s)
+        evaluated[SERVER] = n_read
         return Sample(n, perf_counter() - start)
 
     return lambda run: work

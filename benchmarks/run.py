@@ -98,6 +98,7 @@ def _steps(args: argparse.Namespace) -> Iterator[Step]:
         "peers",
         "speculative",
         "batch",
+        "layouts",
         "resident",
         "search",
         "fork",

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 import llamabranch as lb
 from llamabranch.bench import Sample, Series, Spread, interleave, median_time
-from llamabranch.native import core
+from llamabranch.context.logits import LogitsRow
 from llamabranch.sampling import Sampler
 from llamabranch.sampling.noise import DRAW
 
@@ -35,8 +36,6 @@ def main() -> None:
     """Measure the target and the draft."""
     described = parser("one step, part by part", runs=9, prompts=5, tokens=150, temperatures=(0.8,))
     settings = Settings.of(described.parse_args())
-    if not core.available:
-        raise SystemExit(f"this needs the compiled core: {core.description}")
     results: dict[str, object] = {}
     with settings.context(settings.target) as target, settings.context(settings.draft) as draft:
         for role, ctx in (("target", target), ("draft", draft)):
@@ -119,9 +118,7 @@ def _decode(branch: lb.Branch, n: int) -> int:
 def _fused(branch: lb.Branch, n: int, *, measured: bool) -> int:
     """Decode and draw in the compiled core, and nothing else."""
     handle, seq_id, token = branch.ctx.decoder.handle, branch.seq_id, branch.produce().token
-    sampler = branch.sequence.sampler.row_sampler
-    if sampler is None:
-        raise SystemExit("the compiled core does not do these settings")
+    sampler = _compiled(branch.sequence.sampler)
     start = branch.position
     for position in range(start, start + n):
         if handle.step(token, position, seq_id, sampler, branch.seed, DRAW, measured):
@@ -136,6 +133,12 @@ def _steps(branch: lb.Branch, n: int) -> int:
         if branch.step().is_stop:
             return done
     return n
+
+
+def _compiled(sampler: Sampler) -> Any:
+    if sampler.row_sampler is None:
+        raise SystemExit("this needs the compiled core, and settings that it knows")
+    return sampler.row_sampler
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -159,14 +162,11 @@ def parts_alone(ctx: lb.Context, params: lb.SamplingParams) -> dict[str, Spread]
         logits, token = branch.logits, branch.produce().token
         position, model = branch.position, ctx.model
     sampler = Sampler(model, params)
-    compiled = sampler.row_sampler
-    if compiled is None:
-        raise SystemExit("the compiled core does not do these settings")
-    address, logits = core.address_of(logits)
+    compiled, address = _compiled(sampler), LogitsRow(logits).address
     distribution = sampler.distribution(logits, position, 1)
     return {
         "compiled: log-sum-exp and entropy": median_time(
-            lambda: core.measure(address, 1, len(logits)), 400
+            lambda: LogitsRow(logits, address).entropy(), 400
         ),
         "compiled: candidates and draw": median_time(
             lambda: compiled.sample(address, 1, position, DRAW, False), 400

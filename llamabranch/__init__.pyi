@@ -2,6 +2,7 @@
 
 # ruff: isort: skip_file
 
+from . import scale as scale
 from . import search as search
 from . import theory as theory
 from .branch import (
@@ -36,6 +37,7 @@ from .errors import (
     DecodeInterruptedError as DecodeInterruptedError,
     DownloadError as DownloadError,
     GrammarError as GrammarError,
+    JobError as JobError,
     LlamaBranchError as LlamaBranchError,
     LlamaBranchWarning as LlamaBranchWarning,
     ModelLoadError as ModelLoadError,
@@ -75,23 +77,31 @@ from .sampling.grammar import (
     Grammar as Grammar,
 )
 from .speculative import (
+    Acceptance as Acceptance,
     ChainDrafter as ChainDrafter,
     Divergence as Divergence,
     Draft as Draft,
     Drafter as Drafter,
+    DraftLength as DraftLength,
     DraftState as DraftState,
     EagleDrafter as EagleDrafter,
+    FunctionDrafter as FunctionDrafter,
     Generation as Generation,
     InferenceSession as InferenceSession,
     ModelDrafter as ModelDrafter,
     MTPDrafter as MTPDrafter,
     NullDrafter as NullDrafter,
     PromptLookupDrafter as PromptLookupDrafter,
+    RandomSource as RandomSource,
     SpeculativeConfig as SpeculativeConfig,
     SpeculativeStats as SpeculativeStats,
     Speculator as Speculator,
     SuffixDrafter as SuffixDrafter,
+    block_rule as block_rule,
+    enumerate_outcomes as enumerate_outcomes,
     first_divergence as first_divergence,
+    rule_error as rule_error,
+    token_rule as token_rule,
 )
 
 __all__: list[str]

@@ -14,6 +14,7 @@
     ├── DecodeError                       llama_decode failed; has its return code
     │   └── DecodeInterruptedError        interrupt() or a time limit stopped it
     ├── DownloadError                     a model cannot be downloaded; has the HTTP status
+    ├── JobError                          a job on a cluster failed; it can be resumed
     ├── GrammarError                      an invalid grammar, or a token that it forbids
     ├── SnapshotError                     a saved branch that is damaged or does not fit
     ├── UnsupportedError                  not possible with this model, memory type or build
@@ -46,6 +47,7 @@ __all__ = [
     "DecodeInterruptedError",
     "DownloadError",
     "GrammarError",
+    "JobError",
     "LlamaBranchError",
     "LlamaBranchWarning",
     "ModelLoadError",
@@ -160,6 +162,10 @@ class DownloadError(LlamaBranchError):
 
 class GrammarError(LlamaBranchError):
     """An invalid grammar, or a token that the grammar forbids."""
+
+
+class JobError(LlamaBranchError):
+    """A job on a cluster failed; what it has written is kept, and the job can be resumed."""
 
 
 class SnapshotError(LlamaBranchError):

@@ -51,7 +51,7 @@ def load(
             Face hub, as for `resolve`; None = the bundled target.
         progress: called with the loaded fraction, 0.0 to 1.0.
         download: whether a model that is not on this machine is downloaded first, as by `fetch`. None =
-            as the environment variable ``LLAMABRANCH_DOWNLOAD`` (1 or 0) says; without it only if
+            as the environment variable ``LLAMABRANCH_DOWNLOAD`` (1 or 0) is set; without it only if
             standard error is a terminal, where the size is announced before.
         target: for an EAGLE-3 head, the context it drafts for: ``EagleDrafter(load("head.gguf",
             target=ctx))``.

@@ -254,7 +254,7 @@ class PairBench:
         longest = max((k for k in self._lengths if isinstance(k, int)), default=1)
         sizes = range(1, longest + 2)
         self._progress(f"a target decode of 1 to {longest + 1} tokens")
-        n_prefix = max(1, min(128, target.n_ctx - longest - 2))
+        n_prefix = max(1, min(128, target.n_ctx_seq - longest - 2))
         return verify_times(
             target,
             sizes,

@@ -13,6 +13,10 @@ from .timing import Spread
 
 __all__ = ["Curve", "save_plot"]
 
+# Curves can be told apart without their colours: by the marks of points, the dashes of computed lines.
+_MARKERS = "os^DvP*Xp<"
+_DASHES = ("--", ":", "-.")
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -47,6 +51,7 @@ def save_plot(
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         raise UnsupportedError(
             "plots need matplotlib",
@@ -61,10 +66,21 @@ def save_plot(
         known = [(x, y) for x, y in zip(curve.x, points, strict=True) if not math.isnan(y.median)]
         xs, ys = [x for x, _ in known], [y.median for _, y in known]
         if curve.computed:
-            plot.plot(xs, ys, "--", color=colour, label=curve.label)
+            plot.plot(xs, ys, _DASHES[number % len(_DASHES)], color=colour, label=curve.label)
             continue
         bars = [[y.median - y.low for _, y in known], [y.high - y.median for _, y in known]]
-        plot.errorbar(xs, ys, yerr=bars, fmt="o-", capsize=3, color=colour, label=curve.label)
+        plot.errorbar(
+            xs,
+            ys,
+            yerr=bars,
+            fmt=_MARKERS[number % len(_MARKERS)] + "-",
+            # Each is drawn over those before it, and thinner: equal ones stay visible.
+            markersize=5.0 + 0.9 * (len(curves) - 1 - number),
+            linewidth=1.3 + 0.4 * (len(curves) - 1 - number),
+            capsize=3,
+            color=colour,
+            label=curve.label,
+        )
     if level is not None:
         plot.axhline(level, color="grey", linewidth=0.8)
     if log:
@@ -73,6 +89,8 @@ def save_plot(
         plot.xaxis.set_major_formatter("{x:,.0f}")
     else:
         plot.set_ylim(bottom=0)
+        if all(x == int(x) for curve in curves for x in curve.x):
+            plot.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     plot.set_title(title, fontsize=10)
     plot.set_xlabel(axes[0])
     plot.set_ylabel(axes[1])

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ..arguments import whole
 from ..context import Context, TokenScore
 from ..errors import BranchStateError, ConfigError, LlamaBranchError
-from ..model import TokenIds, token_list
+from ..model import Prompt, TokenIds, token_list
 from ..pictures import Token, tokens_picture
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams
 from ..sampling.distribution import log_base
@@ -79,20 +79,21 @@ class Branch:
     def start(
         cls,
         ctx: Context,
-        prompt: str | TokenIds,
+        prompt: Prompt,
         *,
         grammar: Grammar | str | None = None,
         sampling: SamplingParams | None = None,
         **settings: object,
     ) -> Branch:
-        """Return a branch prefilled with ``prompt`` (text or token ids).
+        """Return a branch prefilled with ``prompt`` (text, token ids or messages).
 
         On a context with a prefix cache, what is there of the prompt is shared instead of decoded, and
         the prompt is kept for others.
 
         Args:
             ctx: the context that holds it.
-            prompt: text, tokenized with the model's BOS token if it has one; or ids.
+            prompt: text, tokenized with the model's BOS token if it has one; or ids; or messages, such as
+                ``[{"role": "user", "content": "Hello"}]``, written by the model's chat template.
             grammar: constrains the generated text.
             sampling: settings; its fields may be given by name instead: ``temperature=0.8, seed=1``.
         """
@@ -118,7 +119,29 @@ class Branch:
     # -- what it is --------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        return f"<Branch seq {self.seq_id}, {self.position} tokens, {self.state}>"
+        about = f"Branch seq {self.seq_id}, {self.position} tokens, {self.state}"
+        if self.sequence.is_pruned or self.ctx.closed:
+            return f"<{about}>"
+        score = self._score_text()
+        return f"<{about}: {self._last_words()!r}{', ' + score if score else ''}>"
+
+    def _last_words(self, n: int = 30) -> str:
+        """Return the last ``n`` characters of its text at most, from the beginning of a word on."""
+        tokens = self.sequence.tokens[-n:]  # a token that is shown has a character at least
+        text = b"".join(map(self.ctx.model.piece, tokens)).decode("utf-8", "replace")
+        if len(text) <= n and len(tokens) == self.position:
+            return text
+        tail = text[-n:]
+        space = tail.find(" ", 0, n // 2)
+        return "..." + (tail[space + 1 :] if space >= 0 else tail)
+
+    def _score_text(self) -> str:
+        """Return its log-likelihood and perplexity since the prompt, as text; "" if it has none."""
+        with self._lock:
+            scored = self.sequence.surprisals
+            if not scored or not all(math.isfinite(one) for one in scored):
+                return ""
+            return f"log p {self.log_likelihood():.2f}, perplexity {self.perplexity():.2f}"
 
     def _repr_html_(self) -> str:
         with self._lock:
@@ -250,6 +273,15 @@ class Branch:
         model = self.ctx.model
         found.label_by(lambda token: model.piece(token).decode("utf-8", "replace"))
         return found
+
+    def log_probs(self) -> npt.NDArray[np.float64]:
+        """Return the model's own log-probabilities of the next token in nats, float64 (V,), a copy.
+
+        Before any sampling setting and the grammar. `distribution` is what the next token is drawn from:
+        at temperature 0 a single token.
+        """
+        with self._lock:
+            return self.sequence.logits_row().log_probs()
 
     def entropy(self, base: str = "nats") -> float:
         """Return the entropy of the model's own next-token distribution."""
@@ -391,7 +423,7 @@ class Branch:
             return produced
 
     def generate(
-        self, max_tokens: int | None = None, stop: Sequence[str] = ()
+        self, max_tokens: int | None = None, stop: str | Sequence[str] = ()
     ) -> Iterator[Produced]:
         """Yield tokens, committed one by one, until the end.
 
@@ -541,7 +573,7 @@ class Branch:
             if self.children:
                 raise BranchStateError(
                     f"the branch has {len(self.children)} children",
-                    hint="prune them first, or call prune_subtree()",
+                    hint="detach() keeps a child as a root of its own, prune_subtree() frees them all",
                 )
             self.sequence.release()
             if self._parent is not None:

@@ -67,5 +67,5 @@ def _rope(ctx: Context) -> str:
     scaling = f"{ctx.model.architecture}.rope.scaling."
     trained = ctx.model.metadata.get(f"{scaling}original_context_length", "")
     if trained.isdigit() and ctx.model.metadata.get(f"{scaling}type") != "yarn":
-        parts.append(f"long={ctx.n_ctx > int(trained)}")  # LongRoPE has factors for each side
+        parts.append(f"long={ctx.n_ctx_seq > int(trained)}")  # LongRoPE has factors for each side
     return " ".join(parts)

@@ -36,7 +36,7 @@ class OutputBuffer:
         elapsed_s: seconds so far, if the caller counts them.
     """
 
-    def __init__(self, max_tokens: int | None, stop: Sequence[str] = ()) -> None:
+    def __init__(self, max_tokens: int | None, stop: str | Sequence[str] = ()) -> None:
         if max_tokens is not None:
             max_tokens = whole("max_tokens", max_tokens, 0)
         self._max_tokens = max_tokens

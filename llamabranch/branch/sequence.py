@@ -70,6 +70,7 @@ class TokenSequence:
         self._pending_after = b""  # the bytes that stay incomplete after ``_produced``
         # Positions before it may be missing: a restored sliding window cannot be truncated further.
         self._complete_from = 0
+        self._is_given = False  # the sequence id is the prefix cache's now
         if parent is not None:
             self.fork_position = len(parent.tokens)
             self._complete_from = parent._complete_from
@@ -128,7 +129,8 @@ class TokenSequence:
         """End the lease of the sequence id."""
         self.is_pruned = True
         self.set_row(None)
-        self.ctx.return_lease(self.seq_id)
+        if not self._is_given:
+            self.ctx.return_lease(self.seq_id)
 
     # -- logits ------------------------------------------------------------------------------------
 
@@ -378,15 +380,18 @@ class TokenSequence:
                     self.append_unscored(tokens[n_prompt:n], None)
             return n
 
-    def keep_cached(self) -> None:
-        """Keep its K/V in the prefix cache, if there is one, beyond the end of this sequence."""
+    def keep_cached(self, *, is_last: bool = False) -> None:
+        """Keep its K/V in the prefix cache, if there is one, beyond the end of this sequence.
+
+        ``is_last``: ``release`` follows.
+        """
         prefixes = self.ctx.prefix_cache
         if prefixes is None or self.is_pruned or self.ctx.closed:
             return
         with self.ctx.lock:
             n = self._cache.next_position(self.seq_id)
             if self._cache.can_truncate or n == len(self.tokens):
-                prefixes.put(self.seq_id, self.tokens[:n])
+                self._is_given = prefixes.put(self.seq_id, self.tokens[:n], is_last=is_last)
 
     def restore(
         self,

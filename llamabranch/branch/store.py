@@ -15,6 +15,7 @@ from ..pictures import Node, tree
 from .branch import Branch
 from .scoring import score_all
 from .token import Produced
+from .tree import BranchTree, branch_tree
 
 __all__ = ["BranchStore"]
 
@@ -135,20 +136,24 @@ class BranchStore:
                 if root is not winner:
                     root.prune_subtree()
 
-    def tree(self) -> str:
-        """Return the branches that are not pruned as an indented tree, for printing."""
+    def tree(self, columns: Sequence[str] = ("fork", "tokens", "logprob", "state")) -> BranchTree:
+        """Return the branches that are not pruned as a tree, for printing.
+
+        Each branch has a line: the text since its fork, and figures since its fork.
+
+        Args:
+            columns: which figures: "fork" (where it was forked), "logprob" (nats), "perplexity",
+                "position", "seed", "seq_id", "state", "tokens".
+
+        Returns:
+            an object whose ``str`` is the tree; its ``print()`` colours it on a terminal, and its
+            ``to_dot()`` returns it for Graphviz.
+
+        Raises:
+            ConfigError: an unknown column.
+        """
         with self._ctx.lock:
-            lines: list[str] = []
-
-            def add(branch: Branch, depth: int) -> None:
-                lines.append("  " * depth + repr(branch))
-                for child in branch.children:
-                    add(child, depth + 1)
-
-            for branch in self._branches():
-                if branch.parent is None or branch.parent.state == "pruned":
-                    add(branch, 0)
-            return "\n".join(lines)
+            return branch_tree(self._roots(), columns)
 
     def _repr_html_(self) -> str:
         with self._ctx.lock:
@@ -161,11 +166,13 @@ class BranchStore:
             if self._ctx.closed:
                 return tree((), caption="the context is closed")
             used = self._ctx.usage()
-            roots = [b for b in self._branches() if b.parent is None or b.parent.state == "pruned"]
             caption = (
                 f"{used.cells_used} of {used.cells_total} cells used, {used.cells_shared} shared"
             )
-            return tree([node(root) for root in roots], caption=caption)
+            return tree([node(root) for root in self._roots()], caption=caption)
+
+    def _roots(self) -> list[Branch]:
+        return [b for b in self._branches() if b.parent is None or b.parent.state == "pruned"]
 
     def _branches(self) -> list[Branch]:
         return [holder for holder in self._ctx.holders() if isinstance(holder, Branch)]

@@ -230,6 +230,11 @@ class Verification:
         seq = self._sequence
         if not seq.ctx.capabilities.can_truncate:
             raise UnsupportedError("a token tree needs memory whose tail can be dropped")
+        if not seq.ctx.capabilities.can_share:
+            raise UnsupportedError(
+                "a token tree needs sequences that share cells",
+                hint="create the context with kv_unified=True, or draft with width 1",
+            )
         self._below = _leaves_below(self._parents)
         trial = self._begin_trial(1 + max(max(leaves) for leaves in self._below))
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,7 @@ from llamabranch.bench import Machine, PairBench, load_average, profile_in_use
 from .bench_report import BenchReport
 from .bundles import with_bundles
 from .console import print_json
-from .drafters import COPYING, MTP, drafting_models, make_drafter, note_translation
+from .drafters import MTP, drafting_models, is_model, make_drafter, note_translation
 from .interrupts import InterruptHandler
 from .options import (
     DRAFTING,
@@ -48,6 +48,8 @@ def bench(
         int | None,
         typer.Option(
             "--max-tokens",
+            "--predict",
+            "--n-predict",
             "-n",
             min=1,
             help="Tokens for each prompt. Default: 64.",
@@ -115,7 +117,7 @@ def bench(
         contexts: dict[str, Context] = {
             name: runtime.open_draft(name, context, console, stack)
             for name in drafters
-            if name not in COPYING
+            if is_model(name)
         }
 
         def new_drafter() -> Drafter:
@@ -168,10 +170,12 @@ def bench(
             raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _tokens(context: Context, prompt: str | Sequence[int], *, chat: bool) -> list[int]:
-    if not isinstance(prompt, str):
-        return list(prompt)
-    return apply_template(context, prompt) if chat else context.tokenize(prompt)
+def _tokens(
+    context: Context, prompt: str | Sequence[int] | Sequence[Mapping[str, object]], *, chat: bool
+) -> list[int]:
+    if chat and isinstance(prompt, str):
+        return apply_template(context, prompt)
+    return context.model.prompt_tokens(prompt)
 
 
 def _make_folder(path: Path) -> None:

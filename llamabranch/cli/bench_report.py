@@ -13,7 +13,7 @@ from llamabranch import ConfigError, Context, Model, UnsupportedError
 from llamabranch.bench import Cell, Curve, Machine, PairReport, save_plot
 
 from .console import Console, finite
-from .formats import interval_text, machine_text, number, spread_text
+from .formats import base_name, interval_text, machine_text, number, spread_text
 
 __all__ = ["BenchReport"]
 
@@ -159,10 +159,11 @@ class BenchReport:
 
     def _heading(self) -> str:
         model = self.target.model
-        drafters = " + ".join(self.drafters) or "none"
+        drafters = " + ".join(map(base_name, self.drafters)) or "none"
+        place = "GPU" if model.on_gpu else "CPU"
         return (
             f"target {model.name} ({model.n_params / 1e6:.1f}M, {model.file_type}), drafter "
-            f"{drafters}; temperature {self.temperature:g}, threads {self.n_threads}, "
+            f"{drafters}; temperature {self.temperature:g}, {place}, threads {self.n_threads}, "
             f"{self.n_prompts} prompts x {self.n_tokens} tokens, medians of {self.n_runs} runs "
             "(lowest to highest)"
         )
@@ -279,7 +280,7 @@ class BenchReport:
         return files
 
     def _title(self) -> str:
-        drafters = " + ".join(self.drafters)
+        drafters = " + ".join(map(base_name, self.drafters))
         return f"{self.target.model.name} with {drafters}, temperature {self.temperature:g}"
 
     def _plot_speed(self, path: Path) -> Path:

@@ -6,10 +6,14 @@ it to what the library takes; a command takes the bundles it needs.
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
-from inspect import Parameter, Signature, signature
-from typing import get_type_hints
+from inspect import Parameter, Signature, cleandoc, signature
+from typing import Annotated, get_type_hints
+
+from typer.models import ParameterInfo
 
 __all__ = ["with_bundles"]
 
@@ -18,7 +22,8 @@ def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
     """Return ``command`` with the fields of its bundles as parameters, for Typer to read.
 
     A parameter whose type is a dataclass is a bundle: each of its fields becomes an option, declared by
-    the field's annotation. The command gets the bundle, built from the options that were given.
+    the field's annotation, under the heading that the bundle's class names as ``panel`` unless the field
+    names another. The command gets the bundle, built from the options that were given.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[Parameter] = []
@@ -37,16 +42,35 @@ def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
             arguments[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
         command(**arguments, **values)
 
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__name__, run.__doc__ = command.__name__, _paragraphs(cleandoc(command.__doc__ or ""))
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return run
 
 
+def _paragraphs(text: str) -> str:
+    """Return the text with one line for each paragraph, for --help to wrap at any width."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", text)
+
+
 def _parameters(bundle: type) -> Iterator[Parameter]:
     hints = get_type_hints(bundle, include_extras=True)
+    panel = getattr(bundle, "panel", None)
     for field in fields(bundle):
         default = Parameter.empty if field.default is MISSING else field.default
         yield Parameter(
-            field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]
+            field.name,
+            Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=_under(panel, hints[field.name]),
         )
+
+
+def _under(panel: str | None, annotation: object) -> object:
+    """Return an option's annotation with its heading in --help, ``panel`` unless it has one."""
+    kind, info = annotation.__origin__, annotation.__metadata__[0]  # type: ignore[attr-defined]
+    if not isinstance(info, ParameterInfo) or info.rich_help_panel is not None:
+        return annotation
+    info = copy.copy(info)
+    info.rich_help_panel = panel
+    return Annotated[kind, info]

@@ -110,7 +110,7 @@ def choose_draft(target: str, obtain: Callable[[str], Path]) -> str | None:
 def measure(target: Context, draft: Context) -> Gain | None:
     """Measure c and v and return what theory makes of them.
 
-    None where the memory cannot be truncated, or ``LLAMABRANCH_PROFILE=0`` says to time nothing.
+    None where the memory cannot be truncated, or ``LLAMABRANCH_PROFILE=0`` forbids timing.
     """
     if os.environ.get("LLAMABRANCH_PROFILE") == "0":
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from llamabranch import (
@@ -11,6 +12,7 @@ from llamabranch import (
     Context,
     Drafter,
     EagleDrafter,
+    LlamaBranchError,
     Model,
     ModelDrafter,
     MTPDrafter,
@@ -29,11 +31,16 @@ __all__ = [
     "drafting_contexts",
     "drafting_models",
     "has_model",
+    "is_model",
     "make_drafter",
     "note_translation",
     "parse_draft",
     "tree_sequences",
 ]
+
+ENTRY_POINTS = (
+    "llamabranch.drafters"  # packages declare a drafter's class, or a function, by a name
+)
 
 # One request at a time: a shared index would let a repeated run copy its own text.
 COPYING: dict[str, Callable[[], Drafter]] = {
@@ -47,7 +54,8 @@ MTP = "mtp"  # the target's own MTP layers
 def parse_draft(given: str, find: Callable[[str], Path] = hub.resolve) -> tuple[str, ...]:
     """Return the drafters of a chain in order, () for "none".
 
-    ``lookup``, ``suffix``, ``mtp`` and ``none`` are never file names; a file may have a + in its name.
+    ``lookup``, ``suffix``, ``mtp``, ``none`` and the names of installed drafters are never file names; a
+    file may have a + in its name.
     ``find`` gets the name of each model, to raise where there is none.
 
     Raises:
@@ -62,25 +70,73 @@ def parse_draft(given: str, find: Callable[[str], Path] = hub.resolve) -> tuple[
             raise ConfigError(
                 f"{given!r} is not a chain of drafters", hint="for example suffix+tale-draft"
             )
-        if part not in COPYING and part != MTP:
+        if part.isdecimal() and not Path(part).exists():
+            raise ConfigError(
+                f"--draft names what drafts, not {part}",
+                hint=f"--draft-length {part} drafts so many tokens",
+            )
+        if part != MTP and is_model(part):
             find(part)
     return parts
 
 
+def is_model(part: str) -> bool:
+    """Return whether a part of a chain is a model, or mtp: neither a copying drafter nor installed."""
+    return part not in COPYING and part not in _installed()
+
+
+def _installed() -> dict[str, EntryPoint]:
+    """Return the drafters that installed packages declare, by name."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+
+
+def _make_installed(name: str) -> Drafter:
+    """Return the drafter that an installed package declares under a name.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no drafter.
+    """
+    point = _installed()[name]
+    package = "a package" if point.dist is None else point.dist.name
+    try:
+        drafter = point.load()()
+    except LlamaBranchError:
+        raise
+    except Exception as error:  # whatever the package does wrong
+        raise ConfigError(
+            f"the drafter {name!r} of {package} failed: {type(error).__name__}: {error}",
+            hint=f"it is declared as {point.value}",
+        ) from error
+    if not isinstance(drafter, Drafter):
+        raise ConfigError(
+            f"the drafter {name!r} of {package} is no Drafter but {type(drafter).__name__}",
+            hint=f"{point.value} must be a class or function that returns one",
+        )
+    return drafter
+
+
 def has_model(parts: Sequence[str]) -> bool:
     """Return whether one of the drafters is a model."""
-    return any(part not in COPYING for part in parts)
+    return any(map(is_model, parts))
 
 
 def make_drafter(parts: Sequence[str], open_model: Callable[[str], Context], width: int) -> Drafter:
     """Return the drafter that ``parts`` name, with its models opened.
 
     ``open_model`` gets the name of each model, or ``mtp``, and opens heads for the target.
+
+    Raises:
+        ConfigError: a drafter of an installed package that does not work.
     """
-    drafters = [
-        COPYING[part]() if part in COPYING else _drafter_over(open_model(part), width)
-        for part in parts
-    ]
+
+    def make(part: str) -> Drafter:
+        if part in COPYING:
+            return COPYING[part]()
+        if is_model(part):
+            return _drafter_over(open_model(part), width)
+        return _make_installed(part)
+
+    drafters = [make(part) for part in parts]
     if not drafters:
         return NullDrafter()
     return drafters[0] if len(drafters) == 1 else ChainDrafter(drafters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from llamabranch.bench import Interval, Machine, Spread
 
 __all__ = [
+    "base_name",
     "decimal_size",
     "interval_text",
     "machine_text",
@@ -17,6 +19,13 @@ __all__ = [
     "spread_text",
     "stop_reasons_text",
 ]
+
+
+def base_name(name: str) -> str:
+    """Return the name of the file, if a model is named by a path; other names as they are."""
+    path = Path(name)
+    is_path = path.is_absolute() or name.startswith((".", "~")) or path.is_file()
+    return path.name if is_path else name
 
 
 def number(value: float, digits: int, unit: str = "") -> str:

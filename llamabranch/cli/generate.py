@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ import typer
 
 from llamabranch import (
     ConfigError,
+    Context,
     DecodeInterruptedError,
     Engine,
     Grammar,
@@ -20,10 +21,11 @@ from llamabranch import (
 )
 
 from .bundles import with_bundles
-from .console import print_json
+from .console import Console, print_json
 from .drafters import MTP, drafting_contexts, make_drafter, note_translation
 from .generate_report import GenerateReport
 from .interrupts import InterruptHandler
+from .job_survey import JobSurvey
 from .options import (
     DRAFTING,
     REQUESTS,
@@ -38,6 +40,7 @@ from .options import (
     TextOptions,
 )
 from .prompts import PromptSource, apply_template, digest
+from .ray_jobs import RayOptions, finish_job, job_paths
 from .reporting import EXIT_FAILURE, EXIT_INTERRUPTED
 from .results import JobSettings, ResultFile
 
@@ -63,6 +66,22 @@ def generate(
         typer.Option(
             "--resume",
             help="Skip the texts that are in --output already.",
+            rich_help_panel=REQUESTS,
+        ),
+    ] = False,
+    in_order: Annotated[
+        bool,
+        typer.Option(
+            "--in-order",
+            help="Give the results in the order of the prompts, not as they end.",
+            rich_help_panel=REQUESTS,
+        ),
+    ] = False,
+    stats: Annotated[
+        bool,
+        typer.Option(
+            "--stats",
+            help="Add the statistics of drafting to each result.",
             rich_help_panel=REQUESTS,
         ),
     ] = False,
@@ -119,15 +138,24 @@ def generate(
     ] = 0,
     parallel: Annotated[
         int,
-        typer.Option(min=1, max=255, help="Texts at a time.", rich_help_panel=RUNTIME),
+        typer.Option(min=1, max=255, help="Texts at a time at most.", rich_help_panel=RUNTIME),
     ] = 8,
+    kv_unified: Annotated[
+        bool | None,
+        typer.Option(
+            "--kv-unified/--no-kv-unified",
+            help="One KV cache for all texts, or a part for each.  [default: by their lengths]",
+            rich_help_panel=RUNTIME,
+        ),
+    ] = None,
     runtime: RuntimeOptions,
+    cluster: RayOptions,
     explain: Explain = False,
     output: OutputOptions,
 ) -> None:
     """Continue any number of prompts together, with a draft model.
 
-    All texts share one KV cache and one decode a step. With a seed, or at temperature 0, each is the
+    All texts share one decode a step. With a seed, or at temperature 0, each is the
     one its prompt has alone. A text is printed, or written to --output, as soon as it ends.
     """
     with output.console() as console, ExitStack() as stack:
@@ -137,16 +165,30 @@ def generate(
         grammar = text.parse_grammar()
         if resume and output_file is None:
             raise typer.BadParameter("needs --output", param_hint="--resume")
+        if cluster.ray is not None:
+            refused = {
+                "--top-logprobs": top_logprobs is not None,
+                "--prompt-logprobs": prompt_logprobs is not None,
+                "--ignore-eos": sampling.ignore_eos,
+            }
+            _generate_on_ray(
+                cluster, console, prompts, output_file, resume, samples, models, text, sampling,
+                grammar, parallel, runtime, [name for name, given in refused.items() if given],
+                as_json=output.as_json,
+            )  # fmt: skip
+            return
         source = prompts.read()
-        requests = [
-            replace(
-                request,
-                top_logprobs=_either(request.top_logprobs, top_logprobs),
-                prompt_logprobs=_either(request.prompt_logprobs, prompt_logprobs),
-            )
-            for request in _requests(source, params, text, grammar, samples)
-        ]
-        if not requests:
+
+        def read() -> Iterator[Request]:
+            for request in _requests(source, params, text, grammar, samples):
+                yield replace(
+                    request,
+                    top_logprobs=_either(request.top_logprobs, top_logprobs),
+                    prompt_logprobs=_either(request.prompt_logprobs, prompt_logprobs),
+                )
+
+        job = JobSurvey.of(read, text.max_tokens)
+        if not job.n_requests:
             raise ConfigError("there is no prompt", hint="give --prompts or --input")
         settings = JobSettings(
             prompts=source.digest,
@@ -159,14 +201,19 @@ def generate(
         )
         file = None
         if output_file is not None:
-            file = stack.enter_context(ResultFile(output_file, settings, requests, resume=resume))
+            results = ResultFile(output_file, settings, job.requests(), resume=resume, stats=stats)
+            file = stack.enter_context(results)
             settings = file.job
         if auto_regressive:
             models = replace(models, draft="none")
         target_name, drafters = models.resolve(console)
 
+        n_own = None if drafters or kv_unified or runtime.n_ctx else job.cells_per_text(parallel)
+        if kv_unified is None:
+            kv_unified = n_own is None
         if runtime.n_ctx is None and parallel > 1:  # for one text the library's default will do
-            runtime = replace(runtime, n_ctx=max(_LEAST_CELLS, _CELLS_PER_TEXT * parallel))
+            n_ctx = max(_LEAST_CELLS, _CELLS_PER_TEXT * parallel, (n_own or 0) * parallel)
+            runtime = replace(runtime, n_ctx=n_ctx)
         context = runtime.open(
             target_name,
             console,
@@ -174,13 +221,17 @@ def generate(
             n_seq_max=parallel,
             prefix_cache=prefix_cache or cache_ram > 0,
             cache_ram=cache_ram << 20,
+            kv_unified=kv_unified,
             load_mtp=MTP in drafters,
         )
-        drafter = make_drafter(
-            drafters,
-            lambda name: runtime.open_draft(name, context, console, stack, n_seq_max=parallel),
-            width=1,
-        )
+
+        def open_draft(name: str) -> Context:
+            keeps = prefix_cache or cache_ram > 0
+            return runtime.open_draft(
+                name, context, console, stack, n_seq_max=parallel, prefix_cache=keeps
+            )
+
+        drafter = make_drafter(drafters, open_draft, width=1)
         note_translation(drafter, context.model, console)
         engine = Engine(
             context,
@@ -196,7 +247,15 @@ def generate(
             engine.seed = settings.seed
         if file is not None:
             file.open(context.model.fingerprint, engine.seed)
-        report = GenerateReport(engine, requests, console, file, quiet=output.as_json)
+        report = GenerateReport(
+            engine,
+            job,
+            console,
+            file,
+            quiet=output.as_json,
+            in_order=in_order,
+            stats=stats,
+        )
         interrupted = _run(report, sampling)
         if output.as_json:
             print_json(report.as_json(interrupted))
@@ -207,6 +266,47 @@ def generate(
             raise typer.Exit(EXIT_INTERRUPTED)
         if report.n_failed:
             raise typer.Exit(EXIT_FAILURE)
+
+
+def _generate_on_ray(
+    cluster: RayOptions,
+    console: Console,
+    prompts: PromptOptions,
+    output: Path | None,
+    resume: bool,
+    samples: int,
+    models: ModelOptions,
+    text: TextOptions,
+    sampling: SamplingOptions,
+    grammar: Grammar | None,
+    parallel: int,
+    runtime: RuntimeOptions,
+    refused: list[str],
+    *,
+    as_json: bool,
+) -> None:
+    from llamabranch import scale
+
+    if refused:
+        raise ConfigError(f"a job on Ray has no {refused[0]}")
+    inputs, folder = job_paths(prompts.input_file, output, prompts.prompts)
+    options = cluster.options(console, resume=resume, streams=parallel)
+    options["draft"] = None if models.draft == "none" else models.draft
+    report = scale.generate(
+        inputs,
+        folder,
+        model=models.target_name,
+        max_tokens=text.max_tokens,
+        seed=text.seed,
+        sampling=sampling.params(),
+        stop=text.stop_strings,
+        grammar=None if grammar is None else grammar.gbnf,
+        n=samples,
+        chat=sampling.chat,
+        load=runtime.options(),
+        **options,
+    )
+    finish_job(console, report, as_json=as_json)
 
 
 def _requests(
@@ -254,11 +354,15 @@ def _run(report: GenerateReport, options: SamplingOptions) -> bool:
         if request.sampling is not None:
             params = options.without_eog(request.sampling, engine.target.model)
             request = replace(request, sampling=params)
+        report.begin(request)
         if options.chat and isinstance(request.prompt, str):
             request = replace(request, prompt=apply_template(engine.target, request.prompt))
         return request
 
-    stream = engine.stream([prepared(request) for request in report.requests], skip=report.done)
+    requests: Iterable[Request] = map(prepared, report.job.requests())
+    if report.job.kept is not None:  # a list begins in the order of priorities
+        requests = list(requests)
+    stream = engine.stream(requests, skip=report.done)
     contexts = [engine.target, *drafting_contexts(engine.drafter)]
     with InterruptHandler(contexts) as interrupts, report.progress() as progress:
         try:
@@ -273,4 +377,5 @@ def _run(report: GenerateReport, options: SamplingOptions) -> bool:
                 raise
         finally:
             stream.close()
+            report.flush()
     return interrupts.requested

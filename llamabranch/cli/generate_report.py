@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 
@@ -13,6 +14,7 @@ from llamabranch import Engine, Event, NullDrafter, Request, Result
 
 from .console import Console
 from .formats import number, stop_reasons_text
+from .job_survey import JobSurvey
 from .results import ResultFile
 
 __all__ = ["GenerateReport", "Progress"]
@@ -23,10 +25,12 @@ class GenerateReport:
 
     Args:
         engine: what runs the job.
-        requests: the prompts as they were given.
+        job: what the requests are.
         console: where results, progress and totals go.
         file: where results are appended instead, if anywhere.
         quiet: print neither results nor their errors.
+        in_order: keep results back until those of all earlier texts are there.
+        stats: add the statistics of drafting to each result.
 
     Attributes:
         done: the texts (id, sample) that the file had before.
@@ -36,25 +40,57 @@ class GenerateReport:
     def __init__(
         self,
         engine: Engine,
-        requests: Sequence[Request],
+        job: JobSurvey,
         console: Console,
         file: ResultFile | None,
         *,
         quiet: bool,
+        in_order: bool = False,
+        stats: bool = False,
     ) -> None:
         self.engine = engine
-        self.requests = requests
+        self.job = job
         self.console = console
         self.file = file
         self.quiet = quiet
         self.results: list[Result] = []
         self.n_failed = 0
-        self.prompts = {str(request.id): request.prompt for request in requests}
+        self._begun: dict[str, tuple[Request, int]] = {}  # with the number of texts to come
         self.done = set() if file is None else file.done
+        self._stats = stats
+        self._held: dict[tuple[str, int], Result] = {}
+        self._order: deque[tuple[str, int]] | None = deque() if in_order else None
+
+    def begin(self, request: Request) -> None:
+        """Note a request, as it was given, whose results will come."""
+        texts = [(str(request.id), i) for i in range(request.n)]
+        texts = [text for text in texts if text not in self.done]
+        if texts:
+            self._begun[str(request.id)] = request, len(texts)
+        if self._order is not None:
+            self._order += texts
 
     def add(self, result: Result) -> None:
+        """Give a result, or keep it back until those before it are there."""
+        if self._order is None:
+            self._give(result)
+            return
+        self._held[result.id, result.sample] = result
+        while self._order and self._order[0] in self._held:
+            self._give(self._held.pop(self._order.popleft()))
+
+    def flush(self) -> None:
+        """Give what is still kept back: the job was interrupted, and earlier texts have not ended."""
+        for text in self._order or ():
+            if text in self._held:
+                self._give(self._held.pop(text))
+
+    def _give(self, result: Result) -> None:
         """Write a result to the file, or print it, or keep it for the JSON object."""
-        result.prompt = self.prompts[result.id]  # the given prompt, without the chat template
+        request, n_left = self._begun.pop(result.id)
+        if n_left > 1:
+            self._begun[result.id] = request, n_left - 1
+        result.prompt = request.prompt  # the given one, without the chat template
         self.n_failed += result.error is not None and not result.tokens
         if self.file is not None:
             self.file.write(result)
@@ -71,12 +107,13 @@ class GenerateReport:
         self.console.write(f"[{_label(result)}] ", "bold")
         if isinstance(result.prompt, str):
             self.console.write(result.prompt, "dim")
+        elif isinstance(result.prompt[-1], Mapping):
+            self.console.write(f"{result.prompt[-1]['content']}\n", "dim")
         self.console.write(result.text + "\n\n")
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
         """Show the progress of the job on standard error while it is entered."""
-        n_texts = sum(request.n for request in self.requests)
         console = self.console
         # Where results are shown as they end, they are the progress.
         shown = console.err.is_terminal and (
@@ -91,12 +128,12 @@ class GenerateReport:
         with rich.progress.Progress(
             *columns, console=console.err, transient=True, disable=not shown
         ) as bar:
-            yield Progress(bar, n_texts, len(self.done))
+            yield Progress(bar, self.job.n_texts, len(self.done))
 
     def as_json(self, interrupted: bool) -> dict[str, object]:
         """Return the totals, and the results unless a file has them."""
         answer: dict[str, object] = {
-            "requests": len(self.requests),
+            "requests": self.job.n_requests,
             "skipped": len(self.done),
             "failed": self.n_failed,
             "interrupted": interrupted,
@@ -106,14 +143,14 @@ class GenerateReport:
             "stats": self.engine.stats.as_dict(),
         }
         if self.file is None:
-            answer["results"] = [result.as_dict() for result in self.results]
+            answer["results"] = [result.as_dict(stats=self._stats) for result in self.results]
         return answer
 
     def print(self, *, explain: bool) -> None:
         """Print the totals as a table."""
         stats = self.engine.stats
         drafting = stats.speculative
-        rows = [("requests", str(len(self.requests)))]
+        rows = [("requests", str(self.job.n_requests))]
         if self.done:
             rows.append(("texts in the file already", str(len(self.done))))
         if self.n_failed:

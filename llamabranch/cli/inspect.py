@@ -15,7 +15,7 @@ from llamabranch import Context, Model, VocabularyReport, hub
 from .bundles import with_bundles
 from .candidates import ACCEPTANCES, Candidate, Gain, candidates, measure
 from .console import Console, print_json
-from .formats import decimal_size
+from .formats import base_name, decimal_size
 from .options import HubOptions, LoadingOptions, OutputOptions
 
 N_CTX = 256  # enough to probe what the memory can do
@@ -33,10 +33,14 @@ class _Opened:
 def inspect(
     model: Annotated[
         str,
-        typer.Argument(help="A GGUF path, a name from `llamabranch models`, or user/repo[:tag]."),
+        typer.Argument(
+            metavar="MODEL",
+            help="A GGUF path, a name from `llamabranch models`, or user/repo[:tag].",
+        ),
     ] = hub.BUNDLED_TARGET,
     draft: Annotated[
-        str | None, typer.Argument(help="A second model: can it draft for the first?")
+        str | None,
+        typer.Argument(metavar="DRAFT", help="A second model: can it draft for the first?"),
     ] = None,
     *,
     finding: HubOptions,
@@ -82,6 +86,7 @@ def inspect(
             print_json(answer)
             return
         columns = [_lines(each) for each in opened]
+        names = [base_name(name) for name in names]
         console.table(
             ("", *names),
             [(label, *(column[label] for column in columns)) for label in columns[0]],
@@ -164,7 +169,9 @@ def _print_drafts(console: Console, found: Sequence[tuple[Candidate, Gain | None
             for length, speedup in gain.best:
                 cells.append(f"{speedup:.2f} ({length} drafted)" if length else "none pays")
         where = "here" if each.path is not None else "to download"
-        rows.append((each.name, decimal_size(each.size_bytes), each.drafts_by, where, *cells))
+        rows.append(
+            (base_name(each.name), decimal_size(each.size_bytes), each.drafts_by, where, *cells)
+        )
     console.table(("draft", "size", "drafts by", "", "c", *headings), rows, left=("drafts by", ""))
     measured = next((gain for _, gain in found if gain is not None), None)
     if measured is not None:
@@ -225,7 +232,7 @@ def _lines(opened: _Opened) -> dict[str, str]:
     model = opened.model
     found = None if opened.context is None else opened.context.capabilities
     return {
-        "file": str(model.path),
+        "file": model.path.name,
         "name": model.name or "-",
         "architecture": model.architecture,
         "parameters": f"{model.n_params:,}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["cut_incomplete_line", "read_requests", "read_results", "write_result"]
 
 _FIELDS = {
-    "prompt", "id", "max_tokens", "stop", "grammar", "n", "priority", "seed", "sampling",
-    "top_logprobs", "prompt_logprobs",
+    "prompt", "messages", "id", "custom_id", "max_tokens", "stop", "grammar", "json_schema", "n",
+    "priority", "seed", "sampling", "logprobs", "top_logprobs", "prompt_logprobs",
 }  # fmt: skip
+_PIECE = 1 << 16
 _PREFIX = b'{"id": '  # of every line that `write_result` writes
 
 
@@ -31,10 +33,10 @@ def read_requests(
 ) -> Iterator[Request]:
     """Yield a request for each line: a prompt as it is, or a JSON object.
 
-    An object has ``prompt`` (text or token ids) and optionally ``id``, ``max_tokens``, ``stop``,
-    ``grammar``, ``n``, ``priority``, ``top_logprobs``, ``prompt_logprobs``, ``seed`` and ``sampling`` (an
-    object of settings). The argument ``sampling`` gives
-    the settings that an object leaves out. Empty lines are skipped.
+    An object has ``prompt`` (text or token ids) or ``messages``, and optionally ``id`` or ``custom_id``,
+    ``max_tokens``, ``stop``, ``grammar`` or ``json_schema``, ``n``, ``priority``, ``logprobs``,
+    ``top_logprobs``, ``prompt_logprobs``, ``seed`` and ``sampling`` (an object of settings). The argument
+    ``sampling`` gives the settings that an object leaves out. Empty lines are skipped.
 
     Raises:
         ConfigError: an invalid request, with its line number; or one text instead of lines.
@@ -69,29 +71,68 @@ def _request(data: object, sampling: SamplingParams | None) -> Request:
     if isinstance(data, str):
         return lb.Request(data, sampling=sampling)
     if not isinstance(data, dict):
-        raise ConfigError("a request is an object with a prompt")
+        raise ConfigError("a request is an object with a prompt or messages")
     unknown = sorted(set(data) - _FIELDS)
     if unknown:
-        raise ConfigError(f"unknown field {unknown[0]!r}")
+        name = unknown[0]
+        settings = {field.name for field in fields(lb.SamplingParams)}
+        hint = f'write "sampling": {{"{name}": ...}}' if name in settings else None
+        raise ConfigError(f"unknown field {name!r}", hint=hint)
+    for one, other in (("prompt", "messages"), ("id", "custom_id"), ("grammar", "json_schema")):
+        if data.get(one) is not None and data.get(other) is not None:
+            raise ConfigError(f"{one} and {other} exclude each other")
     prompt = data.get("prompt")
+    if data.get("messages") is not None:
+        prompt = data["messages"]
+        if (
+            not isinstance(prompt, list)
+            or not all(isinstance(one, dict) for one in prompt)
+            or not prompt
+        ):
+            raise ConfigError("messages must be a list of objects with role and content")
     if not isinstance(prompt, (str, list)):
         raise ConfigError("the prompt must be text or a list of token ids")
-    identity, stop, grammar = data.get("id"), data.get("stop") or (), data.get("grammar")
-    texts = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"stop must be text or a list of texts, not {stop!r}")
+    identity = data.get("custom_id") if data.get("id") is None else data["id"]
     return lb.Request(
         prompt,
         id=None if identity is None else _identity(identity),
         max_tokens=data.get("max_tokens"),
-        top_logprobs=data.get("top_logprobs"),
+        top_logprobs=_top_logprobs(data),
         prompt_logprobs=data.get("prompt_logprobs"),
         priority=data.get("priority", 0),
         sampling=_settings(data, sampling),
-        stop=texts,
-        grammar=None if grammar is None else lb.Grammar(grammar),
+        stop=data.get("stop") or (),
+        grammar=_grammar(data),
         n=data.get("n", 1),
     )
+
+
+def _grammar(data: Mapping[str, object]) -> lb.Grammar | None:
+    grammar, schema = data.get("grammar"), data.get("json_schema")
+    if schema is not None:
+        if not isinstance(schema, (str, dict)):
+            raise ConfigError(f"json_schema must be an object, not {schema!r:.40}")
+        return lb.Grammar.from_json_schema(schema)
+    return None if grammar is None else lb.Grammar(str(grammar))
+
+
+def _top_logprobs(data: Mapping[str, object]) -> int | None:
+    """Return how many alternatives to list, None for no detail.
+
+    ``logprobs`` is a number, as in vLLM, or true beside ``top_logprobs``, as in OpenAI's chat API.
+    """
+    given, top = data.get("logprobs"), data.get("top_logprobs")
+    if given is False:
+        return None
+    if given is True:
+        given = 0 if top is None else top
+    elif given is None:
+        given = top
+    elif top is not None:
+        raise ConfigError("logprobs is true or false beside top_logprobs")
+    if given is not None and (not isinstance(given, int) or isinstance(given, bool)):
+        raise ConfigError(f"logprobs and top_logprobs must be whole numbers, not {given!r}")
+    return given
 
 
 def _identity(value: object) -> str:
@@ -118,18 +159,25 @@ def _settings(data: Mapping[str, object], sampling: SamplingParams | None) -> Sa
     return (sampling or lb.SamplingParams()).replace(**settings)
 
 
-def write_result(file: IO[str], result: Result, job: Mapping[str, object] | None = None) -> None:
+def write_result(
+    file: IO[str],
+    result: Result,
+    job: Mapping[str, object] | None = None,
+    *,
+    stats: bool = False,
+) -> None:
     """Append one line and give it to the operating system, so that it survives the end of the process.
 
     Args:
         file: an open text file.
         result: what to write.
         job: the settings that the text was made with; they become the field ``job``.
+        stats: add the statistics of drafting, which can take more bytes than all the rest.
 
     Raises:
         OSError: the disk is full, or the file cannot be written for another reason.
     """
-    record = result.as_dict()
+    record = result.as_dict(stats=stats)
     if job is not None:
         record["job"] = dict(job)
     line = json.dumps(record, ensure_ascii=False)
@@ -141,30 +189,30 @@ def write_result(file: IO[str], result: Result, job: Mapping[str, object] | None
     file.flush()
 
 
-def read_results(path: Path) -> list[Mapping[str, object]]:
-    """Return the records of a file; an incomplete last line (no newline) is left out.
+def read_results(path: Path) -> Iterator[Mapping[str, object]]:
+    """Yield the records of a file; an incomplete last line (no newline) is left out.
 
     Raises:
         ConfigError: a line that is not a record, or a last line that is not the beginning of one:
             it may be a file of another kind.
     """
     if not path.exists():
-        return []
-    *lines, last = path.read_bytes().split(b"\n")
-    if last[: len(_PREFIX)] != _PREFIX[: len(last)]:
-        raise ConfigError(
-            f"{path}, line {len(lines) + 1}: invalid result: it does not begin with an id"
-        )
-    records: list[Mapping[str, object]] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}, line {number}: invalid result: {error}") from error
-        if not isinstance(record, dict) or "id" not in record:
-            raise ConfigError(f"{path}, line {number}: invalid result: it has no id")
-        records.append(record)
-    return records
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                if line[: len(_PREFIX)] != _PREFIX[: len(line)]:
+                    raise ConfigError(
+                        f"{path}, line {number}: invalid result: it does not begin with an id"
+                    )
+                return
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{path}, line {number}: invalid result: {error}") from error
+            if not isinstance(record, dict) or "id" not in record:
+                raise ConfigError(f"{path}, line {number}: invalid result: it has no id")
+            yield record
 
 
 def cut_incomplete_line(path: Path) -> None:
@@ -175,10 +223,18 @@ def cut_incomplete_line(path: Path) -> None:
     """
     if not path.is_file():
         return
-    data = path.read_bytes()
-    n_complete = data.rfind(b"\n") + 1
-    if n_complete < len(data):
-        os.truncate(path, n_complete)
+    n_bytes = end = path.stat().st_size
+    with path.open("rb") as file:
+        while end > 0:  # from the end, in pieces
+            start = max(0, end - _PIECE)
+            file.seek(start)
+            at = file.read(end - start).rfind(b"\n")
+            if at >= 0:
+                end = start + at + 1
+                break
+            end = start
+    if end < n_bytes:
+        os.truncate(path, end)
 
 
 def _is_unicode(text: str) -> bool:

@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
 import llamabranch as lb
-from llamabranch import SamplingParams, hub
+from llamabranch import ConfigError, SamplingParams, hub
 
 from .console import Console
-from .prompts import PromptSource, read_prompts, read_text
+from .prompts import PromptSource, read_prompt_file, read_prompts, read_standard_input, read_text
 from .reporting import reporting_errors
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DRAFTING",
+    "DRAFT_LENGTH_NAMES",
     "MODELS",
     "OUTPUT",
     "REQUESTS",
@@ -41,11 +42,14 @@ __all__ = [
     "LoadingOptions",
     "ModelOptions",
     "OutputOptions",
+    "PromptArgument",
     "PromptOptions",
     "RuntimeOptions",
     "SamplingOptions",
+    "TargetOptions",
     "TextOptions",
     "Threads",
+    "one_prompt",
 ]
 
 # The headings of --help.
@@ -57,6 +61,16 @@ RUNTIME = "Runtime"
 OUTPUT = "Output"
 
 DEFAULTS = SamplingParams()
+# The second is the papers', the third vLLM's, the next two are llama.cpp's, former and present.
+DRAFT_LENGTH_NAMES = (
+    "--draft-length",
+    "--gamma",
+    "--num-speculative-tokens",
+    "--draft-max",
+    "--spec-draft-n-max",
+    "-k",
+)
+DEFAULT_PROMPT = "Once upon a time"
 
 Explain = Annotated[
     bool,
@@ -68,7 +82,8 @@ Explain = Annotated[
 ]
 
 Threads = Annotated[
-    int | None, typer.Option("--threads", min=1, help="CPU threads.", rich_help_panel=RUNTIME)
+    int | None,
+    typer.Option("--threads", "-t", min=1, help="CPU threads.", rich_help_panel=RUNTIME),
 ]
 
 
@@ -76,18 +91,19 @@ Threads = Annotated[
 class HubOptions:
     """Whether a model that is not on this machine may be downloaded."""
 
+    panel: ClassVar[str] = MODELS
+
     download: Annotated[
         bool | None,
         typer.Option(
             "--download/--no-download",
             help="Download a model that is not on this machine, or never do so. "
             "Default: only where a terminal shows its size.",
-            rich_help_panel=MODELS,
         ),
     ] = None
     offline: Annotated[
         bool,
-        typer.Option("--offline", help="Use no network.", rich_help_panel=MODELS),
+        typer.Option("--offline", help="Use no network."),
     ] = False
 
     def find(self, name: str) -> Path:
@@ -100,42 +116,52 @@ class HubOptions:
 
 
 @dataclass(frozen=True)
-class ModelOptions(HubOptions):
-    """The target and what drafts for it."""
+class TargetOptions(HubOptions):
+    """The model that a text is for."""
 
     target: Annotated[
         str | None,
         typer.Option(
             "--target",
             "--target-model",
-            "-t",
+            "--model",
             "-m",
             "-hf",
             "-hfr",
             help="A GGUF path, a name from `llamabranch models`, or user/repo[:tag] on the Hugging Face "
             "hub. Default: the bundled target.",
-            rich_help_panel=MODELS,
         ),
     ] = None
+
+    @property
+    def target_name(self) -> str:
+        """The model that was named, else the bundled target."""
+        return hub.BUNDLED_TARGET if self.target is None else self.target
+
+
+@dataclass(frozen=True)
+class ModelOptions(TargetOptions):
+    """The target and what drafts for it."""
+
     draft: Annotated[
         str | None,
         typer.Option(
             "--draft",
             "--draft-model",
+            "--model-draft",
             "-d",
             "-md",
             "-hfd",
             help="A model or an EAGLE-3 head as for --target, `mtp` (the target's own MTP layers), "
             "`auto` (what fits), `lookup`, `suffix`, a chain such as `suffix+NAME`, or `none`. "
             "Default: auto, where the draft listed with the target comes before others.",
-            rich_help_panel=MODELS,
         ),
     ] = None
 
     def resolve(self, console: Console) -> tuple[str, tuple[str, ...]]:
         """Return the name of the target and those of its drafters, all found before any is loaded.
 
-        What ``--draft auto`` found is told on standard error.
+        What ``--draft auto`` found is printed to standard error.
 
         Raises:
             ConfigError: a model that is not on this machine and may not be downloaded.
@@ -145,7 +171,7 @@ class ModelOptions(HubOptions):
         from .candidates import choose_draft  # these two need NumPy and llama.cpp
         from .drafters import MTP, parse_draft
 
-        target = hub.BUNDLED_TARGET if self.target is None else self.target
+        target = self.target_name
         path = self.find(target)
         draft = self._default_draft(target) if self.draft is None else self.draft
         if self.draft in (None, "auto") and lb.Model.head_kind(path) == MTP:
@@ -175,7 +201,9 @@ class ModelOptions(HubOptions):
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Prompts of the command line and of a file."""
+    """Prompts of the command line and of files."""
+
+    panel: ClassVar[str] = REQUESTS
 
     prompts: Annotated[
         list[str] | None,
@@ -185,7 +213,14 @@ class PromptOptions:
             "-p",
             metavar="P1 P2 ...",
             help="What to continue: one or more texts; may be repeated.",
-            rich_help_panel=REQUESTS,
+        ),
+    ] = None
+    files: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--file",
+            "-f",
+            help="A file whose whole text is one prompt, without its last newline; may be repeated.",
         ),
     ] = None
     input_file: Annotated[
@@ -195,7 +230,6 @@ class PromptOptions:
             "-i",
             metavar="FILE|-",
             help="A file of prompts, one a line, or of JSON objects (.jsonl); - is standard input.",
-            rich_help_panel=REQUESTS,
         ),
     ] = None
 
@@ -203,24 +237,76 @@ class PromptOptions:
         """Return all prompts, first those of the command line.
 
         Raises:
-            ConfigError: the file cannot be read.
+            ConfigError: a file cannot be read.
         """
-        return read_prompts(self.prompts or (), self.input_file)
+        whole = [read_prompt_file(path) for path in self.files or ()]
+        return read_prompts([*(self.prompts or ()), *whole], self.input_file)
+
+
+@dataclass(frozen=True)
+class PromptArgument:
+    """The one prompt of a command: an argument, an option as llama.cpp has it, or a file."""
+
+    panel: ClassVar[str] = REQUESTS
+
+    argument: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PROMPT",
+            help="What to continue; - reads standard input.",
+            show_default=DEFAULT_PROMPT,
+            rich_help_panel="Arguments",
+        ),
+    ] = None
+    option: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The prompt, in place of the argument.")
+    ] = None
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file", "-f", help="A file whose text is the prompt, without its last newline."
+        ),
+    ] = None
+
+    def read(self) -> str:
+        """Return the prompt.
+
+        Raises:
+            ConfigError: more than one was given, or it cannot be read.
+        """
+        prompt = one_prompt(self.argument, self.option, self.file)
+        return DEFAULT_PROMPT if prompt is None else prompt
+
+
+def one_prompt(argument: str | None, option: str | None, file: Path | None) -> str | None:
+    """Return the prompt that was given in one of three ways, None if there is none.
+
+    Raises:
+        ConfigError: more than one was given, or it cannot be read.
+    """
+    if sum(given is not None for given in (argument, option, file)) > 1:
+        raise ConfigError(
+            "more than one prompt was given",
+            hint="give an argument, --prompt or --file; `generate` takes several prompts",
+        )
+    if file is not None:
+        return read_prompt_file(file)
+    prompt = argument if option is None else option
+    return read_standard_input() if prompt == "-" and option is None else prompt
 
 
 @dataclass(frozen=True)
 class DraftOptions:
     """How long to draft, and how drafted tokens are accepted."""
 
+    panel: ClassVar[str] = DRAFTING
+
     draft_length: Annotated[
         str,
         typer.Option(
-            "--draft-length",
-            "--gamma",
-            "-k",
+            *DRAFT_LENGTH_NAMES,
             metavar="N|auto",
             help="Tokens to draft a round; auto drafts as many as pay, and none where none pays.",
-            rich_help_panel=DRAFTING,
         ),
     ] = "auto"
     rule: Annotated[
@@ -229,15 +315,11 @@ class DraftOptions:
             metavar="auto|seeded|token|block",
             help="How drafted tokens are accepted; auto is seeded with a seed, at temperature 0 and "
             "for trees, else block.",
-            rich_help_panel=DRAFTING,
         ),
     ] = "auto"
     entropy_stop: Annotated[
         float | None,
-        typer.Option(
-            help="End a draft where the draft model's entropy exceeds this many nats.",
-            rich_help_panel=DRAFTING,
-        ),
+        typer.Option(help="End a draft where the draft model's entropy exceeds this many nats."),
     ] = None
 
     def config(self) -> SpeculativeConfig:
@@ -257,41 +339,33 @@ class DraftOptions:
 class SamplingOptions:
     """How tokens are drawn, and how a prompt is wrapped."""
 
+    panel: ClassVar[str] = SAMPLING
+
     temperature: Annotated[
-        float, typer.Option(help="0 takes the most probable token.", rich_help_panel=SAMPLING)
+        float, typer.Option("--temperature", "--temp", help="0 takes the most probable token.")
     ] = DEFAULTS.temperature
-    top_k: Annotated[
-        int, typer.Option(help="Keep the k most probable; 0 keeps all.", rich_help_panel=SAMPLING)
-    ] = DEFAULTS.top_k
-    top_p: Annotated[
-        float, typer.Option(help="Nucleus sampling; 1 is off.", rich_help_panel=SAMPLING)
-    ] = DEFAULTS.top_p
+    top_k: Annotated[int, typer.Option(help="Keep the k most probable; 0 keeps all.")] = (
+        DEFAULTS.top_k
+    )
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")] = DEFAULTS.top_p
     min_p: Annotated[
         float,
         typer.Option(
-            help="Drop tokens less probable than this share of the most probable one; 0 is off.",
-            rich_help_panel=SAMPLING,
+            help="Drop tokens less probable than this share of the most probable one; 0 is off."
         ),
     ] = DEFAULTS.min_p
-    repeat_penalty: Annotated[
-        float, typer.Option(help="Penalise recent tokens; 1 is off.", rich_help_panel=SAMPLING)
-    ] = DEFAULTS.repeat_penalty
+    repeat_penalty: Annotated[float, typer.Option(help="Penalise recent tokens; 1 is off.")] = (
+        DEFAULTS.repeat_penalty
+    )
     ignore_eos: Annotated[
         bool,
         typer.Option(
-            "--ignore-eos",
-            "--ignore-end",
-            help="Never sample an EOG (end of generation) token.",
-            rich_help_panel=SAMPLING,
+            "--ignore-eos", "--ignore-end", help="Never sample an EOG (end of generation) token."
         ),
     ] = False
     chat: Annotated[
         bool,
-        typer.Option(
-            "--chat",
-            help="Wrap the prompt in the target's chat template.",
-            rich_help_panel=SAMPLING,
-        ),
+        typer.Option("--chat", help="Wrap the prompt in the target's chat template."),
     ] = False
 
     def params(self, seed: int | None = None) -> SamplingParams:
@@ -327,10 +401,12 @@ class SamplingOptions:
 class TextOptions:
     """What determines a text besides the sampling settings: length, seed, stop strings, grammar."""
 
+    panel: ClassVar[str] = SAMPLING
+
     max_tokens: Annotated[
         int,
         typer.Option(
-            "--max-tokens", "-n", min=1, help="Tokens to generate.", rich_help_panel=SAMPLING
+            "--max-tokens", "--predict", "--n-predict", "-n", min=1, help="Tokens to generate."
         ),
     ] = 128
     seed: Annotated[
@@ -339,19 +415,25 @@ class TextOptions:
             "--seed",
             "-s",
             help="With a seed the text is that of plain decoding, whatever the draft.",
-            rich_help_panel=SAMPLING,
         ),
     ] = None
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="End at this text; may be repeated.", rich_help_panel=SAMPLING),
+        typer.Option(help="End at this text; may be repeated."),
     ] = None
     grammar: Annotated[
-        Path | None, typer.Option(help="A file with a GBNF grammar.", rich_help_panel=SAMPLING)
+        Path | None,
+        typer.Option("--grammar", "--grammar-file", help="A file with a GBNF grammar."),
     ] = None
     json_schema: Annotated[
         str | None,
-        typer.Option(help="A JSON schema: a file, or the JSON itself.", rich_help_panel=SAMPLING),
+        typer.Option(
+            "--json-schema",
+            "--json-schema-file",
+            "-j",
+            "-jf",
+            help="A JSON schema: a file, or the JSON itself.",
+        ),
     ] = None
 
     @property
@@ -380,13 +462,12 @@ class TextOptions:
 class LoadingOptions:
     """How a model is loaded."""
 
+    panel: ClassVar[str] = RUNTIME
+
     gpu_layers: Annotated[
         int | None,
         typer.Option(
-            "--gpu-layers",
-            "-ngl",
-            help="Layers to put on the GPU; -1 is all.",
-            rich_help_panel=RUNTIME,
+            "--gpu-layers", "--n-gpu-layers", "-ngl", help="Layers to put on the GPU; -1 is all."
         ),
     ] = None
     verbose: Annotated[
@@ -443,14 +524,16 @@ class LoadingOptions:
 class RuntimeOptions(LoadingOptions):
     """How models are loaded and their contexts created."""
 
+    panel: ClassVar[str] = RUNTIME
+
     n_ctx: Annotated[
         int | None,
-        typer.Option("--n-ctx", "-c", help="Context size in tokens.", rich_help_panel=RUNTIME),
+        typer.Option("--n-ctx", "--ctx-size", "-c", help="Context size in tokens."),
     ] = None
     threads: Threads = None
     kv_type: Annotated[
         str | None,
-        typer.Option(help="Type of the KV cache: f16, bf16, q8_0, ...", rich_help_panel=RUNTIME),
+        typer.Option(help="Type of the KV cache: f16, bf16, q8_0, ..."),
     ] = None
 
     def options(self) -> LoadOptions:
@@ -480,18 +563,14 @@ class RuntimeOptions(LoadingOptions):
 class OutputOptions:
     """How a command prints its output."""
 
+    panel: ClassVar[str] = OUTPUT
+
     as_json: Annotated[
         bool,
-        typer.Option(
-            "--json", help="Print one JSON object and nothing else.", rich_help_panel=OUTPUT
-        ),
+        typer.Option("--json", help="Print one JSON object and nothing else."),
     ] = False
-    no_color: Annotated[
-        bool, typer.Option("--no-color", help="No colours.", rich_help_panel=OUTPUT)
-    ] = False
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks.", rich_help_panel=OUTPUT)
-    ] = False
+    no_color: Annotated[bool, typer.Option("--no-color", help="No colours.")] = False
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False
 
     @contextmanager
     def console(self) -> Iterator[Console]:

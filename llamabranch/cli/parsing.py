@@ -52,7 +52,6 @@ LLAMA_CPP_OPTIONS: dict[str, str] = {
     "-cd": "-c is used for target and draft",
     "-fa": "flash attention is used where the model can",
     "-kvu": "the KV cache is always unified",
-    "-jf": "--json-schema takes a file too",
     **dict.fromkeys(
         (
             "-ag", "-bf", "-bs", "-Cr", "-Crb", "-cl", "-cmoe", "-cmoed", "-co", "-cram", "-ctxcp",
@@ -67,13 +66,38 @@ LLAMA_CPP_OPTIONS: dict[str, str] = {
 
 
 class Command(TyperCommand):
-    """A command that refuses options of llama.cpp's tools by name instead of misreading them."""
+    """A command that takes options by llama.cpp's names too, and refuses those that it lacks by name.
+
+    Without that, Click would read an option of llama.cpp's tools as a short one with text behind it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        others = [name for param in self.params for name in param.opts if name not in _shown(param)]
+        if others:
+            self.epilog = "Other names of these options: " + ", ".join(others)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help, with one long name for each option and the others at the end."""
+        names = [(param, param.opts) for param in self.params]
+        try:
+            for param in self.params:
+                param.opts = _shown(param)
+            super().format_help(ctx, formatter)
+        finally:
+            for param, opts in names:
+                param.opts = opts
 
     def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
         """Return its own parameters and the hidden ones whose error names what to use instead."""
         own = super().get_params(ctx)
         known = {name for param in own for name in param.opts}
         return [*own, *(option for option in _refused_options() if option.opts[0] not in known)]
+
+
+def _shown(param: Any) -> list[str]:
+    """Return an option's first name and its names of one dash."""
+    return [name for i, name in enumerate(param.opts) if i == 0 or not name.startswith("--")]
 
 
 @cache

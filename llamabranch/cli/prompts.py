@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import shutil
 import sys
+import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import llamabranch as lb
 from llamabranch import ConfigError
@@ -22,10 +27,14 @@ __all__ = [
     "PromptSource",
     "apply_template",
     "digest",
+    "read_prompt_file",
     "read_prompts",
     "read_standard_input",
     "read_text",
 ]
+
+
+_ENDS = "\r\n"
 
 
 def read_text(path: Path) -> str:
@@ -40,28 +49,97 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"cannot read {path}: {error}") from None
 
 
+def read_prompt_file(path: Path) -> str:
+    """Return the text of a file that is one prompt, without its last newline, as llama.cpp reads ``-f``.
+
+    Raises:
+        ConfigError: it cannot be read, or is not UTF-8.
+    """
+    text = read_text(path)
+    return text[:-1] if text.endswith("\n") else text
+
+
 @dataclass(frozen=True)
 class PromptSource:
-    """Where a job's prompts come from: those of the command line, and the lines of a file."""
+    """Where a job's prompts come from: those of the command line, and the lines of a file.
+
+    The file is read anew by each ``requests`` and ``digest``, line by line.
+    """
 
     prompts: tuple[str, ...]
-    lines: tuple[str, ...] = ()
+    file: _LineFile | None = None
     json_lines: bool = False
 
     def requests(self, sampling: SamplingParams) -> Iterator[Request]:
         """Yield a request for each prompt; ``sampling`` is used where a line has none.
 
         Raises:
-            ConfigError: an invalid request, with its line number.
+            ConfigError: an invalid request, with its line number; or the file cannot be read.
         """
         yield from (lb.Request(prompt, sampling=sampling) for prompt in self.prompts)
-        yield from read_requests(self.lines, json_lines=self.json_lines, sampling=sampling)
+        yield from read_requests(self._lines(), json_lines=self.json_lines, sampling=sampling)
 
     @property
     def digest(self) -> str:
         """SHA-256 (hex, 16 digits) of the prompts; empty lines do not count."""
-        lines = [line.rstrip("\r") for line in self.lines if line.strip()]
-        return digest([list(self.prompts), lines, self.json_lines])
+        found = hashlib.sha256(f"[{json.dumps(list(self.prompts))}, [".encode("ascii"))
+        separator = ""
+        for line in self._lines():
+            if line.strip():
+                found.update(f"{separator}{json.dumps(line.rstrip(_ENDS))}".encode("ascii"))
+                separator = ", "
+        found.update(f"], {json.dumps(self.json_lines)}]".encode("ascii"))
+        return found.hexdigest()[:16]
+
+    def _lines(self) -> Iterator[str]:
+        return iter(()) if self.file is None else self.file.lines()
+
+
+class _LineFile:
+    """A file of lines in UTF-8 that can be read several times.
+
+    Args:
+        path: the file; None for standard input, which is copied to a temporary file at once.
+
+    Raises:
+        ConfigError: standard input cannot be read.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._copy: IO[str] | None = None
+        if path is None:
+            self._copy = tempfile.TemporaryFile(  # noqa: SIM115  (deleted with this object)
+                "w+", encoding="utf-8", newline="\n"
+            )
+            weakref.finalize(self, self._copy.close)
+            with _standard_input() as text:
+                shutil.copyfileobj(text, self._copy)
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines.
+
+        Raises:
+            ConfigError: the file cannot be read, or is not UTF-8.
+        """
+        if self._copy is not None:
+            self._copy.seek(0)
+            yield from iter(
+                self._copy.readline, ""
+            )  # of the file itself, the end of this would close it
+            return
+        if self._path is None:
+            return
+        try:
+            with self._path.open(encoding="utf-8", newline="\n") as file:
+                yield from file
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read {self._path}: {error}") from None
+
+    def begins_with_object(self) -> bool:
+        """Return whether the first character that is not blank is a brace."""
+        first = next((line for line in self.lines() if line.strip()), "")
+        return first.lstrip().startswith("{")
 
 
 def digest(value: object) -> str:
@@ -75,12 +153,10 @@ def read_prompts(prompts: Sequence[str], input_file: str | None) -> PromptSource
     if input_file is None:
         return PromptSource(tuple(prompts))
     if input_file == "-":
-        text = read_standard_input()
-        json_lines = text.lstrip().startswith("{")
-    else:
-        text = read_text(Path(input_file))
-        json_lines = Path(input_file).suffix in (".jsonl", ".ndjson")
-    return PromptSource(tuple(prompts), tuple(text.split("\n")), json_lines)
+        file = _LineFile(None)
+        return PromptSource(tuple(prompts), file, file.begins_with_object())
+    json_lines = Path(input_file).suffix in (".jsonl", ".ndjson")
+    return PromptSource(tuple(prompts), _LineFile(Path(input_file)), json_lines)
 
 
 def read_standard_input() -> str:
@@ -89,21 +165,32 @@ def read_standard_input() -> str:
     Raises:
         ConfigError: it is closed, or not UTF-8.
     """
+    with _standard_input() as text:
+        return text.read()
+
+
+@contextmanager
+def _standard_input() -> Iterator[IO[str]]:
+    """Open standard input as UTF-8, each line ended by a newline.
+
+    Raises:
+        ConfigError: it is closed, or not UTF-8.
+    """
     if sys.stdin is None:  # None means that it was closed when the process started
         raise ConfigError(
             "standard input is closed", hint="pipe the prompt in, or give it as an argument"
         )
+    text = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", newline=None)
     try:
-        text = sys.stdin.buffer.read().decode("utf-8")
+        yield text
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"cannot read standard input: {error}", hint="it must be text in UTF-8"
         ) from None
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    finally:
+        text.detach()  # standard input stays open
 
 
 def apply_template(context: Context, prompt: str) -> list[int]:
     """Return the tokens of ``prompt`` as a user's turn in the model's chat template."""
-    text = context.model.apply_chat_template([("user", prompt)])
-    # The template writes the special tokens itself, the first one included.
-    return context.model.tokenize(text, add_special=False, parse_special=True)
+    return context.model.prompt_tokens([{"role": "user", "content": prompt}])

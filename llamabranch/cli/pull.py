@@ -17,7 +17,9 @@ from .options import MODELS, OutputOptions
 def pull(
     model: Annotated[
         str,
-        typer.Argument(help="user/repo[:tag] on the Hugging Face hub, or a name of `models`."),
+        typer.Argument(
+            metavar="MODEL", help="user/repo[:tag] on the Hugging Face hub, or a name of `models`."
+        ),
     ],
     *,
     offline: Annotated[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -15,6 +15,7 @@ from llamabranch import ConfigError, Request, Result
 
 from .console import OutputError
 from .jsonl import cut_incomplete_line, read_results, write_result
+from .prompts import digest
 
 __all__ = ["JobSettings", "ResultFile"]
 
@@ -71,14 +72,21 @@ class ResultFile:
     """
 
     def __init__(
-        self, path: Path, job: JobSettings, requests: Sequence[Request], *, resume: bool
+        self,
+        path: Path,
+        job: JobSettings,
+        requests: Iterable[Request],
+        *,
+        resume: bool,
+        stats: bool = False,
     ) -> None:
         self.path = path
         self.job = job
+        self._stats = stats
         self.done: set[tuple[str, int]] = set()
         self._file: IO[str] | None = None
         self._synced = 0.0  # when the disk was last asked to store it
-        self._records: list[Mapping[str, object]] = []
+        self._jobs: list[Mapping[str, object]] = []  # those of the records, each once
         if not resume:
             if path.is_file() and path.stat().st_size:
                 raise ConfigError(
@@ -86,23 +94,47 @@ class ResultFile:
                 )
             return
         try:
-            records = read_results(path)
+            self._read(requests)
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-        prompts = {request.id: request.prompt for request in requests}
-        for record in records:
+        if self._jobs:
+            self._adopt_seed(self._jobs[0])
+        self._check()
+
+    def _read(self, requests: Iterable[Request]) -> None:
+        """Read which texts are there, and check that they are those of ``requests``."""
+        found: dict[str, str] = {}
+        problem: ConfigError | None = None  # raised once the whole file is known to hold results
+        for record in read_results(self.path):
             name, sample = str(record["id"]), record.get("sample", 0)
-            if name not in prompts or record.get("prompt") != _listed(prompts[name]):
-                raise ConfigError(
-                    f"{path} has results of other prompts: the id {name!r}",
-                    hint="resume with the prompts it was started with, or name another file",
-                )
+            prompt = digest(record.get("prompt"))
+            if found.setdefault(name, prompt) != prompt:
+                problem = problem or self._of_other_prompts(name)
             if isinstance(sample, int):
                 self.done.add((name, sample))
-            self._records.append(_job_of(record, path))
-        if self._records:
-            self._adopt_seed(self._records[0])
-        self._check()
+            try:
+                job = _job_of(record, self.path)
+            except ConfigError as error:
+                problem = problem or error
+                continue
+            if job not in self._jobs:
+                self._jobs.append(job)
+        if not found:
+            return
+        for request in requests:
+            prompt = found.pop(str(request.id), "")
+            if prompt and prompt != digest(_listed(request.prompt)):
+                raise self._of_other_prompts(str(request.id))
+        for name in found:
+            raise self._of_other_prompts(name)
+        if problem is not None:
+            raise problem
+
+    def _of_other_prompts(self, name: str) -> ConfigError:
+        return ConfigError(
+            f"{self.path} has results of other prompts: the id {name!r}",
+            hint="resume with the prompts it was started with, or name another file",
+        )
 
     def _adopt_seed(self, record: Mapping[str, object]) -> None:
         """Continue with the seed of the file, unless another one was given."""
@@ -112,7 +144,7 @@ class ResultFile:
             self.job = replace(self.job, seed=seed, seed_given=given)
 
     def _check(self) -> None:
-        for record in self._records:
+        for record in self._jobs:
             found = self.job.differences(record)
             if found:
                 raise ConfigError(
@@ -130,7 +162,7 @@ class ResultFile:
         """
         self.job = replace(self.job, model=model[:16], seed=seed)
         self._check()
-        self._records.clear()
+        self._jobs.clear()
         try:
             cut_incomplete_line(self.path)
             self._file = self.path.open("a", encoding="utf-8", newline="\n")
@@ -149,7 +181,7 @@ class ResultFile:
         if self._file is None:
             raise RuntimeError("the file of results is not open")
         try:
-            write_result(self._file, result, asdict(self.job))
+            write_result(self._file, result, asdict(self.job), stats=self._stats)
             if monotonic() - self._synced >= _SYNC_S:
                 os.fsync(self._file.fileno())
                 self._synced = monotonic()
@@ -192,7 +224,7 @@ class ResultFile:
         return OutputError(f"cannot write {self.path}: {error.strerror or error}", hint=hint)
 
 
-def _listed(prompt: str | Sequence[int]) -> str | list[int]:
+def _listed(prompt: str | Sequence[object]) -> str | list[object]:
     return prompt if isinstance(prompt, str) else list(prompt)
 
 

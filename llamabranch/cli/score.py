@@ -11,13 +11,14 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from llamabranch import Branch, BranchStore, ConfigError, Context, TokenScore, hub
+from llamabranch import Branch, BranchStore, ConfigError, Context, TokenScore
 
 from .bundles import with_bundles
 from .console import Console, print_json
 from .formats import number
-from .options import REQUESTS, HubOptions, OutputOptions, RuntimeOptions
-from .prompts import read_standard_input, read_text
+from .options import REQUESTS, OutputOptions, RuntimeOptions, TargetOptions
+from .prompts import read_prompt_file, read_standard_input, read_text
+from .ray_jobs import RAY, RayOptions, finish_job, job_paths
 
 _FIELDS = {"id", "text", "context", "continuations"}
 
@@ -34,13 +35,22 @@ class _Item(NamedTuple):
 def score(
     texts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="TEXT ...", help="What to score; with --context its continuations."),
+        typer.Argument(metavar="TEXT", help="What to score; with --context its continuations."),
     ] = None,
     *,
     context: Annotated[
         str | None,
         typer.Option(
             "--context", help="Text before each TEXT, not scored.", rich_help_panel=REQUESTS
+        ),
+    ] = None,
+    files: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--file",
+            "-f",
+            help="A file whose whole text is scored, without its last newline; may be repeated.",
+            rich_help_panel=REQUESTS,
         ),
     ] = None,
     input_file: Annotated[
@@ -60,19 +70,16 @@ def score(
             min=0, help="Show so many of the most probable tokens.", rich_help_panel=REQUESTS
         ),
     ] = 0,
-    target: Annotated[
-        str,
-        typer.Option(
-            "--target",
-            "--target-model",
-            "-t",
-            "-m",
-            "-hf",
-            help="A GGUF path, a name from `llamabranch models`, or user/repo[:tag].",
-        ),
-    ] = hub.BUNDLED_TARGET,
-    finding: HubOptions,
+    models: TargetOptions,
     runtime: RuntimeOptions,
+    cluster: RayOptions,
+    output_folder: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The folder of the results.", rich_help_panel=RAY),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the job in --output.", rich_help_panel=RAY)
+    ] = False,
     output: OutputOptions,
 ) -> None:
     """Score given text: log-probabilities of its tokens, their sum, perplexity and ranks.
@@ -81,13 +88,23 @@ def score(
     context, each text is a continuation of it, and all are decoded together.
     """
     with output.console() as console, ExitStack() as stack:
-        items = list(_given(texts or (), context))
+        if cluster.ray is not None:
+            from llamabranch import scale
+
+            inputs, folder = job_paths(input_file, output_folder, texts)
+            options = cluster.options(console, resume=resume, streams=8)
+            load = runtime.options()
+            report = scale.score(inputs, folder, model=models.target_name, load=load, **options)
+            finish_job(console, report, as_json=output.as_json)
+            return
+        whole = [read_prompt_file(path) for path in files or ()]
+        items = list(_given([*(texts or ()), *whole], context))
         if input_file is not None:
             items += _lines(input_file)
         if not items:
-            raise ConfigError("there is no text", hint="give a text or --input")
-        finding.find(target)
-        ctx = runtime.open(target, console, stack)
+            raise ConfigError("there is no text", hint="give a text, --file or --input")
+        models.find(models.target_name)
+        ctx = runtime.open(models.target_name, console, stack)
         found: list[dict[str, object]] = []
         for item in items:
             scores = _score(ctx, item, top)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -32,18 +32,17 @@ from .options import (
     OUTPUT,
     ModelOptions,
     OutputOptions,
+    PromptArgument,
     RuntimeOptions,
     SamplingOptions,
     TextOptions,
 )
-from .prompts import apply_template, read_standard_input
+from .prompts import apply_template
 from .reporting import EXIT_INTERRUPTED
 from .search_report import drawn_tree, search_page, stats_text
 
-SEARCH = "Search"
 WIDTHS = {"beam": 4, "best-of": 8, "vote": 16, "smc": 8, "steps": 4, "mcts": 3}
 NEED_REWARD = ("steps", "mcts")
-DEFAULT_PROMPT = "Once upon a time"
 _CELLS_PER_TEXT = 256
 _LEAST_CELLS = 2048
 
@@ -52,9 +51,11 @@ _LEAST_CELLS = 2048
 class MethodOptions:
     """How to search."""
 
+    panel: ClassVar[str] = "Search"
+
     method: Annotated[
         str,
-        typer.Option(metavar="|".join(WIDTHS), help="How to search.", rich_help_panel=SEARCH),
+        typer.Option(metavar="|".join(WIDTHS), help="How to search."),
     ] = "beam"
     width: Annotated[
         int | None,
@@ -65,24 +66,17 @@ class MethodOptions:
             help="Beams, texts, particles, texts of a step, or moves; by default "
             + ", ".join(f"{n} ({name})" for name, n in WIDTHS.items())
             + ".",
-            rich_help_panel=SEARCH,
         ),
     ] = None
-    best: Annotated[
-        int, typer.Option(min=1, help="How many results to print.", rich_help_panel=SEARCH)
-    ] = 1
+    best: Annotated[int, typer.Option(min=1, help="How many results to print.")] = 1
     length_penalty: Annotated[
         float,
-        typer.Option(
-            help="beam: above 0 favours long texts, below 0 short ones.", rich_help_panel=SEARCH
-        ),
+        typer.Option(help="beam: above 0 favours long texts, below 0 short ones."),
     ] = 1.0
-    groups: Annotated[
-        int, typer.Option(min=1, help="beam: groups of beams.", rich_help_panel=SEARCH)
-    ] = 1
+    groups: Annotated[int, typer.Option(min=1, help="beam: groups of beams.")] = 1
     diversity_penalty: Annotated[
         float,
-        typer.Option(help="beam: nats for a token of an earlier group.", rich_help_panel=SEARCH),
+        typer.Option(help="beam: nats for a token of an earlier group."),
     ] = 0.0
     reward: Annotated[
         str | None,
@@ -90,7 +84,6 @@ class MethodOptions:
             metavar="COMMAND",
             help="best-of, steps, mcts: a program that reads a text from standard input and prints "
             "a number, higher is better.",
-            rich_help_panel=SEARCH,
         ),
     ] = None
     answer: Annotated[
@@ -99,7 +92,6 @@ class MethodOptions:
             metavar="REGEX",
             help="vote: what finds the answer in a text; the last match counts, and of it the "
             "first group.",
-            rich_help_panel=SEARCH,
         ),
     ] = r"-?\d+(?:\.\d+)?"
     step: Annotated[
@@ -107,22 +99,16 @@ class MethodOptions:
         typer.Option(
             metavar="TEXT|N",
             help="steps, mcts: where a step ends: at a text, or after so many tokens.",
-            rich_help_panel=SEARCH,
         ),
     ] = r"\n"
     iterations: Annotated[
         int,
-        typer.Option(
-            min=1, help="steps: at most so many; mcts: texts evaluated.", rich_help_panel=SEARCH
-        ),
+        typer.Option(min=1, help="steps: at most so many; mcts: texts evaluated."),
     ] = 40
     sequences: Annotated[
         int,
         typer.Option(
-            min=2,
-            max=256,
-            help="Sequences of the cache; a wider search decodes in waves.",
-            rich_help_panel=SEARCH,
+            min=2, max=256, help="Sequences of the cache; a wider search decodes in waves."
         ),
     ] = 33
 
@@ -168,10 +154,8 @@ class MethodOptions:
 
 @with_bundles
 def search(
-    prompt: Annotated[
-        str, typer.Argument(help="What to continue; - reads standard input.")
-    ] = DEFAULT_PROMPT,
     *,
+    given: PromptArgument,
     method: MethodOptions,
     models: ModelOptions,
     text: TextOptions,
@@ -199,8 +183,7 @@ def search(
         grammar = text.parse_grammar()
         method.check()
         params = method.params(sampling.params(text.seed))
-        if prompt == "-":
-            prompt = read_standard_input()
+        prompt = given.read()
         target_name, drafters = replace(models, draft=models.draft or "none").resolve(console)
         n_sequences = max(2, min(method.n + 1, method.sequences))
         if method.method == "mcts":
@@ -219,8 +202,8 @@ def search(
         )
         note_translation(drafter, context.model, console)
         params = sampling.without_eog(params, context.model)
-        given = apply_template(context, prompt) if sampling.chat else prompt
-        branch = Branch.start(context, given, sampling=params, grammar=grammar)
+        start = apply_template(context, prompt) if sampling.chat else prompt
+        branch = Branch.start(context, start, sampling=params, grammar=grammar)
         with InterruptHandler([context, *drafting_contexts(drafter)]) as interrupts:
 
             def on_step(stats: SearchStats) -> bool:
@@ -338,10 +321,10 @@ def _reward(command: str) -> Callable[[str], float]:
                 return float(done.stdout)
         except ValueError:
             pass
-        said = (done.stderr or done.stdout).strip().splitlines()
+        printed = (done.stderr or done.stdout).strip().splitlines()
         raise ConfigError(
             f"the reward {command!r} printed no number (exit code {done.returncode})",
-            hint=said[-1] if said else None,
+            hint=printed[-1] if printed else None,
         )
 
     return reward

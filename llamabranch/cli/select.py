@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from llamabranch import Branch, ConfigError, hub
+from llamabranch import Branch, ConfigError
 from llamabranch.search import select as choose
 
-from ..loading import LoadOptions
 from .bundles import with_bundles
 from .console import print_json
-from .options import OUTPUT, REQUESTS, RUNTIME, HubOptions, LoadingOptions, OutputOptions
-from .prompts import read_standard_input
+from .options import OUTPUT, REQUESTS, OutputOptions, RuntimeOptions, TargetOptions, one_prompt
 from .search_report import drawn_tree, stats_text
 
 _SEQUENCES = 33
@@ -22,17 +21,37 @@ _SEQUENCES = 33
 
 @with_bundles
 def select(
-    prompt: Annotated[str, typer.Argument(help="What comes before; - reads standard input.")],
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PROMPT CHOICE",
+            help="What comes before, - for standard input, and the texts that may follow. Begin them "
+            "with a space where the text needs one.",
+        ),
+    ] = None,
     *,
-    choices: Annotated[
-        list[str],
+    prompt_option: Annotated[
+        str | None,
         typer.Option(
-            "--choice",
-            "-c",
-            help="A text that may follow; repeat it. Begin it with a space where the text needs one.",
+            "--prompt",
+            "-p",
+            help="The prompt: all arguments are choices then.",
             rich_help_panel=REQUESTS,
         ),
-    ],
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            "-f",
+            help="A file whose text is the prompt, without its last newline.",
+            rich_help_panel=REQUESTS,
+        ),
+    ] = None,
+    more_choices: Annotated[
+        list[str] | None,
+        typer.Option("--choice", help="A text that may follow.", rich_help_panel=REQUESTS),
+    ] = None,
     method: Annotated[
         str,
         typer.Option(
@@ -41,27 +60,8 @@ def select(
             rich_help_panel=REQUESTS,
         ),
     ] = "mean",
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--target",
-            "--target-model",
-            "-t",
-            "-m",
-            "-hf",
-            help="A GGUF path, a name from `llamabranch models`, or user/repo[:tag]. "
-            "Default: the bundled target.",
-            rich_help_panel=REQUESTS,
-        ),
-    ] = None,
-    n_ctx: Annotated[
-        int | None, typer.Option("--n-ctx", help="Context size in tokens.", rich_help_panel=RUNTIME)
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads.", rich_help_panel=RUNTIME)
-    ] = None,
-    finding: HubOptions,
-    loading: LoadingOptions,
+    models: TargetOptions,
+    runtime: RuntimeOptions,
     tree: Annotated[
         bool,
         typer.Option("--tree", help="Draw the choices as a tree.", rich_help_panel=OUTPUT),
@@ -73,18 +73,19 @@ def select(
     All choices are decoded together, beginnings that they have in common once.
     """
     with output.console() as console, ExitStack() as stack:
+        arguments = list(texts or ())
+        first = arguments.pop(0) if arguments and prompt_option is None and file is None else None
+        prompt = one_prompt(first, prompt_option, file)
+        choices = [*arguments, *(more_choices or ())]
+        if prompt is None or not choices:
+            raise ConfigError(
+                "select needs a prompt and a choice", hint='select "The king was" " old" " ill"'
+            )
         if any(not choice for choice in choices):
             raise ConfigError("a choice must not be empty")
-        if prompt == "-":
-            prompt = read_standard_input()
-        name = hub.BUNDLED_TARGET if target is None else target
-        finding.find(name)
-        options = LoadOptions(n_seq_max=_SEQUENCES)
-        if n_ctx is not None:
-            options["n_ctx"] = n_ctx
-        if threads is not None:
-            options["n_threads"] = options["n_threads_batch"] = threads
-        context = loading.open(name, console, stack, **options)
+        name = models.target_name
+        models.find(name)
+        context = runtime.open(name, console, stack, n_seq_max=_SEQUENCES)
         found = choose(Branch.start(context, prompt), choices, method=method)
         if output.as_json:
             print_json({"prompt": prompt, "method": method, **found.as_dict()})

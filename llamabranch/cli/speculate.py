@@ -46,25 +46,23 @@ from .options import (
     Explain,
     ModelOptions,
     OutputOptions,
+    PromptArgument,
     RuntimeOptions,
     SamplingOptions,
     TextOptions,
 )
-from .prompts import apply_template, read_standard_input
+from .prompts import apply_template
 from .reporting import EXIT_INTERRUPTED
 from .speculate_report import SpeculateReport
 
-DEFAULT_PROMPT = "Once upon a time"
 N_WARM_UP_TOKENS = 8
 N_SEQ_MAX = 8  # what a context has by default; trees need more
 
 
 @with_bundles
 def speculate(
-    prompt: Annotated[
-        str, typer.Argument(help="What to continue; - reads standard input.")
-    ] = DEFAULT_PROMPT,
     *,
+    given: PromptArgument,
     models: ModelOptions,
     drafting: DraftOptions,
     draft_width: Annotated[
@@ -119,8 +117,7 @@ def speculate(
         seed = secrets.randbits(31) if compare_plain and text.seed is None else text.seed
         params = sampling.params(seed)
         grammar = text.parse_grammar()
-        if prompt == "-":
-            prompt = read_standard_input()
+        prompt = given.read()
         target_name, drafters = models.resolve(console)
         if draft_width > 1 and not has_model(drafters):
             raise ConfigError("a token tree needs a draft model", hint="name one with --draft")

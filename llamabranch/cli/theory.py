@@ -2,51 +2,79 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
-from collections.abc import Callable
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TypeVar
 
 import typer
 
+from llamabranch import ConfigError
 from llamabranch import theory as formulas
 
 from .bundles import with_bundles
 from .console import print_json
-from .options import OutputOptions
+from .options import DRAFT_LENGTH_NAMES, OutputOptions
+from .prompts import read_text
 
-ACCEPTANCES = (0.7, 0.8)
-DRAFT_LENGTHS = (4, 8)
-DRAFT_COSTS = (0.05, 0.10, 0.20)
 LONGEST = 16  # the longest draft that is considered the best
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What the formulas need; by default usual values."""
+
+    acceptances: Sequence[float] = (0.7, 0.8)
+    draft_lengths: Sequence[int] = (4, 8)
+    draft_costs: Sequence[float] = (0.05, 0.10, 0.20)
+    verify_cost: str = "1"
 
 
 @with_bundles
 def theory(
+    measured: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="BENCH.JSON",
+            help="What `bench --output` wrote: its acceptance, costs and lengths, where none is given.",
+        ),
+    ] = None,
     *,
     acceptance: Annotated[
-        list[float] | None,
+        list[str] | None,
         typer.Option(
             "--acceptance",
             "-a",
-            help="Probability that a drafted token is accepted if those before it were; may be "
-            "repeated.",
+            metavar="A,A,...",
+            help="Probability that a drafted token is accepted if those before it were. "
+            "Default: 0.7,0.8.",
         ),
     ] = None,
     draft_length: Annotated[
-        list[int] | None,
-        typer.Option("--draft-length", "-k", help="Tokens drafted a round; may be repeated."),
+        list[str] | None,
+        typer.Option(
+            *DRAFT_LENGTH_NAMES, metavar="N,N,...", help="Tokens drafted a round. Default: 4,8."
+        ),
     ] = None,
     draft_cost: Annotated[
-        list[float] | None,
-        typer.Option("--c", "-c", help="Time of a draft step over a target step; may be repeated."),
+        list[str] | None,
+        typer.Option(
+            "--c",
+            metavar="C,C,...",
+            help="Time of a draft step over a target step. Default: 0.05,0.1,0.2.",
+        ),
     ] = None,
     verify_cost: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="V|N:V,N:V,...",
-            help="Time to verify, in target steps: one number, or points to interpolate between.",
+            help="Time to verify, in target steps: one number, or points to interpolate between. "
+            "Default: 1.",
         ),
-    ] = "1",
+    ] = None,
     output: OutputOptions,
 ) -> None:
     """Print tokens a round, speedup and best draft length that the theory expects.
@@ -54,9 +82,13 @@ def theory(
     E is the tokens a round; "often seen" is a formula that is wrong, for comparison.
     """
     with output.console() as console:
+        found = _Measured() if measured is None else _read(measured)
+        rates = _numbers(acceptance, float, "--acceptance") or found.acceptances
+        lengths = _numbers(draft_length, int, "--draft-length") or found.draft_lengths
+        costs = _numbers(draft_cost, float, "--c") or found.draft_costs
+        verify_cost = found.verify_cost if verify_cost is None else verify_cost
         cost = _parse_cost(verify_cost)
-        rates, costs = acceptance or ACCEPTANCES, draft_cost or DRAFT_COSTS
-        rows = formulas.table(rates, draft_length or DRAFT_LENGTHS, costs, cost)
+        rows = formulas.table(rates, lengths, costs, cost)
         best = [[_best(a, c, cost) for c in costs] for a in rates]
         if output.as_json:
             print_json(
@@ -82,13 +114,13 @@ def theory(
                 }
             )
             return
-        headings = [f"c = {c:g}" for c in costs]
+        headings = [f"c = {c:.3g}" for c in costs]
         console.line("Speedup over plain decoding, by the cost c of a draft step in target steps:")
         console.table(
             ("a", "length", "often seen", "E", *headings, "accepted / drafted"),
             [
                 (
-                    f"{row.acceptance:g}",
+                    f"{row.acceptance:.3g}",
                     str(row.draft_length),
                     *(f"{x:.2f}" for x in (row.naive, row.expected_tokens, *row.speedups)),
                     f"{row.accepted_share:.2f}",
@@ -101,10 +133,42 @@ def theory(
         console.table(
             ("a", *headings),
             [
-                (f"{a:g}", *(f"{k}: {speedup:.2f}" for k, speedup in line))
+                (f"{a:.3g}", *(f"{k}: {speedup:.2f}" for k, speedup in line))
                 for a, line in zip(rates, best, strict=True)
             ],
         )
+
+
+def _read(path: Path) -> _Measured:
+    """Return what a file of ``bench`` has measured.
+
+    Raises:
+        ConfigError: it cannot be read, is not such a file, or nothing was drafted.
+    """
+    try:
+        report = json.loads(read_text(path))
+        lengths = [cell["draft_length"] for cell in report["lengths"]]
+        return _Measured(
+            (float(report["a"]),),
+            [length for length in lengths if isinstance(length, int)],
+            (float(report["c"]),),
+            ",".join(f"{int(n)}:{float(ratio)}" for n, ratio in report["v"].items()),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise ConfigError(
+            f"{path} has no measured acceptance and costs of drafting",
+            hint="`llamabranch bench --output DIR` writes DIR/bench.json",
+        ) from None
+
+
+def _numbers(given: list[str] | None, kind: type[Number], option: str) -> list[Number]:
+    """Return the numbers of an option that may be repeated, and that takes several between commas."""
+    try:
+        return [kind(part) for text in given or () for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(
+            f"{', '.join(given or ())!r} is not a list of numbers such as 4,8", param_hint=option
+        ) from None
 
 
 def _best(a: float, c: float, cost: Callable[[int], float]) -> tuple[int, float]:

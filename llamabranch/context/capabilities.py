@@ -24,7 +24,7 @@ class Capabilities:
 
     Args:
         can_truncate: the tail of a sequence can be dropped.
-        can_share: sequences can share cells.
+        can_share: sequences can share cells; otherwise (``kv_unified=False``) a fork copies them.
         sliding_window: size of the attention window in tokens, 0 if there is none.
         recurrent: some of the memory is a state instead of cells.
         batch_invariant: a token's logits do not depend, to the bit, on what else is in the batch or the
@@ -89,7 +89,7 @@ def probe(
             )
     capabilities = Capabilities(
         can_truncate=can_truncate,
-        can_share=True,
+        can_share=handle.kv_unified,
         sliding_window=window,
         recurrent=recurrent,
         batch_invariant=invariant,

@@ -23,7 +23,8 @@ class Usage:
     that holds any. ``cells_reserved`` are free but temporarily not reused, so that no sequence gets a
     cell below its earlier ones; ``in_order`` is False once some had to be reused before that was safe.
     ``cells_cached`` are held by the prefix cache alone; they count as free, since it gives them up as
-    soon as they are needed.
+    soon as they are needed. ``cells_per_sequence`` is how many cells each sequence has where they have
+    cells of their own (``kv_unified=False``): no other can use them, and none are shared or reserved.
     """
 
     cells_total: int
@@ -33,6 +34,7 @@ class Usage:
     cells_reserved: int = 0
     in_order: bool = True
     cells_cached: int = 0
+    cells_per_sequence: int | None = None
 
     @property
     def cells_free(self) -> int:
@@ -42,12 +44,16 @@ class Usage:
 
 class _Run:
     """Cells written one after another by one sequence, each with its write index:
-    how many cells of the cache were written before it."""
+    how many cells of the cache were written before it.
 
-    __slots__ = ("owner", "write_indices")
+    ``users`` are the sequences that refer to any of them: of hundreds of kept texts only few do.
+    """
+
+    __slots__ = ("owner", "users", "write_indices")
 
     def __init__(self, owner: int, write_indices: list[int]) -> None:
         self.owner = owner
+        self.users = {owner}
         self.write_indices = write_indices
 
 
@@ -87,6 +93,7 @@ class CellLedger:
             0  # cells written so far; a later one has a higher cell index if no hole was filled
         )
         self._sequences = [_Sequence() for _ in range(n_seq_max)]
+        self._newest = [-1] * n_seq_max  # the write index at the end of each sequence
 
     @property
     def n_sequences(self) -> int:
@@ -97,6 +104,7 @@ class CellLedger:
         """Make sure that there is a sequence ``seq_id``."""
         while len(self._sequences) <= seq_id:
             self._sequences.append(_Sequence())
+            self._newest.append(-1)
 
     def next_position(self, seq_id: int) -> int:
         """Return where the next token of ``seq_id`` goes: its largest position + 1, 0 if empty."""
@@ -116,7 +124,10 @@ class CellLedger:
         if write_indices is None:
             write_indices = range(self.clock, self.clock + n)
             self.clock += n
+        if not n:
+            return
         sequence = self._sequences[seq_id]
+        self._newest[seq_id] = write_indices[-1]
         if sequence.slices:
             last = sequence.slices[-1]
             run = last.run
@@ -131,12 +142,19 @@ class CellLedger:
 
     def newest(self, *, but: int = -1) -> int:
         """Return the largest write index at the end of a sequence other than ``but``; -1 = none."""
-        newest = -1
-        for seq_id, sequence in enumerate(self._sequences):
-            if sequence.slices and seq_id != but:
-                last = sequence.slices[-1]
-                newest = max(newest, last.run.write_indices[last.high - 1])
+        if but < 0:
+            return max(self._newest)
+        ends = self._newest
+        kept, ends[but] = ends[but], -1
+        newest = max(ends)
+        ends[but] = kept
         return newest
+
+    def _note_end(self, seq_id: int) -> None:
+        """Look up the write index at the end of a sequence again."""
+        slices = self._sequences[seq_id].slices
+        last = slices[-1] if slices else None
+        self._newest[seq_id] = -1 if last is None else last.run.write_indices[last.high - 1]
 
     def exclusive(self, seq_id: int, start: int, end: int) -> tuple[int | None, int]:
         """Return the first position in [start, end) that no other sequence shares, and how many."""
@@ -174,8 +192,9 @@ class CellLedger:
             if s.end <= start:
                 break
             shared = s.low
-            for i, other in enumerate(self._sequences):
-                if i != seq_id and other.slices and not other.has_holes:
+            for i in s.run.users:
+                other = self._sequences[i]
+                if i != seq_id and not other.has_holes:
                     at = bisect_right(other.slices, s.position, key=_position) - 1
                     if at >= 0 and (t := other.slices[at]).run is s.run:
                         shared = max(shared, min(t.high, s.high))
@@ -202,9 +221,10 @@ class CellLedger:
         found: dict[_Run, list[tuple[int, int]]] = {
             s.run: [] for s in self._sequences[seq_id].slices
         }
-        for i, other in enumerate(self._sequences):
+        users: set[int] = set().union(*(run.users for run in found))
+        for i in users:
             if i != seq_id:
-                for t in other.slices:
+                for t in self._sequences[i].slices:
                     if t.run in found:
                         found[t.run].append((t.low, t.high))
         return found
@@ -231,8 +251,10 @@ class CellLedger:
             low, high = max(s.position, start), min(s.end, end)
             if low < high:
                 kept.append(_Slice(s.run, s.low + low - s.position, s.low + high - s.position, low))
+                s.run.users.add(target)
         holes = self._sequences[source].has_holes or (bool(kept) and kept[0].position > 0)
         self._sequences[target] = _Sequence(kept[-1].end if kept else 0, kept, holes)
+        self._note_end(target)
 
     def remove(self, seq_id: int, start: int, end: int) -> None:
         """Record that ``seq_id`` no longer holds positions in [start, end)."""
@@ -246,17 +268,22 @@ class CellLedger:
                 kept.append(_Slice(s.run, s.low, s.low + start - s.position, s.position))
             if s.end > end:
                 kept.append(_Slice(s.run, s.low + end - s.position, s.high, end))
+        still = {s.run for s in kept}
+        for s in sequence.slices:
+            if s.run not in still:
+                s.run.users.discard(seq_id)
         if not kept:
             sequence.has_holes = False
         elif end < sequence.next_position:
             sequence.has_holes = True
         sequence.slices = kept
         sequence.next_position = kept[-1].end if kept else 0
+        self._note_end(seq_id)
         if kept and kept[-1].run.owner == seq_id:
             # Cells that no sequence refers to are deleted, so that appends continue the same run.
             run, high = kept[-1].run, kept[-1].high
-            for other in self._sequences:
-                for s in other.slices:
+            for user in run.users:
+                for s in self._sequences[user].slices:
                     if s.run is run and s.high > high:
                         return
             del run.write_indices[high:]
@@ -264,6 +291,7 @@ class CellLedger:
     def clear(self) -> None:
         """Record that every sequence is empty."""
         self._sequences = [_Sequence() for _ in range(self.n_seq_max)]
+        self._newest = [-1] * self.n_seq_max
 
     def usage(self, kept: Collection[int] = ()) -> Usage:
         """Count the cells in use, each once, and those that two or more sequences use.

@@ -46,7 +46,7 @@ _RECLAIMED_PART = 8  # of the cache: what the prefix cache gives up, at least, w
 
 
 class Context:
-    """Many sequences of one model over one unified K/V cache.
+    """Many sequences of one model over one K/V cache.
 
     Args:
         model: a :class:`Model`; several contexts may share it.
@@ -61,14 +61,15 @@ class Context:
         target: the context that it drafts for as a head; None for all other contexts.
         params: the parameters with every default resolved. n_ctx, n_batch, n_seq_max, n_outputs_max,
             n_threads, n_threads_batch, kv_type: the values in effect.
+        n_ctx_seq: how many tokens a sequence can hold: n_ctx, or with ``kv_unified=False`` its part.
         n_vocab: size of the vocabulary.
         capabilities: what this context's memory can do.
         prefix_cache: the texts whose K/V is kept, None without ``prefix_cache=True``.
 
     Raises:
         ConfigError: a bad option, or llama.cpp cannot create the context (the reason is given).
-        UnsupportedError: the model cannot generate, ``batch_invariant=True`` cannot hold, or the model
-            is no head for ``target``.
+        UnsupportedError: the model cannot generate, ``batch_invariant=True`` or ``kv_unified=False``
+            cannot hold, or the model is no head for ``target``.
 
     Warns:
         ContextLengthWarning: a text may get longer than the model was trained for. At once if ``n_ctx``
@@ -128,6 +129,7 @@ class Context:
         self.target = target
         self.kv_type = resolved.kv_type
         self.n_ctx = handle.n_ctx
+        self.n_ctx_seq = handle.n_ctx_seq
         self.n_batch = handle.n_batch
         self.n_seq_max = n_seq_max = native.n_seq_max
         self.n_outputs_max = native.n_outputs_max
@@ -149,6 +151,10 @@ class Context:
             self._features = None
             if target is not None:
                 self._features = self._open_head(handle, target)
+            if not handle.kv_unified and (layout is None or not layout.is_cells_only):
+                raise UnsupportedError(
+                    "kv_unified=False: llama.cpp writes K/V in an unknown form, so forks cannot copy it"
+                )
         except BaseException:
             handle.close()
             raise
@@ -200,11 +206,13 @@ class Context:
                 f"cache_ram is not possible with {self.model.memory_type} memory, which cannot be copied",
                 hint="leave cache_ram out; prefix_cache works without it",
             )
-        if not self.capabilities.recurrent:
-            saved = SavedPrefixes(cache_ram) if cache_ram else None
-            return PrefixCache(self._cache, saved=saved, decoder=self._decoder)
-        leased = LeasedSequences(self._cache, self._lease_if_free, self.return_lease)
-        return PrefixCache(self._cache, leased)
+        leased = None
+        if self.capabilities.recurrent or not self.capabilities.can_share:
+            leased = LeasedSequences(
+                self._cache, self._lease_if_free, self.return_lease, self._leases.transfer
+            )
+        saved = SavedPrefixes(cache_ram) if cache_ram else None
+        return PrefixCache(self._cache, leased, saved, self._decoder)
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -388,7 +396,12 @@ class Context:
             return [holder for holder in found if holder is not None]
 
     def compact(self) -> bool:
-        """Write all branches again, in order and without holes; False if raw sequences hold cells."""
+        """Write all branches again, in order and without holes; False if raw sequences hold cells.
+
+        Nothing needs to be done where sequences have cells of their own.
+        """
+        if not self.capabilities.can_share:
+            return True
         return rewrite_in_order(self._cache, self._decoder, self.holders(), self.prefix_cache)
 
     def _reclaim(self, n: int) -> bool:
@@ -554,7 +567,7 @@ class Context:
         return array
 
     def kv_seq_copy(self, src: int, dst: int) -> None:
-        """Make sequence ``dst`` a copy of ``src``. Cells are shared, no K/V is copied.
+        """Make sequence ``dst`` a copy of ``src``. In a unified cache they share cells, no K/V is copied.
 
         The previous content of ``dst`` is dropped.
         """

@@ -50,7 +50,7 @@ def measure_decode_times(ctx: Context, sizes: Sequence[int]) -> dict[int, float]
             return {}
         if ctx.kv_cache.ledger.clock:
             return {}
-        largest = min(ctx.n_batch, ctx.n_outputs_max, ctx.n_ctx)
+        largest = min(ctx.n_batch, ctx.n_outputs_max, ctx.n_ctx_seq)
         handle = ctx.decoder.handle
         try:
             return _measure(handle, [n for n in sizes if n <= largest])

@@ -105,7 +105,7 @@ class Decoder:
     ) -> LogitsRow:
         """Decode one token at the end of ``seq_id``; return its row. The hot path.
 
-        ``sampler`` and ``seed``: the next token will be drawn with these. Where the compiled core knows
+        ``sampler`` and ``seed``: the next token will be drawn with these. Where the compiled core has
         the settings, it is drawn in the same native call, and the row remembers it.
         """
         handle = self.handle
@@ -170,6 +170,14 @@ class Decoder:
             ends[seq_id] = at + 1
         if max(ends.values()) > self._n_trained:
             self._warn_beyond_trained()
+        order: list[int] | None = None
+        if not handle.kv_unified and len(ends) > 1:
+            # llama.cpp computes sequences with own cells at once only in the order of their ids.
+            order = sorted(range(n), key=seqs.__getitem__)
+            tokens = [tokens[i] for i in order]
+            positions = [positions[i] for i in order]
+            seqs = [seqs[i] for i in order]
+            wants_logits = [wants_logits[i] for i in order]
         n_outputs = sum(wants_logits)
         self._protect_rows(n_outputs, expiring)
         handle.tokens[:n] = tokens
@@ -194,7 +202,7 @@ class Decoder:
                 rows = self._read(n_outputs)
                 for row in expiring:
                     row.invalidate()
-                return rows
+                return rows if order is None else _as_given(rows, order, wants_logits)
         except BaseException:  # Ctrl-C arrives when the call returns
             self._undo(starts, expiring)
             raise
@@ -225,6 +233,12 @@ class Decoder:
         handle.ptr  # noqa: B018  (raises ClosedError)
         if not handle.can_step or handle.stepper is None or cache.hidden is not None:
             return None
+        order = sorted(range(n), key=lambda i: streams[i].seq_id)
+        if not handle.kv_unified and order != list(range(n)):  # as in ``decode``
+            found = self.draft(
+                [streams[i] for i in order], [unread[i] for i in order], most, expiring
+            )
+            return None if found is None else [found[order.index(i)] for i in range(n)]
         if self._loop is None:
             self._loop = DraftLoop(
                 handle.stepper, handle.n_vocab, self._eog_tokens, handle.draft_head
@@ -321,6 +335,8 @@ class Decoder:
 
     def _make_room(self, n: int, expiring: Iterable[LogitsRow]) -> bool:
         """Free cells for ``n`` tokens, if any can be freed; True if the decode may be tried again."""
+        if not self.handle.kv_unified:  # others cannot give cells to a sequence
+            return False
         if not self._cache.n_reserved and not self._cache.keepers:
             return False
         for row in expiring:
@@ -370,6 +386,11 @@ class Decoder:
             if code == -1:
                 return DecodeError("llama.cpp refused the batch as inconsistent", code=code)
             usage = self._cache.usage()
+            if usage.cells_per_sequence is not None:
+                return CacheFullError(
+                    f"a sequence is full: each has {usage.cells_per_sequence} cells of its own",
+                    hint="create the context with a larger n_ctx, which is divided among the sequences",
+                )
             return CacheFullError(
                 f"the cache is full: {n} tokens need cells, {usage.cells_free} of "
                 f"{usage.cells_total} are free ({usage.cells_shared} shared)",
@@ -475,3 +496,11 @@ class Decoder:
         cache = self._cache
         if (cache.n_reserved or cache.keepers) and cache.n_vacant < n:
             self._make_room(n, ())
+
+
+def _as_given(
+    rows: Sequence[LogitsRow], order: Sequence[int], wants_logits: Sequence[bool]
+) -> list[LogitsRow]:
+    """Return the rows in the order in which the tokens were given; ``order`` is that of the decode."""
+    wanted = [i for i, wants in zip(order, wants_logits, strict=True) if wants]
+    return [row for _, row in sorted(zip(wanted, rows, strict=True), key=lambda pair: pair[0])]

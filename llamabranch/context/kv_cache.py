@@ -27,13 +27,18 @@ MOVED = max_sequences() - 2  # holds the cells that are being moved, and nothing
 
 
 class KVCache:
-    """Cells shared by many sequences.
+    """Cells of many sequences: shared by all of them, or, without ``kv_unified``, some for each of them.
+
+    In its own cells a sequence is always in order: nothing is reserved, and nothing moves. What would be
+    shared is copied there, through the states of sequences: llama.cpp's own copy between sequences with
+    cells of their own takes all cells, used or not, and does so only at the next decode.
 
     Args:
         handle: the native context whose memory it is.
         n_seq_max: how many sequences there are.
         can_truncate: whether this memory can drop the tail of a sequence.
-        keeps_order: whether the cells of every sequence are kept in the order of its tokens.
+        keeps_order: whether the cells of every sequence are kept in the order of its tokens, where
+            sequences share cells.
         state_layout: how llama.cpp serialises the state of a sequence; None if that is not known.
     """
 
@@ -55,8 +60,13 @@ class KVCache:
         self.keepers: set[int] = set()  # the sequences of the prefix cache
         self.hidden: HiddenStates | None = None  # of its tokens, while a head reads them
         self._handle = handle
+        self.is_unified = handle.kv_unified
+        self.n_cells_seq = handle.n_ctx_seq
+        self._with_holes: set[int] = set()  # sequences with own cells, cut in their middle
         self.order: CellOrder | None = None
-        if keeps_order and n_seq_max < max_sequences():  # the reserved cells need a sequence id
+        if (
+            keeps_order and self.is_unified and n_seq_max < max_sequences()
+        ):  # the reserved cells need a sequence id
             self.order = CellOrder(handle, self.ledger, max_sequences() - 1)
 
     # -- what was written --------------------------------------------------------------------------
@@ -97,9 +107,18 @@ class KVCache:
     # -- sharing and dropping ----------------------------------------------------------------------
 
     def share(self, source: int, target: int, start: int = 0, end: int = -1) -> None:
-        """Make ``target`` refer to the cells of ``source``, without copying any K/V."""
+        """Make ``target`` refer to the cells of ``source``, without copying any K/V.
+
+        Without a unified cache the K/V is copied into the cells of ``target``; ``start`` is 0 there.
+
+        Raises:
+            SnapshotError: llama.cpp cannot copy it. ``target`` is empty then.
+        """
         if self.first_position(target) >= 0:
             self.drop(target, 0)
+        if not self.is_unified:
+            self._copy(source, target, self.next_position(source) if end == -1 else end)
+            return
         try:
             self._handle.copy(source, target, start, end)
             self.ledger.copy(source, target, start, END if end == -1 else end)
@@ -108,10 +127,35 @@ class KVCache:
             self.ledger.remove(target, 0, END)
             raise
 
+    def _copy(self, source: int, target: int, end: int) -> None:
+        """Copy the K/V of ``source`` before position ``end`` into the cells of the empty ``target``."""
+        n = self.next_position(source)
+        end = min(end, n)
+        if end <= 0:
+            return
+        try:
+            self._restore(target, self._handle.state(source))
+            if end < n:
+                self._handle.remove(target, end, -1)
+            self.ledger.append(target, end)
+            if source in self._with_holes:
+                self._with_holes.add(target)
+        except BaseException:
+            self._handle.remove(target, 0, -1)
+            self.ledger.remove(target, 0, END)
+            raise
+
+    def _restore(self, seq_id: int, state: State) -> None:
+        if not self._handle.set_state(seq_id, state):
+            reason = "; ".join(last_log_lines()) or "no reason given"
+            raise SnapshotError(f"llama.cpp cannot take the K/V: {reason}")
+
     def drop(self, seq_id: int, start: int, end: int = END) -> bool:
         """Drop positions [start, end) of a sequence; False if this memory cannot."""
         if self.order is not None:
             self.order.reserve(seq_id, start, end)
+        elif not self.is_unified:
+            self._note_holes(seq_id, start, end)
         stop = -1 if end == END else end
         try:
             if not self._handle.remove(seq_id, start, stop):
@@ -124,6 +168,13 @@ class KVCache:
         if self.order is not None:
             self.order.release_if_unneeded()
         return True
+
+    def _note_holes(self, seq_id: int, start: int, end: int) -> None:
+        """Note whether a sequence with own cells has free ones below its last, which are filled next."""
+        if start <= max(0, self.first_position(seq_id)) and end >= self.next_position(seq_id):
+            self._with_holes.discard(seq_id)
+        elif end < self.next_position(seq_id):
+            self._with_holes.add(seq_id)
 
     def cut(self, seq_id: int, start: int) -> bool:
         """Drop a failed decode from the end of a sequence; False if the whole sequence was dropped.
@@ -142,6 +193,7 @@ class KVCache:
         self._handle.clear()
         self.ledger.clear()
         self.keepers.clear()
+        self._with_holes.clear()
         if self.order is not None:
             self.order.reset()
 
@@ -178,7 +230,8 @@ class KVCache:
     def can_copy(self) -> bool:
         """True if cells can be copied out and back, bit for bit."""
         layout = self.state_layout
-        return self.ledger.n_seq_max <= MOVED and layout is not None and layout.is_cells_only
+        has_id = self.ledger.n_seq_max <= MOVED or not self.is_unified
+        return has_id and layout is not None and layout.is_cells_only
 
     @property
     def can_move(self) -> bool:
@@ -193,6 +246,8 @@ class KVCache:
         """
         if self.state_layout is None:
             raise SnapshotError("llama.cpp writes K/V in an unknown form")
+        if not self.is_unified:  # nothing is shared, so only whole sequences are asked for
+            return self._handle.state(seq_id)
         self._handle.copy(seq_id, MOVED, start, -1)
         try:
             return self.state_layout.with_owner(self._handle.state(MOVED))
@@ -205,11 +260,12 @@ class KVCache:
         Raises:
             SnapshotError: llama.cpp refuses it.
         """
-        if not self._handle.set_state(MOVED, state):
-            reason = "; ".join(last_log_lines()) or "no reason given"
-            raise SnapshotError(f"llama.cpp cannot take the K/V: {reason}")
-        self._handle.copy(MOVED, seq_id, start, -1)
-        self._handle.remove(MOVED, 0, -1)
+        if self.is_unified:
+            self._restore(MOVED, state)
+            self._handle.copy(MOVED, seq_id, start, -1)
+            self._handle.remove(MOVED, 0, -1)
+        else:
+            self._restore(seq_id, state)
         self.ledger.append(seq_id, n_tokens)
 
     # -- accounts ----------------------------------------------------------------------------------
@@ -219,6 +275,11 @@ class KVCache:
         """Number of cells that hold nothing and are not reserved."""
         ledger = self.ledger
         return ledger.n_cells - ledger.n_used(range(ledger.n_sequences)) - self.n_reserved
+
+    @property
+    def n_used(self) -> int:
+        """Number of cells that hold something, or are reserved."""
+        return self.ledger.n_cells - self.n_vacant
 
     @property
     def n_free(self) -> int:
@@ -242,6 +303,9 @@ class KVCache:
     def usage(self) -> Usage:
         """Return how full the cache is."""
         usage = self.ledger.usage(self.keepers)
+        if not self.is_unified:
+            in_order = not self._with_holes
+            return replace(usage, in_order=in_order, cells_per_sequence=self.n_cells_seq)
         if self.order is None:
             return usage
         return replace(usage, cells_reserved=self.n_reserved, in_order=self.order.in_order)

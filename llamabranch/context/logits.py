@@ -87,6 +87,13 @@ class LogitsRow:
             self._measure()
         return float(self.array[token]) - self._logsumexp
 
+    def log_probs(self) -> npt.NDArray[np.float64]:
+        """Return the model's log-probabilities of all tokens, nats, float64 (V,), a copy."""
+        if self._logsumexp is _UNKNOWN:
+            self._measure()
+        found: npt.NDArray[np.float64] = self.array.astype(np.float64) - self._logsumexp
+        return found
+
     def rank(self, token: int) -> int:
         """Return 1 + how many tokens have a larger logit than ``token``."""
         return 1 + int(np.count_nonzero(self.array > self.array[token]))

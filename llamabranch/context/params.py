@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from ..arguments import real, whole
-from ..errors import ConfigError, ContextLengthWarning, warn
+from ..errors import ConfigError, ContextLengthWarning, UnsupportedError, warn
 from ..model import Model
 from ..native import NativeContextParams, max_sequences
 from ..native.context import FLASH_ATTENTION, KV_TYPES, ROPE_SCALING
@@ -62,6 +62,7 @@ class ContextOptions(TypedDict, total=False):
     batch_invariant: bool | str
     swa_full: bool
     offload_kqv: bool
+    kv_unified: bool
     prefix_cache: bool
     cache_ram: int
     rope_scaling: str | None
@@ -80,7 +81,8 @@ class ContextParams:
 
     Args:
         n_ctx: cells of the cache, shared by all sequences; rounded up to a multiple of 256. None: 2048,
-            or what the model was trained for if that is less.
+            or what the model was trained for if that is less. With ``kv_unified=False`` they are divided
+            evenly, each part is rounded up, and None is so many for each sequence.
         n_seq_max: sequences (branches) at a time, 1 to 256. None: 8.
         n_batch: tokens per decode at most; n_ubatch: tokens computed at once (None: n_batch).
         n_outputs_max: rows of logits per decode at most. None: max(n_seq_max, min(n_batch, 256)).
@@ -94,6 +96,10 @@ class ContextParams:
         batch_invariant: "auto" turns it on where it is possible, True raises UnsupportedError elsewhere.
         swa_full: keep the K/V of all positions in sliding-window layers, so that they can be rewound.
         offload_kqv: keep the cache on the GPU if the model is there.
+        kv_unified: one cache for all sequences, in which forks share cells. False: each sequence has
+            cells of its own, and its attention runs over these alone, which is faster with many long
+            texts that share little. Forks copy K/V there, token trees are refused, and with a prefix
+            cache each kept text takes a sequence until another needs it. For plain attention memory.
         prefix_cache: keep the K/V of prompts and finished texts until its cells are needed, so that a
             prompt that begins like one of them is not read again.
         cache_ram: bytes of host memory for K/V that the prefix cache gives up; it comes back where that
@@ -117,6 +123,7 @@ class ContextParams:
     batch_invariant: bool | str = "auto"
     swa_full: bool = True
     offload_kqv: bool = True
+    kv_unified: bool = True
     prefix_cache: bool = False
     cache_ram: int = 0
     rope_scaling: str | None = None
@@ -138,7 +145,7 @@ class ContextParams:
             if not least <= value < math.inf:
                 raise ConfigError(f"{name} must be at least {least:g} and finite, not {value}")
             object.__setattr__(self, name, value)
-        for name in ("swa_full", "offload_kqv", "prefix_cache"):
+        for name in ("swa_full", "offload_kqv", "kv_unified", "prefix_cache"):
             object.__setattr__(self, name, bool(getattr(self, name)))
         for name in ("flash_attention", "batch_invariant"):
             if getattr(self, name) not in ("auto", True, False):
@@ -162,13 +169,16 @@ class ContextParams:
 
         Raises:
             ConfigError: values that do not fit together.
+            UnsupportedError: ``kv_unified=False`` with memory that is not plain attention.
         """
         n_ctx = self.n_ctx
+        n_seq_max = DEFAULT_N_SEQ_MAX if self.n_seq_max is None else self.n_seq_max
+        kv_unified = self.kv_unified or n_seq_max == 1  # which is the same for one sequence
         if n_ctx is None:
             trained = self.trained_length(model)
             # llama.cpp has no smaller cache than its step of 256.
             n_ctx = DEFAULT_N_CTX if trained is None else max(_STEP, min(DEFAULT_N_CTX, trained))
-        n_seq_max = DEFAULT_N_SEQ_MAX if self.n_seq_max is None else self.n_seq_max
+            n_ctx *= 1 if kv_unified else n_seq_max
         n_batch = min(self.n_batch, n_ctx)
         if n_seq_max > n_batch:
             raise ConfigError(
@@ -179,11 +189,23 @@ class ContextParams:
             raise ConfigError(
                 "cache_ram is for what the prefix cache gives up: set prefix_cache=True"
             )
-        if self.prefix_cache and n_seq_max > _MOST_WITH_PREFIXES:
+        if self.prefix_cache and kv_unified and n_seq_max > _MOST_WITH_PREFIXES:
             raise ConfigError(
                 f"n_seq_max must be at most {_MOST_WITH_PREFIXES} with a prefix cache, not {n_seq_max}",
                 hint="the prefix cache needs sequence ids of its own",
             )
+        n_ubatch = n_batch if self.n_ubatch is None else min(self.n_ubatch, n_batch)
+        if not kv_unified:
+            if model.memory_type != "attention":
+                raise UnsupportedError(
+                    f"kv_unified=False is not possible with {model.memory_type} memory",
+                    hint="leave it out: it is for plain attention memory",
+                )
+            if n_ubatch < n_seq_max:
+                raise ConfigError(
+                    f"n_ubatch ({n_ubatch}) must be at least n_seq_max ({n_seq_max}) with "
+                    f"kv_unified=False: llama.cpp computes a token of every sequence at once"
+                )
         n_outputs_max = max(n_seq_max, min(n_batch, 256))
         if self.n_outputs_max is not None:
             n_outputs_max = whole("n_outputs_max", self.n_outputs_max, n_seq_max, n_batch)
@@ -192,8 +214,9 @@ class ContextParams:
             n_ctx=n_ctx,
             n_seq_max=n_seq_max,
             n_batch=n_batch,
-            n_ubatch=n_batch if self.n_ubatch is None else min(self.n_ubatch, n_batch),
+            n_ubatch=n_ubatch,
             n_outputs_max=n_outputs_max,
+            kv_unified=kv_unified,
             kv_type=self._resolved_kv_type(model),
         )
 
@@ -248,6 +271,7 @@ class ContextParams:
             type_v=KV_TYPES[self.kv_type],
             swa_full=self.swa_full,
             offload_kqv=self.offload_kqv,
+            kv_unified=self.kv_unified,
             rope_scaling=ROPE_SCALING[self.rope_scaling],
             rope_freq_base=self.rope_freq_base,
             rope_freq_scale=self.rope_freq_scale,

@@ -37,6 +37,9 @@ class KeptSequences(Protocol):
     def give_back(self, seq_id: int) -> None:
         """Take back an emptied sequence."""
 
+    def take_over(self, seq_id: int, holder: object) -> bool:
+        """Make a leased sequence that of ``holder``, with all it holds; False if that is not needed."""
+
 
 class _ExtraSequences:
     """Ids beyond those of the context: cells can refer to them, but they cannot be decoded."""
@@ -56,6 +59,9 @@ class _ExtraSequences:
         self._cache.keepers.discard(seq_id)
         heapq.heappush(self._free, seq_id)
 
+    def take_over(self, seq_id: int, holder: object) -> bool:
+        return False  # sharing cells costs nothing
+
 
 class LeasedSequences:
     """Sequences of the context itself: a recurrent state exists only for these.
@@ -64,6 +70,7 @@ class LeasedSequences:
         cache: the cache.
         lease: leases a sequence to a holder; None if there is none.
         end_lease: ends the lease.
+        transfer: makes a leased sequence that of another holder.
     """
 
     def __init__(
@@ -71,10 +78,12 @@ class LeasedSequences:
         cache: KVCache,
         lease: Callable[[object], int | None],
         end_lease: Callable[[int], None],
+        transfer: Callable[[int, object], None],
     ) -> None:
         self._cache = cache
         self._lease = lease
         self._end_lease = end_lease
+        self._transfer = transfer
 
     def lend(self, holder: object) -> int | None:
         """Return an empty sequence, None if there is none."""
@@ -87,6 +96,14 @@ class LeasedSequences:
         """Take back an emptied sequence."""
         self._cache.keepers.discard(seq_id)
         self._end_lease(seq_id)
+
+    def take_over(self, seq_id: int, holder: object) -> bool:
+        """Make a leased sequence that of ``holder``, with all it holds; False if that is not needed."""
+        if self._cache.is_unified:
+            return False
+        self._transfer(seq_id, holder)
+        self._cache.keep(seq_id)
+        return True
 
 
 class _Text:
@@ -104,7 +121,7 @@ class PrefixCache:
         cache: the cells.
         sequences: where the sequences of kept texts come from; None: ids beyond those of the context.
         saved: where the K/V of texts goes when their cells are given up; None: it is lost.
-        decoder: frees cells for K/V that comes back, and knows how long reading takes.
+        decoder: frees cells for K/V that comes back, and measures how long reading takes.
 
     Attributes:
         n_hits: how often the beginning of a text was found.
@@ -226,26 +243,41 @@ class PrefixCache:
 
     # -- keeping and giving up ---------------------------------------------------------------------
 
-    def put(self, seq_id: int, tokens: Sequence[int]) -> None:
-        """Keep the K/V of a sequence, which holds exactly ``tokens``, beyond the end of that sequence."""
+    def put(self, seq_id: int, tokens: Sequence[int], *, is_last: bool = False) -> bool:
+        """Keep the K/V of a sequence, which holds exactly ``tokens``, beyond the end of that sequence.
+
+        Args:
+            seq_id: a leased sequence.
+            tokens: what it holds.
+            is_last: nobody else uses the sequence from now on, so that it may become that of the text.
+
+        Returns:
+            True if it has become that: its lease must not be ended.
+        """
         if len(tokens) < _MIN_TOKENS:
-            return
+            return False
         n, known = self._find(tokens)
         if known is not None and n == len(tokens):
             self._kept.move_to_end(known)
-            return
+            return False
         if known is not None and n == len(known.tokens) and self._cache.can_truncate:
             self._drop(known)  # the new text continues it
         text = _Text(list(tokens))
+        if is_last and self._sequences.take_over(seq_id, text):
+            text.seq_id = seq_id
+            self._tree.insert(text.tokens, text)
+            self._kept[text] = None
+            return True
         lent = self._sequences.lend(text)
         while lent is None:
             if not self.evict_text():
-                return
+                return False
             lent = self._sequences.lend(text)
         text.seq_id = lent
         self._cache.share(seq_id, lent)
         self._tree.insert(text.tokens, text)
         self._kept[text] = None
+        return False
 
     def evict(self, n_cells: int) -> int:
         """Give up at least ``n_cells`` cells that nobody else uses, if there are as many.

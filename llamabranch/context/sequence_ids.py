@@ -53,6 +53,11 @@ class SequenceIds:
             hint="prune a branch, or create the context with a larger n_seq_max",
         )
 
+    def transfer(self, seq_id: int, holder: object) -> None:
+        """Make ``holder`` the one whose lease this is."""
+        weakref.finalize(holder, self._collected.append, seq_id).atexit = False
+        self._holders[seq_id] = weakref.ref(holder)
+
     def end(self, seq_id: int) -> None:
         """End the lease of a sequence."""
         del self._holders[seq_id]

@@ -203,7 +203,7 @@ def _time(handle: ContextHandle, n_tokens: int, n_threads: int) -> _Timing:
     alarm = threading.Timer(_BLOCK_LIMIT_S, handle.stop)
     alarm.daemon = True
     n, spent, cpu = 0, 0.0, 0.0
-    most = min(_BLOCK_DECODES, handle.n_ctx // n_tokens - 1)
+    most = min(_BLOCK_DECODES, handle.n_ctx_seq // n_tokens - 1)
     first_cpu, first = time.process_time(), time.perf_counter()
     alarm.start()
     try:

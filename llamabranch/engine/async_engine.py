@@ -32,7 +32,8 @@ class AsyncEngine:
     share decodes.
 
     Args:
-        target, drafter, config, sampling, max_tokens, seed, wait_s, max_waiting: as for ``Engine``.
+        target, drafter, config, sampling, max_tokens, seed, wait_s, max_waiting, parallel: as
+            for ``Engine``.
         buffer: how many events of a request may be unread before it is paused.
 
     Raises:
@@ -50,6 +51,7 @@ class AsyncEngine:
         seed: int | None = None,
         wait_s: float = 2.0,
         max_waiting: int | None = None,
+        parallel: int | None = None,
         buffer: int = 256,
     ) -> None:
         self._engine = Engine(
@@ -61,6 +63,7 @@ class AsyncEngine:
             seed=seed,
             wait_s=wait_s,
             max_waiting=max_waiting,
+            parallel=parallel,
         )
         self._buffer = whole("buffer", buffer, 1)
         self._readers: dict[str, _Reader] = {}

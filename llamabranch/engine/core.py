@@ -19,8 +19,9 @@ from ..speculative.drafters.base import NO_DRAFT, DraftRequest, DraftState, Null
 from ..speculative.length.auto import draft_length
 from ..speculative.pair_profile import PairProfile
 from ..speculative.round import Stream
-from ..speculative.rules import choose_rule
+from ..speculative.rules import Rule, choose_rule, rule_name
 from .batch import Batch
+from .concurrency import Concurrency
 from .job import Job, Submission, refusal
 from .request import EngineStats, Event, Request
 from .scheduler import Scheduler
@@ -43,6 +44,7 @@ class EngineSettings:
     seed_given: bool
     wait_s: float
     drafts: bool
+    parallel: int | None = None
 
     def __post_init__(self) -> None:
         self.length = draft_length(self.config)
@@ -52,6 +54,10 @@ class EngineSettings:
                 self.target, self.drafter, self.config, batched=True
             )
         self.stats = EngineStats()
+        # Who is in the batch must not change a text, so this depends on no clock elsewhere.
+        capabilities = self.target.capabilities
+        chooses = capabilities.batch_invariant and capabilities.can_share and not self.drafts
+        self.concurrency = Concurrency() if chooses else None
 
     def save_profile(self) -> None:
         """Keep what was learned about drafts for later runs."""
@@ -81,6 +87,7 @@ class EngineCore:
         self.n_added = 0
         self.is_abandoned = False
         self._scheduler = Scheduler(settings.target)
+        self._scheduler.limit = settings.parallel
         self._reports_tokens = reports_tokens
         self._remembers = remembers
         self._wait = _SequenceWait(settings.target, settings.wait_s)
@@ -216,6 +223,8 @@ class EngineCore:
             scheduler.add(self._added.popleft())
         if self._aborted:
             yield from self._end_aborted()
+        if self.settings.concurrency is not None:
+            self._choose_concurrency(self.settings.concurrency)
         if scheduler.n_queued:
             n_shared, n_cached = scheduler.n_shared, scheduler.n_cached
             for job, error in scheduler.admit():
@@ -243,6 +252,17 @@ class EngineCore:
             return
         yield from self._conclude(batch, outcomes, verify_s)
 
+    def _choose_concurrency(self, learned: Concurrency) -> None:
+        """Admit fewer texts, or more, if that was measured to be faster."""
+        scheduler, ctx = self._scheduler, self.settings.target
+        active = scheduler.active
+        most = min(ctx.n_seq_max, self.settings.parallel or ctx.n_seq_max)
+        if active and (learned.has_news or learned.limit is not None):
+            left = [min(learned.typical, ctx.n_ctx_seq - job.n_to_cache) for job in active]
+            lengths = [job.mean_length(most) for job, most in zip(active, left, strict=True)]
+            learned.update(sum(lengths) / len(active), most)
+        scheduler.limit = min(most, learned.limit or most)
+
     # -- ends ----------------------------------------------------------------------------------------
 
     def _end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> Iterator[Event]:
@@ -258,6 +278,8 @@ class EngineCore:
         result = job.result(reason, error)
         self.settings.stats.speculative.add(job.stats)
         self.settings.stats.generated_tokens += len(result.tokens)
+        if self.settings.concurrency is not None and result.error is None:
+            self.settings.concurrency.note_end(len(result.tokens))
         self.settings.save_profile()
         yield Event(job.name, job.sample, result=result)
 
@@ -283,6 +305,11 @@ class EngineCore:
         running = [job for job in active if job.stream is not None and job.name not in paused]
         prefilling = [job for job in active if job.stream is None]
         ctx = self.settings.target
+        if self.settings.concurrency is not None and not prefilling:
+            # The newest ones wait, with their cells, until an older one has ended.
+            running = running[: self._scheduler.limit]
+            n_cells = sum(job.n_to_cache for job in running)
+            running = running[: self.settings.concurrency.n_probed(len(running), n_cells)]
         room = min(ctx.n_batch, ctx.n_outputs_max) - len(running) - len(prefilling)
         for job, draft in self._make_drafts(running):
             stream = job.stream
@@ -315,7 +342,7 @@ class EngineCore:
             stream = job.stream
             if stream is None:
                 continue
-            limit = job.output.draft_limit
+            limit = min(job.output.draft_limit, self._room_of(stream.branch))
             tokens = stream.draft_input(limit)
             if tokens is None:
                 plain.append(job)
@@ -327,6 +354,13 @@ class EngineCore:
         self.settings.stats.draft_forward_passes += sum(draft.n_decodes for draft in drafts)
         made = list(zip(asked, drafts, strict=True))
         return made + [(job, NO_DRAFT) for job in plain]
+
+    def _room_of(self, branch: Branch) -> int:
+        """Return how many drafted tokens a text has cells for, as far as that depends on it alone."""
+        ctx = self.settings.target
+        if ctx.capabilities.can_share:
+            return 1 << 30
+        return max(0, ctx.n_ctx_seq - branch.position - 1)
 
     def _decode(self, batch: Batch) -> list[LogitsRow]:
         expiring = [
@@ -351,7 +385,12 @@ class EngineCore:
         """Retry without drafts, then preempt the newest request, then finish the last as "capacity"."""
         scheduler = self._scheduler
         self._drop_drafts()
-        if batch.n_drafted:
+        if not self.settings.target.capabilities.can_share:  # nobody can make room for another
+            most = self.settings.target.n_ctx_seq
+            for job, n, _ in batch.parts:
+                if job.branch is not None and job.branch.position + n > most:
+                    yield from self._end(job, "capacity", error)
+        elif batch.n_drafted:
             for job, n, _ in batch.parts:
                 if job.stream is not None and n > 1:
                     job.stats.count_stop("no room to verify")
@@ -417,6 +456,10 @@ class EngineCore:
             self.settings.length.learn_decode(
                 lengths, len(batch.tokens), verify_s if is_pure else math.nan
             )
+        elif self.settings.concurrency is not None and batch.n_plans == len(batch.parts):
+            cache = self.settings.target.kv_cache
+            n_cells = sum(cache.next_position(seq_id) for seq_id in batch.seqs)
+            self.settings.concurrency.learn(batch.n_plans, n_cells, lambda: cache.n_used, verify_s)
 
     def _append_prompt(self, job: Job, n: int, rows: list[LogitsRow]) -> None:
         """Append ``n`` decoded tokens of ``to_cache`` to the branch.
@@ -467,7 +510,7 @@ class EngineCore:
         top = job.request.top_logprobs or 0
         return Stream(branch, state, length, rule, job.stats, top)
 
-    def _draft_state(self, job: Job, branch: Branch, rule: str) -> DraftState:
+    def _draft_state(self, job: Job, branch: Branch, rule: Rule) -> DraftState:
         """Return a draft state for ``branch``; if its prompt was shared, a fork of the other job's.
 
         So the draft model, too, decodes a shared prefix only once.
@@ -483,7 +526,7 @@ class EngineCore:
             state = source.stream.state.fork(branch)
             state.observe(n_shared)
             return state
-        return self.settings.drafter.start(branch, rule)
+        return self.settings.drafter.start(branch, rule_name(rule))
 
 
 class _SequenceWait:

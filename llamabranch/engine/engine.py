@@ -60,6 +60,9 @@ class Engine:
             the engine's own requests is running; then the waiting requests end with "capacity". Only
             time in which nothing is decoded on the context counts; 0 = do not wait.
         max_waiting: how many requests may wait at most; None = any number. ``add_request`` raises beyond.
+        parallel: how many texts run at a time at most; None = as many as the target has sequences. In a
+            batch-invariant unified cache, and without a drafter, fewer run where that was measured to be
+            faster: with long texts each pays for the cells of all others.
 
     Raises:
         ConfigError: a drafter of token trees, which cannot share a decode; an invalid limit, seed or
@@ -83,6 +86,7 @@ class Engine:
         seed: int | None = None,
         wait_s: float = 2.0,
         max_waiting: int | None = None,
+        parallel: int | None = None,
     ) -> None:
         if isinstance(wait_s, bool) or not isinstance(wait_s, (int, float)) or not wait_s >= 0:
             raise ConfigError(f"wait_s must be a number of seconds of at least 0, not {wait_s!r}")
@@ -103,6 +107,7 @@ class Engine:
             seed_given=seed is not None,
             wait_s=wait_s,
             drafts=drafter is not None and target.capabilities.can_truncate,
+            parallel=None if parallel is None else whole("parallel", parallel, 1),
         )
         self.core = EngineCore(self._settings)
         self._adding = threading.Lock()

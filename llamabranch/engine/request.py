@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from ..arguments import whole
 from ..branch import Produced
 from ..context.logits import TokenScore
 from ..errors import ConfigError, LlamaBranchError
-from ..model import token_list
+from ..model import chat_messages, is_chat, token_list
 from ..pictures import tokens_picture
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
@@ -28,13 +29,15 @@ class Request:
     """One prompt to continue.
 
     Args:
-        prompt: text or token ids; an empty one stands for the model's BOS token.
+        prompt: text, token ids, or messages for the model's chat template; an empty text is the model's
+            BOS token.
         id: a unique name; None = its index in the list of requests, as text.
         max_tokens: the most tokens to generate; None = the engine's.
         sampling: settings; None = the engine's. Without a seed the request gets one derived from the
             engine's seed and its id, so that its text depends neither on the order of the requests nor
             on those it is batched with.
-        stop: strings that end the text; a result's ``text`` leaves them out, its ``tokens`` hold them.
+        stop: a string, or several, that end the text; a result's ``text`` leaves them out, its ``tokens``
+            hold them.
         grammar: the grammar that the text must follow.
         n: how many texts to generate from one prefill; each but the first is drawn with a seed derived
             from the first's.
@@ -49,11 +52,11 @@ class Request:
         ConfigError: a value out of range.
     """
 
-    prompt: str | Sequence[int]
+    prompt: str | Sequence[int] | Sequence[Mapping[str, object]]
     id: str | None = None
     max_tokens: int | None = None
     sampling: SamplingParams | None = None
-    stop: Sequence[str] = ()
+    stop: str | Sequence[str] = ()
     grammar: Grammar | str | None = None
     n: int = 1
     priority: int = 0
@@ -64,13 +67,19 @@ class Request:
         is_bytes = isinstance(self.prompt, (bytes, bytearray, memoryview))
         if is_bytes or not isinstance(self.prompt, (Sequence, np.ndarray)):
             raise ConfigError(
-                f"a prompt must be text or a list of token ids, not {self.prompt!r:.40}",
+                f"a prompt must be text, a list of token ids or messages, not {self.prompt!r:.40}",
                 hint="decode bytes first: prompt.decode()" if is_bytes else None,
             )
-        if not isinstance(self.prompt, str) and any(type(t) is not int for t in self.prompt):
-            object.__setattr__(self, "prompt", token_list(self.prompt))
-        if isinstance(self.stop, str) or not isinstance(self.stop, Sequence):
-            raise ConfigError(f"stop must be a sequence of strings, not {self.stop!r}")
+        if is_chat(self.prompt):
+            object.__setattr__(self, "prompt", tuple(chat_messages(self.prompt)))
+        elif not isinstance(self.prompt, str) and any(type(t) is not int for t in self.prompt):
+            object.__setattr__(self, "prompt", token_list(cast(Sequence[int], self.prompt)))
+        if not isinstance(self.stop, Sequence):
+            raise ConfigError(f"stop must be a string or a list of strings, not {self.stop!r:.40}")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if any(not isinstance(one, str) for one in stop):
+            raise ConfigError(f"stop must be a string or a list of strings, not {self.stop!r:.40}")
+        object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "n", whole("n", self.n, 1))
         if self.n > _MOST_TEXTS:
             raise ConfigError(
@@ -110,12 +119,12 @@ class Result:
 
     id: str
     sample: int
-    prompt: str | Sequence[int]
+    prompt: str | Sequence[int] | Sequence[Mapping[str, object]]
     text: str
     tokens: list[int]
     finish_reason: str
     seed: int
-    stats: SpeculativeStats
+    stats: SpeculativeStats = field(repr=False)
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     n_preempted: int = 0
@@ -133,13 +142,16 @@ class Result:
         return self.num_prompt_tokens
 
     def _repr_html_(self) -> str:
-        prompt = self.prompt if isinstance(self.prompt, str) else f"({len(self.prompt)} tokens) "
+        what = "messages" if is_chat(self.prompt) else "tokens"
+        prompt = self.prompt if isinstance(self.prompt, str) else f"({len(self.prompt)} {what}) "
         count = f"{len(self.tokens)} tokens, {self.finish_reason}"
         caption = f"request {self.id}, sample {self.sample}: {count}"
         return tokens_picture(self.emitted, prompt=prompt, caption=caption)
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self, *, stats: bool = True) -> dict[str, object]:
         """Return JSON types, without times and counts of the cache, which differ from run to run.
+
+        Without ``stats`` the statistics of drafting are left out, most of the bytes of a short text.
 
         ``error``, ``logprobs`` and ``prompt_logprobs`` are there only if there are any.
         """
@@ -151,8 +163,9 @@ class Result:
             "tokens": self.tokens,
             "finish_reason": self.finish_reason,
             "seed": self.seed,
-            "stats": self.stats.as_dict(),
         }
+        if stats:
+            record["stats"] = self.stats.as_dict()
         if self.logprobs is not None:
             record["logprobs"] = [_detail(one) for one in self.logprobs]
         if self.prompt_logprobs is not None:

@@ -30,6 +30,7 @@ class Scheduler:
         n_cached: prompt tokens so far that were taken from the prefix cache.
         n_waiting: how many requests have a text that has not begun.
         paused: ids of requests whose texts are not continued for now.
+        limit: how many jobs may be active at a time; None for as many as there are sequences.
         had_no_room: the cache had no room for the last decode with its drafts; the next has none.
         no_sequence: why no job could be admitted, while no job is active; None if one could.
     """
@@ -41,6 +42,7 @@ class Scheduler:
         self.n_cached = 0
         self.n_waiting = 0
         self.paused: set[str] = set()
+        self.limit: int | None = None
         self.had_no_room = False
         self.no_sequence: SequencesExhaustedError | None = None
         self._queue: list[tuple[Key, Submission | Job]] = []  # a heap; keys are unique
@@ -180,10 +182,14 @@ class Scheduler:
         before, self.no_sequence = self.no_sequence, None
         while (job := self._head()) is not None:
             n_tokens = job.n_to_cache
-            if n_tokens > self._ctx.n_ctx:
+            if n_tokens > self._ctx.n_ctx_seq:
                 self._pop()
                 refused.append((job, self._too_long(n_tokens)))
                 continue
+            if self.limit is not None and len(self.active) >= self.limit:
+                if self._park_paused():
+                    continue
+                break
             if (self.active or before) and self._ctx.n_seq_free == 0:
                 if self._park_paused():
                     continue  # the queue has changed
@@ -193,9 +199,7 @@ class Scheduler:
             shared = None if source is None else source.branch
             if shared is not None and shared.position < n_shared:
                 break  # the prefix it will share is still being decoded
-            need = n_tokens + 1 - n_shared  # its next token too, unless the job runs alone
-            free = self._ctx.kv_cache.n_free - sum(other.n_uncached + 1 for other in self.active)
-            if self.active and need > free:
+            if self.active and not self._has_room(n_tokens + 1 - n_shared):
                 if self._park_paused():
                     continue
                 break
@@ -226,9 +230,16 @@ class Scheduler:
             self.active.append(job)
         return refused
 
+    def _has_room(self, n: int) -> bool:
+        """Return whether ``n`` cells are free, besides those that the active jobs need next."""
+        if not self._ctx.capabilities.can_share:  # every sequence has cells of its own
+            return True
+        free = self._ctx.kv_cache.n_free - sum(other.n_uncached + 1 for other in self.active)
+        return n <= free
+
     def _too_long(self, need: int) -> CacheFullError:
         return CacheFullError(
-            f"the prompt needs {need} cells, the context has {self._ctx.n_ctx}",
+            f"the prompt needs {need} cells, a sequence of the context has {self._ctx.n_ctx_seq}",
             hint="shorten the prompt, or open the context with a larger n_ctx",
         )
 

@@ -64,7 +64,7 @@ def choose(
     if not models:
         raise ConfigError(f"{where} has no GGUF model", hint=_offer(safe))
     for wanted in DEFAULT_TAGS if tag is None else (tag,):
-        # The end of a name says more than its middle, which may be the name of the model.
+        # The end of a name tells the quantization; its middle may be the name of the model.
         for matches in (_ends_with, _contains):
             for each in models:
                 if matches(_stem_and_shard(each[0])[0], wanted):

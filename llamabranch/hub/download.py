@@ -488,5 +488,5 @@ def _status(error: Exception) -> int | None:
 
 
 def _refused(error: Exception, what: str, hint: str) -> DownloadError:
-    said = " ".join(str(error).split()) or type(error).__name__
-    return DownloadError(f"cannot download {what}: {said}", status=_status(error), hint=hint)
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return DownloadError(f"cannot download {what}: {reason}", status=_status(error), hint=hint)

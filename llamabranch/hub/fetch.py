@@ -31,7 +31,7 @@ def fetch(
         name: as for `resolve`.
         progress: called with the bytes that are here and the bytes in all. Without it the size is
             announced on standard error before a download starts, with a bar if that is a terminal.
-        offline: never use the network; None = as ``HF_HUB_OFFLINE`` says.
+        offline: never use the network; None = as ``HF_HUB_OFFLINE`` is set.
 
     Returns:
         The file; of a model in shards the first, the others are beside it.
@@ -51,7 +51,7 @@ def obtain(
     offline: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Return the path of a model; download it only where `download_allowed` says so.
+    """Return the path of a model; download it only where `download_allowed` is true.
 
     Raises:
         ConfigError, DownloadError, UnsupportedError: as for `fetch`; ConfigError also if it would have to
@@ -68,7 +68,7 @@ def obtain(
 
 
 def is_offline(asked: bool | None = None) -> bool:
-    """Return ``asked``, or what ``HF_HUB_OFFLINE`` says if it is None."""
+    """Return ``asked``, or the value of ``HF_HUB_OFFLINE`` if it is None."""
     return _flag("HF_HUB_OFFLINE") is True if asked is None else asked
 
 

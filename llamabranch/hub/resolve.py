@@ -1,7 +1,7 @@
 """From what a user names a model by to its file on this machine; nothing here needs a network.
 
 A name is a path to a GGUF file, a name of ``models.txt``, or ``user/repo[:tag]`` on the Hugging Face hub
-(`HubSpec`), looked for in that order, repositories in every cache that `caches.find` knows.
+(`HubSpec`), looked for in that order, repositories in every cache of `caches.find`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,21 @@
 """A loaded model: weights, vocabulary, and text from tokens."""
 
+from .chat import Message, Prompt, chat_messages, is_chat
 from .model import Model
-from .text import NO_TOKEN, StopStrings, TextDecoder, TokenIds, token_list
+from .text import NO_TOKEN, StopStrings, TextDecoder, TokenIds, stop_strings, token_list
 from .vocabulary import VocabularyReport
 
 __all__ = [
     "NO_TOKEN",
+    "Message",
     "Model",
+    "Prompt",
     "StopStrings",
     "TextDecoder",
     "TokenIds",
     "VocabularyReport",
+    "chat_messages",
+    "is_chat",
+    "stop_strings",
     "token_list",
 ]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import SupportsIndex
+from typing import SupportsIndex, cast
 
 from ..arguments import plain_int, shown, whole
 from ..errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedError
 from ..native import ModelHandle, uses_amx
 from ..native.gguf_check import check_header
 from ..native.gguf_reader import read_header
+from .chat import ChatTemplate, Message, Prompt, chat_messages, is_chat, plain_messages
 from .heads import head_kind, is_head_only, why_no_eagle, why_no_mtp
 from .text import TEXT_TYPES, TextDecoder, TokenIds, decode_utf8, token_list
 from .vocabulary import VocabularyReport, compare
@@ -285,27 +286,32 @@ class Model:
                 f"token {shown(token)} is not in the vocabulary (0 to {n_vocab - 1})"
             )
 
-    def prompt_tokens(self, prompt: str | TokenIds) -> list[int]:
+    def prompt_tokens(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt, at least one.
 
-        Text starts with the BOS token if the model uses one; ids are used unchanged. For an empty prompt
-        the BOS token is returned, or the EOS token if the model has no BOS.
+        Text starts with the BOS token if the model uses one; ids are used unchanged. Messages, a list of
+        mappings with ``role`` and ``content``, are written by ``apply_chat_template``. For an empty
+        prompt the BOS token is returned, or the EOS token if the model has no BOS.
 
         Raises:
-            ConfigError: neither text nor ids, or an empty prompt for a model with neither token.
+            ConfigError: neither text nor ids nor messages, or an empty prompt for a model with neither
+                token.
             TokenizeError: as in ``tokenize``, or an id that is not in the vocabulary.
+            UnsupportedError: as in ``apply_chat_template``.
         """
-        if isinstance(prompt, str):
+        if is_chat(prompt):
+            tokens = self._tokenize_chat(self.apply_chat_template(prompt))
+        elif isinstance(prompt, str):
             tokens = self.tokenize(prompt)
         elif isinstance(prompt, TEXT_TYPES) or not isinstance(prompt, Iterable):
             raise ConfigError(
-                f"a prompt must be text or a list of token ids, not {prompt!r:.40}",
+                f"a prompt must be text, a list of token ids or messages, not {prompt!r:.40}",
                 hint="decode bytes first: prompt.decode()"
                 if isinstance(prompt, TEXT_TYPES)
                 else None,
             )
         else:
-            tokens = token_list(prompt)
+            tokens = token_list(cast(TokenIds, prompt))
             self.check_tokens(tokens)
         if tokens:
             return tokens
@@ -440,22 +446,70 @@ class Model:
         return self.handle.chat_template()
 
     def apply_chat_template(
-        self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: object,
     ) -> str:
-        """Return the prompt for ``messages`` of (role, content), in the format of the model's template.
+        """Return the text of a conversation in the format of the model's template.
 
-        llama.cpp recognises well-known templates; it does not execute Jinja.
+        The template is run by Jinja in a sandbox. If Jinja cannot run it, llama.cpp's built-in template
+        of that model family is used, where there is one.
+
+        Args:
+            messages: mappings with ``role`` and ``content``, or pairs of both. Other keys, such as
+                ``tool_calls``, are for templates that use them.
+            tools: descriptions of functions, for templates that use them.
+            add_generation_prompt: end with the beginning of the assistant's turn.
+            variables: what else the template may use, for example ``enable_thinking=False``.
 
         Raises:
-            UnsupportedError: the model has no template, or one that llama.cpp does not know.
+            ConfigError: invalid messages, or the template refuses them.
+            UnsupportedError: the model has no template, or one that neither Jinja nor llama.cpp can run.
         """
-        template = self.chat_template
-        if template is None:
-            raise UnsupportedError(f"{self.name} has no chat template")
-        text = self.handle.apply_chat_template(template, messages, add_generation_prompt)
-        if text is None:
-            raise UnsupportedError("llama.cpp does not know this model's chat template")
-        return text
+        given = chat_messages(messages)
+        source = self.chat_template
+        if source is None:
+            raise UnsupportedError(
+                f"{self.name} has no chat template",
+                hint="give text instead: the model was probably not trained on conversations",
+            )
+        if tools is not None:
+            variables["tools"] = list(tools)
+        try:
+            template = self._compiled_template
+            return template.render(
+                given, add_generation_prompt=add_generation_prompt, variables=variables
+            )
+        except UnsupportedError as error:
+            if variables:
+                raise
+            text = self.handle.apply_chat_template(
+                source, plain_messages(given), add_generation_prompt
+            )
+            if text is None:
+                raise UnsupportedError(
+                    f"{error.message}; llama.cpp has no built-in template like it", hint=error.hint
+                ) from error
+            return text
+
+    @cached_property
+    def _compiled_template(self) -> ChatTemplate:
+        special = {"bos_token": self.bos, "eos_token": self.eos}
+        texts = {
+            name: "" if token is None else self._handle.token_text(token).decode("utf-8", "replace")
+            for name, token in special.items()
+        }
+        return ChatTemplate(self.chat_template or "", texts)
+
+    def _tokenize_chat(self, text: str) -> list[int]:
+        """Return the tokens of a rendered conversation, which may write the BOS token itself or not."""
+        tokens = self.tokenize(text, add_special=False, parse_special=True)
+        if self.bos is not None and self._handle.flag("get_add_bos") and tokens[:1] != [self.bos]:
+            tokens.insert(0, self.bos)
+        return tokens
 
     # -- pairs -------------------------------------------------------------------------------------
 

@@ -12,7 +12,15 @@ import numpy.typing as npt
 from ..arguments import plain_int
 from ..errors import ConfigError, TokenizeError
 
-__all__ = ["NO_TOKEN", "StopStrings", "TextDecoder", "TokenIds", "decode_utf8", "token_list"]
+__all__ = [
+    "NO_TOKEN",
+    "StopStrings",
+    "TextDecoder",
+    "TokenIds",
+    "decode_utf8",
+    "stop_strings",
+    "token_list",
+]
 
 # Accepted as token ids; NumPy integers and arrays of them, too.
 TokenIds = Iterable[SupportsIndex] | npt.NDArray[np.integer]
@@ -82,19 +90,29 @@ def decode_utf8(data: bytes) -> tuple[str, bytes]:
 NO_TOKEN = -1  # llama.cpp's LLAMA_TOKEN_NULL
 
 
+def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Return one stop string, or several, as a tuple.
+
+    Raises:
+        ConfigError: neither, or an empty one.
+    """
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, Sequence):
+        raise ConfigError(f"stop must be a string or a list of strings, not {stop!r:.40}")
+    if any(not isinstance(one, str) or not one for one in stops):
+        raise ConfigError("stop strings must be strings that are not empty")
+    return tuple(stops)
+
+
 class StopStrings:
     """Searches a stream of text for stop strings; holds back text that may be the start of one.
 
     Raises:
-        ConfigError: an empty stop string, or a string instead of a sequence of strings.
+        ConfigError: an empty stop string, or something that is no string.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        if isinstance(stops, str):
-            raise ConfigError("stop must be a sequence of strings, not one string")
-        if any(not isinstance(s, str) or not s for s in stops):
-            raise ConfigError("stop strings must be strings that are not empty")
-        self._stops = tuple(stops)
+    def __init__(self, stops: str | Sequence[str]) -> None:
+        self._stops = stop_strings(stops)
         self._held = ""
         self.found: str | None = None
 

@@ -32,7 +32,7 @@ class Vocabulary(Protocol):
 class VocabularyReport:
     """Whether two models have the same vocabulary.
 
-    ``n_vocab`` are the sizes (target, draft), ``n_different`` is the number of ids that stand for
+    ``n_vocab`` are the sizes (target, draft), ``n_different`` is the number of ids that mean
     different tokens, ``first_difference`` is the smallest of them.
     """
 

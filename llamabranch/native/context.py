@@ -24,7 +24,7 @@ from . import core, heads
 from .handle import Handle, forkable_lock, generation
 from .library import clear_log_lines, last_log_lines
 from .model import ModelHandle
-from .state_layout import State
+from .state_layout import State, with_streams, without_streams
 from .thread_call import call_in_thread
 
 Rows = npt.NDArray[np.float32]
@@ -79,6 +79,7 @@ class NativeContextParams:
     type_v: int
     swa_full: bool
     offload_kqv: bool
+    kv_unified: bool
     rope_scaling: int
     rope_freq_base: float
     rope_freq_scale: float
@@ -105,8 +106,8 @@ class HeadOf:
 class ContextHandle(Handle):
     """A llama_context with its batch buffers and a view of its logits.
 
-    The K/V cache is always unified (``kv_unified``): otherwise a fork would copy whole buffers, and a
-    partial copy would abort. Hold ``lock`` while using the handle; freeing acquires it too.
+    Without ``kv_unified`` each sequence has ``n_ctx_seq`` cells of its own: then ``copy`` and ids from
+    ``n_seq_max`` on abort the process. Hold ``lock`` while using the handle; freeing acquires it too.
     """
 
     closes_first = True
@@ -141,7 +142,7 @@ class ContextHandle(Handle):
         params.yarn_beta_fast = options.yarn_beta_fast
         params.yarn_beta_slow = options.yarn_beta_slow
         params.yarn_orig_ctx = options.yarn_orig_ctx
-        params.kv_unified = True
+        params.kv_unified = options.kv_unified
         params.no_perf = True
         if head is not None:
             params.ctx_type = int(head.uses_mtp)
@@ -188,6 +189,8 @@ class ContextHandle(Handle):
         self.n_embd = model.number("n_embd")
         self.n_embd_out = model.number("n_embd_out")
         self.n_ctx = int(C.llama_n_ctx(ptr))
+        self.n_ctx_seq = int(C.llama_n_ctx_seq(ptr))
+        self.kv_unified = options.kv_unified
         self.n_batch = min(int(C.llama_n_batch(ptr)), options.n_batch)
         self.n_outputs_max = options.n_outputs_max
         self._open_batch(self.n_batch, options.n_seq_max)
@@ -208,7 +211,7 @@ class ContextHandle(Handle):
         self.n_chunk = self.n_batch if self.stops_inside else min(self.n_batch, options.n_ubatch)
         self._stop_address = ctypes.c_char.from_buffer(self._stop)
         self.stepper: core.Stepper | None = None  # where the compiled core can decode
-        if core.Stepper.knows(C.llama_batch):
+        if core.Stepper.supports(C.llama_batch):
             self.stepper = core.Stepper(
                 decode=_address_of(C._lib.llama_decode),
                 get_logits=_address_of(C._lib.llama_get_logits),
@@ -397,11 +400,15 @@ class ContextHandle(Handle):
         state = np.empty(size, dtype=np.uint8)
         address = state.ctypes.data_as(_uint8_p)
         written = int(C.llama_state_seq_get_data(self.ptr, address, size, seq_id))
-        return state if written == size else state[:0]
+        if written != size:
+            return state[:0]
+        return state if self.kv_unified else without_streams(state, seq_id, self._n_seq_max)
 
     def set_state(self, seq_id: int, state: State) -> bool:
         """Restore the state of a sequence; False if llama.cpp failed: its content is then undefined."""
         clear_log_lines()
+        if not self.kv_unified:
+            state = with_streams(state, self._n_seq_max)
         address = state.ctypes.data_as(_uint8_p)
         size = int(C.llama_state_seq_set_data(self.ptr, address, len(state), seq_id))
         return size == len(state)

@@ -270,7 +270,7 @@ class Stepper:
         self._step = _library.lb_step
 
     @staticmethod
-    def knows(batch: type[ctypes.Structure]) -> bool:
+    def supports(batch: type[ctypes.Structure]) -> bool:
         """Return True if ``batch`` is laid out as the core expects a llama_batch."""
         names = [field[0] for field in batch._fields_]
         return (

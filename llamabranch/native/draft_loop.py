@@ -157,7 +157,7 @@ class DraftStream:
         limit: int,
         rule: StopRule | None,
     ) -> None:
-        """Set what to draw; ``start`` says where.
+        """Set what to draw; ``start`` sets where.
 
         Args:
             sampler: draws and measures; its tokens are llama.cpp's and NumPy's.

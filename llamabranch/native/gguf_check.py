@@ -252,7 +252,7 @@ def _half_precision_norm(header: Header) -> str | None:
 
 
 # The first case that a file meets names the reason. A case may refuse more than was seen to be fatal;
-# a comment then says what was not.
+# a comment then names what was not.
 # fmt: off
 FATAL = (
     FatalCase("duplicate_tokens", _duplicate_token, "load", "id_to_token.size() == token_to_id.size()",

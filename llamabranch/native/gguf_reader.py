@@ -55,7 +55,7 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """What the header of a GGUF file says.
+    """What the header of a GGUF file contains.
 
     Attributes:
         architecture: ``general.architecture``.

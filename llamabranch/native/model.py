@@ -22,7 +22,8 @@ _FILE_TYPES = {
     11: "Q3_K_S", 12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S",
     17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS", 21: "Q2_K_S", 22: "IQ3_XS",
     23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
-    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16",
+    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0",
+    38: "MXFP4_MOE", 39: "NVFP4", 40: "Q1_0", 41: "Q2_0",
 }  # fmt: skip
 _VOCAB_TYPES = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 
@@ -118,8 +119,17 @@ class ModelHandle(Handle):
         return buffer.value.decode("utf-8", "replace")
 
     def file_type(self, value: str) -> str:
-        """Return the name of a value of ``general.file_type`` in the metadata, or "unknown"."""
-        return _FILE_TYPES.get(int(value), "unknown") if value.isdigit() else "unknown"
+        """Return the name of a value of ``general.file_type`` in the metadata.
+
+        For one that is missing or newer than this table, llama.cpp's own name or guess; else the number.
+        """
+        known = _FILE_TYPES.get(int(value)) if value.isdigit() else None
+        if known is not None:
+            return known
+        found = self.description().split(maxsplit=2)[2:]  # after architecture and size
+        if found and not found[0].startswith("unknown"):
+            return found[0]
+        return f"type {value}" if value else "unknown"
 
     def metadata(self) -> dict[str, str]:
         """Return the GGUF file's scalar metadata, as llama.cpp formats it."""

@@ -157,6 +157,30 @@ class StateLayout:
         reader.check_numbers()
 
 
+_BEFORE_STREAMS = 8  # magic, sequence id
+_BEFORE_CELLS = 12  # and the number of streams
+
+
+def without_streams(state: State, seq_id: int, n_streams: int) -> State:
+    """Return a state of cells as a unified cache writes it, from one where each sequence has its own.
+
+    There the count of cells is 0 for the streams of all other sequences, and nothing follows it.
+    """
+    low, high = _BEFORE_CELLS + 4 * seq_id, len(state) - 4 * (n_streams - 1 - seq_id)
+    return np.concatenate((state[:_BEFORE_STREAMS], _number(1), state[low:high]))
+
+
+def with_streams(state: State, n_streams: int) -> State:
+    """Undo ``without_streams``; llama.cpp restores cells of any stream into the sequence it is given."""
+    head, cells = state[:_BEFORE_STREAMS], state[_BEFORE_CELLS:]
+    none = np.zeros(4 * (n_streams - 1), dtype=np.uint8)
+    return np.concatenate((head, _number(n_streams), cells, none))
+
+
+def _number(n: int) -> State:
+    return np.array([n], dtype=np.uint32).view(np.uint8)
+
+
 class _Reader:
     """Reads a state from its start; checks every size before using it."""
 

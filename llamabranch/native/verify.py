@@ -44,7 +44,7 @@ class _Verification(ctypes.Structure):
 
 def _load() -> bool:
     library = core.library
-    if library is None:
+    if library is None or not hasattr(library, "lb_verify"):  # built from an older version
         return False
     library.lb_verify.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     return int(library.lb_verify_layout()) == ctypes.sizeof(_Verification)

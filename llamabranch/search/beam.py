@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from ..arguments import finite, whole
 from ..branch import Branch
 from ..errors import ConfigError, DecodeInterruptedError
+from ..model import stop_strings
 from .beams import Beams, Candidate
 from .lines import Lines, OnStep
 from .node import SearchNode
 from .result import Hypothesis, SearchResult
 from .scores import BestScores, Scored
-from .texts import checked_stops, completes_stop, hypothesis
+from .texts import completes_stop, hypothesis
 
 __all__ = ["beam_search"]
 
@@ -28,7 +29,7 @@ def beam_search(
     early_stopping: bool | str = False,
     groups: int = 1,
     diversity_penalty: float = 0.0,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     on_step: OnStep | None = None,
 ) -> SearchResult:
     """Return the most probable continuations that a beam search finds.
@@ -74,7 +75,7 @@ def beam_search(
         )
     if early_stopping not in (True, False, "never"):
         raise ConfigError(f"early_stopping must be True, False or 'never', not {early_stopping!r}")
-    stop = checked_stops(stop)
+    stop = stop_strings(stop)
     with Lines(branch, on_step) as lines:
         n_eog = len(lines.ctx.model.eog_tokens)
         search = _Search(

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from ..arguments import function, real, whole
 from ..branch import Branch
 from ..errors import ConfigError
+from ..model import stop_strings
 from ..sampling.noise import uniform
 from ..speculative import Drafter
 from .continuations import Boundary, Continuation, Continuations, slot_seed
 from .lines import Lines, OnStep
 from .result import Hypothesis, SearchResult
-from .texts import checked_stops
 
 __all__ = ["best_of_n", "vote"]
 
@@ -26,7 +26,7 @@ def best_of_n(
     score: str | Callable[[Hypothesis], float] = "mean",
     reward: Callable[[str], float] | None = None,
     reject_every: int | None = None,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     seed: int | None = None,
     drafter: Drafter | None = None,
     on_step: OnStep | None = None,
@@ -104,7 +104,7 @@ def vote(
     *,
     adaptive: bool = False,
     agreement: float = 0.75,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     seed: int | None = None,
     drafter: Drafter | None = None,
     on_step: OnStep | None = None,
@@ -179,7 +179,7 @@ def _start(
 ) -> list[Continuation]:
     """Return continuations of the root, one for each number."""
     first = lines.branch.seed if seed is None else whole("seed", seed)
-    stop = checked_stops(stop)
+    stop = stop_strings(stop)
     return [Continuation(lines.root, slot_seed(first, i), max_tokens, stop) for i in numbers]
 
 

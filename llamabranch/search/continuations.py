@@ -90,7 +90,7 @@ class Continuation:
     """
 
     def __init__(
-        self, node: SearchNode, seed: int, max_tokens: int | None, stop: Sequence[str] = ()
+        self, node: SearchNode, seed: int, max_tokens: int | None, stop: str | Sequence[str] = ()
     ) -> None:
         self.node = node
         self.seed = seed

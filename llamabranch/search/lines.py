@@ -38,7 +38,7 @@ class Lines:
         BranchStateError: the branch is pruned or empty. SequencesExhaustedError: no sequence is free.
 
     Attributes:
-        branch, root: the branch and the node that stands for it.
+        branch, root: the branch and its node.
         stats: what the search has cost so far.
         is_cancelled: whether ``on_step`` has asked for the end.
     """

@@ -9,12 +9,12 @@ from dataclasses import replace
 from ..arguments import finite, function, real, whole
 from ..branch import Branch
 from ..errors import ConfigError, UsageError
+from ..model import stop_strings
 from ..speculative import Drafter
 from .continuations import Boundary, Continuation, Continuations, slot_seed
 from .lines import Lines, OnStep
 from .node import SearchNode
 from .result import SearchResult
-from .texts import checked_stops
 from .trie import Trie
 
 __all__ = ["Expand", "TreeSearch", "tree_search"]
@@ -23,7 +23,7 @@ Expand = Callable[[str], Sequence[str]]
 
 
 class _State:
-    """What the search knows of a text in the tree."""
+    """What is recorded of a text in the tree."""
 
     def __init__(self, text: Continuation, prior: float) -> None:
         self.text = text
@@ -52,7 +52,7 @@ class TreeSearch:
         expand: the moves in a text (without the prompt): texts that may follow it; none = it is final. An
             int = so many samples from the model, up to ``step``.
         exploration: how much the prior counts against the values seen so far.
-        prior: "model", or "uniform": equal for all moves in a text, for moves of which the model knows
+        prior: "model", or "uniform": equal for all moves in a text, for moves of which the model gives
             little. Sampled moves always have equal ones.
         step: where a sampled move ends: after a token that completes this string, or so many tokens.
         max_tokens: the most tokens of a text; one that has them is final.
@@ -80,7 +80,7 @@ class TreeSearch:
         step: str | int = "\n",
         max_tokens: int = 256,
         rollout_tokens: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         seed: int | None = None,
         drafter: Drafter | None = None,
         on_step: OnStep | None = None,
@@ -96,7 +96,7 @@ class TreeSearch:
         self._boundary = Boundary.of(step)
         self._max_tokens = whole("max_tokens", max_tokens, 1)
         self._rollout_tokens = whole("rollout_tokens", rollout_tokens, 0)
-        self._stop = checked_stops(stop)
+        self._stop = stop_strings(stop)
         self._expand = expand
         self.lines = Lines(branch, on_step)
         try:
@@ -264,7 +264,7 @@ def tree_search(
     step: str | int = "\n",
     max_tokens: int = 256,
     rollout_tokens: int = 0,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     seed: int | None = None,
     drafter: Drafter | None = None,
     on_step: OnStep | None = None,

@@ -14,14 +14,14 @@ from ..branch import Branch
 from ..branch.sequence import TokenSequence
 from ..context.logits import LogitsRow
 from ..errors import ConfigError, DecodeInterruptedError, GrammarError
-from ..model import Model
+from ..model import Model, stop_strings
 from ..sampling import Distribution, SamplingParams
 from ..sampling.noise import RULE, uniform
 from .lines import Lines, OnStep
 from .node import SearchNode
 from .resampling import SCHEMES, ancestors, effective_size, log_mean
 from .result import SearchResult
-from .texts import checked_stops, completes_stop, hypothesis
+from .texts import completes_stop, hypothesis
 
 __all__ = ["Potential", "SeededDraws", "run_particles", "smc"]
 
@@ -162,7 +162,7 @@ def smc(
     threshold: float = 0.5,
     resampling: str = "systematic",
     force_end: bool = True,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     seed: int | None = None,
     on_step: OnStep | None = None,
 ) -> SearchResult:
@@ -232,7 +232,7 @@ def smc(
             threshold=threshold,
             resampling=resampling,
             force_end=force_end,
-            stop=checked_stops(stop),
+            stop=stop_strings(stop),
         )
 
 
@@ -269,7 +269,7 @@ def run_particles(
     threshold: float = 0.5,
     resampling: str = "systematic",
     force_end: bool = True,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
 ) -> SearchResult:
     """Run ``smc`` over ``lines`` with the given random numbers; its arguments are checked already."""
     weigh = _Weigh(lines.ctx.model, potentials, critic)

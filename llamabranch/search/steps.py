@@ -10,13 +10,13 @@ import numpy as np
 from ..arguments import finite, function, real, whole
 from ..branch import Branch
 from ..errors import ConfigError
+from ..model import stop_strings
 from ..sampling.noise import RULE, uniform
 from ..speculative import Drafter
 from .continuations import Boundary, Continuation, Continuations, slot_seed
 from .lines import Lines, OnStep
 from .resampling import ancestors
 from .result import SearchResult
-from .texts import checked_stops
 
 __all__ = ["STEP_METHODS", "step_search"]
 
@@ -38,7 +38,7 @@ def step_search(
     entropy: float | None = None,
     temperature: float | None = None,
     max_tokens: int | None = 512,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     seed: int | None = None,
     drafter: Drafter | None = None,
     on_step: OnStep | None = None,
@@ -103,7 +103,7 @@ def step_search(
     first = branch.seed if seed is None and isinstance(branch, Branch) else seed
     with Lines(branch, on_step) as lines, Continuations(lines, drafter) as texts:
         first = whole("seed", first)
-        stop = checked_stops(stop)
+        stop = stop_strings(stop)
         group = [
             Continuation(lines.root, slot_seed(first, slot), max_tokens, stop) for slot in range(n)
         ]

@@ -8,7 +8,7 @@ from ..model import Model, StopStrings
 from .node import SearchNode
 from .result import Hypothesis
 
-__all__ = ["checked_stops", "completes_stop", "hypothesis"]
+__all__ = ["completes_stop", "hypothesis"]
 
 
 def completes_stop(node: SearchNode, stops: Sequence[str]) -> bool:
@@ -42,13 +42,3 @@ def hypothesis(
     if found.found is None:
         text += found.flush()
     return Hypothesis(tokens, text, node.logprob, score, reason, node)
-
-
-def checked_stops(stop: Sequence[str]) -> tuple[str, ...]:
-    """Return ``stop`` as a tuple.
-
-    Raises:
-        ConfigError: one string instead of several, or an empty one.
-    """
-    StopStrings(stop)
-    return tuple(stop)

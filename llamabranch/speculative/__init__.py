@@ -2,6 +2,7 @@
 
 config.py       the settings
 rules.py        which drafted tokens are accepted: pure functions over distributions and random numbers
+enumeration.py  the proof that a rule is lossless: every outcome with its probability
 drafters/       where drafts come from: the interface, models, copying, chains of drafters
 length/         how many tokens to draft: the interface, a fixed number, or what raises the throughput
 pair_profile.py what "auto" keeps between runs about a target and its drafters
@@ -18,28 +19,40 @@ from .divergence import Divergence, first_divergence
 from .drafters.base import Draft, Drafter, DraftState, NullDrafter
 from .drafters.chain import ChainDrafter
 from .drafters.copying import PromptLookupDrafter, SuffixDrafter
+from .drafters.function import FunctionDrafter
 from .drafters.heads import EagleDrafter, MTPDrafter
 from .drafters.model import ModelDrafter
+from .enumeration import enumerate_outcomes, rule_error
+from .length.base import DraftLength
+from .rules import Acceptance, RandomSource, block_rule, token_rule
 from .session import InferenceSession
 from .speculator import Generation, Speculator
 from .stats import SpeculativeStats
 
 __all__ = [
+    "Acceptance",
     "ChainDrafter",
     "Divergence",
     "Draft",
+    "DraftLength",
     "DraftState",
     "Drafter",
     "EagleDrafter",
+    "FunctionDrafter",
     "Generation",
     "InferenceSession",
     "MTPDrafter",
     "ModelDrafter",
     "NullDrafter",
     "PromptLookupDrafter",
+    "RandomSource",
     "SpeculativeConfig",
     "SpeculativeStats",
     "Speculator",
     "SuffixDrafter",
+    "block_rule",
+    "enumerate_outcomes",
     "first_divergence",
+    "rule_error",
+    "token_rule",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..arguments import plain_int, real, shown
 from ..errors import ConfigError
-from .rules import RULES
+from .rules import RULES, Rule
 
 __all__ = ["SpeculativeConfig"]
 
@@ -24,7 +24,9 @@ class SpeculativeConfig:
         rule: how drafted tokens are accepted: "seeded", "token", "block" or "auto". "auto" is "seeded"
             where a seed was given, the temperature is 0 or the drafter proposes trees, else "block",
             never "token". All are lossless: they keep the target's distribution. Under "seeded", and at
-            temperature 0 under all of them, the text is moreover the one of plain decoding.
+            temperature 0 under all of them, the text is moreover the one of plain decoding. A function
+            with the arguments of `token_rule` is a rule of your own; `rule_error` proves whether it is
+            lossless.
 
     Raises:
         ConfigError: a value out of range.
@@ -33,7 +35,7 @@ class SpeculativeConfig:
     draft_k: int | str = "auto"
     max_draft_tokens: int = 16
     entropy_stop: float | None = None
-    rule: str = "auto"
+    rule: Rule = "auto"
 
     def __post_init__(self) -> None:
         limit = plain_int(self.max_draft_tokens)
@@ -51,7 +53,7 @@ class SpeculativeConfig:
             object.__setattr__(self, "draft_k", k)
         elif self.draft_k != "auto":
             raise ConfigError(f"draft_k must be 'auto' or from 0 to 256, not {shown(self.draft_k)}")
-        if self.rule not in ("auto", *RULES):
+        if self.rule not in ("auto", *RULES) and not callable(self.rule):
             raise ConfigError(f"unknown rule {self.rule!r}: use 'auto' or one of {RULES}")
         if self.entropy_stop is not None:
             stop = real("entropy_stop", self.entropy_stop)

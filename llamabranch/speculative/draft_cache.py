@@ -12,6 +12,7 @@ from ..errors import CapacityError
 from ..native import forkable_lock
 from ..sampling import SamplingParams
 from .drafters.base import Drafter, DraftState, NullState
+from .rules import Rule, rule_name
 
 __all__ = ["DraftCache"]
 
@@ -35,7 +36,7 @@ class DraftCache:
         self._lock = forkable_lock()
         self._kept: weakref.WeakKeyDictionary[Branch, _Kept] = weakref.WeakKeyDictionary()
 
-    def take(self, branch: Branch, rule: str) -> DraftState:
+    def take(self, branch: Branch, rule: Rule) -> DraftState:
         """Return the state that drafts for ``branch`` after its last token."""
         self._close_pruned()
         found = self._pop(branch, lambda kept: kept.fits(branch, rule) and kept.draws_like(branch))
@@ -53,7 +54,7 @@ class DraftCache:
                     return _IDLE
                 oldest.state.close()
 
-    def _make(self, branch: Branch, rule: str) -> DraftState:
+    def _make(self, branch: Branch, rule: Rule) -> DraftState:
         relative: Branch | None = branch  # with a new seed or new settings it forks its own state
         while relative is not None:
             with self._lock:
@@ -69,7 +70,7 @@ class DraftCache:
                 finally:
                     self._end_fork(relative, found)
             relative = relative.parent
-        return self._drafter.start(branch, rule)
+        return self._drafter.start(branch, rule_name(rule))
 
     def _end_fork(self, branch: Branch, kept: _Kept) -> None:
         with self._lock:
@@ -78,7 +79,7 @@ class DraftCache:
         if not is_kept:  # another thread removed or replaced it meanwhile
             kept.state.close()
 
-    def give_back(self, branch: Branch, state: DraftState, rule: str, *, keep: bool) -> None:
+    def give_back(self, branch: Branch, state: DraftState, rule: Rule, *, keep: bool) -> None:
         """Keep ``state`` for the next generation of ``branch``, or close it."""
         if state is _IDLE:
             return
@@ -133,14 +134,14 @@ class _Kept:
     """A state, and the properties of its branch when it was given back."""
 
     state: DraftState
-    rule: str
+    rule: Rule
     n_prompt: int
     seed: int
     sampling: SamplingParams
     tokens: Sequence[int]
     is_forked: bool = False  # a thread is forking it: no other may use it now
 
-    def fits(self, branch: Branch, rule: str) -> bool:
+    def fits(self, branch: Branch, rule: Rule) -> bool:
         """Return whether the state can draft for ``branch``: not once its prompt was cut short."""
         return self.rule == rule and self.n_prompt == branch.n_prompt
 

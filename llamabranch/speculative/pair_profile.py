@@ -52,7 +52,7 @@ class _Times:
 
     @classmethod
     def of_entry(cls, entry: Entry | None) -> _Times | None:
-        """Return what a stored entry says; None if it is not valid."""
+        """Return the content of a stored entry; None if it is not valid."""
         if entry is None:
             return None
         one_ms, v, decodes = _number(entry.get("t1_ms")), entry.get("v"), entry.get("decodes")

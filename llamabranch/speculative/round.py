@@ -25,7 +25,7 @@ from ..model import token_list
 from ..sampling import Distribution
 from .drafters.base import NO_DRAFT, Draft, DraftState, propose
 from .length.base import DraftLength, RoundReport
-from .rules import DraftTree, match_draws, verify, verify_tree
+from .rules import DraftTree, Rule, match_draws, verify, verify_tree
 from .stats import SpeculativeStats
 
 __all__ = ["Stream", "finish_at"]
@@ -66,7 +66,7 @@ class Stream:
         branch: Branch,
         state: DraftState,
         length: DraftLength,
-        rule: str,
+        rule: Rule,
         stats: SpeculativeStats,
         n_alternatives: int = 0,
     ) -> None:
@@ -318,8 +318,10 @@ class Stream:
         if not sources and self.rule != "seeded":
             sources = [Distribution.point(token) for token in draft.tokens]
         n = len(draft.tokens)
-        # Nothing follows an EOG token, which the block rule would look beyond.
-        if self.rule != "block" or not any(map(is_eog, draft.tokens[:-1])):
+        # Nothing follows an EOG token, which the block rule would look beyond. The compiled core has the
+        # rules that have names.
+        looks_beyond = self.rule == "block" and any(map(is_eog, draft.tokens[:-1]))
+        if isinstance(self.rule, str) and not looks_beyond:
             found_at_once = targets.verify(self.rule, draft.sources)
             if found_at_once is not None:
                 return list(range(1, found_at_once[0] + 1)), found_at_once[1]

@@ -1,7 +1,7 @@
 """Which drafted tokens are accepted: pure functions over distributions and random numbers.
 
-Every rule here is lossless: the tokens it emits have exactly the target's distribution. A rule knows
-nothing of models. It calls a function for distributions and a :class:`RandomSource` for everything
+Every rule here is lossless: the tokens it emits have exactly the target's distribution. A rule uses
+no model. It calls a function for distributions and a :class:`RandomSource` for everything
 random, so the tests can replace the noise by an enumeration of all outcomes and prove the very code
 that runs.
 
@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ..arguments import plain_int, shown
 from ..errors import ConfigError
 from ..sampling import Distribution
 from ..sampling.noise import derive_seed, uniform
@@ -27,14 +28,17 @@ from ..sampling.noise import derive_seed, uniform
 __all__ = [
     "RULES",
     "Acceptance",
+    "AcceptanceRule",
     "DraftTree",
     "Noise",
     "RandomSource",
+    "Rule",
     "TreeAcceptance",
     "block_rule",
     "choose_rule",
     "draft_seed",
     "match_draws",
+    "rule_name",
     "seeded_rule",
     "token_rule",
     "tree_rule",
@@ -46,6 +50,7 @@ Floats = npt.NDArray[np.float64]
 Target = Callable[[int], Distribution]
 
 RULES = ("seeded", "token", "block")
+_NAME_OF_FUNCTIONS = "function"
 
 
 class RandomSource(Protocol):
@@ -145,6 +150,10 @@ class DraftTree:
     def depth(self, node: int) -> int:
         """Return how many tokens lie between the text so far and ``node``: 0 for a root's child."""
         return len(self.path(node)) - 1
+
+
+AcceptanceRule = Callable[[Sequence[int], Sequence[Distribution], Target, RandomSource], Acceptance]
+Rule = str | AcceptanceRule  # one of RULES, or a function with the arguments of `token_rule`
 
 
 # -- the rules -------------------------------------------------------------------------------------
@@ -262,8 +271,13 @@ def tree_rule(tree: DraftTree, target: Target, rng: RandomSource) -> TreeAccepta
 # -- what a round calls ----------------------------------------------------------------------------
 
 
-def choose_rule(rule: str, *, seed_given: bool, temperature: float) -> str:
-    """Return the rule to use for ``rule``, which is one of :data:`RULES` or "auto".
+def rule_name(rule: Rule) -> str:
+    """Return the name of a rule; "function" for one that is given as a function."""
+    return rule if isinstance(rule, str) else _NAME_OF_FUNCTIONS
+
+
+def choose_rule(rule: Rule, *, seed_given: bool, temperature: float) -> Rule:
+    """Return the rule to use for ``rule``: one of :data:`RULES`, a function, or "auto".
 
     "auto" is "seeded" if a seed was given, so that the text depends on nothing else, and at temperature
     0, where all rules give the same text and it is the cheapest; otherwise "block", which accepts most.
@@ -273,7 +287,7 @@ def choose_rule(rule: str, *, seed_given: bool, temperature: float) -> str:
     """
     if rule == "auto":
         return "seeded" if seed_given or temperature == 0 else "block"
-    if rule not in RULES:
+    if isinstance(rule, str) and rule not in RULES:
         raise ConfigError(f"unknown rule {rule!r}: use 'auto', {', '.join(map(repr, RULES))}")
     return rule
 
@@ -288,7 +302,7 @@ def draft_seed(seed: int, position: int) -> int:
 
 
 def verify(
-    rule: str,
+    rule: Rule,
     drafted: Sequence[int],
     sources: Sequence[Distribution],
     target: Target,
@@ -296,14 +310,17 @@ def verify(
     seed: int,
     position: int,
 ) -> Acceptance:
-    """Apply ``rule``, one of :data:`RULES`, to a draft, with the noise of (seed, position).
+    """Apply ``rule``, one of :data:`RULES` or a function, to a draft, with the noise of (seed, position).
 
     Arguments as for :func:`token_rule`; ``position`` is that of the first drafted token. The seeded
     rule ignores ``sources``.
 
     Raises:
-        ConfigError: an unknown rule, or a token whose source gives it probability zero.
+        ConfigError: an unknown rule, a token whose source gives it probability zero, or a function that
+            returns no `Acceptance` of this draft.
     """
+    if not isinstance(rule, str):
+        return _checked(rule(drafted, sources, target, Noise(seed, position)), len(drafted))
     if rule == "seeded":
         return seeded_rule(drafted, target, seed=seed, position=position)
     if rule == "token":
@@ -311,6 +328,18 @@ def verify(
     if rule == "block":
         return block_rule(drafted, sources, target, Noise(seed, position))
     raise ConfigError(f"unknown rule {rule!r}: use {', '.join(map(repr, RULES))}")
+
+
+def _checked(found: object, n_drafted: int) -> Acceptance:
+    """Return what a rule that is given as a function returned, if it is an acceptance."""
+    if isinstance(found, tuple) and len(found) == 2:
+        n_accepted, token = (plain_int(value) for value in found)
+        if n_accepted is not None and token is not None and 0 <= n_accepted <= n_drafted:
+            return Acceptance(n_accepted, token)
+    raise ConfigError(
+        f"an acceptance rule must return Acceptance(n_accepted, token) with at most {n_drafted} "
+        f"accepted tokens, not {shown(found)}"
+    )
 
 
 def verify_tree(tree: DraftTree, target: Target, *, seed: int, position: int) -> TreeAcceptance:

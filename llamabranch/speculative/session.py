@@ -8,7 +8,7 @@ from ..branch import Branch, Produced
 from ..branch.output import OutputBuffer
 from ..context import Context
 from ..errors import ClosedError, ConfigError, LlamaBranchError
-from ..model import TokenIds
+from ..model import Prompt
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from .config import SpeculativeConfig
@@ -40,13 +40,13 @@ class InferenceSession:
     def __init__(
         self,
         target: Context,
-        prompt: str | TokenIds | Branch,
+        prompt: Prompt | Branch,
         *,
         sampling: SamplingParams | None = None,
         grammar: Grammar | str | None = None,
         config: SpeculativeConfig | None = None,
         max_tokens: int | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
     ) -> None:
         self.stats = SpeculativeStats()
         self._output = OutputBuffer(max_tokens, stop)

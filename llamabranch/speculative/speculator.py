@@ -10,7 +10,7 @@ from ..branch import Branch, Produced
 from ..branch.output import OutputBuffer
 from ..context import Context
 from ..errors import CapacityError, ConfigError, LlamaBranchError
-from ..model import TokenIds
+from ..model import Prompt
 from ..native import forkable_lock
 from ..pictures import tokens_picture
 from ..sampling import SamplingParams
@@ -21,7 +21,7 @@ from .drafters.base import Drafter, NullDrafter
 from .length.base import DraftLength, FixedLength
 from .pair_profile import PairProfile
 from .round import Stream, finish_at
-from .rules import choose_rule
+from .rules import Rule, choose_rule, rule_name
 from .stats import SpeculativeStats
 
 __all__ = ["Generation", "Produced", "Speculator"]
@@ -64,7 +64,10 @@ class Speculator:
         self._lock = forkable_lock()
 
     def rule_for(self, branch: Branch) -> str:
-        """Return the acceptance rule used for ``branch``: that of the configuration, "auto" resolved."""
+        """Return the name of the acceptance rule used for ``branch``, "auto" resolved."""
+        return rule_name(self._rule(branch))
+
+    def _rule(self, branch: Branch) -> Rule:
         return choose_rule(
             self.config.rule,
             seed_given=branch.seed_given or self.drafter.width > 1,
@@ -73,20 +76,20 @@ class Speculator:
 
     def generate(
         self,
-        prompt: str | TokenIds | Branch,
+        prompt: Prompt | Branch,
         *,
         max_tokens: int | None = 128,
         sampling: SamplingParams | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         grammar: Grammar | str | None = None,
         top_logprobs: int = 0,
     ) -> Generation:
         """Start a generation; iterate over it, or call its ``finish()``.
 
         Args:
-            prompt: text, token ids, or a branch. A branch is continued in place with its own sampling
-                and grammar; at the end it holds exactly the tokens that were yielded, even if the
-                cache had no cell for the last. The drafter's state for it is kept for its next
+            prompt: text, token ids, messages, or a branch. A branch is continued in place with its own
+                sampling and grammar; at the end it holds exactly the tokens that were yielded, even if
+                the cache had no cell for the last. The drafter's state for it is kept for its next
                 generation, and for those of branches forked from it.
             max_tokens: the most tokens to generate; None = until the model ends the text or the cache
                 is full.
@@ -115,7 +118,7 @@ class Speculator:
         self, branch: Branch, stats: SpeculativeStats, n_alternatives: int = 0
     ) -> Stream:
         """Return a stream that continues ``branch``; end it with ``close_stream``."""
-        rule = self.rule_for(branch)
+        rule = self._rule(branch)
         state = self._drafts.take(branch, rule)
         return Stream(branch, state, self.length.stream(), rule, stats, n_alternatives)
 

@@ -135,7 +135,7 @@ def test_run_lists_every_program() -> None:
         cwd=ROOT, capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     steps = [line.split(":")[0] for line in done.stdout.splitlines()]
-    assert {"decode", "peers", "speculative", "batch", "fork"} <= set(steps)
+    assert {"decode", "peers", "speculative", "batch", "layouts", "fork"} <= set(steps)
     assert {"sampling", "growth", "search", "step", "hotpath", "resident"} <= set(steps)
     assert {"speculative-150M-f16", "peers-350M-f16"} <= set(steps)
 
@@ -348,6 +348,16 @@ def test_resident_engine_reads_what_requests_share_once(cache: Path) -> None:
         assert evaluated["Engine"] > 1.5 * load["distinct_tokens"]
     assert set(results["async"]) == {"1", "2"}
     assert set(results["compaction_ms"]) == {"copying K/V", "decoding again"}
+
+
+@needs_gguf
+def test_layouts_are_timed_side_by_side(cache: Path) -> None:
+    results = program("layouts", cache)["results"]
+    assert isinstance(results, dict)
+    assert set(results) == {"1 x 20", "2 x 20"}
+    both = {"Engine, unified cache", "Engine, own cells", "one after another"}
+    assert set(results["2 x 20"]["compared"]) == both
+    assert set(results["1 x 20"]["compared"]) == both - {"Engine, own cells"}
 
 
 def test_growth_draws_its_plots(cache: Path) -> None:

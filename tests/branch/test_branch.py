@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -312,13 +313,61 @@ def test_abandoned_generation_leaves_what_was_yielded(ctx: Context) -> None:
     assert len(generate(branch, 3)) == 3
 
 
-@pytest.mark.parametrize("kind", ["text", "list"])
+@pytest.mark.parametrize("kind", ["number", "list"])
 def test_generate_checks_its_arguments_at_once(kind: str, ctx: Context) -> None:
     branch = Branch.start(ctx, STORY)
     with pytest.raises(ConfigError):
         branch.generate(-1)
     with pytest.raises(ConfigError):
-        branch.generate(5, stop="." if kind == "text" else [""])
+        branch.generate(5, stop=5 if kind == "number" else [""])  # type: ignore[arg-type]
+
+
+def test_repr_shows_last_words_and_score(ctx: Context) -> None:
+    with Branch.start(ctx, STORY, temperature=0.8, seed=1) as branch:
+        assert repr(branch) == (
+            f"<Branch seq {branch.seq_id}, {branch.position} tokens, ready: {branch.text!r}>"
+            if len(branch.text) <= 30
+            else repr(branch)
+        )
+        for _ in branch.generate(20):
+            pass
+        shown = repr(branch)
+        words = re.findall(r"'(?:\.\.\.)?(.*)'", shown)[0]
+        assert 15 <= len(words) <= 30 and branch.text.endswith(words)
+        assert f"log p {branch.log_likelihood():.2f}" in shown
+        assert f"perplexity {branch.perplexity():.2f}" in shown
+        branch.sequence.append_unscored([5], None)
+        assert "log p" not in repr(branch)
+    assert "pruned" in repr(branch)
+
+
+def test_pruning_a_parent_hints_at_both_ways(ctx: Context) -> None:
+    with Branch.start(ctx, STORY) as root:
+        child = root.fork()
+        with pytest.raises(BranchStateError) as caught:
+            root.prune()
+        assert child.state == "ready"
+        assert "detach()" in str(caught.value.hint)
+        assert "prune_subtree()" in str(caught.value.hint)
+
+
+def test_log_probs_are_the_models_own(ctx: Context) -> None:
+    with Branch.start(ctx, STORY, temperature=0.0) as branch:
+        found = branch.log_probs()
+        assert found.shape == (ctx.model.n_vocab,) and found.dtype == np.float64
+        assert math.isclose(math.fsum(np.exp(found)), 1.0, abs_tol=1e-6)
+        for token in (0, 5, int(found.argmax())):
+            assert found[token] == pytest.approx(-branch.surprisal(token), abs=1e-12)
+        assert branch.distribution().ids.tolist() == [int(found.argmax())]  # a point at T = 0
+        found[:] = 0.0
+        assert branch.log_probs()[0] < 0.0
+
+
+def test_one_stop_string_needs_no_list(ctx: Context) -> None:
+    with Branch.start(ctx, STORY, temperature=0.8, seed=1) as branch, branch.fork() as other:
+        texts = [t.text for t in branch.generate(40, stop=" the")]
+        assert texts == [t.text for t in other.generate(40, stop=[" the"])]
+        assert branch.finish_reason == "stop" and " the" not in "".join(texts)
 
 
 def test_empty_prompt_begins_at_the_beginning(ctx: Context, toy: lb.Model) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import re
+
 import numpy as np
 import pytest
 
@@ -271,21 +274,77 @@ def test_retain_only_leaves_one_root(ctx: Context, other_ctx: Context) -> None:
 
 def test_tree_shows_who_descends_from_whom(ctx: Context) -> None:
     store = BranchStore(ctx)
-    assert store.tree() == ""
+    assert str(store.tree()) == ""
     root = Branch.start(ctx, STORY, sampling=WARM)
     first, second = root.fork_many(2)
     leaf = first.fork()
     other = Branch.start(ctx, [5])
-    lines = store.tree().split("\n")
+    lines = str(store.tree(["seq_id"])).split("\n")
     assert len(lines) == 5
-    by_seq = {b.seq_id: b for b in (root, first, second, leaf, other)}
-    shown = [(len(line) - len(line.lstrip()), line.strip()) for line in lines]
-    depths = {
-        branch: next(d for d, text in shown if text == repr(branch)) for branch in by_seq.values()
-    }
-    assert depths == {root: 0, first: 2, leaf: 4, second: 2, other: 0}
-    order = [text for _, text in shown]
-    assert order.index(repr(first)) == order.index(repr(root)) + 1
-    assert order.index(repr(leaf)) == order.index(repr(first)) + 1
+    depths, order = {}, []
+    for line in lines:
+        before, found = line.rsplit("seq ", 1)
+        order.append(int(found))
+        depths[int(found)] = (len(before) - len(before.lstrip("│├└─ "))) // 3
+    expected = {root: 0, first: 1, leaf: 2, second: 1, other: 0}
+    assert depths == {branch.seq_id: depth for branch, depth in expected.items()}
+    assert order.index(first.seq_id) == order.index(root.seq_id) + 1
+    assert order.index(leaf.seq_id) == order.index(first.seq_id) + 1
     leaf.prune()
-    assert repr(leaf) not in store.tree()
+    assert f"seq {leaf.seq_id}" not in str(store.tree(["seq_id"]))
+
+
+def test_tree_has_the_text_of_each_edge_and_the_chosen_columns(ctx: Context) -> None:
+    store = BranchStore(ctx)
+    root = Branch.start(ctx, STORY, sampling=WARM)
+    child = root.fork()
+    for _ in range(4):
+        store.step([child])
+    tree = store.tree(["logprob", "perplexity", "tokens", "fork", "position", "seed", "state"])
+    first, second = str(tree).split("\n")
+    n = root.position
+    edge = ctx.model.detokenize(child.tokens[n:])
+    start, end = first.split("...")  # long texts are cut in their middle
+    assert root.text.startswith(start[1:]) and end.split("'")[0] in root.text
+    assert len(start) > 20 and "log p" not in first
+    assert second.startswith(f"└─ {edge!r}  log p {child.log_likelihood('fork'):.2f}, ")
+    assert f"perplexity {child.perplexity('fork'):.2f}, 4 tokens, at {n}, ends at {n + 4}" in second
+    assert second.endswith(f"seed {child.seed}, ready")
+    child.prune()
+    assert repr(tree).split("\n") == [first, second]  # it shows the branches as they were
+    with pytest.raises(ConfigError, match="columns"):
+        store.tree(["score"])
+    with pytest.raises(ConfigError, match="columns"):
+        store.tree("seed")
+
+
+def test_tree_is_coloured_on_a_terminal_only(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with Branch.start(ctx, STORY) as root, root.fork():
+        tree = BranchStore(ctx).tree()
+        pipe, terminal = io.StringIO(), Terminal()
+        tree.print(pipe)
+        tree.print(terminal)
+        assert pipe.getvalue() == f"{tree}\n"
+        shown = terminal.getvalue()
+        assert "\x1b[" in shown
+        assert re.sub("\x1b\\[[0-9]*m", "", shown) == pipe.getvalue()
+        monkeypatch.setenv("NO_COLOR", "1")
+        plain = Terminal()
+        tree.print(plain)
+        assert plain.getvalue() == pipe.getvalue()
+
+
+def test_tree_is_drawn_by_graphviz(ctx: Context) -> None:
+    with Branch.start(ctx, 'A "quote"\nand a line') as root:
+        children = root.fork_many(2)
+        dot = BranchStore(ctx).tree(["state"]).to_dot()
+        lines = dot.splitlines()
+        assert lines[0] == "digraph branches {" and lines[-1] == "}"
+        assert r'b0 [label="A \"quote\"\nand a line\nready"];' in dot
+        assert [line.strip() for line in lines if "->" in line] == ["b0 -> b1;", "b0 -> b2;"]
+        assert len(children) == 2

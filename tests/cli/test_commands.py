@@ -606,7 +606,7 @@ def test_draft_without_a_vocabulary_fails_with_a_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "kind", "message"),
     [
-        (("theory", "-c", "inf"), 2, "ConfigError", "cannot cost inf"),
+        (("theory", "--c", "inf"), 2, "ConfigError", "cannot cost inf"),
         (("theory", "--verify-cost", "inf"), 2, "ConfigError", "cannot cost inf"),
         (("theory", "-k", "9" * 400), 2, "ConfigError", "at most"),
         (("theory", "-k", "x"), 2, "BadParameter", "--draft-length"),
@@ -816,6 +816,14 @@ def test_inspect_describes_a_model() -> None:
         assert label in result.stdout
     assert "llama" in result.stdout
     assert "Q8_0" in result.stdout
+
+
+def test_inspect_shows_the_names_of_files_not_their_paths(tmp_path: Path) -> None:
+    paths = [write_toy(tmp_path / f"{name}.gguf") for name in ("large", "small")]
+    result = run("inspect", *map(str, paths))
+    assert result.exit_code == 0, result.stderr
+    assert str(tmp_path) not in result.stdout
+    assert result.stdout.split()[:2] == ["large.gguf", "small.gguf"]
 
 
 def test_inspect_json_holds_the_facts() -> None:

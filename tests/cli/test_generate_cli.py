@@ -7,7 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from self_signal import signalled_at_line
@@ -16,8 +20,10 @@ from typer.testing import CliRunner, Result
 import llamabranch as lb
 from llamabranch import ConfigError, Request, SamplingParams
 from llamabranch.cli import app
+from llamabranch.cli.job_survey import JobSurvey
 from llamabranch.cli.jsonl import cut_incomplete_line, read_requests, read_results, write_result
 from llamabranch.cli.parsing import repeat_prompts_option
+from llamabranch.cli.prompts import digest, read_prompts
 
 COMMAND = [sys.executable, "-m", "llamabranch.cli", "generate"]
 TIMEOUT_S = 600  # for a machine that is busy with other things
@@ -35,7 +41,7 @@ def run(*arguments: str, stdin: str | None = None, **environment: str) -> Result
     return CliRunner().invoke(app, command, input=stdin, env=environment)
 
 
-def run_json(*arguments: str, stdin: str | None = None) -> dict[str, object]:
+def run_json(*arguments: str, stdin: str | None = None) -> dict[str, Any]:
     result = run("--json", *arguments, stdin=stdin)
     assert result.exit_code == 0, result.stderr
     assert result.stderr == ""
@@ -50,7 +56,7 @@ def texts(answer: dict[str, object]) -> dict[str, str]:
     return {f"{record['id']}.{record['sample']}": record["text"] for record in results}
 
 
-def lines(path: Path) -> list[dict[str, object]]:
+def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
@@ -179,11 +185,108 @@ def test_output_has_one_line_a_text(tmp_path: Path) -> None:
     for record in records:
         assert record["prompt"] == SEED_PROMPTS[int(str(record["id"]))]
         assert record["finish_reason"] in ("stop", "length")
-        assert {"text", "tokens", "stats", "seed", "sample"} <= set(record)
+        assert {"text", "tokens", "seed", "sample"} <= set(record)
+        assert "stats" not in record
     again = run("--prompts", *SEED_PROMPTS, "--output", str(path))
     assert again.exit_code == 2
     assert "--resume" in again.stderr
     assert lines(path) == records
+
+
+def test_statistics_are_written_on_request(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    arguments = ("--prompts", "Once", "-n", "4", "--seed", "2", "--stats")
+    assert run(*arguments, "--output", str(path)).exit_code == 0
+    (record,) = lines(path)
+    results = run_json(*arguments)["results"]
+    assert isinstance(results, list)
+    for stats in (record["stats"], results[0]["stats"]):
+        assert isinstance(stats, dict)
+        assert stats.keys() == lb.SpeculativeStats().as_dict().keys()
+
+
+def test_results_come_in_the_order_of_the_prompts_on_request(tmp_path: Path) -> None:
+    given, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lengths = [30, 2, 12, 1, 20, 3]
+    given.write_text(
+        "".join(
+            json.dumps({"prompt": "Once", "custom_id": f"q{i}", "max_tokens": n, "n": 1 + i % 2})
+            + "\n"
+            for i, n in enumerate(lengths)
+        )
+    )
+    arguments = ("--input", str(given), "--seed", "3", "--ignore-eos", "--parallel", "4")
+    asked = [(f"q{i}", sample) for i in range(len(lengths)) for sample in range(1 + i % 2)]
+    assert run(*arguments, "--output", str(path), "--in-order").exit_code == 0
+    ordered = lines(path)
+    assert [(r["id"], r["sample"]) for r in ordered] == asked
+    free = run_json(*arguments)["results"]
+    assert isinstance(free, list)
+    found = [(r["id"], r["sample"]) for r in free]
+    assert found != asked and sorted(found) == asked
+    texts = {(r["id"], r["sample"]): r["text"] for r in free}
+    assert texts == {(r["id"], r["sample"]): r["text"] for r in ordered}
+
+
+def test_resume_in_order_gives_what_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    arguments = (
+        "--prompts",
+        *SEED_PROMPTS,
+        "-n",
+        "3",
+        "--seed",
+        "2",
+        "--in-order",
+        "--output",
+        str(path),
+    )
+    assert run(*arguments).exit_code == 0
+    whole = path.read_text("utf-8")
+    kept = whole.splitlines(keepends=True)
+    path.write_text(kept[0] + kept[2], encoding="utf-8")
+    assert run(*arguments, "--resume").exit_code == 0
+    assert path.read_text("utf-8").splitlines(keepends=True) == [kept[i] for i in (0, 2, 1, 3)]
+
+
+def test_lines_take_the_names_of_openai_and_vllm() -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    data = [
+        {"messages": messages, "custom_id": "a", "stop": ".", "logprobs": 3},
+        {"prompt": "x", "json_schema": {"type": "boolean"}, "logprobs": True, "top_logprobs": 2},
+        {"prompt": "x", "logprobs": True},
+        {"prompt": "x", "logprobs": False, "top_logprobs": 2},
+    ]
+    chat, schema, bare, off = read_requests(map(json.dumps, data), json_lines=True)
+    assert (list(chat.prompt), chat.id, tuple(chat.stop)) == (messages, "a", (".",))
+    assert [r.top_logprobs for r in (chat, schema, bare, off)] == [3, 2, 0, None]
+    assert schema.grammar == lb.Grammar.from_json_schema({"type": "boolean"})
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"messages": "Hi"}, "messages"),
+        ({"messages": [1, 2]}, "messages"),
+        ({"messages": [{"content": "Hi"}]}, "role"),
+        ({"messages": [{"role": "user", "content": "a"}], "prompt": "b"}, "exclude"),
+        ({"prompt": "a", "id": "a", "custom_id": "b"}, "exclude"),
+        ({"prompt": "a", "grammar": "root ::= [a]", "json_schema": {}}, "exclude"),
+        ({"prompt": "a", "json_schema": 5}, "json_schema"),
+        ({"prompt": "a", "json_schema": {"not": {}}}, "not"),
+        ({"prompt": "a", "logprobs": "many"}, "logprobs"),
+        ({"prompt": "a", "logprobs": 2, "top_logprobs": 2}, "logprobs"),
+    ],
+)
+def test_line_that_is_no_request_names_the_reason(data: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        list(read_requests([json.dumps(data)], json_lines=True))
+
+
+def test_setting_outside_of_sampling_is_refused_with_its_place() -> None:
+    with pytest.raises(ConfigError) as caught:
+        list(read_requests(['{"prompt": "a", "temperature": 0}'], json_lines=True))
+    assert "sampling" in str(caught.value.hint)
 
 
 def test_resumed_run_leaves_out_what_is_there(tmp_path: Path) -> None:
@@ -373,7 +476,7 @@ def test_interrupted_run_keeps_what_is_done(tmp_path: Path) -> None:
 
 def test_incomplete_line_is_cut_off_and_complete_ones_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    assert read_results(path) == []
+    assert list(read_results(path)) == []
     with lb.load("tale-target", n_ctx=256, n_threads=1) as ctx:
         requests = [Request("\ud800", id="half"), Request("The king", max_tokens=2)]
         results = lb.Engine(ctx).generate(requests)
@@ -382,11 +485,11 @@ def test_incomplete_line_is_cut_off_and_complete_ones_are_kept(tmp_path: Path) -
             write_result(file, result)
     whole = path.read_bytes()
     assert [record["id"] for record in read_results(path)] == ["half", "1"]
-    assert read_results(path)[0]["prompt"] == "\ud800"
-    assert "Unicode" in str(read_results(path)[0]["error"])
+    assert next(read_results(path))["prompt"] == "\ud800"
+    assert "Unicode" in str(next(read_results(path))["error"])
     torn = whole + b'{"id": "to'
     path.write_bytes(torn)
-    assert len(read_results(path)) == 2
+    assert len(list(read_results(path))) == 2
     assert path.read_bytes() == torn  # reading changes nothing
     for _ in range(2):
         cut_incomplete_line(path)
@@ -437,7 +540,7 @@ def test_request_settings_of_the_command_reach_every_text() -> None:
     answer = run_json("--prompts", "The king", "The wolf", "--json-schema", schema)
     assert set(texts(answer).values()) <= {'"king"', '"wolf"'}
     answer = run_json("-p", "The end.", "-n", "60", "--ignore-end", "--seed", "1", "--gamma", "2")
-    assert [r["finish_reason"] for r in answer["results"]] == ["length"]  # type: ignore[attr-defined]
+    assert [r["finish_reason"] for r in answer["results"]] == ["length"]
 
 
 @pytest.mark.parametrize(
@@ -483,3 +586,74 @@ def test_lines_have_priorities_and_ask_for_detail(tmp_path: Path) -> None:
     assert sooner["prompt_logprobs"][1]["rank"] >= 1
     assert len(sooner["prompt_logprobs"][1]["alternatives"]) == 2
     assert "prompt_logprobs" not in later
+
+
+# -- long jobs -------------------------------------------------------------------------------------
+
+
+def survey(requests: list[Request], max_tokens: int | None = 100) -> JobSurvey:
+    named = [replace(r, id=str(i) if r.id is None else r.id) for i, r in enumerate(requests)]
+    return JobSurvey.of(lambda: iter(named), max_tokens)
+
+
+def test_lines_are_read_again_and_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    n = 20_000
+    with path.open("w") as file:
+        for i in range(n):
+            file.write(json.dumps({"prompt": f"The fox number {i}", "priority": i % 3}) + "\n")
+    source = read_prompts([], str(path))
+
+    def read() -> Iterator[Request]:
+        for i, request in enumerate(source.requests(SamplingParams())):
+            yield replace(request, id=str(i))
+
+    job = JobSurvey.of(read, 16)  # fills what is computed once
+    tracemalloc.start()
+    try:
+        job = JobSurvey.of(read, 16)
+        n_read = sum(1 for _ in job.requests())
+        digest = source.digest
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (job.n_requests, job.n_texts, n_read, job.kept) == (n, n, n, None)
+    assert most < 8_000_000  # the first ten thousand, for a while; a list of all takes 20 MB
+    assert digest == read_prompts([], str(path)).digest
+
+
+def test_digest_of_the_prompts_is_that_of_their_list(tmp_path: Path) -> None:
+    path = tmp_path / "in.txt"
+    path.write_text("one\r\n\n  \ntwo \u00e9\nthree", "utf-8", newline="")
+    expected = digest([["zero"], ["one", "two \u00e9", "three"], False])
+    assert read_prompts(["zero"], str(path)).digest == expected
+
+
+def test_ids_of_a_job_are_unique() -> None:
+    with pytest.raises(ConfigError, match="two requests have the id 'a'"):
+        survey([Request("x", id="a"), Request("y"), Request("z", id="a")])
+
+
+@pytest.mark.parametrize(
+    ("requests", "max_tokens", "n_texts", "cells"),
+    [
+        ([Request("The fox")] * 8, 16, 8, None),  # short
+        ([Request("The fox")] * 8, 400, 8, 512),  # long
+        ([Request("The fox")] * 8, None, 8, None),  # as long as they like
+        ([Request("The fox")], 400, 8, None),  # alone
+        ([Request([5] * 2000 + [i, 6]) for i in range(8)], 200, 8, None),  # shared for the most part
+        ([Request([5] * 6000 + [i]) for i in range(8)], 4000, 8, None),  # too much memory
+    ],
+)  # fmt: skip
+def test_cells_are_divided_where_texts_are_long_and_share_little(
+    requests: list[Request], max_tokens: int | None, n_texts: int, cells: int | None
+) -> None:
+    assert survey(requests, max_tokens).cells_per_text(n_texts) == cells
+
+
+def test_layout_changes_no_text() -> None:
+    common = ["--prompts", "The fox", "The wolf", "-n", "12", "--seed", "3", "--draft", "none"]
+    found = []
+    for option in ("--kv-unified", "--no-kv-unified"):
+        found.append(texts(run_json(*common, option, "--parallel", "2")))
+    assert found[0] == found[1]

@@ -117,11 +117,11 @@ def test_a_draft_changes_no_text() -> None:
 
 def test_prompts_may_come_from_standard_input() -> None:
     assert "Once upon a time" in run("search", "-", "-n", "2", stdin="Once upon a time").stdout
-    assert run("select", "-", "-c", " a", "-c", " b", stdin="Once").exit_code == 0
+    assert run("select", "-", " a", " b", stdin="Once").exit_code == 0
 
 
 def test_select_prints_the_best_choice_first() -> None:
-    given = ["select", "The king's daughter was very", "-c", " telephone", "-c", " beautiful"]
+    given = ["select", "The king's daughter was very", " telephone", "--choice", " beautiful"]
     result = run(*given, "--tree")
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
@@ -143,8 +143,8 @@ def test_select_prints_the_best_choice_first() -> None:
         (["search", PROMPT, "--method", "best-of", "-n", "2", "--reward", "exit 3"], "exit code 3"),
         (["search", PROMPT, "--groups", "3"], "groups"),
         (["search", PROMPT, "-w", "0"], "width"),
-        (["select", PROMPT, "-c", ""], "empty"),
-        (["select", PROMPT, "-c", "a", "--method", "best"], "method"),
+        (["select", PROMPT, ""], "empty"),
+        (["select", PROMPT, "a", "--method", "best"], "method"),
         (["select", PROMPT], "choice"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -60,7 +60,7 @@ PROMPTS = [
 ]
 DRAFTERS = ("none", "model", "lookup", "suffix", "chain")
 
-Said = tuple[list[int], str, str | None]
+Generated = tuple[list[int], str, str | None]
 
 
 def make(which: str, draft: Context) -> lb.Drafter | None:
@@ -79,9 +79,11 @@ class Alone:
     """Generates what requests give when nobody else is there, each one once."""
 
     ctx: Context
-    known: dict[object, Said] = field(default_factory=dict, repr=False)
+    known: dict[object, Generated] = field(default_factory=dict, repr=False)
 
-    def said(self, request: Request, result: Result, default: SamplingParams = UNSEEDED) -> Said:
+    def generated(
+        self, request: Request, result: Result, default: SamplingParams = UNSEEDED
+    ) -> Generated:
         params = (request.sampling or default).replace(seed=result.seed)
         prompt, stop = request.prompt, tuple(request.stop)
         key = (str(prompt), repr(params), stop, request.grammar, request.max_tokens)
@@ -93,7 +95,7 @@ class Alone:
         return self.known[key]
 
     def check(self, request: Request, result: Result, default: SamplingParams = UNSEEDED) -> None:
-        tokens, text, reason = self.said(request, result, default)
+        tokens, text, reason = self.generated(request, result, default)
         if request.max_tokens == 0:
             reason = "length"
         assert (result.tokens, result.text, result.finish_reason) == (tokens, text, reason), (
@@ -239,8 +241,8 @@ def test_any_load_generates_what_each_request_generates_alone(
                 if result.finish_reason == "cancelled":
                     assert request.id in doomed
                     # Text held back for a stop string is given out when it is cancelled.
-                    n_said, decoder = len(result.tokens), target.text_decoder()
-                    assert alone.said(request, result)[0][:n_said] == result.tokens
+                    n_generated, decoder = len(result.tokens), target.text_decoder()
+                    assert alone.generated(request, result)[0][:n_generated] == result.tokens
                     assert result.text == "".join(map(decoder.feed, result.tokens))
                 else:
                     alone.check(request, result)
@@ -335,18 +337,18 @@ def test_nothing_follows_an_end_token(
     params = [SamplingParams(seed=i, logit_bias={end: 6.0}) for i in range(6)]
     requests = [Request(p, max_tokens=60, sampling=s) for p in PROMPTS for s in params]
     engine = Engine(ctx, make(which, draft_ctx), SpeculativeConfig(draft_k=6))
-    said: dict[str, list[int]] = {}
+    generated: dict[str, list[int]] = {}
     ended: list[str] = []
     for event in engine.stream(requests):
         assert event.id not in ended
         if event.result is not None:
             ended.append(event.id)
-            assert said.get(event.id, []) == event.result.tokens
+            assert generated.get(event.id, []) == event.result.tokens
             alone.check(requests[int(event.id)], event.result)
         elif event.emitted is not None:
             assert not ctx.model.is_eog(event.emitted.token)
-            said.setdefault(event.id, []).append(event.emitted.token)
-    n_stopped = sum(len(said.get(name, [])) < 60 for name in ended)
+            generated.setdefault(event.id, []).append(event.emitted.token)
+    n_stopped = sum(len(generated.get(name, [])) < 60 for name in ended)
     assert n_stopped > len(requests) // 2
     assert_clean(ctx, draft_ctx)
 
@@ -381,7 +383,7 @@ def test_dead_end_of_a_grammar_is_one_requests_error(which: str, small_toy: lb.M
         assert results[2].id == "dead"
         assert results[2].finish_reason == "error"
         assert isinstance(results[2].error, GrammarError)
-        assert results[2].text == "ab"  # all that was said before, also if it was drafted
+        assert results[2].text == "ab"  # all that was generated before, also if it was drafted
         quiet = Alone(ctx)
         for request, result in zip(requests, results, strict=True):
             if request is not dead:
@@ -402,13 +404,13 @@ def test_grammar_that_ends_without_an_end_token_loses_nothing(
     for i, prompt in enumerate(PROMPTS):
         params = SamplingParams(temperature=float(i % 2), seed=i, logit_bias=ends)
         requests.append(Request(prompt, sampling=params, grammar=grammar, max_tokens=60))
-        said: list[int] = []
+        generated: list[int] = []
         with (
             Branch.start(ctx, prompt, sampling=params, grammar=grammar) as branch,
             pytest.raises(GrammarError),
         ):
-            said.extend(t.token for t in branch.generate(60))
-        expected.append(said)
+            generated.extend(t.token for t in branch.generate(60))
+        expected.append(generated)
     engine = Engine(ctx, make(which, draft_ctx), SpeculativeConfig(draft_k=8))
     for result, tokens in zip(engine.generate(requests), expected, strict=True):
         assert result.finish_reason == "error"
@@ -502,7 +504,15 @@ def test_ids_are_unique(ctx: Context) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"n": 0}, {"n": True}, {"max_tokens": -1}, {"max_tokens": 1.5}, {"id": 3}, {"stop": "the"}],
+    [
+        {"n": 0},
+        {"n": True},
+        {"max_tokens": -1},
+        {"max_tokens": 1.5},
+        {"id": 3},
+        {"stop": 5},
+        {"stop": [5]},
+    ],
     ids=str,
 )
 def test_request_checks_itself(arguments: dict[str, object]) -> None:
@@ -706,7 +716,7 @@ def test_preempted_text_whose_sequence_is_taken_is_not_lost(target: lb.Model, al
         assert SequencesExhaustedError in errors
         assert set(errors) <= {SequencesExhaustedError, CacheFullError}
         for result in results:
-            tokens, text, _ = alone.said(request, result)
+            tokens, text, _ = alone.generated(request, result)
             assert result.tokens
             assert result.tokens == tokens[: len(result.tokens)]
             assert text.startswith(result.text)
@@ -916,7 +926,7 @@ def test_cancelled_request_keeps_what_it_generated(
     results = engine.generate(requests, on_event=on_event)
     assert results[1].finish_reason == results[14].finish_reason == "cancelled"
     assert 0 < len(results[1].tokens) < 8
-    assert alone.said(requests[1], results[1])[1].startswith(results[1].text)
+    assert alone.generated(requests[1], results[1])[1].startswith(results[1].text)
     assert results[14].tokens == []
     for i, (request, result) in enumerate(zip(requests, results, strict=True)):
         if i not in (1, 14):
@@ -935,7 +945,7 @@ def test_cancelling_survives_other_streams_of_the_engine(
     request = Request(TALE, id="a", max_tokens=60, sampling=WARM)
     stream = engine.stream([request])
     other = engine.stream([Request(TALE, id="b", max_tokens=3, sampling=WARM)])
-    said = [next(stream)]
+    generated = [next(stream)]
     if when != "begins":
         next(other)
     engine.cancel("a")
@@ -951,11 +961,11 @@ def test_cancelling_survives_other_streams_of_the_engine(
         case "fails":
             with pytest.raises(ConfigError):
                 engine.stream([request, request])
-    said += stream
-    result = said[-1].result
+    generated += stream
+    result = generated[-1].result
     assert result is not None
     assert (result.finish_reason, len(result.tokens)) == ("cancelled", 1)
-    assert alone.said(request, result)[0][:1] == result.tokens
+    assert alone.generated(request, result)[0][:1] == result.tokens
     if when in ("begins", "is made", "fails"):  # it was not meant
         ended = [event.result for event in other if event.result is not None]
         assert [r.finish_reason for r in ended] == ["length"]
@@ -1039,8 +1049,8 @@ def test_forward_passes_are_counted(which: str, ctx: Context, draft_ctx: Context
     assert stats.target_forward_passes == ctx.decoder.n_decodes - before[0]
     assert stats.draft_forward_passes == draft_ctx.decoder.n_decodes - before[1]
     assert (stats.draft_forward_passes > 0) == (which in ("model", "chain"))
-    n_said = sum(len(result.tokens) for result in results)
-    assert stats.generated_tokens == stats.speculative.num_emitted_tokens == n_said
+    n_generated = sum(len(result.tokens) for result in results)
+    assert stats.generated_tokens == stats.speculative.num_emitted_tokens == n_generated
     # 24 tokens each: the longest alone needs 24 passes, and reading shares them.
     assert stats.target_forward_passes <= 24 + 2
     if which == "model":
@@ -1067,7 +1077,7 @@ def test_streams_draft_in_one_decode(ctx: Context, draft_ctx: Context) -> None:
 
 @pytest.mark.parametrize("architecture", ["mamba", "lfm2", "gemma3"])
 def test_other_memory_types_run_batched(architecture: str, tmp_path: Path) -> None:
-    """Where a tail cannot be dropped nothing is drafted; the texts are those said alone."""
+    """Where a tail cannot be dropped nothing is drafted; the texts are those generated alone."""
     path = toys.write_toy(tmp_path / "toy.gguf", architecture, vocab="bytes", weights="f32")
     with ExitStack() as stack:
         model = stack.enter_context(lb.Model(path))
@@ -1081,7 +1091,7 @@ def test_other_memory_types_run_batched(architecture: str, tmp_path: Path) -> No
         ]
 
         def check(request: Request, result: Result, *, exact: bool) -> None:
-            tokens = quiet.said(request, result)[0]
+            tokens = quiet.generated(request, result)[0]
             if exact or tokens == result.tokens:
                 quiet.check(request, result)
                 return

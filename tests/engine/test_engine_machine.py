@@ -43,6 +43,7 @@ class EngineMachine(RuleBasedStateMachine):
     clean: ClassVar[Context]
     cached: ClassVar[bool]
     drafting: ClassVar[Context | None]
+    unified: ClassVar[bool]
     known: ClassVar[dict[str, list[int]]]
     tally: ClassVar[Counter[str]]
 
@@ -50,13 +51,14 @@ class EngineMachine(RuleBasedStateMachine):
         super().__init__()
         self.ctx = Context(
             self.model,
-            n_ctx=N_CELLS,
+            n_ctx=N_CELLS if self.unified else 4 * N_CELLS,
             n_seq_max=4,
             n_batch=48,
             n_threads=1,
             batch_invariant=True,
             prefix_cache=self.cached,
             cache_ram=100_000 if self.cached else 0,
+            kv_unified=self.unified,
         )
         drafter = None if self.drafting is None else lb.ModelDrafter(self.drafting)
         self.engine = Engine(self.ctx, drafter, lb.SpeculativeConfig(draft_k=2), seed=5, wait_s=0)
@@ -165,7 +167,10 @@ class EngineMachine(RuleBasedStateMachine):
         """The cache is compacted, and texts of the prefix cache are given up."""
         with self.ctx.lock:
             if self.ctx.prefix_cache is not None:
-                self.ctx.prefix_cache.evict(n)
+                if self.unified:
+                    self.ctx.prefix_cache.evict(n)
+                else:
+                    self.ctx.prefix_cache.evict_text()
             assert self.ctx.compact()
             self.tally["compacted"] += 1
 
@@ -175,7 +180,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.ctx.decoder.read_s = 1.0  # what is saved in host memory is always worth restoring
         usage = self.ctx.usage()
         assert usage.in_order
-        assert usage.cells_used + usage.cells_cached + usage.cells_reserved <= N_CELLS
+        total = usage.cells_used + usage.cells_cached + usage.cells_reserved
+        assert total <= usage.cells_total
+        if not self.unified:
+            assert (usage.cells_shared, usage.cells_reserved) == (0, 0)
 
     def teardown(self) -> None:
         try:
@@ -198,7 +206,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.ctx.close()
 
 
-@pytest.mark.parametrize("which", ["plain", "cached", "drafted"])
+@pytest.mark.parametrize("which", ["plain", "cached", "drafted", "own cells"])
 def test_every_text_is_that_of_its_request_alone(which: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = toys.write_llama(
@@ -215,6 +223,7 @@ def test_every_text_is_that_of_its_request_alone(which: str) -> None:
                 "clean": clean,
                 "cached": which != "plain",
                 "drafting": draft_ctx if which == "drafted" else None,
+                "unified": which != "own cells",
                 "known": {},
                 "tally": Counter(),
             }
@@ -233,7 +242,7 @@ def test_every_text_is_that_of_its_request_alone(which: str) -> None:
             )
             tally: Counter[str] = members["tally"]  # type: ignore[assignment]
             expected = {"length", "cancelled", "interrupted", "compacted"}
-            if which != "drafted":
+            if which in ("plain", "cached"):
                 expected |= {"preempted", "full"}
             assert expected <= {name for name, n in tally.items() if n}, tally
             if which != "plain":

@@ -536,3 +536,40 @@ def test_tokens_come_with_detail(ctx: Context, draft_ctx: Context, other_ctx: Co
     assert detailed.first_token_s is not None
     assert detailed.last_token_s is not None
     assert 0 <= detailed.queued_s <= detailed.first_token_s <= detailed.last_token_s
+
+
+def test_draft_model_reads_only_what_is_new_too(
+    target: lb.Model, draft: lb.Model, other_ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        Context(target, n_ctx=1024, n_seq_max=3, n_threads=1, prefix_cache=True) as ctx,
+        Context(draft, n_ctx=1024, n_seq_max=3, n_threads=1, prefix_cache=True) as draft_ctx,
+    ):
+        n_read = 0
+        decode = draft_ctx.decoder.handle.decode
+
+        def counted(n: int) -> int:
+            nonlocal n_read
+            n_read += n
+            return decode(n)
+
+        # A decode that is watched is made in Python, so that all tokens are counted.
+        monkeypatch.setattr(draft_ctx.decoder.handle, "decode", counted)
+        engine = Engine(ctx, lb.ModelDrafter(draft_ctx), SpeculativeConfig(draft_k=2))
+        history = ctx.tokenize("Once upon a time there was a king who had a daughter." * 4)
+        n_prompts = 0
+        for turn in range(6):
+            history += ctx.tokenize(f" And on day {turn} the wolf said:", add_special=False)
+            n_prompts += len(history)
+            request = Request(history, max_tokens=8, sampling=WARM)
+            pair = [request, Request(history[: 20 + turn], max_tokens=5, sampling=WARM)]
+            result, beside = engine.generate(pair)
+            assert result.tokens == alone(other_ctx, request, result)
+            assert beside.tokens == alone(other_ctx, pair[1], beside)
+            history += result.tokens
+        # Every text is read once; a round reads what its last one has not drafted, and drafts two.
+        assert n_read < len(history) + 6 * (8 + 5) * 4 < n_prompts
+        assert draft_ctx.prefix_cache is not None
+        assert draft_ctx.prefix_cache.n_hits >= 5
+        assert draft_ctx.usage().cells_used == 0
+        assert_clean(ctx)

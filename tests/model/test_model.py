@@ -247,6 +247,18 @@ def test_model_without_text_takes_ids(tmp_path: Path) -> None:
         assert branch.text == ""
 
 
+@pytest.mark.parametrize(
+    ("value", "name"), [(None, "Q8_0"), (7, "Q8_0"), (41, "Q2_0"), (999, "type 999")]
+)
+def test_file_type_has_a_name_whatever_the_metadata_hold(
+    value: int | None, name: str, tmp_path: Path
+) -> None:
+    metadata: dict[str, toys.Value | None] = {"general.file_type": value}
+    path = toys.write_toy(tmp_path / "toy.gguf", metadata=metadata)
+    with lb.Model(path) as model:
+        assert model.file_type == name
+
+
 def test_chat_template_is_applied(tmp_path: Path, target: lb.Model) -> None:
     metadata: dict[str, toys.Value | None] = {"tokenizer.chat_template": toys.CHAT_TEMPLATE}
     path = toys.write_toy(tmp_path / "toy.gguf", vocab="bytes", metadata=metadata)

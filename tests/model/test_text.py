@@ -79,7 +79,7 @@ def test_emitted_text_does_not_depend_on_how_the_stream_is_split(
     assert _run(stops, pieces) == expected
 
 
-@pytest.mark.parametrize("bad", ["STOP", [""], ["a", ""], [b"a"], [1]])
+@pytest.mark.parametrize("bad", ["", 5, b"STOP", [""], ["a", ""], [b"a"], [1]])
 def test_bad_stop_strings_are_refused(bad: object) -> None:
     with pytest.raises(ConfigError):
         StopStrings(bad)  # type: ignore[arg-type]

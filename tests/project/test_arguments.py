@@ -336,7 +336,7 @@ def test_numpy_numbers_make_requests(ctx: lb.Context) -> None:
     engine = lb.Engine(ctx, sampling=params, max_tokens=np.int64(6), seed=np.int64(4))  # type: ignore[arg-type]
     assert type(engine.seed) is int
     request = lb.Request(np.array(prompt), n=np.int64(2), id="a")  # type: ignore[arg-type]
-    listed = lb.Request([np.int64(t) for t in prompt], id="b", max_tokens=np.int8(6))  # type: ignore[arg-type, misc]
+    listed = lb.Request([np.int64(t) for t in prompt], id="b", max_tokens=np.int8(6))  # type: ignore[arg-type]
     results = engine.generate([request, listed, lb.Request(prompt, id="c")])
     assert len({tuple(result.tokens) for result in results}) == 1
     assert [len(result.tokens) for result in results] == [6] * 4

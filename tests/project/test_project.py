@@ -168,6 +168,16 @@ def _sections() -> dict[str, str]:
     return {found[1]: part for found, part in named if found}
 
 
+def _other_names() -> dict[str, set[str]]:
+    """Return the other names of each option in docs/cli.md."""
+    text = (ROOT / "docs" / "cli.md").read_text("utf-8")
+    (table,) = re.findall(
+        r"^\| option \| other names \|\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL
+    )
+    rows = re.findall(r"^\| `(--.+?)` \| (.+) \|$", table, re.MULTILINE)
+    return {option: set(re.findall(r"`(--.+?)`", names)) for option, names in rows}
+
+
 def test_the_page_of_the_command_line_has_a_section_for_each_command_and_no_other() -> None:
     assert set(_sections()) == set(_commands())
 
@@ -182,6 +192,11 @@ def test_options_of_a_command_are_those_of_its_section(name: str) -> None:
         if option.startswith("-")
     }
     named = set(re.findall(r"`(--?[a-z][a-z-]*)", section))
+    for option, names in _other_names().items():
+        if option in options:
+            assert option in named and not names & named, "other names have a table of their own"
+            assert names <= options
+            named |= names
     assert options - {"--help", "-h"} <= named, "options that docs/cli.md does not name"
     # What the text says of options of other commands is said of them by name.
     known = {

@@ -6,6 +6,7 @@ backslashes, control characters, brackets, early ends. A validator in this file 
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import math
 import re
@@ -19,6 +20,7 @@ import pytest
 import llamabranch as lb
 from llamabranch import Grammar, Sampler, SamplingParams
 from llamabranch.errors import GrammarError
+from llamabranch.sampling.grammar.numbers import bounded_integer, bounded_number
 
 N_TEXTS = 40
 _ALL = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -39,7 +41,32 @@ _IS: dict[str, Any] = {
     "number": lambda v: isinstance(v, int | float) and not isinstance(v, bool),
     "integer": lambda v: isinstance(v, int | float) and not isinstance(v, bool) and v == v // 1,
 }
+_LABEL = "[a-zA-Z0-9]([a-zA-Z0-9-]*[a-zA-Z0-9])?"
+
+
+def _must_match(pattern: str) -> Any:
+    def check(value: str) -> None:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(value)
+
+    return check
+
+
 _FORMS: dict[str, Any] = {
+    "ipv4": ipaddress.IPv4Address,
+    "ipv6": ipaddress.IPv6Address,
+    "hostname": _must_match(rf"(?=.{{1,253}}$)({_LABEL}\.)*{_LABEL}"),
+    "email": _must_match(
+        rf"(?=.{{1,254}}$)(?=.{{1,64}}@)[\w!#$%&'*+/=?^`{{|}}~-]+(\.[\w!#$%&'*+/=?^`{{|}}~-]+)*"
+        rf"@({_LABEL}\.)+{_LABEL}"
+    ),
+    "uri": _must_match(
+        rf"[a-zA-Z][a-zA-Z0-9+.-]*://({_LABEL}\.)*{_LABEL}(:\d+)?"
+        r"(/([\w.~!$&'()*+,;=:@-]|%[0-9a-fA-F]{2})*)*"
+        r"(\?([\w.~!$&'()*+,;=:@/?-]|%[0-9a-fA-F]{2})*)?"
+        r"(#([\w.~!$&'()*+,;=:@/?-]|%[0-9a-fA-F]{2})*)?"
+    ),
+    "duration": _must_match(r"P(?!$)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+S)?)?|P\d+W"),
     "uuid": uuid.UUID,
     "date": date.fromisoformat,
     "time": lambda v: time.fromisoformat(v.replace("Z", "+00:00")),
@@ -91,6 +118,11 @@ def fits(value: Any, schema: Any, document: Any) -> bool:
         checks.append(schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", math.inf))
         checks.append("pattern" not in schema or re.search(schema["pattern"], value) is not None)
         checks.append("format" not in schema or _is_of_form(value, schema["format"]))
+    if _IS["number"](value):
+        checks.append(value >= schema.get("minimum", -math.inf))
+        checks.append(value <= schema.get("maximum", math.inf))
+        checks.append("exclusiveMinimum" not in schema or value > schema["exclusiveMinimum"])
+        checks.append("exclusiveMaximum" not in schema or value < schema["exclusiveMaximum"])
     if isinstance(value, list):
         checks.append(schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", math.inf))
         items = schema.get("items", True)
@@ -159,6 +191,15 @@ KEPT: list[Any] = [
     {"type": "string", "minLength": 3, "maxLength": 3},
     *({"type": "string", "format": f} for f in _FORMS),
     {"type": "string", "format": "date", "minLength": 10, "maxLength": 10},
+    {"type": "integer", "minimum": 0}, {"type": "integer", "maximum": -3},
+    {"type": "integer", "minimum": -12, "exclusiveMaximum": 105},
+    {"type": "integer", "exclusiveMinimum": 6.5, "maximum": 7.5},
+    {"type": "number", "minimum": 0, "maximum": 1},
+    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    {"type": "number", "exclusiveMinimum": -20, "maximum": 3},
+    {"type": "number", "minimum": -2, "exclusiveMaximum": 0}, {"minimum": 99999},
+    {"type": ["integer", "null"], "minimum": 5, "maximum": 5},
+    {"enum": [1, 5, 9, "a"], "minimum": 5},
     *(
         {"type": "string", "pattern": p}
         for p in (
@@ -237,6 +278,44 @@ def test_text_is_json_that_fits_the_schema(schema: Any, toy: lb.Model) -> None:
         assert fits(json.loads(text), schema, schema), text
 
 
+_BOUNDS = (None, *range(-12, 13), 99, 100, -100, 123, 1000)
+
+
+def test_integers_between_bounds_are_exactly_those() -> None:
+    for least in _BOUNDS:
+        for most in _BOUNDS:
+            expression = bounded_integer(least, most)
+            pattern = None if expression is None else re.compile(_regex(expression))
+            for n in range(-130, 1105):
+                fits_both = (least is None or n >= least) and (most is None or n <= most)
+                matches = pattern is not None and pattern.fullmatch(str(n)) is not None
+                assert matches == fits_both, (least, most, n)
+
+
+def test_numbers_between_bounds_are_exactly_those() -> None:
+    steps = [
+        f"{n // 4}{end}" for n in range(0, 60, 4) for end in ("", ".0", ".00", ".000001", ".5")
+    ]
+    values = [*steps, *(f"-{step}" for step in steps if float(step))]
+    for low in _BOUNDS[:18]:
+        for high in _BOUNDS[:18]:
+            for above, below in ((False, False), (True, False), (False, True), (True, True)):
+                expression = bounded_number(low, high, above=above, below=below)
+                pattern = None if expression is None else re.compile(_regex(expression))
+                for text in values:
+                    v = float(text)
+                    over = low is None or v > low or (v == low and not above)
+                    under = high is None or v < high or (v == high and not below)
+                    matches = pattern is not None and pattern.fullmatch(text) is not None
+                    assert matches == (over and under), (low, high, above, below, text)
+
+
+def _regex(expression: str) -> str:
+    """Return the regular expression of a GBNF expression without names."""
+    quoted = re.sub(r'"([^"]*)"', lambda found: re.escape(found[1]), expression)
+    return quoted.replace(" ", "")
+
+
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
@@ -267,7 +346,9 @@ def test_text_is_json_that_fits_the_schema(schema: Any, toy: lb.Model) -> None:
         ({"pattern": "^a*$", "minLength": 1}, "minLength"),
         ({"pattern": "^a$", "format": "date"}, "format"),
         ({"format": "date", "maxLength": 9}, "maxLength"),
-        ({"format": "email"}, "email"),
+        ({"format": "regex"}, "regex"),
+        ({"format": "idn-email"}, "idn-email"),
+        ({"format": "uri", "maxLength": 99}, "maxLength"),
         ({"items": [_INT], "minItems": 3}, "minItems"),
         ({"prefixItems": [_INT, _INT], "maxItems": 1}, "maxItems"),
         ({"prefixItems": [_INT], "items": _INT}, "items"),
@@ -275,7 +356,14 @@ def test_text_is_json_that_fits_the_schema(schema: Any, toy: lb.Model) -> None:
         ({"type": "array", "minItems": -1}, "minItems"),
         ({"type": "array", "items": False, "minItems": 1}, "minItems"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-        ({"type": "integer", "minimum": 3}, "minimum"),
+        ({"type": "integer", "minimum": "3"}, "minimum"),
+        ({"type": "integer", "minimum": True}, "minimum"),
+        ({"type": "integer", "minimum": 10**15}, "minimum"),
+        ({"type": "integer", "minimum": 3.2, "maximum": 3.8}, "no integer"),
+        ({"type": "number", "minimum": 3, "exclusiveMaximum": 3}, "no number"),
+        ({"type": "number", "minimum": 0.5}, "whole number"),
+        ({"type": "integer", "multipleOf": 3}, "multipleOf"),
+        ({"enum": [1], "minimum": 5}, "enum"),
         ({"type": "string", "minLength": "a"}, "minLength"),
         (_object(properties=_AB, required=["c"]), "'c'"),
         (_object(required=["c"]), "'c'"),

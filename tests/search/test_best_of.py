@@ -250,7 +250,7 @@ def test_texts_without_an_answer_do_not_vote(ctx: Context) -> None:
         {"score": "best"},
         {"score": "sum", "reward": len},
         {"reject_every": 0},
-        {"stop": "x"},
+        {"stop": ""},
         {"seed": 1.5},
         {"on_step": 1},
     ],

@@ -403,8 +403,10 @@ def answer(*arguments: str) -> dict[str, Any]:
 
 def test_command_line_takes_heads(folder: Path) -> None:
     path = str(toys.write_glm4moe(folder / "mtp.gguf", vocab="bytes", weights="f32"))
-    run = ("speculate", "Once upon", "--max-tokens", "8", "--seed", "1", "--draft-length", "2")
-    run = (*run, "--threads", "1")
+    run = (
+        *("speculate", "Once upon", "--max-tokens", "8", "--seed", "1"),
+        *("--draft-length", "2", "--threads", "1"),
+    )
     for target, head in (
         ((), "tale-eagle"),
         (("--target", path), "mtp"),

@@ -514,7 +514,7 @@ def test_speculator_checks_its_arguments_at_once(ctx: Context) -> None:
     with pytest.raises(ConfigError):
         speculator.generate("a", max_tokens=-1)
     with pytest.raises(ConfigError):
-        speculator.generate("a", stop="a")
+        speculator.generate("a", stop="")
     with pytest.raises(GrammarError):
         speculator.generate("a", grammar="root ::= (")
     with Branch.start(ctx, "a") as branch, pytest.raises(ConfigError, match="its own"):

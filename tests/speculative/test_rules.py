@@ -7,11 +7,9 @@ Drafts are drawn through the same object; so are the faults of the negative cont
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -20,6 +18,17 @@ import pytest
 from llamabranch.errors import ConfigError
 from llamabranch.sampling import Distribution
 from llamabranch.sampling.noise import DRAFT, derive_seed
+from llamabranch.speculative.enumeration import (
+    KINDS,
+    Law,
+    ModelPair,
+    Outcomes,
+    drafted_text,
+    enumerate_outcomes,
+    random_pair,
+    rule_error,
+    texts_up_to,
+)
 from llamabranch.speculative.rules import (
     RULES,
     Acceptance,
@@ -41,167 +50,22 @@ V = 3
 EXACT = 1e-12
 
 Context = tuple[int, ...]
-Tables = dict[Context, Distribution]
-Law = dict[Context, float]
 Sources = list[Distribution]
 Rule = Callable[
     [Sequence[int], Sequence[Distribution], Callable[[int], Distribution], RandomSource], Acceptance
 ]
-Drafting = Callable[["Pair", RandomSource], tuple[list[int], Sources]]
+Drafting = Callable[["ModelPair", RandomSource], tuple[list[int], Sources]]
 ROOT: Context = ()
 
 
-# -- enumeration -----------------------------------------------------------------------------------
-
-
-class Walk:
-    """Randomness that repeats a given start of outcomes and notes what else could have happened."""
-
-    def __init__(self, start: tuple[int, ...]) -> None:
-        self.weight = 1.0
-        self.taken: list[int] = []
-        self.others: list[tuple[int, ...]] = []
-        self._start = start
-        self._tossed: set[int] = set()
-
-    def coin(self, index: int, probability: float) -> bool:
-        assert index not in self._tossed, "a coin was tossed twice"
-        assert 0.0 <= probability <= 1.0
-        self._tossed.add(index)
-        return self._choose([probability, 1.0 - probability]) == 0
-
-    def draw(self, distribution: Distribution, offset: int) -> int:
-        return int(distribution.ids[self._choose(list(distribution.probs))])
-
-    def _choose(self, weights: list[float]) -> int:
-        step = len(self.taken)
-        possible = [i for i, w in enumerate(weights) if w > 0.0]
-        if step < len(self._start):
-            choice = self._start[step]
-        else:
-            choice = possible[0]
-            self.others += [(*self.taken, i) for i in possible[1:]]
-        self.taken.append(choice)
-        self.weight *= weights[choice]
-        return choice
-
-
-def law(program: Callable[[Walk], Context]) -> Law:
-    """Return the exact probability of every outcome of ``program``."""
-    found: Law = {}
-    starts: list[tuple[int, ...]] = [()]
-    while starts:
-        walk = Walk(starts.pop())
-        outcome = program(walk)
-        found[outcome] = found.get(outcome, 0.0) + walk.weight
-        starts += walk.others
-    return found
-
-
-# -- pairs of models -------------------------------------------------------------------------------
-
-
-@dataclass
-class Pair:
-    """A target and a draft over V tokens: a table for every context shorter than ``reach``."""
-
-    target: Tables
-    draft: Tables
-    gamma: int
-
-    def after(self, drafted: Sequence[int]) -> Callable[[int], Distribution]:
-        """Return ``target(i)``; it raises beyond a token of probability zero, as a grammar does."""
-
-        def target(i: int) -> Distribution:
-            for j in range(i):
-                assert self.target[tuple(drafted[:j])].prob(drafted[j]) > 0.0, "asked beyond"
-            return self.target[tuple(drafted[:i])]
-
-        return target
-
-    def completed(self, said: Law) -> Law:
-        """Return the law of the first gamma + 1 tokens, ``said`` completed with the target."""
-        total: Law = {}
-        for start, weight in said.items():
-            for rest in itertools.product(range(V), repeat=self.gamma + 1 - len(start)):
-                text = start + rest
-                share = weight
-                for i in range(len(start), len(text)):
-                    share *= self.target[text[:i]].prob(text[i])
-                total[text] = total.get(text, 0.0) + share
-        return total
-
-    def error(self, said: Law) -> float:
-        """Return the largest difference from the target's own law of gamma + 1 tokens."""
-        want, got = self.completed({(): 1.0}), self.completed(said)
-        return max(abs(want.get(t, 0.0) - got.get(t, 0.0)) for t in want | got)
-
-
-def contexts(gamma: int) -> Iterator[Context]:
-    for length in range(gamma + 1):
-        yield from itertools.product(range(V), repeat=length)
-
-
-def dirichlet(rng: np.random.Generator, alpha: float = 1.0) -> Distribution:
+def dirichlet(rng: np.random.Generator, alpha: float) -> Distribution:
     return Distribution.from_probs(rng.dirichlet([alpha] * V) + 1e-9)
-
-
-def truncated(rng: np.random.Generator) -> Distribution:
-    """One or two of three tokens left, in any order of ids, as top-k leaves them."""
-    ids = rng.permutation(V)[: rng.integers(1, V)].astype(np.int32)
-    return Distribution.from_probs(rng.dirichlet(np.ones(len(ids))) + 1e-9, ids)
-
-
-def disjoint(rng: np.random.Generator) -> tuple[Distribution, Distribution]:
-    ids = rng.permutation(V).astype(np.int32)
-    cut = int(rng.integers(1, V))
-    p, q = rng.dirichlet(np.ones(cut)), rng.dirichlet(np.ones(V - cut))
-    return Distribution.from_probs(p + 1e-9, ids[:cut]), Distribution.from_probs(
-        q + 1e-9, ids[cut:]
-    )
-
-
-KINDS: dict[str, Callable[[np.random.Generator], tuple[Distribution, Distribution]]] = {
-    "dense": lambda rng: (dirichlet(rng), dirichlet(rng)),
-    "sharp": lambda rng: (dirichlet(rng, 0.2), dirichlet(rng, 0.2)),
-    "one-hot draft": lambda rng: (dirichlet(rng), Distribution.point(int(rng.integers(V)))),
-    "one-hot target": lambda rng: (Distribution.point(int(rng.integers(V))), dirichlet(rng)),
-    "both one-hot": lambda rng: (
-        Distribution.point(int(rng.integers(V))),
-        Distribution.point(int(rng.integers(V))),
-    ),
-    "truncated": lambda rng: (truncated(rng), truncated(rng)),
-    "disjoint": disjoint,
-    "equal": lambda rng: (dirichlet(rng),) * 2,
-}
-
-
-def pair(kind: str, gamma: int, seed: int) -> Pair:
-    rng = np.random.default_rng([seed, gamma, sorted([*KINDS, "mixed"]).index(kind)])
-    made = {}
-    for context in contexts(gamma):
-        name = list(KINDS)[rng.integers(len(KINDS))] if kind == "mixed" else kind
-        made[context] = KINDS[name](rng)
-    return Pair(
-        {context: p for context, (p, _) in made.items()},
-        {context: q for context, (_, q) in made.items()},
-        gamma,
-    )
 
 
 # -- ways to draft ---------------------------------------------------------------------------------
 
 
-def draft_all(models: Pair, rng: RandomSource) -> tuple[list[int], Sources]:
-    drafted: list[int] = []
-    sources: Sources = []
-    while len(drafted) < models.gamma:
-        sources.append(models.draft[tuple(drafted)])
-        drafted.append(rng.draw(sources[-1], len(drafted)))
-    return drafted, sources
-
-
-def draft_until_unsure(models: Pair, rng: RandomSource) -> tuple[list[int], Sources]:
+def draft_until_unsure(models: ModelPair, rng: RandomSource) -> tuple[list[int], Sources]:
     """Stop on the entropy of the next distribution, before drawing from it."""
     drafted: list[int] = []
     sources: Sources = []
@@ -211,7 +75,7 @@ def draft_until_unsure(models: Pair, rng: RandomSource) -> tuple[list[int], Sour
     return drafted, sources
 
 
-def draft_until_unlikely_kept(models: Pair, rng: RandomSource) -> tuple[list[int], Sources]:
+def draft_until_unlikely_kept(models: ModelPair, rng: RandomSource) -> tuple[list[int], Sources]:
     """Stop after a token that the draft itself found unlikely, and keep it."""
     drafted: list[int] = []
     sources: Sources = []
@@ -223,7 +87,7 @@ def draft_until_unlikely_kept(models: Pair, rng: RandomSource) -> tuple[list[int
     return drafted, sources
 
 
-def draft_until_unlikely_dropped(models: Pair, rng: RandomSource) -> tuple[list[int], Sources]:
+def draft_until_unlikely_dropped(models: ModelPair, rng: RandomSource) -> tuple[list[int], Sources]:
     """BIASED, the negative control: draw a token, see that it is unlikely, drop it."""
     drafted, sources = draft_until_unlikely_kept(models, rng)
     if sources[-1].prob(drafted[-1]) < 0.4:
@@ -231,7 +95,7 @@ def draft_until_unlikely_dropped(models: Pair, rng: RandomSource) -> tuple[list[
     return drafted, sources
 
 
-def draft_argmax(models: Pair, rng: RandomSource) -> tuple[list[int], Sources]:
+def draft_argmax(models: ModelPair, rng: RandomSource) -> tuple[list[int], Sources]:
     """A draft without randomness: each source is a point."""
     drafted: list[int] = []
     while len(drafted) < models.gamma:
@@ -239,20 +103,25 @@ def draft_argmax(models: Pair, rng: RandomSource) -> tuple[list[int], Sources]:
     return drafted, [Distribution.point(token) for token in drafted]
 
 
-def said_by(rule: Rule, models: Pair, drafting: Drafting = draft_all) -> Law:
-    def program(walk: Walk) -> Context:
+def emitted_by(rule: Rule, models: ModelPair, drafting: Drafting = drafted_text) -> Law:
+    def program(walk: Outcomes) -> Context:
         drafted, sources = drafting(models, walk)
         acceptance = rule(drafted, sources, models.after(drafted), walk)
         return (*drafted[: acceptance.n_accepted], acceptance.token)
 
-    return law(program)
+    return enumerate_outcomes(program)
 
 
-def tokens_a_round(said: Law) -> float:
-    return sum(weight * len(text) for text, weight in said.items())
+def tokens_a_round(emitted: Law) -> float:
+    return sum(weight * len(text) for text, weight in emitted.items())
 
 
-LOSSLESS: list[Drafting] = [draft_all, draft_until_unsure, draft_until_unlikely_kept, draft_argmax]
+LOSSLESS: list[Drafting] = [
+    drafted_text,
+    draft_until_unsure,
+    draft_until_unlikely_kept,
+    draft_argmax,
+]
 both_rules = pytest.mark.parametrize("rule", [token_rule, block_rule])
 
 
@@ -264,10 +133,45 @@ both_rules = pytest.mark.parametrize("rule", [token_rule, block_rule])
 @pytest.mark.parametrize("kind", [*KINDS, "mixed"])
 def test_rule_is_lossless(rule: Rule, kind: str, gamma: int) -> None:
     for seed in range(4 if gamma < 3 else 2):
-        models = pair(kind, gamma, seed)
-        said = said_by(rule, models)
-        assert math.isclose(sum(said.values()), 1.0, abs_tol=EXACT)
-        assert models.error(said) < EXACT
+        models = random_pair(kind, gamma, seed)
+        emitted = emitted_by(rule, models)
+        assert math.isclose(sum(emitted.values()), 1.0, abs_tol=EXACT)
+        assert models.error(emitted) < EXACT
+
+
+@both_rules
+@pytest.mark.parametrize("gamma", [0, 1, 2])
+def test_the_public_proof_agrees(rule: Rule, gamma: int) -> None:
+    assert rule_error(rule, gamma=gamma, n_pairs=2) < EXACT
+
+
+def test_the_public_proof_sees_a_rule_that_is_wrong() -> None:
+    def always(
+        drafted: Sequence[int],
+        sources: Sequence[Distribution],
+        target: Callable[[int], Distribution],
+        rng: RandomSource,
+    ) -> Acceptance:
+        return Acceptance(0, rng.draw(sources[0] if sources else target(0), 0))
+
+    assert rule_error(always, n_pairs=1) > 1e-2
+    with pytest.raises(ConfigError, match="gamma"):
+        rule_error(always, gamma=4)
+
+
+def test_the_public_proof_refuses_what_no_round_would_do() -> None:
+    def tosses_twice(
+        drafted: Sequence[int],
+        sources: Sequence[Distribution],
+        target: Callable[[int], Distribution],
+        rng: RandomSource,
+    ) -> Acceptance:
+        rng.coin(0, 0.5)
+        rng.coin(0, 0.5)
+        return Acceptance(0, rng.draw(target(0), 0))
+
+    with pytest.raises(ConfigError, match="twice"):
+        rule_error(tosses_twice)
 
 
 @both_rules
@@ -275,92 +179,92 @@ def test_rule_is_lossless(rule: Rule, kind: str, gamma: int) -> None:
 def test_rule_is_lossless_at_any_honest_draft_length(rule: Rule, drafting: Drafting) -> None:
     for seed in range(4):
         for kind in ("dense", "mixed"):
-            models = pair(kind, 3 if seed < 2 else 2, seed)
-            assert models.error(said_by(rule, models, drafting)) < EXACT
+            models = random_pair(kind, 3 if seed < 2 else 2, seed)
+            assert models.error(emitted_by(rule, models, drafting)) < EXACT
 
 
 @both_rules
 def test_dropping_a_drawn_token_is_biased(rule: Rule) -> None:
     # The proof must be able to fail. The same draft that keeps the token passes, above.
     for seed in range(4):
-        models = pair("dense", 2, seed)
-        assert models.error(said_by(rule, models, draft_until_unlikely_dropped)) > 1e-3
+        models = random_pair("dense", 2, seed)
+        assert models.error(emitted_by(rule, models, draft_until_unlikely_dropped)) > 1e-3
 
 
 @both_rules
 def test_wrong_source_is_biased(rule: Rule) -> None:
     # The second fault the proof must see: sources from before the draft's own temperature.
-    def misreported(models: Pair, rng: RandomSource) -> tuple[list[int], Sources]:
-        drafted, sources = draft_all(models, rng)
+    def misreported(models: ModelPair, rng: RandomSource) -> tuple[list[int], Sources]:
+        drafted, sources = drafted_text(models, rng)
         return drafted, [Distribution.from_logits(0.5 * q.logprobs, q.ids) for q in sources]
 
     for seed in range(4):
-        models = pair("dense", 2, seed)
-        assert models.error(said_by(rule, models, misreported)) > 1e-3
+        models = random_pair("dense", 2, seed)
+        assert models.error(emitted_by(rule, models, misreported)) > 1e-3
 
 
 @both_rules
-@pytest.mark.parametrize("drafting", [draft_all, draft_until_unlikely_dropped])
+@pytest.mark.parametrize("drafting", [drafted_text, draft_until_unlikely_dropped])
 def test_point_source_is_right_for_any_draft(rule: Rule, drafting: Drafting) -> None:
     # Given the token, the rule does not care how it was found; it only accepts less. So a draft whose
     # distribution is unknown, or was tampered with, can always be handed in this way.
-    def as_points(models: Pair, rng: RandomSource) -> tuple[list[int], Sources]:
+    def as_points(models: ModelPair, rng: RandomSource) -> tuple[list[int], Sources]:
         drafted, _ = drafting(models, rng)
         return drafted, [Distribution.point(token) for token in drafted]
 
     for seed in range(4):
-        models = pair("dense", 2, seed)
-        assert models.error(said_by(rule, models, as_points)) < EXACT
-        honest = tokens_a_round(said_by(rule, models))
-        assert tokens_a_round(said_by(rule, models, as_points)) < honest
+        models = random_pair("dense", 2, seed)
+        assert models.error(emitted_by(rule, models, as_points)) < EXACT
+        honest = tokens_a_round(emitted_by(rule, models))
+        assert tokens_a_round(emitted_by(rule, models, as_points)) < honest
 
 
 def test_block_rule_yields_at_least_as_much_as_token_rule() -> None:
     more = 0
     for kind in [*KINDS, "mixed"]:
         for seed in range(3):
-            models = pair(kind, 3 if seed == 0 else 2, seed)
-            by_token = tokens_a_round(said_by(token_rule, models))
-            by_block = tokens_a_round(said_by(block_rule, models))
+            models = random_pair(kind, 3 if seed == 0 else 2, seed)
+            by_token = tokens_a_round(emitted_by(token_rule, models))
+            by_block = tokens_a_round(emitted_by(block_rule, models))
             assert by_block > by_token - EXACT
             more += by_block > by_token + 1e-3
     assert more > 5
 
 
-def example_of_the_block_paper() -> Pair:
+def example_of_the_block_paper() -> ModelPair:
     """Return the two models without context of Sun et al. 2024 (2403.10444), section 1."""
     p = Distribution.from_probs(np.array([1.0, 2.0]) / 3)
     q = Distribution.from_probs(np.array([2.0, 1.0]) / 3)
-    return Pair(dict.fromkeys(contexts(2), p), dict.fromkeys(contexts(2), q), gamma=2)
+    return ModelPair(dict.fromkeys(texts_up_to(2), p), dict.fromkeys(texts_up_to(2), q), gamma=2)
 
 
 def test_rules_on_the_example_of_the_block_paper() -> None:
     # The paper's own figures: 10/9 accepted token by token, 11/9 as a block.
     models = example_of_the_block_paper()
-    assert tokens_a_round(said_by(token_rule, models)) == pytest.approx(1 + 10 / 9, abs=EXACT)
-    assert tokens_a_round(said_by(block_rule, models)) == pytest.approx(1 + 11 / 9, abs=EXACT)
+    assert tokens_a_round(emitted_by(token_rule, models)) == pytest.approx(1 + 10 / 9, abs=EXACT)
+    assert tokens_a_round(emitted_by(block_rule, models)) == pytest.approx(1 + 11 / 9, abs=EXACT)
 
 
 def test_block_rule_gains_nothing_from_point_masses() -> None:
     for seed in range(3):
-        models = pair("dense", 3, seed)
-        by_token = said_by(token_rule, models, draft_argmax)
-        by_block = said_by(block_rule, models, draft_argmax)
+        models = random_pair("dense", 3, seed)
+        by_token = emitted_by(token_rule, models, draft_argmax)
+        by_block = emitted_by(block_rule, models, draft_argmax)
         assert tokens_a_round(by_block) == pytest.approx(tokens_a_round(by_token), abs=EXACT)
 
 
 @both_rules
 def test_equal_models_accept_everything(rule: Rule) -> None:
-    models = pair("equal", 3, 0)
-    assert tokens_a_round(said_by(rule, models)) == pytest.approx(4.0, abs=EXACT)
+    models = random_pair("equal", 3, 0)
+    assert tokens_a_round(emitted_by(rule, models)) == pytest.approx(4.0, abs=EXACT)
 
 
 def test_target_is_asked_in_order_and_no_further_than_needed() -> None:
-    models = pair("dense", 3, 1)
+    models = random_pair("dense", 3, 1)
     for seed in range(50):
         for rule in RULES:
             asked: list[int] = []
-            drafted, sources = draft_all(models, Noise(seed + 1000, 0))
+            drafted, sources = drafted_text(models, Noise(seed + 1000, 0))
             target = models.after(drafted)
 
             def noting(
@@ -399,11 +303,11 @@ def text_of(tree: DraftTree, node: int) -> Context:
     return tuple(tree.tokens[n] for n in tree.path(node))
 
 
-def after_node(models: Pair, tree: DraftTree, node: int) -> Distribution:
+def after_node(models: ModelPair, tree: DraftTree, node: int) -> Distribution:
     return models.target[text_of(tree, node)]
 
 
-def said(tree: DraftTree, acceptance: TreeAcceptance) -> Context:
+def emitted(tree: DraftTree, acceptance: TreeAcceptance) -> Context:
     assert acceptance.path == (tree.path(acceptance.path[-1]) if acceptance.path else [])
     return (*(tree.tokens[n] for n in acceptance.path), acceptance.token)
 
@@ -411,13 +315,13 @@ def said(tree: DraftTree, acceptance: TreeAcceptance) -> Context:
 def test_tree_rule_is_lossless_for_any_tree() -> None:
     rng = np.random.default_rng(0)
     for seed in range(12):
-        models = pair("mixed", 3, seed)
+        models = random_pair("mixed", 3, seed)
         tree = bushy_tree(rng, 3)
 
-        def program(walk: Walk, tree: DraftTree = tree, models: Pair = models) -> Context:
-            return said(tree, tree_rule(tree, partial(after_node, models, tree), walk))
+        def program(walk: Outcomes, tree: DraftTree = tree, models: ModelPair = models) -> Context:
+            return emitted(tree, tree_rule(tree, partial(after_node, models, tree), walk))
 
-        assert models.error(law(program)) < EXACT
+        assert models.error(enumerate_outcomes(program)) < EXACT
 
 
 def test_tree_that_is_no_tree_is_refused() -> None:
@@ -442,7 +346,7 @@ def test_tree_knows_its_shape() -> None:
 # -- the real noise --------------------------------------------------------------------------------
 
 
-def plain(models: Pair, seed: int, position: int, n: int) -> list[int]:
+def plain(models: ModelPair, seed: int, position: int, n: int) -> list[int]:
     """Return what plain decoding says: argmax(log p + g) at each position."""
     text: list[int] = []
     for i in range(n):
@@ -452,13 +356,13 @@ def plain(models: Pair, seed: int, position: int, n: int) -> list[int]:
 
 def test_seeded_rule_generates_what_plain_decoding_generates() -> None:
     # Whatever is drafted: with the target's noise, with other noise, or anything at all.
-    models = pair("mixed", 3, 2)
+    models = random_pair("mixed", 3, 2)
     rng = np.random.default_rng(3)
     for seed in range(400):
         want = plain(models, seed, 11, 4)
         for drafted in (
-            draft_all(models, Noise(seed, 11))[0],
-            draft_all(models, Noise(seed + 999, 11))[0],
+            drafted_text(models, Noise(seed, 11))[0],
+            drafted_text(models, Noise(seed + 999, 11))[0],
             [int(t) for t in rng.integers(0, V, 3)],
             want[:3],
             [],
@@ -475,17 +379,17 @@ def test_seeded_rule_generates_what_plain_decoding_generates() -> None:
 
 
 def test_seeded_tree_generates_what_plain_decoding_generates() -> None:
-    models = pair("mixed", 3, 4)
+    models = random_pair("mixed", 3, 4)
     rng = np.random.default_rng(4)
     for seed in range(200):
         tree = bushy_tree(rng, 3)
         acceptance = verify_tree(tree, partial(after_node, models, tree), seed=seed, position=3)
-        text = list(said(tree, acceptance))
+        text = list(emitted(tree, acceptance))
         assert text == plain(models, seed, 3, len(text))
 
 
-def generate(rule: str, models: Pair, seed: int, n: int, fresh: bool) -> Context:
-    """Run rounds as the library does until ``n`` tokens are said."""
+def generate(rule: str, models: ModelPair, seed: int, n: int, fresh: bool) -> Context:
+    """Run rounds as the library does until ``n`` tokens are emitted."""
     text: list[int] = []
     while len(text) < n:
         first = len(text)
@@ -511,11 +415,11 @@ def generate(rule: str, models: Pair, seed: int, n: int, fresh: bool) -> Context
     return tuple(text)
 
 
-def sampled(rule: str, models: Pair, n: int, *, fresh: bool = True) -> Counter[Context]:
+def sampled(rule: str, models: ModelPair, n: int, *, fresh: bool = True) -> Counter[Context]:
     return Counter(generate(rule, models, seed, n, fresh) for seed in range(6000))
 
 
-def chi_square(models: Pair, texts: Counter[Context]) -> tuple[float, int]:
+def chi_square(models: ModelPair, texts: Counter[Context]) -> tuple[float, int]:
     """Return the statistic and its degrees of freedom, cells merged to an expected count of 5."""
     n = sum(texts.values())
     cells = sorted((n * w, texts[t]) for t, w in models.completed({(): 1.0}).items())
@@ -534,18 +438,18 @@ def limit(degrees: int, odds: float = 1e-8) -> float:
     return degrees + 2.0 * math.sqrt(degrees * x) + 2.0 * x
 
 
-def noise_pair() -> Pair:
+def noise_random_pair() -> ModelPair:
     """Return a pair that disagrees enough for every rule to reject often, over three positions."""
     rng = np.random.default_rng(8)
-    made = {c: (dirichlet(rng, 0.6), dirichlet(rng, 0.6)) for c in contexts(3)}
-    return Pair({c: p for c, (p, _) in made.items()}, {c: q for c, (_, q) in made.items()}, 3)
+    made = {c: (dirichlet(rng, 0.6), dirichlet(rng, 0.6)) for c in texts_up_to(3)}
+    return ModelPair({c: p for c, (p, _) in made.items()}, {c: q for c, (_, q) in made.items()}, 3)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rounds_on_real_noise_have_the_targets_law(rule: str) -> None:
     # Four tokens in up to four rounds, 81 cells. A right program fails here with odds below 1e-8 (to
     # the accuracy of the chi-square approximation); the seeds are fixed, so it passes always or never.
-    models = noise_pair()
+    models = noise_random_pair()
     statistic, degrees = chi_square(models, sampled(rule, models, 4))
     assert degrees > 30
     assert statistic < limit(degrees)

@@ -279,7 +279,7 @@ def test_session_checks_its_arguments_at_once(ctx: Context, other_ctx: Context) 
     with pytest.raises(ConfigError):
         InferenceSession(ctx, PROMPT, max_tokens=-1)
     with pytest.raises(ConfigError):
-        InferenceSession(ctx, PROMPT, stop="the")
+        InferenceSession(ctx, PROMPT, stop="")
     with Branch.start(other_ctx, PROMPT) as branch:
         with pytest.raises(ConfigError, match="another context"):
             InferenceSession(ctx, branch, config=FIXED)

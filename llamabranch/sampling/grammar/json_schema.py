@@ -10,6 +10,7 @@ names and constants that need an escape wrongly, and allows raw control characte
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import threading
@@ -19,6 +20,7 @@ from urllib.parse import unquote
 from ...errors import GrammarError
 from .characters import literal, plain
 from .gbnf import Gbnf
+from .numbers import LARGEST_BOUND, bounded_integer, bounded_number
 from .pattern import Pattern
 
 __all__ = ["gbnf_of_schema"]
@@ -34,11 +36,15 @@ _OF_TYPE = {
     "object": {"properties", "required", "additionalProperties"},
     "array": {"items", "prefixItems", "minItems", "maxItems"},
     "string": {"pattern", "format", "minLength", "maxLength"},
+    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
+    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
 }
 _COMBINERS = ("$ref", "oneOf", "anyOf", "allOf")
 _KEYWORDS = {*_COMBINERS, "type", "const", "enum"}.union(*_OF_TYPE.values())
 # Keywords that a value of "const" or "enum" is checked against.
-_CHECKED_OF_CONSTANTS = {"type", "const", "enum", "minLength", "maxLength", "minItems", "maxItems"}
+_CHECKED_OF_CONSTANTS = {
+    "type", "const", "enum", "minLength", "maxLength", "minItems", "maxItems", *_OF_TYPE["number"],
+}  # fmt: skip
 _TYPES = {
     "string": {"string"}, "integer": {"integer"}, "number": {"integer", "number"},
     "boolean": {"boolean"}, "null": {"null"}, "object": {"object"}, "array": {"array"},
@@ -77,9 +83,47 @@ _BUILT_IN = {
         ' ("Z" | [-+] ([01] [0-9] | "2" [0-3]) ":" [0-5] [0-9])'
     ),
     "date-time": 'date "T" time',
+    "duration": '"P" (duration-date duration-time? | duration-time | duration-n "W")',
+    "duration-n": "[0-9]{1,4}",
+    "duration-date": (
+        'duration-n "D" | duration-n "M" (duration-n "D")?'
+        ' | duration-n "Y" (duration-n "M" (duration-n "D")?)?'
+    ),
+    "duration-time": (
+        '"T" (duration-n "S" | duration-n "M" (duration-n "S")?'
+        ' | duration-n "H" (duration-n "M" (duration-n "S")?)?)'
+    ),
+    "host-label": "[a-zA-Z0-9] ([a-zA-Z0-9-]{0,30} [a-zA-Z0-9])?",
+    "host-top": "[a-zA-Z] ([a-zA-Z0-9-]{0,30} [a-zA-Z0-9])?",
+    "hostname": '(host-label "."){0,3} host-top',
+    "email": 'email-atom ("." email-atom){0,2} "@" (host-label "."){1,3} host-top',
+    "email-atom": "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]{1,20}",
+    "ipv4": 'ipv4-part ("." ipv4-part){3}',
+    "ipv4-part": '"25" [0-5] | "2" [0-4] [0-9] | "1" [0-9]{2} | [1-9]? [0-9]',
+    # Eight groups, or up to seven around "::".
+    "ipv6": " | ".join(
+        [
+            'ipv6-part (":" ipv6-part){7}',
+            '"::" (ipv6-part (":" ipv6-part){0,6})?',
+            *(
+                f'ipv6-part (":" ipv6-part){{{n}}} "::" (ipv6-part (":" ipv6-part){{0,{5 - n}}})?'
+                for n in range(6)
+            ),
+            'ipv6-part (":" ipv6-part){6} "::"',
+        ]
+    ),
+    "ipv6-part": f"{_HEX}{{1,4}}",
+    "uri": (
+        '[a-zA-Z] [a-zA-Z0-9+.-]{0,15} "://" hostname (":" [1-9] [0-9]{0,3})?'
+        ' ("/" uri-char*)* ("?" (uri-char | [/?])*)? ("#" (uri-char | [/?])*)?'
+    ),
+    "uri-char": f'[a-zA-Z0-9._~!$&\'()*+,;=:@-] | "%" {_HEX}{{2}}',
 }
 # Format: the smallest and the largest number of characters.
-_FORMATS = {"uuid": (36, 36), "date": (10, 10), "time": (9, 18), "date-time": (20, 29)}
+_FORMATS: dict[str, tuple[int, int | None]] = {
+    "uuid": (36, 36), "date": (10, 10), "time": (9, 18), "date-time": (20, 29), "duration": (3, 32),
+    "email": (5, 194), "hostname": (1, 131), "ipv4": (7, 15), "ipv6": (2, 39), "uri": (5, None),
+}  # fmt: skip
 _NAME = re.compile(r"[^a-zA-Z0-9]+")
 
 
@@ -168,7 +212,7 @@ class _Converter:
         if name not in self._rules:
             self._rules[name] = _BUILT_IN[name]
             words = re.findall(
-                r"[a-z-]+", re.sub(r'"(\\.|[^"\\])*"|\[(\\.|[^\]\\])*\]', " ", _BUILT_IN[name])
+                r"[a-z0-9-]+", re.sub(r'"(\\.|[^"\\])*"|\[(\\.|[^\]\\])*\]', " ", _BUILT_IN[name])
             )
             for word in words:
                 if word in _BUILT_IN:
@@ -212,6 +256,7 @@ class _Converter:
     def _typed(self, schema: Schema, kind: str, name: str) -> str:
         build: dict[str, Callable[[Schema, str], str]] = {
             "object": self._object, "array": self._array, "string": self._text,
+            "number": self._number, "integer": self._integer,
         }  # fmt: skip
         if kind in build and _OF_TYPE[kind] & schema.keys():
             return build[kind](schema, name)
@@ -509,6 +554,33 @@ class _Converter:
             )
         return self._string(inside)
 
+    def _integer(self, schema: Schema, name: str) -> str:
+        low, high, above, below = _limits(schema)
+        least = None if low is None else math.floor(low) + 1 if above else math.ceil(low)
+        most = None if high is None else math.ceil(high) - 1 if below else math.floor(high)
+        inside = bounded_integer(least, most)
+        if inside is None:
+            raise GrammarError("no integer lies between the bounds of the JSON schema")
+        return f"({inside}) {self._built_in('space')}"
+
+    def _number(self, schema: Schema, name: str) -> str:
+        low, high, above, below = _limits(schema)
+        for bound in (low, high):
+            if bound is not None and bound != bound // 1:
+                raise GrammarError(
+                    f"the bound {bound!r} of the JSON schema is not supported: a bound of numbers that "
+                    "are not integers must be a whole number"
+                )
+        inside = bounded_number(
+            None if low is None else int(low),
+            None if high is None else int(high),
+            above=above,
+            below=below,
+        )
+        if inside is None:
+            raise GrammarError("no number lies between the bounds of the JSON schema")
+        return f"({inside}) {self._built_in('space')}"
+
     # -- disjoint schemas -------------------------------------------------------------------------
 
     def _types(self, schema: object, seen: frozenset[str] = frozenset()) -> frozenset[str]:
@@ -652,6 +724,25 @@ def _bounds(schema: Schema, low: str, high: str) -> tuple[int, int | None]:
     return least, most
 
 
+def _limits(schema: Schema) -> tuple[float | None, float | None, bool, bool]:
+    """Return the bounds of numbers, None for none, and whether each of them is excluded."""
+    found: dict[str, float] = {}
+    for keyword in sorted(_OF_TYPE["number"] & schema.keys()):
+        bound = schema[keyword]
+        if isinstance(bound, bool) or not isinstance(bound, int | float):
+            raise GrammarError(f"the JSON-schema keyword {keyword!r} needs a number, not {bound!r}")
+        if abs(bound) > LARGEST_BOUND:
+            raise GrammarError(
+                f"the JSON-schema keyword {keyword!r} is supported up to {LARGEST_BOUND:.0e}"
+            )
+        found[keyword] = bound
+    low, over = found.get("minimum"), found.get("exclusiveMinimum")
+    high, under = found.get("maximum"), found.get("exclusiveMaximum")
+    above = over is not None and (low is None or over >= low)
+    below = under is not None and (high is None or under <= high)
+    return over if above else low, under if below else high, above, below
+
+
 # -- values ------------------------------------------------------------------------------------------
 
 
@@ -691,6 +782,10 @@ def _fits(value: object, schema: Schema, types: list[str]) -> bool:
         least, most = _bounds(schema, "minLength", "maxLength")
     elif isinstance(value, list):
         least, most = _bounds(schema, "minItems", "maxItems")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        low, high, above, below = _limits(schema)
+        over = low is None or value > low or (value == low and not above)
+        return over and (high is None or value < high or (value == high and not below))
     else:
         return True
     return least <= len(value) and (most is None or len(value) <= most)

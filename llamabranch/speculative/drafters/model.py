@@ -35,7 +35,8 @@ class ModelDrafter(Drafter):
     ``Model.compatibility`` returns which of them applies.
 
     Args:
-        ctx: a context of the draft model; each state holds one of its sequences, and more for a tree.
+        ctx: a context of the draft model; each state holds one of its sequences, more for a tree. With
+            its own prefix cache it does not read the beginning of a text again either.
         sampling: the settings of its draws; None = the request's. With equal settings and seed the
             draft draws with the target's noise, which is why the two agree so often.
         width: candidates per node, 1 to 16; above 1 it proposes trees, which need the seeded rule.
@@ -172,12 +173,18 @@ class ModelState:
     def _catch_up(self, draft: Draft, tokens: Sequence[int]) -> Sequence[int]:
         """Decode what is left of the prompt; return the tokens after it that are new."""
         sequence = self.branch.sequence
+        self.take_cached(tokens)
         n_known = len(sequence.tokens)
         draft.n_read = len(tokens) - n_known
         if n_known < self.n_prompt:
             self.branch.prefill(tokens[n_known : self.n_prompt])
             n_known = len(sequence.tokens)
         return tokens[n_known:]
+
+    def take_cached(self, tokens: Sequence[int]) -> None:
+        """Begin with what the draft model's prefix cache has of ``tokens``, if nothing is read yet."""
+        if not self.branch.sequence.tokens:
+            self.branch.sequence.take_cached(tokens[:-1], self.n_prompt)
 
     def _draft(self, draft: Draft, unread: Sequence[int], length: DraftLength, limit: int) -> None:
         ctx, branch = self.branch.ctx, self.branch
@@ -277,8 +284,9 @@ class ModelState:
         return type(self)(self._drafter, branch, target, self._rule)
 
     def close(self) -> None:
-        """Free its sequences."""
+        """Free its sequences; a prefix cache of the draft model keeps what they have read."""
         if not self.branch.ctx.closed:
+            self.branch.sequence.keep_cached()
             self.branch.prune_subtree()
 
 
@@ -347,7 +355,7 @@ class _Run:
             self.is_done = True
 
     def _end_at(self, n: int) -> None:
-        """End the draft after ``n`` tokens, as the length wants."""
+        """End the draft after ``n`` tokens, as the length decides."""
         draft, sequence = self.draft, self.branch.sequence
         end = len(sequence.tokens) + len(self.unread) - (len(draft.tokens) - n)
         draft.cut(n)
@@ -454,6 +462,7 @@ class _BatchedDrafting:
         prompts: dict[Branch, list[int]] = {}
         for i in live:
             state, tokens = self._states[i], self._requests[i].tokens
+            state.take_cached(tokens)
             self._drafts[i].n_read = len(tokens) - state.branch.position
             prompts[state.branch] = tokens[state.branch.position : state.n_prompt]
         store = BranchStore(self._ctx)

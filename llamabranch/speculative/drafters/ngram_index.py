@@ -1,6 +1,6 @@
 """Where an n-gram occurred before: the indexes behind the drafters that copy.
 
-Plain Python over token ids; nothing here knows a model, a branch or a drafter.
+Plain Python over token ids; nothing here uses a model, a branch or a drafter.
 
 A suffix tree answers "which tokens followed this suffix, and how often". Here lists of places give the
 same answers: for a few lengths n, each n-gram maps to the positions of the tokens that *followed* it, and

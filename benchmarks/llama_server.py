@@ -1,0 +1,87 @@
+"""``llama-server`` with one slot and its prompt cache, timed over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import NamedTuple
+
+from .llama_tools import ToolError
+
+__all__ = ["Answer", "LlamaServer"]
+
+_START_S = 60.0
+
+
+class Answer(NamedTuple):
+    """A completion: its tokens, the prompt tokens that were evaluated, seconds to the first token."""
+
+    n_tokens: int
+    n_evaluated: int
+    first_s: float
+
+
+class LlamaServer:
+    """A server on a free port of this machine; ``close`` ends it.
+
+    Raises:
+        ToolError: it does not start.
+    """
+
+    def __init__(self, program: Path, model: Path, *, threads: int, n_ctx: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        command = [
+            program, "-m", model, "-c", n_ctx, "-t", threads, "-tb", threads, "-np", 1,
+            "--host", "127.0.0.1", "--port", self._port, "--no-ui", "-ctk", "bf16", "-ctv", "bf16",
+        ]  # fmt: skip
+        quiet = subprocess.DEVNULL
+        self._process = subprocess.Popen([str(x) for x in command], stdout=quiet, stderr=quiet)
+        end = perf_counter() + _START_S
+        while not self._is_ready():
+            if self._process.poll() is not None or perf_counter() > end:
+                self.close()
+                raise ToolError("llama-server does not start")
+            sleep(0.1)
+
+    def _is_ready(self) -> bool:
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+
+    def generate(self, prompt: Sequence[int], n_tokens: int) -> Answer:
+        """Continue token ids greedily, with the prompt cache.
+
+        Raises:
+            ToolError: another answer than a stream of tokens.
+        """
+        body = {
+            "prompt": list(prompt), "n_predict": n_tokens, "temperature": 0.0, "stream": True,
+            "cache_prompt": True,
+        }  # fmt: skip
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
+        start, first_s = perf_counter(), 0.0
+        connection.request("POST", "/completion", json.dumps(body))
+        for line in connection.getresponse():
+            if not line.startswith(b"data: "):
+                continue
+            first_s = first_s or perf_counter() - start
+            found = json.loads(line[6:])
+            if found.get("stop"):
+                timings = found["timings"]
+                return Answer(int(timings["predicted_n"]), int(timings["prompt_n"]), first_s)
+        raise ToolError("llama-server gives no answer")
+
+    def close(self) -> None:
+        """End the server."""
+        self._process.terminate()
+        self._process.wait()

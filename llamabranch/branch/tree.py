@@ -1,0 +1,149 @@
+"""The branches of a context as a tree to print: the text of each edge, and figures beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from ..errors import BranchStateError, ConfigError
+from .branch import Branch
+
+__all__ = ["COLUMNS", "BranchTree", "branch_tree"]
+
+_LONGEST = 60  # characters of an edge's text
+_BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+
+
+def _has_score(branch: Branch) -> bool:
+    """Return whether it has generated tokens since its fork."""
+    return branch.position > max(branch.fork_position, branch.n_prompt)
+
+
+def _log_likelihood(branch: Branch) -> str:
+    if not _has_score(branch):
+        return ""
+    try:
+        return f"log p {branch.log_likelihood('fork'):.2f}"
+    except BranchStateError:  # tokens that were appended without a score
+        return "log p -"
+
+
+def _perplexity(branch: Branch) -> str:
+    if not _has_score(branch):
+        return ""
+    try:
+        return f"perplexity {branch.perplexity('fork'):.2f}"
+    except BranchStateError:
+        return "perplexity -"
+
+
+COLUMNS: dict[str, Callable[[Branch], str]] = {
+    "fork": lambda branch: "" if branch.parent is None else f"at {branch.fork_position}",
+    "logprob": _log_likelihood,
+    "perplexity": _perplexity,
+    "position": lambda branch: f"ends at {branch.position}",
+    "seed": lambda branch: f"seed {branch.seed}",
+    "seq_id": lambda branch: f"seq {branch.seq_id}",
+    "state": lambda branch: branch.state,
+    "tokens": lambda branch: f"{branch.position - branch.fork_position} tokens",
+}
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A branch as it was: the text since its fork, and its figures."""
+
+    text: str
+    figures: str
+    children: tuple[_Node, ...]
+
+
+class BranchTree:
+    """What `BranchStore.tree` returns: a picture of the branches as they were then, for printing.
+
+    ``print(tree)`` prints it plainly, ``tree.print()`` with colours on a terminal; `to_dot` is Graphviz.
+    """
+
+    def __init__(self, roots: Sequence[_Node]) -> None:
+        self._roots = tuple(roots)
+
+    def __str__(self) -> str:
+        return "\n".join(before + text + figures for before, text, figures in self._lines())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _lines(self) -> Iterator[tuple[str, str, str]]:
+        """Yield for each branch the lines of the drawing before it, its text and its figures."""
+
+        def below(node: _Node, indent: str) -> Iterator[tuple[str, str, str]]:
+            for i, child in enumerate(node.children):
+                is_last = i == len(node.children) - 1
+                yield (indent + ("└─ " if is_last else "├─ "), *_parts(child))
+                yield from below(child, indent + ("   " if is_last else "│  "))
+
+        for root in self._roots:
+            yield "", *_parts(root)
+            yield from below(root, "")
+
+    def print(self, file: TextIO | None = None) -> None:
+        """Print it to ``file``, or standard output; with colours on a terminal unless NO_COLOR is set."""
+        file = sys.stdout if file is None else file
+        colored = file.isatty() and not os.environ.get("NO_COLOR")
+        for before, text, figures in self._lines():
+            if colored:
+                text = f"{_BOLD}{text}{_PLAIN}"
+                before, figures = (f"{_DIM}{part}{_PLAIN}" for part in (before, figures))
+            print(before + text + figures, file=file)
+
+    def to_dot(self) -> str:
+        """Return it in the language of Graphviz: ``dot -Tsvg`` draws it."""
+        lines = ["digraph branches {", '  rankdir=LR; node [shape=box, fontname="sans-serif"];']
+        names = iter(range(sys.maxsize))
+
+        def add(node: _Node, parent: int | None) -> None:
+            name = next(names)
+            # JSON's escapes are Graphviz's, but for the backslash of its own.
+            label = json.dumps(f"{_shown(node.text)}\n{node.figures}", ensure_ascii=False)
+            lines.append(f"  b{name} [label={label}];")
+            if parent is not None:
+                lines.append(f"  b{parent} -> b{name};")
+            for child in node.children:
+                add(child, name)
+
+        for root in self._roots:
+            add(root, None)
+        return "\n".join([*lines, "}"]) + "\n"
+
+
+def branch_tree(roots: Sequence[Branch], columns: Sequence[str]) -> BranchTree:
+    """Return the tree of some branches and their descendants.
+
+    Raises:
+        ConfigError: an unknown column.
+    """
+    if isinstance(columns, str) or not set(columns) <= COLUMNS.keys():
+        raise ConfigError(
+            f"unknown columns {columns!r}", hint=f"columns: {', '.join(sorted(COLUMNS))}"
+        )
+
+    def node(branch: Branch) -> _Node:
+        figures = ", ".join(filter(None, (COLUMNS[name](branch) for name in columns)))
+        model, start = branch.ctx.model, branch.fork_position
+        text = b"".join(map(model.piece, branch.tokens[start:])).decode("utf-8", "replace")
+        return _Node(text, figures, tuple(node(child) for child in branch.children))
+
+    return BranchTree([node(root) for root in roots])
+
+
+def _parts(node: _Node) -> tuple[str, str]:
+    return repr(_shown(node.text)), f"  {node.figures}" if node.figures else ""
+
+
+def _shown(text: str) -> str:
+    half = (_LONGEST - 3) // 2
+    return text if len(text) <= _LONGEST else f"{text[:half]}...{text[-half:]}"

@@ -1,0 +1,142 @@
+"""Which rows run in which worker, and how many worker processes each row has seen die.
+
+Ray restarts a dead actor and retries its tasks without end, so a row that makes llama.cpp abort would
+be tried for ever. A job has one ledger, an actor without a CPU on the node of its driver. A worker
+process registers when it starts and names the rows that it begins and ends. When an actor registers
+again, its previous process is dead, and each row that this process had begun and not ended gets a death;
+none does if the whole node is gone, which is not a row's fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypedDict
+
+__all__ = ["MOST_DEATHS", "Ledger", "LedgerActor", "Row", "Totals"]
+
+MOST_DEATHS = 3  # of worker processes while they ran a row; then the row is reported as an error
+
+Row = int | str  # the id of a row
+
+
+class Totals(TypedDict):
+    """What a job's workers have done so far, rows that were run again included."""
+
+    rows: int
+    errors: int
+    prompt_tokens: int
+    evaluated_tokens: int
+    generated_tokens: int
+    deaths: int
+    workers: int
+
+
+@dataclass
+class _Worker:
+    process: str
+    node: str
+    rows: dict[Row, None] = field(default_factory=dict)
+    reason: str | None = None
+    is_loading: bool = True
+
+
+class Ledger:
+    """The attempts of a job's rows.
+
+    Args:
+        living_nodes: returns the ids of the nodes that are alive; None = all are.
+    """
+
+    def __init__(self, living_nodes: Callable[[], Collection[str]] | None = None) -> None:
+        self._living_nodes = living_nodes
+        self._workers: dict[str, _Worker] = {}
+        self._deaths: dict[Row, int] = {}
+        self._reasons: dict[Row, str] = {}
+        self._n_loading_deaths = 0
+        self._n_deaths = 0
+        self._totals: dict[str, int] = {}
+
+    def register(self, actor: str, process: str, node: str) -> int:
+        """Note that a process of an actor has started.
+
+        Returns:
+            How many processes in a row, of all actors, died while they loaded the model.
+        """
+        before = self._workers.get(actor)
+        if before is not None and before.process != process:
+            self._bury(before)
+        self._workers[actor] = _Worker(process, node)
+        return self._n_loading_deaths
+
+    def _bury(self, worker: _Worker) -> None:
+        self._n_deaths += 1
+        if self._living_nodes is not None and worker.node not in self._living_nodes():
+            return
+        if worker.is_loading:
+            self._n_loading_deaths += 1
+        for row in worker.rows:
+            self._deaths[row] = self._deaths.get(row, 0) + 1
+            if worker.reason is not None:
+                self._reasons[row] = worker.reason
+
+    def ready(self, actor: str) -> None:
+        """Note that the model of an actor is loaded."""
+        self._n_loading_deaths = 0
+        if actor in self._workers:
+            self._workers[actor].is_loading = False
+
+    def deaths(self, rows: Sequence[Row]) -> list[tuple[int, str | None]]:
+        """Return for each row how many processes died while they ran it, and the last known reason."""
+        return [(self._deaths.get(row, 0), self._reasons.get(row)) for row in rows]
+
+    def begin(self, actor: str, process: str, rows: Iterable[Row]) -> None:
+        """Note that a process runs these rows."""
+        worker = self._workers.get(actor)
+        if worker is None:  # this ledger has been restarted
+            worker = self._workers[actor] = _Worker(process, "", is_loading=False)
+        if worker.process == process:
+            worker.rows.update(dict.fromkeys(rows))
+
+    def end(self, actor: str, process: str, rows: Iterable[Row], counts: Mapping[str, int]) -> None:
+        """Note that rows have results; ``counts`` are added to the totals."""
+        worker = self._workers.get(actor)
+        for row in rows:
+            if worker is not None and worker.process == process:
+                worker.rows.pop(row, None)
+            if self._deaths.get(row, 0) < MOST_DEATHS:  # an error stays one if its block runs again
+                self._deaths.pop(row, None)
+                self._reasons.pop(row, None)
+        for name, count in counts.items():
+            self._totals[name] = self._totals.get(name, 0) + count
+
+    def last_words(self, actor: str, reason: str) -> None:
+        """Note why a process is about to end itself."""
+        if actor in self._workers:
+            self._workers[actor].reason = reason
+
+    def totals(self) -> Totals:
+        """Return what has been done so far."""
+        count = self._totals.get
+        return Totals(
+            rows=count("rows", 0),
+            errors=count("errors", 0),
+            prompt_tokens=count("prompt_tokens", 0),
+            evaluated_tokens=count("evaluated_tokens", 0),
+            generated_tokens=count("generated_tokens", 0),
+            deaths=self._n_deaths,
+            workers=sum(not worker.is_loading for worker in self._workers.values()),
+        )
+
+
+class LedgerActor(Ledger):
+    """The ledger as a Ray actor."""
+
+    def __init__(self) -> None:
+        super().__init__(_living_nodes)
+
+
+def _living_nodes() -> set[str]:
+    import ray
+
+    return {str(node["NodeID"]) for node in ray.nodes() if node["Alive"]}

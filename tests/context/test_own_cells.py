@@ -1,0 +1,287 @@
+"""Contexts in which each sequence has cells of its own (``kv_unified=False``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch import Branch, BranchStore, Context, Engine, Request, SamplingParams
+from llamabranch.context.params import ContextOptions
+from llamabranch.errors import CacheFullError, ConfigError, UnsupportedError
+
+WARM = SamplingParams(temperature=0.8, seed=42)
+PROMPTS = ["Once upon a time", "The wolf", "In the forest there stood", "A king had a daughter"]
+
+
+@pytest.fixture
+def own(target: lb.Model) -> Iterator[Context]:
+    """Four sequences with 256 cells each."""
+    with Context(
+        target, n_ctx=1024, n_seq_max=4, n_threads=1, kv_unified=False, batch_invariant=True
+    ) as context:
+        yield context
+        context.audit()
+
+
+def test_cells_are_divided_among_the_sequences(own: Context) -> None:
+    assert (own.n_ctx, own.n_ctx_seq) == (1024, 256)
+    assert not own.capabilities.can_share
+    assert own.capabilities.can_truncate
+    usage = own.usage()
+    assert (usage.cells_total, usage.cells_per_sequence) == (1024, 256)
+
+
+def test_unified_contexts_have_no_cells_per_sequence(ctx: Context) -> None:
+    assert ctx.n_ctx_seq == ctx.n_ctx
+    assert ctx.capabilities.can_share
+    assert ctx.usage().cells_per_sequence is None
+
+
+def test_default_size_is_that_of_each_sequence(target: lb.Model) -> None:
+    with Context(target, n_seq_max=2, n_threads=1, kv_unified=False) as own:
+        assert own.n_ctx_seq == 1024  # what the model was trained for
+        assert own.n_ctx == 2048
+
+
+def test_one_sequence_is_a_unified_cache(target: lb.Model) -> None:
+    with Context(target, n_ctx=256, n_seq_max=1, n_threads=1, kv_unified=False) as one:
+        assert one.capabilities.can_share
+        assert one.params.kv_unified
+
+
+def test_forks_copy_and_generate_the_same_to_the_bit(own: Context, ctx: Context) -> None:
+    found = []
+    for context in (own, ctx):
+        root = Branch.start(context, "Once upon a time there was", sampling=WARM)
+        forks = root.fork_many(3)
+        for i, fork in enumerate(forks):
+            fork.reseed(i)
+        store = BranchStore(context)
+        for i in range(30):  # the order within a decode does not matter
+            store.step(forks if i % 3 else forks[::-1])
+        forks[0].rewind(20)
+        late = [t.token for t in forks[0].generate(12)]
+        found.append(([fork.tokens for fork in forks], late, [fork.logits for fork in forks]))
+        lengths = sum(branch.position for branch in (root, *forks))
+        usage = context.usage()
+        if context is own:
+            assert (usage.cells_used, usage.cells_shared, usage.cells_reserved) == (lengths, 0, 0)
+            assert usage.in_order
+            assert context.compact()  # there is nothing to do
+    assert found[0][:2] == found[1][:2]
+    for mine, theirs in zip(found[0][2], found[1][2], strict=True):
+        assert np.array_equal(mine, theirs)
+
+
+def test_prefix_of_a_sequence_is_copied(own: Context) -> None:
+    own.decode(list(range(2, 22)), 0, 0)
+    with own.lock:
+        own.kv_cache.share(0, 1, 0, 12)
+    assert own.kv_cache_size(1) == 12
+    own.audit()
+    own.decode([30], 12, 1)
+    copied = own.logits()
+    own.decode([*range(2, 14), 30], 0, 2)
+    assert np.array_equal(copied, own.logits())
+    own.kv_seq_copy(2, 1)  # what was there is dropped
+    assert own.kv_cache_size(1) == 13
+
+
+def test_full_sequence_says_what_it_has(own: Context) -> None:
+    own.decode([5] * 256, 0, 0)
+    with pytest.raises(CacheFullError, match="each has 256 cells of its own"):
+        own.decode([5], 256, 0)
+    own.decode([5], 0, 1)  # the others have theirs
+    own.audit()
+
+
+def test_hole_in_the_middle_is_reported(own: Context) -> None:
+    own.decode([5] * 20, 0, 0)
+    own.kv_cache_remove(0, 5, 8)
+    assert not own.usage().in_order
+    own.kv_seq_copy(0, 1)
+    own.kv_cache_remove(0)
+    assert not own.usage().in_order
+    own.kv_cache_remove(1)
+    assert own.usage().in_order
+
+
+def test_raw_calls_at_random_leave_the_accounts_in_step(own: Context) -> None:
+    rng = np.random.default_rng(7)
+    for _ in range(200):
+        seq, other = (int(x) for x in rng.choice(4, 2, replace=False))
+        end = own.kv_cache_size(seq)
+        match int(rng.integers(4)):
+            case 0 | 1 if end < 200:
+                own.decode(rng.integers(2, 90, int(rng.integers(1, 40))).tolist(), end, seq)
+            case 2:
+                own.kv_cache_remove(seq, int(rng.integers(0, end + 1)))
+            case _:
+                own.kv_seq_copy(seq, other)
+        own.audit()
+    assert own.usage().in_order
+
+
+def test_snapshots_fit_both_layouts(own: Context, ctx: Context, tmp_path: Path) -> None:
+    with Branch.start(ctx, "The wolf and the seven", sampling=WARM) as branch:
+        branch.save(tmp_path / "unified")
+        text = [t.token for t in branch.generate(10)]
+    guard = Branch.start(own, "Once")  # so that it is restored into another sequence than the first
+    for n, (context, name) in enumerate([(own, "unified"), (ctx, "own")]):
+        branch = Branch.load(context, tmp_path / name)
+        if n == 0:
+            branch.save(tmp_path / "own")
+        assert [t.token for t in branch.generate(10)] == text
+        branch.prune()
+    guard.prune()
+
+
+def test_trees_are_refused(own: Context, draft_ctx: Context) -> None:
+    drafter = lb.ModelDrafter(draft_ctx, width=2)
+    speculator = lb.Speculator(own, drafter, lb.SpeculativeConfig(draft_k=3, rule="seeded"))
+    branch = Branch.start(own, "Once upon a time", sampling=WARM)
+    with pytest.raises(UnsupportedError, match="share cells"):
+        speculator.generate(branch, max_tokens=8).finish()
+    assert own.n_seq_free == 3
+
+
+def test_speculation_generates_plain_text(
+    own: Context, other_ctx: Context, draft: lb.Model
+) -> None:
+    with Context(draft, n_seq_max=3, n_ctx=768, n_threads=1, kv_unified=False) as draft_ctx:
+        speculator = lb.Speculator(
+            own, lb.ModelDrafter(draft_ctx), lb.SpeculativeConfig(draft_k=3, rule="seeded")
+        )
+        branch = Branch.start(own, "Once upon a time", sampling=WARM)
+        found = [t.token for t in speculator.generate(branch, max_tokens=40)]
+    with Branch.start(other_ctx, "Once upon a time", sampling=WARM) as plain:
+        assert found == [t.token for t in plain.generate(40)]
+
+
+def test_scores_are_those_of_a_unified_cache(own: Context, ctx: Context) -> None:
+    found = []
+    for context in (own, ctx):
+        branch = Branch.start(context, "Once upon a time there was a")
+        ends = [context.tokenize(end, add_special=False) for end in (" king", " old wolf", " fox")]
+        found.append(BranchStore(context).score({branch: ends})[branch])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ContextOptions(kv_unified=False, n_threads=1, n_seq_max=8, n_ubatch=4),
+            "n_ubatch .* at least n_seq_max",
+        ),
+        (ContextOptions(kv_unified=False, n_seq_max=300), "n_seq_max"),
+    ],
+)
+def test_impossible_sizes_are_refused(
+    options: ContextOptions, message: str, target: lb.Model
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Context(target, **options)
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "gemma3"])
+def test_other_memory_is_refused(architecture: str, tmp_path: Path) -> None:
+    path = getattr(toys, f"write_{architecture}")(tmp_path / "other.gguf")
+    with lb.Model(path) as model, pytest.raises(UnsupportedError, match="kv_unified"):
+        Context(model, n_ctx=512, n_seq_max=2, n_threads=1, kv_unified=False)
+
+
+# -- the engine ------------------------------------------------------------------------------------
+
+
+def alone(ctx: Context, request: Request, seed: int) -> list[int]:
+    params = (request.sampling or SamplingParams()).replace(seed=seed)
+    with Branch.start(ctx, request.prompt, sampling=params) as branch:
+        return [t.token for t in branch.generate(request.max_tokens)]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_texts_are_those_of_the_requests_alone(
+    drafts: bool, own: Context, other_ctx: Context, draft: lb.Model
+) -> None:
+    with Context(draft, n_seq_max=4, n_ctx=1024, n_threads=1, kv_unified=False) as draft_ctx:
+        drafter = lb.ModelDrafter(draft_ctx) if drafts else None
+        engine = Engine(own, drafter, lb.SpeculativeConfig(draft_k=3), seed=1)
+        requests = [
+            Request(PROMPTS[i % 4] + " and" * (i // 4), max_tokens=5 + 7 * (i % 5), sampling=WARM)
+            for i in range(10)
+        ]
+        results = engine.generate([*requests, Request(PROMPTS[0], n=3, max_tokens=20)])
+        for request, result in zip(requests, results, strict=False):
+            assert result.tokens == alone(other_ctx, request, result.seed)
+        assert engine.stats.shared_prompt_tokens == 0 or not drafts
+    assert own.usage().cells_used == 0
+    assert own.n_seq_free == 4
+
+
+def test_text_that_fills_its_sequence_ends_alone(own: Context, other_ctx: Context) -> None:
+    endless = SamplingParams(temperature=0.0, logit_bias=dict.fromkeys(own.model.eog_tokens, -1e9))
+    long = Request([5, 6, 7, 8] * 60, id="long", max_tokens=100, sampling=endless)
+    short = Request("The wolf", id="short", max_tokens=60, sampling=endless)
+    whole = Request([5] * 300, id="whole")
+    found = {result.id: result for result in Engine(own, seed=1).generate([long, short, whole])}
+    assert found["whole"].finish_reason == "capacity"
+    assert found["long"].finish_reason == "capacity"
+    assert len(found["long"].tokens) == 256 - 240 + 1  # the last one is not decoded
+    assert found["short"].tokens == alone(other_ctx, short, found["short"].seed)
+    assert found["short"].n_preempted == 0
+
+
+@pytest.mark.parametrize("cache_ram", [0, 1 << 24])
+def test_kept_texts_take_sequences_until_others_need_them(
+    cache_ram: int, target: lb.Model, other_ctx: Context
+) -> None:
+    with Context(
+        target, n_ctx=768, n_seq_max=3, n_threads=1, kv_unified=False, prefix_cache=True,
+        cache_ram=cache_ram,
+    ) as own:  # fmt: skip
+        assert own.prefix_cache is not None
+        engine = Engine(own, seed=1)
+        rules = "Once upon a time there was a king who had three clever daughters. "
+        for i in range(8):
+            own.decoder.read_s = 1.0  # reading takes longer than what host memory gives back
+            request = Request(f"{rules}{PROMPTS[i % 4]}", max_tokens=6, sampling=WARM)
+            (result,) = engine.generate([request])
+            assert result.tokens == alone(other_ctx, request, result.seed)
+            n_rules = len(own.tokenize(rules)) - 1  # the last one is another token before a word
+            assert result.num_cached_tokens >= (n_rules if i else 0)
+        requests = [Request(p, max_tokens=9, sampling=WARM) for p in PROMPTS]  # on all sequences
+        for request, result in zip(requests, engine.generate(requests), strict=True):
+            assert result.tokens == alone(other_ctx, request, result.seed)
+        assert own.n_seq_free == 3
+        own.prefix_cache.clear()
+        assert own.usage().cells_cached == 0
+        own.audit()
+
+
+def test_finished_texts_keep_their_sequences_while_all_are_taken(
+    target: lb.Model, other_ctx: Context
+) -> None:
+    with Context(
+        target, n_ctx=512, n_seq_max=2, n_threads=1, kv_unified=False, prefix_cache=True
+    ) as own:
+        assert own.prefix_cache is not None
+        engine = Engine(own, seed=1)
+        first = [Request(p * 3, max_tokens=4, sampling=WARM) for p in PROMPTS[:2]]
+        engine.generate(first)  # both sequences are taken when the first text ends
+        assert len(own.prefix_cache) == 2
+        assert own.usage().cells_used == 0
+        assert own.n_seq_free == 2
+        again = engine.generate(first)
+        for request, result in zip(first, again, strict=True):
+            assert result.tokens == alone(other_ctx, request, result.seed)
+        guests = [Branch.start(own, "Once"), Branch.start(own, "The")]  # they take them
+        assert len(own.prefix_cache) == 0
+        for guest in guests:
+            guest.prune()
+        own.audit()

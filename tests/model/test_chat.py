@@ -1,0 +1,237 @@
+"""Conversations as prompts: messages, Jinja templates in their sandbox, llama.cpp's own as fallback."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch import ConfigError, UnsupportedError
+
+MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
+RENDERED = (
+    "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+# llama.cpp recognises it by its markers, but Jinja cannot run it.
+BROKEN_CHATML = "{% unknown %}<|im_start|>"
+Open = Callable[..., lb.Model]
+
+
+@pytest.fixture
+def open_model(tmp_path: Path) -> Iterator[Open]:
+    models: list[lb.Model] = []
+
+    def open_it(template: str, **metadata: Any) -> lb.Model:
+        path = toys.write_toy(
+            tmp_path / f"{len(models)}.gguf",
+            vocab="bytes",
+            metadata={"tokenizer.chat_template": template, **metadata},
+        )
+        models.append(lb.Model(path))
+        return models[-1]
+
+    yield open_it
+    for model in models:
+        model.close()
+
+
+def render(model: lb.Model, **variables: object) -> str:
+    return model.apply_chat_template(MESSAGES, **variables)  # type: ignore[arg-type]
+
+
+# -- rendering -------------------------------------------------------------------------------------
+
+
+def test_messages_are_written_by_the_template(open_model: Open) -> None:
+    model = open_model(toys.CHAT_TEMPLATE)
+    assert render(model) == RENDERED
+    assert render(model, add_generation_prompt=False) == RENDERED.removesuffix(
+        "<|im_start|>assistant\n"
+    )
+    pairs = [("system", "Be kind."), ("user", "Hello")]
+    assert model.apply_chat_template(pairs) == RENDERED
+
+
+def test_llama_cpp_and_jinja_agree_on_a_template_that_both_know(open_model: Open) -> None:
+    model = open_model(toys.CHAT_TEMPLATE)
+    pairs = [("system", "Be kind."), ("user", "Hello")]
+    assert model.handle.apply_chat_template(toys.CHAT_TEMPLATE, pairs, True) == RENDERED
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ bos_token }}|{{ eos_token }}", None),
+        ("{{ messages[1].content | trim | upper }}", "HELLO"),
+        ('{{ {"b": "<é>"} | tojson }}', '{"b": "<é>"}'),
+        ('{{ {"b": 1, "a": [2]} | tojson(indent=1) }}', '{\n "b": 1,\n "a": [\n  2\n ]\n}'),
+        ("{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% endfor %}",
+         "user"),
+        ("{% generation %}a{{ 1 + 1 }}{% endgeneration %}", "a2"),
+        ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}"
+         "{{ ns.n }}", "2"),
+        ("{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join }}",
+         "Hello"),
+        ("{% if tools is defined and tools %}{{ tools[0].name }}{% else %}none{% endif %}", "none"),
+        ("a\n    {% if true %}\nb\n    {% endif %}\nc", "a\nb\nc"),  # lines of blocks vanish
+        ("{{ 'x' * 3 }}{{ 6 * 7 }}", "xxx42"),
+    ],
+)  # fmt: skip
+def test_templates_have_what_hugging_face_gives_them(
+    template: str, text: str | None, open_model: Open
+) -> None:
+    model = open_model(template)
+    if text is None:
+        ends = [
+            model.detokenize([t], special=True) for t in (model.bos, model.eos) if t is not None
+        ]
+        text = "|".join(ends)
+    assert render(model) == text
+
+
+def test_variables_and_tools_reach_the_template(open_model: Open) -> None:
+    model = open_model("{{ enable_thinking }} {{ tools[0].name }}")
+    assert render(model, tools=[{"name": "search"}], enable_thinking=False) == "False search"
+
+
+def test_date_is_that_of_today(open_model: Open) -> None:
+    text = render(open_model("{{ strftime_now('%Y') }}"))
+    assert text.isdigit() and int(text) >= 2024
+
+
+def test_template_refuses_messages_with_its_reason(open_model: Open) -> None:
+    model = open_model("{{ raise_exception('roles must alternate') }}<|im_start|>")
+    with pytest.raises(ConfigError, match="roles must alternate"):
+        render(model)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ 'x' * 999999999999 }}",
+        "{{ [1] * 999999999999 }}",
+        "{{ 9 ** 999999999 }}",
+        "{% for i in range(999999999) %}{% endfor %}",
+        "{{ lipsum.__globals__['os'].system('true') }}",
+        "{{ messages[0].missing.deeper }}",
+        "{{ 1 / 0 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% unclosed",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_what_a_template_must_not_or_cannot_do_is_a_typed_error(
+    template: str, open_model: Open
+) -> None:
+    with pytest.raises(UnsupportedError, match="chat template"):
+        render(open_model(template))
+
+
+def test_built_in_template_replaces_one_that_jinja_cannot_run(open_model: Open) -> None:
+    model = open_model(BROKEN_CHATML)
+    assert render(model) == RENDERED
+    with pytest.raises(UnsupportedError):  # the built-in one would leave tools out
+        render(model, tools=[{"name": "search"}])
+    with pytest.raises(UnsupportedError, match="role and content only"):
+        model.apply_chat_template([{"role": "user", "content": "a", "name": "b"}])
+    with pytest.raises(UnsupportedError, match="NUL"):
+        model.apply_chat_template([("user", "a\0b")])
+
+
+def test_without_jinja_the_built_in_template_is_used(
+    open_model: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, unknown = open_model(toys.CHAT_TEMPLATE), open_model("{{ messages[0].role }}")
+    real = builtins.__import__
+
+    def absent(name: str, *args: Any, **kwargs: Any) -> object:
+        if name.split(".")[0] == "jinja2":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "jinja2"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", absent)
+    assert render(known) == RENDERED
+    with pytest.raises(UnsupportedError) as caught:
+        render(unknown)
+    assert "jinja2" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        "Hello",
+        [{"content": "a"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+        [{"role": "user", "content": "\udc80"}],
+        [5],
+        {"role": "user", "content": "a"},
+    ],
+)
+def test_what_are_no_messages_is_refused(messages: Any, open_model: Open) -> None:
+    model = open_model(toys.CHAT_TEMPLATE)
+    with pytest.raises(ConfigError):
+        model.apply_chat_template(messages)
+
+
+def test_text_parts_of_a_content_are_joined(open_model: Open) -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    model = open_model("{{ messages[0].content }}")
+    assert model.apply_chat_template([{"role": "user", "content": parts}]) == "Hello"
+
+
+# -- as prompts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+@pytest.mark.parametrize("writes_bos", [True, False])
+def test_a_conversation_begins_with_bos_once_where_the_model_has_one(
+    add_bos: bool, writes_bos: bool, open_model: Open
+) -> None:
+    template = ("{{ bos_token }}" if writes_bos else "") + toys.CHAT_TEMPLATE
+    model = open_model(template, **{"tokenizer.ggml.add_bos_token": add_bos})
+    tokens = model.prompt_tokens(MESSAGES)
+    assert model.bos is not None
+    assert tokens.count(model.bos) == int(add_bos or writes_bos)
+    text = model.tokenize(RENDERED, add_special=False, parse_special=True)
+    assert tokens[-len(text) :] == text
+
+
+def test_messages_are_a_prompt_everywhere(open_model: Open) -> None:
+    model = open_model(toys.CHAT_TEMPLATE)
+    sampling = lb.SamplingParams(seed=1)
+    with lb.Context(model, n_ctx=1024, n_threads=1) as ctx:
+        tokens = model.prompt_tokens(MESSAGES)
+        with lb.Branch.start(ctx, MESSAGES, sampling=sampling) as branch:
+            assert branch.tokens == tokens
+            drawn = [t.token for t in branch.generate(6)]
+        generation = lb.Speculator(ctx).generate(MESSAGES, max_tokens=6, sampling=sampling)
+        assert generation.finish().tokens == drawn
+        request = lb.Request(MESSAGES, max_tokens=6, sampling=sampling)
+        (result,) = lb.Engine(ctx).generate([request])
+        assert result.tokens == drawn
+        assert result.num_prompt_tokens == len(tokens)
+        assert result.as_dict()["prompt"] == MESSAGES
+        assert "2 messages" in result._repr_html_()
+
+
+def test_messages_cannot_be_used_without_a_template(target: lb.Model) -> None:
+    with (
+        lb.Context(target, n_ctx=256, n_threads=1) as ctx,
+        pytest.raises(UnsupportedError, match="no chat template"),
+    ):
+        lb.Branch.start(ctx, MESSAGES)

@@ -1,0 +1,195 @@
+"""A small Ray cluster of this machine, the oracle of jobs, and jobs in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import llamabranch as lb
+from llamabranch import scale
+
+Row = dict[str, Any]
+
+MIB = 1 << 20
+WORDS = ("wolf", "king", "forest", "bread", "river", "horse", "crown")
+
+
+@contextmanager
+def cluster(num_cpus: int = 3) -> Iterator[Any]:
+    """Start a head node without a dashboard and connect to it."""
+    from ray.cluster_utils import Cluster
+
+    # Ray's processes import what tests define.
+    paths = [str(Path(__file__).parent), str(Path(lb.__file__).parents[1])]
+    os.environ.update(
+        PYTHONPATH=os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_memory_monitor_refresh_ms="0",  # a machine that other tests fill kills no worker
+        RAY_AUTH_MODE="disabled",
+    )
+    import ray
+
+    found = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": num_cpus,
+            "object_store_memory": 80 * MIB,
+            "include_dashboard": False,
+        },
+    )
+    ray.init(address=found.address, log_to_driver=False, logging_level="ERROR")
+    try:
+        yield found
+    finally:
+        ray.shutdown()
+        found.shutdown()
+
+
+def prompts(n: int, **more: Any) -> list[Row]:
+    """Return ``n`` rows, some of which begin alike, of different lengths."""
+    return [
+        {
+            "id": i,
+            "prompt": f"Once upon a time a {WORDS[i % 3]} met a {WORDS[i % len(WORDS)]}, and then {i}",
+            "max_tokens": 2 + 5 * (i % 4),
+            **more,
+        }
+        for i in range(n)
+    ]
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> str:
+    """Write rows as JSON lines; return the path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def read_output(folder: Path | str) -> list[Row]:
+    """Return the rows of a job's output, sorted by id."""
+    import pyarrow.parquet as pq
+
+    rows: list[Row] = []
+    for path in Path(folder).glob("*.parquet"):
+        rows += pq.read_table(path).to_pylist()
+    for path in Path(folder).glob("*.jsonl"):
+        rows += [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return sorted(rows, key=lambda row: str(row["id"]).zfill(12))
+
+
+def alone(context: lb.Context, rows: Sequence[Row], seed: int) -> dict[Any, Row]:
+    """Return what one process generates for good rows, by id."""
+    engine = lb.Engine(context, seed=seed)
+    requests = [
+        lb.Request(row["prompt"], id=str(row["id"]), max_tokens=row.get("max_tokens"))
+        for row in rows
+    ]
+    ids = {str(row["id"]): row["id"] for row in rows}
+    return {
+        ids[result.id]: {
+            "text": result.text,
+            "tokens": result.tokens,
+            "finish_reason": result.finish_reason,
+            "seed": result.seed % 2**64,
+        }
+        for result in engine.generate(requests)
+    }
+
+
+def assert_equal(output: Sequence[Row], expected: Mapping[Any, Row]) -> None:
+    """Check that every row is there once, with the text that one process generates."""
+    assert [row["id"] for row in output] == sorted(expected, key=lambda i: str(i).zfill(12))
+    for row in output:
+        assert {name: row[name] for name in expected[row["id"]]} == expected[row["id"]]
+        assert row["error"] is None
+        assert row["batch_invariant"] is True
+
+
+def fatal(number: int, ids: Collection[int], *, once: Path | None = None) -> type[scale.Generate]:
+    """Return a stage whose process gets a signal as soon as its engine has one of some rows.
+
+    Args:
+        number: the signal.
+        ids: those of the rows.
+        once: a file that is created then; while it exists, nothing happens.
+    """
+    names = {str(i) for i in ids}
+
+    class Fatal(scale.Generate):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            submit = self._engine.submit
+
+            def submit_or_die(request: lb.Request) -> Any:
+                future = submit(request)
+                if request.id in names and not (once is not None and once.exists()):
+                    if once is not None:
+                        once.touch()
+                    os.kill(os.getpid(), number)
+                return future
+
+            self._engine.submit = submit_or_die  # type: ignore[method-assign]
+
+    return Fatal
+
+
+def gated(folder: Path) -> type[scale.Generate]:
+    """Return a stage that leaves a file for each batch it has, and goes on once ``go`` exists."""
+
+    class Gated(scale.Generate):
+        async def __call__(self, batch: object) -> Any:
+            import asyncio
+
+            import ray
+
+            result = await super().__call__(batch)
+            node = ray.get_runtime_context().get_node_id()
+            (folder / f"{node}-{os.getpid()}-{time.monotonic_ns()}").touch()
+            while not (folder / "go").exists():
+                await asyncio.sleep(0.02)
+            return result
+
+    return Gated
+
+
+def small_disk(folder: Path, n_files: int) -> Any:
+    """Return a file system on which a folder has room for so many Parquet files."""
+    from small_disk import SmallDisk
+
+    return SmallDisk(str(folder), n_files)
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 90.0) -> Any:
+    """Return what ``condition`` returns once that is true."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+    return found
+
+
+@contextmanager
+def driver(address: str, code: str, **names: object) -> Iterator[subprocess.Popen[str]]:
+    """Run a job in a process of its own, connected to the cluster; kill it at the end."""
+    lines = [
+        "import llamabranch as lb",
+        "from llamabranch import scale",
+        "import ray",
+        f"ray.init(address={address!r}, log_to_driver=False, logging_level='ERROR')",
+        *(f"{name} = {value!r}" for name, value in names.items()),
+        code,
+    ]
+    process = subprocess.Popen([sys.executable, "-c", "\n".join(lines)], text=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.wait()

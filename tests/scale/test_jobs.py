@@ -1,0 +1,279 @@
+"""Jobs on Ray: the output is that of one process, row for row and byte for byte, whatever dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+pytest.importorskip("ray", reason="the extra `scale` (Ray) is not installed")
+
+import clusters
+from clusters import alone, assert_equal, prompts, read_output, write_rows
+
+import llamabranch as lb
+from llamabranch import scale
+from llamabranch.cli import app
+from llamabranch.scale import job as job_module
+from llamabranch.scale.ledger import MOST_DEATHS
+
+pytestmark = [
+    pytest.mark.slow,
+    # Ray's own, while it starts, works and ends.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+SEED = 11
+LOAD = lb.loading.LoadOptions(n_ctx=1024)
+TARGET = str(Path(lb.__file__).parent / "data" / "tale-target-q8_0.gguf")
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[Any]:
+    with clusters.cluster(num_cpus=5) as found:
+        yield found
+
+
+@pytest.fixture
+def generate(ray_cluster: Any, tmp_path: Path) -> Any:
+    """Run a job over rows; return its report and its output."""
+
+    def run(rows: list[clusters.Row] | str, **options: Any) -> tuple[scale.JobReport, Any]:
+        inputs = write_rows(tmp_path / "in.jsonl", rows) if isinstance(rows, list) else rows
+        options = {"block_rows": 8, "streams": 4, "seed": SEED, "load": LOAD, **options}
+        report = scale.generate(inputs, str(tmp_path / "out"), model=TARGET, **options)
+        return report, read_output(tmp_path / "out")
+
+    return run
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_output_is_that_of_one_process(generate: Any, ctx: lb.Context, workers: int) -> None:
+    rows = prompts(40)
+    report, output = generate(rows, workers=workers)
+    assert_equal(output, alone(ctx, rows, SEED))
+    assert (report.n_rows, report.n_errors, report.n_resumed) == (40, 0, 0)
+    assert report.batch_invariant is True
+    assert report.last.generated_tokens == sum(len(row["tokens"]) for row in output)
+    assert report.last.deaths == 0
+
+
+def test_rows_of_very_different_lengths(generate: Any, ctx: lb.Context) -> None:
+    rows = prompts(24)
+    for i, row in enumerate(rows):
+        row["max_tokens"] = 200 if i % 8 == 0 else 1
+    _, output = generate(rows, workers=2, format="jsonl", keep=["prompt"])
+    assert_equal(output, alone(ctx, rows, SEED))
+    assert {row["id"]: row["prompt"] for row in output} == {
+        row["id"]: row["prompt"] for row in rows
+    }
+
+
+def test_killed_worker_loses_nothing(
+    generate: Any, ctx: lb.Context, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = prompts(40)
+    stage = clusters.fatal(signal.SIGKILL, {17}, once=tmp_path / "killed")
+    monkeypatch.setattr(job_module, "Generate", stage)
+    report, output = generate(rows, workers=2)
+    assert (tmp_path / "killed").exists()
+    assert_equal(output, alone(ctx, rows, SEED))
+    assert report.last.deaths == 1
+
+
+def test_row_that_ends_its_process_becomes_an_error_and_the_others_do_not(
+    generate: Any, ctx: lb.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = prompts(24)
+    bad: list[clusters.Row] = [
+        {"id": 100, "prompt": "A wolf", "grammar": "root ::= ("},
+        {"id": 101, "prompt": "long " * 3000},
+        {"id": 102, "prompt": 5},
+        {"id": 103},
+        {"id": 104, "prompt": "A king", "max_tokens": -1},
+    ]
+    monkeypatch.setattr(job_module, "Generate", clusters.fatal(signal.SIGABRT, {13}))
+    report, output = generate(rows + bad, workers=1)
+    good = [row for row in output if row["error"] is None]
+    assert_equal(good, alone(ctx, [row for row in rows if row["id"] != 13], SEED))
+    assert report.last.deaths == MOST_DEATHS
+    errors = {row["id"]: row for row in output if row["error"] is not None}
+    assert sorted(errors) == [13, 100, 101, 102, 103, 104]
+    assert report.n_errors == 6
+    assert "died 3 times while it ran, at last alone" in errors[13]["error"]
+    assert "grammar does not parse" in errors[100]["error"]
+    assert "needs 15001 cells" in errors[101]["error"] or "cells" in errors[101]["error"]
+    assert errors[102]["error"] == "prompt must be text or a list, not 5"
+    assert "a prompt must be text" in errors[103]["error"]
+    assert "max_tokens must be at least 0" in errors[104]["error"]
+    reasons = {row["finish_reason"] for i, row in errors.items() if i != 101}
+    assert reasons == {"error"}
+    assert errors[101]["finish_reason"] == "capacity"
+
+
+def test_full_disk_ends_the_job_and_it_can_be_resumed(
+    generate: Any, ctx: lb.Context, tmp_path: Path
+) -> None:
+    from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
+
+    rows = prompts(40)
+    inputs = write_rows(tmp_path / "in.jsonl", rows)
+    full = PyFileSystem(FSSpecHandler(clusters.small_disk(tmp_path / "out", n_files=2)))
+    with pytest.raises(lb.JobError, match="No space left on device") as caught:
+        generate(inputs, workers=1, filesystem=full)
+    assert "resume" in (caught.value.hint or "")
+    assert not (tmp_path / "out" / "_SUCCESS").exists()
+    report, output = generate(inputs, workers=1, filesystem=LocalFileSystem(), resume=True)
+    assert_equal(output, alone(ctx, rows, SEED))
+    assert 0 < report.n_resumed < 40
+
+
+def test_job_that_ended_between_pending_and_commit_is_resumed(
+    generate: Any, ctx: lb.Context, tmp_path: Path
+) -> None:
+    rows = prompts(32)
+    _, before = generate(rows, workers=1)
+    committed = sorted((tmp_path / "out" / "_job" / "checkpoint").glob("*.parquet"))
+    assert len(committed) == 4
+    # As a crash leaves it: the data of one block written, of another torn; no commit of either.
+    for path in committed[:2]:
+        path.rename(path.with_suffix(".pending.parquet"))
+    torn = tmp_path / "out" / committed[1].name
+    torn.rename(torn.with_suffix(".parquet.part"))
+    os.truncate(torn.with_suffix(".parquet.part"), 100)
+    (tmp_path / "out" / "_SUCCESS").unlink()
+    report, output = generate(str(tmp_path / "in.jsonl"), workers=1, resume=True)
+    assert report.n_resumed == 16
+    assert output == before
+    assert_equal(output, alone(ctx, rows, SEED))
+    assert not list((tmp_path / "out").glob("*.part"))
+    assert json.loads((tmp_path / "out" / "_SUCCESS").read_text())["n_rows"] == 32
+
+    # The same input and settings only.
+    for wrong, name in (
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"seed": 12}, "seed"),
+        ({"sampling": lb.SamplingParams(temperature=0)}, "sampling"),
+        ({"load": {"n_ctx": 512}}, "load"),
+    ):
+        with pytest.raises(lb.ConfigError, match=f"other settings: {name}"):
+            generate(str(tmp_path / "in.jsonl"), resume=True, **wrong)
+    write_rows(tmp_path / "in.jsonl", prompts(33))
+    with pytest.raises(lb.ConfigError, match="other settings: input"):
+        generate(str(tmp_path / "in.jsonl"), resume=True)
+    with pytest.raises(lb.ConfigError, match="already exists"):
+        generate(rows)
+
+
+def test_large_inputs_are_sorted_by_ray(generate: Any, ctx: lb.Context, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{**row, "id": f"row {row['id']:03}"} for row in prompts(40)]
+    for part in range(2):
+        pq.write_table(pa.Table.from_pylist(rows[part::2]), tmp_path / f"in-{part}.parquet")
+    _, output = generate(str(tmp_path / "in-*.parquet"), workers=2, local_bytes=0)
+    assert_equal(output, alone(ctx, rows, SEED))
+    staged = sorted((tmp_path / "out" / "_job" / "prompts").glob("*.parquet"))
+    found = [pq.read_table(path).column("prompt").to_pylist() for path in staged]
+    assert all(block == sorted(block) for block in found)
+    assert max(len(block) for block in found) <= 8
+
+
+def test_score_gives_what_the_library_gives(
+    ray_cluster: Any, ctx: lb.Context, tmp_path: Path
+) -> None:
+    texts = ["Once upon a time there was a king.", "The wolf ate the bread.", "the", "A crown"]
+    rows: list[clusters.Row] = [{"id": i, "text": text} for i, text in enumerate(texts)]
+    rows += [{"id": 10, "context": "The king", "text": " said"}, {"id": 11, "text": 7}, {"id": 12}]
+    report = scale.score(
+        write_rows(tmp_path / "in.jsonl", rows),
+        str(tmp_path / "out"),
+        model=TARGET,
+        load=LOAD,
+        streams=4,
+    )
+    assert (report.n_rows, report.n_errors) == (7, 2)
+    output = {row["id"]: row for row in read_output(tmp_path / "out")}
+    for i, text in enumerate(texts):
+        tokens = ctx.model.prompt_tokens(text)
+        with lb.Branch.start(ctx, tokens[:1]) as branch:
+            expected = branch.score(tokens[1:]) if len(tokens) > 1 else []
+        assert output[i]["tokens"] == tokens[1:]
+        assert output[i]["logprobs"] == [score.logprob for score in expected]
+        assert output[i]["ranks"] == [score.rank for score in expected]
+        assert output[i]["n_tokens"] == len(expected)
+    with lb.Branch.start(ctx, "The king") as branch:
+        (score,) = branch.score(ctx.tokenize(" said", add_special=False))
+    assert output[10]["logprob"] == pytest.approx(score.logprob, abs=1e-6)
+    assert output[11]["error"] == "text must be text, not 7"
+    assert output[12]["finish_reason"] == "error"
+
+
+def test_class_for_map_batches_in_a_pipeline_of_ones_own(ray_cluster: Any, ctx: lb.Context) -> None:
+    import ray.data
+
+    rows = prompts(20)
+    dataset = ray.data.from_items(rows)
+    with pytest.raises(lb.ConfigError, match="Ray would keep no checkpoints"):
+        scale.check_plan(dataset)
+    worker = scale.WorkerOptions(streams=4, ledger=scale.make_ledger(), pin=False)
+    found = dataset.map_batches(
+        scale.Generate,
+        fn_constructor_args=(TARGET,),
+        fn_constructor_kwargs={"seed": SEED, "worker": worker, "n_ctx": 1024},
+        batch_size=8,
+        compute=ray.data.ActorPoolStrategy(size=1),
+    ).take_all()
+    assert_equal(sorted(found, key=lambda row: int(row["id"])), alone(ctx, rows, SEED))
+
+
+def test_documented_jobs_run(
+    ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "docs/scale.md", "exec"), {})
+
+
+def test_commands_run_jobs(ray_cluster: Any, ctx: lb.Context, tmp_path: Path) -> None:
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(app, [*arguments, "--ray", "local", "-m", TARGET, "-c", "1024"])
+
+    rows = prompts(20)
+    inputs, out = write_rows(tmp_path / "in.jsonl", rows), str(tmp_path / "out")
+    job = ("generate", "--input", inputs, "--output", out, "--seed", str(SEED), "--price", "3.6")
+    result = run(*job, "--block-rows", "8", "--parallel", "4", "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert (report["n_rows"], report["n_errors"]) == (20, 0)
+    assert report["last"]["cost"] == pytest.approx(report["last"]["seconds"] / 1000)
+    assert_equal(read_output(out), alone(ctx, rows, SEED))
+    result = run(*job, "--resume", "--block-rows", "8")
+    assert result.exit_code == 0, result.stderr
+    assert "20 rows were there already" in result.stdout
+    assert run(*job).exit_code == 2
+    for wrong in (["-p", "x"], ["--top-logprobs", "1"], ["--ignore-eos"], ["--workers", "a"]):
+        assert run(*job, *wrong).exit_code == 2
+    assert run("generate", "--input", inputs).exit_code == 2
+    assert run("score", "--output", out).exit_code == 2
+
+
+def test_model_that_is_no_model_ends_the_job(generate: Any, tmp_path: Path) -> None:
+    path = tmp_path / "no.gguf"
+    path.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(lb.ModelLoadError):
+        scale.generate(
+            write_rows(tmp_path / "rows.jsonl", prompts(4)), str(tmp_path / "o"), model=str(path)
+        )
+    assert not (tmp_path / "o").exists()

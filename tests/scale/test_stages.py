@@ -1,0 +1,105 @@
+"""The classes for ``map_batches``, without a cluster: batches feed one engine, rows keep their order."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyarrow", reason="pyarrow, of the extra `scale`, is not installed")
+
+import pyarrow as pa
+from clusters import alone, prompts
+
+import llamabranch as lb
+from llamabranch.scale import Generate, Score, WorkerOptions
+
+TARGET = str(Path(lb.__file__).parent / "data" / "tale-target-q8_0.gguf")
+
+
+def run(stage: Any, *batches: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Give batches to a stage at the same time; return the rows of each."""
+
+    def table(rows: list[dict[str, Any]]) -> Any:
+        names = dict.fromkeys(name for row in rows for name in row)
+        return pa.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*(stage(table(batch)) for batch in batches))
+
+    return [found.to_pylist() for found in asyncio.run(main())]
+
+
+@pytest.fixture
+def generate() -> Any:
+    worker = WorkerOptions(streams=8, pin=False)
+    return Generate(TARGET, seed=3, worker=worker, n_ctx=1024, n_threads=1, keep=["prompt"])
+
+
+def test_batches_share_the_engine(generate: Any, ctx: lb.Context) -> None:
+    rows = prompts(24)
+    found = run(generate, rows[:8], rows[8:16], rows[16:])
+    assert [[row["id"] for row in batch] for batch in found] == [
+        list(range(8)), list(range(8, 16)), list(range(16, 24))
+    ]  # fmt: skip
+    expected = alone(ctx, rows, 3)
+    for row in [row for batch in found for row in batch]:
+        assert {name: row[name] for name in expected[row["id"]]} == expected[row["id"]]
+        assert row["prompt"] == rows[row["id"]]["prompt"]
+    # 24 texts of 2 to 17 tokens in 8 streams: batch by batch it takes 3 x 17 decodes, and prompts.
+    assert generate._engine.stats.target_forward_passes < 3 * 17
+
+
+def test_rows_that_cannot_be_run_are_errors(generate: Any) -> None:
+    rows: list[dict[str, Any]] = [
+        {"id": "a", "prompt": "A wolf", "max_tokens": 3},
+        {"id": "b", "prompt": None},
+        {"id": "c", "prompt": "A wolf", "max_tokens": -2},
+        {"id": "d", "prompt": "A wolf", "problem": "no good"},
+    ]
+    (found,) = run(generate, rows)
+    assert [row["finish_reason"] for row in found] == ["length", "error", "error", "error"]
+    assert found[0]["error"] is None
+    assert found[3]["error"] == "no good"
+    with pytest.raises(lb.ConfigError, match="every row needs an id"):
+        run(generate, [{"id": None, "prompt": "A wolf"}])
+
+
+def test_samples_are_lists_of_one_row() -> None:
+    stage = Generate(TARGET, n=3, max_tokens=4, seed=1, n_ctx=1024, n_threads=1)
+    (found,) = run(stage, [{"id": 1, "prompt": "A wolf"}, {"id": 2}])
+    good, bad = found
+    assert [len(good[name]) for name in ("text", "tokens", "finish_reason", "seed")] == [3] * 4
+    assert len(set(good["seed"])) == 3
+    assert (bad["text"], bad["finish_reason"]) == (None, ["error"])
+
+
+def test_seed_and_limit_of_a_row_replace_the_jobs(generate: Any) -> None:
+    rows = [
+        {"id": 1, "prompt": "A wolf", "seed": 5, "max_tokens": 6},
+        {"id": 2, "prompt": "A wolf", "seed": 5, "max_tokens": 6},
+        {"id": 3, "prompt": "A wolf", "max_tokens": 6},
+    ]
+    (found,) = run(generate, rows)
+    assert found[0]["seed"] == found[1]["seed"] == 5
+    assert found[0]["tokens"] == found[1]["tokens"]
+    assert found[2]["seed"] != 5
+    assert len(found[2]["tokens"]) <= 6
+
+
+def test_texts_are_scored_after_their_context(ctx: lb.Context) -> None:
+    stage = Score(TARGET, n_ctx=1024, n_threads=1)
+    rows = [{"id": 1, "text": " said", "context": "The king"}, {"id": 2, "text": ""}]
+    (found,) = run(stage, rows)
+    assert found[0]["n_tokens"] == len(ctx.tokenize(" said", add_special=False))
+    assert found[0]["logprob"] == sum(found[0]["logprobs"])
+    assert found[1]["n_tokens"] == 0
+    (errors,) = run(stage, [{"id": 3, "text": None}, {"id": 4, "text": "", "context": "A king"}])
+    assert [row["finish_reason"] for row in errors] == ["error", "error"]
+
+
+def test_file_that_is_not_the_jobs_is_refused() -> None:
+    with pytest.raises(lb.ModelLoadError, match="is another file on this node"):
+        Generate(TARGET, worker=WorkerOptions(fingerprint="0" * 64), n_ctx=512, n_threads=1)

@@ -1,0 +1,195 @@
+"""Drafters and acceptance rules from functions, on the bundled pair."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import llamabranch as lb
+from llamabranch import ConfigError, SpeculativeConfig, TokenizeError
+from llamabranch.cli import app
+
+PROMPT = "Once upon a time there was a king"
+FIXED = SpeculativeConfig(draft_k=4)
+SEEDED = lb.SamplingParams(temperature=0.8, seed=3)
+Target = Callable[[int], lb.Distribution]
+
+
+@pytest.fixture(scope="module")
+def ctx() -> Iterator[lb.Context]:
+    with lb.load(n_ctx=1024, n_threads=1) as context:
+        yield context
+
+
+def generate(
+    ctx: lb.Context, drafter: lb.Drafter | None, config: SpeculativeConfig = FIXED
+) -> lb.Generation:
+    speculator = lb.Speculator(ctx, drafter, config)
+    generation = speculator.generate(PROMPT, max_tokens=32, sampling=SEEDED)
+    generation.finish()
+    return generation
+
+
+# -- a drafter -------------------------------------------------------------------------------------
+
+
+def test_function_drafts_and_the_text_stays_the_same(ctx: lb.Context) -> None:
+    plain = generate(ctx, None).tokens
+    whole = [*ctx.tokenize(PROMPT), *plain]
+
+    def oracle(tokens: list[int], k: int) -> list[int]:
+        assert 0 < k <= 4
+        n = len(tokens)
+        assert tokens == whole[:n]
+        tokens.clear()  # the list is the function's own
+        return whole[n : n + k]
+
+    generation = generate(ctx, lb.FunctionDrafter(oracle))
+    assert generation.tokens == plain
+    stats = generation.stats
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 20
+    assert stats.num_drafts < 10
+
+
+@pytest.mark.parametrize("rule", ["seeded", "token", "block"])
+def test_useless_drafts_change_no_text(rule: str, ctx: lb.Context) -> None:
+    drafter = lb.FunctionDrafter(lambda tokens, k: [7] * (k + 5), "sevens")
+    sampling = lb.SamplingParams(temperature=0.0)
+    config = SpeculativeConfig(draft_k=3, rule=rule)
+    texts = [
+        lb.Speculator(ctx, each, config)
+        .generate(PROMPT, max_tokens=16, sampling=sampling)
+        .finish()
+        .tokens
+        for each in (None, drafter)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_function_drafter_works_with_auto_in_chains_and_in_the_engine(ctx: lb.Context) -> None:
+    plain = generate(ctx, None).tokens
+    repeat = lb.FunctionDrafter(lambda tokens, k: tokens[-1:] * k, "repeat")
+    chain = lb.ChainDrafter([lb.SuffixDrafter(), repeat])
+    for drafter in (repeat, chain):
+        assert generate(ctx, drafter, SpeculativeConfig()).tokens == plain
+        engine = lb.Engine(ctx, drafter, FIXED, sampling=SEEDED, max_tokens=32)
+        (result,) = engine.generate([lb.Request(PROMPT, sampling=SEEDED)])
+        assert result.tokens == plain
+    speculator = lb.Speculator(ctx, repeat)
+    assert "repeat" in speculator.explain()
+    speculator.generate(PROMPT, max_tokens=8).finish()
+
+
+def test_function_that_drafts_nothing_is_plain_decoding(ctx: lb.Context) -> None:
+    generation = generate(ctx, lb.FunctionDrafter(lambda tokens, k: []))
+    assert generation.tokens == generate(ctx, None).tokens
+    assert generation.stats.num_draft_tokens == 0
+
+
+@pytest.mark.parametrize("guess", [["a"], "text", [10**9], 5, [1.5]])
+def test_what_are_no_tokens_is_a_typed_error(guess: object, ctx: lb.Context) -> None:
+    drafter = lb.FunctionDrafter(lambda tokens, k: guess)  # type: ignore[arg-type,return-value]
+    with pytest.raises(TokenizeError):
+        generate(ctx, drafter)
+    assert ctx.usage().cells_used == 0
+    with pytest.raises(ConfigError, match="function"):
+        lb.FunctionDrafter("lookup")  # type: ignore[arg-type]
+
+
+# -- a rule ----------------------------------------------------------------------------------------
+
+
+def test_rule_as_a_function_is_used(ctx: lb.Context) -> None:
+    calls = []
+
+    def mine(
+        drafted: Sequence[int],
+        sources: Sequence[lb.Distribution],
+        target: Target,
+        rng: lb.RandomSource,
+    ) -> lb.Acceptance:
+        calls.append(list(drafted))
+        return lb.token_rule(drafted, sources, target, rng)
+
+    drafter = lb.SuffixDrafter()
+    built_in = generate(ctx, drafter, SpeculativeConfig(draft_k=4, rule="token"))
+    generation = generate(ctx, lb.SuffixDrafter(), SpeculativeConfig(draft_k=4, rule=mine))
+    assert generation.tokens == built_in.tokens
+    assert len(calls) == generation.stats.num_drafts > 0
+    with lb.Branch.start(ctx, PROMPT) as branch:
+        assert (
+            lb.Speculator(ctx, drafter, SpeculativeConfig(rule=mine)).rule_for(branch) == "function"
+        )
+    engine = lb.Engine(ctx, lb.SuffixDrafter(), SpeculativeConfig(draft_k=4, rule=mine))
+    (result,) = engine.generate([lb.Request(PROMPT, max_tokens=32, sampling=SEEDED)])
+    assert result.finish_reason in ("length", "stop")
+
+
+@pytest.mark.parametrize("answer", [None, 3, (99, 1), (-1, 1), (0, "a"), (0, 1, 2)])
+def test_rule_that_returns_no_acceptance_is_refused(answer: object, ctx: lb.Context) -> None:
+    config = SpeculativeConfig(draft_k=4, rule=lambda *arguments: answer)  # type: ignore[arg-type]
+    drafter = lb.FunctionDrafter(lambda tokens, k: [7] * k)
+    with pytest.raises(ConfigError, match="Acceptance"):
+        generate(ctx, drafter, config)
+    assert ctx.usage().cells_used == 0
+
+
+# -- a drafter of an installed package -------------------------------------------------------------
+
+MODULE = """
+import llamabranch as lb
+def make():
+    return lb.FunctionDrafter(lambda tokens, k: tokens[-1:] * k, "repeat")
+def wrong():
+    return 5
+def failing():
+    raise RuntimeError("no licence")
+"""
+ENTRY_POINTS = """[llamabranch.drafters]
+repeat = lb_plugin:make
+wrong = lb_plugin:wrong
+failing = lb_plugin:failing
+missing = lb_plugin:missing
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lb_plugin.py").write_text(MODULE)
+    info = tmp_path / "lb_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lb-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "lb_plugin", raising=False)
+
+
+@pytest.mark.usefixtures("plugin")
+def test_installed_drafter_is_named_by_draft() -> None:
+    arguments = ["speculate", PROMPT, "--seed", "1", "-n", "8", "-t", "1", "--draft-length", "2"]
+    plain = CliRunner().invoke(app, [*arguments, "--draft", "none"])
+    for draft in ("repeat", "suffix+repeat"):
+        result = CliRunner().invoke(app, [*arguments, "--draft", draft])
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout.split("\n\n")[0] in plain.stdout
+        assert (
+            "repeat" in CliRunner().invoke(app, [*arguments, "--draft", draft, "--explain"]).stdout
+        )
+
+
+@pytest.mark.usefixtures("plugin")
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [("wrong", "no Drafter"), ("failing", "no licence"), ("missing", "missing")],
+)
+def test_installed_drafter_that_does_not_work_is_an_error_with_its_package(
+    draft: str, message: str
+) -> None:
+    result = CliRunner().invoke(app, ["speculate", PROMPT, "-n", "2", "--draft", draft])
+    assert result.exit_code == 2
+    assert "lb-plugin" in result.stderr and message in result.stderr
+    assert "Traceback" not in result.stderr

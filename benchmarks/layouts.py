@@ -34,51 +34,54 @@ def main() -> None:
         tools = LlamaTools(folder, threads=settings.threads, n_ctx=settings.n_ctx)
     found: dict[str, object] = {}
     rows = []
-    model = None
-    for length in lengths:
-        for n in streams:
-            n_ctx = -(-(length + _PROMPT + 1) // 256) * 256 * n
-            options: list[tuple[str, bool]] = [(UNIFIED, True), *([(OWN, False)] if n > 1 else [])]
-            contexts = {
-                name: lb.load(
-                    settings.target,
-                    n_ctx=n_ctx,
-                    n_seq_max=n,
-                    n_threads=settings.threads,
-                    n_threads_batch=settings.threads,
-                    kv_unified=unified,
+    with lb.Model(lb.resolve(settings.target)) as model:
+        for length in lengths:
+            for n in streams:
+                n_ctx = -(-(length + _PROMPT + 1) // 256) * 256 * n
+                options: list[tuple[str, bool]] = [
+                    (UNIFIED, True),
+                    *([(OWN, False)] if n > 1 else []),
+                ]
+                contexts = {
+                    name: lb.Context(
+                        model,
+                        n_ctx=n_ctx,
+                        n_seq_max=n,
+                        n_threads=settings.threads,
+                        n_threads_batch=settings.threads,
+                        kv_unified=unified,
+                    )
+                    for name, unified in options
+                }
+                makers: dict[str, Maker] = {
+                    name: _engine(ctx, n, length) for name, ctx in contexts.items()
+                }
+                makers[IN_TURN] = _engine(contexts[UNIFIED], n, length, parallel=1)
+                if tools is not None:
+                    makers[BATCHED] = _batched(tools, settings, n, length, unified=False)
+                    makers[BATCHED_UNIFIED] = _batched(tools, settings, n, length, unified=True)
+                series = interleave(makers, n_runs=settings.runs, n_items=1)
+                ours = max(
+                    (UNIFIED, OWN), key=lambda k: series[k].rate.median if k in series else 0
                 )
-                for name, unified in options
-            }
-            model = contexts[UNIFIED].model
-            makers: dict[str, Maker] = {
-                name: _engine(ctx, n, length) for name, ctx in contexts.items()
-            }
-            makers[IN_TURN] = _engine(contexts[UNIFIED], n, length, parallel=1)
-            if tools is not None:
-                makers[BATCHED] = _batched(tools, settings, n, length, unified=False)
-                makers[BATCHED_UNIFIED] = _batched(tools, settings, n, length, unified=True)
-            series = interleave(makers, n_runs=settings.runs, n_items=1)
-            ours = max((UNIFIED, OWN), key=lambda k: series[k].rate.median if k in series else 0)
-            others = [k for k in series if k not in (UNIFIED, OWN)]
-            best = max(others, key=lambda k: series[k].rate.median)
-            ratio = series[ours].ratio(series[best])
-            found[f"{n} x {length}"] = {
-                "compared": {k: series_json(s, series[IN_TURN]) for k, s in series.items()},
-                "best_engine": ours,
-                "best_other": best,
-                "ratio": ratio.as_dict(),
-            }
-            names = (UNIFIED, OWN, IN_TURN, BATCHED, BATCHED_UNIFIED)
-            rates = [pm(series[k].rate, 0) if k in series else "-" for k in names]
-            rows.append((f"{n} x {length}", *rates, pm(ratio)))
-            for ctx in contexts.values():
-                ctx.close()
-    columns = (
-        "streams x tokens", UNIFIED, OWN, IN_TURN, BATCHED, BATCHED_UNIFIED,
-        "better Engine over the best other",
-    )  # fmt: skip
-    if model is not None:
+                others = [k for k in series if k not in (UNIFIED, OWN)]
+                best = max(others, key=lambda k: series[k].rate.median)
+                ratio = series[ours].ratio(series[best])
+                found[f"{n} x {length}"] = {
+                    "compared": {k: series_json(s, series[IN_TURN]) for k, s in series.items()},
+                    "best_engine": ours,
+                    "best_other": best,
+                    "ratio": ratio.as_dict(),
+                }
+                names = (UNIFIED, OWN, IN_TURN, BATCHED, BATCHED_UNIFIED)
+                rates = [pm(series[k].rate, 0) if k in series else "-" for k in names]
+                rows.append((f"{n} x {length}", *rates, pm(ratio)))
+                for ctx in contexts.values():
+                    ctx.close()
+        columns = (
+            "streams x tokens", UNIFIED, OWN, IN_TURN, BATCHED, BATCHED_UNIFIED,
+            "better Engine over the best other",
+        )  # fmt: skip
         caption = f"Tokens a second, {title(model)}, {settings.threads} threads, T = 0"
         table(caption, columns, rows)
         emit("layouts", settings, {"target": model}, found)

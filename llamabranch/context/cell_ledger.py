@@ -110,10 +110,14 @@ class CellLedger:
         """Return where the next token of ``seq_id`` goes: its largest position + 1, 0 if empty."""
         return self._sequences[seq_id].next_position
 
-    def first_position(self, seq_id: int) -> int:
-        """Return the smallest position of ``seq_id``, -1 if it is empty."""
-        slices = self._sequences[seq_id].slices
-        return slices[0].position if slices else -1
+    def first_position(self, seq_id: int, start: int = 0) -> int:
+        """Return the smallest position of ``seq_id`` from ``start`` on, -1 if there is none."""
+        found = -1
+        for s in reversed(self._sequences[seq_id].slices):
+            if s.end <= start:
+                break
+            found = max(s.position, start)
+        return found
 
     def length(self, seq_id: int) -> int:
         """Return how many cells ``seq_id`` refers to."""

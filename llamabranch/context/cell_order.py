@@ -36,8 +36,8 @@ class CellOrder:
         cells = self._cells
         end_of_seq = cells.next_position(seq_id)
         high = min(end, end_of_seq)
-        start = max(start, cells.first_position(seq_id))
-        if start >= high:
+        start = cells.first_position(seq_id, start)
+        if not 0 <= start < high:
             return
         # Of a sequence's cells those of later positions were written later.
         newest = cells.newest(but=seq_id)

@@ -252,7 +252,7 @@ def test_chat_wraps_the_prompt_in_the_template(tmp_path: Path) -> None:
     with_template = run_json(*arguments, "--chat", "--max-tokens", "8")
     with lb.load(model, n_ctx=256) as context:
         text = context.model.apply_chat_template([("user", "Hi")])
-        tokens = context.model.tokenize(text, add_special=False, parse_special=True)
+        tokens = context.model.tokenize(text, add_special=True, parse_special=True)
         sampling = lb.SamplingParams(seed=1)
         plain = lb.Speculator(context).generate(tokens, max_tokens=8, sampling=sampling).finish()
     assert with_template["tokens"] == plain.tokens
@@ -895,7 +895,7 @@ def test_models_marks_what_is_present(tmp_path: Path) -> None:
     caches = {"LLAMABRANCH_CACHE": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "none")}
     listed = json.loads(run("models", "--json", **caches).stdout)["models"]
     present = {entry["name"] for entry in listed if entry["present"]}
-    assert present == {"tale-target", "tale-draft", "qwen3-0.6b"}
+    assert present == {"tale-target", "tale-draft", "tale-eagle", "qwen3-0.6b"}
     assert "llamabranch pull" in run("models", **caches).stdout
 
 

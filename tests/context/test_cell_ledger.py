@@ -52,6 +52,8 @@ def test_ledger_counts_like_real_cells(moves: list[tuple[str, int, int, int, int
             assert ledger.length(s) == len(held)
             assert ledger.next_position(s) == max(held, default=-1) + 1
             assert ledger.first_position(s) == min(held, default=-1)
+            later = [position for position in held if position >= 2]
+            assert ledger.first_position(s, 2) == min(later, default=-1)
             others = {cell for i, more in enumerate(real) if i != s for cell in more.values()}
             alone = [p for p in held if low <= p < high and held[p] not in others]
             assert ledger.exclusive(s, low, high) == (min(alone, default=None), len(alone))

@@ -54,6 +54,16 @@ def random_tokens(rng: np.random.Generator, n: int) -> list[int]:
     return [int(t) for t in rng.integers(2, 4000, n)]
 
 
+def test_a_tail_that_begins_in_a_gap_can_be_removed(small: Context) -> None:
+    small.decode([5, 6, 7, 8], 0)
+    small.decode([5, 6], 0, 1)  # later cells: what is removed below them is reserved
+    small.kv_cache_remove(0, 1, 2)
+    small.kv_cache_remove(0, 1)
+    assert small.usage().cells_reserved == 3
+    small.kv_cache_remove(0, 3)  # nothing is there any more
+    assert small.kv_cache.next_position(0) == 1
+
+
 def n_needed(branches: Sequence[Branch]) -> int:
     """Return how many cells the branches need if every common prefix is held once."""
     beginnings = set()

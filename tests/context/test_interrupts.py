@@ -797,11 +797,12 @@ def run_with_customisation(
         "llamabranch.cli",
         "typer",
         "rich.console",
-        "llamabranch.cli.theory",
+        "llamabranch.cli.generate",
     ],
 )
 def test_ctrl_c_while_the_command_is_imported_ends_it(module: str, tmp_path: Path) -> None:
-    done = run_with_customisation(IMPORTING, tmp_path, "theory", INTERRUPTED_AT=module)
+    command = ("generate", "--prompts", "Once", "-n", "1")  # it needs all of them
+    done = run_with_customisation(IMPORTING, tmp_path, *command, INTERRUPTED_AT=module)
     assert (done.returncode, done.stderr, done.stdout) == (130, "interrupted\n", "")
 
 

@@ -50,10 +50,10 @@ def check(text: str) -> bool:
     names = [entry.name for entry in entries]
     assert len(set(names)) == len(names)
     for before, entry in zip([None, *entries], entries, strict=False):
-        assert entry.role in ("target", "draft")
-        if entry.role == "draft":
+        assert entry.role in ("target", "draft", "head")
+        if entry.role != "target":
             assert before is not None
-            assert before.role == "target"
+            assert before.role == "target" or (before.role, entry.role) == ("draft", "head")
         assert entry.size_bytes >= 0
         assert entry.file.endswith(".gguf")
         assert "/" not in entry.file

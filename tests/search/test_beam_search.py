@@ -349,7 +349,7 @@ def test_recurrent_memory_searches_too(tmp_path: Path) -> None:
         {"early_stopping": "soon"},
         {"diversity_penalty": 1.0},
         {"groups": 2, "diversity_penalty": -1.0},
-        {"stop": "text"},
+        {"stop": 3},
         {"stop": [""]},
         {"on_step": 3},
     ],

@@ -394,7 +394,7 @@ def test_a_failed_decode_leaves_nothing_behind(
         {"seed": "x"},
         {"critic": lambda text: math.inf},
         {"proposal": lambda text, target: Distribution.point(5)},
-        {"stop": "x"},
+        {"stop": 3},
     ],
     ids=lambda wrong: next(iter(wrong)),
 )

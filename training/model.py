@@ -144,7 +144,7 @@ class Network(nn.Module):
     def forward(self, tokens: Tensor, cache: Cache | None = None, past: int = 0) -> Tensor:
         """Return the logits [B, T, V] of `tokens` [B, T].
 
-        With a cache, `past` tokens stand in it already: then T is 1, or `past` is 0.
+        With a cache, it has `past` tokens already: then T is 1, or `past` is 0.
         """
         cos, sin = self.cos[past : past + tokens.shape[1]], self.sin[past : past + tokens.shape[1]]
         x = self.token_embd(tokens)

@@ -311,7 +311,7 @@ class _Drafts:
         }
 
     def why(self) -> str:
-        """Say in one sentence why it pays here or not."""
+        """Return one sentence: why it pays here or not."""
         if self.comparison is None or self.cost is None:
             return ""
         cost, verdict = self.cost, self.comparison.verdict

@@ -379,5 +379,5 @@ def advise(
 
 
 def _has(machine: Machine, feature: str) -> bool:
-    # AVX512 in a build stands for several; names of ARM's features vary.
+    # AVX512 in a build means several features; names of ARM's features vary.
     return any(re.fullmatch(rf"{feature}\w*", each) for each in machine.features)

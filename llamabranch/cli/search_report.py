@@ -53,7 +53,7 @@ def search_page(result: SearchResult, prompt: str, name: str, best: int) -> str:
 def drawn_tree(root: SearchNode, prompt: str) -> Tree:
     """Return the tree for the terminal: probabilities, pruned branches dimmed.
 
-    Nodes that go on in one way only are one line. Of the branches that were given up along a line the
+    Nodes that go on in one way only are one line. Of the branches that were pruned along a line the
     first few are listed under it, the others counted; of many lines those first in the tree are drawn.
     """
     line = outline(root)

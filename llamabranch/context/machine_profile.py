@@ -57,7 +57,7 @@ def profile_path() -> Path | None:
             base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
         else:
             base = Path(os.environ.get("XDG_CACHE_HOME") or "")
-            if not base.is_absolute():  # the XDG specification says to ignore such a value
+            if not base.is_absolute():  # such a value is ignored, by the XDG specification
                 base = Path.home() / ".cache"
     except RuntimeError:  # the user has no home
         return None
@@ -65,7 +65,7 @@ def profile_path() -> Path | None:
 
 
 def machine_key() -> str:
-    """Return the part of a key that stands for this machine: its name, its cores, llama.cpp's build."""
+    """Return the part of a key that identifies this machine: its name, its cores, llama.cpp's build."""
     engine = engine_versions()["llama_cpp_python"]
     return f"{platform.node()} {platform.machine()} {available_cores()} cores, {engine}"
 

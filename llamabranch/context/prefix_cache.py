@@ -120,13 +120,13 @@ class PrefixCache:
     Args:
         cache: the cells.
         sequences: where the sequences of kept texts come from; None: ids beyond those of the context.
-        saved: where the K/V of texts goes when their cells are given up; None: it is lost.
+        saved: where the K/V of texts goes when their cells are evicted; None: it is lost.
         decoder: frees cells for K/V that comes back, and measures how long reading takes.
 
     Attributes:
         n_hits: how often the beginning of a text was found.
         n_hit_tokens: how many tokens those were together.
-        n_evicted: how many cells were given up because others needed them.
+        n_evicted: how many cells were freed because others needed them.
         n_restored: how many tokens came back from ``saved``.
 
     Where the memory cannot be cut (recurrent, hybrid, sliding window), a text is of use only to texts
@@ -233,7 +233,7 @@ class PrefixCache:
         return n
 
     def _save(self, text: _Text) -> None:
-        """Copy the K/V of a text to host memory before its cells are given up."""
+        """Copy the K/V of a text to host memory before its cells are freed."""
         saved, layout = self.saved, self._cache.state_layout
         if saved is None or layout is None:
             return

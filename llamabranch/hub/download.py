@@ -450,7 +450,7 @@ def _translated(what: str) -> Iterator[None]:
         hint = "check the name; for a private repository set HF_TOKEN or run `hf auth login`"
         raise _refused(error, what, hint) from error
     except errors.RevisionNotFoundError as error:
-        raise _refused(error, what, "check what stands after @") from error
+        raise _refused(error, what, "check the revision, after @") from error
     except errors.EntryNotFoundError as error:
         raise _refused(error, what, "check the name of the file") from error
     except errors.HfHubHTTPError as error:

@@ -479,7 +479,7 @@ LB_INLINE void enter(race *r, uint64_t key, int32_t id, double x, int32_t number
 }
 
 /* Return the first of the blocks of LANES candidates from number i on in which one could beat ``least``,
- * judged by bounds of -log(u) and of w; past the last full block, the number after it. */
+ * by bounds of -log(u) and of w; past the last full block, the number after it. */
 LB_SIMD static int32_t next_contest(
     const float *x, const int32_t *ids, int32_t i, int32_t n, uint64_t key, float top, float least
 ) {

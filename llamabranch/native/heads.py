@@ -2,7 +2,7 @@
 
 llama.cpp calls most of this its staging interface: exported under C++ names, not in llama.h, and allowed
 to change. The functions are looked up once, when this module is imported. Where one is missing,
-``available`` is False, ``reason`` says which, and nothing else is affected.
+``available`` is False, ``reason`` names it, and nothing else is affected.
 
 The caller holds the lock of the context that a function gets. What llama.cpp would abort on is checked
 here: an extraction that the architecture cannot give, rows of a wrong width, too large batches.

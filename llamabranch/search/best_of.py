@@ -63,7 +63,7 @@ def best_of_n(
     if reject_every is not None:
         reject_every = whole("reject_every", reject_every, 1)
 
-    def judge(line: Continuation) -> float:
+    def score_of(line: Continuation) -> float:
         if reward is not None:
             return _number(reward(line.output.text), "reward")
         if callable(score):
@@ -79,13 +79,13 @@ def best_of_n(
             while running:
                 texts.run(running, Boundary(n_tokens=reject_every))
                 running = [line for line in running if not line.is_finished]
-                ranked = sorted(running, key=judge, reverse=True)
+                ranked = sorted(running, key=score_of, reverse=True)
                 for line in ranked[(len(ranked) + 1) // 2 :]:
                     line.output.break_off()
                     line.output.finish_reason = "rejected"
                     lines.release(line.node)
                 running = [line for line in running if not line.is_finished]
-        found = [line.hypothesis(judge(line)) for line in all_lines]
+        found = [line.hypothesis(score_of(line)) for line in all_lines]
     found.sort(
         key=lambda h: (h.finish_reason == "rejected", -h.score)
     )  # of equals, the earlier text

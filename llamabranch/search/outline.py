@@ -1,4 +1,4 @@
-"""The tree of a search as few lines: what led to a result, and what was given up on the way."""
+"""The tree of a search as few lines: what led to a result, and what was pruned on the way."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TreeLine:
 
     Attributes:
         nodes: one after another; the last one is where it ends or divides.
-        pruned: the first nodes of the branches that were given up along it, the most visited and then
+        pruned: the first nodes of the branches that were pruned along it, the most visited and then
             the most probable first.
         n_pruned: how many nodes they and all nodes below them are.
         lines: how it goes on, best first.

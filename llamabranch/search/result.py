@@ -22,7 +22,7 @@ class Hypothesis:
             the EOG token that ended the text included.
         score: what the hypotheses are ordered by.
         finish_reason: "stop" (EOG token or stop string), "length", "capacity" (no room in the cache),
-            "rejected" (given up while others were better) or "cancelled".
+            "rejected" (dropped while others were better) or "cancelled".
         node: where it ends in the tree.
     """
 

@@ -95,7 +95,7 @@ def step_search(
     boundary = Boundary.of(step) if entropy is None else Boundary(entropy=_limit(entropy))
     function("reward", reward)
 
-    def judge(line: Continuation) -> float:
+    def score_of(line: Continuation) -> float:
         found = finite("what reward returns", reward(line.output.text))
         line.node.score = found
         return found
@@ -112,7 +112,7 @@ def step_search(
         for iteration in range(max_steps):
             running = [line for line in group if not line.is_finished]
             texts.run(running, None if iteration + 1 == max_steps else boundary)
-            scored = [(line, judge(line)) for line in group]
+            scored = [(line, score_of(line)) for line in group]
             if lines.is_cancelled or all(line.is_finished for line in group):
                 done += scored
                 break

@@ -1,4 +1,4 @@
-"""The prefix cache: what is shared, what is given up, and that texts stay those of the prompt alone."""
+"""The prefix cache: what is shared, what is evicted, and that texts stay those of the prompt alone."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 200))
     def reclaim(self, n: int) -> None:
-        """The cache is compacted, and texts of the prefix cache are given up."""
+        """The cache is compacted, and texts of the prefix cache are evicted."""
         with self.ctx.lock:
             if self.ctx.prefix_cache is not None:
                 if self.unified:

@@ -1,4 +1,4 @@
-"""The outline of a tree: every node once, given up or going on; its picture shows all of it."""
+"""The outline of a tree: every node once, pruned or going on; its picture shows all of it."""
 
 from __future__ import annotations
 

@@ -91,6 +91,16 @@ def inherit_embedding(draft: Network, target: Network) -> None:
     draft.token_embd.weight.data.copy_(u[:, :width] * s[:width])
 
 
+def load_mixture(target: Network, args: argparse.Namespace) -> Mixture:
+    """Return what is trained on, with samples of the target if they have a share; write those first."""
+    shares = {name: share * (1 - args.sampled_share) for name, share in TRAINED_SHARES.items()}
+    if args.sampled_share:
+        if not (args.resume and (args.work / "sampled.train.npy").exists()):
+            write_samples(target, Mixture.load(args.work, PROMPT_SHARES, args.seed), args)
+        shares["sampled"] = args.sampled_share
+    return Mixture.load(args.work, shares, args.seed)
+
+
 def main() -> None:
     """Distil the draft."""
     parser = argparse.ArgumentParser(description="distil the draft from the target")
@@ -112,12 +122,7 @@ def main() -> None:
     target = load_network(args.work / "target.pt").requires_grad_(False)
     draft = make_network(args.size, target.config.vocab)
     inherit_embedding(draft, target)
-    shares = {name: share * (1 - args.sampled_share) for name, share in TRAINED_SHARES.items()}
-    if args.sampled_share:
-        if not (args.resume and (args.work / "sampled.train.npy").exists()):
-            write_samples(target, Mixture.load(args.work, PROMPT_SHARES, args.seed), args)
-        shares["sampled"] = args.sampled_share
-    mixture = Mixture.load(args.work, shares, args.seed)
+    mixture = load_mixture(target, args)
     fairy = heldout_windows(args.work, "fairy", args.length, args.heldout_tokens)
 
     def evaluate() -> Metrics:

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.data import TRAINED_SHARES, Mixture, heldout_windows
-from training.distill import PROMPT_SHARES, write_samples
+from training.data import heldout_windows
+from training.distill import load_mixture
 from training.head import HEADS, Head, HeadConfig, target_states
 from training.loop import Metrics, add_options, fit, load_network
 from training.model import Network
@@ -105,12 +105,7 @@ def main() -> None:
 
     target = load_network(args.work / "target.pt").requires_grad_(False)
     head = Head(HEADS[args.size], target)
-    shares = {name: share * (1 - args.sampled_share) for name, share in TRAINED_SHARES.items()}
-    if args.sampled_share:
-        if not (args.resume and (args.work / "sampled.train.npy").exists()):
-            write_samples(target, Mixture.load(args.work, PROMPT_SHARES, args.seed), args)
-        shares["sampled"] = args.sampled_share
-    mixture = Mixture.load(args.work, shares, args.seed)
+    mixture = load_mixture(target, args)
     fairy = heldout_windows(args.work, "fairy", args.length, args.heldout_tokens)
 
     def evaluate() -> Metrics:

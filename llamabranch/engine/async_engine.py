@@ -72,7 +72,10 @@ class AsyncEngine:
         self._has_news = False  # something to do for the thread, besides going on
         self._ends: str | None = None  # "drain" or "abort" once it is closed
         self._thread = threading.Thread(
-            target=_serve, args=(weakref.ref(self), self._wake), name="AsyncEngine", daemon=True
+            target=self._serve,
+            args=(weakref.ref(self), self._wake),
+            name="AsyncEngine",
+            daemon=True,
         )
         self._thread.start()
 
@@ -164,6 +167,20 @@ class AsyncEngine:
         self._wake.notify()
 
     # -- the thread ----------------------------------------------------------------------------------
+
+    @staticmethod
+    def _serve(ref: weakref.ref[AsyncEngine], wake: threading.Condition) -> None:
+        """Run steps until the engine is closed, or nobody refers to it any more."""
+        while True:
+            engine = ref()
+            if engine is None or not engine._turn():
+                return
+            with wake:
+                while engine is not None and engine._must_wait():
+                    del engine
+                    wake.wait(1.0)
+                    engine = ref()
+            del engine
 
     def _turn(self) -> bool:
         """Run one step and hand over its events; False once everything has ended."""
@@ -286,17 +303,3 @@ class _Reader:
 def _deliver(batch: list[tuple[_Reader, list[Event]]]) -> None:
     for reader, events in batch:
         reader.deliver(events)
-
-
-def _serve(ref: weakref.ref[AsyncEngine], wake: threading.Condition) -> None:
-    """Run steps until the engine is closed, or nobody refers to it any more."""
-    while True:
-        engine = ref()
-        if engine is None or not engine._turn():
-            return
-        with wake:
-            while engine is not None and engine._must_wait():
-                del engine
-                wake.wait(1.0)
-                engine = ref()
-        del engine

@@ -24,13 +24,13 @@ from ...context.decode_times import context_key
 from ...context.logits import LogitsRow
 from ...errors import CapacityError, ConfigError, GrammarError, UnsupportedError
 from ...model import Model
-from ...native import draft_loop
 from ...native.draft_loop import DraftStream
-from ...sampling import Distribution, Grammar, Sampler, SamplingParams
-from ...sampling.noise import DRAFT, DRAW
+from ...sampling import Grammar, Sampler, SamplingParams
+from ...sampling.noise import DRAFT
 from ..length.base import DraftLength
 from ..rules import draft_seed
 from .base import Draft, Drafter, DraftRequest, DraftState
+from .compiled import LoopStream, share_costs, take_drawn
 
 __all__ = ["EagleDrafter", "MTPDrafter"]
 
@@ -186,7 +186,7 @@ class HeadState:
         self._sampler = self._new_sampler(drafter.settings(target), target.grammar)
         # How many tokens the sampler has accepted; None if it must accept all of them again.
         self._n_accepted: int | None = None
-        self._stream: DraftStream | None = None  # for the compiled loop
+        self._stream = LoopStream(drafter.ctx.n_vocab, rule)
         self.seq_id = self._ctx.lease(self)
 
     def _new_sampler(self, params: SamplingParams, grammar: Grammar | None) -> Sampler:
@@ -227,26 +227,15 @@ class HeadState:
 
         The draft has ``n_drafted`` tokens so far, and at most ``limit``.
         """
-        compiled = sampler.row_sampler if draft_loop.available else None
-        if compiled is None:
-            return None
-        rule = length.stop_rule(n_drafted) if length.reads_entropy else None
-        if n_drafted >= (limit if rule is None else min(limit, rule.most_tokens)):
-            return None
-        stream, is_seeded = self._stream, self.rule == "seeded"
-        if stream is None or stream.limit < limit:
-            stream = DraftStream(limit, self._ctx.n_vocab, keeps_sources=not is_seeded)
-            self._stream = stream
-        stream.begin(
-            compiled,
-            seed=self.seed if is_seeded else noise,
-            purpose=DRAW if is_seeded else DRAFT,
+        return self._stream.begin(
+            sampler,
+            seed=self.seed,
+            noise=noise,
             seq_id=self.seq_id,
             n_drafted=n_drafted,
+            length=length,
             limit=limit,
-            rule=rule,
         )
-        return stream
 
     def observe(self, n_tokens: int) -> None:
         """Forget all tokens but the first ``n_tokens``."""
@@ -349,31 +338,16 @@ class _Run:
 
     def take(self, stream: DraftStream, row: LogitsRow | None, hidden: States | None) -> None:
         """Add what the compiled loop has drawn; ``row`` and ``hidden`` follow its last decode."""
-        draft, length, drawn = self.draft, self._length, stream.tokens
-        n_before = len(draft.tokens)
+        draft = self.draft
         if row is not None:
             self.row, self.hidden = row, hidden
-        self.is_drawn = len(drawn) > stream.n_decoded
-        draft.tokens += drawn
-        draft.sources += [Distribution.from_logweights(*found) for found in stream.sources]
-        if not length.reads_entropy:
-            draft.entropies += [math.nan] * len(drawn)
-        else:
-            for n, entropy in enumerate(stream.entropies, n_before):
-                draft.entropies.append(entropy)
-                if not length.goes_on(n, entropy):
-                    draft.cut(n)
-                    draft.stopped = length.reason
-                    self.is_done = True
-                    return
-            if stream.state == draft_loop.STOPPED:  # but Python goes on: it draws that token
-                draft.entropies.pop()
-                self._is_decided = True
-        if stream.state == draft_loop.EOG:
-            draft.stopped = "end"
-            self.is_done = True
-        elif len(draft.tokens) >= self.limit:
-            self.is_done = True
+        self.is_drawn = len(stream.tokens) > stream.n_decoded
+        taken = take_drawn(draft, stream, self._length, self.limit)
+        self.is_done |= taken.is_done
+        self._is_decided |= taken.is_decided
+        if taken.ends_at is not None:
+            draft.cut(taken.ends_at)
+            draft.stopped = self._length.reason
 
 
 class _Drafting:
@@ -413,7 +387,7 @@ class _Drafting:
             for i in live:
                 if self._drafts[i].stopped == "length":
                     self._drafts[i].stopped = "capacity"
-        self._share_costs(perf_counter() - start, ctx.decoder.n_decodes - decodes)
+        share_costs(self._drafts, perf_counter() - start, ctx.decoder.n_decodes - decodes)
         return self._drafts
 
     def _features(self, i: int) -> States:
@@ -541,10 +515,3 @@ class _Drafting:
                 np.stack([run.hidden for run in runs if run.hidden is not None]),
             )
             self._take(runs)
-
-    def _share_costs(self, seconds: float, n_decodes: int) -> None:
-        """Divide the time by the steps of each draft; the first draft gets all decodes."""
-        steps = sum(len(draft.entropies) for draft in self._drafts) or 1
-        for draft in self._drafts:
-            draft.seconds = seconds * len(draft.entropies) / steps
-        self._drafts[0].n_decodes = n_decodes

@@ -15,13 +15,13 @@ from ...context.decode_times import context_key
 from ...context.logits import LogitsRow
 from ...errors import CapacityError, ConfigError, GrammarError, VocabularyMismatchError
 from ...model import Model
-from ...native import draft_loop
 from ...native.draft_loop import DraftStream
 from ...sampling import Distribution, SamplingParams
-from ...sampling.noise import DRAFT, DRAW, derive_seed, gumbel_noise
+from ...sampling.noise import DRAFT, derive_seed, gumbel_noise
 from ..length.base import DraftLength
 from ..rules import draft_seed
 from .base import Draft, Drafter, DraftRequest, DraftState
+from .compiled import LoopStream, share_costs, take_drawn
 from .cross_vocabulary import TranslatingState
 
 __all__ = ["ModelDrafter"]
@@ -150,7 +150,7 @@ class ModelState:
         self._greedy = (drafter.sampling or target.sampling).temperature == 0.0
         self._noise = 0  # the seed of this draft's draws under the rules "token" and "block"
         self._ahead: Branch | None = None  # the fork it drafts on if its memory cannot be truncated
-        self._stream: DraftStream | None = None  # for the compiled loop
+        self._stream = LoopStream(branch.ctx.n_vocab, rule)
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         """Decode the tokens that are new in one decode, then draw token by token."""
@@ -209,27 +209,15 @@ class ModelState:
         The draft has ``n_drafted`` tokens so far, and at most ``limit``.
         """
         sequence = self.branch.sequence
-        sampler = sequence.sampler.row_sampler if draft_loop.available else None
-        if sampler is None:
-            return None
-        rule = length.stop_rule(n_drafted) if length.reads_entropy else None
-        most = limit if rule is None else min(limit, rule.most_tokens)
-        if n_drafted >= most:
-            return None
-        stream, is_seeded = self._stream, self._rule == "seeded"
-        if stream is None or stream.limit < limit:
-            n_vocab = self.branch.ctx.n_vocab
-            stream = self._stream = DraftStream(limit, n_vocab, keeps_sources=not is_seeded)
-        stream.begin(
-            sampler,
-            seed=sequence.seed if is_seeded else self._noise,
-            purpose=DRAW if is_seeded else DRAFT,
+        return self._stream.begin(
+            sequence.sampler,
+            seed=sequence.seed,
+            noise=self._noise,
             seq_id=sequence.seq_id,
             n_drafted=n_drafted,
+            length=length,
             limit=limit,
-            rule=rule,
         )
-        return stream
 
     def draw(
         self, draft: Draft, length: DraftLength, branch: Branch, *, is_decided: bool = False
@@ -328,31 +316,17 @@ class _Run:
 
     def take(self, stream: DraftStream, row: LogitsRow | None) -> None:
         """Add what the compiled loop has drawn; ``row`` follows the last token that it decoded."""
-        draft, length, sequence = self.draft, self.length, self.branch.sequence
-        drawn, n_before, start = stream.tokens, len(draft.tokens), len(sequence.tokens)
-        following = [*self.unread, *drawn]
-        n_new = sequence.n_cached - start
+        sequence = self.branch.sequence
+        following = [*self.unread, *stream.tokens]
+        n_new = sequence.n_cached - len(sequence.tokens)
         if n_new:
             sequence.append_unscored(following[:n_new], row)
         self.unread = following[n_new:]
-        draft.tokens += drawn
-        draft.sources += [Distribution.from_logweights(*found) for found in stream.sources]
-        if not length.reads_entropy:
-            draft.entropies += [math.nan] * len(drawn)
-        else:
-            for n, entropy in enumerate(stream.entropies, n_before):
-                draft.entropies.append(entropy)
-                if not length.goes_on(n, entropy):
-                    self._end_at(n)
-                    return
-            if stream.state == draft_loop.STOPPED:  # but Python goes on: it draws that token
-                draft.entropies.pop()
-                self.is_decided = True
-        if stream.state == draft_loop.EOG:
-            draft.stopped = "end"
-            self.is_done = True
-        elif len(draft.tokens) >= self.limit:
-            self.is_done = True
+        taken = take_drawn(self.draft, stream, self.length, self.limit)
+        self.is_done |= taken.is_done
+        self.is_decided |= taken.is_decided
+        if taken.ends_at is not None:
+            self._end_at(taken.ends_at)
 
     def _end_at(self, n: int) -> None:
         """End the draft after ``n`` tokens, as the length decides."""
@@ -362,7 +336,6 @@ class _Run:
         draft.stopped = self.length.reason
         if len(sequence.tokens) > end:  # tokens that it would not have drawn
             sequence.rewind(end)
-        self.is_done = True
 
 
 def _draft_together(ctx: Context, runs: Sequence[_Run]) -> None:
@@ -454,7 +427,7 @@ class _BatchedDrafting:
             unfinished = [run.draft for run in runs if not run.is_done]
             for draft in unfinished if runs else [self._drafts[i] for i in live]:
                 draft.stopped = "capacity"
-        self._share_costs(perf_counter() - start, self._ctx.decoder.n_decodes - decodes)
+        share_costs(self._drafts, perf_counter() - start, self._ctx.decoder.n_decodes - decodes)
         return self._drafts
 
     def _catch_up(self, live: Sequence[int]) -> list[_Run]:
@@ -473,13 +446,6 @@ class _BatchedDrafting:
             unread = tokens[state.branch.position :]
             runs.append(_Run(state, state.branch, self._drafts[i], length, limit, unread))
         return runs
-
-    def _share_costs(self, seconds: float, n_decodes: int) -> None:
-        """Divide the time by the steps of each draft; the first draft gets all decodes."""
-        steps = sum(len(draft.entropies) for draft in self._drafts) or 1
-        for draft in self._drafts:
-            draft.seconds = seconds * len(draft.entropies) / steps
-        self._drafts[0].n_decodes = n_decodes
 
 
 class TreeState(ModelState):

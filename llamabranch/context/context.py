@@ -148,9 +148,9 @@ class Context:
                 batch_invariant=resolved.batch_invariant,
                 is_head=head is not None,
             )
-            self._features = None
+            self._encoder = None
             if target is not None:
-                self._features = self._open_head(handle, target)
+                self._encoder = self._open_head(handle, target)
             if not handle.kv_unified and (layout is None or not layout.is_cells_only):
                 raise UnsupportedError(
                     "kv_unified=False: llama.cpp writes K/V in an unknown form, so forks cannot copy it"
@@ -184,8 +184,8 @@ class Context:
             self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
         self._last_rows: list[LogitsRow] = []
 
-    def _open_head(self, handle: ContextHandle, target: Context) -> heads.FeatureBatch | None:
-        """Let the target keep its hidden states; return the batch of the head's encoder, if any."""
+    def _open_head(self, handle: ContextHandle, target: Context) -> heads.Encoder | None:
+        """Let the target keep its hidden states; return the head's encoder, if it has one."""
         layers = self.model.target_layers or (target.model.n_layer,)
         reader = weakref.ref(handle)
 
@@ -197,7 +197,7 @@ class Context:
             width = target.decoder.watch_hidden(layers, is_read).width
         if not self.model.target_layers:
             return None
-        return heads.FeatureBatch(handle, width, min(self.n_outputs_max, handle.n_chunk))
+        return heads.Encoder(handle, width, min(self.n_outputs_max, handle.n_chunk))
 
     def _open_prefix_cache(self, cache_ram: int) -> PrefixCache:
         if cache_ram and not self._cache.can_copy:
@@ -362,9 +362,14 @@ class Context:
         """Return what the encoder of this head makes of ``features``, float32 (n, n_embd), a copy."""
         with self._lock:
             self._check_open()
-            if self._features is None:
+            if self._encoder is None:
                 return features  # MTP layers read the states as they are
-            return self._decoder.encode(self._features, features)
+            return self._decoder.encode(self._encoder, features)
+
+    @property
+    def encoder(self) -> heads.Encoder | None:
+        """Of a head: what its features go through; None if it reads hidden states as they are."""
+        return self._encoder
 
     def return_lease(self, seq_id: int) -> None:
         """End the lease of a sequence and empty it."""

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from ...branch import Branch
 from ...context import Context
 from ...context.decode_times import context_key
+from ...context.decoder import HeadInput
 from ...context.logits import LogitsRow
 from ...errors import CapacityError, ConfigError, GrammarError, UnsupportedError
 from ...model import Model
@@ -173,11 +174,13 @@ class HeadState:
         target: the branch that is drafted for.
         tokens: the text that it has read.
         rule: the acceptance rule.
+        ahead: by how many tokens a pair's token is ahead of its position.
     """
 
     def __init__(self, drafter: _HeadDrafter, target: Branch, rule: str) -> None:
         self.target = target
         self.rule = rule
+        self.ahead = drafter.ahead
         self.tokens: list[int] = []
         self.seed = target.seed
         self._drafter = drafter
@@ -197,6 +200,23 @@ class HeadState:
         request = DraftRequest(self, list(tokens), length, limit)
         return _Drafting(self._drafter, [request], [self]).run()[0]
 
+    def features(self, tokens: Sequence[int]) -> States:
+        """Return the target's states for the pairs of the text that it has not read yet, (n, width).
+
+        The last pair is read again if it has read all of them: the draft begins at its logits.
+        """
+        target = self.target
+        self.observe(len(tokens) - 1)
+        start = self.n_pairs + self.ahead - 1
+        with target.ctx.lock:
+            sequence = target.sequence
+            sequence.check_usable()
+            sequence.catch_up()
+            rows = target.ctx.hidden_states(sequence.seq_id, list(tokens[:-1]), max(0, start))
+        if start >= 0:
+            return rows
+        return np.concatenate((np.zeros((1, rows.shape[1]), dtype=np.float32), rows))
+
     @property
     def n_pairs(self) -> int:
         """How many pairs its sequence holds."""
@@ -204,14 +224,14 @@ class HeadState:
 
     def cut(self, n_tokens: int) -> None:
         """Keep the pairs of the first ``n_tokens`` of the text. Hold the lock of the head's context."""
-        n = max(0, n_tokens - self._drafter.ahead)
+        n = max(0, n_tokens - self.ahead)
         if self.n_pairs > n:
             self._ctx.kv_cache.drop(self.seq_id, n)
 
-    def sampler(self) -> Sampler:
-        """Return a sampler that has accepted ``tokens``, for one draft."""
+    def sampler(self, tokens: Sequence[int]) -> Sampler:
+        """Return a sampler that has accepted ``tokens``, the text, for one draft."""
         if not self._sampler.is_stateless:
-            tokens, n = self.tokens, self._n_prompt
+            n = self._n_prompt
             if self._n_accepted is None:
                 self._sampler = self._sampler.replay(tokens[:n], tokens[n:])
             else:
@@ -239,14 +259,14 @@ class HeadState:
 
     def observe(self, n_tokens: int) -> None:
         """Forget all tokens but the first ``n_tokens``."""
+        if self._n_accepted is not None and self._n_accepted > n_tokens:
+            self._n_accepted = None
         if n_tokens >= len(self.tokens):
             return
         with self._ctx.lock:
             self._ctx.decoder.check_open()
             self.cut(n_tokens)
             del self.tokens[n_tokens:]
-            if self._n_accepted is not None and self._n_accepted > n_tokens:
-                self._n_accepted = None
 
     def fork(self, target: Branch) -> DraftState:
         """Return a copy of this state that drafts for ``target``."""
@@ -267,6 +287,8 @@ class _Run:
     """One stream's draft while it is being drawn.
 
     Attributes:
+        unread: tokens of the text that are decoded before the first draw, each with a state that the
+            head makes of a row of ``features``.
         row: the logits of the next token, valid until the next decode.
         hidden: the head's state for the next pair, (n_embd,).
         limit: the most tokens of the draft.
@@ -274,19 +296,30 @@ class _Run:
         is_done: the draft has ended.
     """
 
-    def __init__(self, state: HeadState, draft: Draft, length: DraftLength, limit: int) -> None:
+    def __init__(
+        self, state: HeadState, request: DraftRequest, draft: Draft, features: States
+    ) -> None:
         self.state = state
         self.draft = draft
+        self.features = features
+        self.unread = request.tokens[state.n_pairs + state.ahead :]
+        self.limit = request.limit
         self.row: LogitsRow | None = None
         self.hidden: States | None = None
         self.is_drawn = self.is_done = False
+        self._text = request.tokens
         self._is_decided = False  # the length has been asked about the next token, and goes on
-        self._length = length
-        self.limit = limit
-        self._sampler = state.sampler()
+        self._length = request.length
+        self._sampler = state.sampler(request.tokens)
         self._noise = 0
         if state.rule != "seeded":
-            self._noise = draft_seed(state.seed, len(state.tokens))
+            self._noise = draft_seed(state.seed, len(request.tokens))
+        draft.n_read = len(request.tokens) - len(state.tokens)
+
+    def note_read(self) -> None:
+        """Note that ``unread`` was decoded."""
+        self.state.tokens = list(self._text)
+        self.unread = []
 
     def draw(self) -> None:
         """Draw the next token in Python."""
@@ -305,7 +338,7 @@ class _Run:
             return False
         self._is_decided = False
         state, sampler = self.state, self._sampler
-        position = len(state.tokens) + len(draft.tokens)
+        position = len(self._text) + len(draft.tokens)
         try:
             if state.rule == "seeded":
                 token = row.draw(sampler, state.seed, position, measured=False)
@@ -327,20 +360,24 @@ class _Run:
         return True
 
     def stream(self) -> DraftStream | None:
-        """Return this run's part of the compiled loop, which begins at ``row``; None: it has none."""
+        """Return this run's part of the compiled loop; None: it has none."""
         n, row, hidden = len(self.draft.tokens), self.row, self.hidden
-        if row is None or hidden is None:
-            return None
         stream = self.state.stream(self._sampler, self._noise, n, self._length, self.limit)
-        if stream is not None:
-            stream.start(len(self.state.tokens) + n, row.address, hidden.ctypes.data)
+        if stream is None:
+            return None
+        if self.unread:
+            stream.start(len(self._text), None)
+        elif row is None or hidden is None:
+            return None
+        else:
+            stream.start(len(self._text) + n, row.address, hidden.ctypes.data)
         return stream
 
-    def take(self, stream: DraftStream, row: LogitsRow | None, hidden: States | None) -> None:
-        """Add what the compiled loop has drawn; ``row`` and ``hidden`` follow its last decode."""
+    def take(self, stream: DraftStream, row: LogitsRow | None) -> None:
+        """Add what the compiled loop has drawn; ``row`` follows its last decode."""
         draft = self.draft
         if row is not None:
-            self.row, self.hidden = row, hidden
+            self.row = row
         self.is_drawn = len(stream.tokens) > stream.n_decoded
         taken = take_drawn(draft, stream, self._length, self.limit)
         self.is_done |= taken.is_done
@@ -357,12 +394,9 @@ class _Drafting:
         self, drafter: _HeadDrafter, requests: Sequence[DraftRequest], states: Sequence[HeadState]
     ) -> None:
         self._ctx = drafter.ctx
-        self._ahead = drafter.ahead
         self._requests = requests
         self._states = states
         self._drafts = [Draft(drafter=drafter.name) for _ in requests]
-        self._rows: list[LogitsRow] = []  # after each run's last pair
-        self._hidden: States = np.empty((0, 0), dtype=np.float32)
 
     def run(self) -> list[Draft]:
         start = perf_counter()
@@ -375,13 +409,18 @@ class _Drafting:
             else:
                 self._drafts[i].stopped = "off"
         try:
-            features = [self._features(i) for i in live]  # under the target's lock, not this one's
+            # Under the target's lock, not this one's.
+            features = [self._states[i].features(self._requests[i].tokens) for i in live]
             with ctx.lock:
                 ctx.decoder.check_open()
+                runs = [
+                    _Run(self._states[i], self._requests[i], self._drafts[i], rows)
+                    for i, rows in zip(live, features, strict=True)
+                ]
                 try:
-                    self._draft(self._catch_up(live, features))
-                finally:
-                    for i in live:  # pairs with the head's own states
+                    self._draft(runs)
+                finally:  # pairs with the head's own states, or of a text that was not read to its end
+                    for i in live:
                         self._states[i].cut(len(self._states[i].tokens))
         except CapacityError:  # without room to draft the target goes on alone
             for i in live:
@@ -390,54 +429,65 @@ class _Drafting:
         share_costs(self._drafts, perf_counter() - start, ctx.decoder.n_decodes - decodes)
         return self._drafts
 
-    def _features(self, i: int) -> States:
-        """Return the target's states for the pairs that stream i has not read yet."""
-        tokens, state = self._requests[i].tokens, self._states[i]
-        target = state.target
-        start = state.n_pairs + self._ahead - 1
-        with target.ctx.lock:
-            sequence = target.sequence
-            sequence.check_usable()
-            sequence.catch_up()
-            rows = target.ctx.hidden_states(sequence.seq_id, tokens[:-1], max(0, start))
-        if start >= 0:
-            return rows
-        return np.concatenate((np.zeros((1, rows.shape[1]), dtype=np.float32), rows))
+    def _draft(self, runs: list[_Run]) -> None:
+        """Draft in the compiled loop as far as it can; where it cannot, make that step here."""
+        may_loop = True
+        while runs:
+            if may_loop:
+                may_loop = self._loop(runs)
+                runs = [run for run in runs if not run.is_done]
+            if runs and runs[0].unread:  # and so has every other
+                self._catch_up(runs)
+                continue
+            for run in runs:
+                if not run.is_drawn:
+                    run.draw()
+            runs = [run for run in runs if not run.is_done]
+            if runs:
+                self._step(runs)
 
-    def _catch_up(self, live: Sequence[int], features: Sequence[States]) -> list[_Run]:
-        """Decode the pairs that are new; return the runs, each with the logits after the text."""
-        if not live:
-            return []
-        ctx = self._ctx
-        encoded = ctx.encode(np.concatenate(features))
+    def _loop(self, runs: Sequence[_Run]) -> bool:
+        """Draft in the compiled core; return False if it cannot draft for these streams."""
+        streams: list[DraftStream] = []
+        for run in runs:
+            stream = run.stream()
+            if stream is None:
+                return False
+            streams.append(stream)
+        decoder = self._ctx.decoder
+        n_decodes = decoder.n_decodes
+        found = decoder.draft(
+            streams,
+            [run.unread for run in runs],
+            max(run.limit for run in runs),
+            (),
+            HeadInput([run.features for run in runs], self._ctx.encoder),
+        )
+        if found is None:
+            return False
+        is_decoded = decoder.n_decodes > n_decodes
+        for run, stream, row in zip(runs, streams, found, strict=True):
+            if is_decoded and run.unread:
+                run.note_read()
+            run.take(stream, row)
+        if is_decoded and not all(run.is_done for run in runs):
+            kept = decoder.output_states(1 + max(stream.output for stream in streams))
+            for run, stream in zip(runs, streams, strict=True):
+                run.hidden = kept[stream.output] if stream.output >= 0 else None
+        return True
+
+    def _catch_up(self, runs: Sequence[_Run]) -> None:
+        """Decode the pairs that are new: each run then has the logits and the state after its text."""
+        encoded = self._ctx.encode(np.concatenate([run.features for run in runs]))
         tokens: list[int] = []
         seqs: list[int] = []
         lasts: list[int] = []
-        for i in live:
-            state, text = self._states[i], self._requests[i].tokens
-            self._drafts[i].n_read = len(text) - len(state.tokens)
-            unread = text[state.n_pairs + self._ahead :]
-            tokens += unread
-            seqs += [state.seq_id] * len(unread)
+        for run in runs:
+            tokens += run.unread
+            seqs += [run.state.seq_id] * len(run.unread)
             lasts.append(len(tokens) - 1)
-        runs = []
-        try:
-            self._decode(tokens, seqs, lasts, encoded)
-        except BaseException:
-            for i in live:
-                self._states[i].cut(len(self._states[i].tokens))
-            raise
-        for i in live:
-            _, text, length, limit = self._requests[i]
-            self._states[i].tokens = list(text)
-            runs.append(_Run(self._states[i], self._drafts[i], length, limit))
-        self._take(runs)
-        return runs
-
-    def _decode(
-        self, tokens: list[int], seqs: list[int], lasts: Sequence[int], states: States
-    ) -> None:
-        """Decode pairs; logits and state after those numbered ``lasts`` are kept."""
+        # llama.cpp computes EAGLE-3's logits for every entry and takes the first rows of them: entries
+        # without logits may not come before others in a batch.
         decoder = self._ctx.decoder
         size = decoder.handle.n_chunk
         final = list(range(len(tokens)))
@@ -452,66 +502,40 @@ class _Drafting:
                     [seqs[at] for at in part],
                     [False] * len(part),
                     (),
-                    states[part],
+                    encoded[part],
                 )
-        # llama.cpp computes EAGLE-3's logits for every entry and takes the first rows of them: entries
-        # without logits may not come before others in a batch.
-        rows = decoder.decode(
+        number = {at: i for i, at in enumerate(final)}
+        self._decode(
+            runs,
             [tokens[at] for at in final],
             [seqs[at] for at in final],
-            [True] * len(final),
-            (),
-            states[final],
+            encoded[final],
+            [number[at] for at in lasts],
         )
-        hidden = decoder.output_states(len(final))
-        number = {at: i for i, at in enumerate(final)}
-        kept = [number[at] for at in lasts]
-        self._rows = [rows[i] for i in kept]
-        self._hidden = hidden[kept]
-
-    def _take(self, runs: Sequence[_Run]) -> None:
-        """Give each run its row of the last decode, and the head's state for its next pair."""
-        for run, row, hidden in zip(runs, self._rows, self._hidden, strict=True):
-            run.row, run.hidden, run.is_drawn = row, hidden, False
-
-    def _loop(self, runs: Sequence[_Run]) -> bool:
-        """Draft in the compiled core; return False if it cannot draft for these streams."""
-        streams: list[DraftStream] = []
         for run in runs:
-            stream = run.stream()
-            if stream is None:
-                return False
-            streams.append(stream)
-        decoder = self._ctx.decoder
-        n_decodes = decoder.n_decodes
-        found = decoder.draft(streams, [()] * len(runs), max(run.limit for run in runs), ())
-        if found is None:
-            return False
-        states: list[States | None] = [None] * len(runs)
-        if decoder.n_decodes > n_decodes and any(row is not None for row in found):
-            kept = decoder.output_states(1 + max(stream.output for stream in streams))
-            states = [kept[stream.output] if stream.output >= 0 else None for stream in streams]
-        for run, stream, row, hidden in zip(runs, streams, found, states, strict=True):
-            run.take(stream, row, hidden)
-        return True
+            run.note_read()
 
-    def _draft(self, runs: list[_Run]) -> None:
-        """Draft in the compiled loop as far as it can; where it cannot, make that step here."""
-        may_loop = True
-        while runs:
-            if may_loop:
-                may_loop = self._loop(runs)
-                runs = [run for run in runs if not run.is_done]
-            for run in runs:
-                if not run.is_drawn:
-                    run.draw()
-            runs = [run for run in runs if not run.is_done]
-            if not runs:
-                return
-            self._decode(
-                [run.draft.tokens[-1] for run in runs],
-                [run.state.seq_id for run in runs],
-                range(len(runs)),
-                np.stack([run.hidden for run in runs if run.hidden is not None]),
-            )
-            self._take(runs)
+    def _step(self, runs: Sequence[_Run]) -> None:
+        """Decode the last token of each draft with the head's own state."""
+        self._decode(
+            runs,
+            [run.draft.tokens[-1] for run in runs],
+            [run.state.seq_id for run in runs],
+            np.stack([run.hidden for run in runs if run.hidden is not None]),
+            range(len(runs)),
+        )
+
+    def _decode(
+        self,
+        runs: Sequence[_Run],
+        tokens: list[int],
+        seqs: list[int],
+        states: States,
+        kept: Sequence[int],
+    ) -> None:
+        """Decode pairs; the runs get the logits and the states after those numbered ``kept``."""
+        decoder = self._ctx.decoder
+        rows = decoder.decode(tokens, seqs, [True] * len(tokens), (), states)
+        hidden = decoder.output_states(len(tokens))
+        for run, at in zip(runs, kept, strict=True):
+            run.row, run.hidden, run.is_drawn = rows[at], hidden[at], False

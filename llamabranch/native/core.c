@@ -1023,8 +1023,12 @@ LB_API int32_t lb_loop_layout(void) {
 static int encode_first(lb_loop *loop) {
     lb_decoder *d = loop->decoder;
     if (*d->stop) return LB_INTERRUPTED;
-    /* Without positions llama.cpp continues those of sequence 0; the encoder reads none. */
-    lb_batch rows = {.n_tokens = loop->n_first, .embd = (float *)loop->features};
+    /* Without positions llama.cpp continues those of sequence 0; the encoder reads none. Without outputs it
+     * logs a line, and the log takes the GIL. */
+    memset(d->batch.logits, 1, (size_t)loop->n_first);
+    lb_batch rows = {
+        .n_tokens = loop->n_first, .embd = (float *)loop->features, .logits = d->batch.logits
+    };
     int code = loop->encode(d->ctx, rows);
     if (code) return code;
     size_t size = sizeof(float) * (size_t)loop->n_state * (size_t)loop->n_first;

@@ -247,8 +247,10 @@ class Encoder:
         self.check(features)
         features = np.ascontiguousarray(features)
         # Without positions llama.cpp continues those of sequence 0; the encoder reads none.
+        outputs = np.ones(len(features), dtype=np.int8)
         batch = C.llama_batch()
         batch.n_tokens = len(features)
+        batch.logits = outputs.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
         batch.embd = features.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         code = int(C.llama_encode(self._context.ptr, batch))
         return code, nextn_rows(self._context, len(features)).copy() if code == 0 else features[:0]

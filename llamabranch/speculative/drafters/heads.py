@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
@@ -26,12 +27,13 @@ from ...context.logits import LogitsRow
 from ...errors import CapacityError, ConfigError, GrammarError, UnsupportedError
 from ...model import Model
 from ...native.draft_loop import DraftStream
-from ...sampling import Grammar, Sampler, SamplingParams
+from ...sampling import Distribution, Grammar, Sampler, SamplingParams
 from ...sampling.noise import DRAFT
 from ..length.base import DraftLength
 from ..rules import draft_seed
 from .base import Draft, Drafter, DraftRequest, DraftState
 from .compiled import LoopStream, share_costs, take_drawn
+from .tree import check_rule, grow_tree, tree_settings, tree_width
 
 __all__ = ["EagleDrafter", "MTPDrafter"]
 
@@ -52,6 +54,12 @@ class _HeadDrafter(Drafter):
     ctx: Context
     sampling: SamplingParams | None
     ahead: int
+    _width = 1
+
+    @property
+    def width(self) -> int:
+        """Candidates per node; above 1 it proposes trees."""
+        return self._width
 
     def _check_target(self, target: Branch) -> None:
         if target.ctx is not self.ctx.target:
@@ -64,23 +72,32 @@ class _HeadDrafter(Drafter):
         """Return a new state; it holds a sequence of the head's context.
 
         Raises:
-            ConfigError: ``target`` belongs to another context than the head's target.
+            ConfigError: ``target`` belongs to another context than the head's target; trees under another
+                rule than "seeded".
         """
+        check_rule(self.width, rule)
         self._check_target(target)
         return HeadState(self, target, rule)
 
     def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Draft for all requests together: one decode of the head for each drafted position."""
+        """Draft for all requests together: one decode of the head for each drafted position.
+
+        Trees are drafted one by one.
+        """
         states = [request.state for request in requests]
         ours = [state for state in states if isinstance(state, HeadState)]
-        if not states or len(ours) < len(states):
+        if self.width > 1 or not states or len(ours) < len(states):
             return super().propose_many(requests)
         return _Drafting(self, requests, ours).run()
 
     def settings(self, target: Branch) -> SamplingParams:
         """Return the settings with which drafts for ``target`` are drawn."""
-        params = self.sampling or target.sampling
-        return params.replace(seed=target.seed, logprobs=False)
+        params = (self.sampling or target.sampling).replace(seed=target.seed, logprobs=False)
+        return tree_settings(params) if self.width > 1 else params
+
+    def ranks_by_noise(self, target: Branch) -> bool:
+        """Return whether a tree's candidates are ranked with the noise of the target's draws."""
+        return (self.sampling or target.sampling).temperature > 0.0
 
 
 class EagleDrafter(_HeadDrafter):
@@ -88,21 +105,25 @@ class EagleDrafter(_HeadDrafter):
 
     Args:
         ctx: a context of the head: ``Context(Model("head.gguf"), target=ctx)``. Each state holds one
-            of its sequences.
+            of its sequences, more for a tree.
         sampling: the settings of its draws; None = the request's.
+        width: candidates per node, 1 to 16; above 1 it proposes trees, which need the seeded rule.
 
     Raises:
-        ConfigError: not a context of a head.
+        ConfigError: not a context of a head, or an invalid width.
     """
 
     ahead = 1
 
-    def __init__(self, ctx: Context, sampling: SamplingParams | None = None) -> None:
+    def __init__(
+        self, ctx: Context, sampling: SamplingParams | None = None, *, width: int = 1
+    ) -> None:
         if ctx.target is None or not ctx.model.target_layers:
             raise ConfigError(
                 f"{ctx.model.name} is not open as an EAGLE-3 head",
                 hint='EagleDrafter(Context(Model("head.gguf"), target=ctx))',
             )
+        self._width = tree_width(width)
         self.ctx = ctx
         self.sampling = sampling
 
@@ -113,8 +134,9 @@ class EagleDrafter(_HeadDrafter):
 
     @property
     def profile_keys(self) -> dict[str, str]:
-        """The fingerprint of the head and the number of threads."""
-        return {self.name: f"eagle {context_key(self.ctx)}"}
+        """The fingerprint of the head, the number of threads, and the width of trees."""
+        width = f" width {self.width}" if self.width > 1 else ""
+        return {self.name: f"eagle {context_key(self.ctx)}{width}"}
 
     def check(self, target: Model) -> None:
         """Raise UnsupportedError, with the reason, unless the head fits ``target``."""
@@ -175,12 +197,16 @@ class HeadState:
         tokens: the text that it has read.
         rule: the acceptance rule.
         ahead: by how many tokens a pair's token is ahead of its position.
+        width: candidates per node of a tree; 1 = a chain.
+        ranks_by_noise: whether they are ranked with the noise of the target's draws.
     """
 
     def __init__(self, drafter: _HeadDrafter, target: Branch, rule: str) -> None:
         self.target = target
         self.rule = rule
         self.ahead = drafter.ahead
+        self.width = drafter.width
+        self.ranks_by_noise = drafter.ranks_by_noise(target)
         self.tokens: list[int] = []
         self.seed = target.seed
         self._drafter = drafter
@@ -359,6 +385,21 @@ class _Run:
             return False
         return True
 
+    def grow(self, ctx: Context) -> None:
+        """Draft a tree in the head's context. The text is read."""
+        state = self.state
+        root = _Leaf(state.seq_id, self._sampler, len(self._text), self.row, self.hidden)
+        grow_tree(
+            self.draft,
+            _Leaves(ctx, state.seed),
+            root,
+            width=state.width,
+            length=self._length,
+            limit=self.limit,
+            seed=state.seed if state.ranks_by_noise else None,
+            is_eog=state.target.ctx.model.is_eog,
+        )
+
     def stream(self) -> DraftStream | None:
         """Return this run's part of the compiled loop; None: it has none."""
         n, row, hidden = len(self.draft.tokens), self.row, self.hidden
@@ -385,6 +426,68 @@ class _Run:
         if taken.ends_at is not None:
             draft.cut(taken.ends_at)
             draft.stopped = self._length.reason
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class _Leaf:
+    """A node of a tree: the sequence that holds it, and what follows it.
+
+    Attributes:
+        seq_id: the sequence.
+        sampler: has accepted the text up to it.
+        position: of the token that follows.
+        row, hidden: the logits after it, valid until the next decode, and the head's state.
+    """
+
+    seq_id: int
+    sampler: Sampler
+    position: int
+    row: LogitsRow | None
+    hidden: States | None
+
+
+class _Leaves:
+    """The sequences of a tree while it grows."""
+
+    def __init__(self, ctx: Context, seed: int) -> None:
+        self._ctx = ctx
+        self._seed = seed
+        self._decoder = ctx.decoder
+
+    def entropy(self, node: _Leaf) -> float:
+        return _row_of(node).entropy()
+
+    def distribution(self, node: _Leaf) -> Distribution:
+        return node.sampler.distribution(_row_of(node).array, node.position, self._seed)
+
+    def position(self, node: _Leaf) -> int:
+        return node.position
+
+    def fork(self, node: _Leaf) -> _Leaf:
+        fork = _Leaf(-1, node.sampler, node.position, None, node.hidden)
+        fork.seq_id = self._ctx.lease(fork)
+        self._ctx.kv_cache.share(node.seq_id, fork.seq_id)
+        return fork
+
+    def free(self, node: _Leaf) -> None:
+        self._ctx.return_lease(node.seq_id)
+
+    def decode(self, nodes: Sequence[_Leaf], tokens: Sequence[int]) -> None:
+        states = np.stack([node.hidden for node in nodes if node.hidden is not None])
+        seqs = [node.seq_id for node in nodes]
+        rows = self._decoder.decode(tokens, seqs, [True] * len(seqs), (), states)
+        kept = self._decoder.output_states(len(seqs))
+        for node, token, row, hidden in zip(nodes, tokens, rows, kept, strict=True):
+            node.row, node.hidden = row, hidden
+            node.position += 1
+            if not node.sampler.is_stateless:
+                node.sampler = node.sampler.after((token,))
+
+
+def _row_of(node: _Leaf) -> LogitsRow:
+    if node.row is None:
+        raise RuntimeError("this node of the tree was not decoded")
+    return node.row
 
 
 class _Drafting:
@@ -431,6 +534,11 @@ class _Drafting:
 
     def _draft(self, runs: list[_Run]) -> None:
         """Draft in the compiled loop as far as it can; where it cannot, make that step here."""
+        if any(run.state.width > 1 for run in runs):
+            self._catch_up(runs)
+            for run in runs:  # one: the rows of others would not outlive its decodes
+                run.grow(self._ctx)
+            return
         may_loop = True
         while runs:
             if may_loop:

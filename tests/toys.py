@@ -165,6 +165,7 @@ class Sizes:
     n_ctx_train: int = 2048
     window: int = 32  # gemma3, sliding layers
     n_state: int = 8  # mamba
+    n_mtp: int = 3  # mimo2, step35 and hy_v3: MTP layers
     n_lora: int = 8  # rwkv7
 
     @property
@@ -382,6 +383,37 @@ def _qwen35(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
     return metadata, _in_blocks([*trunk, full | _nextn(s)])
 
 
+def _mimo2(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+    """Full and sliding attention in turn, then MTP layers of both kinds."""
+    d, rows = s.n_embd, s.n_embd + 2 * s.d_head * s.n_head_kv
+    trunk = s.attention_block()
+    fused = {name: shape for name, shape in trunk.items() if name[:-1] != "attn_"}
+    n = s.n_layer + s.n_mtp
+    metadata = s.attention_metadata() | {
+        "block_count": n,
+        "nextn_predict_layers": s.n_mtp,
+        "expert_feed_forward_length": 0,
+        "attention.sliding_window": s.window,
+        "attention.sliding_window_pattern": [i % 2 for i in range(n)],
+        "rope.dimension_count": s.d_head,
+    }
+    head = fused | {"attn_qkv": (rows, d)} | _nextn(s)
+    return metadata, _in_blocks([trunk] * s.n_layer + [head] * s.n_mtp)
+
+
+def _hy_v3(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+    """Attention only, dense layers, then MTP layers, whose states come after their norm."""
+    block = s.attention_block() | {"attn_q_norm": (s.d_head,), "attn_k_norm": (s.d_head,)}
+    metadata = s.attention_metadata() | {
+        "block_count": s.n_layer + s.n_mtp,
+        "nextn_predict_layers": s.n_mtp,
+        "expert_feed_forward_length": 0,
+        "rope.dimension_count": s.d_head,
+    }
+    head = block | _nextn(s) | {"nextn.shared_head_norm": (s.n_embd,)}
+    return metadata, _in_blocks([block] * s.n_layer + [head] * s.n_mtp)
+
+
 _ARCHITECTURES: dict[str, Callable[[Sizes], tuple[dict[str, Value], dict[str, Shape]]]] = {
     "llama": _llama,
     "gemma3": _gemma3,
@@ -392,6 +424,8 @@ _ARCHITECTURES: dict[str, Callable[[Sizes], tuple[dict[str, Value], dict[str, Sh
     "eagle3": _eagle3,
     "glm4moe": _glm4moe,
     "qwen35": _qwen35,
+    "mimo2": _mimo2,
+    "hy_v3": _hy_v3,
 }
 
 

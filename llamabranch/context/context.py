@@ -22,7 +22,7 @@ from ..errors import (
     UnsupportedError,
 )
 from ..model import Model, TokenIds, token_list
-from ..native import ContextHandle, HeadOf, heads
+from ..native import ContextHandle, HeadOf, heads, max_sequences
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base
 from .capabilities import probe
@@ -662,10 +662,12 @@ def _head_params(model: Model, target: Context, given: ContextParams) -> Context
             f"{model.name} cannot draft for {target.model.name} as a head: {reason}",
             hint="`llamabranch inspect` shows what two files offer each other",
         )
+    # Each of several MTP layers has sequences of its own, with the K/V of the same texts.
+    n_layers = max(1, model.n_mtp_layers)
     return replace(
         given,
-        n_ctx=given.n_ctx or target.n_ctx,
-        n_seq_max=given.n_seq_max or target.n_seq_max,
+        n_ctx=given.n_ctx or target.n_ctx * n_layers,
+        n_seq_max=given.n_seq_max or min(target.n_seq_max * n_layers, max_sequences()),
         n_threads=given.n_threads or target.n_threads,
         n_threads_batch=given.n_threads_batch or target.n_threads_batch,
     )

@@ -24,7 +24,7 @@ from llamabranch.speculative.length.base import FixedLength
 
 DATA = Path(lb.__file__).parent / "data"
 HEAD = DATA / "tale-eagle-q8_0.gguf"
-KINDS = ("bundled", "eagle3", "glm4moe", "qwen35")
+KINDS = ("bundled", "eagle3", "glm4moe", "qwen35", "mimo2")
 SETTINGS = {
     "greedy": lb.SamplingParams(temperature=0.0),
     "seeded": lb.SamplingParams(temperature=0.8, seed=7),
@@ -60,19 +60,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("heads")
 
 
-def open_pair(kind: str, folder: Path, target: lb.Model, **options: int) -> Pair:
-    given = {"n_ctx": 1024, "n_seq_max": 8, "n_threads": 1, **options}
+def toy(kind: str, folder: Path) -> Path:
+    """Return the toy of an architecture, with MTP layers in its own file; written once."""
+    path = folder / f"{kind}.gguf"
+    if not path.exists():
+        toys.write_toy(path, kind, vocab="bytes", weights="f32")
+    return path
+
+
+def open_pair(kind: str, folder: Path, target: lb.Model, *, exact: bool = False) -> Pair:
+    """Open a pair; ``exact``: with the K/V type of llama.cpp's programs."""
+    types: dict[str, Any] = {"kv_type": "f16", "batch_invariant": False} if exact else {}
+    given: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 8, "n_threads": 1, **types}
     if kind == "bundled":
-        ctx = lb.Context(target, **given)  # type: ignore[arg-type]
-        return Pair(ctx, lb.EagleDrafter(lb.Context(lb.Model(HEAD), target=ctx)))
+        ctx = lb.Context(target, **given)
+        return Pair(ctx, lb.EagleDrafter(lb.Context(lb.Model(HEAD), target=ctx, **types)))
     if kind == "eagle3":
-        model = lb.Model(toys.write_llama(folder / "llama.gguf", vocab="bytes"))
+        model = lb.Model(toy("llama", folder))
         head = lb.Model(toys.write_eagle3(folder / "eagle3.gguf", vocab="bytes"))
-        ctx = lb.Context(model, **given)  # type: ignore[arg-type]
+        ctx = lb.Context(model, **given)
         return Pair(ctx, lb.EagleDrafter(lb.Context(head, target=ctx)))
-    path = toys.write_toy(folder / f"{kind}.gguf", kind, vocab="bytes", weights="f32")
-    ctx = lb.Context(lb.Model(path, load_mtp=True), **given)  # type: ignore[arg-type]
-    return Pair(ctx, lb.MTPDrafter(ctx))
+    ctx = lb.Context(lb.Model(toy(kind, folder), load_mtp=True), **given)
+    return Pair(ctx, lb.MTPDrafter(lb.Context(ctx.model, target=ctx, **types)))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -480,7 +489,7 @@ def speculative_simple() -> str | None:
 def drafts_of_llama_cpp(program: str, arguments: list[str]) -> list[tuple[list[int], int]]:
     """Return each round's drafted tokens and how many were accepted."""
     done = subprocess.run(
-        [program, *arguments], capture_output=True, text=True, timeout=300, check=True
+        [program, *arguments], capture_output=True, timeout=300, check=True, errors="replace"
     )
     rounds: list[tuple[list[int], int]] = []
     drafted: list[int] = []
@@ -497,28 +506,30 @@ def drafts_of_llama_cpp(program: str, arguments: list[str]) -> list[tuple[list[i
 
 @pytest.mark.skipif(speculative_simple() is None, reason="no llama-speculative-simple is here")
 @pytest.mark.parametrize("prompt", ["Once upon a time", "The princess went into the garden"])
-def test_drafted_tokens_are_those_of_llama_cpp(prompt: str, target: lb.Model) -> None:
-    """Greedy drafts of the bundled head in F16 K/V: at every round the tokens that llama.cpp drafts."""
+@pytest.mark.parametrize("kind", ["bundled", "glm4moe", "qwen35", "mimo2"])
+def test_drafted_tokens_are_those_of_llama_cpp(
+    kind: str, prompt: str, folder: Path, target: lb.Model
+) -> None:
+    """Greedy drafts in F16 K/V: at every round the tokens that llama.cpp drafts."""
     program = speculative_simple()
     assert program is not None
+    pair = open_pair(kind, folder, target, exact=True)
+    head = ["--spec-type", "draft-mtp"]
+    if kind == "bundled":
+        head = ["-md", str(HEAD), "--spec-type", "draft-eagle3"]
+    path = pair.ctx.model.path
     rounds = drafts_of_llama_cpp(
         program,
         [
-            *("-m", str(target.path), "-md", str(HEAD), "--spec-type", "draft-eagle3"),
-            *("--spec-draft-n-max", "4", "--spec-draft-p-min", "0", "-p", prompt, "-n", "60"),
-            *("--temp", "0", "-t", "1", "-c", "512", "--verbose"),
+            *("-m", str(path), *head, "--spec-draft-n-max", "4", "--spec-draft-p-min", "0"),
+            *("-p", prompt, "-n", "60", "--temp", "0", "-t", "1", "-c", "512", "--verbose"),
         ],
     )
     assert len(rounds) > 10
-    greedy = lb.SamplingParams(temperature=0.0)
-    with (
-        lb.Context(target, n_ctx=512, n_threads=1, kv_type="f16", batch_invariant=False) as ctx,
-        lb.Context(lb.Model(HEAD), target=ctx, kv_type="f16", batch_invariant=False) as head,
-        lb.Branch.create(ctx, greedy) as branch,
-    ):
+    with pair.ctx as ctx, lb.Branch.create(ctx, SETTINGS["greedy"]) as branch:
         text = ctx.tokenize(prompt)
         branch.prefill(text[:-1])
-        state = lb.EagleDrafter(head).start(branch, "seeded")
+        state = pair.drafter.start(branch, "seeded")
         for drafted, n_accepted in rounds:
             ours = state.propose(text, FixedLength(4), 4).tokens
             assert ours[: len(drafted)] == drafted

@@ -6,7 +6,8 @@ K/V of drafted pairs is dropped after each draft, and that of accepted tokens co
 states.
 
 - EAGLE-3 (Li et al. 2025, 2503.01840): at position P the pair is (token P + 1, state P).
-- MTP (DeepSeek-V3, 2412.19437): at position P the pair is (token P, state P - 1).
+- MTP (DeepSeek-V3, 2412.19437): at position P the pair is (token P, state P - 1). Several layers form a
+  chain: each drafts one token, and reads the states that the layers before it made of the draft.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +54,11 @@ class _HeadDrafter(Drafter):
     sampling: SamplingParams | None
     ahead: int
 
+    @property
+    def n_layers(self) -> int:
+        """How many layers draft in turn, each with K/V of its own; 1 = one drafts all tokens."""
+        return 1
+
     def _check_target(self, target: Branch) -> None:
         if target.ctx is not self.ctx.target:
             raise ConfigError(
@@ -74,7 +81,14 @@ class _HeadDrafter(Drafter):
         ours = [state for state in states if isinstance(state, HeadState)]
         if not states or len(ours) < len(states):
             return super().propose_many(requests)
-        return _Drafting(self, requests, ours).run()
+        return self.drafting(requests, ours).run()
+
+    def drafting(
+        self, requests: Sequence[DraftRequest], states: Sequence[HeadState]
+    ) -> _Drafting:
+        """Return the work of drafting for these requests together."""
+        kind = _Drafting if self.n_layers == 1 else _ChainDrafting
+        return kind(self, requests, states)
 
     def settings(self, target: Branch) -> SamplingParams:
         """Return the settings with which drafts for ``target`` are drawn."""
@@ -123,12 +137,13 @@ class EagleDrafter(_HeadDrafter):
 
 
 class MTPDrafter(_HeadDrafter):
-    """Drafts with the MTP layers of the target itself.
+    """Drafts with the MTP layers of the target itself, or with those of a file of their own.
 
-    It opens a context of its own for them; ``close`` frees it, and so does closing the target.
+    For the target's own it opens a context; ``close`` frees it, and so does closing the target. Several
+    layers draft one token each, so a draft has at most as many tokens as there are layers.
 
     Args:
-        target: the context that generates, of a model loaded with ``load_mtp=True``; or a context of its
+        target: the context that generates, of a model loaded with ``load_mtp=True``; or a context of
             MTP layers that is open already: ``Context(model, target=ctx)``.
         sampling: the settings of the draws; None = the request's.
 
@@ -139,26 +154,30 @@ class MTPDrafter(_HeadDrafter):
     ahead = 0
 
     def __init__(self, target: Context, sampling: SamplingParams | None = None) -> None:
-        is_open = target.target is not None and target.model is target.target.model
+        is_open = target.target is not None and not target.model.target_layers
         self.ctx = target if is_open else Context(target.model, target=target)
         self.sampling = sampling
 
     @property
+    def n_layers(self) -> int:
+        """How many MTP layers there are; of several, each drafts one token."""
+        return self.ctx.model.n_mtp_layers
+
+    @property
     def name(self) -> str:
-        """The target's name, and "MTP"."""
+        """The name of the file's model, and "MTP"."""
         return f"{self.ctx.model.name} MTP"
 
     @property
     def profile_keys(self) -> dict[str, str]:
-        """The fingerprint of the target and the number of threads."""
+        """The fingerprint of the file and the number of threads."""
         return {self.name: f"mtp {context_key(self.ctx)}"}
 
     def check(self, target: Model) -> None:
-        """Raise UnsupportedError, with the reason, unless ``target`` has the MTP layers."""
-        if target is not self.ctx.model:
-            raise UnsupportedError(
-                f"{self.name} cannot draft for {target.name}: they are the layers of another model"
-            )
+        """Raise UnsupportedError, with the reason, unless the MTP layers fit ``target``."""
+        reason = target.head_fault(self.ctx.model)
+        if reason:
+            raise UnsupportedError(f"{self.name} cannot draft for {target.name}: {reason}")
 
     def close(self) -> None:
         """Free the context of the MTP layers."""
@@ -166,10 +185,10 @@ class MTPDrafter(_HeadDrafter):
 
 
 class HeadState:
-    """A sequence of the head's context that follows one text of the target.
+    """The sequences of the head's context that follow one text of the target.
 
     Attributes:
-        seq_id: the sequence.
+        seq_ids: a sequence for each layer that drafts.
         target: the branch that is drafted for.
         tokens: the text that it has read.
         rule: the acceptance rule.
@@ -187,7 +206,15 @@ class HeadState:
         # How many tokens the sampler has accepted; None if it must accept all of them again.
         self._n_accepted: int | None = None
         self._stream = LoopStream(drafter.ctx.n_vocab, rule)
-        self.seq_id = self._ctx.lease(self)
+        # llama.cpp computes one layer at a time, and writes K/V of that layer only. So a cell would not
+        # serve two layers, unless the second wrote to the same one, which llama.cpp does not promise.
+        self.seq_ids: list[int] = []
+        try:
+            for _ in range(drafter.n_layers):
+                self.seq_ids.append(self._ctx.lease(self))
+        except BaseException:
+            self.close()
+            raise
 
     def _new_sampler(self, params: SamplingParams, grammar: Grammar | None) -> Sampler:
         return Sampler(self._ctx.model, params, grammar)
@@ -195,18 +222,18 @@ class HeadState:
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         """Read the tokens that are new with the target's states of them, then draw token by token."""
         request = DraftRequest(self, list(tokens), length, limit)
-        return _Drafting(self._drafter, [request], [self]).run()[0]
+        return self._drafter.drafting([request], [self]).run()[0]
 
-    @property
-    def n_pairs(self) -> int:
-        """How many pairs its sequence holds."""
-        return self._ctx.kv_cache.next_position(self.seq_id)
+    def n_pairs(self, layer: int = 0) -> int:
+        """Return how many pairs a layer has read."""
+        return self._ctx.kv_cache.next_position(self.seq_ids[layer])
 
     def cut(self, n_tokens: int) -> None:
         """Keep the pairs of the first ``n_tokens`` of the text. Hold the lock of the head's context."""
         n = max(0, n_tokens - self._drafter.ahead)
-        if self.n_pairs > n:
-            self._ctx.kv_cache.drop(self.seq_id, n)
+        for layer, seq_id in enumerate(self.seq_ids):
+            if self.n_pairs(layer) > n:
+                self._ctx.kv_cache.drop(seq_id, n)
 
     def sampler(self) -> Sampler:
         """Return a sampler that has accepted ``tokens``, for one draft."""
@@ -231,7 +258,7 @@ class HeadState:
             sampler,
             seed=self.seed,
             noise=noise,
-            seq_id=self.seq_id,
+            seq_id=self.seq_ids[0],
             n_drafted=n_drafted,
             length=length,
             limit=limit,
@@ -252,15 +279,17 @@ class HeadState:
         """Return a copy of this state that drafts for ``target``."""
         other = HeadState(self._drafter, target, self.rule)
         with self._ctx.lock:
-            if self.n_pairs:
-                self._ctx.kv_cache.share(self.seq_id, other.seq_id)
+            for layer, (mine, its) in enumerate(zip(self.seq_ids, other.seq_ids, strict=True)):
+                if self.n_pairs(layer):
+                    self._ctx.kv_cache.share(mine, its)
             other.tokens = list(self.tokens)
         return other
 
     def close(self) -> None:
-        """Free its sequence."""
+        """Free its sequences."""
         if not self._ctx.closed:
-            self._ctx.return_lease(self.seq_id)
+            for seq_id in self.seq_ids:
+                self._ctx.return_lease(seq_id)
 
 
 class _Run:
@@ -272,6 +301,8 @@ class _Run:
         limit: the most tokens of the draft.
         is_drawn: the last token of the draft was drawn from ``row``, and is not decoded yet.
         is_done: the draft has ended.
+        first, unread: of a chain, the target's states for the pairs from number ``first`` on.
+        made: of a chain, the states that its layers made of the draft.
     """
 
     def __init__(self, state: HeadState, draft: Draft, length: DraftLength, limit: int) -> None:
@@ -280,6 +311,9 @@ class _Run:
         self.row: LogitsRow | None = None
         self.hidden: States | None = None
         self.is_drawn = self.is_done = False
+        self.unread: States = np.empty((0, 0), dtype=np.float32)
+        self.first = 0
+        self.made: list[States] = []
         self._is_decided = False  # the length has been asked about the next token, and goes on
         self._length = length
         self.limit = limit
@@ -358,6 +392,7 @@ class _Drafting:
     ) -> None:
         self._ctx = drafter.ctx
         self._ahead = drafter.ahead
+        self._n_layers = drafter.n_layers
         self._requests = requests
         self._states = states
         self._drafts = [Draft(drafter=drafter.name) for _ in requests]
@@ -392,9 +427,8 @@ class _Drafting:
 
     def _features(self, i: int) -> States:
         """Return the target's states for the pairs that stream i has not read yet."""
-        tokens, state = self._requests[i].tokens, self._states[i]
-        target = state.target
-        start = state.n_pairs + self._ahead - 1
+        tokens, target = self._requests[i].tokens, self._states[i].target
+        start = self._first_pair(i) + self._ahead - 1
         with target.ctx.lock:
             sequence = target.sequence
             sequence.check_usable()
@@ -403,6 +437,10 @@ class _Drafting:
         if start >= 0:
             return rows
         return np.concatenate((np.zeros((1, rows.shape[1]), dtype=np.float32), rows))
+
+    def _first_pair(self, i: int) -> int:
+        """Return the first pair of stream i that is not read yet."""
+        return self._states[i].n_pairs()
 
     def _catch_up(self, live: Sequence[int], features: Sequence[States]) -> list[_Run]:
         """Decode the pairs that are new; return the runs, each with the logits after the text."""
@@ -416,9 +454,9 @@ class _Drafting:
         for i in live:
             state, text = self._states[i], self._requests[i].tokens
             self._drafts[i].n_read = len(text) - len(state.tokens)
-            unread = text[state.n_pairs + self._ahead :]
+            unread = text[state.n_pairs() + self._ahead :]
             tokens += unread
-            seqs += [state.seq_id] * len(unread)
+            seqs += [state.seq_ids[0]] * len(unread)
             lasts.append(len(tokens) - 1)
         runs = []
         try:
@@ -510,8 +548,88 @@ class _Drafting:
                 return
             self._decode(
                 [run.draft.tokens[-1] for run in runs],
-                [run.state.seq_id for run in runs],
+                [run.state.seq_ids[0] for run in runs],
                 range(len(runs)),
                 np.stack([run.hidden for run in runs if run.hidden is not None]),
             )
             self._take(runs)
+
+
+class _Pairs(NamedTuple):
+    """Pairs that a layer of a chain reads: the tokens, and their states in parts."""
+
+    state: HeadState
+    tokens: list[int]
+    states: list[States]
+
+
+class _ChainDrafting(_Drafting):
+    """Drafts of several MTP layers in turn: one decode for each, of what it has not read and the draft.
+
+    A layer that did not draft, because the draft ended before, is behind in the text until it drafts.
+    """
+
+    def __init__(
+        self, drafter: _HeadDrafter, requests: Sequence[DraftRequest], states: Sequence[HeadState]
+    ) -> None:
+        super().__init__(
+            drafter,
+            [request._replace(limit=min(request.limit, drafter.n_layers)) for request in requests],
+            states,
+        )
+
+    def _first_pair(self, i: int) -> int:
+        return min(self._states[i].n_pairs(layer) for layer in range(self._requests[i].limit))
+
+    def _catch_up(self, live: Sequence[int], features: Sequence[States]) -> list[_Run]:
+        firsts = [self._first_pair(i) for i in live]
+        texts = list(zip(live, firsts, features, strict=True))
+        for layer in range(1, self._n_layers):
+            behind = []
+            for i, first, rows in texts:
+                state, n = self._states[i], self._states[i].n_pairs(layer)
+                unread = self._requests[i].tokens[n:]
+                if layer < self._requests[i].limit and len(unread) > _MOST_ROWS:
+                    behind.append(_Pairs(state, unread, [rows[n - first :]]))
+            if behind:
+                self._read(layer, behind)
+        own = [rows[self._states[i].n_pairs() - first :] for i, first, rows in texts]
+        runs = super()._catch_up(live, own)
+        for run, first, rows in zip(runs, firsts, features, strict=True):
+            run.first, run.unread = first, rows
+        return runs
+
+    def _draft(self, runs: list[_Run]) -> None:
+        for layer in range(1, self._n_layers + 1):
+            for run in runs:
+                run.draw()
+            runs = [run for run in runs if not run.is_done]
+            if not runs:
+                return
+            pairs = []
+            for run in runs:
+                if run.hidden is not None:
+                    run.made.append(run.hidden[None])
+                n = run.state.n_pairs(layer)
+                states = [run.unread[n - run.first :], *run.made]
+                pairs.append(_Pairs(run.state, run.state.tokens[n:] + run.draft.tokens, states))
+            self._read(layer, pairs)
+            self._take(runs)
+
+    def _read(self, layer: int, pairs: Sequence[_Pairs]) -> None:
+        """Let a layer read pairs; the logits and states after the last of each are kept."""
+        tokens: list[int] = []
+        seqs: list[int] = []
+        lasts: list[int] = []
+        for state, unread, _ in pairs:
+            tokens += unread
+            seqs += [state.seq_ids[layer]] * len(unread)
+            lasts.append(len(tokens) - 1)
+        decoder = self._ctx.decoder
+        decoder.use_mtp_layer(layer)
+        try:
+            self._decode(
+                tokens, seqs, lasts, np.concatenate([part for each in pairs for part in each.states])
+            )
+        finally:
+            decoder.use_mtp_layer(0)

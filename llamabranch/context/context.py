@@ -53,8 +53,9 @@ class Context:
         params: a :class:`ContextParams`; its fields may be given by name instead: ``n_ctx=8192``.
         owns_model: close the model with the context.
         target: for a head, the context whose hidden states it reads; it is closed after this one.
-            ``model`` is then an EAGLE-3 head, or the target's own model, whose MTP layers are
-            computed. By default the context has the target's size, sequences and threads.
+            ``model`` is then an EAGLE-3 head, or a model whose MTP layers are computed: the target's
+            own, or that of a file with such layers only. By default the context has the target's
+            threads and, for each layer that drafts, its size and sequences.
 
     Attributes:
         model: the model that it computes.
@@ -103,7 +104,11 @@ class Context:
             )
         elif model.vocab_only or not model.can_generate:
             kind = "only its vocabulary is loaded" if model.vocab_only else "it predicts no tokens"
-            raise UnsupportedError(f"cannot create a context for {model.name}: {kind}")
+            hint = None
+            if model.n_mtp_layers and not model.vocab_only:
+                kind += ", its MTP layers compute only beside their target"
+                hint = "give the target's context: Context(head, target=ctx)"
+            raise UnsupportedError(f"cannot create a context for {model.name}: {kind}", hint=hint)
         resolved = given.resolve(model)
         trained = given.trained_length(model)
         # Many cells for several sequences are usually meant for many texts, otherwise for a long one.
@@ -119,7 +124,7 @@ class Context:
         )
         native = resolved.native()
         native = replace(native, n_threads=tuner.n_threads, n_threads_batch=tuner.n_threads_batch)
-        uses_mtp = target is not None and model is target.model
+        uses_mtp = target is not None and not model.target_layers
         head = None if target is None else HeadOf(target.decoder.handle, uses_mtp)
         handle = ContextHandle(model.handle, native, head)
         if not handle.has_memory:
@@ -150,6 +155,10 @@ class Context:
             )
             self._features = None
             if target is not None:
+                if not self.capabilities.can_truncate:
+                    raise UnsupportedError(
+                        "a head must be able to drop what it has drafted", hint="leave swa_full out"
+                    )
                 self._features = self._open_head(handle, target)
             if not handle.kv_unified and (layout is None or not layout.is_cells_only):
                 raise UnsupportedError(

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = [
     "KNOWN_RELEASE",
     "LAYER_INPUTS",
+    "MTP_CHAINS",
+    "MTP_LAYERS",
     "NEXTN_OUTPUT",
     "STAGING",
     "FeatureBatch",
@@ -61,6 +63,14 @@ NEXTN_OUTPUT = frozenset({
     "glm4moe", "gpt-oss", "hy_v3", "mimo2", "nemotron_h", "nemotron_h_moe", "qwen35", "qwen35moe",
     "qwen3next", "step35",
 })  # fmt: skip
+
+# Architectures whose MTP layers are computed, and those of which several are: of the others llama.cpp
+# aborts on a second one.
+MTP_LAYERS = frozenset({
+    "bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "glm4moe",
+    "hy_v3", "mimo2", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next", "step35",
+})  # fmt: skip
+MTP_CHAINS = frozenset({"hy_v3", "mimo2", "step35"})
 
 _P, _I32, _U32, _BOOL = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32, ctypes.c_bool
 # The names of the Itanium C++ ABI: GCC and Clang, on every system but Windows with MSVC.

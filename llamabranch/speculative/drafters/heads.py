@@ -83,9 +83,7 @@ class _HeadDrafter(Drafter):
             return super().propose_many(requests)
         return self.drafting(requests, ours).run()
 
-    def drafting(
-        self, requests: Sequence[DraftRequest], states: Sequence[HeadState]
-    ) -> _Drafting:
+    def drafting(self, requests: Sequence[DraftRequest], states: Sequence[HeadState]) -> _Drafting:
         """Return the work of drafting for these requests together."""
         kind = _Drafting if self.n_layers == 1 else _ChainDrafting
         return kind(self, requests, states)
@@ -629,7 +627,10 @@ class _ChainDrafting(_Drafting):
         decoder.use_mtp_layer(layer)
         try:
             self._decode(
-                tokens, seqs, lasts, np.concatenate([part for each in pairs for part in each.states])
+                tokens,
+                seqs,
+                lasts,
+                np.concatenate([part for each in pairs for part in each.states]),
             )
         finally:
             decoder.use_mtp_layer(0)

@@ -135,7 +135,10 @@ def _scaled(noise: Array, name: str, architecture: str) -> Array:
     if role == "token_embd":  # Gemma multiplies embeddings by sqrt(n_embd)
         return noise / math.sqrt(shape[-1]) if architecture.startswith("gemma") else noise
     spread = _LOGIT_SPREAD if role == "output" else 1.0
-    return noise * np.float32(spread / math.sqrt(shape[-1]))
+    scaled = noise * np.float32(spread / math.sqrt(shape[-1]))
+    if role == "nextn.eh_proj":  # mostly the token, as in the trunk: some drafts are accepted
+        scaled[:, : shape[0]] += np.eye(shape[0], dtype=np.float32)
+    return scaled
 
 
 def _in_blocks(blocks: Sequence[Mapping[str, Shape]]) -> dict[str, Shape]:
@@ -165,6 +168,7 @@ class Sizes:
     n_ctx_train: int = 2048
     window: int = 32  # gemma3, sliding layers
     n_state: int = 8  # mamba
+    n_mtp: int = 3  # mimo2, step35 and hy_v3: MTP layers
     n_lora: int = 8  # rwkv7
 
     @property
@@ -382,6 +386,37 @@ def _qwen35(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
     return metadata, _in_blocks([*trunk, full | _nextn(s)])
 
 
+def _mimo2(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+    """Full and sliding attention in turn, then MTP layers of both kinds."""
+    d, rows = s.n_embd, s.n_embd + 2 * s.d_head * s.n_head_kv
+    trunk = s.attention_block()
+    fused = {name: shape for name, shape in trunk.items() if name[:-1] != "attn_"}
+    n = s.n_layer + s.n_mtp
+    metadata = s.attention_metadata() | {
+        "block_count": n,
+        "nextn_predict_layers": s.n_mtp,
+        "expert_feed_forward_length": 0,
+        "attention.sliding_window": s.window,
+        "attention.sliding_window_pattern": [i % 2 for i in range(n)],
+        "rope.dimension_count": s.d_head,
+    }
+    head = fused | {"attn_qkv": (rows, d)} | _nextn(s)
+    return metadata, _in_blocks([trunk] * s.n_layer + [head] * s.n_mtp)
+
+
+def _hy_v3(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+    """Attention only, dense layers, then MTP layers, whose states come after their norm."""
+    block = s.attention_block() | {"attn_q_norm": (s.d_head,), "attn_k_norm": (s.d_head,)}
+    metadata = s.attention_metadata() | {
+        "block_count": s.n_layer + s.n_mtp,
+        "nextn_predict_layers": s.n_mtp,
+        "expert_feed_forward_length": 0,
+        "rope.dimension_count": s.d_head,
+    }
+    head = block | _nextn(s) | {"nextn.shared_head_norm": (s.n_embd,)}
+    return metadata, _in_blocks([block] * s.n_layer + [head] * s.n_mtp)
+
+
 _ARCHITECTURES: dict[str, Callable[[Sizes], tuple[dict[str, Value], dict[str, Shape]]]] = {
     "llama": _llama,
     "gemma3": _gemma3,
@@ -392,6 +427,8 @@ _ARCHITECTURES: dict[str, Callable[[Sizes], tuple[dict[str, Value], dict[str, Sh
     "eagle3": _eagle3,
     "glm4moe": _glm4moe,
     "qwen35": _qwen35,
+    "mimo2": _mimo2,
+    "hy_v3": _hy_v3,
 }
 
 
@@ -524,24 +561,59 @@ def write_permuted(source: str | Path, path: str | Path, order: Sequence[int]) -
 
     Token `order[i]` of the source becomes token `i`: texts and probabilities are the same, ids are not.
     """
-    reader, path = gguf.GGUFReader(source), Path(path)
-    architecture = str(reader.fields["general.architecture"].contents())
-    writer = gguf.GGUFWriter(path, architecture)
     new_ids = {old: new for new, old in enumerate(order)}
+
+    def value(name: str, given: Any) -> Any:
+        if name in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.scores"):
+            return [given[i] for i in order]
+        if name.startswith("tokenizer.ggml.") and name.endswith("_token_id"):
+            return new_ids[given]
+        return given
+
+    def data(name: str, given: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return given[list(order)] if name in ("token_embd.weight", "output.weight") else given
+
+    return _rewrite(source, path, value, data)
+
+
+def write_parts(source: str | Path, trunk: str | Path, layers: str | Path) -> None:
+    """Write the model of `source` as two files: one without its MTP layers, one with them only."""
+    fields = gguf.GGUFReader(source).fields
+    architecture = str(fields["general.architecture"].contents())
+    n = int(fields[f"{architecture}.block_count"].contents())
+    first = n - int(fields[f"{architecture}.nextn_predict_layers"].contents())
+    changed = {f"{architecture}.block_count": first, f"{architecture}.nextn_predict_layers": 0}
+
+    def blocks(wanted: range) -> Callable[[str, npt.NDArray[Any]], npt.NDArray[Any] | None]:
+        def data(name: str, given: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
+            is_other = name.startswith("blk.") and int(name.split(".")[1]) not in wanted
+            return None if is_other else given
+
+        return data
+
+    _rewrite(source, trunk, lambda name, given: changed.get(name, given), blocks(range(first)))
+    _rewrite(source, layers, lambda _, given: given, blocks(range(first, n)))
+
+
+def _rewrite(
+    source: str | Path,
+    path: str | Path,
+    value: Callable[[str, Any], Any],
+    data: Callable[[str, npt.NDArray[Any]], npt.NDArray[Any] | None],
+) -> Path:
+    """Write a file with the values and tensors that these return for those of `source`."""
+    reader, path = gguf.GGUFReader(source), Path(path)
+    writer = gguf.GGUFWriter(path, str(reader.fields["general.architecture"].contents()))
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name == "general.architecture":
             continue
-        value, kind = field.contents(), field.types[0]
-        if name in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.scores"):
-            value = [value[i] for i in order]
-        elif name.startswith("tokenizer.ggml.") and name.endswith("_token_id"):
-            value = new_ids[value]
+        kind = field.types[0]
         sub_type = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, value, kind, sub_type)
+        writer.add_key_value(name, value(name, field.contents()), kind, sub_type)
     for tensor in reader.tensors:
-        per_token = tensor.name in ("token_embd.weight", "output.weight")
-        data = tensor.data[list(order)] if per_token else tensor.data
-        writer.add_tensor(tensor.name, np.ascontiguousarray(data), raw_dtype=tensor.tensor_type)
+        rows = data(tensor.name, tensor.data)
+        if rows is not None:
+            writer.add_tensor(tensor.name, np.ascontiguousarray(rows), raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -17,18 +17,20 @@ from typing_extensions import Self, Unpack
 from ..arguments import plain_int, real, shown, whole
 from ..errors import (
     BranchStateError,
+    CapacityError,
     ConfigError,
     SequencesExhaustedError,
     UnsupportedError,
 )
 from ..model import Model, TokenIds, token_list
-from ..native import ContextHandle, HeadOf, heads
+from ..native import ContextHandle, HeadOf, heads, max_sequences
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base
 from .capabilities import probe
 from .cell_ledger import Usage
 from .compaction import rewrite_in_order
 from .decoder import Decoder
+from .hidden_states import HiddenStates
 from .kv_cache import KVCache
 from .logits import LogitsRow
 from .params import ContextOptions, ContextParams, warn_of_length
@@ -53,8 +55,9 @@ class Context:
         params: a :class:`ContextParams`; its fields may be given by name instead: ``n_ctx=8192``.
         owns_model: close the model with the context.
         target: for a head, the context whose hidden states it reads; it is closed after this one.
-            ``model`` is then an EAGLE-3 head, or the target's own model, whose MTP layers are
-            computed. By default the context has the target's size, sequences and threads.
+            ``model`` is then an EAGLE-3 head, or a model whose MTP layers are computed: the target's
+            own, or that of a file with such layers only. By default the context has the target's
+            threads and, for each layer that drafts, its size and sequences.
 
     Attributes:
         model: the model that it computes.
@@ -103,7 +106,11 @@ class Context:
             )
         elif model.vocab_only or not model.can_generate:
             kind = "only its vocabulary is loaded" if model.vocab_only else "it predicts no tokens"
-            raise UnsupportedError(f"cannot create a context for {model.name}: {kind}")
+            hint = None
+            if model.n_mtp_layers and not model.vocab_only:
+                kind += ", its MTP layers compute only beside their target"
+                hint = "give the target's context: Context(head, target=ctx)"
+            raise UnsupportedError(f"cannot create a context for {model.name}: {kind}", hint=hint)
         resolved = given.resolve(model)
         trained = given.trained_length(model)
         # Many cells for several sequences are usually meant for many texts, otherwise for a long one.
@@ -119,7 +126,7 @@ class Context:
         )
         native = resolved.native()
         native = replace(native, n_threads=tuner.n_threads, n_threads_batch=tuner.n_threads_batch)
-        uses_mtp = target is not None and model is target.model
+        uses_mtp = target is not None and not model.target_layers
         head = None if target is None else HeadOf(target.decoder.handle, uses_mtp)
         handle = ContextHandle(model.handle, native, head)
         if not handle.has_memory:
@@ -150,6 +157,10 @@ class Context:
             )
             self._encoder = None
             if target is not None:
+                if not self.capabilities.can_truncate:
+                    raise UnsupportedError(
+                        "a head must be able to drop what it has drafted", hint="leave swa_full out"
+                    )
                 self._encoder = self._open_head(handle, target)
             if not handle.kv_unified and (layout is None or not layout.is_cells_only):
                 raise UnsupportedError(
@@ -334,11 +345,12 @@ class Context:
     def hidden_states(self, seq_id: int, tokens: list[int], start: int) -> States:
         """Return the hidden states of a sequence's tokens from ``start`` on, float32 (n, width), a copy.
 
-        Only while a head reads them. Where some are missing, because the tokens were decoded before or
-        come from a snapshot, the tokens are decoded once more, in another sequence.
+        Only while a head reads them. Where some are missing, because the tokens were decoded before the
+        head was opened, the tokens are decoded once more, in another sequence. Without a sequence or
+        cells for that only the rows after the last one missing are returned.
 
         Raises:
-            CapacityError: no sequence or no cells for that.
+            CapacityError: that would be none.
         """
         with self._lock:
             self._check_open()
@@ -347,16 +359,26 @@ class Context:
                 raise UnsupportedError("the context keeps no hidden states: no head reads them")
             found = hidden.of(seq_id, start, len(tokens))
             if any(row is None for row in found):
-                holder = _Reading()
-                other = self.lease(holder)
                 try:
-                    self._decoder.decode_run(tokens, other, "none")
-                    hidden.set_all(seq_id, hidden.all_of(other))
-                finally:
-                    self.return_lease(other)
-                found = hidden.of(seq_id, start, len(tokens))
+                    self._read_again(seq_id, tokens, hidden)
+                    found = hidden.of(seq_id, start, len(tokens))
+                except CapacityError:
+                    missing = [i for i, row in enumerate(found) if row is None]
+                    found = found[missing[-1] + 1 :]
+                    if not found:
+                        raise
             rows = [row for row in found if row is not None]
             return np.stack(rows) if rows else np.empty((0, hidden.width), dtype=np.float32)
+
+    def _read_again(self, seq_id: int, tokens: list[int], hidden: HiddenStates) -> None:
+        """Decode the tokens of a sequence once more, in another one, for their hidden states."""
+        holder = _Reading()
+        other = self.lease(holder)
+        try:
+            self._decoder.decode_run(tokens, other, "none")
+            hidden.set_all(seq_id, hidden.all_of(other))
+        finally:
+            self.return_lease(other)
 
     def encode(self, features: States) -> States:
         """Return what the encoder of this head makes of ``features``, float32 (n, n_embd), a copy."""
@@ -667,10 +689,12 @@ def _head_params(model: Model, target: Context, given: ContextParams) -> Context
             f"{model.name} cannot draft for {target.model.name} as a head: {reason}",
             hint="`llamabranch inspect` shows what two files offer each other",
         )
+    # Each of several MTP layers has sequences of its own, with the K/V of the same texts.
+    n_layers = max(1, model.n_mtp_layers)
     return replace(
         given,
-        n_ctx=given.n_ctx or target.n_ctx,
-        n_seq_max=given.n_seq_max or target.n_seq_max,
+        n_ctx=given.n_ctx or target.n_ctx * n_layers,
+        n_seq_max=given.n_seq_max or min(target.n_seq_max * n_layers, max_sequences()),
         n_threads=given.n_threads or target.n_threads,
         n_threads_batch=given.n_threads_batch or target.n_threads_batch,
     )

@@ -512,6 +512,10 @@ class Decoder:
         """
         return heads.nextn_rows(self.handle, n).copy()
 
+    def use_mtp_layer(self, number: int) -> None:
+        """Compute with another MTP layer from the next decode on; 0 = the first, which is the default."""
+        heads.use_mtp_layer(self.handle, number)
+
     def encode(self, encoder: heads.Encoder, features: States) -> States:
         """Return the states that a head's encoder makes of ``features``, float32 (n, n_embd), a copy.
 

@@ -74,9 +74,11 @@ class HiddenStates:
                 parts.append(heads.nextn_rows(self._handle, n))
             else:
                 parts.append(heads.layer_rows(self._handle, layer, n))
-        self.put(range(first, first + n), np.concatenate(parts, axis=1))
-        if len(self._rows) > 2 * self._ledger.n_cells:
+        if (
+            len(self._rows) > 2 * self._ledger.n_cells
+        ):  # before: a tree's cells are not in the ledger yet
             self._forget_unused()
+        self.put(range(first, first + n), np.concatenate(parts, axis=1))
 
     def put(self, write_indices: Iterable[int], rows: Rows) -> None:
         """Keep ``rows`` for the cells with these write indices."""
@@ -91,7 +93,7 @@ class HiddenStates:
         """Return the rows of all positions of a sequence."""
         return self.of(seq_id, 0, self._ledger.next_position(seq_id))
 
-    def set_all(self, seq_id: int, rows: Sequence[Rows | None]) -> None:
+    def set_all(self, seq_id: int, rows: Iterable[Rows | None]) -> None:
         """Keep ``rows`` for the first positions of a sequence, where they are not None."""
         for position, row in enumerate(rows):
             if row is not None:

@@ -196,7 +196,7 @@ class ContextHandle(Handle):
         self._open_batch(self.n_batch, options.n_seq_max)
         self.draft_head: heads.DraftHead | None = None
         if head is not None:  # each token of the batch comes with a state, and each row of logits
-            self.draft_head = heads.DraftHead.of(self, ahead=int(not head.uses_mtp))
+            self.draft_head = heads.DraftHead.of(self)
             self.states = np.zeros((len(self.tokens), self.n_embd_out), dtype=np.float32)
             self._batch.embd = self.states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
             heads.extract_nextn(self, True, masked=True)

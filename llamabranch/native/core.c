@@ -936,6 +936,7 @@ typedef struct {
     int32_t n_entropies;
     int32_t n_decoded;      /* of those drawn */
     int32_t n_sources;      /* candidates written */
+    int32_t behind;         /* of a head: by how much a token's place in it is lower than in the text */
     int32_t first_output;   /* the number of its row in the first decode */
     int32_t output;         /* the number of its row in the last decode, -1: it had none */
     int32_t state;
@@ -951,7 +952,6 @@ typedef struct {
     int32_t code;      /* of the decode that failed, 0: none */
     float *(*get_states)(void *ctx); /* of a head: the states of the rows of logits; NULL: no head */
     int32_t n_state;   /* numbers in a state */
-    int32_t ahead;     /* by how many tokens a head's token is ahead of its position */
     int32_t (*encode)(void *ctx, lb_batch batch); /* llama_encode */
     const float *features; /* of a head with an encoder: what it makes the states of the first entries of;
                               NULL: the caller has written these */
@@ -1082,7 +1082,7 @@ LB_API void lb_draft(lb_loop *loop, lb_stream *streams, int32_t n_streams) {
             if (s->state != LB_GOES_ON) continue;
             int32_t at = batch->n_tokens++;
             batch->token[at] = s->tokens[s->n_tokens - 1];
-            batch->pos[at] = (int32_t)s->position - 1 - loop->ahead;
+            batch->pos[at] = (int32_t)s->position - 1 - s->behind;
             if (loop->get_states) {
                 size_t size = sizeof(float) * (size_t)loop->n_state;
                 memcpy(batch->embd + (int64_t)loop->n_state * at, s->hidden, size);

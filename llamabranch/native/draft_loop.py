@@ -84,6 +84,7 @@ class _Stream(ctypes.Structure):
         ("n_entropies", ctypes.c_int32),
         ("n_decoded", ctypes.c_int32),
         ("n_sources", ctypes.c_int32),
+        ("behind", ctypes.c_int32),
         ("first_output", ctypes.c_int32),
         ("output", ctypes.c_int32),
         ("state", ctypes.c_int32),
@@ -101,7 +102,6 @@ class _Loop(ctypes.Structure):
         ("code", ctypes.c_int32),
         ("get_states", ctypes.c_void_p),
         ("n_state", ctypes.c_int32),
-        ("ahead", ctypes.c_int32),
         ("encode", ctypes.c_void_p),
         ("features", ctypes.c_void_p),
     )
@@ -196,6 +196,10 @@ class DraftStream:
         """
         self.struct.position, self.struct.row, self.struct.hidden = position, row, hidden
 
+    def set_behind(self, n: int) -> None:
+        """Set by how much a token's position in a head is lower than in the text."""
+        self.struct.behind = n
+
     def begin_at(self, output: int) -> None:
         """Set the number of its row in the first decode."""
         self.struct.first_output = output
@@ -267,7 +271,7 @@ class DraftLoop:
         self._struct = _Loop(decoder=stepper.at, is_eog=self._is_eog.ctypes.data, n_vocab=n_vocab)
         if head is not None:
             self._struct.get_states, self._struct.encode = head.get_states, head.encode
-            self._struct.n_state, self._struct.ahead = head.n_state, head.ahead
+            self._struct.n_state = head.n_state
 
     def run(
         self,

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = [
     "KNOWN_RELEASE",
     "LAYER_INPUTS",
+    "MTP_CHAINS",
+    "MTP_LAYERS",
     "NEXTN_OUTPUT",
     "STAGING",
     "DraftHead",
@@ -60,6 +62,14 @@ NEXTN_OUTPUT = frozenset({
     "glm4moe", "gpt-oss", "hy_v3", "mimo2", "nemotron_h", "nemotron_h_moe", "qwen35", "qwen35moe",
     "qwen3next", "step35",
 })  # fmt: skip
+
+# Architectures whose MTP layers are computed, and those of which several are: of the others llama.cpp
+# aborts on a second one.
+MTP_LAYERS = frozenset({
+    "bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "glm4moe",
+    "hy_v3", "mimo2", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next", "step35",
+})  # fmt: skip
+MTP_CHAINS = frozenset({"hy_v3", "mimo2", "step35"})
 
 _P, _I32, _U32, _BOOL = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32, ctypes.c_bool
 # The names of the Itanium C++ ABI: GCC and Clang, on every system but Windows with MSVC.
@@ -185,22 +195,20 @@ class DraftHead(NamedTuple):
     Attributes:
         get_states, encode: the addresses of llama.cpp's functions.
         n_state: numbers in a state.
-        ahead: by how many tokens a token is ahead of its position.
     """
 
     get_states: int
     encode: int
     n_state: int
-    ahead: int
 
     @classmethod
-    def of(cls, handle: ContextHandle, ahead: int) -> DraftHead:
+    def of(cls, handle: ContextHandle) -> DraftHead:
         """Describe the head that a context computes."""
         addresses = [
             ctypes.cast(function, ctypes.c_void_p).value or 0
             for function in (_functions["get_nextn"], C._lib.llama_encode)
         ]
-        return cls(addresses[0], addresses[1], handle.n_embd_out, ahead)
+        return cls(addresses[0], addresses[1], handle.n_embd_out)
 
 
 def use_mtp_layer(handle: ContextHandle, number: int) -> None:

@@ -24,7 +24,7 @@ from llamabranch.speculative.length.base import FixedLength
 
 DATA = Path(lb.__file__).parent / "data"
 HEAD = DATA / "tale-eagle-q8_0.gguf"
-KINDS = ("bundled", "eagle3", "glm4moe", "qwen35")
+KINDS = ("bundled", "eagle3", "glm4moe", "qwen35", "mimo2")
 SETTINGS = {
     "greedy": lb.SamplingParams(temperature=0.0),
     "seeded": lb.SamplingParams(temperature=0.8, seed=7),
@@ -60,19 +60,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("heads")
 
 
-def open_pair(kind: str, folder: Path, target: lb.Model, **options: int) -> Pair:
-    given = {"n_ctx": 1024, "n_seq_max": 8, "n_threads": 1, **options}
+def toy(kind: str, folder: Path) -> Path:
+    """Return the toy of an architecture, with MTP layers in its own file; written once."""
+    path = folder / f"{kind}.gguf"
+    if not path.exists():
+        toys.write_toy(path, kind, vocab="bytes", weights="f32")
+    return path
+
+
+def open_pair(kind: str, folder: Path, target: lb.Model, *, exact: bool = False) -> Pair:
+    """Open a pair; ``exact``: with the K/V type of llama.cpp's programs."""
+    types: dict[str, Any] = {"kv_type": "f16", "batch_invariant": False} if exact else {}
+    given: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 8, "n_threads": 1, **types}
     if kind == "bundled":
-        ctx = lb.Context(target, **given)  # type: ignore[arg-type]
-        return Pair(ctx, lb.EagleDrafter(lb.Context(lb.Model(HEAD), target=ctx)))
+        ctx = lb.Context(target, **given)
+        return Pair(ctx, lb.EagleDrafter(lb.Context(lb.Model(HEAD), target=ctx, **types)))
     if kind == "eagle3":
-        model = lb.Model(toys.write_llama(folder / "llama.gguf", vocab="bytes"))
+        model = lb.Model(toy("llama", folder))
         head = lb.Model(toys.write_eagle3(folder / "eagle3.gguf", vocab="bytes"))
-        ctx = lb.Context(model, **given)  # type: ignore[arg-type]
+        ctx = lb.Context(model, **given)
         return Pair(ctx, lb.EagleDrafter(lb.Context(head, target=ctx)))
-    path = toys.write_toy(folder / f"{kind}.gguf", kind, vocab="bytes", weights="f32")
-    ctx = lb.Context(lb.Model(path, load_mtp=True), **given)  # type: ignore[arg-type]
-    return Pair(ctx, lb.MTPDrafter(ctx))
+    if kind.endswith("-layers"):
+        trunk, layers = parts(kind.removesuffix("-layers"), folder)
+        ctx = lb.Context(lb.Model(trunk), **given)
+        return Pair(ctx, lb.MTPDrafter(lb.Context(lb.Model(layers), target=ctx, **types)))
+    ctx = lb.Context(lb.Model(toy(kind, folder), load_mtp=True), **given)
+    return Pair(ctx, lb.MTPDrafter(lb.Context(ctx.model, target=ctx, **types)))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -312,8 +325,8 @@ def test_compaction_keeps_the_hidden_states(target: lb.Model) -> None:
 
 @pytest.fixture(scope="module", params=["bundled", "eagle3"])
 def trees(request: pytest.FixtureRequest, folder: Path, target: lb.Model) -> Iterator[Pair]:
-    """The bundled head, and one with random weights, with sequences for the leaves."""
-    found = open_pair(request.param, folder, target, n_seq_max=16)
+    """The bundled head, and one with random weights."""
+    found = open_pair(request.param, folder, target)
     yield found
     found.audit()
     found.ctx.close()
@@ -467,31 +480,154 @@ def test_mtp_needs_layers_that_are_there_and_loaded(target: lb.Model, folder: Pa
         )
 
 
-def test_file_with_mtp_layers_only_is_refused(folder: Path) -> None:
+def parts(kind: str, folder: Path) -> tuple[Path, Path]:
+    """Return two files of a toy: its trunk, and its MTP layers."""
+    found = folder / f"{kind}-trunk.gguf", folder / f"{kind}-layers.gguf"
+    if not found[0].exists():
+        toys.write_parts(toy(kind, folder), *found)
+    return found
+
+
+def test_file_with_mtp_layers_only_is_refused_alone(folder: Path) -> None:
     """llama.cpp loads it and crashes at the first decode of a trunk that is not there."""
-    trunk = [
-        f"blk.{i}.{name}"
-        for i in range(2)
-        for name in (
-            "attn_norm.weight",
-            "post_attention_norm.weight",
-            "attn_q.weight",
-            "attn_k.weight",
-            "attn_v.weight",
-            "attn_output.weight",
-            "ffn_gate.weight",
-            "ffn_up.weight",
-            "ffn_down.weight",
-        )
-    ]
-    path = toys.write_glm4moe(folder / "only.gguf", vocab="bytes", weights="f32", drop=trunk)
-    assert lb.Model.head_kind(path) == ""
+    path = parts("glm4moe", folder)[1]
+    assert lb.Model.head_kind(path) == "mtp-only" and lb.Model.is_head(path)
     for load_mtp in (False, True):
         with (
             lb.Model(path, load_mtp=load_mtp) as model,
-            pytest.raises(lb.UnsupportedError, match="predicts no tokens"),
+            pytest.raises(lb.UnsupportedError, match=r"predicts no tokens.*beside their target"),
         ):
             lb.Context(model)
+
+
+@pytest.mark.parametrize("kind", ["qwen35", "mimo2"])
+def test_layers_in_a_file_of_their_own_draft_what_they_draft_in_the_targets(
+    kind: str, folder: Path
+) -> None:
+    trunk, layers = parts(kind, folder)
+    assert lb.Model.head_kind(trunk) == ""
+    with (
+        lb.load(trunk, n_ctx=512, n_threads=1) as ctx,
+        lb.load(layers, target=ctx) as head,
+        lb.load(toy(kind, folder), n_ctx=512, n_threads=1, load_mtp=True) as whole,
+    ):
+        pairs = Pair(ctx, lb.MTPDrafter(head)), Pair(whole, lb.MTPDrafter(whole))
+        for settings in ("greedy", "seeded"):
+            found = []
+            for pair in pairs:
+                generation = pair.speculator(draft_k=3).generate(
+                    PROMPTS[2], max_tokens=24, sampling=SETTINGS[settings]
+                )
+                tokens = generation.finish().tokens
+                assert tokens == pair.plain(PROMPTS[2], SETTINGS[settings])
+                found.append((tokens, generation.stats.num_accepted_tokens))
+            assert found[0] == found[1]
+        pairs[0].audit()
+
+
+def test_layers_of_another_target_are_refused_with_the_reason(
+    folder: Path, target: lb.Model
+) -> None:
+    layers = parts("glm4moe", folder)[1]
+    narrow = toys.write_glm4moe(folder / "narrow.gguf", vocab="bytes", weights="f32", n_embd=32)
+    small = toys.write_glm4moe(folder / "small.gguf", weights="f32")
+    with lb.Model(layers) as head:
+        for path, reason in (
+            (toy("mimo2", folder), "those of a glm4moe model, mimo2 is a mimo2 model"),
+            (narrow, "hidden states of 64 numbers, those of narrow have 32"),
+            (small, "vocabularies differ"),
+        ):
+            with lb.Model(path) as model, lb.Context(model, n_ctx=256, n_threads=1) as ctx:
+                with pytest.raises(lb.UnsupportedError, match=reason):
+                    lb.Context(head, target=ctx)
+                assert reason in model.head_fault(head)
+        assert "is no EAGLE-3 head and has no MTP layers" in head.head_fault(target)
+
+
+def test_layers_that_llama_cpp_would_abort_on_are_refused(folder: Path) -> None:
+    two = {"block_count": 4, "nextn_predict_layers": 2}
+    many = toys.write_glm4moe(folder / "two.gguf", vocab="bytes", weights="f32", metadata=two)
+    unfused = toys.write_toy(
+        folder / "unfused.gguf",
+        "mimo2",
+        vocab="bytes",
+        weights="f32",
+        drop=("blk.3.ffn_gate.weight",),
+    )
+    for path in (many, unfused):
+        assert lb.Model.head_kind(path) == ""
+    with (
+        lb.Model(unfused, load_mtp=True) as model,
+        lb.Context(model, n_threads=1) as ctx,
+        pytest.raises(lb.UnsupportedError, match=r"needs blk\.3\.ffn_gate"),
+    ):
+        lb.MTPDrafter(ctx)
+
+
+# -- several MTP layers ----------------------------------------------------------------------------------
+
+
+def drafted(pair: Pair, branch: lb.Branch, text: list[int], *limits: int) -> list[int]:
+    """Return the last of these drafts of a new state, each of at most so many tokens."""
+    state = pair.drafter.start(branch, "seeded")
+    try:
+        for limit in limits:
+            found = state.propose(text, FixedLength(limit), limit).tokens
+            state.observe(len(text) - 1)
+        return found
+    finally:
+        state.close()
+
+
+@pytest.mark.parametrize("kind", ["mimo2", "hy_v3"])
+def test_each_of_several_layers_drafts_a_token(kind: str, folder: Path, target: lb.Model) -> None:
+    """They need their own K/V: a layer that has not drafted yet reads all of the text when it does."""
+    pair = open_pair(kind, folder, target)
+    with pair.ctx as ctx, lb.Branch.create(ctx, SETTINGS["greedy"]) as branch:
+        assert isinstance(pair.drafter, lb.MTPDrafter) and pair.drafter.n_layers == 3
+        text = ctx.tokenize(
+            "In the dark wood there was a house, and in the house there was a room, "
+        )
+        branch.prefill(text[:-1])
+        whole = drafted(pair, branch, text, 8)
+        assert len(whole) == 3
+        assert drafted(pair, branch, text, 1, 2, 3) == whole
+        state = pair.drafter.start(branch, "seeded")
+        for n in range(8, len(text) + 1):  # the second and third layers fall behind
+            limit = 1 if n < len(text) else 3
+            found = state.propose(text[:n], FixedLength(limit), limit).tokens
+        assert found == whole
+        state.observe(len(text) - 4)
+        assert state.propose(text, FixedLength(3), 3).tokens == whole
+        state.observe(len(text) - 1)
+        with branch.fork() as child:
+            twin = state.fork(child)
+            state.close()
+            assert twin.propose(text, FixedLength(3), 3).tokens == whole
+            twin.close()
+        assert pair.drafter.ctx.usage().cells_used == 0
+        pair.audit()
+
+
+def test_full_cache_of_the_layers_ends_drafts_and_not_the_text(
+    folder: Path, target: lb.Model
+) -> None:
+    path = toy("mimo2", folder)
+    with (
+        lb.load(path, n_ctx=512, n_threads=1, load_mtp=True) as ctx,
+        lb.Context(ctx.model, target=ctx, n_ctx=256, n_seq_max=3) as head,
+    ):
+        pair = Pair(ctx, lb.MTPDrafter(head))
+        generation = pair.speculator().generate(
+            PROMPTS[0], max_tokens=120, sampling=SETTINGS["seeded"]
+        )
+        assert generation.finish().tokens == pair.plain(PROMPTS[0], SETTINGS["seeded"], 120)
+        assert generation.stats.stop_reasons["capacity"] > 0
+        pair.audit()
+        with lb.Branch.start(ctx, PROMPTS[1]) as branch, pytest.raises(lb.SequencesExhaustedError):
+            states = [pair.drafter.start(branch, "seeded") for _ in range(2)]
+            assert states
+        assert head.n_seq_free == 3
 
 
 def answer(*arguments: str) -> dict[str, Any]:
@@ -581,7 +717,7 @@ def speculative_simple() -> str | None:
 def drafts_of_llama_cpp(program: str, arguments: list[str]) -> list[tuple[list[int], int]]:
     """Return each round's drafted tokens and how many were accepted."""
     done = subprocess.run(
-        [program, *arguments], capture_output=True, text=True, timeout=300, check=True
+        [program, *arguments], capture_output=True, timeout=300, check=True, errors="replace"
     )
     rounds: list[tuple[list[int], int]] = []
     drafted: list[int] = []
@@ -596,35 +732,50 @@ def drafts_of_llama_cpp(program: str, arguments: list[str]) -> list[tuple[list[i
     return rounds
 
 
+DRAFTS = [
+    ("bundled", "Once upon a time"),
+    ("bundled", "The princess went into the garden"),
+    *((kind, p) for kind in ("glm4moe", "qwen35", "mimo2") for p in PROMPTS[1:]),
+    ("mimo2-layers", PROMPTS[2]),
+]
+
+
 @pytest.mark.skipif(speculative_simple() is None, reason="no llama-speculative-simple is here")
-@pytest.mark.parametrize("prompt", ["Once upon a time", "The princess went into the garden"])
-def test_drafted_tokens_are_those_of_llama_cpp(prompt: str, target: lb.Model) -> None:
-    """Greedy drafts of the bundled head in F16 K/V: at every round the tokens that llama.cpp drafts."""
+@pytest.mark.parametrize(("kind", "prompt"), DRAFTS)
+def test_drafted_tokens_are_those_of_llama_cpp(
+    kind: str, prompt: str, folder: Path, target: lb.Model
+) -> None:
+    """Greedy drafts in F16 K/V: at every round the tokens that llama.cpp drafts."""
     program = speculative_simple()
     assert program is not None
+    pair = open_pair(kind, folder, target, exact=True)
+    model, head = pair.ctx.model, pair.drafter.ctx.model
+    options = [
+        "-m",
+        str(model.path),
+        "--spec-type",
+        "draft-eagle3" if kind == "bundled" else "draft-mtp",
+    ]
+    if head is not model:
+        options += ["-md", str(head.path)]
     rounds = drafts_of_llama_cpp(
         program,
         [
-            *("-m", str(target.path), "-md", str(HEAD), "--spec-type", "draft-eagle3"),
-            *("--spec-draft-n-max", "4", "--spec-draft-p-min", "0", "-p", prompt, "-n", "60"),
-            *("--temp", "0", "-t", "1", "-c", "512", "--verbose"),
+            *(*options, "--spec-draft-n-max", "4", "--spec-draft-p-min", "0"),
+            *("-p", prompt, "-n", "60", "--temp", "0", "-t", "1", "-c", "512", "--verbose"),
         ],
     )
     assert len(rounds) > 10
-    greedy = lb.SamplingParams(temperature=0.0)
-    with (
-        lb.Context(target, n_ctx=512, n_threads=1, kv_type="f16", batch_invariant=False) as ctx,
-        lb.Context(lb.Model(HEAD), target=ctx, kv_type="f16", batch_invariant=False) as head,
-        lb.Branch.create(ctx, greedy) as branch,
-    ):
+    with pair.ctx as ctx, lb.Branch.create(ctx, SETTINGS["greedy"]) as branch:
         text = ctx.tokenize(prompt)
         branch.prefill(text[:-1])
-        state = lb.EagleDrafter(head).start(branch, "seeded")
-        for drafted, n_accepted in rounds:
-            ours = state.propose(text, FixedLength(4), 4).tokens
-            assert ours[: len(drafted)] == drafted
+        state = pair.drafter.start(branch, "seeded")
+        for tokens, n_accepted in rounds:
+            ends = [i for i, token in enumerate(tokens, 1) if model.is_eog(token)]
+            tokens = tokens[: min(ends, default=None)]  # llama.cpp drafts beyond the end
+            assert state.propose(text, FixedLength(4), 4).tokens[: len(tokens)] == tokens
             branch.commit(text[-1])
-            for token in drafted[:n_accepted]:
+            for token in tokens[:n_accepted]:
                 branch.commit(token)
                 text.append(token)
             text.append(branch.produce().token)

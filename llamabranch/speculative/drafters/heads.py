@@ -6,13 +6,14 @@ K/V of drafted pairs is dropped after each draft, and that of accepted tokens co
 states.
 
 - EAGLE-3 (Li et al. 2025, 2503.01840): at position P the pair is (token P + 1, state P).
-- MTP (DeepSeek-V3, 2412.19437): at position P the pair is (token P, state P - 1).
+- MTP (DeepSeek-V3, 2412.19437): at position P the pair is (token P, state P - 1). Several layers form a
+  chain: each drafts one token, and reads the states that the layers before it made of the draft.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -61,6 +62,11 @@ class _HeadDrafter(Drafter):
         """Candidates per node; above 1 it proposes trees."""
         return self._width
 
+    @property
+    def n_layers(self) -> int:
+        """How many layers draft in turn, each with K/V of its own; 1 = one drafts all tokens."""
+        return 1
+
     def _check_target(self, target: Branch) -> None:
         if target.ctx is not self.ctx.target:
             raise ConfigError(
@@ -88,7 +94,12 @@ class _HeadDrafter(Drafter):
         ours = [state for state in states if isinstance(state, HeadState)]
         if self.width > 1 or not states or len(ours) < len(states):
             return super().propose_many(requests)
-        return _Drafting(self, requests, ours).run()
+        return self.drafting(requests, ours).run()
+
+    def drafting(self, requests: Sequence[DraftRequest], states: Sequence[HeadState]) -> _Drafting:
+        """Return the work of drafting for these requests together."""
+        kind = _Drafting if self.n_layers == 1 else _ChainDrafting
+        return kind(self, requests, states)
 
     def settings(self, target: Branch) -> SamplingParams:
         """Return the settings with which drafts for ``target`` are drawn."""
@@ -146,12 +157,13 @@ class EagleDrafter(_HeadDrafter):
 
 
 class MTPDrafter(_HeadDrafter):
-    """Drafts with the MTP layers of the target itself.
+    """Drafts with the MTP layers of the target itself, or with those of a file of their own.
 
-    It opens a context of its own for them; ``close`` frees it, and so does closing the target.
+    For the target's own it opens a context; ``close`` frees it, and so does closing the target. Several
+    layers draft one token each, so a draft has at most as many tokens as there are layers.
 
     Args:
-        target: the context that generates, of a model loaded with ``load_mtp=True``; or a context of its
+        target: the context that generates, of a model loaded with ``load_mtp=True``; or a context of
             MTP layers that is open already: ``Context(model, target=ctx)``.
         sampling: the settings of the draws; None = the request's.
 
@@ -162,26 +174,30 @@ class MTPDrafter(_HeadDrafter):
     ahead = 0
 
     def __init__(self, target: Context, sampling: SamplingParams | None = None) -> None:
-        is_open = target.target is not None and target.model is target.target.model
+        is_open = target.target is not None and not target.model.target_layers
         self.ctx = target if is_open else Context(target.model, target=target)
         self.sampling = sampling
 
     @property
+    def n_layers(self) -> int:
+        """How many MTP layers there are; of several, each drafts one token."""
+        return self.ctx.model.n_mtp_layers
+
+    @property
     def name(self) -> str:
-        """The target's name, and "MTP"."""
+        """The name of the file's model, and "MTP"."""
         return f"{self.ctx.model.name} MTP"
 
     @property
     def profile_keys(self) -> dict[str, str]:
-        """The fingerprint of the target and the number of threads."""
+        """The fingerprint of the file and the number of threads."""
         return {self.name: f"mtp {context_key(self.ctx)}"}
 
     def check(self, target: Model) -> None:
-        """Raise UnsupportedError, with the reason, unless ``target`` has the MTP layers."""
-        if target is not self.ctx.model:
-            raise UnsupportedError(
-                f"{self.name} cannot draft for {target.name}: they are the layers of another model"
-            )
+        """Raise UnsupportedError, with the reason, unless the MTP layers fit ``target``."""
+        reason = target.head_fault(self.ctx.model)
+        if reason:
+            raise UnsupportedError(f"{self.name} cannot draft for {target.name}: {reason}")
 
     def close(self) -> None:
         """Free the context of the MTP layers."""
@@ -189,16 +205,17 @@ class MTPDrafter(_HeadDrafter):
 
 
 class HeadState:
-    """A sequence of the head's context that follows one text of the target.
+    """The sequences of the head's context that follow one text of the target.
 
     Attributes:
-        seq_id: the sequence.
+        seq_ids: a sequence for each layer that drafts.
         target: the branch that is drafted for.
         tokens: the text that it has read.
         rule: the acceptance rule.
         ahead: by how many tokens a pair's token is ahead of its position.
         width: candidates per node of a tree; 1 = a chain.
         ranks_by_noise: whether they are ranked with the noise of the target's draws.
+        n_skipped: how many of the first pairs its sequences lack: the states of these are not known.
     """
 
     def __init__(self, drafter: _HeadDrafter, target: Branch, rule: str) -> None:
@@ -208,6 +225,7 @@ class HeadState:
         self.width = drafter.width
         self.ranks_by_noise = drafter.ranks_by_noise(target)
         self.tokens: list[int] = []
+        self.n_skipped = 0
         self.seed = target.seed
         self._drafter = drafter
         self._ctx = drafter.ctx
@@ -216,7 +234,15 @@ class HeadState:
         # How many tokens the sampler has accepted; None if it must accept all of them again.
         self._n_accepted: int | None = None
         self._stream = LoopStream(drafter.ctx.n_vocab, rule)
-        self.seq_id = self._ctx.lease(self)
+        # llama.cpp computes one layer at a time, and writes K/V of that layer only. So a cell would not
+        # serve two layers, unless the second wrote to the same one, which llama.cpp does not promise.
+        self.seq_ids: list[int] = []
+        try:
+            for _ in range(drafter.n_layers):
+                self.seq_ids.append(self._ctx.lease(self))
+        except BaseException:
+            self.close()
+            raise
 
     def _new_sampler(self, params: SamplingParams, grammar: Grammar | None) -> Sampler:
         return Sampler(self._ctx.model, params, grammar)
@@ -224,35 +250,73 @@ class HeadState:
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
         """Read the tokens that are new with the target's states of them, then draw token by token."""
         request = DraftRequest(self, list(tokens), length, limit)
-        return _Drafting(self._drafter, [request], [self]).run()[0]
+        return self._drafter.drafting([request], [self]).run()[0]
 
-    def features(self, tokens: Sequence[int]) -> States:
-        """Return the target's states for the pairs of the text that it has not read yet, (n, width).
+    # -- what it has read --------------------------------------------------------------------------
 
-        The last pair is read again if it has read all of them: the draft begins at its logits.
+    def n_pairs(self, layer: int = 0) -> int:
+        """Return the number of the first pair that a layer has not read."""
+        return self.n_skipped + self._ctx.kv_cache.next_position(self.seq_ids[layer])
+
+    def features(self, tokens: Sequence[int], n_layers: int) -> tuple[int, States]:
+        """Return the first pair of the text that one of ``n_layers`` has not read, and what it reads.
+
+        The last pair is read again if all were read: the draft begins at its logits. Where the target
+        has no states of some tokens, and no room to decode them again, the head forgets what it has
+        read and begins after them.
+
+        Returns:
+            the number of the pair, and the target's states for all from there on, float32 (n, width).
+
+        Raises:
+            CapacityError: the target has no state of the last token.
         """
         target = self.target
         self.observe(len(tokens) - 1)
-        start = self.n_pairs + self.ahead - 1
+        first = min(self.n_pairs(layer) for layer in range(n_layers))
+        start = max(0, first + self.ahead - 1)
         with target.ctx.lock:
             sequence = target.sequence
             sequence.check_usable()
             sequence.catch_up()
-            rows = target.ctx.hidden_states(sequence.seq_id, list(tokens[:-1]), max(0, start))
-        if start >= 0:
-            return rows
-        return np.concatenate((np.zeros((1, rows.shape[1]), dtype=np.float32), rows))
+            rows = target.ctx.hidden_states(sequence.seq_id, list(tokens[:-1]), start)
+        if len(rows) < len(tokens) - 1 - start:
+            first = len(tokens) - len(rows) - self.ahead
+            self._skip(first)
+        elif first + self.ahead == 0:  # no state comes before the first token
+            rows = np.concatenate((np.zeros((1, rows.shape[1]), dtype=np.float32), rows))
+        return first, rows
 
-    @property
-    def n_pairs(self) -> int:
-        """How many pairs its sequence holds."""
-        return self._ctx.kv_cache.next_position(self.seq_id)
+    def _skip(self, n: int) -> None:
+        """Begin again with pair ``n``."""
+        with self._ctx.lock:
+            self._ctx.decoder.check_open()
+            for seq_id in self.seq_ids:
+                self._ctx.kv_cache.drop(seq_id, 0)
+            self.n_skipped = n
 
     def cut(self, n_tokens: int) -> None:
         """Keep the pairs of the first ``n_tokens`` of the text. Hold the lock of the head's context."""
-        n = max(0, n_tokens - self.ahead)
-        if self.n_pairs > n:
-            self._ctx.kv_cache.drop(self.seq_id, n)
+        n = max(0, n_tokens - self.ahead - self.n_skipped)
+        cache = self._ctx.kv_cache
+        for seq_id in self.seq_ids:
+            if cache.next_position(seq_id) > n:
+                cache.drop(seq_id, n)
+        if n == 0:
+            self.n_skipped = 0
+
+    def observe(self, n_tokens: int) -> None:
+        """Forget all tokens but the first ``n_tokens``."""
+        if self._n_accepted is not None and self._n_accepted > n_tokens:
+            self._n_accepted = None
+        if n_tokens >= len(self.tokens):
+            return
+        with self._ctx.lock:
+            self._ctx.decoder.check_open()
+            self.cut(n_tokens)
+            del self.tokens[n_tokens:]
+
+    # -- drawing -----------------------------------------------------------------------------------
 
     def sampler(self, tokens: Sequence[int]) -> Sampler:
         """Return a sampler that has accepted ``tokens``, the text, for one draft."""
@@ -273,48 +337,47 @@ class HeadState:
 
         The draft has ``n_drafted`` tokens so far, and at most ``limit``.
         """
-        return self._stream.begin(
+        stream = self._stream.begin(
             sampler,
             seed=self.seed,
             noise=noise,
-            seq_id=self.seq_id,
+            seq_id=self.seq_ids[0],
             n_drafted=n_drafted,
             length=length,
             limit=limit,
         )
+        if stream is not None:
+            stream.set_behind(self.ahead + self.n_skipped)
+        return stream
 
-    def observe(self, n_tokens: int) -> None:
-        """Forget all tokens but the first ``n_tokens``."""
-        if self._n_accepted is not None and self._n_accepted > n_tokens:
-            self._n_accepted = None
-        if n_tokens >= len(self.tokens):
-            return
-        with self._ctx.lock:
-            self._ctx.decoder.check_open()
-            self.cut(n_tokens)
-            del self.tokens[n_tokens:]
+    # -- life --------------------------------------------------------------------------------------
 
     def fork(self, target: Branch) -> DraftState:
         """Return a copy of this state that drafts for ``target``."""
         other = HeadState(self._drafter, target, self.rule)
+        cache = self._ctx.kv_cache
         with self._ctx.lock:
-            if self.n_pairs:
-                self._ctx.kv_cache.share(self.seq_id, other.seq_id)
+            for mine, its in zip(self.seq_ids, other.seq_ids, strict=True):
+                if cache.next_position(mine):
+                    cache.share(mine, its)
             other.tokens = list(self.tokens)
+            other.n_skipped = self.n_skipped
         return other
 
     def close(self) -> None:
-        """Free its sequence."""
+        """Free its sequences."""
         if not self._ctx.closed:
-            self._ctx.return_lease(self.seq_id)
+            for seq_id in self.seq_ids:
+                self._ctx.return_lease(seq_id)
 
 
 class _Run:
     """One stream's draft while it is being drawn.
 
     Attributes:
-        unread: tokens of the text that are decoded before the first draw, each with a state that the
-            head makes of a row of ``features``.
+        first: the number of the first pair of ``features``.
+        features: the target's states, as far as a layer has not read them.
+        unread: tokens of the text that the first layer reads before the first draw.
         row: the logits of the next token, valid until the next decode.
         hidden: the head's state for the next pair, (n_embd,).
         limit: the most tokens of the draft.
@@ -323,12 +386,16 @@ class _Run:
     """
 
     def __init__(
-        self, state: HeadState, request: DraftRequest, draft: Draft, features: States
+        self,
+        state: HeadState,
+        request: DraftRequest,
+        draft: Draft,
+        features: tuple[int, States],
     ) -> None:
         self.state = state
         self.draft = draft
-        self.features = features
-        self.unread = request.tokens[state.n_pairs + state.ahead :]
+        self.first, self.features = features
+        self.unread = request.tokens[max(state.n_pairs(), self.first) + state.ahead :]
         self.limit = request.limit
         self.row: LogitsRow | None = None
         self.hidden: States | None = None
@@ -341,6 +408,16 @@ class _Run:
         if state.rule != "seeded":
             self._noise = draft_seed(state.seed, len(request.tokens))
         draft.n_read = len(request.tokens) - len(state.tokens)
+
+    @property
+    def first_features(self) -> States:
+        """The features of ``unread``."""
+        return self.features[len(self.features) - len(self.unread) :]
+
+    def behind(self, layer: int) -> tuple[list[int], States]:
+        """Return the tokens of the text that a layer has not read, and the target's states for them."""
+        n = max(self.state.n_pairs(layer), self.first)
+        return self._text[n + self.state.ahead :], self.features[n - self.first :]
 
     def note_read(self) -> None:
         """Note that ``unread`` was decoded."""
@@ -388,7 +465,7 @@ class _Run:
     def grow(self, ctx: Context) -> None:
         """Draft a tree in the head's context. The text is read."""
         state = self.state
-        root = _Leaf(state.seq_id, self._sampler, len(self._text), self.row, self.hidden)
+        root = _Leaf(state.seq_ids[0], self._sampler, len(self._text), self.row, self.hidden)
         grow_tree(
             self.draft,
             _Leaves(ctx, state.seed),
@@ -493,6 +570,8 @@ def _row_of(node: _Leaf) -> LogitsRow:
 class _Drafting:
     """The drafts of one or several streams, one decode of the head per drafted position."""
 
+    n_layers = 1
+
     def __init__(
         self, drafter: _HeadDrafter, requests: Sequence[DraftRequest], states: Sequence[HeadState]
     ) -> None:
@@ -513,12 +592,17 @@ class _Drafting:
                 self._drafts[i].stopped = "off"
         try:
             # Under the target's lock, not this one's.
-            features = [self._states[i].features(self._requests[i].tokens) for i in live]
+            features = [
+                self._states[i].features(
+                    self._requests[i].tokens, min(self.n_layers, self._requests[i].limit)
+                )
+                for i in live
+            ]
             with ctx.lock:
                 ctx.decoder.check_open()
                 runs = [
-                    _Run(self._states[i], self._requests[i], self._drafts[i], rows)
-                    for i, rows in zip(live, features, strict=True)
+                    _Run(self._states[i], self._requests[i], self._drafts[i], found)
+                    for i, found in zip(live, features, strict=True)
                 ]
                 try:
                     self._draft(runs)
@@ -552,7 +636,8 @@ class _Drafting:
                     run.draw()
             runs = [run for run in runs if not run.is_done]
             if runs:
-                self._step(runs)
+                states = [run.hidden for run in runs if run.hidden is not None]
+                self._read(runs, [run.draft.tokens[-1:] for run in runs], np.stack(states))
 
     def _loop(self, runs: Sequence[_Run]) -> bool:
         """Draft in the compiled core; return False if it cannot draft for these streams."""
@@ -569,7 +654,7 @@ class _Drafting:
             [run.unread for run in runs],
             max(run.limit for run in runs),
             (),
-            HeadInput([run.features for run in runs], self._ctx.encoder),
+            HeadInput([run.first_features for run in runs], self._ctx.encoder),
         )
         if found is None:
             return False
@@ -585,17 +670,23 @@ class _Drafting:
         return True
 
     def _catch_up(self, runs: Sequence[_Run]) -> None:
-        """Decode the pairs that are new: each run then has the logits and the state after its text."""
-        encoded = self._ctx.encode(np.concatenate([run.features for run in runs]))
+        """Let the first layer read the text: each run then has the logits and the state after it."""
+        states = self._ctx.encode(np.concatenate([run.first_features for run in runs]))
+        self._read(runs, [run.unread for run in runs], states)
+        for run in runs:
+            run.note_read()
+
+    def _read(
+        self, runs: Sequence[_Run], unread: Sequence[list[int]], states: States, layer: int = 0
+    ) -> None:
+        """Decode pairs of each run, at least one; it gets the logits and the state after its last."""
         tokens: list[int] = []
         seqs: list[int] = []
         lasts: list[int] = []
-        for run in runs:
-            tokens += run.unread
-            seqs += [run.state.seq_id] * len(run.unread)
+        for run, new in zip(runs, unread, strict=True):
+            tokens += new
+            seqs += [run.state.seq_ids[layer]] * len(new)
             lasts.append(len(tokens) - 1)
-        # llama.cpp computes EAGLE-3's logits for every entry and takes the first rows of them: entries
-        # without logits may not come before others in a batch.
         decoder = self._ctx.decoder
         size = decoder.handle.n_chunk
         final = list(range(len(tokens)))
@@ -610,40 +701,69 @@ class _Drafting:
                     [seqs[at] for at in part],
                     [False] * len(part),
                     (),
-                    encoded[part],
+                    states[part],
                 )
-        number = {at: i for i, at in enumerate(final)}
-        self._decode(
-            runs,
+        # llama.cpp computes EAGLE-3's logits for every entry and takes the first rows of them: entries
+        # without logits may not come before others in a batch.
+        rows = decoder.decode(
             [tokens[at] for at in final],
             [seqs[at] for at in final],
-            encoded[final],
-            [number[at] for at in lasts],
+            [True] * len(final),
+            (),
+            states[final],
         )
-        for run in runs:
-            run.note_read()
+        hidden = decoder.output_states(len(final))
+        number = {at: i for i, at in enumerate(final)}
+        for run, at in zip(runs, lasts, strict=True):
+            run.row, run.hidden, run.is_drawn = rows[number[at]], hidden[number[at]], False
 
-    def _step(self, runs: Sequence[_Run]) -> None:
-        """Decode the last token of each draft with the head's own state."""
-        self._decode(
-            runs,
-            [run.draft.tokens[-1] for run in runs],
-            [run.state.seq_id for run in runs],
-            np.stack([run.hidden for run in runs if run.hidden is not None]),
-            range(len(runs)),
-        )
 
-    def _decode(
-        self,
-        runs: Sequence[_Run],
-        tokens: list[int],
-        seqs: list[int],
-        states: States,
-        kept: Sequence[int],
+class _ChainDrafting(_Drafting):
+    """Drafts of several MTP layers in turn: one decode for each, of what it has not read and the draft.
+
+    A layer that did not draft, because the draft ended before, is behind in the text until it drafts.
+    """
+
+    def __init__(
+        self, drafter: _HeadDrafter, requests: Sequence[DraftRequest], states: Sequence[HeadState]
     ) -> None:
-        """Decode pairs; the runs get the logits and the states after those numbered ``kept``."""
+        self.n_layers = n = drafter.n_layers
+        limited = [request._replace(limit=min(request.limit, n)) for request in requests]
+        super().__init__(drafter, limited, states)
+
+    def _draft(self, runs: list[_Run]) -> None:
+        for layer in range(1, self.n_layers):
+            behind = [run for run in runs if layer < run.limit]
+            behind = [run for run in behind if len(run.behind(layer)[0]) > _MOST_ROWS]
+            if behind:
+                self._read_text(behind, layer)
+        if runs:
+            self._catch_up(runs)
+        made: dict[_Run, list[States]] = {run: [] for run in runs}
+        for layer in range(1, self.n_layers + 1):
+            for run in runs:
+                run.draw()
+            runs = [run for run in runs if not run.is_done]
+            if not runs:
+                return
+            for run in runs:
+                if run.hidden is not None:
+                    made[run].append(run.hidden[None])
+            self._read_text(runs, layer, made)
+
+    def _read_text(
+        self, runs: Sequence[_Run], layer: int, made: Mapping[_Run, list[States]] | None = None
+    ) -> None:
+        """Let a layer read what it has not read of the text, and the draft with the states ``made``."""
+        unread, states = [], []
+        for run in runs:
+            tokens, features = run.behind(layer)
+            drafted = [] if made is None else made[run]
+            unread.append(tokens + run.draft.tokens[: len(drafted)])
+            states += [features, *drafted]
         decoder = self._ctx.decoder
-        rows = decoder.decode(tokens, seqs, [True] * len(tokens), (), states)
-        hidden = decoder.output_states(len(tokens))
-        for run, at in zip(runs, kept, strict=True):
-            run.row, run.hidden, run.is_drawn = rows[at], hidden[at], False
+        decoder.use_mtp_layer(layer)
+        try:
+            self._read(runs, unread, np.concatenate(states), layer)
+        finally:
+            decoder.use_mtp_layer(0)

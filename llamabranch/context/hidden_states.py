@@ -7,6 +7,7 @@ share cells share rows, and what forks, rewinds or prunes a sequence needs to do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,21 @@ from ..errors import ConfigError
 from ..native import ContextHandle, heads
 from .cell_ledger import CellLedger
 
-__all__ = ["HiddenStates"]
+__all__ = ["HiddenStates", "PackedStates"]
 
 Rows = npt.NDArray[np.float32]
+
+
+class PackedStates(NamedTuple):
+    """The hidden states of a whole sequence, outside the cache.
+
+    Attributes:
+        layers: whose inputs make up a row, in this order.
+        rows: float32 (n, width).
+    """
+
+    layers: tuple[int, ...]
+    rows: Rows
 
 
 class HiddenStates:
@@ -98,6 +111,18 @@ class HiddenStates:
         for position, row in enumerate(rows):
             if row is not None:
                 self._rows[self._ledger.write_index(seq_id, position)] = row
+
+    def packed(self, seq_id: int) -> PackedStates | None:
+        """Return the rows of all positions of a sequence, a copy; None where some are missing."""
+        rows = [row for row in self.all_of(seq_id) if row is not None]
+        if not rows or len(rows) < self._ledger.next_position(seq_id):
+            return None
+        return PackedStates(self._layers, np.stack(rows))
+
+    def restore(self, seq_id: int, packed: PackedStates) -> None:
+        """Keep rows for the first positions of a sequence; those of other layers are of no use."""
+        if packed.layers == self._layers and packed.rows.shape[1] == self.width:
+            self.set_all(seq_id, packed.rows)
 
     def _forget_unused(self) -> None:
         used = self._ledger.write_indices()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
@@ -419,6 +420,149 @@ def test_draft_of_the_same_text_again_is_the_same(pair: Pair) -> None:
         state.close()
     assert first == second
     assert first
+
+
+# -- contexts of other kinds -----------------------------------------------------------------------------
+
+SHARED = "Once upon a time there was a king who had three daughters, and the youngest was so"
+TEXTS = [
+    SHARED + end for end in (" fair that", " proud", "", " fair that the sun", " poor", " old")
+]
+CONTEXTS: dict[str, dict[str, Any]] = {
+    "own cells": {"kv_unified": False},
+    "prefix cache": {"prefix_cache": True},
+    "prefix cache, own cells": {"prefix_cache": True, "kv_unified": False},
+}
+
+
+def engine_texts(pair: Pair | lb.Context, sampling: lb.SamplingParams) -> tuple[lb.Engine, Any]:
+    """Return an engine that has run ``TEXTS``, with a head or plainly, and the texts."""
+    ctx, drafter = (pair.ctx, pair.drafter) if isinstance(pair, Pair) else (pair, None)
+    engine = lb.Engine(
+        ctx, drafter, lb.SpeculativeConfig(draft_k=3), sampling=sampling, max_tokens=12
+    )
+    return engine, {r.id: r.tokens for r in engine.generate(TEXTS)}
+
+
+@pytest.mark.parametrize("own_head", [False, True], ids=["head unified", "head own"])
+@pytest.mark.parametrize("options", CONTEXTS)
+def test_engine_texts_are_plain_in_contexts_of_other_kinds(
+    options: str, own_head: bool, target: lb.Model
+) -> None:
+    """The second pass finds the first in a prefix cache, hidden states included."""
+    size: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 4, "n_threads": 1}
+    for settings in ("greedy", "seeded"):
+        sampling = SETTINGS[settings]
+        with lb.Context(target, **size) as plain:
+            wanted = engine_texts(plain, sampling)[1]
+        with lb.Context(target, **size, **CONTEXTS[options]) as ctx:
+            head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True, kv_unified=not own_head)
+            pair = Pair(ctx, lb.EagleDrafter(head))
+            for _ in range(2):
+                engine, found = engine_texts(pair, sampling)
+                assert found == wanted
+                stats = engine.stats.speculative
+                assert stats.num_drafts > stats.num_plain_steps
+                assert "capacity" not in stats.stop_reasons
+            if ctx.prefix_cache is not None:
+                assert ctx.prefix_cache.n_hit_tokens > 0
+            pair.audit()
+            assert head.usage().cells_used == 0
+
+
+def test_async_engine_with_a_prefix_cache_and_a_head(target: lb.Model) -> None:
+    with lb.Context(target, n_ctx=1024, n_seq_max=4, n_threads=1) as plain:
+        wanted = engine_texts(plain, SETTINGS["seeded"])[1]
+
+    async def run(ctx: lb.Context, drafter: lb.EagleDrafter) -> list[list[list[int]]]:
+        passes = []
+        config = lb.SpeculativeConfig(draft_k=3)
+        async with lb.AsyncEngine(
+            ctx, drafter, config, sampling=SETTINGS["seeded"], max_tokens=12
+        ) as engine:
+
+            async def tokens_of(text: str) -> list[int]:
+                events = [event async for event in engine.generate(text)]
+                result = events[-1].result
+                assert result is not None
+                return result.tokens
+
+            for _ in range(2):
+                passes.append(await asyncio.gather(*map(tokens_of, TEXTS)))
+        return passes
+
+    with lb.Context(target, n_ctx=1024, n_seq_max=4, n_threads=1, prefix_cache=True) as ctx:
+        head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True)
+        for found in asyncio.run(run(ctx, lb.EagleDrafter(head))):
+            assert found == list(wanted.values())
+        assert ctx.prefix_cache is not None and ctx.prefix_cache.n_hit_tokens > 0
+        assert head.usage().cells_used == 0
+        ctx.audit()
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["unified", "own cells"])
+def test_prefix_that_comes_back_from_host_memory_has_its_hidden_states(
+    own: bool, eagle: Pair, target: lb.Model
+) -> None:
+    rng = np.random.default_rng(5)
+    texts = [[int(t) for t in rng.integers(2, 4000, 100)] for _ in range(3)]
+    wanted = []
+    for tokens in texts:
+        with lb.Branch.create(eagle.ctx, SETTINGS["greedy"]) as branch:
+            branch.prefill(tokens[:-1])
+            wanted.append(drafted(eagle, branch, tokens, 4))
+    with lb.Context(
+        target,
+        n_ctx=512 if own else 256,
+        n_seq_max=2,
+        n_threads=1,
+        prefix_cache=True,
+        cache_ram=1 << 22,
+        kv_unified=not own,
+    ) as ctx:
+        head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True, n_ctx=512)
+        pair = Pair(ctx, lb.EagleDrafter(head))
+        for _ in range(2):
+            for tokens, draft in zip(texts, wanted, strict=True):
+                ctx.decoder.read_s = 1.0  # as if reading took a second for each token
+                with lb.Branch.start(ctx, tokens[:-1], sampling=SETTINGS["greedy"]) as branch:
+                    decodes = ctx.decoder.n_decodes
+                    assert drafted(pair, branch, tokens, 4) == draft
+                    assert ctx.decoder.n_decodes == decodes  # no token was decoded again
+        assert ctx.prefix_cache is not None and ctx.prefix_cache.n_restored > 0
+        pair.audit()
+
+
+@pytest.mark.parametrize("own_head", [False, True], ids=["head unified", "head own"])
+def test_head_begins_after_the_tokens_whose_states_are_not_known(
+    own_head: bool, target: lb.Model
+) -> None:
+    """The head is opened late, and there is no sequence in which tokens could be decoded again."""
+    for settings in SETTINGS.values():
+        with lb.Context(target, n_ctx=512, n_seq_max=2, n_threads=1) as ctx:
+            branch = lb.Branch.start(ctx, PROMPTS[0], sampling=settings)
+            list(branch.generate(10))
+            twin = branch.fork()  # the other sequence
+            head = lb.Context(
+                lb.Model(HEAD), target=ctx, owns_model=True, n_seq_max=4, kv_unified=not own_head
+            )
+            pair = Pair(ctx, lb.EagleDrafter(head))
+            speculator = pair.speculator(rule="seeded")
+            generation = speculator.generate(branch, max_tokens=24)
+            found = generation.finish().tokens
+            stats = generation.stats
+            assert stats.stop_reasons["capacity"] <= 2 < stats.num_drafts
+            held = head.usage().sequences
+            assert 0 < max(held.values()) < branch.position - 10  # the first pairs are missing
+            branch.rewind(branch.position - 6)
+            again = speculator.generate(branch, max_tokens=6).finish().tokens
+            assert found == [t.token for t in twin.generate(24)]
+            assert again == found[-6:]
+            twin.prune()
+            speculator.forget(branch)
+            branch.prune()
+            pair.audit()
+            head.close()
 
 
 # -- what does not fit -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import json
 import os
@@ -194,7 +195,7 @@ def test_rewound_branch_drafts_as_if_it_had_never_gone_on(pair: Pair) -> None:
 
 
 def test_snapshot_continues_with_a_head(pair: Pair, tmp_path: Path) -> None:
-    """A restored branch has no hidden states; its tokens are decoded once more to get them."""
+    """It has its hidden states, so none of its tokens is decoded again."""
     if pair.ctx.kv_cache.state_layout is None:
         pytest.skip("this memory is written in an unknown form")
     sampling = SETTINGS["seeded"]
@@ -204,6 +205,10 @@ def test_snapshot_continues_with_a_head(pair: Pair, tmp_path: Path) -> None:
         wanted = [t.token for t in branch.generate(10)]
     speculator = pair.speculator()
     with lb.Branch.load(pair.ctx, tmp_path / "branch.lb") as restored:
+        n_decodes = pair.ctx.decoder.n_decodes
+        tokens = restored.tokens
+        pair.ctx.hidden_states(restored.sequence.seq_id, tokens, 0)
+        assert pair.ctx.decoder.n_decodes == n_decodes
         generation = speculator.generate(restored, max_tokens=10)
         assert generation.finish().tokens == wanted
         assert generation.stats.num_drafts > 0
@@ -236,6 +241,58 @@ def test_drafts_do_not_depend_on_the_way_to_the_text(eagle: Pair) -> None:
         restored = lb.Branch.restore(eagle.ctx, whole.snapshot())
         assert draft(restored) == wanted
         restored.prune()
+
+
+def test_snapshots_load_with_and_without_hidden_states(
+    eagle: Pair, target: lb.Model, tmp_path: Path
+) -> None:
+    """Files of contexts without a head are as before; either kind loads in either context."""
+    sampling = SETTINGS["seeded"]
+    with lb.Context(target, n_ctx=256, n_threads=1) as bare:
+        saved = {}
+        for name, ctx in (("with", eagle.ctx), ("without", bare)):
+            with lb.Branch.start(ctx, PROMPTS[1], sampling=sampling) as branch:
+                list(branch.generate(6))
+                branch.save(tmp_path / name)
+                saved[name] = branch.snapshot()
+                wanted = [t.token for t in branch.generate(10)]
+        assert saved["with"].hidden.shape == (len(saved["with"].tokens), 3 * 256)
+        assert saved["with"].hidden_layers == (1, 3, 5)
+        assert saved["with"].n_bytes > saved["without"].n_bytes
+        versions = {name: (tmp_path / name).read_bytes()[8] for name in saved}
+        assert versions == {"with": 2, "without": 1}
+        for name in saved:
+            with lb.Branch.load(bare, tmp_path / name) as restored:
+                assert [t.token for t in restored.generate(10)] == wanted
+            with lb.Branch.load(eagle.ctx, tmp_path / name) as restored:
+                found = eagle.speculator().generate(restored, max_tokens=10)
+                assert found.finish().tokens == wanted and found.stats.num_drafts > 0
+    eagle.audit()
+
+
+def test_snapshots_with_forged_hidden_states_are_refused(eagle: Pair, tmp_path: Path) -> None:
+    with lb.Branch.start(eagle.ctx, PROMPTS[1], sampling=SETTINGS["greedy"]) as branch:
+        good = branch.snapshot()
+    nan = good.hidden.copy()
+    nan[2, 5] = np.nan
+    wide = np.zeros((len(good.tokens), 10_000), np.float32)
+    for hidden, layers, is_refused in (
+        (nan, good.hidden_layers, True),
+        (good.hidden[:-1], good.hidden_layers, True),
+        (wide, good.hidden_layers, True),
+        (good.hidden, (0, 1, 2), False),  # of another head: not used
+        (good.hidden[:, :5], good.hidden_layers, False),
+    ):
+        forged = dataclasses.replace(good, hidden=hidden, hidden_layers=layers)
+        forged.write(tmp_path / "forged")
+        if is_refused:
+            with pytest.raises(lb.SnapshotError):
+                lb.Branch.load(eagle.ctx, tmp_path / "forged")
+            continue
+        with lb.Branch.load(eagle.ctx, tmp_path / "forged") as restored:
+            restored.step()
+            eagle.speculator().generate(restored, max_tokens=4).finish()
+    eagle.audit()
 
 
 @pytest.mark.skipif(not draft_loop.available, reason="the compiled core is not here")

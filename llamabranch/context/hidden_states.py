@@ -58,9 +58,8 @@ class HiddenStates:
         bad = [layer for layer in layers if not 0 <= layer <= handle.n_layer]
         if bad:
             raise ConfigError(f"there is no layer {bad[0]}: the model has {handle.n_layer}")
-        self.width = sum(
-            handle.n_embd_out if layer == handle.n_layer else handle.n_embd for layer in layers
-        )
+        self._sources = [heads.ExtractedRows(handle, layer) for layer in layers]
+        self.width = sum(source.width for source in self._sources)
         self.is_read = is_read
         self._handle = handle
         self._ledger = ledger
@@ -81,21 +80,17 @@ class HiddenStates:
 
         ``first`` is the write index of its first token; the others follow in the order of the batch.
         """
-        parts = []
-        for layer in self._layers:
-            if layer == self._handle.n_layer:
-                parts.append(heads.nextn_rows(self._handle, n))
-            else:
-                parts.append(heads.layer_rows(self._handle, layer, n))
+        found = np.empty((n, self.width), dtype=np.float32)
+        low = 0
+        for source in self._sources:
+            high = low + source.width
+            found[:, low:high] = source.rows()[:n]
+            low = high
         if (
             len(self._rows) > 2 * self._ledger.n_cells
         ):  # before: a tree's cells are not in the ledger yet
             self._forget_unused()
-        self.put(range(first, first + n), np.concatenate(parts, axis=1))
-
-    def put(self, write_indices: Iterable[int], rows: Rows) -> None:
-        """Keep ``rows`` for the cells with these write indices."""
-        self._rows.update(zip(write_indices, rows, strict=True))
+        self._rows.update(zip(range(first, first + n), found, strict=True))
 
     def of(self, seq_id: int, start: int, end: int) -> list[Rows | None]:
         """Return the rows of positions [start, end) of a sequence; None where there is none."""

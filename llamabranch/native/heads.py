@@ -32,12 +32,12 @@ __all__ = [
     "STAGING",
     "DraftHead",
     "Encoder",
+    "ExtractedRows",
     "Rows",
     "available",
     "check_available",
     "extract_layers",
     "extract_nextn",
-    "layer_rows",
     "look_up",
     "n_mtp_layers",
     "nextn_rows",
@@ -166,12 +166,36 @@ def extract_nextn(handle: ContextHandle, on: bool, *, masked: bool) -> None:
     _functions["set_nextn"](handle.ptr, on, masked)
 
 
-def layer_rows(handle: ContextHandle, layer: int, n: int) -> Rows:
-    """Return the inputs of a layer in the last decode of ``n`` tokens, float32 (n, n_embd).
+class ExtractedRows:
+    """What a context gives out of each token: the inputs of a layer, or the state before the output norm.
 
-    A view, valid until the next decode. The layer must have been extracted in that decode.
+    Args:
+        handle: the context.
+        layer: the number of layers = the state.
     """
-    return _view(_functions["get_layer"](handle.ptr, layer), n, handle.n_embd)
+
+    def __init__(self, handle: ContextHandle, layer: int) -> None:
+        self._handle = handle
+        self._layer = layer if layer < handle.n_layer else None
+        self.width = handle.n_embd if layer < handle.n_layer else handle.n_embd_out
+        self._address: int | None = None
+        self._rows: Rows = np.empty((0, self.width), dtype=np.float32)
+
+    def rows(self) -> Rows:
+        """Return the rows of the last decode in the order of its batch, float32 (n_batch, width).
+
+        A view, valid until the next decode; only as many rows as that had tokens are of it. It must have
+        been extracted in that decode.
+        """
+        handle, layer = self._handle, self._layer
+        if layer is None:
+            address = _functions["get_nextn"](handle.unchecked_ptr)
+        else:
+            address = _functions["get_layer"](handle.unchecked_ptr, layer)
+        if not address or address != self._address:
+            self._address = address
+            self._rows = _view(address, handle.n_batch, self.width)
+        return self._rows
 
 
 def nextn_rows(handle: ContextHandle, n: int) -> Rows:

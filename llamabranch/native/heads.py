@@ -94,9 +94,10 @@ def look_up() -> tuple[dict[str, Any], str]:
             found[name] = ctypes.CFUNCTYPE(result, *arguments)((symbol, C._lib))
         except AttributeError:
             missing.append(symbol)
-    fields = {name for name, _ in C.llama_context_params._fields_}
     missing += [
-        f"llama_context_params.{name}" for name in ("ctx_type", "ctx_other") if name not in fields
+        f"llama_context_params.{name}"
+        for name in ("ctx_type", "ctx_other")
+        if not hasattr(C.llama_context_params, name)
     ]
     if not missing:
         return found, ""

@@ -262,7 +262,7 @@ def _drafts_with(model: Model) -> str:
     if kind == "mtp":
         return f"its {layers} (--draft mtp)"
     if kind == "mtp-only":
-        return f"{layers} of a target of width {model.n_embd}, which is another file"
+        return f"{layers} for a target of width {model.n_embd}"
     return "-"
 
 

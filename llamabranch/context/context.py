@@ -25,7 +25,7 @@ from ..model import Model, TokenIds, token_list
 from ..native import ContextHandle, HeadOf, heads, max_sequences
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base
-from .capabilities import probe
+from .capabilities import of_sharing_head, probe
 from .cell_ledger import Usage
 from .compaction import rewrite_in_order
 from .decoder import Decoder
@@ -142,20 +142,24 @@ class Context:
         self._owns_model = owns_model
         self._lock = handle.lock
         try:
-            tuner.tune(handle)
-            self.capabilities, layout, n_decodes = probe(
-                handle,
-                model,
-                n_seq_max,
-                kv_type=resolved.kv_type,
-                flash_attention=resolved.flash_attention,
-                swa_full=resolved.swa_full,
-                batch_invariant=resolved.batch_invariant,
-                is_head=head is not None,
-            )
+            if target is not None and model.shares_memory:  # trials would clear the target's memory
+                self.capabilities = of_sharing_head(target.capabilities)
+                layout, n_decodes = None, 0
+            else:
+                tuner.tune(handle)
+                self.capabilities, layout, n_decodes = probe(
+                    handle,
+                    model,
+                    n_seq_max,
+                    kv_type=resolved.kv_type,
+                    flash_attention=resolved.flash_attention,
+                    swa_full=resolved.swa_full,
+                    batch_invariant=resolved.batch_invariant,
+                    is_head=head is not None,
+                )
             self._features = None
             if target is not None:
-                if not self.capabilities.can_truncate:
+                if not self.capabilities.can_truncate and not model.shares_memory:
                     raise UnsupportedError(
                         "a head must be able to drop what it has drafted", hint="leave swa_full out"
                     )
@@ -251,6 +255,13 @@ class Context:
     def _check_open(self) -> None:
         self._decoder.check_open()
 
+    def _check_own_memory(self) -> None:
+        if self.model.shares_memory:
+            raise UnsupportedError(
+                f"{self.model.name} has no memory of its own: it reads that of its target",
+                hint="it is for drafting only: MTPDrafter(ctx)",
+            )
+
     # -- interruption ------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
@@ -315,9 +326,11 @@ class Context:
 
         Raises:
             SequencesExhaustedError: all are taken; the message lists the holders.
+            UnsupportedError: a head that reads the sequences of its target.
         """
         with self._lock:
             self._check_open()
+            self._check_own_memory()
             self._collect_forgotten()
             first = self._cache.first_position
             if len(self._leases) == self.n_seq_max:
@@ -459,11 +472,15 @@ class Context:
         with self._lock:
             self._check_open()
             self._collect_forgotten()
+            if self.target is not None and self.model.shares_memory:
+                return self.target.audit()
             keeps_less = self.capabilities.recurrent or bool(self.capabilities.sliding_window)
             self._cache.audit(ends_only=keeps_less)
+        return None
 
     def _check_raw(self, *seq_ids: int) -> list[int]:
         self._check_open()
+        self._check_own_memory()
         self._collect_forgotten()
         checked = [self._check_seq(seq_id) for seq_id in seq_ids]
         for seq_id in checked:
@@ -626,6 +643,7 @@ class Context:
         """
         with self._lock:
             self._check_open()
+            self._check_own_memory()
             self._collect_forgotten()
             n_branches = len(self._leases) - self._n_seq_cached
             if n_branches:
@@ -670,6 +688,22 @@ def _head_params(model: Model, target: Context, given: ContextParams) -> Context
         raise UnsupportedError(
             f"{model.name} cannot draft for {target.model.name} as a head: {reason}",
             hint="`llamabranch inspect` shows what two files offer each other",
+        )
+    if model.shares_memory:
+        if given.prefix_cache:
+            raise UnsupportedError("a head that reads the memory of its target caches no prefixes")
+        theirs = target.params
+        return replace(
+            given,
+            n_ctx=target.n_ctx,
+            n_seq_max=target.n_seq_max,
+            kv_type=target.kv_type,
+            flash_attention=theirs.flash_attention,
+            swa_full=theirs.swa_full,
+            kv_unified=theirs.kv_unified,
+            batch_invariant=False,
+            n_threads=given.n_threads or target.n_threads,
+            n_threads_batch=given.n_threads_batch or target.n_threads_batch,
         )
     # Each of several MTP layers has sequences of its own, with the K/V of the same texts.
     n_layers = max(1, model.n_mtp_layers)

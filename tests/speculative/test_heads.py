@@ -24,7 +24,7 @@ from llamabranch.speculative.length.base import FixedLength
 
 DATA = Path(lb.__file__).parent / "data"
 HEAD = DATA / "tale-eagle-q8_0.gguf"
-KINDS = ("bundled", "eagle3", "glm4moe", "qwen35", "mimo2")
+KINDS = ("bundled", "eagle3", "glm4moe", "qwen35", "mimo2", "gemma4")
 SETTINGS = {
     "greedy": lb.SamplingParams(temperature=0.0),
     "seeded": lb.SamplingParams(temperature=0.8, seed=7),
@@ -80,6 +80,10 @@ def open_pair(kind: str, folder: Path, target: lb.Model, *, exact: bool = False)
         head = lb.Model(toys.write_eagle3(folder / "eagle3.gguf", vocab="bytes"))
         ctx = lb.Context(model, **given)
         return Pair(ctx, lb.EagleDrafter(lb.Context(head, target=ctx)))
+    if kind == "gemma4":
+        ctx = lb.Context(lb.Model(toy(kind, folder)), **given)
+        head = lb.Model(toy("gemma4-assistant", folder))
+        return Pair(ctx, lb.MTPDrafter(lb.Context(head, target=ctx)))
     if kind.endswith("-layers"):
         trunk, layers = parts(kind.removesuffix("-layers"), folder)
         ctx = lb.Context(lb.Model(trunk), **given)
@@ -636,6 +640,8 @@ DRAFTS = [
     ("bundled", "The princess went into the garden"),
     *((kind, p) for kind in ("glm4moe", "qwen35", "mimo2") for p in PROMPTS[1:]),
     ("mimo2-layers", PROMPTS[2]),
+    ("gemma4", PROMPTS[1]),
+    ("gemma4", PROMPTS[2]),
 ]
 
 

@@ -86,6 +86,8 @@ class _HeadDrafter(Drafter):
     def drafting(self, requests: Sequence[DraftRequest], states: Sequence[HeadState]) -> _Drafting:
         """Return the work of drafting for these requests together."""
         kind = _Drafting if self.n_layers == 1 else _ChainDrafting
+        if self.ctx.model.shares_memory:
+            kind = _SharingDrafting
         return kind(self, requests, states)
 
     def settings(self, target: Branch) -> SamplingParams:
@@ -158,8 +160,11 @@ class MTPDrafter(_HeadDrafter):
 
     @property
     def n_layers(self) -> int:
-        """How many MTP layers there are; of several, each drafts one token."""
-        return self.ctx.model.n_mtp_layers
+        """How many MTP layers there are; of several, each drafts one token.
+
+        1 for layers that read the target's K/V: llama.cpp computes all of them for each token.
+        """
+        return 1 if self.ctx.model.shares_memory else self.ctx.model.n_mtp_layers
 
     @property
     def name(self) -> str:
@@ -186,7 +191,7 @@ class HeadState:
     """The sequences of the head's context that follow one text of the target.
 
     Attributes:
-        seq_ids: a sequence for each layer that drafts.
+        seq_ids: a sequence for each layer that drafts; none where it reads the target's.
         target: the branch that is drafted for.
         tokens: the text that it has read.
         rule: the acceptance rule.
@@ -208,7 +213,7 @@ class HeadState:
         # serve two layers, unless the second wrote to the same one, which llama.cpp does not promise.
         self.seq_ids: list[int] = []
         try:
-            for _ in range(drafter.n_layers):
+            for _ in range(0 if self._ctx.model.shares_memory else drafter.n_layers):
                 self.seq_ids.append(self._ctx.lease(self))
         except BaseException:
             self.close()
@@ -634,3 +639,52 @@ class _ChainDrafting(_Drafting):
             )
         finally:
             decoder.use_mtp_layer(0)
+
+
+class _SharingDrafting(_Drafting):
+    """Drafts of MTP layers that attend to the target's K/V: all tokens of a draft have one position.
+
+    That is the position of the text's last token, which the target has not decoded yet.
+    """
+
+    def run(self) -> list[Draft]:
+        target = self._ctx.target
+        if target is None:
+            raise RuntimeError("a head without its target")
+        with target.lock:  # the K/V that is read must not change
+            return super().run()
+
+    def _first_pair(self, i: int) -> int:
+        return len(self._requests[i].tokens) - 1
+
+    def _catch_up(self, live: Sequence[int], features: Sequence[States]) -> list[_Run]:
+        runs = []
+        for i, rows in zip(live, features, strict=True):
+            state, (_, text, length, limit) = self._states[i], self._requests[i]
+            state.tokens = list(text)
+            run = _Run(state, self._drafts[i], length, limit)
+            run.hidden = rows[-1]
+            runs.append(run)
+        if runs:
+            self._step(runs)
+        return runs
+
+    def _draft(self, runs: list[_Run]) -> None:
+        while runs:
+            for run in runs:
+                run.draw()
+            runs = [run for run in runs if not run.is_done]
+            if runs:
+                self._step(runs)
+
+    def _step(self, runs: Sequence[_Run]) -> None:
+        """Compute the layers for the last token of each text or draft."""
+        decoder = self._ctx.decoder
+        self._rows = decoder.decode_beside(
+            [(run.draft.tokens or run.state.tokens)[-1] for run in runs],
+            [run.state.target.sequence.seq_id for run in runs],
+            [len(run.state.tokens) - 1 for run in runs],
+            np.stack([run.hidden for run in runs if run.hidden is not None]),
+        )
+        self._hidden = decoder.output_states(len(runs))
+        self._take(runs)

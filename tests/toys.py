@@ -448,20 +448,21 @@ def _gemma4_assistant(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
     metadata["nextn_predict_layers"] = s.n_layer
     outer: dict[str, Shape] = {"rope_freqs.weight": (d_head // 2,)}
     outer |= {"nextn.pre_projection.weight": (d, 2 * s.n_embd)}
-    return metadata, _in_blocks([block] * s.n_layer) | outer | {
-        "nextn.post_projection.weight": (s.n_embd, d)
-    }
+    outer |= {"nextn.post_projection.weight": (s.n_embd, d)}
+    return metadata, _in_blocks([block] * s.n_layer) | outer
 
 
 def _gemma4_attention(s: Sizes, d_head: int) -> dict[str, Value]:
-    sizes = ("key_length", "value_length", "key_length_swa", "value_length_swa")
-    return {f"attention.{size}": d_head for size in sizes} | {
+    found: dict[str, Value] = {
         "attention.sliding_window": s.window,
         "attention.sliding_window_pattern": [1 - i % 2 for i in range(s.n_layer)],
         "embedding_length_per_layer_input": 0,
         "rope.dimension_count": d_head,
         "rope.dimension_count_swa": d_head,
     }
+    for size in ("key_length", "value_length", "key_length_swa", "value_length_swa"):
+        found[f"attention.{size}"] = d_head
+    return found
 
 
 _ARCHITECTURES: dict[str, Callable[[Sizes], tuple[dict[str, Value], dict[str, Shape]]]] = {

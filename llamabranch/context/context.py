@@ -22,10 +22,10 @@ from ..errors import (
     UnsupportedError,
 )
 from ..model import Model, TokenIds, token_list
-from ..native import ContextHandle, HeadOf, heads, max_sequences
+from ..native import ContextHandle, HeadOf, NativeContextParams, heads, max_sequences
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base
-from .capabilities import of_sharing_head, probe
+from .capabilities import Capabilities, of_sharing_head, probe
 from .cell_ledger import Usage
 from .compaction import rewrite_in_order
 from .decoder import Decoder
@@ -71,6 +71,7 @@ class Context:
         ConfigError: a bad option, or llama.cpp cannot create the context (the reason is given).
         UnsupportedError: the model cannot generate, ``batch_invariant=True`` or ``kv_unified=False``
             cannot hold, or the model is no head for ``target``.
+        BranchStateError: a head that shares the memory of ``target``, which is not empty.
 
     Warns:
         ContextLengthWarning: a text may get longer than the model was trained for. At once if ``n_ctx``
@@ -84,6 +85,7 @@ class Context:
 
     model: Model
     target: Context | None
+    capabilities: Capabilities
 
     def __init__(
         self,
@@ -124,9 +126,7 @@ class Context:
         )
         native = resolved.native()
         native = replace(native, n_threads=tuner.n_threads, n_threads_batch=tuner.n_threads_batch)
-        uses_mtp = target is not None and not model.target_layers
-        head = None if target is None else HeadOf(target.decoder.handle, uses_mtp)
-        handle = ContextHandle(model.handle, native, head)
+        handle = _create(model, native, target)
         if not handle.has_memory:
             handle.close()
             raise UnsupportedError(f"{model.name} has no memory: it cannot generate")
@@ -142,7 +142,7 @@ class Context:
         self._owns_model = owns_model
         self._lock = handle.lock
         try:
-            if target is not None and model.shares_memory:  # trials would clear the target's memory
+            if target is not None and model.shares_memory:  # trials need memory
                 self.capabilities = of_sharing_head(target.capabilities)
                 layout, n_decodes = None, 0
             else:
@@ -155,7 +155,7 @@ class Context:
                     flash_attention=resolved.flash_attention,
                     swa_full=resolved.swa_full,
                     batch_invariant=resolved.batch_invariant,
-                    is_head=head is not None,
+                    is_head=target is not None,
                 )
             self._features = None
             if target is not None:
@@ -674,6 +674,20 @@ class Context:
 
 class _Reading:
     """Holds a sequence in which tokens are decoded once more for their hidden states."""
+
+
+def _create(model: Model, native: NativeContextParams, target: Context | None) -> ContextHandle:
+    """Return the native context; ``target`` for that of a head."""
+    if target is None:
+        return ContextHandle(model.handle, native)
+    with target.lock:
+        if model.shares_memory and target.usage().cells_used:
+            raise BranchStateError(
+                f"{model.name} shares the memory of its target, and opening it would empty that",
+                hint="open it before anything is decoded, or prune all branches first",
+            )
+        head = HeadOf(target.decoder.handle, uses_mtp=not model.target_layers)
+        return ContextHandle(model.handle, native, head)
 
 
 def _head_params(model: Model, target: Context, given: ContextParams) -> ContextParams:

@@ -385,7 +385,9 @@ class ContextHandle(Handle):
         C.llama_memory_seq_cp(self._memory, source, target, start, end)
 
     def clear(self) -> None:
-        C.llama_memory_clear(self._memory, True)
+        """Empty the memory, unless it is another context's: llama.cpp would empty that one."""
+        if self.architecture != heads.SHARING_HEAD:
+            C.llama_memory_clear(self._memory, True)
 
     def position_range(self, seq_id: int) -> tuple[int, int]:
         """Return the smallest and largest position of a sequence, (-1, -1) if it is empty."""

@@ -196,6 +196,7 @@ class Context:
         if resolved.prefix_cache:
             self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
         self._last_rows: list[LogitsRow] = []
+        self.release_threads()
 
     def _open_head(self, handle: ContextHandle, target: Context) -> heads.FeatureBatch | None:
         """Let the target keep its hidden states; return the batch of the head's encoder, if any."""
@@ -263,6 +264,16 @@ class Context:
             )
 
     # -- interruption ------------------------------------------------------------------------------
+
+    def release_threads(self) -> None:
+        """Let another thread of this program decode next at full speed.
+
+        Each thread that decodes keeps helpers waiting for its next decode. If another one decodes
+        meanwhile, there are more of them than cores, and all wait for each other: a small decode takes
+        ten times as long, until the first thread calls this or ends. A new context and an
+        ``AsyncEngine`` do it in the thread that creates them.
+        """
+        self._decoder.handle.release_threads()
 
     def interrupt(self) -> None:
         """Stop the decode running in another thread; if none is running, the next one stops at once.

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as C
 
 from ..errors import ConfigError, UsageError
-from . import core, heads
+from . import core, heads, thread_teams
 from .handle import Handle, forkable_lock, generation
 from .library import clear_log_lines, last_log_lines
 from .model import ModelHandle
@@ -302,6 +302,7 @@ class ContextHandle(Handle):
                 codes.append(code)
                 finished.release()
 
+        thread_teams.release()  # that one gets a team of its own
         interruption: BaseException | None = None
         finished.acquire()
         try:
@@ -366,6 +367,10 @@ class ContextHandle(Handle):
         self._rows = np.empty((0, self.n_vocab), dtype=np.float32)
         # llama.cpp starts with n_seq_max rows and moves the buffer when it needs more.
         self.row_capacity = self._n_seq_max
+
+    def release_threads(self) -> None:
+        """Let another thread call next without delay."""
+        thread_teams.release()
 
     def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
         """Set the threads for single tokens and for batches: at most as many as at creation."""

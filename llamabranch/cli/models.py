@@ -90,7 +90,9 @@ def _list_catalogue(console: Console, as_json: bool) -> None:
         left=("role", "repository", "file", "licence"),
     )
     console.line()
-    console.line("A target is followed by what drafts for it. Download one with: llamabranch pull NAME")
+    console.line(
+        "A target is followed by what drafts for it. Download one with: llamabranch pull NAME"
+    )
 
 
 def _list_local(console: Console, as_json: bool) -> None:

@@ -663,6 +663,10 @@ def test_inspect_shows_what_files_offer(folder: Path) -> None:
     pair = answer("inspect", *map(str, parts("mimo2", folder)))
     assert (pair["compatible"], pair["path"]) == (True, "hidden states")
     assert [(m["head_kind"], m["mtp_layers"]) for m in pair["models"]] == [("", 0), ("mtp-only", 3)]
+    files = str(toy("gemma4", folder)), str(toy("gemma4-assistant", folder))
+    shown = CliRunner().invoke(app, ["inspect", *files]).stdout
+    assert "2 MTP layers over the K/V of a target of width 64" in " ".join(shown.split())
+    assert "it can draft for it" in " ".join(shown.split())
 
 
 def test_drafter_of_another_context_is_refused(eagle: Pair, target: lb.Model) -> None:

@@ -1,5 +1,7 @@
 """Many texts of different lengths: a unified cache, cells of their own, and one after another.
 
+All times include the prompts, of a few tokens each.
+
 python -m benchmarks.layouts --lengths 50 400
 """
 
@@ -16,6 +18,7 @@ from .report import Settings, emit, parser, pm, series_json, table, title
 
 OWN, UNIFIED, IN_TURN = "Engine, own cells", "Engine, unified cache", "one after another"
 BATCHED, BATCHED_UNIFIED = "llama-batched-bench", "llama-batched-bench, unified cache"
+BATCHED_KV = "llama-batched-bench, K/V as the Engine's"  # whose type makes texts exact in any batch
 _PROMPT = 8
 
 
@@ -57,14 +60,16 @@ def main() -> None:
                     name: _engine(ctx, n, length) for name, ctx in contexts.items()
                 }
                 makers[IN_TURN] = _engine(contexts[UNIFIED], n, length, parallel=1)
+                kv_type = contexts[UNIFIED].kv_type
                 if tools is not None:
-                    makers[BATCHED] = _batched(tools, settings, n, length, unified=False)
+                    makers[BATCHED] = _batched(tools, settings, n, length)
                     makers[BATCHED_UNIFIED] = _batched(tools, settings, n, length, unified=True)
+                    makers[BATCHED_KV] = _batched(tools, settings, n, length, kv_type=kv_type)
                 series = interleave(makers, n_runs=settings.runs, n_items=1)
                 ours = max(
                     (UNIFIED, OWN), key=lambda k: series[k].rate.median if k in series else 0
                 )
-                others = [k for k in series if k not in (UNIFIED, OWN)]
+                others = [k for k in series if k not in (UNIFIED, OWN, BATCHED_KV)]
                 best = max(others, key=lambda k: series[k].rate.median)
                 ratio = series[ours].ratio(series[best])
                 found[f"{n} x {length}"] = {
@@ -73,13 +78,13 @@ def main() -> None:
                     "best_other": best,
                     "ratio": ratio.as_dict(),
                 }
-                names = (UNIFIED, OWN, IN_TURN, BATCHED, BATCHED_UNIFIED)
+                names = (UNIFIED, OWN, IN_TURN, BATCHED, BATCHED_UNIFIED, BATCHED_KV)
                 rates = [pm(series[k].rate, 0) if k in series else "-" for k in names]
                 rows.append((f"{n} x {length}", *rates, pm(ratio)))
                 for ctx in contexts.values():
                     ctx.close()
         columns = (
-            "streams x tokens", UNIFIED, OWN, IN_TURN, BATCHED, BATCHED_UNIFIED,
+            "streams x tokens", UNIFIED, OWN, IN_TURN, BATCHED, BATCHED_UNIFIED, BATCHED_KV,
             "better Engine over the best other",
         )  # fmt: skip
         caption = f"Tokens a second, {title(model)}, {settings.threads} threads, T = 0"
@@ -101,11 +106,27 @@ def _engine(ctx: lb.Context, n: int, length: int, parallel: int | None = None) -
     return lambda run: work
 
 
-def _batched(tools: LlamaTools, settings: Settings, n: int, length: int, *, unified: bool) -> Maker:
+def _batched(
+    tools: LlamaTools,
+    settings: Settings,
+    n: int,
+    length: int,
+    *,
+    unified: bool = False,
+    kv_type: str = "f16",
+) -> Maker:
     path = lb.resolve(settings.target)
 
     def work(item: int) -> Sample:
-        return tools.batched(path, [n], n_prompt=_PROMPT, n=length, unified=unified)[n]
+        return tools.batched(
+            path,
+            [n],
+            n_prompt=_PROMPT,
+            n=length,
+            unified=unified,
+            kv_type=kv_type,
+            with_prompts=True,
+        )[n]
 
     return lambda run: work
 

@@ -98,21 +98,36 @@ class LlamaTools:
         )  # fmt: skip
 
     def batched(
-        self, model: Path, streams: Sequence[int], *, n_prompt: int, n: int, unified: bool
+        self,
+        model: Path,
+        streams: Sequence[int],
+        *,
+        n_prompt: int,
+        n: int,
+        unified: bool,
+        kv_type: str = "f16",
+        with_prompts: bool = False,
     ) -> Mapping[int, Sample]:
-        """Run ``llama-batched-bench``: n decodes for each number of streams after a shared prompt."""
+        """Run ``llama-batched-bench``: n decodes for each number of streams after a shared prompt.
+
+        ``with_prompts``: each stream has a prompt of its own, and the time includes them.
+        """
         cells = n_prompt + n * max(streams)
-        if not unified:  # each stream has its own part of the cache
+        if (
+            not unified or with_prompts
+        ):  # each stream has its own part of the cache, or its own prompt
             cells = (n_prompt + n) * max(streams)
         command = (
             "llama-batched-bench", "-m", model, "-c", -(-cells // 256) * 256 + 256 * max(streams),
-            "-npp", n_prompt, "-ntg", n, "-npl", ",".join(map(str, streams)), "-pps",
-            "-t", self._threads, "--output-format", "jsonl", *(("-kvu",) if unified else ()),
+            "-npp", n_prompt, "-ntg", n, "-npl", ",".join(map(str, streams)),
+            "-ctk", kv_type, "-ctv", kv_type, "-t", self._threads, "--output-format", "jsonl",
+            *(() if with_prompts else ("-pps",)), *(("-kvu",) if unified else ()),
         )  # fmt: skip
+        time = "t" if with_prompts else "t_tg"
         for _ in range(_TRIES):
             output = self._run(*command).stdout
             lines = [json.loads(x) for x in output.splitlines() if x.startswith("{")]
-            found = {int(x["pl"]): Sample(int(x["pl"]) * int(x["tg"]), x["t_tg"]) for x in lines}
+            found = {int(x["pl"]): Sample(int(x["pl"]) * int(x["tg"]), x[time]) for x in lines}
             if set(found) == set(streams):
                 return found
         raise ToolError(f"cannot parse the output of llama-batched-bench: {output[-500:]!r}")

@@ -128,7 +128,12 @@ def _scaled(noise: Array, name: str, architecture: str) -> Array:
     role, shape = _role(name), noise.shape
     if role == "ssm_a":
         return -np.exp(noise)
-    if role.endswith("norm") or "norm_" in role or role in ("time_mix_ln", "ssm_d"):
+    if (
+        role.endswith("norm")
+        or role in ("layer_output_scale", "rope_freqs")
+        or "norm_" in role
+        or role in ("time_mix_ln", "ssm_d")
+    ):
         return 1 + 0.1 * noise
     if role.endswith(".bias") or len(shape) == 1:
         return 0.1 * noise
@@ -417,6 +422,49 @@ def _hy_v3(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
     return metadata, _in_blocks([block] * s.n_layer + [head] * s.n_mtp)
 
 
+def _gemma4(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+    """Sliding and full attention in turn; the last layer is full, the one before it is not."""
+    d, head = (s.n_embd,), (s.d_head,)
+    norms: dict[str, Shape] = {"post_attention_norm": d, "post_ffw_norm": d, "attn_q_norm": head}
+    block = s.attention_block() | norms | {"attn_k_norm": head}
+    metadata = s.attention_metadata() | _gemma4_attention(s, s.d_head)
+    return metadata, _in_blocks([block] * s.n_layer) | {"rope_freqs.weight": (s.d_head // 2,)}
+
+
+def _gemma4_assistant(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+    """MTP layers that read the K/V of a gemma4 of `s`; half as wide, without keys and values."""
+    d, ff, d_head = s.n_embd // 2, s.n_ff // 2, s.d_head
+    block: dict[str, Shape] = dict.fromkeys(("attn_norm", "post_attention_norm"), (d,))
+    block |= {"ffn_norm": (d,), "post_ffw_norm": (d,), "attn_q_norm": (d_head,)}
+    block |= {"attn_q": (d_head * s.n_head, d), "attn_output": (d, d_head * s.n_head)}
+    block |= {
+        "ffn_gate": (ff, d),
+        "ffn_up": (ff, d),
+        "ffn_down": (d, ff),
+        "layer_output_scale": (1,),
+    }
+    metadata = s.attention_metadata() | _gemma4_attention(s, d_head)
+    metadata |= {"embedding_length": d, "embedding_length_out": s.n_embd, "feed_forward_length": ff}
+    metadata["nextn_predict_layers"] = s.n_layer
+    outer: dict[str, Shape] = {"rope_freqs.weight": (d_head // 2,)}
+    outer |= {"nextn.pre_projection.weight": (d, 2 * s.n_embd)}
+    outer |= {"nextn.post_projection.weight": (s.n_embd, d)}
+    return metadata, _in_blocks([block] * s.n_layer) | outer
+
+
+def _gemma4_attention(s: Sizes, d_head: int) -> dict[str, Value]:
+    found: dict[str, Value] = {
+        "attention.sliding_window": s.window,
+        "attention.sliding_window_pattern": [1 - i % 2 for i in range(s.n_layer)],
+        "embedding_length_per_layer_input": 0,
+        "rope.dimension_count": d_head,
+        "rope.dimension_count_swa": d_head,
+    }
+    for size in ("key_length", "value_length", "key_length_swa", "value_length_swa"):
+        found[f"attention.{size}"] = d_head
+    return found
+
+
 _ARCHITECTURES: dict[str, Callable[[Sizes], tuple[dict[str, Value], dict[str, Shape]]]] = {
     "llama": _llama,
     "gemma3": _gemma3,
@@ -429,6 +477,8 @@ _ARCHITECTURES: dict[str, Callable[[Sizes], tuple[dict[str, Value], dict[str, Sh
     "qwen35": _qwen35,
     "mimo2": _mimo2,
     "hy_v3": _hy_v3,
+    "gemma4": _gemma4,
+    "gemma4-assistant": _gemma4_assistant,
 }
 
 
@@ -436,6 +486,8 @@ def _outer_tensors(architecture: str, s: Sizes, n_vocab: int) -> dict[str, Shape
     """Return the tensors outside the blocks; output weights are not tied to the embeddings,
     or a random model would mostly repeat its last token."""
     d = s.n_embd
+    if architecture == "gemma4-assistant":  # its own embedding is also its output
+        return {"token_embd.weight": (n_vocab, d // 2), "output_norm.weight": (d // 2,)}
     if architecture == "eagle3":  # embedding and output are the target's
         return {"fc.weight": (d, 3 * d), "output_norm.weight": (d,)}
     embedding: dict[str, Shape] = {"token_embd.weight": (n_vocab, d)}

@@ -204,6 +204,7 @@ def _facts(opened: _Opened) -> dict[str, object]:
         "fingerprint": model.fingerprint,
         "mtp_layers": model.n_mtp_layers,
         "head_kind": Model.head_kind(model.path),
+        "shares_memory": model.shares_memory,
         "eagle3": None,
         "capabilities": None,
     }
@@ -226,7 +227,12 @@ def _facts(opened: _Opened) -> dict[str, object]:
 
 
 def _target_width(model: Model) -> int:
-    return int(model.metadata.get("eagle3.target_hidden_size", "0"))
+    """Return the width of the hidden states that a head reads."""
+    for key in ("target_hidden_size", "embedding_length_out"):
+        found = model.metadata.get(f"{model.architecture}.{key}")
+        if found is not None:
+            return int(found)
+    return model.n_embd
 
 
 def _lines(opened: _Opened) -> dict[str, str]:
@@ -262,7 +268,8 @@ def _drafts_with(model: Model) -> str:
     if kind == "mtp":
         return f"its {layers} (--draft mtp)"
     if kind == "mtp-only":
-        return f"{layers} of a target of width {model.n_embd}, which is another file"
+        reads = "over the K/V of" if model.shares_memory else "for"
+        return f"{layers} {reads} a target of width {_target_width(model)}"
     return "-"
 
 

@@ -23,10 +23,10 @@ from ..errors import (
     UnsupportedError,
 )
 from ..model import Model, TokenIds, token_list
-from ..native import ContextHandle, HeadOf, heads, max_sequences
+from ..native import ContextHandle, HeadOf, NativeContextParams, heads, max_sequences
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base
-from .capabilities import probe
+from .capabilities import Capabilities, of_sharing_head, probe
 from .cell_ledger import Usage
 from .compaction import rewrite_in_order
 from .decoder import Decoder
@@ -73,6 +73,7 @@ class Context:
         ConfigError: a bad option, or llama.cpp cannot create the context (the reason is given).
         UnsupportedError: the model cannot generate, ``batch_invariant=True`` or ``kv_unified=False``
             cannot hold, or the model is no head for ``target``.
+        BranchStateError: a head that shares the memory of ``target``, which is not empty.
 
     Warns:
         ContextLengthWarning: a text may get longer than the model was trained for. At once if ``n_ctx``
@@ -86,6 +87,7 @@ class Context:
 
     model: Model
     target: Context | None
+    capabilities: Capabilities
 
     def __init__(
         self,
@@ -126,9 +128,7 @@ class Context:
         )
         native = resolved.native()
         native = replace(native, n_threads=tuner.n_threads, n_threads_batch=tuner.n_threads_batch)
-        uses_mtp = target is not None and not model.target_layers
-        head = None if target is None else HeadOf(target.decoder.handle, uses_mtp)
-        handle = ContextHandle(model.handle, native, head)
+        handle = _create(model, native, target)
         if not handle.has_memory:
             handle.close()
             raise UnsupportedError(f"{model.name} has no memory: it cannot generate")
@@ -144,20 +144,24 @@ class Context:
         self._owns_model = owns_model
         self._lock = handle.lock
         try:
-            tuner.tune(handle)
-            self.capabilities, layout, n_decodes = probe(
-                handle,
-                model,
-                n_seq_max,
-                kv_type=resolved.kv_type,
-                flash_attention=resolved.flash_attention,
-                swa_full=resolved.swa_full,
-                batch_invariant=resolved.batch_invariant,
-                is_head=head is not None,
-            )
+            if target is not None and model.shares_memory:  # trials need memory
+                self.capabilities = of_sharing_head(target.capabilities)
+                layout, n_decodes = None, 0
+            else:
+                tuner.tune(handle)
+                self.capabilities, layout, n_decodes = probe(
+                    handle,
+                    model,
+                    n_seq_max,
+                    kv_type=resolved.kv_type,
+                    flash_attention=resolved.flash_attention,
+                    swa_full=resolved.swa_full,
+                    batch_invariant=resolved.batch_invariant,
+                    is_head=target is not None,
+                )
             self._encoder = None
             if target is not None:
-                if not self.capabilities.can_truncate:
+                if not self.capabilities.can_truncate and not model.shares_memory:
                     raise UnsupportedError(
                         "a head must be able to drop what it has drafted", hint="leave swa_full out"
                     )
@@ -194,6 +198,7 @@ class Context:
         if resolved.prefix_cache:
             self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
         self._last_rows: list[LogitsRow] = []
+        self.release_threads()
 
     def _open_head(self, handle: ContextHandle, target: Context) -> heads.Encoder | None:
         """Let the target keep its hidden states; return the head's encoder, if it has one."""
@@ -253,7 +258,24 @@ class Context:
     def _check_open(self) -> None:
         self._decoder.check_open()
 
+    def _check_own_memory(self) -> None:
+        if self.model.shares_memory:
+            raise UnsupportedError(
+                f"{self.model.name} has no memory of its own: it reads that of its target",
+                hint="it is for drafting only: MTPDrafter(ctx)",
+            )
+
     # -- interruption ------------------------------------------------------------------------------
+
+    def release_threads(self) -> None:
+        """Let another thread of this program decode next at full speed.
+
+        Each thread that decodes keeps helpers waiting for its next decode. If another one decodes
+        meanwhile, there are more of them than cores, and all wait for each other: a small decode takes
+        ten times as long, until the first thread calls this or ends. A new context and an
+        ``AsyncEngine`` do it in the thread that creates them.
+        """
+        self._decoder.handle.release_threads()
 
     def interrupt(self) -> None:
         """Stop the decode running in another thread; if none is running, the next one stops at once.
@@ -317,9 +339,11 @@ class Context:
 
         Raises:
             SequencesExhaustedError: all are taken; the message lists the holders.
+            UnsupportedError: a head that reads the sequences of its target.
         """
         with self._lock:
             self._check_open()
+            self._check_own_memory()
             self._collect_forgotten()
             first = self._cache.first_position
             if len(self._leases) == self.n_seq_max:
@@ -477,11 +501,15 @@ class Context:
         with self._lock:
             self._check_open()
             self._collect_forgotten()
+            if self.target is not None and self.model.shares_memory:
+                return self.target.audit()
             keeps_less = self.capabilities.recurrent or bool(self.capabilities.sliding_window)
             self._cache.audit(ends_only=keeps_less)
+        return None
 
     def _check_raw(self, *seq_ids: int) -> list[int]:
         self._check_open()
+        self._check_own_memory()
         self._collect_forgotten()
         checked = [self._check_seq(seq_id) for seq_id in seq_ids]
         for seq_id in checked:
@@ -644,6 +672,7 @@ class Context:
         """
         with self._lock:
             self._check_open()
+            self._check_own_memory()
             self._collect_forgotten()
             n_branches = len(self._leases) - self._n_seq_cached
             if n_branches:
@@ -676,6 +705,20 @@ class _Reading:
     """Holds a sequence in which tokens are decoded once more for their hidden states."""
 
 
+def _create(model: Model, native: NativeContextParams, target: Context | None) -> ContextHandle:
+    """Return the native context; ``target`` for that of a head."""
+    if target is None:
+        return ContextHandle(model.handle, native)
+    with target.lock:
+        if model.shares_memory and target.usage().cells_used:
+            raise BranchStateError(
+                f"{model.name} shares the memory of its target, and opening it would empty that",
+                hint="open it before anything is decoded, or prune all branches first",
+            )
+        head = HeadOf(target.decoder.handle, uses_mtp=not model.target_layers)
+        return ContextHandle(model.handle, native, head)
+
+
 def _head_params(model: Model, target: Context, given: ContextParams) -> ContextParams:
     """Return the parameters of a head's context, the target's where none are given.
 
@@ -688,6 +731,22 @@ def _head_params(model: Model, target: Context, given: ContextParams) -> Context
         raise UnsupportedError(
             f"{model.name} cannot draft for {target.model.name} as a head: {reason}",
             hint="`llamabranch inspect` shows what two files offer each other",
+        )
+    if model.shares_memory:
+        if given.prefix_cache:
+            raise UnsupportedError("a head that reads the memory of its target caches no prefixes")
+        theirs = target.params
+        return replace(
+            given,
+            n_ctx=target.n_ctx,
+            n_seq_max=target.n_seq_max,
+            kv_type=target.kv_type,
+            flash_attention=theirs.flash_attention,
+            swa_full=theirs.swa_full,
+            kv_unified=theirs.kv_unified,
+            batch_invariant=False,
+            n_threads=given.n_threads or target.n_threads,
+            n_threads_batch=given.n_threads_batch or target.n_threads_batch,
         )
     # Each of several MTP layers has sequences of its own, with the K/V of the same texts.
     n_layers = max(1, model.n_mtp_layers)

@@ -512,6 +512,37 @@ class Decoder:
         """
         return heads.nextn_rows(self.handle, n).copy()
 
+    def decode_beside(
+        self, tokens: Sequence[int], seqs: Sequence[int], positions: Sequence[int], states: States
+    ) -> list[LogitsRow]:
+        """Decode a token for each of the target's sequences, of which nothing is kept; return their rows.
+
+        For a head without memory of its own. Hold the target's lock.
+
+        Args:
+            tokens: at most n_seq_max.
+            seqs: sequences of the target.
+            positions: the next ones of these sequences.
+            states: what the head reads with each token, float32 (n, n_embd_out).
+
+        Raises:
+            CacheFullError: llama.cpp wants a free cell for each token, although it writes none.
+        """
+        handle, n = self.handle, len(tokens)
+        handle.ptr  # noqa: B018  (raises ClosedError)
+        self._protect_rows(n, ())
+        handle.tokens[:n] = tokens
+        handle.positions[:n] = positions
+        handle.seqs[:n] = seqs
+        handle.wants_logits[:n] = 1
+        handle.states[:n] = states
+        code = handle.decode(n)
+        if code == 0:
+            return self._read(n)
+        if code == 1:
+            raise CacheFullError("the target's cache is full: a draft needs a free cell in it")
+        raise self._failure(code, {}, n, ())
+
     def use_mtp_layer(self, number: int) -> None:
         """Compute with another MTP layer from the next decode on; 0 = the first, which is the default."""
         heads.use_mtp_layer(self.handle, number)

@@ -309,6 +309,7 @@ class ThreadWatch:
         warn(
             f"decoding {what} with {n_threads} threads now takes {1000 * mean:.3g} ms, it has taken "
             f"{1000 * fastest:.3g} ms: other programs use the cores, and llama.cpp's threads wait "
-            f"for each other. Create the context with n_threads=1, or let the cores become idle.",
+            f"for each other. Create the context with n_threads=1, or let the cores become idle. If "
+            f"another thread of this program decoded before: Context.release_threads() there.",
             PerformanceWarning,
         )

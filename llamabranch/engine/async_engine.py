@@ -77,6 +77,7 @@ class AsyncEngine:
             name="AsyncEngine",
             daemon=True,
         )
+        target.release_threads()
         self._thread.start()
 
     @property

@@ -52,6 +52,8 @@ def head_kind(header: Header) -> str:
 
 def is_head_only(header: Header) -> bool:
     """Return whether a file has MTP layers and nothing that they could draft for."""
+    if header.architecture == heads.SHARING_HEAD:
+        return True
     names = {tensor.name for tensor in header.tensors}
     return "blk.0.attn_norm.weight" not in names and _n_layers(header, names) > 0
 
@@ -70,6 +72,8 @@ def _why_no_layers(header: Header) -> str:
         return "it has no MTP layers"
     if not heads.available:
         return heads.reason
+    if architecture == heads.SHARING_HEAD:
+        return ""
     if architecture not in heads.MTP_LAYERS:
         return f"llama.cpp does not compute the MTP layers of {architecture} models"
     if n > 1 and architecture not in heads.MTP_CHAINS:
@@ -153,6 +157,8 @@ def why_no_mtp(head: _Model, target: _Model) -> str:
         return f"the MTP layers of {head.name} were not loaded: use Model(..., load_mtp=True)"
     if head is target:
         return ""
+    if head.architecture == heads.SHARING_HEAD:
+        return _sharing_fault(head, target) or _vocabulary_fault(head, target)
     if head.architecture != target.architecture:
         return (
             f"its MTP layers are those of a {head.architecture} model, "
@@ -164,6 +170,47 @@ def why_no_mtp(head: _Model, target: _Model) -> str:
             f"{target.n_embd}"
         )
     return _vocabulary_fault(head, target)
+
+
+def _sharing_fault(head: _Model, target: _Model) -> str:
+    """Return why a head cannot attend to the K/V of the target's last two layers; "" if it can.
+
+    llama.cpp takes them unchecked: the last layer's for full attention, those before for a window.
+    """
+    if target.architecture != heads.SHARING_TARGET:
+        return (
+            f"it reads the K/V of a {heads.SHARING_TARGET} model, "
+            f"{target.name} is a {target.architecture} model"
+        )
+    ours, theirs = read_parts(head.path), read_parts(target.path)
+    width = ours.integer("embedding_length_out")
+    if width != target.n_embd:
+        return f"it reads hidden states of {width} numbers, those of {target.name} have {target.n_embd}"
+    n = theirs.integer("block_count")
+    if [_of_layer(theirs, "attention.sliding_window_pattern", i) for i in (n - 2, n - 1)] != [1, 0]:
+        return f"the last two layers of {target.name} are not one with a window and one without"
+    for key in ("key_length", "value_length", "key_length_swa", "value_length_swa"):
+        sizes = [header.integer(f"attention.{key}") for header in (ours, theirs)]
+        if sizes[0] != sizes[1]:
+            return f"its {key} is {sizes[0]}, that of {target.name} is {sizes[1]}"
+    for i in range(ours.integer("block_count")):
+        read = n - 1 - _of_layer(ours, "attention.sliding_window_pattern", i)
+        counts = (
+            _of_layer(ours, "attention.head_count_kv", i),
+            _of_layer(theirs, "attention.head_count_kv", read),
+        )
+        if counts[0] != counts[1]:
+            return (
+                f"its layer {i} reads {counts[0]} K/V heads, layer {read} of {target.name} has "
+                f"{counts[1]}"
+            )
+    return ""
+
+
+def _of_layer(header: Header, key: str, layer: int) -> int:
+    """Return the value of one layer, of a key with one number or one for each layer."""
+    values = header.integers(key)
+    return int(values[layer if 0 <= layer < len(values) else 0]) if values else 0
 
 
 def _vocabulary_fault(head: _Model, target: _Model) -> str:

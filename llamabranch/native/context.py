@@ -20,7 +20,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as C
 
 from ..errors import ConfigError, UsageError
-from . import core, heads
+from . import core, heads, thread_teams
 from .handle import Handle, forkable_lock, generation
 from .library import clear_log_lines, last_log_lines
 from .model import ModelHandle
@@ -301,6 +301,7 @@ class ContextHandle(Handle):
                 codes.append(code)
                 finished.release()
 
+        thread_teams.release()  # that one gets a team of its own
         interruption: BaseException | None = None
         finished.acquire()
         try:
@@ -366,6 +367,10 @@ class ContextHandle(Handle):
         # llama.cpp starts with n_seq_max rows and moves the buffer when it needs more.
         self.row_capacity = self._n_seq_max
 
+    def release_threads(self) -> None:
+        """Let another thread call next without delay."""
+        thread_teams.release()
+
     def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
         """Set the threads for single tokens and for batches: at most as many as at creation."""
         C.llama_set_n_threads(self.ptr, n_threads, n_threads_batch)
@@ -384,7 +389,9 @@ class ContextHandle(Handle):
         C.llama_memory_seq_cp(self._memory, source, target, start, end)
 
     def clear(self) -> None:
-        C.llama_memory_clear(self._memory, True)
+        """Empty the memory, unless it is another context's: llama.cpp would empty that one."""
+        if self.architecture != heads.SHARING_HEAD:
+            C.llama_memory_clear(self._memory, True)
 
     def position_range(self, seq_id: int) -> tuple[int, int]:
         """Return the smallest and largest position of a sequence, (-1, -1) if it is empty."""

@@ -29,6 +29,8 @@ __all__ = [
     "MTP_CHAINS",
     "MTP_LAYERS",
     "NEXTN_OUTPUT",
+    "SHARING_HEAD",
+    "SHARING_TARGET",
     "STAGING",
     "DraftHead",
     "Encoder",
@@ -69,6 +71,8 @@ MTP_LAYERS = frozenset({
     "bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "glm4moe",
     "hy_v3", "mimo2", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next", "step35",
 })  # fmt: skip
+# The architecture whose layers attend to the K/V of another model, and the one of that model.
+SHARING_HEAD, SHARING_TARGET = "gemma4-assistant", "gemma4"
 MTP_CHAINS = frozenset({"hy_v3", "mimo2", "step35"})
 
 _P, _I32, _U32, _BOOL = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32, ctypes.c_bool

@@ -52,6 +52,7 @@ class ResidentEngine:
             threading.Thread(target=self._run, name="ResidentEngine", daemon=True),
             threading.Thread(target=self._watch, name="ResidentEngine watch", daemon=True),
         ]
+        engine.target.release_threads()
         for thread in self._threads:
             thread.start()
 

@@ -26,7 +26,7 @@ from llamabranch.speculative.length.base import FixedLength
 
 DATA = Path(lb.__file__).parent / "data"
 HEAD = DATA / "tale-eagle-q8_0.gguf"
-KINDS = ("bundled", "eagle3", "glm4moe", "qwen35", "mimo2")
+KINDS = ("bundled", "eagle3", "glm4moe", "qwen35", "mimo2", "gemma4")
 SETTINGS = {
     "greedy": lb.SamplingParams(temperature=0.0),
     "seeded": lb.SamplingParams(temperature=0.8, seed=7),
@@ -82,6 +82,10 @@ def open_pair(kind: str, folder: Path, target: lb.Model, *, exact: bool = False)
         head = lb.Model(toys.write_eagle3(folder / "eagle3.gguf", vocab="bytes"))
         ctx = lb.Context(model, **given)
         return Pair(ctx, lb.EagleDrafter(lb.Context(head, target=ctx)))
+    if kind == "gemma4":
+        ctx = lb.Context(lb.Model(toy(kind, folder)), **given)
+        head = lb.Model(toy("gemma4-assistant", folder))
+        return Pair(ctx, lb.MTPDrafter(lb.Context(head, target=ctx)))
     if kind.endswith("-layers"):
         trunk, layers = parts(kind.removesuffix("-layers"), folder)
         ctx = lb.Context(lb.Model(trunk), **given)
@@ -831,6 +835,94 @@ def test_full_cache_of_the_layers_ends_drafts_and_not_the_text(
         assert head.n_seq_free == 3
 
 
+# -- layers that read the target's memory ----------------------------------------------------------------
+
+
+def test_layers_without_memory_of_their_own_leave_the_targets_alone(
+    folder: Path, target: lb.Model
+) -> None:
+    """llama.cpp would clear the target's cells with them; what could do that is refused."""
+    pair = open_pair("gemma4", folder, target)
+    head = pair.drafter.ctx
+    with pair.ctx as ctx, lb.Branch.start(ctx, PROMPTS[0]) as branch:
+        before = ctx.usage()
+        for call in (
+            lambda: head.decode([2], 0),
+            lambda: head.lease(branch),
+            lambda: head.kv_seq_copy(0, 1),
+            lambda: head.kv_cache_remove(0),
+            lambda: head.kv_seq_keep(0),
+            head.kv_cache_clear,
+        ):
+            with pytest.raises(lb.UnsupportedError, match="no memory of its own"):
+                call()
+        assert head.compact()
+        with pytest.raises(lb.UnsupportedError, match="caches no prefixes"):
+            lb.Context(head.model, target=ctx, prefix_cache=True)
+        with (
+            lb.Model(head.model.path) as again,
+            pytest.raises(lb.BranchStateError, match="opening it would empty"),
+        ):
+            lb.Context(again, target=ctx)
+        assert ctx.usage() == before
+        pair.audit()
+        head.close()
+        assert ctx.usage() == before
+        branch.step()
+        pair.ctx.audit()
+
+
+def test_draft_ends_where_the_targets_memory_is_full(folder: Path, target: lb.Model) -> None:
+    with (
+        lb.load(toy("gemma4", folder), n_ctx=256, n_threads=1) as ctx,
+        lb.load(toy("gemma4-assistant", folder), target=ctx) as head,
+        lb.Branch.create(ctx, SETTINGS["greedy"]) as branch,
+    ):
+        text = [2 + i % 250 for i in range(257)]
+        state = lb.MTPDrafter(head).start(branch, "seeded")
+        branch.prefill(text[:-2])
+        assert len(state.propose(text[:-1], FixedLength(3), 3).tokens) == 3
+        branch.commit(text[-2])
+        draft = state.propose(text, FixedLength(3), 3)
+        assert (draft.tokens, draft.stopped) == ([], "capacity")
+        ctx.audit()
+
+
+SHARING_MISFITS: dict[str, tuple[dict[str, Any], str]] = {
+    "width": ({"n_embd": 32, "n_head": 1}, "hidden states of 64"),
+    "order": ({"metadata": {"attention.sliding_window_pattern": [0, 1]}}, "last two layers"),
+    "head size": (
+        {"n_head": 4, "metadata": {"rope.dimension_count": 16, "rope.dimension_count_swa": 16}},
+        "key_length is 32, that of",
+    ),
+    "heads": ({"n_head_kv": 2}, "reads 1 K/V heads, layer 0 of misfit has 2"),
+    "vocabulary": ({"vocab": "small"}, "vocabularies differ"),
+}
+
+
+@pytest.mark.parametrize("case", SHARING_MISFITS)
+def test_layers_that_cannot_read_the_targets_memory_are_refused(case: str, folder: Path) -> None:
+    options, reason = SHARING_MISFITS[case]
+    given = {"vocab": "bytes", "weights": "f32", **options}
+    if case == "head size":
+        given["metadata"] |= {
+            f"attention.{size}": 16
+            for size in ("key_length", "value_length", "key_length_swa", "value_length_swa")
+        }
+    path = toys.write_toy(folder / "misfit.gguf", "gemma4", **given)
+    with (
+        lb.Model(path) as model,
+        lb.Context(model, n_ctx=256, n_threads=1) as ctx,
+        lb.Model(toy("gemma4-assistant", folder)) as head,
+    ):
+        with pytest.raises(lb.UnsupportedError, match=reason):
+            lb.Context(head, target=ctx)
+        with pytest.raises(lb.UnsupportedError, match="beside their target"):
+            lb.Context(head)
+        with lb.Branch.start(ctx, [2, 3]) as branch:
+            branch.step()
+
+
 def answer(*arguments: str) -> dict[str, Any]:
     """Return the JSON that a command prints."""
     result = CliRunner().invoke(app, [*arguments, "--json"])
@@ -840,31 +932,52 @@ def answer(*arguments: str) -> dict[str, Any]:
 
 
 def test_command_line_takes_heads(folder: Path) -> None:
-    path = str(toys.write_glm4moe(folder / "mtp.gguf", vocab="bytes", weights="f32"))
+    path = str(toy("glm4moe", folder))
     run = (
         *("speculate", "Once upon", "--max-tokens", "8", "--seed", "1"),
         *("--draft-length", "2", "--threads", "1"),
     )
+    trunk, layers = map(str, parts("mimo2", folder))
+    gemma4, assistant = str(toy("gemma4", folder)), str(toy("gemma4-assistant", folder))
     for target, head in (
         ((), "tale-eagle"),
         (("--target", path), "mtp"),
         (("--target", path), "auto"),
+        (("--target", trunk), layers),
+        (("--target", gemma4), assistant),
     ):
         drafted = answer(*run, *target, "--draft", head)
         assert drafted["stats"]["num_draft_tokens"] > 0
-        assert drafted["tokens"] == answer(*run, *target, "--draft", "none")["tokens"]
+        plain = answer(*run, *target, "--draft", "none")["tokens"]
+        assert drafted["tokens"] == plain
+        if head == "tale-eagle":
+            tree = answer(*run, "--draft", head, "--draft-width", "2")
+            assert tree["tokens"] == plain
+            assert tree["stats"]["num_draft_tokens"] > drafted["stats"]["num_draft_tokens"]
+    refused = CliRunner().invoke(
+        app, [*run, "--draft", "mtp", "--target", path, "--draft-width", "2"]
+    )
+    assert refused.exit_code != 0 and "no trees" in refused.stderr
     refused = CliRunner().invoke(app, [*run, "--draft", "mtp"])
     assert refused.exit_code != 0 and "has no MTP layers" in refused.stderr
+    refused = CliRunner().invoke(app, [*run, "--draft", layers])
+    assert refused.exit_code != 0 and "those of a mimo2 model" in refused.stderr
 
 
 def test_inspect_shows_what_files_offer(folder: Path) -> None:
     pair = answer("inspect", "tale-target", "tale-eagle")
     assert (pair["compatible"], pair["path"]) == (True, "hidden states")
     assert pair["models"][1]["eagle3"] == {"target_layers": [1, 3, 5], "target_hidden_size": 256}
-    path = toys.write_glm4moe(folder / "offer.gguf", vocab="bytes", weights="f32")
-    misfit = answer("inspect", str(path), "tale-eagle")
+    misfit = answer("inspect", str(toy("glm4moe", folder)), "tale-eagle")
     assert not misfit["compatible"] and "hidden states of 256" in misfit["reason"]
     assert misfit["models"][0]["mtp_layers"] == 1
+    pair = answer("inspect", *map(str, parts("mimo2", folder)))
+    assert (pair["compatible"], pair["path"]) == (True, "hidden states")
+    assert [(m["head_kind"], m["mtp_layers"]) for m in pair["models"]] == [("", 0), ("mtp-only", 3)]
+    files = str(toy("gemma4", folder)), str(toy("gemma4-assistant", folder))
+    shown = CliRunner().invoke(app, ["inspect", *files]).stdout
+    assert "2 MTP layers over the K/V of a target of width 64" in " ".join(shown.split())
+    assert "it can draft for it" in " ".join(shown.split())
 
 
 def test_drafter_of_another_context_is_refused(eagle: Pair, target: lb.Model) -> None:
@@ -938,6 +1051,8 @@ DRAFTS = [
     ("bundled", "The princess went into the garden"),
     *((kind, p) for kind in ("glm4moe", "qwen35", "mimo2") for p in PROMPTS[1:]),
     ("mimo2-layers", PROMPTS[2]),
+    ("gemma4", PROMPTS[1]),
+    ("gemma4", PROMPTS[2]),
 ]
 
 

@@ -99,6 +99,8 @@ class _HeadDrafter(Drafter):
     def drafting(self, requests: Sequence[DraftRequest], states: Sequence[HeadState]) -> _Drafting:
         """Return the work of drafting for these requests together."""
         kind = _Drafting if self.n_layers == 1 else _ChainDrafting
+        if self.ctx.model.shares_memory:
+            kind = _SharingDrafting
         return kind(self, requests, states)
 
     def settings(self, target: Branch) -> SamplingParams:
@@ -180,8 +182,11 @@ class MTPDrafter(_HeadDrafter):
 
     @property
     def n_layers(self) -> int:
-        """How many MTP layers there are; of several, each drafts one token."""
-        return self.ctx.model.n_mtp_layers
+        """How many MTP layers there are; of several, each drafts one token.
+
+        1 for layers that read the target's K/V: llama.cpp computes all of them for each token.
+        """
+        return 1 if self.ctx.model.shares_memory else self.ctx.model.n_mtp_layers
 
     @property
     def name(self) -> str:
@@ -208,7 +213,7 @@ class HeadState:
     """The sequences of the head's context that follow one text of the target.
 
     Attributes:
-        seq_ids: a sequence for each layer that drafts.
+        seq_ids: a sequence for each layer that drafts; none where it reads the target's.
         target: the branch that is drafted for.
         tokens: the text that it has read.
         rule: the acceptance rule.
@@ -238,7 +243,7 @@ class HeadState:
         # serve two layers, unless the second wrote to the same one, which llama.cpp does not promise.
         self.seq_ids: list[int] = []
         try:
-            for _ in range(drafter.n_layers):
+            for _ in range(0 if self._ctx.model.shares_memory else drafter.n_layers):
                 self.seq_ids.append(self._ctx.lease(self))
         except BaseException:
             self.close()
@@ -256,6 +261,8 @@ class HeadState:
 
     def n_pairs(self, layer: int = 0) -> int:
         """Return the number of the first pair that a layer has not read."""
+        if not self.seq_ids:
+            return 0
         return self.n_skipped + self._ctx.kv_cache.next_position(self.seq_ids[layer])
 
     def features(self, tokens: Sequence[int], n_layers: int) -> tuple[int, States]:
@@ -273,7 +280,9 @@ class HeadState:
         """
         target = self.target
         self.observe(len(tokens) - 1)
-        first = min(self.n_pairs(layer) for layer in range(n_layers))
+        first = len(tokens) - 1  # where all that it reads of the text is the target's K/V
+        if self.seq_ids:
+            first = min(self.n_pairs(layer) for layer in range(n_layers))
         start = max(0, first + self.ahead - 1)
         with target.ctx.lock:
             sequence = target.sequence
@@ -767,3 +776,39 @@ class _ChainDrafting(_Drafting):
             self._read(runs, unread, np.concatenate(states), layer)
         finally:
             decoder.use_mtp_layer(0)
+
+
+class _SharingDrafting(_Drafting):
+    """Drafts of MTP layers that attend to the target's K/V: all tokens of a draft have one position.
+
+    That is the position of the text's last token, which the target has not decoded yet.
+    """
+
+    def run(self) -> list[Draft]:
+        target = self._ctx.target
+        if target is None:
+            raise RuntimeError("a head without its target")
+        with target.lock:  # the K/V that is read must not change
+            return super().run()
+
+    def _draft(self, runs: list[_Run]) -> None:
+        for run in runs:
+            run.note_read()
+            run.hidden = run.features[-1]
+        while runs:
+            self._step(runs)
+            for run in runs:
+                run.draw()
+            runs = [run for run in runs if not run.is_done]
+
+    def _step(self, runs: Sequence[_Run]) -> None:
+        """Compute the layers for the last token of each text or draft."""
+        decoder = self._ctx.decoder
+        rows = decoder.decode_beside(
+            [(run.draft.tokens or run.state.tokens)[-1] for run in runs],
+            [run.state.target.sequence.seq_id for run in runs],
+            [len(run.state.tokens) - 1 for run in runs],
+            np.stack([run.hidden for run in runs if run.hidden is not None]),
+        )
+        for run, row, hidden in zip(runs, rows, decoder.output_states(len(runs)), strict=True):
+            run.row, run.hidden, run.is_drawn = row, hidden, False

@@ -21,7 +21,9 @@ from typer.testing import CliRunner
 
 import llamabranch as lb
 from llamabranch.cli import app
+from llamabranch.errors import DecodeInterruptedError
 from llamabranch.native import draft_loop, heads
+from llamabranch.speculative.drafters.heads import HeadState
 from llamabranch.speculative.length.base import FixedLength
 
 DATA = Path(lb.__file__).parent / "data"
@@ -481,6 +483,22 @@ def test_draft_of_the_same_text_again_is_the_same(pair: Pair) -> None:
         state.close()
     assert first == second
     assert first
+
+
+def test_interrupted_draft_leaves_the_state_as_it_was(eagle: Pair) -> None:
+    tokens = eagle.ctx.tokenize(PROMPTS[2])
+    with lb.Branch.create(eagle.ctx, SETTINGS["seeded"]) as branch:
+        branch.prefill(tokens[:-1])
+        wanted = drafted(eagle, branch, tokens, 3)
+        state = eagle.drafter.start(branch, "seeded")
+        assert isinstance(state, HeadState)
+        eagle.drafter.ctx.interrupt()
+        with pytest.raises(DecodeInterruptedError):
+            state.propose(tokens, FixedLength(3), 3)
+        assert state.tokens == []
+        assert state.propose(tokens, FixedLength(3), 3).tokens == wanted
+        state.close()
+    eagle.audit()
 
 
 # -- contexts of other kinds -----------------------------------------------------------------------------

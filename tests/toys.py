@@ -647,13 +647,37 @@ def write_parts(source: str | Path, trunk: str | Path, layers: str | Path) -> No
     _rewrite(source, layers, lambda _, given: given, blocks(range(first, n)))
 
 
+def write_split(source: str | Path, folder: str | Path) -> Path:
+    """Write the model of `source` in two parts, the last block in the second; return the first."""
+    reader = gguf.GGUFReader(source)
+    last = max((name.split(".")[1] for name in _names(reader) if name[:4] == "blk."), key=int)
+    u16, i32 = gguf.GGUFValueType.UINT16, gguf.GGUFValueType.INT32
+    paths = [Path(folder, f"{Path(source).stem}-{i:05d}-of-00002.gguf") for i in (1, 2)]
+    for number, path in enumerate(paths):
+
+        def data(
+            name: str, given: npt.NDArray[Any], number: int = number
+        ) -> npt.NDArray[Any] | None:
+            return given if name.startswith(f"blk.{last}.") == bool(number) else None
+
+        more = {"split.no": (number, u16), "split.count": (2, u16)}
+        more["split.tensors.count"] = (len(reader.tensors), i32)
+        _rewrite(source, path, lambda _, given: given, data, more)
+    return paths[0]
+
+
+def _names(reader: gguf.GGUFReader) -> list[str]:
+    return [tensor.name for tensor in reader.tensors]
+
+
 def _rewrite(
     source: str | Path,
     path: str | Path,
     value: Callable[[str, Any], Any],
     data: Callable[[str, npt.NDArray[Any]], npt.NDArray[Any] | None],
+    more: Mapping[str, tuple[int, gguf.GGUFValueType]] | None = None,
 ) -> Path:
-    """Write a file with the values and tensors that these return for those of `source`."""
+    """Write a file with what these return for the values and tensors of `source`, and more values."""
     reader, path = gguf.GGUFReader(source), Path(path)
     writer = gguf.GGUFWriter(path, str(reader.fields["general.architecture"].contents()))
     for name, field in reader.fields.items():
@@ -662,6 +686,8 @@ def _rewrite(
         kind = field.types[0]
         sub_type = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(name, value(name, field.contents()), kind, sub_type)
+    for name, (number, kind) in (more or {}).items():
+        writer.add_key_value(name, number, kind)
     for tensor in reader.tensors:
         rows = data(tensor.name, tensor.data)
         if rows is not None:

@@ -748,6 +748,20 @@ def test_layers_in_a_file_of_their_own_draft_what_they_draft_in_the_targets(
         pairs[0].audit()
 
 
+def test_layers_in_the_last_part_of_a_split_model_draft(folder: Path) -> None:
+    path = toys.write_split(toy("mimo2", folder), folder)
+    assert lb.Model.head_kind(path) == "mtp"
+    with lb.load(path, n_ctx=512, n_threads=1, load_mtp=True) as ctx:
+        pair = Pair(ctx, lb.MTPDrafter(ctx))
+        generation = pair.speculator().generate(
+            PROMPTS[2], max_tokens=12, sampling=SETTINGS["greedy"]
+        )
+        assert generation.finish().tokens == pair.plain(PROMPTS[2], SETTINGS["greedy"], 12)
+        assert generation.stats.num_draft_tokens > 0
+    path.with_name(path.name.replace("00001", "00002")).unlink()
+    assert lb.Model.head_kind(path) == ""
+
+
 def test_layers_of_another_target_are_refused_with_the_reason(
     folder: Path, target: lb.Model
 ) -> None:

@@ -86,10 +86,8 @@ class HiddenStates:
             high = low + source.width
             found[:, low:high] = source.rows()[:n]
             low = high
-        if (
-            len(self._rows) > 2 * self._ledger.n_cells
-        ):  # before: a tree's cells are not in the ledger yet
-            self._forget_unused()
+        if len(self._rows) > 2 * self._ledger.n_cells:
+            self._forget_unused()  # first: the ledger does not have a tree's cells yet
         self._rows.update(zip(range(first, first + n), found, strict=True))
 
     def of(self, seq_id: int, start: int, end: int) -> list[Rows | None]:

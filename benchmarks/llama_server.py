@@ -40,6 +40,7 @@ class LlamaServer:
         command = [
             program, "-m", model, "-c", n_ctx, "-t", threads, "-tb", threads, "-np", 1,
             "--host", "127.0.0.1", "--port", self._port, "--no-ui", "-ctk", "bf16", "-ctv", "bf16",
+            "-cram", 0,  # what an earlier run has read is not found again
         ]  # fmt: skip
         quiet = subprocess.DEVNULL
         self._process = subprocess.Popen([str(x) for x in command], stdout=quiet, stderr=quiet)

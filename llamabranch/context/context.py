@@ -498,14 +498,14 @@ class Context:
         Raises:
             DecodeError: they differ; the message names the sequence. That is a bug in this library.
         """
+        if self.target is not None and self.model.shares_memory:
+            self.target.audit()  # its lock comes before this context's
+            return
         with self._lock:
             self._check_open()
             self._collect_forgotten()
-            if self.target is not None and self.model.shares_memory:
-                return self.target.audit()
             keeps_less = self.capabilities.recurrent or bool(self.capabilities.sliding_window)
             self._cache.audit(ends_only=keeps_less)
-        return None
 
     def _check_raw(self, *seq_ids: int) -> list[int]:
         self._check_open()

@@ -223,8 +223,9 @@ class EngineCore:
             scheduler.add(self._added.popleft())
         if self._aborted:
             yield from self._end_aborted()
-        if self.settings.concurrency is not None:
-            self._choose_concurrency(self.settings.concurrency)
+        learned = self.settings.concurrency
+        if learned is not None:
+            scheduler.limit = learned.limit or self.settings.parallel
         if scheduler.n_queued:
             n_shared, n_cached = scheduler.n_shared, scheduler.n_cached
             for job, error in scheduler.admit():
@@ -251,17 +252,16 @@ class EngineCore:
             yield from self._make_room(batch, error)
             return
         yield from self._conclude(batch, outcomes, verify_s)
-
-    def _choose_concurrency(self, learned: Concurrency) -> None:
-        """Admit fewer texts, or more, if that was measured to be faster."""
-        scheduler, ctx = self._scheduler, self.settings.target
-        active = scheduler.active
-        most = min(ctx.n_seq_max, self.settings.parallel or ctx.n_seq_max)
-        if active and (learned.has_news or learned.limit is not None):
-            left = [min(learned.typical, ctx.n_ctx_seq - job.n_to_cache) for job in active]
-            lengths = [job.mean_length(most) for job, most in zip(active, left, strict=True)]
-            learned.update(sum(lengths) / len(active), most)
-        scheduler.limit = min(most, learned.limit or most)
+        if learned is not None:
+            ctx = self.settings.target
+            learned.note_step(
+                batch.n_plans,
+                len(batch.parts),
+                sum(map(ctx.kv_cache.next_position, batch.seqs)),
+                perf_counter() - start,
+                most=min(ctx.n_seq_max, self.settings.parallel or ctx.n_seq_max),
+                waits=scheduler.n_queued > 0,
+            )
 
     # -- ends ----------------------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class EngineCore:
         self.settings.stats.speculative.add(job.stats)
         self.settings.stats.generated_tokens += len(result.tokens)
         if self.settings.concurrency is not None and result.error is None:
-            self.settings.concurrency.note_end(len(result.tokens))
+            self.settings.concurrency.note_end(result.num_prompt_tokens + len(result.tokens))
         self.settings.save_profile()
         yield Event(job.name, job.sample, result=result)
 
@@ -305,11 +305,6 @@ class EngineCore:
         running = [job for job in active if job.stream is not None and job.name not in paused]
         prefilling = [job for job in active if job.stream is None]
         ctx = self.settings.target
-        if self.settings.concurrency is not None and not prefilling:
-            # The newest ones wait, with their cells, until an older one has ended.
-            running = running[: self._scheduler.limit]
-            n_cells = sum(job.n_to_cache for job in running)
-            running = running[: self.settings.concurrency.n_probed(len(running), n_cells)]
         room = min(ctx.n_batch, ctx.n_outputs_max) - len(running) - len(prefilling)
         for job, draft in self._make_drafts(running):
             stream = job.stream
@@ -456,10 +451,6 @@ class EngineCore:
             self.settings.length.learn_decode(
                 lengths, len(batch.tokens), verify_s if is_pure else math.nan
             )
-        elif self.settings.concurrency is not None and batch.n_plans == len(batch.parts):
-            cache = self.settings.target.kv_cache
-            n_cells = sum(cache.next_position(seq_id) for seq_id in batch.seqs)
-            self.settings.concurrency.learn(batch.n_plans, n_cells, lambda: cache.n_used, verify_s)
 
     def _append_prompt(self, job: Job, n: int, rows: list[LogitsRow]) -> None:
         """Append ``n`` decoded tokens of ``to_cache`` to the branch.

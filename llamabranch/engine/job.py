@@ -155,10 +155,6 @@ class Job:
         done = 0 if self.branch is None else self.branch.position
         return self.n_to_cache - done
 
-    def mean_length(self, most: float) -> float:
-        """Return how many cells it holds on average from now to its end, ``most`` tokens away at most."""
-        return self.n_to_cache + max(0, min(self.output.draft_limit, most)) / 2
-
     @property
     def needs_scores(self) -> bool:
         """True while tokens of the prompt are to be rated: their logits are needed."""

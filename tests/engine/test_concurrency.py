@@ -1,4 +1,4 @@
-"""How many texts run at a time, learned from the times of decodes."""
+"""How many texts run at a time, chosen by measured throughput."""
 
 from __future__ import annotations
 
@@ -9,59 +9,49 @@ from llamabranch import Context, Engine, Request, SamplingParams
 from llamabranch.engine.concurrency import Concurrency
 
 
-def decode_s(n: int, n_cells: int, n_used: int, *, skipped_us: float) -> float:
-    """Return the seconds of a decode of ``n`` texts, by the rule that is to be found."""
-    return 1e-6 * (900 + 300 * n + 1.5 * n_cells + skipped_us * n * n_used)
-
-
-def learn(skipped_us: float, *, most: tuple[int, ...] = (16, 6)) -> Concurrency:
-    """Let texts grow, all or some of them at a time; so many are in the cache."""
-    found = Concurrency()
-    for position in range(180, 480):
-        n_texts = most[position // 25 % len(most)]
-        n = found.n_probed(n_texts, n_texts * position)
-        n_cells, n_used = n * position, n_texts * position
-        seconds = decode_s(n, n_cells, n_used, skipped_us=skipped_us)
-        found.learn(n, n_cells, lambda n_used=n_used: n_used, seconds)  # type: ignore[misc]
-        if position % 37 == 0:  # something else held it up
-            found.learn(n, n_cells, lambda n_used=n_used: n_used, 5 * seconds)  # type: ignore[misc]
-    return found
+def run(
+    n_texts: int, length: int, *, skipped_us: float, found: Concurrency, most: int = 16
+) -> list[int]:
+    """Let texts of one length go through the engine in waves; return how many ran in each."""
+    sizes = []
+    while n_texts:
+        size = min(n_texts, found.limit or most)
+        n_texts -= size
+        sizes.append(size)
+        for position in range(length):
+            for _ in range(size if position == length - 1 else 0):
+                found.note_end(length)
+            cells = size * position
+            seconds = 1e-6 * (900 + 300 * size + 1.5 * cells + skipped_us * size * cells)
+            found.note_step(size, size, cells, seconds, most=most, waits=n_texts > 0)
+    return sizes
 
 
 def test_long_texts_run_few_at_a_time() -> None:
-    found = learn(0.2)
-    assert found.has_news
-    found.update(850, 16)
-    best = (900 / (0.2 * 850)) ** 0.5  # 2.3
-    assert found.limit == round(best)
-    found.update(10, 16)  # short ones come
+    found = Concurrency()
+    sizes = run(200, 850, skipped_us=0.2, found=found)
+    assert sizes[:4] == [16, 8, 4, 2]
+    # A token's time is 900 / n + 300 + 1.5 L + 0.2 n L, with L = 425 on average: n = 3 is best.
+    assert sizes[-2] in (2, 4)
+    run(100, 30, skipped_us=0.2, found=found)  # short ones come
     assert found.limit is None
-    found.update(850, 2)
-    assert found.limit is None  # no more can run anyway
-
-
-def test_nothing_is_concluded_from_one_number_of_texts() -> None:
-    found = learn(0.2, most=(16,))
-    found.update(850, 16)
-    assert found.limit is None
+    run(100, 850, skipped_us=0.2, found=found)
+    assert found.limit in (2, 4)
 
 
 def test_all_run_where_that_costs_nothing() -> None:
-    found = learn(0.0)
-    found.update(850, 16)
-    assert found.limit is None
-    found = learn(0.001)
-    found.update(850, 16)
-    assert found.limit is None
+    for skipped_us in (0.0, 0.001):
+        found = Concurrency()
+        sizes = run(200, 850, skipped_us=skipped_us, found=found)
+        assert sizes.count(16) >= len(sizes) - 3
+        assert found.limit is None
 
 
 def test_nothing_is_tried_with_few_or_short_texts() -> None:
     found = Concurrency()
-    for _ in range(500):
-        assert found.n_probed(16, 1000) == 16
-        found.learn(16, 200, lambda: 200, 0.001)
-    assert not found.has_news
-    assert found.n_probed(3, 5000) == 3
+    assert set(run(160, 100, skipped_us=9.0, found=found)) == {16}
+    assert set(run(16, 850, skipped_us=9.0, found=found)) == {16}  # none waits
+    assert set(run(20, 850, skipped_us=9.0, found=found, most=2)) <= {1, 2}
 
 
 def test_limited_texts_are_the_same(ctx: Context, other_ctx: Context) -> None:

@@ -104,6 +104,7 @@ def _steps(args: argparse.Namespace) -> Iterator[Step]:
         "fork",
         "sampling",
         "step",
+        "draft",
         "hotpath",
     ):
         yield Step(program, program, ())

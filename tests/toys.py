@@ -128,14 +128,22 @@ def _scaled(noise: Array, name: str, architecture: str) -> Array:
     role, shape = _role(name), noise.shape
     if role == "ssm_a":
         return -np.exp(noise)
-    if role.endswith("norm") or "norm_" in role or role in ("time_mix_ln", "ssm_d"):
+    if (
+        role.endswith("norm")
+        or role in ("layer_output_scale", "rope_freqs")
+        or "norm_" in role
+        or role in ("time_mix_ln", "ssm_d")
+    ):
         return 1 + 0.1 * noise
     if role.endswith(".bias") or len(shape) == 1:
         return 0.1 * noise
     if role == "token_embd":  # Gemma multiplies embeddings by sqrt(n_embd)
         return noise / math.sqrt(shape[-1]) if architecture.startswith("gemma") else noise
     spread = _LOGIT_SPREAD if role == "output" else 1.0
-    return noise * np.float32(spread / math.sqrt(shape[-1]))
+    scaled = noise * np.float32(spread / math.sqrt(shape[-1]))
+    if role == "nextn.eh_proj":  # mostly the token, as in the trunk: some drafts are accepted
+        scaled[:, : shape[0]] += np.eye(shape[0], dtype=np.float32)
+    return scaled
 
 
 def _in_blocks(blocks: Sequence[Mapping[str, Shape]]) -> dict[str, Shape]:
@@ -165,6 +173,7 @@ class Sizes:
     n_ctx_train: int = 2048
     window: int = 32  # gemma3, sliding layers
     n_state: int = 8  # mamba
+    n_mtp: int = 3  # mimo2, step35 and hy_v3: MTP layers
     n_lora: int = 8  # rwkv7
 
     @property
@@ -382,6 +391,80 @@ def _qwen35(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
     return metadata, _in_blocks([*trunk, full | _nextn(s)])
 
 
+def _mimo2(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+    """Full and sliding attention in turn, then MTP layers of both kinds."""
+    d, rows = s.n_embd, s.n_embd + 2 * s.d_head * s.n_head_kv
+    trunk = s.attention_block()
+    fused = {name: shape for name, shape in trunk.items() if name[:-1] != "attn_"}
+    n = s.n_layer + s.n_mtp
+    metadata = s.attention_metadata() | {
+        "block_count": n,
+        "nextn_predict_layers": s.n_mtp,
+        "expert_feed_forward_length": 0,
+        "attention.sliding_window": s.window,
+        "attention.sliding_window_pattern": [i % 2 for i in range(n)],
+        "rope.dimension_count": s.d_head,
+    }
+    head = fused | {"attn_qkv": (rows, d)} | _nextn(s)
+    return metadata, _in_blocks([trunk] * s.n_layer + [head] * s.n_mtp)
+
+
+def _hy_v3(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+    """Attention only, dense layers, then MTP layers, whose states come after their norm."""
+    block = s.attention_block() | {"attn_q_norm": (s.d_head,), "attn_k_norm": (s.d_head,)}
+    metadata = s.attention_metadata() | {
+        "block_count": s.n_layer + s.n_mtp,
+        "nextn_predict_layers": s.n_mtp,
+        "expert_feed_forward_length": 0,
+        "rope.dimension_count": s.d_head,
+    }
+    head = block | _nextn(s) | {"nextn.shared_head_norm": (s.n_embd,)}
+    return metadata, _in_blocks([block] * s.n_layer + [head] * s.n_mtp)
+
+
+def _gemma4(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+    """Sliding and full attention in turn; the last layer is full, the one before it is not."""
+    d, head = (s.n_embd,), (s.d_head,)
+    norms: dict[str, Shape] = {"post_attention_norm": d, "post_ffw_norm": d, "attn_q_norm": head}
+    block = s.attention_block() | norms | {"attn_k_norm": head}
+    metadata = s.attention_metadata() | _gemma4_attention(s, s.d_head)
+    return metadata, _in_blocks([block] * s.n_layer) | {"rope_freqs.weight": (s.d_head // 2,)}
+
+
+def _gemma4_assistant(s: Sizes) -> tuple[dict[str, Value], dict[str, Shape]]:
+    """MTP layers that read the K/V of a gemma4 of `s`; half as wide, without keys and values."""
+    d, ff, d_head = s.n_embd // 2, s.n_ff // 2, s.d_head
+    block: dict[str, Shape] = dict.fromkeys(("attn_norm", "post_attention_norm"), (d,))
+    block |= {"ffn_norm": (d,), "post_ffw_norm": (d,), "attn_q_norm": (d_head,)}
+    block |= {"attn_q": (d_head * s.n_head, d), "attn_output": (d, d_head * s.n_head)}
+    block |= {
+        "ffn_gate": (ff, d),
+        "ffn_up": (ff, d),
+        "ffn_down": (d, ff),
+        "layer_output_scale": (1,),
+    }
+    metadata = s.attention_metadata() | _gemma4_attention(s, d_head)
+    metadata |= {"embedding_length": d, "embedding_length_out": s.n_embd, "feed_forward_length": ff}
+    metadata["nextn_predict_layers"] = s.n_layer
+    outer: dict[str, Shape] = {"rope_freqs.weight": (d_head // 2,)}
+    outer |= {"nextn.pre_projection.weight": (d, 2 * s.n_embd)}
+    outer |= {"nextn.post_projection.weight": (s.n_embd, d)}
+    return metadata, _in_blocks([block] * s.n_layer) | outer
+
+
+def _gemma4_attention(s: Sizes, d_head: int) -> dict[str, Value]:
+    found: dict[str, Value] = {
+        "attention.sliding_window": s.window,
+        "attention.sliding_window_pattern": [1 - i % 2 for i in range(s.n_layer)],
+        "embedding_length_per_layer_input": 0,
+        "rope.dimension_count": d_head,
+        "rope.dimension_count_swa": d_head,
+    }
+    for size in ("key_length", "value_length", "key_length_swa", "value_length_swa"):
+        found[f"attention.{size}"] = d_head
+    return found
+
+
 _ARCHITECTURES: dict[str, Callable[[Sizes], tuple[dict[str, Value], dict[str, Shape]]]] = {
     "llama": _llama,
     "gemma3": _gemma3,
@@ -392,6 +475,10 @@ _ARCHITECTURES: dict[str, Callable[[Sizes], tuple[dict[str, Value], dict[str, Sh
     "eagle3": _eagle3,
     "glm4moe": _glm4moe,
     "qwen35": _qwen35,
+    "mimo2": _mimo2,
+    "hy_v3": _hy_v3,
+    "gemma4": _gemma4,
+    "gemma4-assistant": _gemma4_assistant,
 }
 
 
@@ -399,6 +486,8 @@ def _outer_tensors(architecture: str, s: Sizes, n_vocab: int) -> dict[str, Shape
     """Return the tensors outside the blocks; output weights are not tied to the embeddings,
     or a random model would mostly repeat its last token."""
     d = s.n_embd
+    if architecture == "gemma4-assistant":  # its own embedding is also its output
+        return {"token_embd.weight": (n_vocab, d // 2), "output_norm.weight": (d // 2,)}
     if architecture == "eagle3":  # embedding and output are the target's
         return {"fc.weight": (d, 3 * d), "output_norm.weight": (d,)}
     embedding: dict[str, Shape] = {"token_embd.weight": (n_vocab, d)}
@@ -524,24 +613,85 @@ def write_permuted(source: str | Path, path: str | Path, order: Sequence[int]) -
 
     Token `order[i]` of the source becomes token `i`: texts and probabilities are the same, ids are not.
     """
-    reader, path = gguf.GGUFReader(source), Path(path)
-    architecture = str(reader.fields["general.architecture"].contents())
-    writer = gguf.GGUFWriter(path, architecture)
     new_ids = {old: new for new, old in enumerate(order)}
+
+    def value(name: str, given: Any) -> Any:
+        if name in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.scores"):
+            return [given[i] for i in order]
+        if name.startswith("tokenizer.ggml.") and name.endswith("_token_id"):
+            return new_ids[given]
+        return given
+
+    def data(name: str, given: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return given[list(order)] if name in ("token_embd.weight", "output.weight") else given
+
+    return _rewrite(source, path, value, data)
+
+
+def write_parts(source: str | Path, trunk: str | Path, layers: str | Path) -> None:
+    """Write the model of `source` as two files: one without its MTP layers, one with them only."""
+    fields = gguf.GGUFReader(source).fields
+    architecture = str(fields["general.architecture"].contents())
+    n = int(fields[f"{architecture}.block_count"].contents())
+    first = n - int(fields[f"{architecture}.nextn_predict_layers"].contents())
+    changed = {f"{architecture}.block_count": first, f"{architecture}.nextn_predict_layers": 0}
+
+    def blocks(wanted: range) -> Callable[[str, npt.NDArray[Any]], npt.NDArray[Any] | None]:
+        def data(name: str, given: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
+            is_other = name.startswith("blk.") and int(name.split(".")[1]) not in wanted
+            return None if is_other else given
+
+        return data
+
+    _rewrite(source, trunk, lambda name, given: changed.get(name, given), blocks(range(first)))
+    _rewrite(source, layers, lambda _, given: given, blocks(range(first, n)))
+
+
+def write_split(source: str | Path, folder: str | Path) -> Path:
+    """Write the model of `source` in two parts, the last block in the second; return the first."""
+    reader = gguf.GGUFReader(source)
+    last = max((name.split(".")[1] for name in _names(reader) if name[:4] == "blk."), key=int)
+    u16, i32 = gguf.GGUFValueType.UINT16, gguf.GGUFValueType.INT32
+    paths = [Path(folder, f"{Path(source).stem}-{i:05d}-of-00002.gguf") for i in (1, 2)]
+    for number, path in enumerate(paths):
+
+        def data(
+            name: str, given: npt.NDArray[Any], number: int = number
+        ) -> npt.NDArray[Any] | None:
+            return given if name.startswith(f"blk.{last}.") == bool(number) else None
+
+        more = {"split.no": (number, u16), "split.count": (2, u16)}
+        more["split.tensors.count"] = (len(reader.tensors), i32)
+        _rewrite(source, path, lambda _, given: given, data, more)
+    return paths[0]
+
+
+def _names(reader: gguf.GGUFReader) -> list[str]:
+    return [tensor.name for tensor in reader.tensors]
+
+
+def _rewrite(
+    source: str | Path,
+    path: str | Path,
+    value: Callable[[str, Any], Any],
+    data: Callable[[str, npt.NDArray[Any]], npt.NDArray[Any] | None],
+    more: Mapping[str, tuple[int, gguf.GGUFValueType]] | None = None,
+) -> Path:
+    """Write a file with what these return for the values and tensors of `source`, and more values."""
+    reader, path = gguf.GGUFReader(source), Path(path)
+    writer = gguf.GGUFWriter(path, str(reader.fields["general.architecture"].contents()))
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name == "general.architecture":
             continue
-        value, kind = field.contents(), field.types[0]
-        if name in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.scores"):
-            value = [value[i] for i in order]
-        elif name.startswith("tokenizer.ggml.") and name.endswith("_token_id"):
-            value = new_ids[value]
+        kind = field.types[0]
         sub_type = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, value, kind, sub_type)
+        writer.add_key_value(name, value(name, field.contents()), kind, sub_type)
+    for name, (number, kind) in (more or {}).items():
+        writer.add_key_value(name, number, kind)
     for tensor in reader.tensors:
-        per_token = tensor.name in ("token_embd.weight", "output.weight")
-        data = tensor.data[list(order)] if per_token else tensor.data
-        writer.add_tensor(tensor.name, np.ascontiguousarray(data), raw_dtype=tensor.tensor_type)
+        rows = data(tensor.name, tensor.data)
+        if rows is not None:
+            writer.add_tensor(tensor.name, np.ascontiguousarray(rows), raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

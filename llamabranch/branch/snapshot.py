@@ -7,7 +7,7 @@ because whoever changes the file can recompute its checksums.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from os import PathLike
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..context import Context
+from ..context.hidden_states import PackedStates
 from ..context.logits import LogitsRow
 from ..errors import (
     CacheFullError,
@@ -34,12 +35,18 @@ __all__ = ["Snapshot", "capture", "fill"]
 T = TypeVar("T")
 
 
+def _no_states() -> npt.NDArray[np.float32]:
+    return np.empty((0, 0), dtype=np.float32)
+
+
 @dataclass(frozen=True, eq=False)
 class Snapshot:
     """A branch copied out of its context: everything needed to continue it elsewhere, bit for bit.
 
     ``tokens`` int32 (n,), ``surprisals`` float64 (n - n_prompt,), ``logits`` float32 (V,) or (0,) for an
-    empty branch, ``state`` uint8: llama.cpp's K/V of the sequence. Read-only copies.
+    empty branch, ``state`` uint8: llama.cpp's K/V of the sequence, ``hidden`` float32 (n, width): where a
+    head drafts for the context, the hidden states that it reads, of ``hidden_layers``; else (0, 0).
+    Read-only copies.
     """
 
     origin: KVCompatibility
@@ -54,6 +61,8 @@ class Snapshot:
     logits: npt.NDArray[np.float32]
     state: npt.NDArray[np.uint8]
     seed_given: bool = False
+    hidden: npt.NDArray[np.float32] = field(default_factory=_no_states)
+    hidden_layers: tuple[int, ...] = ()
 
     @property
     def n_bytes(self) -> int:
@@ -62,7 +71,7 @@ class Snapshot:
 
     @property
     def _arrays(self) -> Arrays:
-        return Arrays(self.tokens, self.surprisals, self.logits, self.state)
+        return Arrays(self.tokens, self.surprisals, self.logits, self.state, self.hidden)
 
     def __repr__(self) -> str:
         return f"<Snapshot of {len(self.tokens)} tokens, {self.n_bytes} bytes>"
@@ -96,7 +105,7 @@ class Snapshot:
             [token, None if value == -np.inf else value]
             for token, value in self.sampling.logit_bias.items()
         ]
-        return {
+        about: dict[str, object] = {
             "engine": engine_versions(),
             "origin": asdict(self.origin),
             "sampling": sampling,
@@ -107,6 +116,9 @@ class Snapshot:
             "finish_reason": self.finish_reason,
             "pending": self.pending.hex(),
         }
+        if self.hidden.size:
+            about["hidden_layers"] = list(self.hidden_layers)
+        return about
 
     @classmethod
     def read(cls, path: str | PathLike[str], ctx: Context | None = None) -> Snapshot:
@@ -123,6 +135,9 @@ class Snapshot:
                 about.origin.check(ctx)
                 if sizes.n_logits > ctx.n_vocab:
                     raise SnapshotError("the snapshot's logits do not fit the vocabulary")
+                handle = ctx.decoder.handle
+                if sizes.width > handle.n_layer * handle.n_embd + handle.n_embd_out:
+                    raise SnapshotError("the snapshot's hidden states do not fit the model")
                 _check_room(ctx, sizes.n_tokens, sizes.n_state)
             return about
 
@@ -157,6 +172,8 @@ class Snapshot:
             raise SnapshotError(
                 "the snapshot's logits do not fit the vocabulary, or contain NaN or +inf"
             )
+        if self.hidden.size and (len(self.hidden) != n or not np.isfinite(self.hidden).all()):
+            raise SnapshotError("the snapshot's hidden states are not one row of numbers a token")
         layout = ctx.kv_cache.state_layout
         if n and layout is None and not trusted:
             raise UnsupportedError(
@@ -236,6 +253,9 @@ def _parse(metadata: bytes) -> Snapshot:
             raise ValueError("pending bytes or finish_reason are invalid")
         sampling = _sampling(about.get("sampling", dict))
         seed_given = about.maybe("seed_given", bool)
+        layers = about.maybe("hidden_layers", list) or []
+        if any(type(layer) is not int for layer in layers):
+            raise ValueError("hidden_layers must be whole numbers")
         return Snapshot(
             origin=KVCompatibility(
                 fingerprint=origin.get("fingerprint", str),
@@ -259,6 +279,7 @@ def _parse(metadata: bytes) -> Snapshot:
             state=np.empty(0, np.uint8),
             # Files of version 0.1 do not record it.
             seed_given=sampling.seed is not None if seed_given is None else seed_given,
+            hidden_layers=tuple(layers),
         )
     except (ValueError, TypeError, RecursionError, LlamaBranchError) as error:
         raise SnapshotError(f"the snapshot's metadata is invalid: {error}") from error
@@ -301,8 +322,10 @@ def capture(sequence: TokenSequence, sampling: SamplingParams) -> Snapshot:
                 cache.state_layout.check(state, len(tokens))
         except SnapshotError as error:
             raise UnsupportedError(f"this branch cannot be saved: {error}") from error
+    packed = None if cache.hidden is None else cache.hidden.packed(sequence.seq_id)
+    layers, hidden = ((), _no_states()) if packed is None else packed
     arrays = tokens, np.array(sequence.surprisals, dtype=np.float64), logits, state
-    for array in arrays:
+    for array in (*arrays, hidden):
         array.flags.writeable = False
     return Snapshot(
         origin,
@@ -314,6 +337,8 @@ def capture(sequence: TokenSequence, sampling: SamplingParams) -> Snapshot:
         sequence.pending,
         *arrays,
         seed_given=sequence.seed_given,
+        hidden=hidden,
+        hidden_layers=layers,
     )
 
 
@@ -335,6 +360,9 @@ def fill(sequence: TokenSequence, snapshot: Snapshot, *, trusted: bool = False) 
         if not ctx.kv_cache.set_state(sequence.seq_id, snapshot.state, len(tokens)):
             raise _no_room(len(tokens), ctx)
         row = LogitsRow(snapshot.logits.copy())
+        if ctx.kv_cache.hidden is not None and snapshot.hidden.size:
+            states = PackedStates(snapshot.hidden_layers, snapshot.hidden)
+            ctx.kv_cache.hidden.restore(sequence.seq_id, states)
     sequence.use_sampler(sampler)
     sequence.seed, sequence.seed_given = snapshot.seed, snapshot.seed_given
     sequence.restore(tokens, snapshot.n_prompt, snapshot.surprisals.tolist(), snapshot.pending, row)

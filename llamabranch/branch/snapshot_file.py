@@ -25,9 +25,10 @@ from ..errors import ConfigError, SnapshotError
 __all__ = ["DIGEST_BYTES", "HEADER", "Arrays", "Sizes", "read_file", "write_file"]
 
 _MAGIC = b"\x89LBRANCH"
-_VERSION = 1
-# Magic, version, bytes of metadata, tokens, surprisals, logits, reserved, bytes of K/V, SHA-256 of the
-# arrays; after it the SHA-256 of this header and the metadata.
+# A file without hidden states is of version 1, which has no others.
+_VERSION, _WITH_HIDDEN = 1, 2
+# Magic, version, bytes of metadata, tokens, surprisals, logits, numbers in a row of hidden states, bytes
+# of K/V, SHA-256 of the arrays; after it the SHA-256 of this header and the metadata.
 HEADER = struct.Struct("<8sIIIIIIQ32s")
 DIGEST_BYTES = 32
 _MAX_METADATA_BYTES = 16 << 20
@@ -37,21 +38,23 @@ T = TypeVar("T")
 
 
 class Arrays(NamedTuple):
-    """The raw parts: ids, nats, logits, llama.cpp's K/V of the sequence."""
+    """The raw parts: ids, nats, logits, llama.cpp's K/V of the sequence, a row for each token or none."""
 
     tokens: npt.NDArray[np.int32]
     surprisals: npt.NDArray[np.float64]
     logits: npt.NDArray[np.float32]
     state: npt.NDArray[np.uint8]
+    hidden: npt.NDArray[np.float32]
 
 
 class Sizes(NamedTuple):
-    """How many entries the arrays of a file have."""
+    """How many entries the arrays of a file have, and numbers a row of hidden states."""
 
     n_tokens: int
     n_surprisals: int
     n_logits: int
     n_state: int
+    width: int
 
 
 def write_file(path: str | PathLike[str], metadata: bytes, arrays: Arrays) -> None:
@@ -71,8 +74,9 @@ def write_file(path: str | PathLike[str], metadata: bytes, arrays: Arrays) -> No
     for array in arrays:
         digest.update(_raw(array))
     header = HEADER.pack(
-        _MAGIC, _VERSION, len(metadata), len(arrays.tokens), len(arrays.surprisals),
-        len(arrays.logits), 0, len(arrays.state), digest.digest(),
+        _MAGIC, _WITH_HIDDEN if arrays.hidden.size else _VERSION, len(metadata), len(arrays.tokens),
+        len(arrays.surprisals), len(arrays.logits), arrays.hidden.shape[1], len(arrays.state),
+        digest.digest(),
     )  # fmt: skip
     place = _path(path)
     try:
@@ -119,17 +123,17 @@ def read_file(
             header = file.read(HEADER.size)
             if len(header) < HEADER.size or not header.startswith(_MAGIC):
                 raise SnapshotError("not a snapshot: its first bytes are not a snapshot header")
-            _, version, n_metadata, n_tokens, n_surprisals, n_logits, reserved, n_state, digest = (
+            _, version, n_metadata, n_tokens, n_surprisals, n_logits, width, n_state, digest = (
                 HEADER.unpack(header)
             )
-            if version != _VERSION:
+            if version not in (_VERSION, _WITH_HIDDEN):
                 raise SnapshotError(
-                    f"the snapshot has format {version}, this library reads {_VERSION}"
+                    f"the snapshot has format {version}, this library reads {_VERSION} and {_WITH_HIDDEN}"
                 )
-            n_body = 4 * n_tokens + 8 * n_surprisals + 4 * n_logits + n_state
+            n_body = 4 * n_tokens * (1 + width) + 8 * n_surprisals + 4 * n_logits + n_state
             size = os.fstat(file.fileno()).st_size
             if (
-                reserved
+                (width > 0) != (version == _WITH_HIDDEN)
                 or n_metadata > _MAX_METADATA_BYTES
                 or n_tokens > _MAX_TOKENS
                 or n_surprisals > n_tokens
@@ -140,18 +144,21 @@ def read_file(
             metadata = file.read(n_metadata)
             if hashlib.sha256(header + metadata).digest() != expected:
                 raise SnapshotError("the snapshot is damaged: its checksum differs")
-            understood = understand(metadata, Sizes(n_tokens, n_surprisals, n_logits, n_state))
+            understood = understand(
+                metadata, Sizes(n_tokens, n_surprisals, n_logits, n_state, width)
+            )
             body = memoryview(file.read(n_body))
     except (OSError, ValueError) as error:
         raise SnapshotError(f"the snapshot cannot be read: {error}") from error
     if len(body) != n_body or hashlib.sha256(body).digest() != digest:
         raise SnapshotError("the snapshot is damaged: its checksum differs")
-    ends = np.cumsum([4 * n_tokens, 8 * n_surprisals, 4 * n_logits])
+    ends = np.cumsum([4 * n_tokens, 8 * n_surprisals, 4 * n_logits, n_state])
     arrays = Arrays(
         tokens=np.frombuffer(body[: ends[0]], "<i4"),
         surprisals=np.frombuffer(body[ends[0] : ends[1]], "<f8"),
         logits=np.frombuffer(body[ends[1] : ends[2]], "<f4"),
-        state=np.frombuffer(body[ends[2] :], np.uint8),
+        state=np.frombuffer(body[ends[2] : ends[3]], np.uint8),
+        hidden=np.frombuffer(body[ends[3] :], "<f4").reshape(n_tokens if width else 0, width),
     )
     return understood, arrays
 

@@ -75,7 +75,7 @@ def candidates(target: str) -> list[Candidate]:
         )
         for _, name, each in nearby[:MOST]:
             try:
-                if Model.head_kind(each) == "eagle3" and name != listed:
+                if Model.is_head(each) and name != listed:
                     continue  # it fits one model only
                 with Model(each, vocab_only=True) as draft:
                     way = model.compatibility(draft).path

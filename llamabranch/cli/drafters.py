@@ -145,9 +145,11 @@ def make_drafter(parts: Sequence[str], open_model: Callable[[str], Context], wid
 def _drafter_over(ctx: Context, width: int) -> Drafter:
     if ctx.target is None:
         return ModelDrafter(ctx, width=width)
+    if ctx.model.target_layers:
+        return EagleDrafter(ctx, width=width)
     if width > 1:
-        raise ConfigError("a head drafts one token at each position, no trees")
-    return EagleDrafter(ctx) if ctx.model.target_layers else MTPDrafter(ctx)
+        raise ConfigError("MTP layers draft one token at each position, no trees")
+    return MTPDrafter(ctx)
 
 
 def drafting_contexts(drafter: Drafter) -> list[Context]:

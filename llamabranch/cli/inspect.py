@@ -109,7 +109,7 @@ def inspect(
 
 def _open(name: str, loading: LoadingOptions, console: Console, stack: ExitStack) -> _Opened:
     path = hub.resolve(name)
-    if Model.head_kind(path) == "eagle3":
+    if Model.is_head(path):
         return _Opened(stack.enter_context(Model(path)), None)
     context = loading.open(name, console, stack, n_ctx=N_CTX)
     return _Opened(context.model, context)
@@ -125,7 +125,7 @@ def _drafts(
     found = []
     for each in candidates(name):
         gain = None
-        is_head = each.path is not None and Model.head_kind(each.path) == "eagle3"
+        is_head = each.path is not None and Model.is_head(each.path)
         if each.path is not None and each.drafts_by == "tokens" and not is_head:
             with open_draft(each.path) as draft:
                 gain = measure(context, draft)
@@ -203,6 +203,8 @@ def _facts(opened: _Opened) -> dict[str, object]:
         "memory_type": model.memory_type,
         "fingerprint": model.fingerprint,
         "mtp_layers": model.n_mtp_layers,
+        "head_kind": Model.head_kind(model.path),
+        "shares_memory": model.shares_memory,
         "eagle3": None,
         "capabilities": None,
     }
@@ -225,7 +227,12 @@ def _facts(opened: _Opened) -> dict[str, object]:
 
 
 def _target_width(model: Model) -> int:
-    return int(model.metadata.get("eagle3.target_hidden_size", "0"))
+    """Return the width of the hidden states that a head reads."""
+    for key in ("target_hidden_size", "embedding_length_out"):
+        found = model.metadata.get(f"{model.architecture}.{key}")
+        if found is not None:
+            return int(found)
+    return model.n_embd
 
 
 def _lines(opened: _Opened) -> dict[str, str]:
@@ -256,9 +263,13 @@ def _drafts_with(model: Model) -> str:
     if model.target_layers:
         layers = ", ".join(str(layer) for layer in model.target_layers)
         return f"layers {layers} of a target of width {_target_width(model)} (EAGLE-3)"
-    if Model.head_kind(model.path) == "mtp":
-        n = model.n_mtp_layers
-        return f"its {n} MTP layer{'s' if n > 1 else ''} (--draft mtp)"
+    n, kind = model.n_mtp_layers, Model.head_kind(model.path)
+    layers = f"{n} MTP layer{'s' if n > 1 else ''}"
+    if kind == "mtp":
+        return f"its {layers} (--draft mtp)"
+    if kind == "mtp-only":
+        reads = "over the K/V of" if model.shares_memory else "for"
+        return f"{layers} {reads} a target of width {_target_width(model)}"
     return "-"
 
 

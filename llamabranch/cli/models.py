@@ -37,8 +37,8 @@ def models(
 ) -> None:
     """List the models of models.txt and mark those that are on this machine.
 
-    A target is followed by the draft that goes with it. The names are what
-    --target and --draft take.
+    A target is followed by the draft or head that goes with it; one of role mtp
+    drafts by itself. The names are what --target and --draft take.
     """
     with output.console() as console:
         if local and search is not None:
@@ -90,7 +90,9 @@ def _list_catalogue(console: Console, as_json: bool) -> None:
         left=("role", "repository", "file", "licence"),
     )
     console.line()
-    console.line("A target is followed by its draft. Download one with: llamabranch pull NAME")
+    console.line(
+        "A target is followed by what drafts for it. Download one with: llamabranch pull NAME"
+    )
 
 
 def _list_local(console: Console, as_json: bool) -> None:

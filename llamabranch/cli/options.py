@@ -152,8 +152,9 @@ class ModelOptions(TargetOptions):
             "-d",
             "-md",
             "-hfd",
-            help="A model or an EAGLE-3 head as for --target, `mtp` (the target's own MTP layers), "
-            "`auto` (what fits), `lookup`, `suffix`, a chain such as `suffix+NAME`, or `none`. "
+            help="A model, an EAGLE-3 head or a file of MTP layers as for --target, `mtp` (the "
+            "target's own MTP layers), `auto` (what fits), `lookup`, `suffix`, a chain such as "
+            "`suffix+NAME`, or `none`. "
             "Default: auto, where the draft listed with the target comes before others.",
         ),
     ] = None
@@ -180,7 +181,8 @@ class ModelOptions(TargetOptions):
         elif draft == MTP and lb.Model.head_kind(path) != MTP:
             raise lb.UnsupportedError(
                 f"{target} has no MTP layers that llama.cpp computes",
-                hint="`llamabranch inspect` shows what a file offers",
+                hint="`llamabranch inspect` shows what a file offers; --draft FILE takes MTP layers "
+                "that are in a file of their own",
             )
         elif draft == "auto":
             found = choose_draft(target, self.find)
@@ -504,12 +506,12 @@ class LoadingOptions:
         stack: ExitStack,
         **more: Unpack[LoadOptions],
     ) -> lb.Context:
-        """Open what drafts for ``target``: a draft model, an EAGLE-3 head, or ``mtp``."""
+        """Open what drafts for ``target``: a draft model, a head in a file of its own, or ``mtp``."""
         from .drafters import MTP
 
         if name == MTP:
             return stack.enter_context(lb.Context(target.model, target=target))
-        if lb.Model.head_kind(hub.resolve(name)) != "eagle3":
+        if not lb.Model.is_head(hub.resolve(name)):
             return self.open(name, console, stack, **more)
         options = self.options()
         options.update(more)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from .decoder import Decoder
 from .kv_cache import KVCache
 from .params import INVARIANT_KV_TYPES
 
-__all__ = ["Capabilities", "probe"]
+__all__ = ["Capabilities", "of_sharing_head", "probe"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,16 @@ def probe(
         batch_invariant_reason=reason,
     )
     return capabilities, layout, decoder.n_decodes
+
+
+def of_sharing_head(target: Capabilities) -> Capabilities:
+    """Return the capabilities of a head that reads the memory of its target and has none to try out."""
+    return replace(
+        target,
+        can_truncate=False,
+        batch_invariant=False,
+        batch_invariant_reason="not established for a head that reads the K/V of its target",
+    )
 
 
 def _tokens(model: Model, n: int) -> list[int]:

@@ -17,18 +17,20 @@ from typing_extensions import Self, Unpack
 from ..arguments import plain_int, real, shown, whole
 from ..errors import (
     BranchStateError,
+    CapacityError,
     ConfigError,
     SequencesExhaustedError,
     UnsupportedError,
 )
 from ..model import Model, TokenIds, token_list
-from ..native import ContextHandle, HeadOf, heads
+from ..native import ContextHandle, HeadOf, NativeContextParams, heads, max_sequences
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base
-from .capabilities import probe
+from .capabilities import Capabilities, of_sharing_head, probe
 from .cell_ledger import Usage
 from .compaction import rewrite_in_order
 from .decoder import Decoder
+from .hidden_states import HiddenStates
 from .kv_cache import KVCache
 from .logits import LogitsRow
 from .params import ContextOptions, ContextParams, warn_of_length
@@ -53,8 +55,9 @@ class Context:
         params: a :class:`ContextParams`; its fields may be given by name instead: ``n_ctx=8192``.
         owns_model: close the model with the context.
         target: for a head, the context whose hidden states it reads; it is closed after this one.
-            ``model`` is then an EAGLE-3 head, or the target's own model, whose MTP layers are
-            computed. By default the context has the target's size, sequences and threads.
+            ``model`` is then an EAGLE-3 head, or a model whose MTP layers are computed: the target's
+            own, or that of a file with such layers only. By default the context has the target's
+            threads and, for each layer that drafts, its size and sequences.
 
     Attributes:
         model: the model that it computes.
@@ -70,6 +73,7 @@ class Context:
         ConfigError: a bad option, or llama.cpp cannot create the context (the reason is given).
         UnsupportedError: the model cannot generate, ``batch_invariant=True`` or ``kv_unified=False``
             cannot hold, or the model is no head for ``target``.
+        BranchStateError: a head that shares the memory of ``target``, which is not empty.
 
     Warns:
         ContextLengthWarning: a text may get longer than the model was trained for. At once if ``n_ctx``
@@ -83,6 +87,7 @@ class Context:
 
     model: Model
     target: Context | None
+    capabilities: Capabilities
 
     def __init__(
         self,
@@ -103,7 +108,11 @@ class Context:
             )
         elif model.vocab_only or not model.can_generate:
             kind = "only its vocabulary is loaded" if model.vocab_only else "it predicts no tokens"
-            raise UnsupportedError(f"cannot create a context for {model.name}: {kind}")
+            hint = None
+            if model.n_mtp_layers and not model.vocab_only:
+                kind += ", its MTP layers compute only beside their target"
+                hint = "give the target's context: Context(head, target=ctx)"
+            raise UnsupportedError(f"cannot create a context for {model.name}: {kind}", hint=hint)
         resolved = given.resolve(model)
         trained = given.trained_length(model)
         # Many cells for several sequences are usually meant for many texts, otherwise for a long one.
@@ -119,9 +128,7 @@ class Context:
         )
         native = resolved.native()
         native = replace(native, n_threads=tuner.n_threads, n_threads_batch=tuner.n_threads_batch)
-        uses_mtp = target is not None and model is target.model
-        head = None if target is None else HeadOf(target.decoder.handle, uses_mtp)
-        handle = ContextHandle(model.handle, native, head)
+        handle = _create(model, native, target)
         if not handle.has_memory:
             handle.close()
             raise UnsupportedError(f"{model.name} has no memory: it cannot generate")
@@ -137,20 +144,28 @@ class Context:
         self._owns_model = owns_model
         self._lock = handle.lock
         try:
-            tuner.tune(handle)
-            self.capabilities, layout, n_decodes = probe(
-                handle,
-                model,
-                n_seq_max,
-                kv_type=resolved.kv_type,
-                flash_attention=resolved.flash_attention,
-                swa_full=resolved.swa_full,
-                batch_invariant=resolved.batch_invariant,
-                is_head=head is not None,
-            )
-            self._features = None
+            if target is not None and model.shares_memory:  # trials need memory
+                self.capabilities = of_sharing_head(target.capabilities)
+                layout, n_decodes = None, 0
+            else:
+                tuner.tune(handle)
+                self.capabilities, layout, n_decodes = probe(
+                    handle,
+                    model,
+                    n_seq_max,
+                    kv_type=resolved.kv_type,
+                    flash_attention=resolved.flash_attention,
+                    swa_full=resolved.swa_full,
+                    batch_invariant=resolved.batch_invariant,
+                    is_head=target is not None,
+                )
+            self._encoder = None
             if target is not None:
-                self._features = self._open_head(handle, target)
+                if not self.capabilities.can_truncate and not model.shares_memory:
+                    raise UnsupportedError(
+                        "a head must be able to drop what it has drafted", hint="leave swa_full out"
+                    )
+                self._encoder = self._open_head(handle, target)
             if not handle.kv_unified and (layout is None or not layout.is_cells_only):
                 raise UnsupportedError(
                     "kv_unified=False: llama.cpp writes K/V in an unknown form, so forks cannot copy it"
@@ -185,8 +200,8 @@ class Context:
         self._last_rows: list[LogitsRow] = []
         self.release_threads()
 
-    def _open_head(self, handle: ContextHandle, target: Context) -> heads.FeatureBatch | None:
-        """Let the target keep its hidden states; return the batch of the head's encoder, if any."""
+    def _open_head(self, handle: ContextHandle, target: Context) -> heads.Encoder | None:
+        """Let the target keep its hidden states; return the head's encoder, if it has one."""
         layers = self.model.target_layers or (target.model.n_layer,)
         reader = weakref.ref(handle)
 
@@ -198,7 +213,7 @@ class Context:
             width = target.decoder.watch_hidden(layers, is_read).width
         if not self.model.target_layers:
             return None
-        return heads.FeatureBatch(handle, width, min(self.n_outputs_max, handle.n_chunk))
+        return heads.Encoder(handle, width, min(self.n_outputs_max, handle.n_chunk))
 
     def _open_prefix_cache(self, cache_ram: int) -> PrefixCache:
         if cache_ram and not self._cache.can_copy:
@@ -242,6 +257,13 @@ class Context:
 
     def _check_open(self) -> None:
         self._decoder.check_open()
+
+    def _check_own_memory(self) -> None:
+        if self.model.shares_memory:
+            raise UnsupportedError(
+                f"{self.model.name} has no memory of its own: it reads that of its target",
+                hint="it is for drafting only: MTPDrafter(ctx)",
+            )
 
     # -- interruption ------------------------------------------------------------------------------
 
@@ -317,9 +339,11 @@ class Context:
 
         Raises:
             SequencesExhaustedError: all are taken; the message lists the holders.
+            UnsupportedError: a head that reads the sequences of its target.
         """
         with self._lock:
             self._check_open()
+            self._check_own_memory()
             self._collect_forgotten()
             first = self._cache.first_position
             if len(self._leases) == self.n_seq_max:
@@ -345,11 +369,12 @@ class Context:
     def hidden_states(self, seq_id: int, tokens: list[int], start: int) -> States:
         """Return the hidden states of a sequence's tokens from ``start`` on, float32 (n, width), a copy.
 
-        Only while a head reads them. Where some are missing, because the tokens were decoded before or
-        come from a snapshot, the tokens are decoded once more, in another sequence.
+        Only while a head reads them. Where some are missing, because the tokens were decoded before the
+        head was opened, the tokens are decoded once more, in another sequence. Without a sequence or
+        cells for that only the rows after the last one missing are returned.
 
         Raises:
-            CapacityError: no sequence or no cells for that.
+            CapacityError: that would be none.
         """
         with self._lock:
             self._check_open()
@@ -358,24 +383,39 @@ class Context:
                 raise UnsupportedError("the context keeps no hidden states: no head reads them")
             found = hidden.of(seq_id, start, len(tokens))
             if any(row is None for row in found):
-                holder = _Reading()
-                other = self.lease(holder)
                 try:
-                    self._decoder.decode_run(tokens, other, "none")
-                    hidden.set_all(seq_id, hidden.all_of(other))
-                finally:
-                    self.return_lease(other)
-                found = hidden.of(seq_id, start, len(tokens))
+                    self._read_again(seq_id, tokens, hidden)
+                    found = hidden.of(seq_id, start, len(tokens))
+                except CapacityError:
+                    missing = [i for i, row in enumerate(found) if row is None]
+                    found = found[missing[-1] + 1 :]
+                    if not found:
+                        raise
             rows = [row for row in found if row is not None]
             return np.stack(rows) if rows else np.empty((0, hidden.width), dtype=np.float32)
+
+    def _read_again(self, seq_id: int, tokens: list[int], hidden: HiddenStates) -> None:
+        """Decode the tokens of a sequence once more, in another one, for their hidden states."""
+        holder = _Reading()
+        other = self.lease(holder)
+        try:
+            self._decoder.decode_run(tokens, other, "none")
+            hidden.set_all(seq_id, hidden.all_of(other))
+        finally:
+            self.return_lease(other)
 
     def encode(self, features: States) -> States:
         """Return what the encoder of this head makes of ``features``, float32 (n, n_embd), a copy."""
         with self._lock:
             self._check_open()
-            if self._features is None:
+            if self._encoder is None:
                 return features  # MTP layers read the states as they are
-            return self._decoder.encode(self._features, features)
+            return self._decoder.encode(self._encoder, features)
+
+    @property
+    def encoder(self) -> heads.Encoder | None:
+        """Of a head: what its features go through; None if it reads hidden states as they are."""
+        return self._encoder
 
     def return_lease(self, seq_id: int) -> None:
         """End the lease of a sequence and empty it."""
@@ -458,6 +498,9 @@ class Context:
         Raises:
             DecodeError: they differ; the message names the sequence. That is a bug in this library.
         """
+        if self.target is not None and self.model.shares_memory:
+            self.target.audit()  # its lock comes before this context's
+            return
         with self._lock:
             self._check_open()
             self._collect_forgotten()
@@ -466,6 +509,7 @@ class Context:
 
     def _check_raw(self, *seq_ids: int) -> list[int]:
         self._check_open()
+        self._check_own_memory()
         self._collect_forgotten()
         checked = [self._check_seq(seq_id) for seq_id in seq_ids]
         for seq_id in checked:
@@ -628,6 +672,7 @@ class Context:
         """
         with self._lock:
             self._check_open()
+            self._check_own_memory()
             self._collect_forgotten()
             n_branches = len(self._leases) - self._n_seq_cached
             if n_branches:
@@ -660,6 +705,20 @@ class _Reading:
     """Holds a sequence in which tokens are decoded once more for their hidden states."""
 
 
+def _create(model: Model, native: NativeContextParams, target: Context | None) -> ContextHandle:
+    """Return the native context; ``target`` for that of a head."""
+    if target is None:
+        return ContextHandle(model.handle, native)
+    with target.lock:
+        if model.shares_memory and target.usage().cells_used:
+            raise BranchStateError(
+                f"{model.name} shares the memory of its target, and opening it would empty that",
+                hint="open it before anything is decoded, or prune all branches first",
+            )
+        head = HeadOf(target.decoder.handle, uses_mtp=not model.target_layers)
+        return ContextHandle(model.handle, native, head)
+
+
 def _head_params(model: Model, target: Context, given: ContextParams) -> ContextParams:
     """Return the parameters of a head's context, the target's where none are given.
 
@@ -673,10 +732,28 @@ def _head_params(model: Model, target: Context, given: ContextParams) -> Context
             f"{model.name} cannot draft for {target.model.name} as a head: {reason}",
             hint="`llamabranch inspect` shows what two files offer each other",
         )
+    if model.shares_memory:
+        if given.prefix_cache:
+            raise UnsupportedError("a head that reads the memory of its target caches no prefixes")
+        theirs = target.params
+        return replace(
+            given,
+            n_ctx=target.n_ctx,
+            n_seq_max=target.n_seq_max,
+            kv_type=target.kv_type,
+            flash_attention=theirs.flash_attention,
+            swa_full=theirs.swa_full,
+            kv_unified=theirs.kv_unified,
+            batch_invariant=False,
+            n_threads=given.n_threads or target.n_threads,
+            n_threads_batch=given.n_threads_batch or target.n_threads_batch,
+        )
+    # Each of several MTP layers has sequences of its own, with the K/V of the same texts.
+    n_layers = max(1, model.n_mtp_layers)
     return replace(
         given,
-        n_ctx=given.n_ctx or target.n_ctx,
-        n_seq_max=given.n_seq_max or target.n_seq_max,
+        n_ctx=given.n_ctx or target.n_ctx * n_layers,
+        n_seq_max=given.n_seq_max or min(target.n_seq_max * n_layers, max_sequences()),
         n_threads=given.n_threads or target.n_threads,
         n_threads_batch=given.n_threads_batch or target.n_threads_batch,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter, process_time
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +25,26 @@ from .logits import LogitsRow
 from .params import warn_of_length
 from .threads import ThreadWatch
 
-__all__ = ["Decoder"]
+__all__ = ["Decoder", "HeadInput"]
 
 States = npt.NDArray[np.float32]
+
+
+class HeadInput(NamedTuple):
+    """What goes into a head with the unread tokens of a draft.
+
+    Attributes:
+        rows: for each stream float32 (tokens, width).
+        encoder: makes the states of them; None = they are the states.
+    """
+
+    rows: Sequence[States]
+    encoder: heads.Encoder | None
+
+    def in_order(self, order: Sequence[int]) -> HeadInput:
+        """Return the same for the streams in another order."""
+        return HeadInput([self.rows[i] for i in order], self.encoder)
+
 
 _INTERRUPTED = 2
 _LONG = 32  # tokens from which a decode tells how long reading takes
@@ -214,6 +232,7 @@ class Decoder:
         unread: Sequence[Sequence[int]],
         most: int,
         expiring: Sequence[LogitsRow],
+        read: HeadInput | None = None,
     ) -> list[LogitsRow | None] | None:
         """Decode ``unread`` and draft after it, with one decode for each position of all streams.
 
@@ -223,6 +242,7 @@ class Decoder:
                 their rows, or none is.
             most: tokens that a stream draws at most.
             expiring: the rows of the streams' sequences.
+            read: of a head: what goes in with ``unread``.
 
         Returns:
             for each stream the row after its last decoded token, None if a later decode has overwritten
@@ -236,7 +256,11 @@ class Decoder:
         order = sorted(range(n), key=lambda i: streams[i].seq_id)
         if not handle.kv_unified and order != list(range(n)):  # as in ``decode``
             found = self.draft(
-                [streams[i] for i in order], [unread[i] for i in order], most, expiring
+                [streams[i] for i in order],
+                [unread[i] for i in order],
+                most,
+                expiring,
+                None if read is None else read.in_order(order),
             )
             return None if found is None else [found[order.index(i)] for i in range(n)]
         if self._loop is None:
@@ -254,21 +278,37 @@ class Decoder:
             longest = max(longest, start + len(tokens) + most)
         if longest > self._n_trained or n_first >= self._most_loop or n >= self._most_loop:
             return None
-        self._protect_rows(n, expiring)
+        features = None
+        if read is not None and n_first:
+            features = read.rows[0] if n == 1 else np.concatenate(read.rows)
+            if read.encoder is None:
+                handle.states[:n_first] = features
+                features = None
+            elif n_first > read.encoder.n_max:
+                return None
+            else:
+                read.encoder.check(features)
+                features = np.ascontiguousarray(features)
+        # llama.cpp computes EAGLE-3's logits for every entry and takes the first rows of them: entries
+        # without logits may not come before others in a batch of a head.
+        wants_all = int(read is not None)
+        n_outputs = n_first if wants_all and n_first else n
+        self._protect_rows(n_outputs, expiring)
         at = 0
-        for seq_id, tokens in zip(seqs, unread, strict=True):
+        for i, (seq_id, tokens) in enumerate(zip(seqs, unread, strict=True)):
             for position, token in enumerate(tokens, starts[seq_id]):
                 handle.tokens[at] = token
                 handle.positions[at] = position
                 handle.seqs[at] = seq_id
-                handle.wants_logits[at] = 0
+                handle.wants_logits[at] = wants_all
                 at += 1
             if tokens:
                 handle.wants_logits[at - 1] = 1
-        timed = self.watch if n_first in (0, n) else None
+            streams[i].begin_at(at - 1 if wants_all else i)
+        timed = self.watch if n_first in (0, n) and features is None else None
         start_s, start_cpu = (perf_counter(), process_time()) if timed else (0.0, 0.0)
         try:
-            code = self._loop.run(streams, n_first, handle.n_watched // n)
+            code = self._loop.run(streams, n_first, handle.n_watched // n, features)
             n_decodes = self._loop.n_decodes
             if timed and code == 0 and (self.n_decodes & _WATCHED) + n_decodes > _WATCHED:
                 spent = perf_counter() - start_s, process_time() - start_cpu
@@ -288,7 +328,7 @@ class Decoder:
                 row.invalidate()
         rows: list[LogitsRow | None] = [None] * n
         if n_decodes and not is_lost:
-            arrays = handle.rows(n)
+            arrays = handle.rows(n_outputs)
             address, size = handle.rows_address or 0, 4 * handle.n_vocab
             for i, stream in enumerate(streams):
                 if (number := stream.output) >= 0:
@@ -472,7 +512,42 @@ class Decoder:
         """
         return heads.nextn_rows(self.handle, n).copy()
 
-    def encode(self, batch: heads.FeatureBatch, features: States) -> States:
+    def decode_beside(
+        self, tokens: Sequence[int], seqs: Sequence[int], positions: Sequence[int], states: States
+    ) -> list[LogitsRow]:
+        """Decode a token for each of the target's sequences, of which nothing is kept; return their rows.
+
+        For a head without memory of its own. Hold the target's lock.
+
+        Args:
+            tokens: at most n_seq_max.
+            seqs: sequences of the target.
+            positions: the next ones of these sequences.
+            states: what the head reads with each token, float32 (n, n_embd_out).
+
+        Raises:
+            CacheFullError: llama.cpp wants a free cell for each token, although it writes none.
+        """
+        handle, n = self.handle, len(tokens)
+        handle.ptr  # noqa: B018  (raises ClosedError)
+        self._protect_rows(n, ())
+        handle.tokens[:n] = tokens
+        handle.positions[:n] = positions
+        handle.seqs[:n] = seqs
+        handle.wants_logits[:n] = 1
+        handle.states[:n] = states
+        code = handle.decode(n)
+        if code == 0:
+            return self._read(n)
+        if code == 1:
+            raise CacheFullError("the target's cache is full: a draft needs a free cell in it")
+        raise self._failure(code, {}, n, ())
+
+    def use_mtp_layer(self, number: int) -> None:
+        """Compute with another MTP layer from the next decode on; 0 = the first, which is the default."""
+        heads.use_mtp_layer(self.handle, number)
+
+    def encode(self, encoder: heads.Encoder, features: States) -> States:
         """Return the states that a head's encoder makes of ``features``, float32 (n, n_embd), a copy.
 
         Raises:
@@ -481,8 +556,8 @@ class Decoder:
         self._protect_rows(0, ())
         self.handle.forget_rows()
         parts = []
-        for low in range(0, len(features), batch.n_max):
-            code, states = batch.encode(features[low : low + batch.n_max])
+        for low in range(0, len(features), encoder.n_max):
+            code, states = encoder.encode(features[low : low + encoder.n_max])
             if code == _INTERRUPTED:
                 self.handle.resume()
                 raise DecodeInterruptedError("the encoding was interrupted", code=code)

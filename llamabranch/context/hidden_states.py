@@ -7,6 +7,7 @@ share cells share rows, and what forks, rewinds or prunes a sequence needs to do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,21 @@ from ..errors import ConfigError
 from ..native import ContextHandle, heads
 from .cell_ledger import CellLedger
 
-__all__ = ["HiddenStates"]
+__all__ = ["HiddenStates", "PackedStates"]
 
 Rows = npt.NDArray[np.float32]
+
+
+class PackedStates(NamedTuple):
+    """The hidden states of a whole sequence, outside the cache.
+
+    Attributes:
+        layers: whose inputs make up a row, in this order.
+        rows: float32 (n, width).
+    """
+
+    layers: tuple[int, ...]
+    rows: Rows
 
 
 class HiddenStates:
@@ -45,9 +58,8 @@ class HiddenStates:
         bad = [layer for layer in layers if not 0 <= layer <= handle.n_layer]
         if bad:
             raise ConfigError(f"there is no layer {bad[0]}: the model has {handle.n_layer}")
-        self.width = sum(
-            handle.n_embd_out if layer == handle.n_layer else handle.n_embd for layer in layers
-        )
+        self._sources = [heads.ExtractedRows(handle, layer) for layer in layers]
+        self.width = sum(source.width for source in self._sources)
         self.is_read = is_read
         self._handle = handle
         self._ledger = ledger
@@ -68,19 +80,15 @@ class HiddenStates:
 
         ``first`` is the write index of its first token; the others follow in the order of the batch.
         """
-        parts = []
-        for layer in self._layers:
-            if layer == self._handle.n_layer:
-                parts.append(heads.nextn_rows(self._handle, n))
-            else:
-                parts.append(heads.layer_rows(self._handle, layer, n))
-        self.put(range(first, first + n), np.concatenate(parts, axis=1))
+        found = np.empty((n, self.width), dtype=np.float32)
+        low = 0
+        for source in self._sources:
+            high = low + source.width
+            found[:, low:high] = source.rows()[:n]
+            low = high
         if len(self._rows) > 2 * self._ledger.n_cells:
-            self._forget_unused()
-
-    def put(self, write_indices: Iterable[int], rows: Rows) -> None:
-        """Keep ``rows`` for the cells with these write indices."""
-        self._rows.update(zip(write_indices, rows, strict=True))
+            self._forget_unused()  # first: the ledger does not have a tree's cells yet
+        self._rows.update(zip(range(first, first + n), found, strict=True))
 
     def of(self, seq_id: int, start: int, end: int) -> list[Rows | None]:
         """Return the rows of positions [start, end) of a sequence; None where there is none."""
@@ -91,11 +99,23 @@ class HiddenStates:
         """Return the rows of all positions of a sequence."""
         return self.of(seq_id, 0, self._ledger.next_position(seq_id))
 
-    def set_all(self, seq_id: int, rows: Sequence[Rows | None]) -> None:
+    def set_all(self, seq_id: int, rows: Iterable[Rows | None]) -> None:
         """Keep ``rows`` for the first positions of a sequence, where they are not None."""
         for position, row in enumerate(rows):
             if row is not None:
                 self._rows[self._ledger.write_index(seq_id, position)] = row
+
+    def packed(self, seq_id: int) -> PackedStates | None:
+        """Return the rows of all positions of a sequence, a copy; None where some are missing."""
+        rows = [row for row in self.all_of(seq_id) if row is not None]
+        if not rows or len(rows) < self._ledger.next_position(seq_id):
+            return None
+        return PackedStates(self._layers, np.stack(rows))
+
+    def restore(self, seq_id: int, packed: PackedStates) -> None:
+        """Keep rows for the first positions of a sequence; those of other layers are of no use."""
+        if packed.layers == self._layers and packed.rows.shape[1] == self.width:
+            self.set_all(seq_id, packed.rows)
 
     def _forget_unused(self) -> None:
         used = self._ledger.write_indices()

@@ -138,6 +138,8 @@ class KVCache:
             if end < n:
                 self._handle.remove(target, end, -1)
             self.ledger.append(target, end)
+            if self.hidden is not None:
+                self.hidden.set_all(target, self.hidden.of(source, 0, end))
             if source in self._with_holes:
                 self._with_holes.add(target)
         except BaseException:

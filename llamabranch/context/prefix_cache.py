@@ -218,6 +218,8 @@ class PrefixCache:
         start = perf_counter()
         try:
             cache.place(seq_id, text.state, 0, n_tokens)
+            if cache.hidden is not None and text.hidden is not None:
+                cache.hidden.restore(seq_id, text.hidden)
         except SnapshotError:
             saved.drop(text)
             return 0
@@ -238,8 +240,11 @@ class PrefixCache:
         if saved is None or layout is None:
             return
         n = len(text.tokens)
-        if saved.find(text.tokens)[0] < n and saved.accepts(layout.max_bytes(n)):
-            saved.put(list(text.tokens), self._cache.piece(text.seq_id, 0))
+        hidden = self._cache.hidden
+        row = 0 if hidden is None else 4 * hidden.width
+        if saved.find(text.tokens)[0] < n and saved.accepts(layout.max_bytes(n) + n * row):
+            rows = None if hidden is None else hidden.packed(text.seq_id)
+            saved.put(list(text.tokens), self._cache.piece(text.seq_id, 0), rows)
 
     # -- keeping and giving up ---------------------------------------------------------------------
 

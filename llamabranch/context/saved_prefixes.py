@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from .hidden_states import PackedStates
 from .kv_cache import State
 from .radix_tree import RadixTree
 
@@ -12,15 +13,21 @@ __all__ = ["SavedPrefixes", "SavedText"]
 
 
 class SavedText:
-    """A text and the K/V of all its tokens."""
+    """A text and the K/V of all its tokens; with a head, their hidden states too."""
 
-    def __init__(self, tokens: list[int], state: State) -> None:
+    def __init__(self, tokens: list[int], state: State, hidden: PackedStates | None) -> None:
         self.tokens = tokens
         self.state = state
+        self.hidden = hidden
+
+    @property
+    def n_bytes(self) -> int:
+        """Its size in memory."""
+        return self.state.nbytes + (0 if self.hidden is None else self.hidden.rows.nbytes)
 
 
 class SavedPrefixes:
-    """At most ``max_bytes`` of K/V; texts that were not used for the longest time go first.
+    """At most ``max_bytes`` of K/V and hidden states; the least recently used texts go first.
 
     Attributes:
         n_bytes: the size of what is held.
@@ -49,15 +56,15 @@ class SavedPrefixes:
         """Return whether a state of this size can be held at all."""
         return n_bytes <= self._max_bytes
 
-    def put(self, tokens: list[int], state: State) -> None:
+    def put(self, tokens: list[int], state: State, hidden: PackedStates | None = None) -> None:
         """Hold a text that does not begin another one; those that it continues are dropped."""
         n, known = self._tree.find(tokens)
         if known is not None and n == len(known.tokens):
             self.drop(known)
-        text = SavedText(tokens, state)
+        text = SavedText(tokens, state, hidden)
         self._tree.insert(tokens, text)
         self._texts[text] = None
-        self.n_bytes += state.nbytes
+        self.n_bytes += text.n_bytes
         while self.n_bytes > self._max_bytes:
             self.drop(next(iter(self._texts)))
 
@@ -67,7 +74,7 @@ class SavedPrefixes:
             return
         self._tree.remove(text.tokens)
         del self._texts[text]
-        self.n_bytes -= text.state.nbytes
+        self.n_bytes -= text.n_bytes
 
     def clear(self) -> None:
         """Forget everything."""

@@ -28,6 +28,7 @@ BUNDLED_DRAFT = "tale-draft"
 BUNDLED_HEAD = "tale-eagle"
 
 DATA = Path(__file__).parents[1] / "data"  # where the bundled files are
+_TARGETS = ("target", "mtp")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) (MB|GB)")
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -37,10 +38,10 @@ class CatalogueEntry:
     """One line of ``models.txt``."""
 
     name: str
-    role: str  # "target", "draft" or "head": an EAGLE-3 head
+    role: str  # "target", "mtp": a target with MTP layers, "draft" or "head": EAGLE-3 or MTP layers
     repository: str  # on the Hugging Face hub, or "bundled"
     file: str
-    licence: str
+    licence: str  # "unknown" where no public document states it
     size: str  # in decimal units and rounded, such as "1.82 GB"
 
     @property
@@ -63,12 +64,14 @@ class CatalogueEntry:
 def draft_for(name: str) -> str | None:
     """Return the draft model listed for a target in ``models.txt``, else its head, or None.
 
+    None for a target that drafts with MTP layers of its own file.
+
     The target is given by its name, or as the repository of its file: ``Qwen/Qwen3-4B-GGUF:Q4_K_M``.
     """
     spec = HubSpec.parse(name)
     is_listed = False  # whether the entry belongs to the target
     for entry in catalogue():
-        if entry.role == "target":
+        if entry.role in _TARGETS:
             same_repository = spec is not None and spec.repository == entry.repository
             is_listed = entry.name == name or same_repository
         elif is_listed:
@@ -99,7 +102,7 @@ def parse_catalogue(text: str, source: str = "models.txt") -> list[CatalogueEntr
             raise ConfigError(f"{source}, line {number}: duplicate name {entry.name!r}")
         before = entries[-1].role if entries else None
         if (entry.role == "draft" and before != "target") or (
-            entry.role == "head" and before not in ("target", "draft")
+            entry.role == "head" and before not in (*_TARGETS, "draft")
         ):
             raise ConfigError(
                 f"{source}, line {number}: the {entry.role} {entry.name!r} does not follow a target",
@@ -123,8 +126,8 @@ def _parse_line(line: str, where: str) -> CatalogueEntry:
     entry = CatalogueEntry(*fields)
     if any(mark in entry.name for mark in (" ", "/", os.sep)):
         raise ConfigError(f"{where}: the name {entry.name!r} contains a space or a slash")
-    if entry.role not in ("target", "draft", "head"):
-        raise ConfigError(f"{where}: the role is {entry.role!r}, not target, draft or head")
+    if entry.role not in (*_TARGETS, "draft", "head"):
+        raise ConfigError(f"{where}: the role is {entry.role!r}, not target, mtp, draft or head")
     if not entry.bundled and not _REPOSITORY.fullmatch(entry.repository):
         raise ConfigError(
             f"{where}: the repository {entry.repository!r} is neither owner/name nor bundled"

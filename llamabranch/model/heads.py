@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Protocol
 
 from ..native import heads
-from ..native.gguf_reader import Header, read_header
+from ..native.gguf_reader import Header, read_parts
 from .vocabulary import Vocabulary, compare
 
-__all__ = ["head_kind", "is_head_only", "why_no_eagle", "why_no_mtp"]
+__all__ = ["FILES_OF_HEADS", "head_kind", "is_head_only", "why_no_eagle", "why_no_mtp"]
+
+
+FILES_OF_HEADS = ("eagle3", "mtp-only")  # the kinds of files that are no models of their own
 
 
 class _Model(Vocabulary, Protocol):
@@ -38,47 +42,63 @@ class _Model(Vocabulary, Protocol):
 
 
 def head_kind(header: Header) -> str:
-    """Return "eagle3" for a head, "mtp" for MTP layers that llama.cpp computes, else ""."""
+    """Return what a file offers for drafting with hidden states, as ``Model.head_kind`` does."""
     if header.architecture == "eagle3":
         return "eagle3"
-    names = {tensor.name for tensor in header.tensors}
-    has_layers = header.integer("nextn_predict_layers") > 0 and any(
-        name.endswith(".nextn.eh_proj.weight") for name in names
-    )
-    if has_layers and "blk.0.attn_norm.weight" in names and not why_no_layers(header.architecture):
-        return "mtp"
-    return ""
+    if _why_no_layers(header):
+        return ""
+    return "mtp-only" if is_head_only(header) else "mtp"
 
 
 def is_head_only(header: Header) -> bool:
     """Return whether a file has MTP layers and nothing that they could draft for."""
+    if header.architecture == heads.SHARING_HEAD:
+        return True
     names = {tensor.name for tensor in header.tensors}
-    return header.integer("nextn_predict_layers") > 0 and (
-        "blk.0.attn_norm.weight" not in names
-        and any(name.endswith(".nextn.eh_proj.weight") for name in names)
-    )
+    return "blk.0.attn_norm.weight" not in names and _n_layers(header, names) > 0
 
 
-def why_no_layers(architecture: str) -> str:
-    """Return why the MTP layers of an architecture cannot be computed; "" if they can."""
+def _n_layers(header: Header, names: Container[str]) -> int:
+    """Return how many of the MTP layers that a file declares it contains."""
+    n = header.integer("nextn_predict_layers")
+    first = header.integer("block_count") - n
+    return sum(f"blk.{first + i}.nextn.eh_proj.weight" in names for i in range(n))
+
+
+def _why_no_layers(header: Header) -> str:
+    """Return why the MTP layers of a file cannot be computed; "" if they can."""
+    architecture, n = header.architecture, header.integer("nextn_predict_layers")
+    if n <= 0:
+        return "it has no MTP layers"
     if not heads.available:
         return heads.reason
-    if architecture not in heads.NEXTN_OUTPUT:
+    if architecture == heads.SHARING_HEAD:
+        return ""
+    if architecture not in heads.MTP_LAYERS:
         return f"llama.cpp does not compute the MTP layers of {architecture} models"
+    if n > 1 and architecture not in heads.MTP_CHAINS:
+        return f"llama.cpp computes one MTP layer of {architecture} models, the file has {n}"
+    names = {tensor.name for tensor in header.tensors}
+    if _n_layers(header, names) < n:
+        return "the file lacks the weights of its MTP layers"
+    if architecture == "mimo2":
+        first = header.integer("block_count") - n
+        for kind in ("attn_qkv", "ffn_gate", "ffn_up", "ffn_down"):
+            lacking = [i for i in range(first, first + n) if f"blk.{i}.{kind}.weight" not in names]
+            if lacking:
+                return f"llama.cpp needs blk.{lacking[0]}.{kind}.weight in MTP layers of {architecture}"
     return ""
 
 
 def why_no_eagle(head: _Model, target: _Model) -> str:
-    """Return why ``head`` is no EAGLE-3 head that can draft for ``target``; "" if it is one.
+    """Return why ``head``, an EAGLE-3 head, cannot draft for ``target``; "" if it can.
 
     Whether it was trained for this very target cannot be known: a head for another model of the same
     shape drafts, but little of its draft is accepted.
     """
-    if head.architecture != "eagle3":
-        return f"{head.name} is a {head.architecture} model, no EAGLE-3 head"
     if not heads.available:
         return heads.reason
-    header = read_header(head.path)
+    header = read_parts(head.path)
     width = header.integer("target_hidden_size")
     if width != target.n_embd:
         return f"it reads hidden states of {width} numbers, those of {target.name} have {target.n_embd}"
@@ -91,12 +111,7 @@ def why_no_eagle(head: _Model, target: _Model) -> str:
                 f"llama.cpp does not give the hidden states of {target.architecture} models"
                 f" (layer {layer})"
             )
-    report = compare(target, head)
-    if not report.compatible:
-        return f"their vocabularies differ: {report.reason}"
-    if head.n_vocab != target.n_vocab:
-        return f"it has {head.n_vocab} tokens, {target.name} has {target.n_vocab}"
-    return _shape_fault(head, target, header)
+    return _vocabulary_fault(head, target) or _shape_fault(head, target, header)
 
 
 def _shape_fault(head: _Model, target: _Model, header: Header) -> str:
@@ -130,15 +145,78 @@ def _shape_fault(head: _Model, target: _Model, header: Header) -> str:
     return ""
 
 
-def why_no_mtp(target: _Model) -> str:
-    """Return why ``target`` cannot draft with MTP layers of its own; "" if it can."""
-    if target.n_mtp_layers == 0:
-        return f"{target.name} has no MTP layers"
-    reason = why_no_layers(target.architecture)
+def why_no_mtp(head: _Model, target: _Model) -> str:
+    """Return why the MTP layers of ``head``, maybe ``target`` itself, cannot draft for ``target``."""
+    if head.n_mtp_layers == 0:
+        no_head = "" if head is target else "is no EAGLE-3 head and "
+        return f"{head.name} {no_head}has no MTP layers"
+    reason = _why_no_layers(read_parts(head.path))
     if reason:
         return reason
-    if not target.loads_mtp:
-        return f"the MTP layers of {target.name} were not loaded: use Model(..., load_mtp=True)"
-    if head_kind(read_header(target.path)) != "mtp":
-        return f"the file of {target.name} lacks the weights of its MTP layers"
+    if not head.loads_mtp:
+        return f"the MTP layers of {head.name} were not loaded: use Model(..., load_mtp=True)"
+    if head is target:
+        return ""
+    if head.architecture == heads.SHARING_HEAD:
+        return _sharing_fault(head, target) or _vocabulary_fault(head, target)
+    if head.architecture != target.architecture:
+        return (
+            f"its MTP layers are those of a {head.architecture} model, "
+            f"{target.name} is a {target.architecture} model"
+        )
+    if head.n_embd != target.n_embd:
+        return (
+            f"it reads hidden states of {head.n_embd} numbers, those of {target.name} have "
+            f"{target.n_embd}"
+        )
+    return _vocabulary_fault(head, target)
+
+
+def _sharing_fault(head: _Model, target: _Model) -> str:
+    """Return why a head cannot attend to the K/V of the target's last two layers; "" if it can.
+
+    llama.cpp takes them unchecked: the last layer's for full attention, those before for a window.
+    """
+    if target.architecture != heads.SHARING_TARGET:
+        return (
+            f"it reads the K/V of a {heads.SHARING_TARGET} model, "
+            f"{target.name} is a {target.architecture} model"
+        )
+    ours, theirs = read_parts(head.path), read_parts(target.path)
+    width = ours.integer("embedding_length_out")
+    if width != target.n_embd:
+        return f"it reads hidden states of {width} numbers, those of {target.name} have {target.n_embd}"
+    n = theirs.integer("block_count")
+    if [_of_layer(theirs, "attention.sliding_window_pattern", i) for i in (n - 2, n - 1)] != [1, 0]:
+        return f"the last two layers of {target.name} are not one with a window and one without"
+    for key in ("key_length", "value_length", "key_length_swa", "value_length_swa"):
+        sizes = [header.integer(f"attention.{key}") for header in (ours, theirs)]
+        if sizes[0] != sizes[1]:
+            return f"its {key} is {sizes[0]}, that of {target.name} is {sizes[1]}"
+    for i in range(ours.integer("block_count")):
+        read = n - 1 - _of_layer(ours, "attention.sliding_window_pattern", i)
+        counts = (
+            _of_layer(ours, "attention.head_count_kv", i),
+            _of_layer(theirs, "attention.head_count_kv", read),
+        )
+        if counts[0] != counts[1]:
+            return (
+                f"its layer {i} reads {counts[0]} K/V heads, layer {read} of {target.name} has "
+                f"{counts[1]}"
+            )
+    return ""
+
+
+def _of_layer(header: Header, key: str, layer: int) -> int:
+    """Return the value of one layer, of a key with one number or one for each layer."""
+    values = header.integers(key)
+    return int(values[layer if 0 <= layer < len(values) else 0]) if values else 0
+
+
+def _vocabulary_fault(head: _Model, target: _Model) -> str:
+    report = compare(target, head)
+    if not report.compatible:
+        return f"their vocabularies differ: {report.reason}"
+    if head.n_vocab != target.n_vocab:
+        return f"it has {head.n_vocab} tokens, {target.name} has {target.n_vocab}"
     return ""

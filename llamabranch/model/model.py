@@ -12,11 +12,11 @@ from typing import SupportsIndex, cast
 
 from ..arguments import plain_int, shown, whole
 from ..errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedError
-from ..native import ModelHandle, uses_amx
+from ..native import ModelHandle, heads, uses_amx
 from ..native.gguf_check import check_header
-from ..native.gguf_reader import read_header
+from ..native.gguf_reader import read_parts
 from .chat import ChatTemplate, Message, Prompt, chat_messages, is_chat, plain_messages
-from .heads import head_kind, is_head_only, why_no_eagle, why_no_mtp
+from .heads import FILES_OF_HEADS, head_kind, is_head_only, why_no_eagle, why_no_mtp
 from .text import TEXT_TYPES, TextDecoder, TokenIds, decode_utf8, token_list
 from .vocabulary import VocabularyReport, compare
 
@@ -35,7 +35,8 @@ class Model:
         vocab_only: load the vocabulary without the weights; no context can be created for such a model.
         extra_buffers: let llama.cpp repack the weights for this processor. "auto" = yes, except for
             Intel's AMX, where a build with GCC 12 aborted at the first decode.
-        load_mtp: load the MTP layers too, if the file has any: a drafter in the model's own file.
+        load_mtp: load the MTP layers too, if the file has any: a drafter in the model's own file. They
+            are always loaded from a file that has nothing else.
         progress: called with 0.0 to 1.0 while loading; an exception in it cancels the loading.
 
     Raises:
@@ -61,7 +62,8 @@ class Model:
             raise ConfigError(f"extra_buffers must be 'auto', True or False, not {extra_buffers!r}")
         n_gpu_layers = whole("n_gpu_layers", n_gpu_layers, -(2**31), 2**31 - 1)
         self.path = Path(path)
-        check_header(self.path, vocab_only=vocab_only)
+        header = check_header(self.path, vocab_only=vocab_only)
+        load_mtp = bool(load_mtp) or head_kind(header) == "mtp-only"
         self._handle = ModelHandle(
             self.path,
             n_gpu_layers=n_gpu_layers,
@@ -70,10 +72,10 @@ class Model:
             check_tensors=check_tensors,
             vocab_only=vocab_only,
             extra_buffers=not uses_amx() if extra_buffers == "auto" else bool(extra_buffers),
-            load_mtp=bool(load_mtp),
+            load_mtp=load_mtp,
             progress=progress,
         )
-        self.loads_mtp = bool(load_mtp)
+        self.loads_mtp = load_mtp
         self.vocab_only = vocab_only
         self.n_vocab = self._handle.n_vocab
         if self.n_vocab <= 0:
@@ -174,6 +176,11 @@ class Model:
         """
         return self.handle.n_mtp_layers()
 
+    @property
+    def shares_memory(self) -> bool:
+        """True for MTP layers that attend to the K/V of their target instead of their own."""
+        return self.architecture == heads.SHARING_HEAD
+
     @cached_property
     def target_layers(self) -> tuple[int, ...]:
         """For an EAGLE-3 head: which layers of its target it reads; () for all other models."""
@@ -205,7 +212,7 @@ class Model:
     def can_generate(self) -> bool:
         """True if it is a decoder that predicts the next token (not an embedding model)."""
         handle = self.handle
-        if self.n_mtp_layers and is_head_only(read_header(self.path)):
+        if self.n_mtp_layers and is_head_only(read_parts(self.path)):
             return False
         return bool(handle.number("has_decoder")) and (
             not handle.number("has_encoder") and self.memory_type != "none"
@@ -417,26 +424,38 @@ class Model:
 
     # -- heads -------------------------------------------------------------------------------------
 
+    @classmethod
+    def is_head(cls, path: str | PathLike[str]) -> bool:
+        """Return whether a file is a head and no model: it computes only beside its target.
+
+        Raises:
+            ModelLoadError: no such file, or not a GGUF.
+        """
+        return cls.head_kind(path) in FILES_OF_HEADS
+
     @staticmethod
     def head_kind(path: str | PathLike[str]) -> str:
         """Return what a file offers for drafting with hidden states, without loading it.
 
         "eagle3": it is an EAGLE-3 head. "mtp": it has MTP layers, which draft for the model in the same
-        file. "": neither.
+        file. "mtp-only": it has MTP layers only, which draft for a model in another file. "": none of
+        these, or MTP layers that llama.cpp does not compute.
 
         Raises:
             ModelLoadError: no such file, or not a GGUF.
         """
-        return head_kind(read_header(Path(path)))
+        return head_kind(read_parts(Path(path)))
 
     def head_fault(self, head: Model) -> str:
         """Return why ``head`` cannot draft for this model with its hidden states; "" if it can.
 
-        ``head`` is an EAGLE-3 head, or this model itself, whose MTP layers are meant. Whether a head was
-        trained for this very model cannot be known: one for another model of the same shape drafts, but
-        little of its drafts is accepted.
+        ``head`` is an EAGLE-3 head, or a model whose MTP layers are meant: this one, or that of a file
+        of its own. Whether a head was trained for this very model cannot be known: one for another model
+        of the same shape drafts, but little of its drafts is accepted.
         """
-        return why_no_mtp(self) if head is self else why_no_eagle(head, self)
+        if head.architecture == "eagle3":
+            return why_no_eagle(head, self)
+        return why_no_mtp(head, self)
 
     # -- chat --------------------------------------------------------------------------------------
 

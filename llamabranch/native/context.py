@@ -194,10 +194,9 @@ class ContextHandle(Handle):
         self.n_batch = min(int(C.llama_n_batch(ptr)), options.n_batch)
         self.n_outputs_max = options.n_outputs_max
         self._open_batch(self.n_batch, options.n_seq_max)
-        self.draft_head: tuple[int, int, int] | None = None  # for ``DraftLoop``
+        self.draft_head: heads.DraftHead | None = None
         if head is not None:  # each token of the batch comes with a state, and each row of logits
-            ahead = int(not head.uses_mtp)
-            self.draft_head = heads.nextn_address(), self.n_embd_out, ahead
+            self.draft_head = heads.DraftHead.of(self)
             self.states = np.zeros((len(self.tokens), self.n_embd_out), dtype=np.float32)
             self._batch.embd = self.states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
             heads.extract_nextn(self, True, masked=True)
@@ -390,7 +389,9 @@ class ContextHandle(Handle):
         C.llama_memory_seq_cp(self._memory, source, target, start, end)
 
     def clear(self) -> None:
-        C.llama_memory_clear(self._memory, True)
+        """Empty the memory, unless it is another context's: llama.cpp would empty that one."""
+        if self.architecture != heads.SHARING_HEAD:
+            C.llama_memory_clear(self._memory, True)
 
     def position_range(self, seq_id: int) -> tuple[int, int]:
         """Return the smallest and largest position of a sequence, (-1, -1) if it is empty."""

@@ -936,6 +936,8 @@ typedef struct {
     int32_t n_entropies;
     int32_t n_decoded;      /* of those drawn */
     int32_t n_sources;      /* candidates written */
+    int32_t behind;         /* of a head: by how much a token's place in it is lower than in the text */
+    int32_t first_output;   /* the number of its row in the first decode */
     int32_t output;         /* the number of its row in the last decode, -1: it had none */
     int32_t state;
 } lb_stream;
@@ -950,7 +952,9 @@ typedef struct {
     int32_t code;      /* of the decode that failed, 0: none */
     float *(*get_states)(void *ctx); /* of a head: the states of the rows of logits; NULL: no head */
     int32_t n_state;   /* numbers in a state */
-    int32_t ahead;     /* by how many tokens a head's token is ahead of its position */
+    int32_t (*encode)(void *ctx, lb_batch batch); /* llama_encode */
+    const float *features; /* of a head with an encoder: what it makes the states of the first entries of;
+                              NULL: the caller has written these */
 } lb_loop;
 
 /* Return whether some longer draft gains more tokens than the time it costs is worth. */
@@ -1015,9 +1019,26 @@ LB_API int32_t lb_loop_layout(void) {
     return (int32_t)(sizeof(lb_stream) * 256 + sizeof(lb_loop));
 }
 
+/* Write the states that a head's encoder makes of the features to the first batch; return its code. */
+static int encode_first(lb_loop *loop) {
+    lb_decoder *d = loop->decoder;
+    if (*d->stop) return LB_INTERRUPTED;
+    /* Without positions llama.cpp continues those of sequence 0; the encoder reads none. Without outputs it
+     * logs a line, and the log takes the GIL. */
+    memset(d->batch.logits, 1, (size_t)loop->n_first);
+    lb_batch rows = {
+        .n_tokens = loop->n_first, .embd = (float *)loop->features, .logits = d->batch.logits
+    };
+    int code = loop->encode(d->ctx, rows);
+    if (code) return code;
+    size_t size = sizeof(float) * (size_t)loop->n_state * (size_t)loop->n_first;
+    memcpy(d->batch.embd, loop->get_states(d->ctx), size);
+    return 0;
+}
+
 /* Decode and draw in turns until every stream has ended, one needs Python, or a decode fails.
  *
- * The caller has written the first batch, whose entries with an output belong to the streams in their order;
+ * The caller has written the first batch, and for each stream which of its outputs the stream goes on from;
  * with no entries, all streams have their rows. At the end each stream that still goes on has a last token
  * that was drawn and not decoded. */
 LB_API void lb_draft(lb_loop *loop, lb_stream *streams, int32_t n_streams) {
@@ -1031,6 +1052,8 @@ LB_API void lb_draft(lb_loop *loop, lb_stream *streams, int32_t n_streams) {
         s->output = -1;
         s->state = LB_GOES_ON;
     }
+    if (loop->n_first > 0 && loop->features) loop->code = encode_first(loop);
+    if (loop->code) return;
     for (int is_first = 1;; is_first = 0) {
         if (batch->n_tokens > 0) {
             loop->code = *d->stop ? LB_INTERRUPTED : d->decode(d->ctx, *batch);
@@ -1044,9 +1067,9 @@ LB_API void lb_draft(lb_loop *loop, lb_stream *streams, int32_t n_streams) {
                 s->output = -1;
                 if (s->state != LB_GOES_ON) continue;
                 s->n_decoded += !is_first;
-                s->row = rows + (int64_t)loop->n_vocab * output;
-                if (states) s->hidden = states + (int64_t)loop->n_state * output;
-                s->output = output++;
+                s->output = is_first ? s->first_output : output++;
+                s->row = rows + (int64_t)loop->n_vocab * s->output;
+                if (states) s->hidden = states + (int64_t)loop->n_state * s->output;
             }
         }
         int needs_python = 0;
@@ -1059,7 +1082,7 @@ LB_API void lb_draft(lb_loop *loop, lb_stream *streams, int32_t n_streams) {
             if (s->state != LB_GOES_ON) continue;
             int32_t at = batch->n_tokens++;
             batch->token[at] = s->tokens[s->n_tokens - 1];
-            batch->pos[at] = (int32_t)s->position - 1 - loop->ahead;
+            batch->pos[at] = (int32_t)s->position - 1 - s->behind;
             if (loop->get_states) {
                 size_t size = sizeof(float) * (size_t)loop->n_state;
                 memcpy(batch->embd + (int64_t)loop->n_state * at, s->hidden, size);

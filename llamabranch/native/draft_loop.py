@@ -13,11 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from . import core
+from .heads import DraftHead
 
 __all__ = ["EOG", "STOPPED", "TO_PYTHON", "DraftLoop", "DraftStream", "StopRule", "available"]
 
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.float32]
 
 GOES_ON, FULL_LENGTH, STOPPED, EOG, TO_PYTHON = range(5)
 
@@ -82,6 +84,8 @@ class _Stream(ctypes.Structure):
         ("n_entropies", ctypes.c_int32),
         ("n_decoded", ctypes.c_int32),
         ("n_sources", ctypes.c_int32),
+        ("behind", ctypes.c_int32),
+        ("first_output", ctypes.c_int32),
         ("output", ctypes.c_int32),
         ("state", ctypes.c_int32),
     )
@@ -98,7 +102,8 @@ class _Loop(ctypes.Structure):
         ("code", ctypes.c_int32),
         ("get_states", ctypes.c_void_p),
         ("n_state", ctypes.c_int32),
-        ("ahead", ctypes.c_int32),
+        ("encode", ctypes.c_void_p),
+        ("features", ctypes.c_void_p),
     )
 
 
@@ -191,6 +196,14 @@ class DraftStream:
         """
         self.struct.position, self.struct.row, self.struct.hidden = position, row, hidden
 
+    def set_behind(self, n: int) -> None:
+        """Set by how much a token's position in a head is lower than in the text."""
+        self.struct.behind = n
+
+    def begin_at(self, output: int) -> None:
+        """Set the number of its row in the first decode."""
+        self.struct.first_output = output
+
     @property
     def state(self) -> int:
         """GOES_ON, FULL_LENGTH, STOPPED, EOG, or TO_PYTHON: Python makes the next draw."""
@@ -242,8 +255,7 @@ class DraftLoop:
         stepper: decodes in the context.
         n_vocab: the size of the vocabulary.
         eog_tokens: the ids that end a text.
-        head: of a head: the address of the function that returns its states, the numbers in one, and by
-            how many tokens a token is ahead of its position.
+        head: of a context that computes a head.
     """
 
     def __init__(
@@ -251,27 +263,40 @@ class DraftLoop:
         stepper: core.Stepper,
         n_vocab: int,
         eog_tokens: Sequence[int],
-        head: tuple[int, int, int] | None = None,
+        head: DraftHead | None = None,
     ) -> None:
         self._stepper = stepper
         self._is_eog = np.zeros(n_vocab, dtype=np.uint8)
         self._is_eog[list(eog_tokens)] = 1
         self._struct = _Loop(decoder=stepper.at, is_eog=self._is_eog.ctypes.data, n_vocab=n_vocab)
         if head is not None:
-            self._struct.get_states, self._struct.n_state, self._struct.ahead = head
+            self._struct.get_states, self._struct.encode = head.get_states, head.encode
+            self._struct.n_state = head.n_state
 
-    def run(self, streams: Sequence[DraftStream], n_first: int, most_decodes: int) -> int:
-        """Decode and draw in turns; return llama_decode's code if a decode failed, else 0.
+    def run(
+        self,
+        streams: Sequence[DraftStream],
+        n_first: int,
+        most_decodes: int,
+        features: Rows | None = None,
+    ) -> int:
+        """Decode and draw in turns; return llama.cpp's code if a decode failed, else 0.
 
-        The first ``n_first`` entries of the handle's batch arrays are decoded first; 0 = every stream has
-        a row. Ends once every stream has ended, when one must go on in Python, and after
-        ``most_decodes`` decodes.
+        Ends once every stream has ended, when one must go on in Python, and after ``most_decodes``
+        decodes.
+
+        Args:
+            n_first: entries of the handle's batch arrays that are decoded first; 0 = every stream has a
+                row.
+            features: what a head's encoder makes the states of these entries of, contiguous float32
+                (n_first, width); None = the states are there.
         """
         library = core.library
         if library is None:
             raise RuntimeError("the compiled core is not available")
         loop, n = self._struct, len(streams)
         loop.n_first, loop.most_decodes = n_first, most_decodes
+        loop.features = None if features is None else features.ctypes.data
         if n == 1:
             library.lb_draft(ctypes.addressof(loop), ctypes.addressof(streams[0].struct), 1)
         else:

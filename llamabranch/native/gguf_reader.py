@@ -7,15 +7,16 @@ survives a readable one is not known here: see ``gguf_check``.
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from ..errors import ModelLoadError
 
-__all__ = ["Header", "TensorInfo", "Value", "read_header"]
+__all__ = ["Header", "TensorInfo", "Value", "read_header", "read_parts"]
 
 Value = bool | int | float | str | list[int] | list[float]
 
@@ -31,6 +32,7 @@ _BLOCKS = {
     10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210),  # Q2_K to Q6_K
 }  # fmt: skip
 _MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-\d{5}\.gguf", re.ASCII)
 _CUT_OFF = "the file ends in the middle of its header"
 _DOWNLOAD_HINT = "download it again: the file is incomplete or damaged"
 
@@ -172,6 +174,25 @@ def read_header(path: str | Path, *, tensors: bool = True) -> Header:
         raise ModelLoadError(f"cannot load {path}: {_CUT_OFF}", hint=_DOWNLOAD_HINT) from None
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"cannot read {path}: {error}") from None
+
+
+def read_parts(path: str | Path) -> Header:
+    """Return the header of a model, with the tensors of all its parts where it was split.
+
+    Parts that are not there are left out. Raises ModelLoadError as ``read_header``.
+    """
+    path = Path(path)
+    header = read_header(path)
+    count = header.metadata.get("split.count")
+    found = _PART.fullmatch(path.name)
+    if not isinstance(count, int) or count < 2 or found is None:
+        return header
+    tensors = list(header.tensors)
+    for number in range(1, count + 1):
+        part = path.with_name(f"{found['stem']}-{number:05d}-of-{count:05d}.gguf")
+        if number != int(found["number"]) and part.is_file():
+            tensors += read_header(part).tensors
+    return replace(header, tensors=tensors)
 
 
 def _reject(reason: str, hint: str | None = None) -> NoReturn:

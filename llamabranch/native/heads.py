@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as C
 
 from ..errors import ConfigError, UnsupportedError
-from .handle import Handle
 
 if TYPE_CHECKING:
     from .context import ContextHandle
@@ -27,18 +26,22 @@ if TYPE_CHECKING:
 __all__ = [
     "KNOWN_RELEASE",
     "LAYER_INPUTS",
+    "MTP_CHAINS",
+    "MTP_LAYERS",
     "NEXTN_OUTPUT",
+    "SHARING_HEAD",
+    "SHARING_TARGET",
     "STAGING",
-    "FeatureBatch",
+    "DraftHead",
+    "Encoder",
+    "ExtractedRows",
     "Rows",
     "available",
     "check_available",
     "extract_layers",
     "extract_nextn",
-    "layer_rows",
     "look_up",
     "n_mtp_layers",
-    "nextn_address",
     "nextn_rows",
     "reason",
     "target_layers",
@@ -62,6 +65,16 @@ NEXTN_OUTPUT = frozenset({
     "qwen3next", "step35",
 })  # fmt: skip
 
+# Architectures whose MTP layers are computed, and those of which several are: of the others llama.cpp
+# aborts on a second one.
+MTP_LAYERS = frozenset({
+    "bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "glm4moe",
+    "hy_v3", "mimo2", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next", "step35",
+})  # fmt: skip
+# The architecture whose layers attend to the K/V of another model, and the one of that model.
+SHARING_HEAD, SHARING_TARGET = "gemma4-assistant", "gemma4"
+MTP_CHAINS = frozenset({"hy_v3", "mimo2", "step35"})
+
 _P, _I32, _U32, _BOOL = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32, ctypes.c_bool
 # The names of the Itanium C++ ABI: GCC and Clang, on every system but Windows with MSVC.
 STAGING: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
@@ -72,38 +85,23 @@ STAGING: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
     "get_layer": ("_Z30llama_get_embeddings_layer_inpP13llama_contextj", _P, (_P, _U32)),
     "target_layers": ("_Z28llama_model_target_layer_idsPK11llama_model", _P, (_P,)),
     "n_target_layers": ("_Z30llama_model_target_layer_ids_nPK11llama_model", _U32, (_P,)),
-    "batch_init": ("llama_batch_ext_init", _P, (_P,)),
-    "batch_free": ("llama_batch_ext_free", None, (_P,)),
-    "batch_clear": ("llama_batch_ext_clear", None, (_P,)),
-    "batch_set_pos": ("llama_batch_ext_set_pos", _BOOL, (_P, _I32, _P)),
-    "batch_set_output": ("llama_batch_ext_set_output_logits", _BOOL, (_P, _I32, _BOOL)),
-    "process": ("llama_process", _I32, (_P, _I32, _P)),
     "n_layer_nextn": ("llama_model_n_layer_nextn", _I32, (_P,)),
 }
-_ENCODE = 0  # llama_process_type
-
-
-class _Embd(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("n_rows", ctypes.c_size_t),
-        ("n_embd", ctypes.c_size_t),
-    )
 
 
 def look_up() -> tuple[dict[str, Any], str]:
     """Return the functions, and why some cannot be used, "" if all can."""
     found: dict[str, Any] = {}
-    wanted = {**STAGING, "batch_add_embd": ("llama_batch_ext_add_embd", _I32, (_P, _I32, _Embd))}
     missing = []
-    for name, (symbol, result, arguments) in wanted.items():
+    for name, (symbol, result, arguments) in STAGING.items():
         try:
             found[name] = ctypes.CFUNCTYPE(result, *arguments)((symbol, C._lib))
         except AttributeError:
             missing.append(symbol)
-    fields = {name for name, _ in C.llama_context_params._fields_}
     missing += [
-        f"llama_context_params.{name}" for name in ("ctx_type", "ctx_other") if name not in fields
+        f"llama_context_params.{name}"
+        for name in ("ctx_type", "ctx_other")
+        if not hasattr(C.llama_context_params, name)
     ]
     if not missing:
         return found, ""
@@ -173,12 +171,36 @@ def extract_nextn(handle: ContextHandle, on: bool, *, masked: bool) -> None:
     _functions["set_nextn"](handle.ptr, on, masked)
 
 
-def layer_rows(handle: ContextHandle, layer: int, n: int) -> Rows:
-    """Return the inputs of a layer in the last decode of ``n`` tokens, float32 (n, n_embd).
+class ExtractedRows:
+    """What a context gives out of each token: the inputs of a layer, or the state before the output norm.
 
-    A view, valid until the next decode. The layer must have been extracted in that decode.
+    Args:
+        handle: the context.
+        layer: the number of layers = the state.
     """
-    return _view(_functions["get_layer"](handle.ptr, layer), n, handle.n_embd)
+
+    def __init__(self, handle: ContextHandle, layer: int) -> None:
+        self._handle = handle
+        self._layer = layer if layer < handle.n_layer else None
+        self.width = handle.n_embd if layer < handle.n_layer else handle.n_embd_out
+        self._address: int | None = None
+        self._rows: Rows = np.empty((0, self.width), dtype=np.float32)
+
+    def rows(self) -> Rows:
+        """Return the rows of the last decode in the order of its batch, float32 (n_batch, width).
+
+        A view, valid until the next decode; only as many rows as that had tokens are of it. It must have
+        been extracted in that decode.
+        """
+        handle, layer = self._handle, self._layer
+        if layer is None:
+            address = _functions["get_nextn"](handle.unchecked_ptr)
+        else:
+            address = _functions["get_layer"](handle.unchecked_ptr, layer)
+        if not address or address != self._address:
+            self._address = address
+            self._rows = _view(address, handle.n_batch, self.width)
+        return self._rows
 
 
 def nextn_rows(handle: ContextHandle, n: int) -> Rows:
@@ -196,9 +218,26 @@ def _view(address: int | None, n: int, width: int) -> Rows:
     return np.ctypeslib.as_array(raw).reshape(n, width)
 
 
-def nextn_address() -> int:
-    """Return the address of llama.cpp's function that returns the rows, for the compiled core."""
-    return ctypes.cast(_functions["get_nextn"], ctypes.c_void_p).value or 0
+class DraftHead(NamedTuple):
+    """What the compiled core needs to draft with a head.
+
+    Attributes:
+        get_states, encode: the addresses of llama.cpp's functions.
+        n_state: numbers in a state.
+    """
+
+    get_states: int
+    encode: int
+    n_state: int
+
+    @classmethod
+    def of(cls, handle: ContextHandle) -> DraftHead:
+        """Describe the head that a context computes."""
+        addresses = [
+            ctypes.cast(function, ctypes.c_void_p).value or 0
+            for function in (_functions["get_nextn"], C._lib.llama_encode)
+        ]
+        return cls(addresses[0], addresses[1], handle.n_embd_out)
 
 
 def use_mtp_layer(handle: ContextHandle, number: int) -> None:
@@ -209,34 +248,23 @@ def use_mtp_layer(handle: ContextHandle, number: int) -> None:
 # -- what goes in --------------------------------------------------------------------------------------
 
 
-class FeatureBatch(Handle):
-    """A llama_batch_ext of rows of features, which the encoder of a head turns into states.
+class Encoder:
+    """The encoder of a head, which turns rows of features into states.
 
     Args:
-        context: the head's context; it is closed after this.
+        context: the head's context.
         width: numbers in a row.
         n_max: rows at a time.
     """
 
-    closes_first = True
-
     def __init__(self, context: ContextHandle, width: int, n_max: int) -> None:
         check_available()
-        functions = _functions
-        ptr = functions["batch_init"](context.ptr)
-        super().__init__(ptr, functions["batch_free"], name="batch", parent=context)
         self._context = context
         self.width = width
         self.n_max = n_max
 
-    def encode(self, features: Rows) -> tuple[int, Rows]:
-        """Return llama_process's code and, if it is 0, the states, float32 (n, n_embd), a copy.
-
-        It overwrites the logits of the context. ``features``: float32 (n, width), at most ``n_max`` rows.
-
-        Raises:
-            ConfigError: another shape or type.
-        """
+    def check(self, features: Rows) -> None:
+        """Raise ConfigError unless these are float32 rows of its width, 1 to ``n_max`` of them."""
         n = len(features)
         if features.shape != (n, self.width) or features.dtype != np.float32:
             raise ConfigError(
@@ -244,18 +272,22 @@ class FeatureBatch(Handle):
             )
         if not 0 < n <= self.n_max:
             raise ConfigError(f"{n} rows do not fit the batch: 1 to {self.n_max} do")
+
+    def encode(self, features: Rows) -> tuple[int, Rows]:
+        """Return llama_encode's code and, if it is 0, the states, float32 (n, n_embd), a copy.
+
+        It overwrites the logits of the context. ``features``: float32 (n, width), at most ``n_max`` rows.
+
+        Raises:
+            ConfigError: another shape or type.
+        """
+        self.check(features)
         features = np.ascontiguousarray(features)
-        functions, batch, ctx = _functions, self.ptr, self._context.ptr
-        functions["batch_clear"](batch)
-        # The encoder has no memory: any positions do that continue what sequence 0 holds.
-        start = self._context.position_range(0)[1] + 1
-        positions = np.arange(start, start + n, dtype=np.int32)
-        row = _Embd(features.ctypes.data, 1, self.width)
-        for i in range(n):
-            row.data = features.ctypes.data + i * features.strides[0]
-            at = functions["batch_add_embd"](batch, 0, row)
-            if at < 0 or not functions["batch_set_pos"](batch, at, positions.ctypes.data + 4 * i):
-                return -1, features[:0]
-            functions["batch_set_output"](batch, at, True)
-        code = int(functions["process"](ctx, _ENCODE, batch))
-        return code, nextn_rows(self._context, n).copy() if code == 0 else features[:0]
+        # Without positions llama.cpp continues those of sequence 0; the encoder reads none.
+        outputs = np.ones(len(features), dtype=np.int8)
+        batch = C.llama_batch()
+        batch.n_tokens = len(features)
+        batch.logits = outputs.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
+        batch.embd = features.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        code = int(C.llama_encode(self._context.ptr, batch))
+        return code, nextn_rows(self._context, len(features)).copy() if code == 0 else features[:0]

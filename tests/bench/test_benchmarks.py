@@ -103,11 +103,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "growth",
         "search",
         "step",
+        "draft",
         "hotpath",
     ],
 )
 def test_benchmark_ends_with_one_json_line(name: str, cache: Path) -> None:
-    if name == "step" and not core.available:
+    if name in ("step", "draft") and not core.available:
         pytest.skip("the compiled core is not built")
     found = program(name, cache)
     assert found["benchmark"] == name
@@ -136,7 +137,7 @@ def test_run_lists_every_program() -> None:
     )  # fmt: skip
     steps = [line.split(":")[0] for line in done.stdout.splitlines()]
     assert {"decode", "peers", "speculative", "batch", "layouts", "fork"} <= set(steps)
-    assert {"sampling", "growth", "search", "step", "hotpath", "resident"} <= set(steps)
+    assert {"sampling", "growth", "search", "step", "draft", "hotpath", "resident"} <= set(steps)
     assert {"speculative-150M-f16", "peers-350M-f16"} <= set(steps)
 
 

@@ -42,14 +42,24 @@ def test_catalogue_lists_the_bundled_models_first() -> None:
     assert not any(entry.bundled for entry in others)
 
 
-def test_catalogue_alternates_targets_and_their_drafts() -> None:
+def test_catalogue_lists_after_each_target_what_drafts_for_it() -> None:
     entries = hub.catalogue()
     assert [entry.role for entry in entries[:3]] == ["target", "draft", "head"]
-    pairs = [entry for entry in entries if entry.role != "head"]
-    assert [entry.role for entry in pairs] == ["target", "draft"] * (len(pairs) // 2)
-    for target, draft in zip(pairs[::2], pairs[1::2], strict=True):
-        assert hub.draft_for(target.name) == draft.name
-        assert draft.size_bytes < target.size_bytes
+    starts = [i for i, entry in enumerate(entries) if entry.role in ("target", "mtp")]
+    assert starts[0] == 0
+    for start, end in zip(starts, [*starts[1:], len(entries)], strict=True):
+        target, *drafts = entries[start:end]
+        assert [draft.role for draft in drafts] in (["draft"], ["head"], ["draft", "head"], [])
+        assert (not drafts) == (target.role == "mtp")
+        assert hub.draft_for(target.name) == (drafts[0].name if drafts else None)
+        assert all(draft.size_bytes < target.size_bytes for draft in drafts)
+
+
+def test_head_follows_a_target_with_layers_of_its_own() -> None:
+    lines = LINE.replace("| target |", "| mtp |"), DRAFT_LINE.replace("| draft |", "| head |")
+    assert [entry.role for entry in hub.parse_catalogue("\n".join(lines))] == ["mtp", "head"]
+    with pytest.raises(lb.ConfigError, match="the draft 'tiny' does not follow a target"):
+        hub.parse_catalogue(f"{lines[0]}\n{DRAFT_LINE}")
 
 
 def test_catalogue_sizes_of_bundled_files_are_true() -> None:
@@ -79,7 +89,7 @@ def test_parse_skips_comments_and_blank_lines() -> None:
         (LINE + " | more", "7 fields instead of 6"),
         (LINE.replace("Apache-2.0", ""), "the licence is empty"),
         (LINE.replace("qwen3-4b", "qwen 3"), "contains a space or a slash"),
-        (LINE.replace("| target |", "| teacher |"), "'teacher', not target, draft or head"),
+        (LINE.replace("| target |", "| teacher |"), "'teacher', not target, mtp, draft or head"),
         (LINE.replace("Qwen/Qwen3-4B-GGUF", "Qwen3"), "neither owner/name"),
         (LINE.replace("_M.gguf", "_M.bin"), "not the name of a .gguf file"),
         (LINE.replace("2.50 GB", "big"), "the size 'big'"),

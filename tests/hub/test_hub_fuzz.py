@@ -50,10 +50,12 @@ def check(text: str) -> bool:
     names = [entry.name for entry in entries]
     assert len(set(names)) == len(names)
     for before, entry in zip([None, *entries], entries, strict=False):
-        assert entry.role in ("target", "draft", "head")
-        if entry.role != "target":
+        assert entry.role in ("target", "mtp", "draft", "head")
+        if entry.role in ("draft", "head"):
             assert before is not None
-            assert before.role == "target" or (before.role, entry.role) == ("draft", "head")
+            assert before.role == "target" or (
+                entry.role == "head" and before.role in ("mtp", "draft")
+            )
         assert entry.size_bytes >= 0
         assert entry.file.endswith(".gguf")
         assert "/" not in entry.file

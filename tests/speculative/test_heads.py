@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import gc
 import json
 import os
@@ -19,12 +21,14 @@ from typer.testing import CliRunner
 
 import llamabranch as lb
 from llamabranch.cli import app
+from llamabranch.errors import DecodeInterruptedError
 from llamabranch.native import draft_loop, heads
+from llamabranch.speculative.drafters.heads import HeadState
 from llamabranch.speculative.length.base import FixedLength
 
 DATA = Path(lb.__file__).parent / "data"
 HEAD = DATA / "tale-eagle-q8_0.gguf"
-KINDS = ("bundled", "eagle3", "glm4moe", "qwen35")
+KINDS = ("bundled", "eagle3", "glm4moe", "qwen35", "mimo2", "gemma4")
 SETTINGS = {
     "greedy": lb.SamplingParams(temperature=0.0),
     "seeded": lb.SamplingParams(temperature=0.8, seed=7),
@@ -60,19 +64,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("heads")
 
 
-def open_pair(kind: str, folder: Path, target: lb.Model, **options: int) -> Pair:
-    given = {"n_ctx": 1024, "n_seq_max": 8, "n_threads": 1, **options}
+def toy(kind: str, folder: Path) -> Path:
+    """Return the toy of an architecture, with MTP layers in its own file; written once."""
+    path = folder / f"{kind}.gguf"
+    if not path.exists():
+        toys.write_toy(path, kind, vocab="bytes", weights="f32")
+    return path
+
+
+def open_pair(kind: str, folder: Path, target: lb.Model, *, exact: bool = False) -> Pair:
+    """Open a pair; ``exact``: with the K/V type of llama.cpp's programs."""
+    types: dict[str, Any] = {"kv_type": "f16", "batch_invariant": False} if exact else {}
+    given: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 8, "n_threads": 1, **types}
     if kind == "bundled":
-        ctx = lb.Context(target, **given)  # type: ignore[arg-type]
-        return Pair(ctx, lb.EagleDrafter(lb.Context(lb.Model(HEAD), target=ctx)))
+        ctx = lb.Context(target, **given)
+        return Pair(ctx, lb.EagleDrafter(lb.Context(lb.Model(HEAD), target=ctx, **types)))
     if kind == "eagle3":
-        model = lb.Model(toys.write_llama(folder / "llama.gguf", vocab="bytes"))
+        model = lb.Model(toy("llama", folder))
         head = lb.Model(toys.write_eagle3(folder / "eagle3.gguf", vocab="bytes"))
-        ctx = lb.Context(model, **given)  # type: ignore[arg-type]
+        ctx = lb.Context(model, **given)
         return Pair(ctx, lb.EagleDrafter(lb.Context(head, target=ctx)))
-    path = toys.write_toy(folder / f"{kind}.gguf", kind, vocab="bytes", weights="f32")
-    ctx = lb.Context(lb.Model(path, load_mtp=True), **given)  # type: ignore[arg-type]
-    return Pair(ctx, lb.MTPDrafter(ctx))
+    if kind == "gemma4":
+        ctx = lb.Context(lb.Model(toy(kind, folder)), **given)
+        head = lb.Model(toy("gemma4-assistant", folder))
+        return Pair(ctx, lb.MTPDrafter(lb.Context(head, target=ctx)))
+    if kind.endswith("-layers"):
+        trunk, layers = parts(kind.removesuffix("-layers"), folder)
+        ctx = lb.Context(lb.Model(trunk), **given)
+        return Pair(ctx, lb.MTPDrafter(lb.Context(lb.Model(layers), target=ctx, **types)))
+    ctx = lb.Context(lb.Model(toy(kind, folder), load_mtp=True), **given)
+    return Pair(ctx, lb.MTPDrafter(lb.Context(ctx.model, target=ctx, **types)))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -180,7 +201,7 @@ def test_rewound_branch_drafts_as_if_it_had_never_gone_on(pair: Pair) -> None:
 
 
 def test_snapshot_continues_with_a_head(pair: Pair, tmp_path: Path) -> None:
-    """A restored branch has no hidden states; its tokens are decoded once more to get them."""
+    """It has its hidden states, so none of its tokens is decoded again."""
     if pair.ctx.kv_cache.state_layout is None:
         pytest.skip("this memory is written in an unknown form")
     sampling = SETTINGS["seeded"]
@@ -190,6 +211,10 @@ def test_snapshot_continues_with_a_head(pair: Pair, tmp_path: Path) -> None:
         wanted = [t.token for t in branch.generate(10)]
     speculator = pair.speculator()
     with lb.Branch.load(pair.ctx, tmp_path / "branch.lb") as restored:
+        n_decodes = pair.ctx.decoder.n_decodes
+        tokens = restored.tokens
+        pair.ctx.hidden_states(restored.sequence.seq_id, tokens, 0)
+        assert pair.ctx.decoder.n_decodes == n_decodes
         generation = speculator.generate(restored, max_tokens=10)
         assert generation.finish().tokens == wanted
         assert generation.stats.num_drafts > 0
@@ -222,6 +247,58 @@ def test_drafts_do_not_depend_on_the_way_to_the_text(eagle: Pair) -> None:
         restored = lb.Branch.restore(eagle.ctx, whole.snapshot())
         assert draft(restored) == wanted
         restored.prune()
+
+
+def test_snapshots_load_with_and_without_hidden_states(
+    eagle: Pair, target: lb.Model, tmp_path: Path
+) -> None:
+    """Files of contexts without a head are as before; either kind loads in either context."""
+    sampling = SETTINGS["seeded"]
+    with lb.Context(target, n_ctx=256, n_threads=1) as bare:
+        saved = {}
+        for name, ctx in (("with", eagle.ctx), ("without", bare)):
+            with lb.Branch.start(ctx, PROMPTS[1], sampling=sampling) as branch:
+                list(branch.generate(6))
+                branch.save(tmp_path / name)
+                saved[name] = branch.snapshot()
+                wanted = [t.token for t in branch.generate(10)]
+        assert saved["with"].hidden.shape == (len(saved["with"].tokens), 3 * 256)
+        assert saved["with"].hidden_layers == (1, 3, 5)
+        assert saved["with"].n_bytes > saved["without"].n_bytes
+        versions = {name: (tmp_path / name).read_bytes()[8] for name in saved}
+        assert versions == {"with": 2, "without": 1}
+        for name in saved:
+            with lb.Branch.load(bare, tmp_path / name) as restored:
+                assert [t.token for t in restored.generate(10)] == wanted
+            with lb.Branch.load(eagle.ctx, tmp_path / name) as restored:
+                found = eagle.speculator().generate(restored, max_tokens=10)
+                assert found.finish().tokens == wanted and found.stats.num_drafts > 0
+    eagle.audit()
+
+
+def test_snapshots_with_forged_hidden_states_are_refused(eagle: Pair, tmp_path: Path) -> None:
+    with lb.Branch.start(eagle.ctx, PROMPTS[1], sampling=SETTINGS["greedy"]) as branch:
+        good = branch.snapshot()
+    nan = good.hidden.copy()
+    nan[2, 5] = np.nan
+    wide = np.zeros((len(good.tokens), 10_000), np.float32)
+    for hidden, layers, is_refused in (
+        (nan, good.hidden_layers, True),
+        (good.hidden[:-1], good.hidden_layers, True),
+        (wide, good.hidden_layers, True),
+        (good.hidden, (0, 1, 2), False),  # of another head: not used
+        (good.hidden[:, :5], good.hidden_layers, False),
+    ):
+        forged = dataclasses.replace(good, hidden=hidden, hidden_layers=layers)
+        forged.write(tmp_path / "forged")
+        if is_refused:
+            with pytest.raises(lb.SnapshotError):
+                lb.Branch.load(eagle.ctx, tmp_path / "forged")
+            continue
+        with lb.Branch.load(eagle.ctx, tmp_path / "forged") as restored:
+            restored.step()
+            eagle.speculator().generate(restored, max_tokens=4).finish()
+    eagle.audit()
 
 
 @pytest.mark.skipif(not draft_loop.available, reason="the compiled core is not here")
@@ -307,6 +384,269 @@ def test_compaction_keeps_the_hidden_states(target: lb.Model) -> None:
         assert np.array_equal(np.stack([r for r in rows if r is not None]), before)
 
 
+# -- trees -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["bundled", "eagle3"])
+def trees(request: pytest.FixtureRequest, folder: Path, target: lb.Model) -> Iterator[Pair]:
+    """The bundled head, and one with random weights."""
+    found = open_pair(request.param, folder, target)
+    yield found
+    found.audit()
+    found.ctx.close()
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("width", [2, 4])
+def test_text_with_trees_is_that_of_plain_decoding(trees: Pair, width: int, settings: str) -> None:
+    sampling = SETTINGS[settings]
+    drafter = lb.EagleDrafter(trees.drafter.ctx, width=width)
+    config = lb.SpeculativeConfig(draft_k=3)
+    speculator = lb.Speculator(trees.ctx, drafter, config)
+    with lb.Branch.start(trees.ctx, PROMPTS[0], sampling=sampling) as branch:
+        twin = branch.fork()
+        found = speculator.generate(branch, max_tokens=24).finish()
+        assert found.tokens == [t.token for t in twin.generate(24)]
+        assert found.stats.num_draft_tokens > 2 * found.stats.num_drafts
+        # What the head read of accepted nodes is what a decode of the text alone gives.
+        kept, again = (
+            trees.ctx.hidden_states(each.sequence.seq_id, each.tokens[:-1], 0)
+            for each in (branch, twin)
+        )
+        assert np.allclose(kept, again, rtol=1e-3, atol=1e-3)
+        branch.rewind(branch.position - 5)
+        twin.rewind(branch.position)
+        tokens = speculator.generate(branch, max_tokens=6).finish().tokens
+        assert tokens == [t.token for t in twin.generate(6)]
+        twin.prune()
+        speculator.forget(branch)
+    assert drafter.ctx.usage().cells_used == 0
+    trees.audit()
+
+
+def test_tree_of_a_head_holds_its_chain(eagle: Pair) -> None:
+    """The first candidate of every node has the largest key: following them gives the chain."""
+    tokens = eagle.ctx.tokenize(PROMPTS[2])
+    for sampling in (SETTINGS["greedy"], SETTINGS["seeded"]):
+        with lb.Branch.create(eagle.ctx, sampling) as branch:
+            branch.prefill(tokens[:-1])
+            drafts = []
+            for width in (1, 3):
+                state = lb.EagleDrafter(eagle.drafter.ctx, width=width).start(branch, "seeded")
+                drafts.append(state.propose(tokens, FixedLength(4), 4))
+                state.close()
+        chain, tree = drafts
+        assert tree.parents is not None and len(tree.tokens) == 12
+        node = -1
+        for token in chain.tokens:
+            children = [i for i, parent in enumerate(tree.parents) if parent == node]
+            if not children:  # the chain may leave the most probable nodes, never at the root
+                assert node >= 0
+                break
+            assert tree.tokens[children[0]] == token
+            node = children[0]
+
+
+def test_tree_without_sequences_is_no_draft(folder: Path, target: lb.Model) -> None:
+    """A head without sequences for two levels: the text goes on, and no sequence is lost."""
+    with lb.Context(target, n_ctx=512, n_seq_max=4, n_threads=1) as ctx:
+        head = lb.Context(lb.Model(HEAD), target=ctx, n_seq_max=3, owns_model=True)
+        pair = Pair(ctx, lb.EagleDrafter(head, width=4))
+        generation = pair.speculator().generate(
+            PROMPTS[0], max_tokens=12, sampling=SETTINGS["seeded"]
+        )
+        assert generation.finish().tokens == pair.plain(PROMPTS[0], SETTINGS["seeded"], 12)
+        assert generation.stats.stop_reasons["capacity"] > 0
+        assert head.n_seq_free == 3
+        pair.audit()
+
+
+def test_trees_of_heads_are_refused_where_they_cannot_be(eagle: Pair) -> None:
+    for width in (0, 17, "wide"):
+        with pytest.raises(lb.ConfigError, match="width"):
+            lb.EagleDrafter(eagle.drafter.ctx, width=width)  # type: ignore[arg-type]
+    drafter = lb.EagleDrafter(eagle.drafter.ctx, width=2)
+    speculator = lb.Speculator(eagle.ctx, drafter, lb.SpeculativeConfig(draft_k=2, rule="block"))
+    with pytest.raises(lb.ConfigError, match="seeded rule"):
+        speculator.generate("Once", max_tokens=4).finish()
+    with pytest.raises(lb.ConfigError, match="width 1"):
+        lb.Engine(eagle.ctx, drafter)
+
+
+def test_draft_of_the_same_text_again_is_the_same(pair: Pair) -> None:
+    """As after an interruption between a draft and its verification."""
+    tokens = pair.ctx.tokenize(PROMPTS[2])
+    with lb.Branch.create(pair.ctx, SETTINGS["seeded"]) as branch:
+        branch.prefill(tokens[:-1])
+        state = pair.drafter.start(branch, "seeded")
+        first, second = (state.propose(tokens, FixedLength(3), 3).tokens for _ in range(2))
+        state.close()
+    assert first == second
+    assert first
+
+
+def test_interrupted_draft_leaves_the_state_as_it_was(eagle: Pair) -> None:
+    tokens = eagle.ctx.tokenize(PROMPTS[2])
+    with lb.Branch.create(eagle.ctx, SETTINGS["seeded"]) as branch:
+        branch.prefill(tokens[:-1])
+        wanted = drafted(eagle, branch, tokens, 3)
+        state = eagle.drafter.start(branch, "seeded")
+        assert isinstance(state, HeadState)
+        eagle.drafter.ctx.interrupt()
+        with pytest.raises(DecodeInterruptedError):
+            state.propose(tokens, FixedLength(3), 3)
+        assert state.tokens == []
+        assert state.propose(tokens, FixedLength(3), 3).tokens == wanted
+        state.close()
+    eagle.audit()
+
+
+# -- contexts of other kinds -----------------------------------------------------------------------------
+
+SHARED = "Once upon a time there was a king who had three daughters, and the youngest was so"
+TEXTS = [
+    SHARED + end for end in (" fair that", " proud", "", " fair that the sun", " poor", " old")
+]
+CONTEXTS: dict[str, dict[str, Any]] = {
+    "own cells": {"kv_unified": False},
+    "prefix cache": {"prefix_cache": True},
+    "prefix cache, own cells": {"prefix_cache": True, "kv_unified": False},
+}
+
+
+def engine_texts(pair: Pair | lb.Context, sampling: lb.SamplingParams) -> tuple[lb.Engine, Any]:
+    """Return an engine that has run ``TEXTS``, with a head or plainly, and the texts."""
+    ctx, drafter = (pair.ctx, pair.drafter) if isinstance(pair, Pair) else (pair, None)
+    engine = lb.Engine(
+        ctx, drafter, lb.SpeculativeConfig(draft_k=3), sampling=sampling, max_tokens=12
+    )
+    return engine, {r.id: r.tokens for r in engine.generate(TEXTS)}
+
+
+@pytest.mark.parametrize("own_head", [False, True], ids=["head unified", "head own"])
+@pytest.mark.parametrize("options", CONTEXTS)
+def test_engine_texts_are_plain_in_contexts_of_other_kinds(
+    options: str, own_head: bool, target: lb.Model
+) -> None:
+    """So are the drafts. The second pass finds the first in a prefix cache, hidden states included."""
+    size: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 4, "n_threads": 1}
+    for settings in ("greedy", "seeded"):
+        sampling = SETTINGS[settings]
+        with lb.Context(target, **size) as plain:
+            wanted = engine_texts(plain, sampling)[1]
+            usual = lb.Context(lb.Model(HEAD), target=plain, owns_model=True)
+            stats = engine_texts(Pair(plain, lb.EagleDrafter(usual)), sampling)[0].stats.speculative
+            drafts = (stats.num_draft_tokens, stats.num_accepted_tokens)
+        with lb.Context(target, **size, **CONTEXTS[options]) as ctx:
+            head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True, kv_unified=not own_head)
+            pair = Pair(ctx, lb.EagleDrafter(head))
+            for _ in range(2):
+                engine, found = engine_texts(pair, sampling)
+                assert found == wanted
+                stats = engine.stats.speculative
+                assert (stats.num_draft_tokens, stats.num_accepted_tokens) == drafts
+                assert stats.num_drafts > stats.num_plain_steps
+            if ctx.prefix_cache is not None:
+                assert ctx.prefix_cache.n_hit_tokens > 0
+            pair.audit()
+            assert head.usage().cells_used == 0
+
+
+def test_async_engine_with_a_prefix_cache_and_a_head(target: lb.Model) -> None:
+    with lb.Context(target, n_ctx=1024, n_seq_max=4, n_threads=1) as plain:
+        wanted = engine_texts(plain, SETTINGS["seeded"])[1]
+
+    async def run(ctx: lb.Context, drafter: lb.EagleDrafter) -> list[list[list[int]]]:
+        passes = []
+        config = lb.SpeculativeConfig(draft_k=3)
+        async with lb.AsyncEngine(
+            ctx, drafter, config, sampling=SETTINGS["seeded"], max_tokens=12
+        ) as engine:
+
+            async def tokens_of(text: str) -> list[int]:
+                events = [event async for event in engine.generate(text)]
+                result = events[-1].result
+                assert result is not None
+                return result.tokens
+
+            for _ in range(2):
+                passes.append(await asyncio.gather(*map(tokens_of, TEXTS)))
+        return passes
+
+    with lb.Context(target, n_ctx=1024, n_seq_max=4, n_threads=1, prefix_cache=True) as ctx:
+        head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True)
+        for found in asyncio.run(run(ctx, lb.EagleDrafter(head))):
+            assert found == list(wanted.values())
+        assert ctx.prefix_cache is not None and ctx.prefix_cache.n_hit_tokens > 0
+        assert head.usage().cells_used == 0
+        ctx.audit()
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["unified", "own cells"])
+def test_prefix_that_comes_back_from_host_memory_has_its_hidden_states(
+    own: bool, eagle: Pair, target: lb.Model
+) -> None:
+    rng = np.random.default_rng(5)
+    texts = [[int(t) for t in rng.integers(2, 4000, 100)] for _ in range(3)]
+    wanted = []
+    for tokens in texts:
+        with lb.Branch.create(eagle.ctx, SETTINGS["greedy"]) as branch:
+            branch.prefill(tokens[:-1])
+            wanted.append(drafted(eagle, branch, tokens, 4))
+    with lb.Context(
+        target,
+        n_ctx=512 if own else 256,
+        n_seq_max=2,
+        n_threads=1,
+        prefix_cache=True,
+        cache_ram=1 << 22,
+        kv_unified=not own,
+    ) as ctx:
+        head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True, n_ctx=512)
+        pair = Pair(ctx, lb.EagleDrafter(head))
+        for _ in range(2):
+            for tokens, draft in zip(texts, wanted, strict=True):
+                ctx.decoder.read_s = 1.0  # as if reading took a second for each token
+                with lb.Branch.start(ctx, tokens[:-1], sampling=SETTINGS["greedy"]) as branch:
+                    decodes = ctx.decoder.n_decodes
+                    assert drafted(pair, branch, tokens, 4) == draft
+                    assert ctx.decoder.n_decodes == decodes  # no token was decoded again
+        assert ctx.prefix_cache is not None and ctx.prefix_cache.n_restored > 0
+        pair.audit()
+
+
+@pytest.mark.parametrize("own_head", [False, True], ids=["head unified", "head own"])
+def test_head_begins_after_the_tokens_whose_states_are_not_known(
+    own_head: bool, target: lb.Model
+) -> None:
+    """The head is opened late, and there is no sequence in which tokens could be decoded again."""
+    for settings in SETTINGS.values():
+        with lb.Context(target, n_ctx=512, n_seq_max=2, n_threads=1) as ctx:
+            branch = lb.Branch.start(ctx, PROMPTS[0], sampling=settings)
+            list(branch.generate(10))
+            twin = branch.fork()  # the other sequence
+            head = lb.Context(
+                lb.Model(HEAD), target=ctx, owns_model=True, n_seq_max=4, kv_unified=not own_head
+            )
+            pair = Pair(ctx, lb.EagleDrafter(head))
+            speculator = pair.speculator(rule="seeded")
+            generation = speculator.generate(branch, max_tokens=24)
+            found = generation.finish().tokens
+            stats = generation.stats
+            assert stats.stop_reasons["capacity"] <= 2 < stats.num_drafts
+            held = head.usage().sequences
+            assert 0 < max(held.values()) < branch.position - 10  # the first pairs are missing
+            branch.rewind(branch.position - 6)
+            again = speculator.generate(branch, max_tokens=6).finish().tokens
+            assert found == [t.token for t in twin.generate(24)]
+            assert again == found[-6:]
+            twin.prune()
+            speculator.forget(branch)
+            branch.prune()
+            pair.audit()
+            head.close()
+
+
 # -- what does not fit -----------------------------------------------------------------------------------
 
 
@@ -366,31 +706,256 @@ def test_mtp_needs_layers_that_are_there_and_loaded(target: lb.Model, folder: Pa
         )
 
 
-def test_file_with_mtp_layers_only_is_refused(folder: Path) -> None:
+def parts(kind: str, folder: Path) -> tuple[Path, Path]:
+    """Return two files of a toy: its trunk, and its MTP layers."""
+    found = folder / f"{kind}-trunk.gguf", folder / f"{kind}-layers.gguf"
+    if not found[0].exists():
+        toys.write_parts(toy(kind, folder), *found)
+    return found
+
+
+def test_file_with_mtp_layers_only_is_refused_alone(folder: Path) -> None:
     """llama.cpp loads it and crashes at the first decode of a trunk that is not there."""
-    trunk = [
-        f"blk.{i}.{name}"
-        for i in range(2)
-        for name in (
-            "attn_norm.weight",
-            "post_attention_norm.weight",
-            "attn_q.weight",
-            "attn_k.weight",
-            "attn_v.weight",
-            "attn_output.weight",
-            "ffn_gate.weight",
-            "ffn_up.weight",
-            "ffn_down.weight",
-        )
-    ]
-    path = toys.write_glm4moe(folder / "only.gguf", vocab="bytes", weights="f32", drop=trunk)
-    assert lb.Model.head_kind(path) == ""
+    path = parts("glm4moe", folder)[1]
+    assert lb.Model.head_kind(path) == "mtp-only" and lb.Model.is_head(path)
     for load_mtp in (False, True):
         with (
             lb.Model(path, load_mtp=load_mtp) as model,
-            pytest.raises(lb.UnsupportedError, match="predicts no tokens"),
+            pytest.raises(lb.UnsupportedError, match=r"predicts no tokens.*beside their target"),
         ):
             lb.Context(model)
+
+
+@pytest.mark.parametrize("kind", ["qwen35", "mimo2"])
+def test_layers_in_a_file_of_their_own_draft_what_they_draft_in_the_targets(
+    kind: str, folder: Path
+) -> None:
+    trunk, layers = parts(kind, folder)
+    assert lb.Model.head_kind(trunk) == ""
+    with (
+        lb.load(trunk, n_ctx=512, n_threads=1) as ctx,
+        lb.load(layers, target=ctx) as head,
+        lb.load(toy(kind, folder), n_ctx=512, n_threads=1, load_mtp=True) as whole,
+    ):
+        pairs = Pair(ctx, lb.MTPDrafter(head)), Pair(whole, lb.MTPDrafter(whole))
+        for settings in ("greedy", "seeded"):
+            found = []
+            for pair in pairs:
+                generation = pair.speculator(draft_k=3).generate(
+                    PROMPTS[2], max_tokens=24, sampling=SETTINGS[settings]
+                )
+                tokens = generation.finish().tokens
+                assert tokens == pair.plain(PROMPTS[2], SETTINGS[settings])
+                found.append((tokens, generation.stats.num_accepted_tokens))
+            assert found[0] == found[1]
+        pairs[0].audit()
+
+
+def test_layers_in_the_last_part_of_a_split_model_draft(folder: Path) -> None:
+    path = toys.write_split(toy("mimo2", folder), folder)
+    assert lb.Model.head_kind(path) == "mtp"
+    with lb.load(path, n_ctx=512, n_threads=1, load_mtp=True) as ctx:
+        pair = Pair(ctx, lb.MTPDrafter(ctx))
+        generation = pair.speculator().generate(
+            PROMPTS[2], max_tokens=12, sampling=SETTINGS["greedy"]
+        )
+        assert generation.finish().tokens == pair.plain(PROMPTS[2], SETTINGS["greedy"], 12)
+        assert generation.stats.num_draft_tokens > 0
+    path.with_name(path.name.replace("00001", "00002")).unlink()
+    assert lb.Model.head_kind(path) == ""
+
+
+def test_layers_of_another_target_are_refused_with_the_reason(
+    folder: Path, target: lb.Model
+) -> None:
+    layers = parts("glm4moe", folder)[1]
+    narrow = toys.write_glm4moe(folder / "narrow.gguf", vocab="bytes", weights="f32", n_embd=32)
+    small = toys.write_glm4moe(folder / "small.gguf", weights="f32")
+    with lb.Model(layers) as head:
+        for path, reason in (
+            (toy("mimo2", folder), "those of a glm4moe model, mimo2 is a mimo2 model"),
+            (narrow, "hidden states of 64 numbers, those of narrow have 32"),
+            (small, "vocabularies differ"),
+        ):
+            with lb.Model(path) as model, lb.Context(model, n_ctx=256, n_threads=1) as ctx:
+                with pytest.raises(lb.UnsupportedError, match=reason):
+                    lb.Context(head, target=ctx)
+                assert reason in model.head_fault(head)
+        assert "is no EAGLE-3 head and has no MTP layers" in head.head_fault(target)
+
+
+def test_layers_that_llama_cpp_would_abort_on_are_refused(folder: Path) -> None:
+    two = {"block_count": 4, "nextn_predict_layers": 2}
+    many = toys.write_glm4moe(folder / "two.gguf", vocab="bytes", weights="f32", metadata=two)
+    unfused = toys.write_toy(
+        folder / "unfused.gguf",
+        "mimo2",
+        vocab="bytes",
+        weights="f32",
+        drop=("blk.3.ffn_gate.weight",),
+    )
+    for path in (many, unfused):
+        assert lb.Model.head_kind(path) == ""
+    with (
+        lb.Model(unfused, load_mtp=True) as model,
+        lb.Context(model, n_threads=1) as ctx,
+        pytest.raises(lb.UnsupportedError, match=r"needs blk\.3\.ffn_gate"),
+    ):
+        lb.MTPDrafter(ctx)
+
+
+# -- several MTP layers ----------------------------------------------------------------------------------
+
+
+def drafted(pair: Pair, branch: lb.Branch, text: list[int], *limits: int) -> list[int]:
+    """Return the last of these drafts of a new state, each of at most so many tokens."""
+    state = pair.drafter.start(branch, "seeded")
+    try:
+        for limit in limits:
+            found = state.propose(text, FixedLength(limit), limit).tokens
+            state.observe(len(text) - 1)
+        return found
+    finally:
+        state.close()
+
+
+@pytest.mark.parametrize("kind", ["mimo2", "hy_v3"])
+def test_each_of_several_layers_drafts_a_token(kind: str, folder: Path, target: lb.Model) -> None:
+    """They need their own K/V: a layer that has not drafted yet reads all of the text when it does."""
+    pair = open_pair(kind, folder, target)
+    with pair.ctx as ctx, lb.Branch.create(ctx, SETTINGS["greedy"]) as branch:
+        assert isinstance(pair.drafter, lb.MTPDrafter) and pair.drafter.n_layers == 3
+        text = ctx.tokenize(
+            "In the dark wood there was a house, and in the house there was a room, "
+        )
+        branch.prefill(text[:-1])
+        whole = drafted(pair, branch, text, 8)
+        assert len(whole) == 3
+        assert drafted(pair, branch, text, 1, 2, 3) == whole
+        state = pair.drafter.start(branch, "seeded")
+        for n in range(8, len(text) + 1):  # the second and third layers fall behind
+            limit = 1 if n < len(text) else 3
+            found = state.propose(text[:n], FixedLength(limit), limit).tokens
+        assert found == whole
+        state.observe(len(text) - 4)
+        assert state.propose(text, FixedLength(3), 3).tokens == whole
+        state.observe(len(text) - 1)
+        with branch.fork() as child:
+            twin = state.fork(child)
+            state.close()
+            assert twin.propose(text, FixedLength(3), 3).tokens == whole
+            twin.close()
+        assert pair.drafter.ctx.usage().cells_used == 0
+        pair.audit()
+
+
+def test_full_cache_of_the_layers_ends_drafts_and_not_the_text(
+    folder: Path, target: lb.Model
+) -> None:
+    path = toy("mimo2", folder)
+    with (
+        lb.load(path, n_ctx=512, n_threads=1, load_mtp=True) as ctx,
+        lb.Context(ctx.model, target=ctx, n_ctx=256, n_seq_max=3) as head,
+    ):
+        pair = Pair(ctx, lb.MTPDrafter(head))
+        generation = pair.speculator().generate(
+            PROMPTS[0], max_tokens=120, sampling=SETTINGS["seeded"]
+        )
+        assert generation.finish().tokens == pair.plain(PROMPTS[0], SETTINGS["seeded"], 120)
+        assert generation.stats.stop_reasons["capacity"] > 0
+        pair.audit()
+        with lb.Branch.start(ctx, PROMPTS[1]) as branch, pytest.raises(lb.SequencesExhaustedError):
+            states = [pair.drafter.start(branch, "seeded") for _ in range(2)]
+            assert states
+        assert head.n_seq_free == 3
+
+
+# -- layers that read the target's memory ----------------------------------------------------------------
+
+
+def test_layers_without_memory_of_their_own_leave_the_targets_alone(
+    folder: Path, target: lb.Model
+) -> None:
+    """llama.cpp would clear the target's cells with them; what could do that is refused."""
+    pair = open_pair("gemma4", folder, target)
+    head = pair.drafter.ctx
+    with pair.ctx as ctx, lb.Branch.start(ctx, PROMPTS[0]) as branch:
+        before = ctx.usage()
+        for call in (
+            lambda: head.decode([2], 0),
+            lambda: head.lease(branch),
+            lambda: head.kv_seq_copy(0, 1),
+            lambda: head.kv_cache_remove(0),
+            lambda: head.kv_seq_keep(0),
+            head.kv_cache_clear,
+        ):
+            with pytest.raises(lb.UnsupportedError, match="no memory of its own"):
+                call()
+        assert head.compact()
+        with pytest.raises(lb.UnsupportedError, match="caches no prefixes"):
+            lb.Context(head.model, target=ctx, prefix_cache=True)
+        with (
+            lb.Model(head.model.path) as again,
+            pytest.raises(lb.BranchStateError, match="opening it would empty"),
+        ):
+            lb.Context(again, target=ctx)
+        assert ctx.usage() == before
+        pair.audit()
+        head.close()
+        assert ctx.usage() == before
+        branch.step()
+        pair.ctx.audit()
+
+
+def test_draft_ends_where_the_targets_memory_is_full(folder: Path, target: lb.Model) -> None:
+    with (
+        lb.load(toy("gemma4", folder), n_ctx=256, n_threads=1) as ctx,
+        lb.load(toy("gemma4-assistant", folder), target=ctx) as head,
+        lb.Branch.create(ctx, SETTINGS["greedy"]) as branch,
+    ):
+        text = [2 + i % 250 for i in range(257)]
+        state = lb.MTPDrafter(head).start(branch, "seeded")
+        branch.prefill(text[:-2])
+        assert len(state.propose(text[:-1], FixedLength(3), 3).tokens) == 3
+        branch.commit(text[-2])
+        draft = state.propose(text, FixedLength(3), 3)
+        assert (draft.tokens, draft.stopped) == ([], "capacity")
+        ctx.audit()
+
+
+SHARING_MISFITS: dict[str, tuple[dict[str, Any], str]] = {
+    "width": ({"n_embd": 32, "n_head": 1}, "hidden states of 64"),
+    "order": ({"metadata": {"attention.sliding_window_pattern": [0, 1]}}, "last two layers"),
+    "head size": (
+        {"n_head": 4, "metadata": {"rope.dimension_count": 16, "rope.dimension_count_swa": 16}},
+        "key_length is 32, that of",
+    ),
+    "heads": ({"n_head_kv": 2}, "reads 1 K/V heads, layer 0 of misfit has 2"),
+    "vocabulary": ({"vocab": "small"}, "vocabularies differ"),
+}
+
+
+@pytest.mark.parametrize("case", SHARING_MISFITS)
+def test_layers_that_cannot_read_the_targets_memory_are_refused(case: str, folder: Path) -> None:
+    options, reason = SHARING_MISFITS[case]
+    given = {"vocab": "bytes", "weights": "f32", **options}
+    if case == "head size":
+        given["metadata"] |= {
+            f"attention.{size}": 16
+            for size in ("key_length", "value_length", "key_length_swa", "value_length_swa")
+        }
+    path = toys.write_toy(folder / "misfit.gguf", "gemma4", **given)
+    with (
+        lb.Model(path) as model,
+        lb.Context(model, n_ctx=256, n_threads=1) as ctx,
+        lb.Model(toy("gemma4-assistant", folder)) as head,
+    ):
+        with pytest.raises(lb.UnsupportedError, match=reason):
+            lb.Context(head, target=ctx)
+        with pytest.raises(lb.UnsupportedError, match="beside their target"):
+            lb.Context(head)
+        with lb.Branch.start(ctx, [2, 3]) as branch:
+            branch.step()
 
 
 def answer(*arguments: str) -> dict[str, Any]:
@@ -402,31 +967,52 @@ def answer(*arguments: str) -> dict[str, Any]:
 
 
 def test_command_line_takes_heads(folder: Path) -> None:
-    path = str(toys.write_glm4moe(folder / "mtp.gguf", vocab="bytes", weights="f32"))
+    path = str(toy("glm4moe", folder))
     run = (
         *("speculate", "Once upon", "--max-tokens", "8", "--seed", "1"),
         *("--draft-length", "2", "--threads", "1"),
     )
+    trunk, layers = map(str, parts("mimo2", folder))
+    gemma4, assistant = str(toy("gemma4", folder)), str(toy("gemma4-assistant", folder))
     for target, head in (
         ((), "tale-eagle"),
         (("--target", path), "mtp"),
         (("--target", path), "auto"),
+        (("--target", trunk), layers),
+        (("--target", gemma4), assistant),
     ):
         drafted = answer(*run, *target, "--draft", head)
         assert drafted["stats"]["num_draft_tokens"] > 0
-        assert drafted["tokens"] == answer(*run, *target, "--draft", "none")["tokens"]
+        plain = answer(*run, *target, "--draft", "none")["tokens"]
+        assert drafted["tokens"] == plain
+        if head == "tale-eagle":
+            tree = answer(*run, "--draft", head, "--draft-width", "2")
+            assert tree["tokens"] == plain
+            assert tree["stats"]["num_draft_tokens"] > drafted["stats"]["num_draft_tokens"]
+    refused = CliRunner().invoke(
+        app, [*run, "--draft", "mtp", "--target", path, "--draft-width", "2"]
+    )
+    assert refused.exit_code != 0 and "no trees" in refused.stderr
     refused = CliRunner().invoke(app, [*run, "--draft", "mtp"])
     assert refused.exit_code != 0 and "has no MTP layers" in refused.stderr
+    refused = CliRunner().invoke(app, [*run, "--draft", layers])
+    assert refused.exit_code != 0 and "those of a mimo2 model" in refused.stderr
 
 
 def test_inspect_shows_what_files_offer(folder: Path) -> None:
     pair = answer("inspect", "tale-target", "tale-eagle")
     assert (pair["compatible"], pair["path"]) == (True, "hidden states")
     assert pair["models"][1]["eagle3"] == {"target_layers": [1, 3, 5], "target_hidden_size": 256}
-    path = toys.write_glm4moe(folder / "offer.gguf", vocab="bytes", weights="f32")
-    misfit = answer("inspect", str(path), "tale-eagle")
+    misfit = answer("inspect", str(toy("glm4moe", folder)), "tale-eagle")
     assert not misfit["compatible"] and "hidden states of 256" in misfit["reason"]
     assert misfit["models"][0]["mtp_layers"] == 1
+    pair = answer("inspect", *map(str, parts("mimo2", folder)))
+    assert (pair["compatible"], pair["path"]) == (True, "hidden states")
+    assert [(m["head_kind"], m["mtp_layers"]) for m in pair["models"]] == [("", 0), ("mtp-only", 3)]
+    files = str(toy("gemma4", folder)), str(toy("gemma4-assistant", folder))
+    shown = CliRunner().invoke(app, ["inspect", *files]).stdout
+    assert "2 MTP layers over the K/V of a target of width 64" in " ".join(shown.split())
+    assert "it can draft for it" in " ".join(shown.split())
 
 
 def test_drafter_of_another_context_is_refused(eagle: Pair, target: lb.Model) -> None:
@@ -480,7 +1066,7 @@ def speculative_simple() -> str | None:
 def drafts_of_llama_cpp(program: str, arguments: list[str]) -> list[tuple[list[int], int]]:
     """Return each round's drafted tokens and how many were accepted."""
     done = subprocess.run(
-        [program, *arguments], capture_output=True, text=True, timeout=300, check=True
+        [program, *arguments], capture_output=True, timeout=300, check=True, errors="replace"
     )
     rounds: list[tuple[list[int], int]] = []
     drafted: list[int] = []
@@ -495,35 +1081,52 @@ def drafts_of_llama_cpp(program: str, arguments: list[str]) -> list[tuple[list[i
     return rounds
 
 
+DRAFTS = [
+    ("bundled", "Once upon a time"),
+    ("bundled", "The princess went into the garden"),
+    *((kind, p) for kind in ("glm4moe", "qwen35", "mimo2") for p in PROMPTS[1:]),
+    ("mimo2-layers", PROMPTS[2]),
+    ("gemma4", PROMPTS[1]),
+    ("gemma4", PROMPTS[2]),
+]
+
+
 @pytest.mark.skipif(speculative_simple() is None, reason="no llama-speculative-simple is here")
-@pytest.mark.parametrize("prompt", ["Once upon a time", "The princess went into the garden"])
-def test_drafted_tokens_are_those_of_llama_cpp(prompt: str, target: lb.Model) -> None:
-    """Greedy drafts of the bundled head in F16 K/V: at every round the tokens that llama.cpp drafts."""
+@pytest.mark.parametrize(("kind", "prompt"), DRAFTS)
+def test_drafted_tokens_are_those_of_llama_cpp(
+    kind: str, prompt: str, folder: Path, target: lb.Model
+) -> None:
+    """Greedy drafts in F16 K/V: at every round the tokens that llama.cpp drafts."""
     program = speculative_simple()
     assert program is not None
+    pair = open_pair(kind, folder, target, exact=True)
+    model, head = pair.ctx.model, pair.drafter.ctx.model
+    options = [
+        "-m",
+        str(model.path),
+        "--spec-type",
+        "draft-eagle3" if kind == "bundled" else "draft-mtp",
+    ]
+    if head is not model:
+        options += ["-md", str(head.path)]
     rounds = drafts_of_llama_cpp(
         program,
         [
-            *("-m", str(target.path), "-md", str(HEAD), "--spec-type", "draft-eagle3"),
-            *("--spec-draft-n-max", "4", "--spec-draft-p-min", "0", "-p", prompt, "-n", "60"),
-            *("--temp", "0", "-t", "1", "-c", "512", "--verbose"),
+            *(*options, "--spec-draft-n-max", "4", "--spec-draft-p-min", "0"),
+            *("-p", prompt, "-n", "60", "--temp", "0", "-t", "1", "-c", "512", "--verbose"),
         ],
     )
     assert len(rounds) > 10
-    greedy = lb.SamplingParams(temperature=0.0)
-    with (
-        lb.Context(target, n_ctx=512, n_threads=1, kv_type="f16", batch_invariant=False) as ctx,
-        lb.Context(lb.Model(HEAD), target=ctx, kv_type="f16", batch_invariant=False) as head,
-        lb.Branch.create(ctx, greedy) as branch,
-    ):
+    with pair.ctx as ctx, lb.Branch.create(ctx, SETTINGS["greedy"]) as branch:
         text = ctx.tokenize(prompt)
         branch.prefill(text[:-1])
-        state = lb.EagleDrafter(head).start(branch, "seeded")
-        for drafted, n_accepted in rounds:
-            ours = state.propose(text, FixedLength(4), 4).tokens
-            assert ours[: len(drafted)] == drafted
+        state = pair.drafter.start(branch, "seeded")
+        for tokens, n_accepted in rounds:
+            ends = [i for i, token in enumerate(tokens, 1) if model.is_eog(token)]
+            tokens = tokens[: min(ends, default=None)]  # llama.cpp drafts beyond the end
+            assert state.propose(text, FixedLength(4), 4).tokens[: len(tokens)] == tokens
             branch.commit(text[-1])
-            for token in drafted[:n_accepted]:
+            for token in tokens[:n_accepted]:
                 branch.commit(token)
                 text.append(token)
             text.append(branch.produce().token)

@@ -6,23 +6,21 @@ import math
 from collections.abc import Sequence
 from time import perf_counter
 
-import numpy as np
-
-from ...arguments import whole
 from ...branch import Branch, BranchStore
 from ...context import Context
 from ...context.decode_times import context_key
 from ...context.logits import LogitsRow
-from ...errors import CapacityError, ConfigError, GrammarError, VocabularyMismatchError
+from ...errors import CapacityError, GrammarError, VocabularyMismatchError
 from ...model import Model
 from ...native.draft_loop import DraftStream
 from ...sampling import Distribution, SamplingParams
-from ...sampling.noise import DRAFT, derive_seed, gumbel_noise
+from ...sampling.noise import DRAFT, derive_seed
 from ..length.base import DraftLength
 from ..rules import draft_seed
 from .base import Draft, Drafter, DraftRequest, DraftState
 from .compiled import LoopStream, share_costs, take_drawn
 from .cross_vocabulary import TranslatingState
+from .tree import check_rule, grow_tree, tree_settings, tree_width
 
 __all__ = ["ModelDrafter"]
 
@@ -54,10 +52,9 @@ class ModelDrafter(Drafter):
         width: int = 1,
         translate: bool = True,
     ) -> None:
-        width = whole("width", width, 1, 16)
+        self._width = tree_width(width)
         self.ctx = ctx
         self.sampling = sampling
-        self._width = width
         self.translate = translate
 
     @property
@@ -90,8 +87,7 @@ class ModelDrafter(Drafter):
         Raises:
             ConfigError: trees under another rule than "seeded".
         """
-        if self.width > 1 and rule != "seeded":
-            raise ConfigError(f"token trees need the seeded rule, not {rule!r}")
+        check_rule(self.width, rule)
         if target.ctx.model.compatibility(self.ctx.model).path == "text":
             # Its noise must not be the target's: the tokens differ, so nothing is gained, and the token
             # rule requires independent draws.
@@ -131,10 +127,7 @@ class ModelDrafter(Drafter):
         # Models of a family pad their vocabularies differently: never draw a token the target lacks.
         bias |= dict.fromkeys(range(theirs, ours), -math.inf)
         params = params.replace(seed=target.seed, logit_bias=bias, logprobs=False)
-        if self.width > 1 and params.temperature == 0.0:
-            # A tree needs the less probable tokens too; all other settings still apply.
-            params = params.replace(temperature=1.0)
-        return params
+        return tree_settings(params) if self.width > 1 else params
 
 
 class ModelState:
@@ -449,71 +442,45 @@ class _BatchedDrafting:
 
 
 class TreeState(ModelState):
-    """Proposes a tree: at each level the most probable nodes are followed, all in one decode.
-
-    A node's candidates are the tokens with the largest keys log q + g, where g is the noise with which
-    the target will draw, so the first of them is the token that a chain would have drafted; at
-    temperature 0 the keys are log q. Nodes are ranked by the product of the keys' softmax along their
-    path; the best ``width`` of a level are expanded and the best limit * width overall kept, as EAGLE-2
-    does with q (Li et al. 2024, 2406.16858).
-    """
+    """Proposes a tree of forks of its branch (:mod:`.tree`)."""
 
     def _draft(self, draft: Draft, unread: Sequence[int], length: DraftLength, limit: int) -> None:
-        self.branch.sequence.decode_unscored(unread)
-        width, store = self._drafter.width, BranchStore(self.branch.ctx)
-        nodes: list[tuple[float, int, int]] = []  # value, token, parent
-        level: list[tuple[Branch, int, float]] = [(self.branch, -1, 0.0)]
-        is_eog = self.branch.ctx.model.is_eog
-        try:
-            for depth in range(limit):
-                entropy = level[0][0].entropy() if length.reads_entropy else math.nan
-                draft.entropies.append(entropy)
-                if not length.goes_on(depth, entropy):
-                    draft.stopped = length.reason
-                    break
-                found = []
-                for branch, node, value in level:
-                    for token, logprob in _candidates(branch, width, self._greedy):
-                        nodes.append((value + logprob, token, node))
-                        if not is_eog(token):
-                            found.append((value + logprob, len(nodes) - 1, token, branch))
-                if not found:
-                    draft.stopped = "end"
-                if depth + 1 == limit or not found:
-                    break
-                found.sort(key=lambda f: (-f[0], f[1]))
-                chosen = [(branch.fork(), node, v, t) for v, node, t, branch in found[:width]]
-                for child, _, _, _ in chosen:
-                    child.detach()
-                for branch, _, _ in level:
-                    if branch is not self.branch:
-                        branch.prune()
-                level = [(child, node, value) for child, node, value, _ in chosen]
-                store.commit({child: token for child, _, _, token in chosen})
-        finally:
-            for branch, _, _ in level:
-                if branch is not self.branch:
-                    branch.prune()
-            _keep_best(draft, nodes, limit * width)
+        branch = self.branch
+        branch.sequence.decode_unscored(unread)
+        grow_tree(
+            draft,
+            _Forks(branch.ctx),
+            branch,
+            width=self._drafter.width,
+            length=length,
+            limit=limit,
+            seed=None if self._greedy else branch.seed,
+            is_eog=branch.ctx.model.is_eog,
+        )
 
 
-def _candidates(branch: Branch, width: int, greedy: bool) -> list[tuple[int, float]]:
-    """Return the tokens the target is most likely to draw, with their log-probabilities."""
-    try:
-        choices = branch.distribution()
-    except GrammarError:  # a dead end of the grammar: the target raises it if it gets there
-        return []
-    if greedy:
-        return choices.top(width)
-    keys = choices.logprobs + gumbel_noise(branch.seed, branch.position, choices.ids)
-    best = np.argsort(-keys, kind="stable")[:width]
-    ranked = Distribution.from_logits(keys[best], choices.ids[best])
-    return list(zip(ranked.ids.tolist(), ranked.logprobs.tolist(), strict=True))
+class _Forks:
+    """The branches of a tree while it grows."""
 
+    def __init__(self, ctx: Context) -> None:
+        self._store = BranchStore(ctx)
 
-def _keep_best(draft: Draft, nodes: list[tuple[float, int, int]], most: int) -> None:
-    """Write the ``most`` best nodes into the draft, best first; a parent never ranks below its child."""
-    best = sorted(range(len(nodes)), key=lambda i: (-nodes[i][0], i))[:most]
-    number = {-1: -1} | {node: i for i, node in enumerate(best)}
-    draft.tokens = [nodes[i][1] for i in best]
-    draft.parents = [number[nodes[i][2]] for i in best]
+    def entropy(self, node: Branch) -> float:
+        return node.entropy()
+
+    def distribution(self, node: Branch) -> Distribution:
+        return node.distribution()
+
+    def position(self, node: Branch) -> int:
+        return node.position
+
+    def fork(self, node: Branch) -> Branch:
+        fork = node.fork()
+        fork.detach()
+        return fork
+
+    def free(self, node: Branch) -> None:
+        node.prune()
+
+    def decode(self, nodes: Sequence[Branch], tokens: Sequence[int]) -> None:
+        self._store.commit(dict(zip(nodes, tokens, strict=True)))

@@ -277,6 +277,7 @@ class Engine:
     ) -> AsyncIterator[Event]:
         """Yield the events of ``stream`` without blocking the event loop: steps run in a thread."""
         core = self._open()
+        self.target.release_threads()
         steps = self._run(core, _Source(requests, skip))
         step: asyncio.Future[list[Event] | None] | None = None
         try:

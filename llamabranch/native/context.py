@@ -301,7 +301,7 @@ class ContextHandle(Handle):
                 codes.append(code)
                 finished.release()
 
-        thread_teams.release()  # that one gets a team of its own
+        _release_team()  # that one gets a team of its own
         interruption: BaseException | None = None
         finished.acquire()
         try:
@@ -369,7 +369,7 @@ class ContextHandle(Handle):
 
     def release_threads(self) -> None:
         """Let another thread call next without delay."""
-        thread_teams.release()
+        _release_team()
 
     def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
         """Set the threads for single tokens and for batches: at most as many as at creation."""
@@ -444,6 +444,12 @@ def _address_of(function: Any) -> int:
 
 def _hears_signals() -> bool:
     return threading.current_thread() is threading.main_thread()
+
+
+def _release_team() -> None:
+    """Release this thread's helpers; not in a child by fork(), which has none of its parent's."""
+    if _first_team == generation():
+        thread_teams.release()
 
 
 def _check_threads(n: int) -> None:

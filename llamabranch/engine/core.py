@@ -257,7 +257,7 @@ class EngineCore:
             learned.note_step(
                 batch.n_plans,
                 len(batch.parts),
-                sum(map(ctx.kv_cache.next_position, batch.seqs)),
+                sum(map(ctx.kv_cache.next_position, set(batch.seqs))),
                 perf_counter() - start,
                 most=min(ctx.n_seq_max, self.settings.parallel or ctx.n_seq_max),
                 waits=scheduler.n_queued > 0,

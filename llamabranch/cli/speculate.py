@@ -42,16 +42,16 @@ from .interrupts import InterruptHandler
 from .options import (
     DRAFTING,
     OUTPUT,
+    ChatOptions,
     DraftOptions,
     Explain,
     ModelOptions,
-    OutputOptions,
     PromptArgument,
     RuntimeOptions,
     SamplingOptions,
     TextOptions,
+    TextOutputOptions,
 )
-from .prompts import apply_template
 from .reporting import EXIT_INTERRUPTED
 from .speculate_report import SpeculateReport
 
@@ -63,6 +63,7 @@ N_SEQ_MAX = 8  # what a context has by default; trees need more
 def speculate(
     *,
     given: PromptArgument,
+    chat: ChatOptions,
     models: ModelOptions,
     drafting: DraftOptions,
     draft_width: Annotated[
@@ -102,12 +103,14 @@ def speculate(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
-    output: OutputOptions,
+    output: TextOutputOptions,
 ) -> None:
     """Generate text with a draft model and show what the drafting did.
 
     With no options the bundled pair generates a story. The draft proposes several tokens, the target
-    checks them in one pass; the text is what the target would generate.
+    checks them in one pass; the text has the target's distribution. With a seed or at temperature 0 it is
+    the text of plain decoding where the context is batch-invariant; elsewhere rounding can change it.
+    On a pipe standard output is the text alone.
     """
     with output.console() as console, ExitStack() as stack:
         # Everything that can be wrong in the arguments is found before a model loads.
@@ -129,6 +132,7 @@ def speculate(
 
         target_options = options(n_target)
         target_options["load_mtp"] = MTP in drafters
+        target_options.update(chat.load_options())
         context = runtime.open(target_name, console, stack, **target_options)
         drafter = make_drafter(
             drafters,
@@ -138,7 +142,7 @@ def speculate(
         note_translation(drafter, context.model, console)
         params = sampling.without_eog(params, context.model)
         request = _Request(
-            prompt=apply_template(context, prompt) if sampling.chat else prompt,
+            prompt=chat.tokens(context.model, prompt) if chat.is_on else prompt,
             max_tokens=text.max_tokens,
             sampling=params,
             stop=text.stop_strings,
@@ -160,12 +164,13 @@ def speculate(
             if not output.as_json:
                 if drafters:
                     console.legend()
-                console.write(prompt, "dim")
+                if output.shows_prompt(console):
+                    console.write(prompt + "\n\n" * chat.is_on, "dim")
             show = None if output.as_json else console.emit
             first = run(lambda: request.start(speculator), show, interrupts)
             explanation, length = speculator.explain(), speculator.length.explain()
             if not output.as_json:
-                console.line("\n")
+                console.line("\n" * console.out.is_terminal)
             comparison = divergence = None
             if compare_plain and not first.interrupted:
                 comparison = compare(
@@ -196,7 +201,7 @@ def speculate(
         if output.as_json:
             print_json(report.as_json())
         else:
-            report.print(console, explain=explain)
+            report.print(console.beside, explain=explain)
         if interrupts.requested:
             console.note("interrupted")
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -207,7 +212,7 @@ class _Request:
     """A prompt and everything that determines what is generated from it."""
 
     prompt: str | list[int]
-    max_tokens: int
+    max_tokens: int | None
     sampling: SamplingParams
     stop: Sequence[str]
     grammar: Grammar | None

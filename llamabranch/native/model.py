@@ -225,6 +225,13 @@ class ModelHandle(Handle):
         text = C.llama_model_chat_template(self.ptr, None)
         return None if text is None else text.decode("utf-8", "replace")
 
+    @staticmethod
+    def chat_template_names() -> frozenset[str]:
+        """Return the names of llama.cpp's own chat templates, which it takes in place of a source."""
+        names = (ctypes.c_char_p * C.llama_chat_builtin_templates(None, 0))()
+        C.llama_chat_builtin_templates(names, len(names))
+        return frozenset(name.decode() for name in names if name is not None)
+
     def apply_chat_template(
         self, template: str, messages: Sequence[tuple[str, str]], add_generation_prompt: bool
     ) -> str | None:

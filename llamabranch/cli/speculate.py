@@ -82,10 +82,20 @@ def speculate(
         bool,
         typer.Option(
             "--compare",
-            help="Also decode plainly: tokens a second, speedup, same text.",
+            help="Also decode plainly, in turn: tokens a second, speedup, and whether the text is the "
+            "same.",
             rich_help_panel=OUTPUT,
         ),
     ] = False,
+    compare_time: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="No pair of runs begins for --compare that would end later than this.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = 60.0,
     explain: Explain = False,
     top_logprobs: Annotated[
         int,
@@ -178,6 +188,8 @@ def speculate(
                     lambda: request.start(speculator),
                     lambda: request.start(plain),
                     interrupts,
+                    compare_time,
+                    console.progress,
                 )
             if comparison is not None and same_text_expected:
                 divergence = request.divergence(context, comparison)

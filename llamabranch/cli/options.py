@@ -701,7 +701,9 @@ class LoadingOptions:
     ] = True
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", "-v", help="Show llama.cpp's log.", rich_help_panel=OUTPUT),
+        typer.Option(
+            "--verbose", "--log-verbose", "-v", help="Show llama.cpp's log.", rich_help_panel=OUTPUT
+        ),
     ] = False
 
     def options(self) -> LoadOptions:
@@ -808,11 +810,12 @@ class RuntimeOptions(LoadingOptions):
         """As in the base class; with ``--n-ctx 0`` the context has the model's trained length."""
         if self.n_ctx == 0 and "n_ctx" not in more:
             with lb.Model(hub.resolve(name), vocab_only=True) as model:
-                if model.n_ctx_train <= 0:
-                    raise ConfigError(
-                        f"{name} names no trained length", hint="--n-ctx N sets a length"
-                    )
-                more["n_ctx"] = model.n_ctx_train
+                trained = model.metadata.get(f"{model.architecture}.context_length", "0")
+            if not int(trained):
+                raise ConfigError(
+                    f"{name} does not tell the length it was trained for", hint="--n-ctx N sets one"
+                )
+            more["n_ctx"] = int(trained)
         return super().open(name, console, stack, **more)
 
     def open_draft(

@@ -157,6 +157,7 @@ class TargetOptions(HubOptions):
             "--target-model",
             "--model",
             "-m",
+            "--hf-repo",
             "-hf",
             "-hfr",
             help="A GGUF path, a name from `llamabranch models`, or user/repo[:tag] on the Hugging Face "
@@ -180,9 +181,13 @@ class ModelOptions(TargetOptions):
             "--draft",
             "--draft-model",
             "--model-draft",
+            "--spec-draft-model",
+            "--hf-repo-draft",
+            "--spec-draft-hf",
             "-d",
             "-md",
             "-hfd",
+            "-hfrd",
             help="A model, an EAGLE-3 head or a file of MTP layers as for --target, `mtp` (the "
             "target's own MTP layers), `auto` (what fits), `lookup`, `suffix`, a chain such as "
             "`suffix+NAME`, or `none`. "

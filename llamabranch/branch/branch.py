@@ -83,6 +83,7 @@ class Branch:
         *,
         grammar: Grammar | str | None = None,
         sampling: SamplingParams | None = None,
+        parse_special: bool = True,
         **settings: object,
     ) -> Branch:
         """Return a branch prefilled with ``prompt`` (text, token ids or messages).
@@ -96,11 +97,13 @@ class Branch:
                 ``[{"role": "user", "content": "Hello"}]``, written by the model's chat template.
             grammar: constrains the generated text.
             sampling: settings; its fields may be given by name instead: ``temperature=0.8, seed=1``.
+            parse_special: whether control tokens written in a text, such as ``<|im_start|>``, are
+                parsed, see ``Model.prompt_tokens``; False for untrusted text.
         """
         params = (sampling or SamplingParams()).replace(**settings)
         branch = cls.create(ctx, params, grammar)
         try:
-            tokens = ctx.model.prompt_tokens(prompt)
+            tokens = ctx.model.prompt_tokens(prompt, parse_special=parse_special)
             n_cached = branch.sequence.take_cached(tokens[:-1])
             branch.prefill(tokens[n_cached:])
             branch.sequence.keep_cached()

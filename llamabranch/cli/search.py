@@ -37,7 +37,6 @@ from .options import (
     SamplingOptions,
     TextOptions,
 )
-from .prompts import apply_template
 from .reporting import EXIT_INTERRUPTED
 from .search_report import drawn_tree, search_page, stats_text
 
@@ -202,7 +201,7 @@ def search(
         )
         note_translation(drafter, context.model, console)
         params = sampling.without_eog(params, context.model)
-        start = apply_template(context, prompt) if sampling.chat else prompt
+        start = sampling.prompt_tokens(context.model, prompt)
         branch = Branch.start(context, start, sampling=params, grammar=grammar)
         with InterruptHandler([context, *drafting_contexts(drafter)]) as interrupts:
 

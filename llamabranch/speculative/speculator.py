@@ -83,6 +83,7 @@ class Speculator:
         stop: str | Sequence[str] = (),
         grammar: Grammar | str | None = None,
         top_logprobs: int = 0,
+        parse_special: bool = True,
     ) -> Generation:
         """Start a generation; iterate over it, or call its ``finish()``.
 
@@ -93,7 +94,7 @@ class Speculator:
                 generation, and for those of branches forked from it.
             max_tokens: the most tokens to generate; None = until the model ends the text or the cache
                 is full.
-            sampling, grammar: as for ``Branch.start``.
+            sampling, grammar, parse_special: as for ``Branch.start``.
             stop: strings that end the text. ``text`` leaves them out; ``tokens``, and a branch that is
                 continued, hold the tokens that completed them.
             top_logprobs: how many alternatives to report with each token.
@@ -111,7 +112,13 @@ class Speculator:
                 raise ConfigError("the branch belongs to another context")
             branch = prompt
         else:
-            branch = Branch.start(self.target, prompt, grammar=grammar, sampling=sampling)
+            branch = Branch.start(
+                self.target,
+                prompt,
+                grammar=grammar,
+                sampling=sampling,
+                parse_special=parse_special,
+            )
         return Generation(self, branch, owned, output, top_logprobs)
 
     def open_stream(

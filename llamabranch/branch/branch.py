@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ..arguments import whole
 from ..context import Context, TokenScore
+from ..context.context import text_context
 from ..errors import BranchStateError, ConfigError, LlamaBranchError
 from ..model import Prompt, TokenIds, token_list
 from ..pictures import Token, tokens_picture
@@ -67,6 +68,7 @@ class Branch:
         Raises:
             SequencesExhaustedError, GrammarError, ConfigError: nothing is created.
         """
+        text_context("ctx", ctx)
         params = sampling or SamplingParams()
         if isinstance(grammar, str):
             grammar = Grammar(grammar)

@@ -91,7 +91,7 @@ class ControlText:
         return found, {ord(mark): character for character, mark in chosen.items()}
 
     def _places(self, text: str, removed: re.Pattern[str]) -> set[int]:
-        """Return which characters to replace so that ``text`` cannot become, or add to, a control token."""
+        """Return which characters to replace so that ``text`` becomes, or completes, no control token."""
         places = {match.start() for match in self._alike.finditer(text)}
         start, end = len(text) - len(text.lstrip()), len(text.rstrip())
         if start >= end:

@@ -256,8 +256,9 @@ class Generate(_Stage):
     A batch is a table with the columns ``id`` and ``prompt`` (text, or a list of token ids) and
     optionally ``max_tokens``, ``stop``, ``grammar`` (GBNF), ``seed`` and ``parse_special``, which replace
     the settings below for their row. The result has ``id``, the columns of ``keep``, and ``text``,
-    ``tokens``, ``finish_reason``, ``seed``, ``n_prompt_tokens``, ``error`` and ``batch_invariant``: whether the same
-    row gives the same bytes again. A row that fails has ``finish_reason`` "error", nothing is raised.
+    ``tokens``, ``finish_reason``, ``seed``, ``n_prompt_tokens``, ``error`` and ``batch_invariant``:
+    whether the same row gives the same bytes again. A row that fails has ``finish_reason`` "error",
+    nothing is raised.
 
     Args:
         model: a path to a GGUF file, or a name that each node finds in its own cache or downloads.
@@ -321,8 +322,8 @@ class Score(_Stage):
 
     A batch is a table with the columns ``id``, ``text`` and optionally ``context``, which the text
     continues and which is not scored, and ``parse_special``. The result has ``id``, the columns of
-    ``keep``, and ``tokens``, ``logprobs`` (nats), ``ranks``, ``logprob`` (their sum), ``n_tokens``, ``finish_reason``, ``error``
-    and ``batch_invariant``.
+    ``keep``, and ``tokens``, ``logprobs`` (nats), ``ranks``, ``logprob`` (their sum), ``n_tokens``,
+    ``finish_reason``, ``error`` and ``batch_invariant``.
 
     Args:
         model, parse_special, id_column, keep, worker, options: as for `Generate`.

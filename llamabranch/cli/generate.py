@@ -255,6 +255,7 @@ def generate(
             quiet=output.as_json,
             in_order=in_order,
             stats=stats,
+            chat=sampling.chat,
         )
         interrupted = _run(report, sampling)
         if output.as_json:

@@ -402,6 +402,10 @@ class SamplingOptions:
             return model.prompt_tokens([{"role": "user", "content": prompt}])
         return model.prompt_tokens(prompt, parse_special=self.parse_special)
 
+    def shown_prompt(self, prompt: str) -> str:
+        """Return a prompt as it is printed before its text: with ``--chat`` on a line of its own."""
+        return f"{prompt}\n" if self.chat else prompt
+
     def without_eog(self, params: SamplingParams, model: Model) -> SamplingParams:
         """Return ``params`` without the model's EOG tokens if ``--ignore-eos`` was given."""
         if not self.ignore_eos:

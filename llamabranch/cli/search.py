@@ -233,7 +233,7 @@ def search(
                 | {"interrupted": interrupted}
             )
         else:
-            _print(console, prompt, result, method.best, tree)
+            _print(console, prompt, sampling.shown_prompt(prompt), result, method.best, tree)
         if interrupted:
             console.note("interrupted: the best so far")
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -343,7 +343,9 @@ def _answer(pattern: str) -> Callable[[str], str | None]:
     return answer
 
 
-def _print(console: Console, prompt: str, result: SearchResult, best: int, tree: bool) -> None:
+def _print(
+    console: Console, prompt: str, before: str, result: SearchResult, best: int, tree: bool
+) -> None:
     if tree:
         console.render(drawn_tree(result.tree, prompt))
         console.line()
@@ -353,7 +355,7 @@ def _print(console: Console, prompt: str, result: SearchResult, best: int, tree:
             f"{len(hypothesis.tokens)} tokens, {hypothesis.finish_reason}",
             "bold",
         )
-        console.write(prompt + hypothesis.text + "\n\n")
+        console.write(before + hypothesis.text + "\n\n")
     if not result.hypotheses:
         console.line("no text has a weight above 0")
     if result.votes:

@@ -159,7 +159,7 @@ def speculate(
             if not output.as_json:
                 if drafters:
                     console.legend()
-                console.write(prompt, "dim")
+                console.write(sampling.shown_prompt(prompt), "dim")
             show = None if output.as_json else console.emit
             first = run(lambda: request.start(speculator), show, interrupts)
             explanation, length = speculator.explain(), speculator.length.explain()

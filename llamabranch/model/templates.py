@@ -117,11 +117,10 @@ class _Worker:
     """A running worker process; stopped when it is not used any more, and at exit."""
 
     def __init__(self) -> None:
-        folders = []
-        for name in ("jinja2", "markupsafe"):
-            spec = find_spec(name)
-            if spec is not None and spec.origin is not None:
-                folders.append(str(Path(spec.origin).parents[1]))
+        found = [find_spec(name) for name in ("jinja2", "markupsafe")]
+        origins = [spec.origin for spec in found if spec is not None and spec.origin is not None]
+        # Jinja without MarkupSafe, or the other way round, is no Jinja.
+        folders = [str(Path(each).parents[1]) for each in origins] if len(origins) == 2 else []
         program = Path(__file__).with_name("template_worker.py")
         self.pid = os.getpid()
         self._process = subprocess.Popen(

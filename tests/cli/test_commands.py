@@ -485,7 +485,7 @@ def test_theory_json_holds_what_the_library_computes() -> None:
     (row,) = answer["table"]
     cost = 1.6  # v(4), between the points
     assert row["expected_tokens"] == pytest.approx(1 + 0.6 + 0.36 + 0.216)
-    assert row["often_seen"] == pytest.approx(1 / (0.4 + 0.2))
+    assert row["amdahl"] == pytest.approx(1 / (0.4 + 0.2))
     assert row["speedups"] == pytest.approx([2.176 / (0.3 + cost), 2.176 / (0.9 + cost)])
     for best in answer["best"]:
         speedups = [

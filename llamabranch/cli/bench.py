@@ -27,7 +27,6 @@ from .options import (
     RuntimeOptions,
     SamplingOptions,
 )
-from .prompts import apply_template
 from .reporting import EXIT_INTERRUPTED
 
 # A story, instructions, a program, a dialogue: acceptance depends on the kind of text.
@@ -132,7 +131,7 @@ def bench(
             measured = PairBench(
                 context,
                 new_drafter if drafters else None,
-                [_tokens(context, text, chat=sampling.chat) for text in texts],
+                [_tokens(context, text, sampling) for text in texts],
                 params,
                 lengths=(*range(1, (longest or (2 if quick else 8)) + 1), "auto"),
                 n_tokens=n_tokens,
@@ -171,10 +170,12 @@ def bench(
 
 
 def _tokens(
-    context: Context, prompt: str | Sequence[int] | Sequence[Mapping[str, object]], *, chat: bool
+    context: Context,
+    prompt: str | Sequence[int] | Sequence[Mapping[str, object]],
+    sampling: SamplingOptions,
 ) -> list[int]:
-    if chat and isinstance(prompt, str):
-        return apply_template(context, prompt)
+    if isinstance(prompt, str):
+        return sampling.prompt_tokens(context.model, prompt)
     return context.model.prompt_tokens(prompt)
 
 

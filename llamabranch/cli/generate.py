@@ -39,7 +39,7 @@ from .options import (
     SamplingOptions,
     TextOptions,
 )
-from .prompts import PromptSource, apply_template, digest
+from .prompts import PromptSource, digest
 from .ray_jobs import RayOptions, finish_job, job_paths
 from .reporting import EXIT_FAILURE, EXIT_INTERRUPTED
 from .results import JobSettings, ResultFile
@@ -255,6 +255,7 @@ def generate(
             quiet=output.as_json,
             in_order=in_order,
             stats=stats,
+            chat=sampling.chat,
         )
         interrupted = _run(report, sampling)
         if output.as_json:
@@ -303,6 +304,7 @@ def _generate_on_ray(
         grammar=None if grammar is None else grammar.gbnf,
         n=samples,
         chat=sampling.chat,
+        parse_special=sampling.parse_special,
         load=runtime.options(),
         **options,
     )
@@ -342,6 +344,7 @@ def _sampling_digest(
             "stop": list(text.stop_strings),
             "ignore_end": sampling.ignore_eos,
             "chat": sampling.chat,
+            **({} if sampling.parse_special else {"parse_special": False}),
         }
     )
 
@@ -356,8 +359,9 @@ def _run(report: GenerateReport, options: SamplingOptions) -> bool:
             request = replace(request, sampling=params)
         report.begin(request)
         if options.chat and isinstance(request.prompt, str):
-            request = replace(request, prompt=apply_template(engine.target, request.prompt))
-        return request
+            tokens = options.prompt_tokens(engine.target.model, request.prompt)
+            return replace(request, prompt=tokens)
+        return replace(request, parse_special=request.parse_special and options.parse_special)
 
     requests: Iterable[Request] = map(prepared, report.job.requests())
     if report.job.kept is not None:  # a list begins in the order of priorities

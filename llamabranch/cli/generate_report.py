@@ -31,6 +31,7 @@ class GenerateReport:
         quiet: print neither results nor their errors.
         in_order: keep results back until those of all earlier texts are there.
         stats: add the statistics of drafting to each result.
+        chat: prompts are questions: print them on lines of their own.
 
     Attributes:
         done: the texts (id, sample) that the file had before.
@@ -47,6 +48,7 @@ class GenerateReport:
         quiet: bool,
         in_order: bool = False,
         stats: bool = False,
+        chat: bool = False,
     ) -> None:
         self.engine = engine
         self.job = job
@@ -58,6 +60,7 @@ class GenerateReport:
         self._begun: dict[str, tuple[Request, int]] = {}  # with the number of texts to come
         self.done = set() if file is None else file.done
         self._stats = stats
+        self._chat = chat
         self._held: dict[tuple[str, int], Result] = {}
         self._order: deque[tuple[str, int]] | None = deque() if in_order else None
 
@@ -106,7 +109,7 @@ class GenerateReport:
             return
         self.console.write(f"[{_label(result)}] ", "bold")
         if isinstance(result.prompt, str):
-            self.console.write(result.prompt, "dim")
+            self.console.write(result.prompt + ("\n" if self._chat else ""), "dim")
         elif isinstance(result.prompt[-1], Mapping):
             self.console.write(f"{result.prompt[-1]['content']}\n", "dim")
         self.console.write(result.text + "\n\n")

@@ -42,6 +42,7 @@ __all__ = [
     "LoadingOptions",
     "ModelOptions",
     "OutputOptions",
+    "ParseSpecial",
     "PromptArgument",
     "PromptOptions",
     "RuntimeOptions",
@@ -78,6 +79,15 @@ Explain = Annotated[
         "--explain",
         help="Explain how it drafted, what was accepted, and why drafts ended.",
         rich_help_panel=OUTPUT,
+    ),
+]
+
+ParseSpecial = Annotated[
+    bool,
+    typer.Option(
+        "--parse-special/--no-parse-special",
+        help="Parse control tokens written in a prompt, such as <|im_end|>, or read them as text.",
+        rich_help_panel=REQUESTS,
     ),
 ]
 
@@ -369,6 +379,7 @@ class SamplingOptions:
         bool,
         typer.Option("--chat", help="Wrap the prompt in the target's chat template."),
     ] = False
+    parse_special: ParseSpecial = True
 
     def params(self, seed: int | None = None) -> SamplingParams:
         """Return the settings as the library takes them; `without_eog` adds ``--ignore-eos``.
@@ -384,6 +395,16 @@ class SamplingOptions:
             repeat_penalty=self.repeat_penalty,
             seed=seed,
         )
+
+    def prompt_tokens(self, model: Model, prompt: str) -> list[int]:
+        """Return the tokens of a prompt, as a user's turn in the chat template with ``--chat``."""
+        if self.chat:
+            return model.prompt_tokens([{"role": "user", "content": prompt}])
+        return model.prompt_tokens(prompt, parse_special=self.parse_special)
+
+    def shown_prompt(self, prompt: str) -> str:
+        """Return a prompt as it is printed before its text: with ``--chat`` on a line of its own."""
+        return f"{prompt}\n" if self.chat else prompt
 
     def without_eog(self, params: SamplingParams, model: Model) -> SamplingParams:
         """Return ``params`` without the model's EOG tokens if ``--ignore-eos`` was given."""

@@ -37,7 +37,6 @@ from .options import (
     SamplingOptions,
     TextOptions,
 )
-from .prompts import apply_template
 from .reporting import EXIT_INTERRUPTED
 from .search_report import drawn_tree, search_page, stats_text
 
@@ -202,7 +201,7 @@ def search(
         )
         note_translation(drafter, context.model, console)
         params = sampling.without_eog(params, context.model)
-        start = apply_template(context, prompt) if sampling.chat else prompt
+        start = sampling.prompt_tokens(context.model, prompt)
         branch = Branch.start(context, start, sampling=params, grammar=grammar)
         with InterruptHandler([context, *drafting_contexts(drafter)]) as interrupts:
 
@@ -234,7 +233,7 @@ def search(
                 | {"interrupted": interrupted}
             )
         else:
-            _print(console, prompt, result, method.best, tree)
+            _print(console, prompt, sampling.shown_prompt(prompt), result, method.best, tree)
         if interrupted:
             console.note("interrupted: the best so far")
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -344,7 +343,9 @@ def _answer(pattern: str) -> Callable[[str], str | None]:
     return answer
 
 
-def _print(console: Console, prompt: str, result: SearchResult, best: int, tree: bool) -> None:
+def _print(
+    console: Console, prompt: str, before: str, result: SearchResult, best: int, tree: bool
+) -> None:
     if tree:
         console.render(drawn_tree(result.tree, prompt))
         console.line()
@@ -354,7 +355,7 @@ def _print(console: Console, prompt: str, result: SearchResult, best: int, tree:
             f"{len(hypothesis.tokens)} tokens, {hypothesis.finish_reason}",
             "bold",
         )
-        console.write(prompt + hypothesis.text + "\n\n")
+        console.write(before + hypothesis.text + "\n\n")
     if not result.hypotheses:
         console.line("no text has a weight above 0")
     if result.votes:

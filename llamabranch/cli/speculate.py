@@ -51,7 +51,6 @@ from .options import (
     SamplingOptions,
     TextOptions,
 )
-from .prompts import apply_template
 from .reporting import EXIT_INTERRUPTED
 from .speculate_report import SpeculateReport
 
@@ -138,7 +137,7 @@ def speculate(
         note_translation(drafter, context.model, console)
         params = sampling.without_eog(params, context.model)
         request = _Request(
-            prompt=apply_template(context, prompt) if sampling.chat else prompt,
+            prompt=sampling.prompt_tokens(context.model, prompt),
             max_tokens=text.max_tokens,
             sampling=params,
             stop=text.stop_strings,
@@ -160,7 +159,7 @@ def speculate(
             if not output.as_json:
                 if drafters:
                     console.legend()
-                console.write(prompt, "dim")
+                console.write(sampling.shown_prompt(prompt), "dim")
             show = None if output.as_json else console.emit
             first = run(lambda: request.start(speculator), show, interrupts)
             explanation, length = speculator.explain(), speculator.length.explain()
@@ -206,7 +205,7 @@ def speculate(
 class _Request:
     """A prompt and everything that determines what is generated from it."""
 
-    prompt: str | list[int]
+    prompt: list[int]
     max_tokens: int
     sampling: SamplingParams
     stop: Sequence[str]
@@ -226,10 +225,9 @@ class _Request:
 
     def divergence(self, context: Context, compared: Comparison) -> Divergence | None:
         """Return the first difference of the two texts."""
-        prompt = self.prompt
         return first_divergence(
             context,
-            context.tokenize(prompt) if isinstance(prompt, str) else prompt,
+            self.prompt,
             compared.plain.tokens,
             compared.speculative.tokens,
             self.sampling,

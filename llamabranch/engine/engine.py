@@ -20,6 +20,7 @@ from contextlib import closing, suppress
 from ..arguments import whole
 from ..branch.branch import random_seed
 from ..context import Context
+from ..context.context import text_context
 from ..errors import (
     ClosedError,
     ConfigError,
@@ -29,6 +30,7 @@ from ..errors import (
 )
 from ..sampling import SamplingParams
 from ..speculative import Drafter, NullDrafter, SpeculativeConfig
+from ..speculative.drafters.base import checked_drafter
 from .core import EngineCore, EngineSettings
 from .request import EngineStats, Event, Request, Result
 
@@ -66,7 +68,8 @@ class Engine:
 
     Raises:
         ConfigError: a drafter of token trees, which cannot share a decode; an invalid limit, seed or
-            ``wait_s``.
+            ``wait_s``; an argument of another type.
+        UnsupportedError: ``target`` is the context of a head, or the drafter is a head for another model.
         VocabularyMismatchError: the drafter cannot draft for the target's vocabulary.
 
     Attributes:
@@ -90,11 +93,10 @@ class Engine:
     ) -> None:
         if isinstance(wait_s, bool) or not isinstance(wait_s, (int, float)) or not wait_s >= 0:
             raise ConfigError(f"wait_s must be a number of seconds of at least 0, not {wait_s!r}")
-        self.target = target
-        self.drafter: Drafter = drafter or NullDrafter()
+        self.target = text_context("target", target)
+        self.drafter = checked_drafter(drafter, target.model)
         if self.drafter.width > 1:
             raise ConfigError("token trees cannot share a decode: use a drafter of width 1")
-        self.drafter.check(target.model)
         self.config = config or SpeculativeConfig()
         self._max_waiting = None if max_waiting is None else whole("max_waiting", max_waiting, 0)
         self._settings = EngineSettings(

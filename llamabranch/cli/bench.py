@@ -9,13 +9,14 @@ from typing import Annotated
 
 import typer
 
-from llamabranch import ConfigError, Context, Drafter
+from llamabranch import ConfigError, Context, Drafter, LlamaBranchError
 from llamabranch.bench import Machine, PairBench, load_average, profile_in_use
 
-from .bench_report import BenchReport
+from .bench_report import FILES, BenchReport
 from .bundles import with_bundles
 from .console import print_json
 from .drafters import MTP, drafting_models, is_model, make_drafter, note_translation
+from .files import check_new_file
 from .interrupts import InterruptHandler
 from .options import (
     DRAFTING,
@@ -111,6 +112,8 @@ def bench(
         texts = given or list(PROMPTS[:1] if quick else PROMPTS)
         if folder is not None:
             _make_folder(folder)
+            for name in FILES:
+                check_new_file(folder / name)
         target_name, drafters = models.resolve(console)
 
         context = runtime.open(
@@ -161,13 +164,22 @@ def bench(
             options=[*sampling.temperature_arguments(), *runtime.as_arguments()],
             profile=profile_in_use(),
         )
-        files = [] if folder is None else report.write(folder, console)
+        files: list[Path] = []
+        failure: LlamaBranchError | None = None
+        try:
+            if folder is not None:
+                for path in report.write(folder, console):
+                    files.append(path)
+        except LlamaBranchError as error:  # raised once what was measured is printed
+            failure = error
         if output.as_json:
             print_json(report.as_json() | {"files": [str(path) for path in files]})
         else:
             report.print(console)
             for path in files:
                 console.note(f"wrote {path}")
+        if failure is not None:
+            raise failure
         if interrupts.requested:
             console.note("interrupted: this is what was measured until then")
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -178,8 +190,8 @@ def _tokens(
     prompt: str | Sequence[int] | Sequence[Mapping[str, object]],
     chat: ChatOptions,
 ) -> list[int]:
-    if chat.is_on and isinstance(prompt, str):
-        return chat.tokens(context.model, prompt)
+    if isinstance(prompt, str):
+        return chat.prompt_tokens(context.model, prompt)
     return context.model.prompt_tokens(prompt)
 
 

@@ -325,6 +325,7 @@ def _generate_on_ray(
         grammar=None if grammar is None else grammar.gbnf,
         n=samples,
         chat=chat.is_on,
+        parse_special=chat.parse_special,
         load=cast(LoadOptions, {**runtime.options(), **chat.load_options()}),
         **options,
     )
@@ -368,6 +369,7 @@ def _sampling_digest(
             "stop": list(text.stop_strings),
             "ignore_end": sampling.ignore_eos,
             "chat": chat.is_on,
+            **({} if chat.parse_special else {"parse_special": False}),
         }
         # Not in the digests of older files, where these were not given.
         | ({} if chat.system is None else {"system": chat.system})
@@ -385,9 +387,9 @@ def _run(report: GenerateReport, options: SamplingOptions, chat: ChatOptions) ->
             request = replace(request, sampling=params)
         report.begin(request)
         if chat.is_on and isinstance(request.prompt, str):
-            tokens = chat.tokens(engine.target.model, request.prompt)
-            request = replace(request, prompt=tokens)
-        return request
+            tokens = chat.prompt_tokens(engine.target.model, request.prompt)
+            return replace(request, prompt=tokens)
+        return replace(request, parse_special=request.parse_special and chat.parse_special)
 
     requests: Iterable[Request] = map(prepared, report.job.requests())
     if report.job.kept is not None:  # a list begins in the order of priorities

@@ -33,7 +33,7 @@ class GenerateReport:
         stats: add the statistics of drafting to each result.
         display_prompt: print prompts before the texts; None = on a terminal only, where each text has the
             id of its request before it. A pipe gets the texts alone, in the order of the prompts.
-        chat: texts given as prompts are messages of a conversation.
+        chat: prompts are questions: print them on lines of their own.
 
     Attributes:
         done: the texts (id, sample) that the file had before.
@@ -63,13 +63,13 @@ class GenerateReport:
         self._begun: dict[str, tuple[Request, int]] = {}  # with the number of texts to come
         self.done = set() if file is None else file.done
         self._stats = stats
+        self._chat = chat
         self._held: dict[tuple[str, int], Result] = {}
         on_terminal = console.out.is_terminal
         if not on_terminal and file is None and not quiet:
             in_order = True
         self._order: deque[tuple[str, int]] | None = deque() if in_order else None
         self._has_shown = False
-        self._chat = chat
         self._with_id = on_terminal or bool(display_prompt)
         self._with_prompt = on_terminal if display_prompt is None else display_prompt
 
@@ -122,7 +122,7 @@ class GenerateReport:
             self.console.write("\n")  # an empty line between two texts
         self._has_shown = True
         if self._with_prompt and isinstance(result.prompt, str):
-            self.console.write(result.prompt + "\n\n" * self._chat, "dim")
+            self.console.write(result.prompt + "\n" * self._chat, "dim")
         elif self._with_prompt and isinstance(result.prompt[-1], Mapping):
             self.console.write(f"{result.prompt[-1]['content']}\n", "dim")
         self.console.write(result.text + "\n" + "\n" * self._with_id)

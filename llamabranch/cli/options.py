@@ -44,6 +44,7 @@ __all__ = [
     "LoadingOptions",
     "ModelOptions",
     "OutputOptions",
+    "ParseSpecial",
     "PromptArgument",
     "PromptOptions",
     "RuntimeOptions",
@@ -109,6 +110,15 @@ Explain = Annotated[
         "--explain",
         help="Explain how it drafted, what was accepted, and why drafts ended.",
         rich_help_panel=OUTPUT,
+    ),
+]
+
+ParseSpecial = Annotated[
+    bool,
+    typer.Option(
+        "--parse-special/--no-parse-special",
+        help="Parse control tokens written in a prompt, such as <|im_end|>, or read them as text.",
+        rich_help_panel=REQUESTS,
     ),
 ]
 
@@ -382,7 +392,7 @@ class DraftOptions:
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How a prompt becomes a message of a conversation."""
+    """How a prompt becomes tokens: as it is, or as a message of a conversation."""
 
     panel: ClassVar[str] = REQUESTS
 
@@ -418,11 +428,15 @@ class ChatOptions:
     chat_template_file: Annotated[
         Path | None, typer.Option(help="A file with a chat template, as --chat-template.")
     ] = None
+    parse_special: ParseSpecial = True
 
     @property
     def is_on(self) -> bool:
         """Whether prompts are wrapped: `--chat` or what implies it was given."""
-        return self.chat or any(getattr(self, field.name) is not None for field in fields(self)[1:])
+        implied = (
+            self.system_prompt, self.system_prompt_file, self.chat_template, self.chat_template_file,
+        )  # fmt: skip
+        return self.chat or any(given is not None for given in implied)
 
     @property
     def system(self) -> str | None:
@@ -449,15 +463,21 @@ class ChatOptions:
             raise ConfigError("--chat-template and --chat-template-file exclude each other")
         return {"chat_template": read_text(self.chat_template_file)}
 
-    def tokens(self, model: Model, prompt: str) -> list[int]:
-        """Return the tokens of a prompt as a user's message.
+    def prompt_tokens(self, model: Model, prompt: str) -> list[int]:
+        """Return the tokens of a prompt, as a user's turn in the chat template where that is on.
 
         Raises:
             ConfigError, UnsupportedError: the template refuses the messages, fails, or is missing.
         """
+        if not self.is_on:
+            return model.prompt_tokens(prompt, parse_special=self.parse_special)
         system = self.system
         before = [] if system is None else [{"role": "system", "content": system}]
         return model.prompt_tokens([*before, {"role": "user", "content": prompt}])
+
+    def shown_prompt(self, prompt: str) -> str:
+        """Return a prompt as it is printed before its text: in a chat on a line of its own."""
+        return f"{prompt}\n" if self.is_on else prompt
 
 
 @dataclass(frozen=True)

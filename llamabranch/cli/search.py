@@ -27,6 +27,7 @@ from llamabranch.search import (
 from .bundles import with_bundles
 from .console import Console, print_json
 from .drafters import MTP, drafting_contexts, make_drafter, note_translation
+from .files import check_new_file, write_new_file
 from .interrupts import InterruptHandler
 from .options import (
     OUTPUT,
@@ -183,6 +184,8 @@ def search(
     pipe standard output is the text alone.
     """
     with output.console() as console, ExitStack() as stack:
+        if html is not None:
+            check_new_file(html)
         grammar = text.parse_grammar()
         method.check()
         if text.max_tokens is None and method.method in NEED_LIMIT:
@@ -214,7 +217,7 @@ def search(
         )
         note_translation(drafter, context.model, console)
         params = sampling.without_eog(params, context.model)
-        start = chat.tokens(context.model, prompt) if chat.is_on else prompt
+        start = chat.prompt_tokens(context.model, prompt)
         branch = Branch.start(context, start, sampling=params, grammar=grammar)
         with InterruptHandler([context, *drafting_contexts(drafter)]) as interrupts:
 
@@ -237,8 +240,8 @@ def search(
                 console.progress("")
             interrupted = interrupts.requested
         if html is not None:
-            written = search_page(result, prompt, context.model.name, method.best)
-            html.write_text(written, encoding="utf-8", errors="backslashreplace")
+            page = search_page(result, prompt, context.model.name, method.best)
+            stack.callback(write_new_file, html, page)  # after the results are printed
         if output.as_json:
             record = result.as_dict(tree=tree)
             print_json(
@@ -246,8 +249,8 @@ def search(
                 | {"interrupted": interrupted}
             )
         else:
-            shown = prompt + "\n\n" * chat.is_on if output.shows_prompt(console) else ""
-            _print(console, shown, result, method.best, tree)
+            before = chat.shown_prompt(prompt) if output.shows_prompt(console) else ""
+            _print(console, prompt, before, result, method.best, tree)
         if interrupted:
             console.note("interrupted: the best so far")
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -358,7 +361,9 @@ def _answer(pattern: str) -> Callable[[str], str | None]:
     return answer
 
 
-def _print(console: Console, prompt: str, result: SearchResult, best: int, tree: bool) -> None:
+def _print(
+    console: Console, prompt: str, before: str, result: SearchResult, best: int, tree: bool
+) -> None:
     beside = console.beside
     if tree:
         beside.render(drawn_tree(result.tree, prompt))
@@ -369,8 +374,11 @@ def _print(console: Console, prompt: str, result: SearchResult, best: int, tree:
             f"{len(hypothesis.tokens)} tokens, {hypothesis.finish_reason}",
             "bold",
         )
-        between = "\n" if console is not beside and hypothesis is result.hypotheses[0] else "\n\n"
-        console.write(prompt + hypothesis.text + between)
+        if console is not beside and hypothesis is not result.hypotheses[0]:
+            console.write(
+                "\n"
+            )  # on a pipe an empty line between two texts, and none after the last
+        console.write(before + hypothesis.text + ("\n\n" if console is beside else "\n"))
     if not result.hypotheses:
         beside.line("no text has a weight above 0")
     if result.votes:

@@ -38,6 +38,7 @@ from .drafters import (
     note_translation,
     tree_sequences,
 )
+from .files import check_new_file, write_new_file
 from .interrupts import InterruptHandler
 from .options import (
     DRAFTING,
@@ -125,6 +126,8 @@ def speculate(
     with output.console() as console, ExitStack() as stack:
         # Everything that can be wrong in the arguments is found before a model loads.
         config = _config_for_width(drafting.config(), draft_width)
+        if html is not None:
+            check_new_file(html)
         if top_logprobs and not output.as_json:
             raise typer.BadParameter("is printed with --json only", param_hint="--top-logprobs")
         seed = secrets.randbits(31) if compare_plain and text.seed is None else text.seed
@@ -152,7 +155,7 @@ def speculate(
         note_translation(drafter, context.model, console)
         params = sampling.without_eog(params, context.model)
         request = _Request(
-            prompt=chat.tokens(context.model, prompt) if chat.is_on else prompt,
+            prompt=chat.prompt_tokens(context.model, prompt),
             max_tokens=text.max_tokens,
             sampling=params,
             stop=text.stop_strings,
@@ -175,7 +178,7 @@ def speculate(
                 if drafters:
                     console.legend()
                 if output.shows_prompt(console):
-                    console.write(prompt + "\n\n" * chat.is_on, "dim")
+                    console.write(chat.shown_prompt(prompt), "dim")
             show = None if output.as_json else console.emit
             first = run(lambda: request.start(speculator), show, interrupts)
             explanation, length = speculator.explain(), speculator.length.explain()
@@ -208,8 +211,8 @@ def speculate(
             machine=machine,
             n_threads=context.n_threads,
         )
-        if html is not None:
-            html.write_text(report.as_html(prompt), encoding="utf-8", errors="backslashreplace")
+        if html is not None:  # after the results are printed
+            stack.callback(write_new_file, html, report.as_html(prompt))
         if output.as_json:
             print_json(report.as_json())
         else:
@@ -223,7 +226,7 @@ def speculate(
 class _Request:
     """A prompt and everything that determines what is generated from it."""
 
-    prompt: str | list[int]
+    prompt: list[int]
     max_tokens: int | None
     sampling: SamplingParams
     stop: Sequence[str]
@@ -243,10 +246,9 @@ class _Request:
 
     def divergence(self, context: Context, compared: Comparison) -> Divergence | None:
         """Return the first difference of the two texts."""
-        prompt = self.prompt
         return first_divergence(
             context,
-            context.tokenize(prompt) if isinstance(prompt, str) else prompt,
+            self.prompt,
             compared.plain.tokens,
             compared.speculative.tokens,
             self.sampling,

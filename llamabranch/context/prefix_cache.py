@@ -19,7 +19,7 @@ from typing import Protocol
 
 from ..errors import SnapshotError
 from .decoder import Decoder
-from .kv_cache import END, MOVED, KVCache
+from .kv_cache import END, KVCache
 from .radix_tree import RadixTree
 from .saved_prefixes import SavedPrefixes, SavedText
 
@@ -46,7 +46,7 @@ class _ExtraSequences:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._free = list(range(cache.ledger.n_seq_max, MOVED))
+        self._free = list(range(cache.ledger.n_seq_max, cache.n_seq_ids))
 
     def lend(self, holder: object) -> int | None:
         if not self._free:
@@ -259,8 +259,10 @@ class PrefixCache:
         Returns:
             True if it has become that: its lease must not be ended.
         """
-        if len(tokens) < _MIN_TOKENS:
-            return False
+        if len(tokens) < _MIN_TOKENS or (
+            self._cache.can_truncate and not self._cache.can_cut(seq_id, 1)
+        ):
+            return False  # too short, or restored with a part of its sliding window
         n, known = self._find(tokens)
         if known is not None and n == len(tokens):
             self._kept.move_to_end(known)

@@ -15,20 +15,21 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import closing, suppress
+from contextlib import closing
 
 from ..arguments import whole
 from ..branch.branch import random_seed
 from ..context import Context
+from ..context.context import text_context
 from ..errors import (
     ClosedError,
     ConfigError,
-    DecodeInterruptedError,
     LlamaBranchError,
     QueueFullError,
 )
 from ..sampling import SamplingParams
 from ..speculative import Drafter, NullDrafter, SpeculativeConfig
+from ..speculative.drafters.base import checked_drafter
 from .core import EngineCore, EngineSettings
 from .request import EngineStats, Event, Request, Result
 
@@ -66,7 +67,8 @@ class Engine:
 
     Raises:
         ConfigError: a drafter of token trees, which cannot share a decode; an invalid limit, seed or
-            ``wait_s``.
+            ``wait_s``; an argument of another type.
+        UnsupportedError: ``target`` is the context of a head, or the drafter is a head for another model.
         VocabularyMismatchError: the drafter cannot draft for the target's vocabulary.
 
     Attributes:
@@ -90,11 +92,10 @@ class Engine:
     ) -> None:
         if isinstance(wait_s, bool) or not isinstance(wait_s, (int, float)) or not wait_s >= 0:
             raise ConfigError(f"wait_s must be a number of seconds of at least 0, not {wait_s!r}")
-        self.target = target
-        self.drafter: Drafter = drafter or NullDrafter()
+        self.target = text_context("target", target)
+        self.drafter = checked_drafter(drafter, target.model)
         if self.drafter.width > 1:
             raise ConfigError("token trees cannot share a decode: use a drafter of width 1")
-        self.drafter.check(target.model)
         self.config = config or SpeculativeConfig()
         self._max_waiting = None if max_waiting is None else whole("max_waiting", max_waiting, 0)
         self._settings = EngineSettings(
@@ -182,7 +183,8 @@ class Engine:
         """End a request at its next step; its result holds what it has generated. From any thread.
 
         It applies to a request that was added, and to every open ``stream`` that has an unfinished
-        request of this id; ids are unique only within one stream. All others ignore it.
+        request of this id, or a list of requests with one that is still to come; ids are unique only
+        within one stream. An unknown id is ignored.
         """
         self.core.abort(request_id)
         for core in [ref() for ref in list(self._streams)]:
@@ -201,16 +203,12 @@ class Engine:
         """
         with self._adding:
             self._is_closed = True
-        events: list[Event] = []
         if self.target.closed:
             self.core.close()
-            return events
+            return []
         if not drain:
             self.core.abort_all()
-        while self.core.has_unfinished:
-            with suppress(DecodeInterruptedError):  # the next step goes on
-                events += self.core.step()
-        return events
+        return self.core.drain()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -240,7 +238,7 @@ class Engine:
         order: dict[str, int] = {}
         results: list[Result] = []
         source = _Source(requests, skip, order)
-        core = self._open(reports_tokens=on_event is not None)
+        core = self._open(source, reports_tokens=on_event is not None)
         with closing(self._run(core, source)) as steps:  # also if ``on_event`` raises
             for events in steps:
                 for event in events:
@@ -264,7 +262,7 @@ class Engine:
             ConfigError: two requests with the same id, or no requests.
         """
         source = _Source(requests, skip)
-        return self._events(self._run(self._open(), source))
+        return self._events(self._run(self._open(source), source))
 
     @staticmethod
     def _events(steps: Generator[list[Event], None, None]) -> Generator[Event, None, None]:
@@ -276,9 +274,10 @@ class Engine:
         self, requests: Iterable[Request | str], *, skip: _Skip = ()
     ) -> AsyncIterator[Event]:
         """Yield the events of ``stream`` without blocking the event loop: steps run in a thread."""
-        core = self._open()
+        source = _Source(requests, skip)
+        core = self._open(source)
         self.target.release_threads()
-        steps = self._run(core, _Source(requests, skip))
+        steps = self._run(core, source)
         step: asyncio.Future[list[Event] | None] | None = None
         try:
             while True:
@@ -294,9 +293,9 @@ class Engine:
                 await asyncio.gather(step, return_exceptions=True)
             await asyncio.to_thread(steps.close)
 
-    def _open(self, *, reports_tokens: bool = True) -> EngineCore:
+    def _open(self, source: _Source, *, reports_tokens: bool = True) -> EngineCore:
         self._check_open()
-        core = EngineCore(self._settings, reports_tokens=reports_tokens, remembers=True)
+        core = EngineCore(self._settings, reports_tokens=reports_tokens, expected=source.expected)
         self._streams.append(weakref.ref(core, self._streams.remove))
         return core
 
@@ -340,6 +339,7 @@ class _Source:
 
     Attributes:
         failure: what reading has raised.
+        expected: the ids that were given at once and are not read yet.
     """
 
     def __init__(
@@ -359,15 +359,15 @@ class _Source:
         self._skip = _skipped(skip)
         self._order = order
         self.failure: Exception | None = None
+        self.expected: set[str] = set()
         numbered: Iterable[tuple[int, Request | str]] = enumerate(requests)
         if isinstance(requests, Sequence):
             numbered = list(numbered)
-            seen: set[str] = set()
             for number, request in numbered:
                 name, _ = _identity(request, number)
-                if name in seen:
+                if name in self.expected:
                     raise ConfigError(f"two requests have the id {name!r}")
-                seen.add(name)
+                self.expected.add(name)
             numbered.sort(key=lambda pair: getattr(pair[1], "priority", 0))
         self._numbered: Iterator[tuple[int, Request | str]] = iter(numbered)
 
@@ -395,6 +395,7 @@ class _Source:
             core.add(request, name, samples)
         except LlamaBranchError as error:
             core.refuse(request, name, samples, error)
+        self.expected.discard(name)  # once ``core`` knows it
         return True
 
 

@@ -170,6 +170,18 @@ class ModelHandle(Handle):
     def is_control(self, token: int) -> bool:
         return bool(C.llama_vocab_is_control(self.vocab, token))
 
+    def control_tokens(self) -> list[tuple[str, int, bool, bool]]:
+        """Return what ``parse_special`` parses: text, id, whether it drops spaces before and after it."""
+        parsed = C.LLAMA_TOKEN_ATTR_CONTROL | C.LLAMA_TOKEN_ATTR_UNKNOWN
+        found = []
+        for token in range(self.n_vocab):
+            attributes = C.llama_vocab_get_attr(self.vocab, token)
+            text = self.token_text(token).decode("utf-8", "replace") if attributes & parsed else ""
+            if text:
+                before = bool(attributes & C.LLAMA_TOKEN_ATTR_LSTRIP)
+                found.append((text, token, before, bool(attributes & C.LLAMA_TOKEN_ATTR_RSTRIP)))
+        return found
+
     def token_text(self, token: int) -> bytes:
         """Return the token's text in the vocabulary (byte-level BPE: in its own byte alphabet)."""
         return C.llama_vocab_get_text(self.vocab, token) or b""

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from self_signal import signalled_at_decode
-from toys import CHAT_TEMPLATE, write_toy
+from toys import CHAT_TEMPLATE, write_split, write_toy
 from typer.testing import CliRunner, Result
 
 import llamabranch as lb
@@ -495,7 +495,7 @@ def test_theory_json_holds_what_the_library_computes() -> None:
     (row,) = answer["table"]
     cost = 1.6  # v(4), between the points
     assert row["expected_tokens"] == pytest.approx(1 + 0.6 + 0.36 + 0.216)
-    assert row["often_seen"] == pytest.approx(1 / (0.4 + 0.2))
+    assert row["amdahl"] == pytest.approx(1 / (0.4 + 0.2))
     assert row["speedups"] == pytest.approx([2.176 / (0.3 + cost), 2.176 / (0.9 + cost)])
     for best in answer["best"]:
         speedups = [
@@ -912,6 +912,35 @@ def test_models_lists_every_entry_in_order_and_whole() -> None:
     assert lines[1].rstrip().endswith("yes")
 
 
+def test_models_of_a_folder_are_described_and_bad_files_named(tmp_path: Path) -> None:
+    whole = hub.resolve("tale-draft").read_bytes()
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "draft.gguf").write_bytes(whole)
+    (tmp_path / "cut.gguf").write_bytes(whole[:-1000])
+    (tmp_path / "text.gguf").write_text("a tale")
+    split = write_split(hub.resolve("tale-draft"), tmp_path)
+    lone = tmp_path / "lone-00001-of-00002.gguf"
+    lone.write_bytes(split.read_bytes())
+    result = run("models", "--local", str(tmp_path), "--json")
+    assert result.exit_code == 0, result.stderr
+    answer = json.loads(result.stdout)
+    described = {model["name"]: model for model in answer["models"]}
+    assert list(described) == ["more/draft.gguf", split.name]
+    assert len(described[split.name]["files"]) == 2
+    with lb.Model(tmp_path / "more" / "draft.gguf") as model:
+        for name in ("architecture", "n_params", "n_vocab", "vocab_type", "file_type"):
+            assert described["more/draft.gguf"][name] == getattr(model, name)
+    errors = {each["name"]: each["error"] for each in answer["failed"]}
+    assert set(errors) == {"cut.gguf", "text.gguf", lone.name}
+    assert "truncated" in errors["cut.gguf"]
+    shown = run("models", "--local", str(tmp_path))
+    assert shown.exit_code == 0
+    assert "more/draft.gguf" in shown.stdout and "Q8_0" in shown.stdout
+    assert "text.gguf: " in shown.stderr
+    for arguments in (("models", str(tmp_path)), ("models", "--local", str(tmp_path / "none"))):
+        assert run(*arguments).exit_code == 2
+
+
 def test_models_marks_what_is_present(tmp_path: Path) -> None:
     (tmp_path / "Qwen3-0.6B-Q8_0.gguf").touch()
     caches = {"LLAMABRANCH_CACHE": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "none")}
@@ -969,6 +998,72 @@ def test_interrupt_prints_what_there_is_and_exits_with_130() -> None:
     assert len(seen + out) > 60
     for label in STATISTICS:
         assert label in err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
+@pytest.mark.parametrize("moment", ["atexit, first", "atexit, last", "threads", "modules", "sys"])
+def test_ctrl_c_in_the_last_moments_never_ends_the_process_by_the_signal(moment: str) -> None:
+    """Python restores the system's SIGINT handler before it frees its modules."""
+    program = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
+sys.argv = ["llamabranch", "theory", "--json"]
+moment = MOMENT
+def ctrl_c(kill=os.kill, pid=os.getpid()):
+    kill(pid, 2)
+class Late:
+    def __del__(self, ctrl_c=ctrl_c):
+        ctrl_c()
+import atexit, threading
+if moment == "atexit, last":
+    atexit.register(ctrl_c)
+from llamabranch.cli import main
+if moment == "atexit, first":
+    atexit.register(ctrl_c)
+elif moment == "threads":
+    threading._register_atexit(ctrl_c)
+elif moment == "modules":
+    sys.modules["late"] = Late()
+elif moment == "sys":
+    sys.late = Late()
+main()
+"""
+    command = [sys.executable, "-c", program.replace("MOMENT", repr(moment))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 130), done.stderr
+    assert done.stdout.startswith("{"), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
+def test_ctrl_c_at_any_moment_after_the_output_never_ends_the_process_by_the_signal() -> None:
+    for n_spins in range(0, 60_000, 10_000):  # some milliseconds, in steps
+        with subprocess.Popen(
+            [*COMMAND, "theory", "--json"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=_take_ctrl_c,
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            assert process.stdout.read(20)
+            for _ in range(n_spins):
+                pass
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=TIMEOUT_S)
+            assert process.returncode in (0, 130)
+
+
+def _take_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background ignores it
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows reads arguments as Unicode")
+def test_arguments_are_utf8_whatever_the_locale(tmp_path: Path) -> None:
+    page = tmp_path / "König.html"
+    done = subprocess.run(
+        [*COMMAND, "speculate", "König", "-n", "2", "--threads", "1", "--json", "--html", str(page)],
+        capture_output=True, check=False, env={**os.environ, "PYTHONUTF8": "0", "LC_ALL": "C"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "König" in page.read_text("utf-8")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")

@@ -15,6 +15,7 @@ from ..context.logits import LogitsRow
 from ..errors import CacheFullError, CapacityError, DecodeInterruptedError, LlamaBranchError
 from ..native.interrupts import HeldInterrupts
 from ..sampling import SamplingParams
+from ..sampling.noise import derive_seed
 from ..speculative import Draft, Drafter, NullDrafter
 from ..speculative.config import SpeculativeConfig
 from ..speculative.drafters.base import NO_DRAFT, DraftRequest, DraftState, NullState
@@ -44,6 +45,7 @@ class EngineSettings:
     max_tokens: int | None
     seed: int
     seed_given: bool
+    redraws: bool  # each call draws another text
     wait_s: float
     drafts: bool
     parallel: int | None = None
@@ -76,6 +78,7 @@ class EngineCore:
         settings: those of the engine.
         reports_tokens: whether there are events for tokens, besides those for results.
         expected: ids of requests that are not added yet, to which ``abort`` applies as well.
+        draw: the number of the stream, where each draws another text; None = each request does.
 
     Attributes:
         n_added: how many requests were added.
@@ -88,6 +91,7 @@ class EngineCore:
         *,
         reports_tokens: bool = True,
         expected: Collection[str] = (),
+        draw: int | None = None,
     ) -> None:
         self.settings = settings
         self.n_added = 0
@@ -96,6 +100,7 @@ class EngineCore:
         self._scheduler.limit = settings.parallel
         self._reports_tokens = reports_tokens
         self._expected = expected
+        self._draw = draw
         self._wait = _SequenceWait(settings.target, settings.wait_s)
         self._added: deque[Submission] = deque()
         self._aborted: deque[Submission] = deque()
@@ -113,6 +118,7 @@ class EngineCore:
             ConfigError, TokenizeError: its prompt or its stop strings are invalid; it is not queued.
         """
         settings = self.settings
+        draw = self.n_added if self._draw is None else self._draw
         submission = Submission(
             request,
             name,
@@ -120,9 +126,9 @@ class EngineCore:
             settings.target.model,
             settings.sampling,
             settings.max_tokens,
-            settings.seed,
+            derive_seed(settings.seed, draw) if settings.redraws and draw else settings.seed,
             samples,
-            logprobs=self._reports_tokens,
+            reports_tokens=self._reports_tokens,
         )
         self.n_added += 1
         if samples:
@@ -332,9 +338,7 @@ class EngineCore:
 
     def _end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> None:
         """Report the result of a text, and free what it holds."""
-        held = job.output.break_off()
-        if held is not None and self._reports_tokens:
-            self._events.append(Event(job.name, job.sample, emitted=held))
+        self._events += job.break_off()
         result = job.result(reason, error)
         self._events.append(Event(job.name, job.sample, result=result))
         self._scheduler.finish(job)
@@ -507,13 +511,10 @@ class EngineCore:
 
     def _emit(self, job: Job, emitted: list[Produced]) -> None:
         """Add new tokens to a text, up to its end, and report those that have text to show."""
-        output = job.output
         for one in emitted:
-            if output.finish_reason is not None:
+            if job.output.finish_reason is not None:
                 break
-            shown = output.add(one)
-            if shown is not None and self._reports_tokens:
-                self._events.append(Event(job.name, job.sample, emitted=shown))
+            self._events += job.emit(one)
         job.note_token()
 
     def _append_prompt(self, job: Job, n: int, rows: list[LogitsRow]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Generator, Iterator, Sequence
 from time import perf_counter
 
@@ -228,6 +229,10 @@ class Generation:
     def emitted(self) -> list[Produced]:
         """Each of ``tokens`` with its text, log-probability, entropy and source, a copy."""
         return list(self._output.emitted)
+
+    def __repr__(self) -> str:
+        ended = self.finish_reason or "running"
+        return f"<Generation {reprlib.repr(self.text)}, {len(self.tokens)} tokens, {ended}>"
 
     def _repr_html_(self) -> str:
         caption = f"{len(self.tokens)} tokens, seed {self.seed}, {self.finish_reason or 'running'}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,6 +26,7 @@ _FILE_TYPES = {
     29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0",
     38: "MXFP4_MOE", 39: "NVFP4", 40: "Q1_0", 41: "Q2_0",
 }  # fmt: skip
+_LOOKS_LIKE_CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _VOCAB_TYPES = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 
 
@@ -171,13 +173,20 @@ class ModelHandle(Handle):
         return bool(C.llama_vocab_is_control(self.vocab, token))
 
     def control_tokens(self) -> list[tuple[str, int, bool, bool]]:
-        """Return what ``parse_special`` parses: text, id, whether it drops spaces before and after it."""
+        """Return what ``parse_special`` parses: text, id, whether it drops spaces before and after it.
+
+        Some files mark control tokens as user-defined, which llama.cpp parses in any text. Those that
+        look like ``<|im_start|>`` count, as they do for llama.cpp's converter.
+        """
         parsed = C.LLAMA_TOKEN_ATTR_CONTROL | C.LLAMA_TOKEN_ATTR_UNKNOWN
+        defined = C.LLAMA_TOKEN_ATTR_USER_DEFINED
         found = []
         for token in range(self.n_vocab):
             attributes = C.llama_vocab_get_attr(self.vocab, token)
-            text = self.token_text(token).decode("utf-8", "replace") if attributes & parsed else ""
-            if text:
+            if not attributes & (parsed | defined):
+                continue
+            text = self.token_text(token).decode("utf-8", "replace")
+            if text and (attributes & parsed or _LOOKS_LIKE_CONTROL.fullmatch(text)):
                 before = bool(attributes & C.LLAMA_TOKEN_ATTR_LSTRIP)
                 found.append((text, token, before, bool(attributes & C.LLAMA_TOKEN_ATTR_RSTRIP)))
         return found

@@ -154,8 +154,8 @@ def run(before: str = "", after: str = "", **options: object) -> object:
 
 def test_it_needs_neither_a_main_module_nor_the_working_folder(tmp_path: Path) -> None:
     (tmp_path / "signal.py").write_text("raise ImportError")
-    folder = {"FOLDER": str(tmp_path), "PYTHONPATH": str(tmp_path)}
-    assert run("os.chdir(os.environ['FOLDER'])", env={**os.environ, **folder}) == "2"
+    before = "os.chdir(os.environ['FOLDER']); os.environ['PYTHONPATH'] = os.environ['FOLDER']"
+    assert run(before, env={**os.environ, "FOLDER": str(tmp_path)}) == "2"
 
 
 def test_without_jinja_it_names_what_to_install() -> None:

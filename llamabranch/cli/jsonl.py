@@ -23,6 +23,7 @@ __all__ = ["cut_incomplete_line", "read_requests", "read_results", "write_result
 _FIELDS = {
     "prompt", "messages", "id", "custom_id", "max_tokens", "stop", "grammar", "json_schema", "n",
     "priority", "seed", "sampling", "logprobs", "top_logprobs", "prompt_logprobs",
+    "parse_special",
 }  # fmt: skip
 _PIECE = 1 << 16
 _PREFIX = b'{"id": '  # of every line that `write_result` writes
@@ -35,8 +36,10 @@ def read_requests(
 
     An object has ``prompt`` (text or token ids) or ``messages``, and optionally ``id`` or ``custom_id``,
     ``max_tokens``, ``stop``, ``grammar`` or ``json_schema``, ``n``, ``priority``, ``logprobs``,
-    ``top_logprobs``, ``prompt_logprobs``, ``seed`` and ``sampling`` (an object of settings). The argument
-    ``sampling`` gives the settings that an object leaves out. Empty lines are skipped.
+    ``top_logprobs``, ``prompt_logprobs``, ``seed``, ``sampling`` (an object of settings) and
+    ``parse_special``: control tokens written in a ``prompt`` are parsed unless it is false, those in
+    ``messages`` never are. The argument ``sampling`` gives the settings that an object leaves out. Empty
+    lines are skipped.
 
     Raises:
         ConfigError: an invalid request, with its line number; or one text instead of lines.
@@ -104,6 +107,7 @@ def _request(data: object, sampling: SamplingParams | None) -> Request:
         stop=data.get("stop") or (),
         grammar=_grammar(data),
         n=data.get("n", 1),
+        parse_special=data.get("parse_special", True),
     )
 
 

@@ -1,4 +1,4 @@
-"""Where prompts come from: the command line, files, standard input; and the chat template."""
+"""Where prompts come from: the command line, files, standard input."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from llamabranch import ConfigError
 from .jsonl import read_requests
 
 if TYPE_CHECKING:
-    from llamabranch import Context, Request, SamplingParams
+    from llamabranch import Request, SamplingParams
 
 __all__ = [
     "PromptSource",
-    "apply_template",
     "digest",
     "read_prompt_file",
     "read_prompts",
@@ -189,8 +188,3 @@ def _standard_input() -> Iterator[IO[str]]:
         ) from None
     finally:
         text.detach()  # standard input stays open
-
-
-def apply_template(context: Context, prompt: str) -> list[int]:
-    """Return the tokens of ``prompt`` as a user's turn in the model's chat template."""
-    return context.model.prompt_tokens([{"role": "user", "content": prompt}])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +13,7 @@ from typing import IO
 from llamabranch import ConfigError, Request, Result
 
 from .console import OutputError
+from .files import check_new_file, write_error
 from .jsonl import cut_incomplete_line, read_results, write_result
 from .prompts import digest
 
@@ -87,11 +87,8 @@ class ResultFile:
         self._file: IO[str] | None = None
         self._synced = 0.0  # when the disk was last asked to store it
         self._jobs: list[Mapping[str, object]] = []  # those of the records, each once
-        if not resume:
-            if path.is_file() and path.stat().st_size:
-                raise ConfigError(
-                    f"{path} already exists", hint="continue it with --resume, or name another file"
-                )
+        if not resume or not path.exists():
+            check_new_file(path, hint="continue it with --resume, or name another file")
             return
         try:
             self._read(requests)
@@ -219,9 +216,7 @@ class ResultFile:
 
     def _failed(self, error: OSError) -> OutputError:
         hint = "the results written so far are kept; --resume continues from there"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            hint = "free some space; " + hint
-        return OutputError(f"cannot write {self.path}: {error.strerror or error}", hint=hint)
+        return write_error(self.path, error, hint)
 
 
 def _listed(prompt: str | Sequence[object]) -> str | list[object]:

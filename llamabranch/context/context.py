@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self, Unpack
 
-from ..arguments import plain_int, real, shown, whole
+from ..arguments import instance, plain_int, real, shown, whole
 from ..errors import (
     BranchStateError,
     CapacityError,
@@ -39,7 +39,7 @@ from .saved_prefixes import SavedPrefixes
 from .sequence_ids import SequenceIds
 from .threads import ThreadTuner, ThreadWatch
 
-__all__ = ["Context"]
+__all__ = ["Context", "text_context"]
 
 Logits = npt.NDArray[np.float32]
 States = npt.NDArray[np.float32]
@@ -98,6 +98,10 @@ class Context:
         target: Context | None = None,
         **options: Unpack[ContextOptions],
     ) -> None:
+        instance("model", model, Model, "load a file with Model(path), or both with lb.load(path)")
+        if target is not None:
+            hint = "give the context that generates, for example lb.load(), not its model or name"
+            instance("target", target, Context, hint)
         given = ContextParams(**options) if params is None else replace(params, **options)
         if target is not None:
             given = _head_params(model, target, given)
@@ -703,6 +707,24 @@ class Context:
 
 class _Reading:
     """Holds a sequence in which tokens are decoded once more for their hidden states."""
+
+
+def text_context(name: str, value: object) -> Context:
+    """Return ``value`` if it is a context that texts are generated with.
+
+    Raises:
+        ConfigError: it is no context; names the argument.
+        UnsupportedError: it is that of a head, which computes nothing of its own.
+    """
+    hint = 'lb.load("model.gguf") returns one, and so does Context(model)'
+    context = instance(name, value, Context, hint)
+    if context.target is not None:
+        raise UnsupportedError(
+            f"{context.model.name} is open as a head of {context.target.model.name}: it drafts for that "
+            "context, and generates no text of its own",
+            hint="EagleDrafter(head) or MTPDrafter(head) drafts with it; generate with the target",
+        )
+    return context
 
 
 def _create(model: Model, native: NativeContextParams, target: Context | None) -> ContextHandle:

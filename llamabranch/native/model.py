@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,6 +26,7 @@ _FILE_TYPES = {
     29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0",
     38: "MXFP4_MOE", 39: "NVFP4", 40: "Q1_0", 41: "Q2_0",
 }  # fmt: skip
+_LOOKS_LIKE_CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _VOCAB_TYPES = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 
 
@@ -170,6 +172,25 @@ class ModelHandle(Handle):
     def is_control(self, token: int) -> bool:
         return bool(C.llama_vocab_is_control(self.vocab, token))
 
+    def control_tokens(self) -> list[tuple[str, int, bool, bool]]:
+        """Return what ``parse_special`` parses: text, id, whether it drops spaces before and after it.
+
+        Some files mark control tokens as user-defined, which llama.cpp parses in any text. Those that
+        look like ``<|im_start|>`` count, as they do for llama.cpp's converter.
+        """
+        parsed = C.LLAMA_TOKEN_ATTR_CONTROL | C.LLAMA_TOKEN_ATTR_UNKNOWN
+        defined = C.LLAMA_TOKEN_ATTR_USER_DEFINED
+        found = []
+        for token in range(self.n_vocab):
+            attributes = C.llama_vocab_get_attr(self.vocab, token)
+            if not attributes & (parsed | defined):
+                continue
+            text = self.token_text(token).decode("utf-8", "replace")
+            if text and (attributes & parsed or _LOOKS_LIKE_CONTROL.fullmatch(text)):
+                before = bool(attributes & C.LLAMA_TOKEN_ATTR_LSTRIP)
+                found.append((text, token, before, bool(attributes & C.LLAMA_TOKEN_ATTR_RSTRIP)))
+        return found
+
     def token_text(self, token: int) -> bytes:
         """Return the token's text in the vocabulary (byte-level BPE: in its own byte alphabet)."""
         return C.llama_vocab_get_text(self.vocab, token) or b""
@@ -224,6 +245,13 @@ class ModelHandle(Handle):
     def chat_template(self) -> str | None:
         text = C.llama_model_chat_template(self.ptr, None)
         return None if text is None else text.decode("utf-8", "replace")
+
+    @staticmethod
+    def chat_template_names() -> frozenset[str]:
+        """Return the names of llama.cpp's own chat templates, which it takes in place of a source."""
+        names = (ctypes.c_char_p * C.llama_chat_builtin_templates(None, 0))()
+        C.llama_chat_builtin_templates(names, len(names))
+        return frozenset(name.decode() for name in names if name is not None)
 
     def apply_chat_template(
         self, template: str, messages: Sequence[tuple[str, str]], add_generation_prompt: bool

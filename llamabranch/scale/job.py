@@ -204,6 +204,7 @@ def generate(
     grammar: str | None = None,
     n: int = 1,
     chat: bool = False,
+    parse_special: bool = True,
     load: LoadOptions | None = None,
     **options: Unpack[JobOptions],
 ) -> JobReport:
@@ -215,7 +216,7 @@ def generate(
     Args:
         inputs: Parquet files or JSON lines: paths, folders, patterns or URIs that every node can read.
         output: a folder that every node can write to.
-        model, max_tokens, sampling, stop, grammar, n, chat: as for `Generate`.
+        model, max_tokens, sampling, stop, grammar, n, chat, parse_special: as for `Generate`.
         seed: the seed from which those of the rows are derived; None = a random one, kept in job.json.
         load: options of `lb.load` for the workers.
         options: how the job runs:
@@ -248,8 +249,9 @@ def generate(
         "grammar": grammar,
         "n": whole("n", n, 1),
         "chat": chat,
+        **({} if parse_special else {"parse_special": False}),
     }
-    layout = ("prompt", "max_tokens", "stop", "grammar", "seed")
+    layout = ("prompt", "max_tokens", "stop", "grammar", "seed", "parse_special")
     job = _Job("generate", inputs, output, model, settings, layout, load, options)
 
     def stage(worker: WorkerOptions, job_seed: int) -> dict[str, object]:
@@ -261,6 +263,7 @@ def generate(
             "grammar": grammar,
             "n": n,
             "chat": chat,
+            "parse_special": parse_special,
         }
 
     return job.run(Generate, stage, seed)
@@ -271,6 +274,7 @@ def score(
     output: str,
     *,
     model: str = hub.BUNDLED_TARGET,
+    parse_special: bool = True,
     load: LoadOptions | None = None,
     **options: Unpack[JobOptions],
 ) -> JobReport:
@@ -281,8 +285,10 @@ def score(
 
     Arguments and errors are those of `generate`.
     """
-    job = _Job("score", inputs, output, model, {}, ("text", "context"), load, options)
-    return job.run(Score, lambda worker, seed: {}, 0)
+    settings: dict[str, object] = {} if parse_special else {"parse_special": False}
+    layout = ("text", "context", "parse_special")
+    job = _Job("score", inputs, output, model, settings, layout, load, options)
+    return job.run(Score, lambda worker, seed: {"parse_special": parse_special}, 0)
 
 
 class _Job:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ..branch import Branch, Produced
 from ..branch.verification import TargetDistributions, Verification
-from ..context.logits import LogitsRow
+from ..context.logits import Alternative, LogitsRow
 from ..errors import CapacityError, ConfigError, DecodeError, GrammarError
 from ..model import token_list
 from ..sampling import Distribution
@@ -354,8 +354,8 @@ class Stream:
     def _emitted(self, token: Produced, row: LogitsRow, source: str) -> Produced:
         return Produced(*token[:5], source, self._alternatives(row))
 
-    def _alternatives(self, row: LogitsRow) -> tuple[tuple[int, float], ...]:
-        return tuple(row.top(self._n_alternatives)) if self._n_alternatives else ()
+    def _alternatives(self, row: LogitsRow) -> tuple[Alternative, ...]:
+        return row.alternatives(self.branch.ctx.model, self._n_alternatives)
 
     def _count(self, outcome: _Outcome, overhead_s: float) -> None:
         n_accepted, n_verified, verify_s, _ = outcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Generator, Iterator, Sequence
 from time import perf_counter
 
@@ -9,6 +10,7 @@ from ..arguments import whole
 from ..branch import Branch, Produced
 from ..branch.output import OutputBuffer
 from ..context import Context
+from ..context.context import text_context
 from ..errors import CapacityError, ConfigError, LlamaBranchError
 from ..model import Prompt
 from ..native import forkable_lock
@@ -17,7 +19,7 @@ from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from .config import SpeculativeConfig
 from .draft_cache import DraftCache
-from .drafters.base import Drafter, NullDrafter
+from .drafters.base import Drafter, NullDrafter, checked_drafter
 from .length.base import DraftLength, FixedLength
 from .pair_profile import PairProfile
 from .round import Stream, finish_at
@@ -38,6 +40,8 @@ class Speculator:
         config: how much to draft.
 
     Raises:
+        ConfigError: an argument of another type.
+        UnsupportedError: ``target`` is the context of a head, or the drafter is a head for another model.
         VocabularyMismatchError: the drafter cannot draft for the target's vocabulary.
 
     Attributes:
@@ -51,9 +55,8 @@ class Speculator:
         drafter: Drafter | None = None,
         config: SpeculativeConfig | None = None,
     ) -> None:
-        self.target = target
-        self.drafter: Drafter = drafter or NullDrafter()
-        self.drafter.check(target.model)
+        self.target = text_context("target", target)
+        self.drafter = checked_drafter(drafter, target.model)
         self.config = config or SpeculativeConfig()
         self.length: DraftLength = FixedLength(0)  # without a drafter nothing is drafted
         self._profile: PairProfile | None = None
@@ -83,6 +86,7 @@ class Speculator:
         stop: str | Sequence[str] = (),
         grammar: Grammar | str | None = None,
         top_logprobs: int = 0,
+        parse_special: bool = True,
     ) -> Generation:
         """Start a generation; iterate over it, or call its ``finish()``.
 
@@ -93,7 +97,7 @@ class Speculator:
                 generation, and for those of branches forked from it.
             max_tokens: the most tokens to generate; None = until the model ends the text or the cache
                 is full.
-            sampling, grammar: as for ``Branch.start``.
+            sampling, grammar, parse_special: as for ``Branch.start``.
             stop: strings that end the text. ``text`` leaves them out; ``tokens``, and a branch that is
                 continued, hold the tokens that completed them.
             top_logprobs: how many alternatives to report with each token.
@@ -111,7 +115,13 @@ class Speculator:
                 raise ConfigError("the branch belongs to another context")
             branch = prompt
         else:
-            branch = Branch.start(self.target, prompt, grammar=grammar, sampling=sampling)
+            branch = Branch.start(
+                self.target,
+                prompt,
+                grammar=grammar,
+                sampling=sampling,
+                parse_special=parse_special,
+            )
         return Generation(self, branch, owned, output, top_logprobs)
 
     def open_stream(
@@ -219,6 +229,10 @@ class Generation:
     def emitted(self) -> list[Produced]:
         """Each of ``tokens`` with its text, log-probability, entropy and source, a copy."""
         return list(self._output.emitted)
+
+    def __repr__(self) -> str:
+        ended = self.finish_reason or "running"
+        return f"<Generation {reprlib.repr(self.text)}, {len(self.tokens)} tokens, {ended}>"
 
     def _repr_html_(self) -> str:
         caption = f"{len(self.tokens)} tokens, seed {self.seed}, {self.finish_reason or 'running'}"

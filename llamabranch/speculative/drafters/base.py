@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
+from ...arguments import instance
 from ...branch import Branch
 from ...model import Model
 from ...sampling import Distribution
@@ -27,6 +28,7 @@ __all__ = [
     "Drafter",
     "NullDrafter",
     "NullState",
+    "checked_drafter",
     "propose",
 ]
 
@@ -107,6 +109,20 @@ class DraftState(Protocol):
 
     def close(self) -> None:
         """Free the sequences and the memory that the state holds."""
+
+
+def checked_drafter(drafter: Drafter | None, target: Model) -> Drafter:
+    """Return the drafter, one that drafts nothing for None, once it is known to fit ``target``.
+
+    Raises:
+        ConfigError: it is no drafter.
+        UnsupportedError, VocabularyMismatchError: it cannot draft for ``target``.
+    """
+    if drafter is None:
+        return NullDrafter()
+    hint = "ModelDrafter(ctx) drafts with the model of a context"
+    instance("drafter", drafter, Drafter, hint).check(target)
+    return drafter
 
 
 def propose(state: DraftState, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:

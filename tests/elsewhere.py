@@ -116,7 +116,7 @@ def tested(variant: str, pytest_args: Sequence[str]) -> int:
     environment = {**os.environ, "LLAMA_CPP_LIB_PATH": str(libraries(variant))}
     for command in (
         ["-c", "import llamabranch as lb; print(lb.system_info())"],
-        ["-m", "pytest", "-m", "numbers", *pytest_args],
+        ["-m", "pytest", "-m", "numbers", "--no-budgets", *pytest_args],
     ):
         print(f"{variant}:", *command[1:], flush=True)
         code = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment).returncode

@@ -50,7 +50,8 @@ class Engine:
 
     Args:
         target: the context that generates; at most its n_seq_max texts run at a time.
-        drafter: proposes the drafts; None = plain decoding. To draft for every text, a draft model's
+        drafter: proposes the drafts; None = plain decoding, except of texts with a grammar, for which
+            ``GrammarDrafter.copying()`` drafts. ``NullDrafter()`` = plain decoding of all texts. To draft for every text, a draft model's
             context needs as many sequences as the target.
         config: how much to draft; "auto" drafts as many tokens as raise the throughput of the batch.
         sampling: the settings of requests that give none.
@@ -107,6 +108,7 @@ class Engine:
             seed_given=seed is not None,
             wait_s=wait_s,
             drafts=drafter is not None and target.capabilities.can_truncate,
+            drafts_grammars=drafter is None and target.capabilities.can_truncate,
             parallel=None if parallel is None else whole("parallel", parallel, 1),
         )
         self.core = EngineCore(self._settings)

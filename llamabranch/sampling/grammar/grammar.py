@@ -14,7 +14,9 @@ from .gbnf import NO_FORCING, Gbnf
 from .guidance import Matcher, check_grammar, lark_grammar, regex_grammar, schema_grammar
 from .sampler_matcher import SamplerMatcher
 
-__all__ = ["Grammar"]
+__all__ = ["Grammar", "GrammarState"]
+
+GrammarState = Matcher | SamplerMatcher
 
 _KINDS = ("gbnf", "json_schema", "regex", "choice", "lark")
 _UNSUPPORTED = re.compile(r'Unimplemented keys: \["([^"]*)"')
@@ -179,7 +181,7 @@ class Grammar:
             return self.source
         return {"source": self.source, "kind": self.kind, "whitespace": self.whitespace}
 
-    def start(self, model: Model, *, forcing: bool = False) -> Matcher | SamplerMatcher:
+    def start(self, model: Model, *, forcing: bool = False) -> GrammarState:
         """Return the state of this grammar before the first token.
 
         Args:

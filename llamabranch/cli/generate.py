@@ -333,7 +333,7 @@ def _generate_on_ray(
         seed=text.seed,
         sampling=sampling.params(),
         stop=text.stop_strings,
-        grammar=None if grammar is None else grammar.gbnf,
+        grammar=grammar,
         n=samples,
         chat=chat.is_on,
         parse_special=chat.parse_special,
@@ -375,7 +375,7 @@ def _sampling_digest(
     return digest(
         {
             "sampling": asdict(params),
-            "grammar": None if grammar is None else grammar.gbnf,
+            "grammar": None if grammar is None else grammar.as_dict(),
             "max_tokens": text.max_tokens,
             "stop": list(text.stop_strings),
             "ignore_end": sampling.ignore_eos,

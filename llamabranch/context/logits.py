@@ -184,7 +184,7 @@ class LogitsRow:
             if self.array[token] != self.array[token]:
                 raise ConfigError("no token can be drawn: the logits contain NaN")
             return token
-        compiled = sampler.row_sampler
+        compiled = sampler.current_row_sampler
         if compiled is not None:
             drawn = self._drawn
             if drawn is not None and drawn[0] is compiled and drawn[1] == seed:

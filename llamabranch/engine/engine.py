@@ -55,7 +55,8 @@ class Engine:
 
     Args:
         target: the context that generates; at most its n_seq_max texts run at a time.
-        drafter: proposes the drafts; None = plain decoding. To draft for every text, a draft model's
+        drafter: proposes the drafts; None = plain decoding, except of texts with a grammar, for which
+            ``GrammarDrafter.copying()`` drafts. ``NullDrafter()`` = plain decoding of all texts. To draft for every text, a draft model's
             context needs as many sequences as the target.
         config: how much to draft; "auto" drafts as many tokens as raise the throughput of the batch.
         sampling: the settings of requests that give none.
@@ -115,6 +116,7 @@ class Engine:
             redraws=seed is None,
             wait_s=wait_s,
             drafts=drafter is not None and target.capabilities.can_truncate,
+            drafts_grammars=drafter is None and target.capabilities.can_truncate,
             parallel=None if parallel is None else whole("parallel", parallel, 1),
         )
         self.core = EngineCore(self._settings)

@@ -20,6 +20,7 @@ from ..sampling.grammar import Grammar
 from .config import SpeculativeConfig
 from .draft_cache import DraftCache
 from .drafters.base import Drafter, NullDrafter, checked_drafter
+from .drafters.grammar import GrammarDrafter
 from .length.base import DraftLength, FixedLength
 from .pair_profile import PairProfile
 from .round import Stream, finish_at
@@ -36,7 +37,8 @@ class Speculator:
 
     Args:
         target: the context that generates.
-        drafter: proposes the drafts; None = plain decoding.
+        drafter: proposes the drafts; None = plain decoding, except of texts with a grammar, for which
+            ``GrammarDrafter.copying()`` drafts. ``NullDrafter()`` = plain decoding of all texts.
         config: how much to draft.
 
     Raises:
@@ -63,8 +65,22 @@ class Speculator:
         if not isinstance(self.drafter, NullDrafter):
             self.length, self._profile = PairProfile.open(target, self.drafter, self.config)
         self.stats = SpeculativeStats()
+        self._is_default = drafter is None
+        self._of_grammars: Speculator | None = None  # drafts where none was asked for
         self._drafts = DraftCache(self.drafter)
         self._lock = forkable_lock()
+
+    def _for(self, branch: Branch) -> Speculator:
+        """Return the speculator that continues ``branch``: this one, or one that drafts from a grammar."""
+        if not self._is_default or branch.grammar is None:
+            return self
+        if not self.target.capabilities.can_truncate:
+            return self
+        with self._lock:
+            if self._of_grammars is None:
+                self._of_grammars = Speculator(self.target, GrammarDrafter.copying(), self.config)
+                self._of_grammars.stats, self._of_grammars._lock = self.stats, self._lock
+            return self._of_grammars
 
     def rule_for(self, branch: Branch) -> str:
         """Return the name of the acceptance rule used for ``branch``, "auto" resolved."""
@@ -122,7 +138,7 @@ class Speculator:
                 sampling=sampling,
                 parse_special=parse_special,
             )
-        return Generation(self, branch, owned, output, top_logprobs)
+        return Generation(self._for(branch), branch, owned, output, top_logprobs)
 
     def open_stream(
         self, branch: Branch, stats: SpeculativeStats, n_alternatives: int = 0
@@ -150,6 +166,8 @@ class Speculator:
 
     def explain(self) -> str:
         """Return a description of how it drafts, with the measurements behind it and the acceptance."""
+        if self._of_grammars is not None:
+            return self._of_grammars.explain()
         if isinstance(self.drafter, NullDrafter):
             return "plain decoding: there is no drafter"
         stats = SpeculativeStats()
@@ -172,6 +190,8 @@ class Speculator:
     def forget(self, branch: Branch) -> None:
         """Free the draft state that is kept for ``branch``, if there is one."""
         self._drafts.forget(branch)
+        if self._of_grammars is not None:
+            self._of_grammars.forget(branch)
 
 
 class Generation:

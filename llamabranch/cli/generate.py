@@ -237,9 +237,14 @@ def generate(
         target_name, drafters = models.resolve(console)
 
         given = runtime.n_ctx is not None
-        n_own = None if drafters or kv_unified or given else job.cells_per_text(parallel)
-        if kv_unified is None:
+        n_own = None
+        if kv_unified is False:
+            n_own = job.most_cells_per_text(parallel)
+        elif kv_unified is None and not drafters and not given:
+            n_own = job.cells_per_text(parallel)
             kv_unified = n_own is None
+        elif kv_unified is None:
+            kv_unified = True
         if runtime.n_ctx is None and parallel > 1:  # for one text the library's default will do
             n_ctx = max(_LEAST_CELLS, _CELLS_PER_TEXT * parallel, (n_own or 0) * parallel)
             runtime = replace(runtime, n_ctx=n_ctx)

@@ -90,7 +90,12 @@ class JobSurvey:
             return None
         if self._longest * n_texts > _MOST_CELLS:
             return None
-        return -(-int(self._longest + 8) // _STEP) * _STEP
+        return self.most_cells_per_text(n_texts)
+
+    def most_cells_per_text(self, n_texts: int) -> int:
+        """Return how many cells the longest text needs, or as many as ``n_texts`` may have each."""
+        most = _MOST_CELLS // n_texts // _STEP * _STEP
+        return -(-int(min(self._longest, most) + 8) // _STEP) * _STEP
 
 
 def _text(request: Request) -> bytes | None:

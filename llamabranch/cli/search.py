@@ -382,12 +382,8 @@ def _print(
             "bold",
         )
         if console is not beside and hypothesis is not result.hypotheses[0]:
-            console.write("
-")  # on a pipe an empty line between two texts, and none after the last
-        console.write(before + hypothesis.text + ("
-
-" if console is beside else "
-"))
+            console.write("\n")  # on a pipe an empty line between two texts, and none after the last
+        console.write(before + hypothesis.text + ("\n\n" if console is beside else "\n"))
     if result.votes:
         shares = []
         for answer, n in result.votes.items():

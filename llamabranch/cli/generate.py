@@ -236,12 +236,15 @@ def generate(
             models = replace(models, draft="none")
         target_name, drafters = models.resolve(console)
 
+        job = job.measured(models.find(target_name), runtime.n_ctx)
         given = runtime.n_ctx is not None
         n_own = None if drafters or kv_unified or given else job.cells_per_text(parallel)
         if kv_unified is None:
             kv_unified = n_own is None
-        if runtime.n_ctx is None and parallel > 1:  # for one text the library's default will do
-            n_ctx = max(_LEAST_CELLS, _CELLS_PER_TEXT * parallel, (n_own or 0) * parallel)
+        if runtime.n_ctx is None and (parallel > 1 or job.n_ctx > _LEAST_CELLS):
+            n_ctx = max(
+                _LEAST_CELLS, _CELLS_PER_TEXT * parallel, (n_own or 0) * parallel, job.n_ctx
+            )
             runtime = replace(runtime, n_ctx=n_ctx)
         context = runtime.open(
             target_name,

@@ -179,8 +179,12 @@ def generate(
             return
         source = prompts.read()
 
+        has_grammar = False
+
         def read() -> Iterator[Request]:
+            nonlocal has_grammar
             for request in _requests(source, params, text, grammar, samples):
+                has_grammar |= request.grammar is not None
                 yield replace(
                     request,
                     top_logprobs=_either(request.top_logprobs, top_logprobs),
@@ -206,7 +210,7 @@ def generate(
             settings = file.job
         if auto_regressive:
             models = replace(models, draft="none")
-        target_name, drafters = models.resolve(console)
+        target_name, drafters = models.resolve(console, has_grammar=has_grammar)
 
         n_own = None if drafters or kv_unified or runtime.n_ctx else job.cells_per_text(parallel)
         if kv_unified is None:
@@ -235,7 +239,7 @@ def generate(
         note_translation(drafter, context.model, console)
         engine = Engine(
             context,
-            drafter if drafters else None,
+            drafter,
             config,
             sampling=params,
             max_tokens=text.max_tokens,

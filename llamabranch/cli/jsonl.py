@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
+from itertools import combinations
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["cut_incomplete_line", "read_requests", "read_results", "write_result"]
 
 _FIELDS = {
-    "prompt", "messages", "id", "custom_id", "max_tokens", "stop", "grammar", "json_schema", "n",
-    "priority", "seed", "sampling", "logprobs", "top_logprobs", "prompt_logprobs",
+    "prompt", "messages", "id", "custom_id", "max_tokens", "stop", "grammar", "json_schema", "regex",
+    "choice", "n", "priority", "seed", "sampling", "logprobs", "top_logprobs", "prompt_logprobs",
 }  # fmt: skip
+_GRAMMARS = ("grammar", "json_schema", "regex", "choice")
 _PIECE = 1 << 16
 _PREFIX = b'{"id": '  # of every line that `write_result` writes
 
@@ -34,8 +36,9 @@ def read_requests(
     """Yield a request for each line: a prompt as it is, or a JSON object.
 
     An object has ``prompt`` (text or token ids) or ``messages``, and optionally ``id`` or ``custom_id``,
-    ``max_tokens``, ``stop``, ``grammar`` or ``json_schema``, ``n``, ``priority``, ``logprobs``,
-    ``top_logprobs``, ``prompt_logprobs``, ``seed`` and ``sampling`` (an object of settings). The argument
+    ``max_tokens``, ``stop``, ``grammar`` (GBNF), ``json_schema`` (an object, or the name of a file),
+    ``regex`` or ``choice`` (a list of texts), ``n``, ``priority``, ``logprobs``, ``top_logprobs``,
+    ``prompt_logprobs``, ``seed`` and ``sampling`` (an object of settings). The argument
     ``sampling`` gives the settings that an object leaves out. Empty lines are skipped.
 
     Raises:
@@ -78,7 +81,8 @@ def _request(data: object, sampling: SamplingParams | None) -> Request:
         settings = {field.name for field in fields(lb.SamplingParams)}
         hint = f'write "sampling": {{"{name}": ...}}' if name in settings else None
         raise ConfigError(f"unknown field {name!r}", hint=hint)
-    for one, other in (("prompt", "messages"), ("id", "custom_id"), ("grammar", "json_schema")):
+    excluded = [("prompt", "messages"), ("id", "custom_id"), *combinations(_GRAMMARS, 2)]
+    for one, other in excluded:
         if data.get(one) is not None and data.get(other) is not None:
             raise ConfigError(f"{one} and {other} exclude each other")
     prompt = data.get("prompt")
@@ -111,8 +115,19 @@ def _grammar(data: Mapping[str, object]) -> lb.Grammar | None:
     grammar, schema = data.get("grammar"), data.get("json_schema")
     if schema is not None:
         if not isinstance(schema, (str, dict)):
-            raise ConfigError(f"json_schema must be an object, not {schema!r:.40}")
+            raise ConfigError(
+                f"json_schema must be an object or the name of a file, not {schema!r:.40}"
+            )
+        if isinstance(schema, str) and not schema.lstrip().startswith("{"):
+            schema = read_text(Path(schema))
         return lb.Grammar.from_json_schema(schema)
+    if data.get("regex") is not None:
+        return lb.Grammar.from_regex(str(data["regex"]))
+    choice = data.get("choice")
+    if choice is not None:
+        if not isinstance(choice, list):
+            raise ConfigError(f"choice must be a list of texts, not {choice!r:.40}")
+        return lb.Grammar.from_choices(choice)
     return None if grammar is None else lb.Grammar(str(grammar))
 
 

@@ -28,7 +28,7 @@ _NAMES = {
     "prompts": "the prompts (--prompts, --input)",
     "samples": "--samples",
     "sampling": "the sampling settings (--temperature, --top-k, ..., --max-tokens, --stop, "
-    "--ignore-eos, --grammar, --json-schema, --chat)",
+    "--ignore-eos, --grammar, --json-schema, --regex, --choice, --chat)",
     "rule": "--rule",
     "seed": "--seed",
 }

@@ -41,8 +41,8 @@ __all__ = [
     "HubOptions",
     "LoadingOptions",
     "ModelOptions",
+    "NoParseSpecial",
     "OutputOptions",
-    "ParseSpecial",
     "PromptArgument",
     "PromptOptions",
     "RuntimeOptions",
@@ -82,11 +82,11 @@ Explain = Annotated[
     ),
 ]
 
-ParseSpecial = Annotated[
+NoParseSpecial = Annotated[
     bool,
     typer.Option(
-        "--parse-special/--no-parse-special",
-        help="Parse control tokens written in a prompt, such as <|im_end|>, or read them as text.",
+        "--no-parse-special",
+        help="Read control tokens written in a prompt, such as <|im_end|>, as text.",
         rich_help_panel=REQUESTS,
     ),
 ]
@@ -379,7 +379,7 @@ class SamplingOptions:
         bool,
         typer.Option("--chat", help="Wrap the prompt in the target's chat template."),
     ] = False
-    parse_special: ParseSpecial = True
+    no_parse_special: NoParseSpecial = False
 
     def params(self, seed: int | None = None) -> SamplingParams:
         """Return the settings as the library takes them; `without_eog` adds ``--ignore-eos``.
@@ -395,6 +395,11 @@ class SamplingOptions:
             repeat_penalty=self.repeat_penalty,
             seed=seed,
         )
+
+    @property
+    def parse_special(self) -> bool:
+        """Whether control tokens written in a prompt are parsed."""
+        return not self.no_parse_special
 
     def prompt_tokens(self, model: Model, prompt: str) -> list[int]:
         """Return the tokens of a prompt, as a user's turn in the chat template with ``--chat``."""

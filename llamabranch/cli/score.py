@@ -16,7 +16,7 @@ from llamabranch import Branch, BranchStore, ConfigError, Context, TokenScore
 from .bundles import with_bundles
 from .console import Console, print_json
 from .formats import number
-from .options import REQUESTS, OutputOptions, ParseSpecial, RuntimeOptions, TargetOptions
+from .options import REQUESTS, NoParseSpecial, OutputOptions, RuntimeOptions, TargetOptions
 from .prompts import read_prompt_file, read_standard_input, read_text
 from .ray_jobs import RAY, RayOptions, finish_job, job_paths
 
@@ -70,7 +70,7 @@ def score(
             min=0, help="Show so many of the most probable tokens.", rich_help_panel=REQUESTS
         ),
     ] = 0,
-    parse_special: ParseSpecial = True,
+    no_parse_special: NoParseSpecial = False,
     models: TargetOptions,
     runtime: RuntimeOptions,
     cluster: RayOptions,
@@ -100,7 +100,7 @@ def score(
                 folder,
                 model=models.target_name,
                 load=load,
-                parse_special=parse_special,
+                parse_special=not no_parse_special,
                 **options,
             )
             finish_job(console, report, as_json=output.as_json)
@@ -115,7 +115,7 @@ def score(
         ctx = runtime.open(models.target_name, console, stack)
         found: list[dict[str, object]] = []
         for item in items:
-            scores = _score(ctx, item, top, parse_special)
+            scores = _score(ctx, item, top, not no_parse_special)
             records = [
                 _record(ctx, text, its) for text, its in zip(item.texts, scores, strict=True)
             ]

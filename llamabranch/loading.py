@@ -30,6 +30,7 @@ class ModelOptions(TypedDict, total=False):
     check_tensors: bool
     extra_buffers: bool | str
     load_mtp: bool
+    chat_template: str | None
 
 
 class LoadOptions(ModelOptions, ContextOptions, total=False):

@@ -16,8 +16,8 @@ from .console import print_json
 from .options import (
     OUTPUT,
     REQUESTS,
-    NoParseSpecial,
     OutputOptions,
+    ParseSpecial,
     RuntimeOptions,
     TargetOptions,
     one_prompt,
@@ -68,7 +68,7 @@ def select(
             rich_help_panel=REQUESTS,
         ),
     ] = "mean",
-    no_parse_special: NoParseSpecial = False,
+    parse_special: ParseSpecial = True,
     models: TargetOptions,
     runtime: RuntimeOptions,
     tree: Annotated[
@@ -96,9 +96,7 @@ def select(
         models.find(name)
         context = runtime.open(name, console, stack, n_seq_max=_SEQUENCES)
         found = choose(
-            Branch.start(context, prompt, parse_special=not no_parse_special),
-            choices,
-            method=method,
+            Branch.start(context, prompt, parse_special=parse_special), choices, method=method
         )
         if output.as_json:
             print_json({"prompt": prompt, "method": method, **found.as_dict()})

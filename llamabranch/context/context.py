@@ -186,6 +186,7 @@ class Context:
             n_seq_max,
             can_truncate=self.capabilities.can_truncate,
             keeps_order=self.capabilities.batch_invariant and target is None,
+            window=self.capabilities.sliding_window if self.capabilities.can_truncate else 0,
             state_layout=layout,
         )
         self._decoder = Decoder(
@@ -508,8 +509,7 @@ class Context:
         with self._lock:
             self._check_open()
             self._collect_forgotten()
-            keeps_less = self.capabilities.recurrent or bool(self.capabilities.sliding_window)
-            self._cache.audit(ends_only=keeps_less)
+            self._cache.audit(ends_only=not self.capabilities.can_truncate)
 
     def _check_raw(self, *seq_ids: int) -> list[int]:
         self._check_open()
@@ -652,7 +652,7 @@ class Context:
                 return
             partial = start > 0 or stop < length
             # A partial sliding window would accept the removal and then compute from missing cells.
-            if (partial and not self.capabilities.can_truncate) or not self._cache.drop(
+            if (partial and not self._cache.can_cut(seq_id, start)) or not self._cache.drop(
                 seq_id, start, 1 << 31 if stop >= length else stop
             ):
                 raise UnsupportedError(

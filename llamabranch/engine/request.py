@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -101,7 +102,7 @@ class Request:
                 object.__setattr__(self, name, whole(name, value, 0))
 
 
-@dataclass
+@dataclass(repr=False)
 class Result:
     """One generated text of a request, and how it ended.
 
@@ -130,12 +131,12 @@ class Result:
     tokens: list[int]
     finish_reason: str
     seed: int
-    stats: SpeculativeStats = field(repr=False)
+    stats: SpeculativeStats
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     n_preempted: int = 0
     error: LlamaBranchError | None = None
-    emitted: Sequence[Produced] = field(default=(), repr=False, compare=False)
+    emitted: Sequence[Produced] = field(default=(), compare=False)
     queued_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -146,6 +147,13 @@ class Result:
     def n_prompt(self) -> int:
         """``num_prompt_tokens``."""
         return self.num_prompt_tokens
+
+    def __repr__(self) -> str:
+        ended = self.finish_reason + ("" if self.error is None else f": {self.error}")
+        return (
+            f"<Result {self.id!r} sample {self.sample}: {reprlib.repr(self.text)}, "
+            f"{len(self.tokens)} tokens, {ended}>"
+        )
 
     def _repr_html_(self) -> str:
         what = "messages" if is_chat(self.prompt) else "tokens"
@@ -189,7 +197,7 @@ def _detail(token: Produced) -> dict[str, object]:
         "logprob": _finite(token.logprob),
         "entropy": _finite(token.entropy),
         "source": token.source,
-        "alternatives": [[t, _finite(p)] for t, p in token.alternatives],
+        "alternatives": [[a.token, _finite(a.logprob), a.text] for a in token.alternatives],
     }
 
 
@@ -199,7 +207,7 @@ def _rating(token: TokenScore) -> dict[str, object]:
         "logprob": _finite(token.logprob),
         "rank": token.rank,
         "entropy": _finite(token.entropy),
-        "alternatives": [[t, _finite(p)] for t, p in token.alternatives],
+        "alternatives": [[a.token, _finite(a.logprob), a.text] for a in token.alternatives],
     }
 
 

@@ -39,12 +39,15 @@ class Model:
             Intel's AMX, where a build with GCC 12 aborted at the first decode.
         load_mtp: load the MTP layers too, if the file has any: a drafter in the model's own file. They
             are always loaded from a file that has nothing else.
+        chat_template: a chat template to use in place of the file's: its Jinja source, or the name of one
+            of llama.cpp's own, such as "chatml". None = the file's.
         progress: called with 0.0 to 1.0 while loading; an exception in it cancels the loading.
 
     Raises:
         ModelLoadError: no such file, not a GGUF, or one that llama.cpp cannot run; with the reason.
         UnsupportedError: ``load_mtp``, and this llama.cpp cannot compute them.
-        ConfigError: an invalid ``extra_buffers``, or ``n_gpu_layers`` is no 32-bit integer.
+        ConfigError: an invalid ``extra_buffers`` or ``chat_template``, or ``n_gpu_layers`` is no 32-bit
+            integer.
     """
 
     def __init__(
@@ -58,12 +61,16 @@ class Model:
         vocab_only: bool = False,
         extra_buffers: bool | str = "auto",
         load_mtp: bool = False,
+        chat_template: str | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
+        if not (chat_template is None or isinstance(chat_template, str)):
+            raise ConfigError(f"chat_template must be text or None, not {shown(chat_template)}")
         if extra_buffers not in (True, False, "auto"):
             raise ConfigError(f"extra_buffers must be 'auto', True or False, not {extra_buffers!r}")
         n_gpu_layers = whole("n_gpu_layers", n_gpu_layers, -(2**31), 2**31 - 1)
         self.path = Path(path)
+        self._given_template = chat_template
         header = check_header(self.path, vocab_only=vocab_only)
         load_mtp = bool(load_mtp) or head_kind(header) == "mtp-only"
         self._handle = ModelHandle(
@@ -476,8 +483,9 @@ class Model:
 
     @property
     def chat_template(self) -> str | None:
-        """The model's own chat template (Jinja source), or None."""
-        return self.handle.chat_template()
+        """The chat template that was given, else the model's own (Jinja source), or None."""
+        own = self.handle.chat_template()
+        return own if self._given_template is None else self._given_template
 
     def apply_chat_template(
         self,
@@ -559,6 +567,16 @@ class Model:
                 f"{self.name} has no chat template",
                 hint="give text instead: the model was probably not trained on conversations",
             )
+        if source in ModelHandle.chat_template_names():
+            if variables:
+                raise UnsupportedError(
+                    f"llama.cpp's own chat template {source!r} takes no variables"
+                )
+            text = self.handle.apply_chat_template(
+                source, plain_messages(messages), add_generation_prompt
+            )
+            if text is not None:
+                return text
         try:
             return self._template.render(
                 messages, add_generation_prompt=add_generation_prompt, variables=variables

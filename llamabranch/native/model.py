@@ -13,7 +13,7 @@ import numpy as np
 from llama_cpp import llama_cpp as C
 
 from ..errors import ModelLoadError, TokenizeError
-from . import heads
+from . import core, heads
 from .handle import Handle
 from .library import clear_log_lines, last_log_lines, supports_gpu_offload
 from .thread_call import call_in_thread
@@ -203,6 +203,26 @@ class ModelHandle(Handle):
             size = C.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, special)
         return buffer.raw[:size]
 
+    def pieces(self) -> list[bytes]:
+        """Return all pieces; those of control tokens as llguidance marks them: 0xFF and their text."""
+        found = core.pieces(_address_of(C._lib.llama_token_to_piece), self.vocab_address, self.n_vocab)
+        if found is None:
+            found = [self.piece(token, special=False) for token in range(self.n_vocab)]
+        for token, piece in enumerate(found):
+            if not piece and self.is_control(token):
+                found[token] = b"\xff" + self.piece(token, special=True)
+        return found
+
+    @property
+    def vocab_address(self) -> int:
+        """Where the llama_vocab lies, valid while the model is open."""
+        return ctypes.cast(self.vocab, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+
+    @property
+    def tokenize_address(self) -> int:
+        """Where the function llama_tokenize lies."""
+        return _address_of(C._lib.llama_tokenize)
+
     def tokenize(self, text: bytes, add_special: bool, parse_special: bool) -> list[int]:
         room = len(text) + 8
         while True:
@@ -246,6 +266,13 @@ class ModelHandle(Handle):
         text = C.llama_model_chat_template(self.ptr, None)
         return None if text is None else text.decode("utf-8", "replace")
 
+    @staticmethod
+    def chat_template_names() -> frozenset[str]:
+        """Return the names of llama.cpp's own chat templates, which it takes in place of a source."""
+        names = (ctypes.c_char_p * C.llama_chat_builtin_templates(None, 0))()
+        C.llama_chat_builtin_templates(names, len(names))
+        return frozenset(name.decode() for name in names if name is not None)
+
     def apply_chat_template(
         self, template: str, messages: Sequence[tuple[str, str]], add_generation_prompt: bool
     ) -> str | None:
@@ -265,3 +292,7 @@ class ModelHandle(Handle):
             if n <= room:
                 return buffer.raw[:n].decode("utf-8", "replace")
             room = n
+
+
+def _address_of(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -240,7 +240,7 @@ class HeadState:
         self.seed = target.seed
         self._drafter = drafter
         self._ctx = drafter.ctx
-        self._n_prompt = target.n_prompt
+        self._n_prompt = target.sequence.answer_start  # where a grammar begins
         self._sampler = self._new_sampler(drafter.settings(target), target.grammar)
         # How many tokens the sampler has accepted; None if it must accept all of them again.
         self._n_accepted: int | None = None

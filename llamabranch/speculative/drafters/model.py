@@ -137,7 +137,7 @@ class ModelState:
 
     def __init__(self, drafter: ModelDrafter, branch: Branch, target: Branch, rule: str) -> None:
         self.branch = branch
-        self.n_prompt = target.n_prompt
+        self.n_prompt = target.sequence.answer_start  # where a grammar begins
         self._name = drafter.name
         self._drafter = drafter
         self._rule = rule

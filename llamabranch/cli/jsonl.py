@@ -19,6 +19,7 @@ from llamabranch import ConfigError, LlamaBranchError
 
 from .console import Console
 from .openai_batch import BatchRequest, is_envelope, open_envelope
+from .prompts import read_text
 
 if TYPE_CHECKING:
     from llamabranch import Request, SamplingParams

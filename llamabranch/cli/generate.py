@@ -47,7 +47,7 @@ from .results import JobSettings, ResultFile
 
 _CELLS_PER_TEXT = 512  # of the cache, unless --n-ctx is given
 _LEAST_CELLS = 2048
-_SKIP_HINT = "correct it, or leave out invalid lines with --skip-invalid"
+_SKIP_HINT = "correct what is invalid, or leave it out with --skip-invalid"
 
 
 @with_bundles
@@ -180,6 +180,7 @@ def generate(
                 "--top-logprobs": top_logprobs is not None,
                 "--prompt-logprobs": prompt_logprobs is not None,
                 "--ignore-eos": sampling.ignore_eos,
+                "--skip-invalid": skip_invalid,
             }
             _generate_on_ray(
                 cluster, console, prompts, output_file, resume, samples, models, text, sampling,

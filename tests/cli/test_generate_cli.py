@@ -514,9 +514,9 @@ def test_openai_batch_is_answered_in_its_shape(tmp_path: Path) -> None:
         },
     ]
     path.write_text("\n".join(map(json.dumps, given)))
-    arguments = ("--input", str(path), "--seed", "1", "--target", str(tmp_path / "chat.gguf"))
     write_toy(tmp_path / "chat.gguf", metadata={"tokenizer.chat_template": CHAT_TEMPLATE})
-    arguments = (*arguments, "--draft", "none", "--output", str(out), "--n-ctx", "1024")
+    arguments = ("--input", str(path), "--seed", "1", "--target", str(tmp_path / "chat.gguf"),
+                 "--draft", "none", "--output", str(out), "--n-ctx", "1024")  # fmt: skip
     assert run(*arguments).exit_code == 1
     answers = {record.get("custom_id", record["id"]): record for record in lines(out)}
     assert set(answers) == {"chat", "text", "bad", "ours"}
@@ -856,6 +856,8 @@ def test_lines_are_read_again_and_not_kept(tmp_path: Path) -> None:
 def test_ids_of_a_job_are_unique() -> None:
     with pytest.raises(ConfigError, match="two requests have the id 'a'"):
         survey([Request("x", id="a"), Request("y"), Request("z", id="a")])
+    with pytest.raises(ConfigError, match="2 ids are given to several requests: 'a', 'b'"):
+        survey([Request("x", id=name) for name in "abcaba"])
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,13 @@ from .options import (
     DRAFTING,
     OUTPUT,
     REQUESTS,
+    ChatOptions,
     ModelOptions,
     OutputOptions,
     PromptOptions,
     RuntimeOptions,
     SamplingOptions,
 )
-from .prompts import apply_template
 from .reporting import EXIT_INTERRUPTED
 
 # A story, instructions, a program, a dialogue: acceptance depends on the kind of text.
@@ -45,6 +45,7 @@ def bench(
     *,
     models: ModelOptions,
     prompts: PromptOptions,
+    chat: ChatOptions,
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -115,7 +116,9 @@ def bench(
                 check_new_file(folder / name)
         target_name, drafters = models.resolve(console)
 
-        context = runtime.open(target_name, console, stack, load_mtp=MTP in drafters)
+        context = runtime.open(
+            target_name, console, stack, load_mtp=MTP in drafters, **chat.load_options()
+        )
         # Each run gets a new drafter, over the same contexts.
         contexts: dict[str, Context] = {
             name: runtime.open_draft(name, context, console, stack)
@@ -135,7 +138,7 @@ def bench(
             measured = PairBench(
                 context,
                 new_drafter if drafters else None,
-                [_tokens(context, text, chat=sampling.chat) for text in texts],
+                [_tokens(context, text, chat) for text in texts],
                 params,
                 lengths=(*range(1, (longest or (2 if quick else 8)) + 1), "auto"),
                 n_tokens=n_tokens,
@@ -183,10 +186,12 @@ def bench(
 
 
 def _tokens(
-    context: Context, prompt: str | Sequence[int] | Sequence[Mapping[str, object]], *, chat: bool
+    context: Context,
+    prompt: str | Sequence[int] | Sequence[Mapping[str, object]],
+    chat: ChatOptions,
 ) -> list[int]:
-    if chat and isinstance(prompt, str):
-        return apply_template(context, prompt)
+    if isinstance(prompt, str):
+        return chat.prompt_tokens(context.model, prompt)
     return context.model.prompt_tokens(prompt)
 
 

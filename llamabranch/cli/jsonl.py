@@ -38,6 +38,7 @@ __all__ = [
 _FIELDS = {
     "prompt", "messages", "id", "custom_id", "max_tokens", "stop", "grammar", "json_schema", "n",
     "priority", "seed", "sampling", "logprobs", "top_logprobs", "prompt_logprobs",
+    "parse_special",
 }  # fmt: skip
 _PIECE = 1 << 16
 _MOST_TOKENS = 1 << 31  # token ids are C's int
@@ -140,9 +141,11 @@ def read_requests(
 
     An object has ``prompt`` (text or token ids) or ``messages``, and optionally ``id`` or ``custom_id``,
     ``max_tokens``, ``stop``, ``grammar`` or ``json_schema``, ``n``, ``priority``, ``logprobs``,
-    ``top_logprobs``, ``prompt_logprobs``, ``seed`` and ``sampling`` (an object of settings). The argument
-    ``sampling`` gives the settings that an object leaves out. Empty lines are skipped. An object may also
-    be a line of an OpenAI batch file. What has no id gets its place among the lines, from ``first`` on.
+    ``top_logprobs``, ``prompt_logprobs``, ``seed``, ``sampling`` (an object of settings) and
+    ``parse_special``: control tokens written in a ``prompt`` are parsed unless it is false, those in
+    ``messages`` never are. The argument ``sampling`` gives the settings that an object leaves out. Empty
+    lines are skipped. An object may also be a line of an OpenAI batch file. What has no id gets its place
+    among the lines, from ``first`` on.
 
     ``on_invalid`` is called with the error of an invalid line, which is left out; without it the error is
     raised.
@@ -229,6 +232,7 @@ def _request(data: object, name: str, sampling: SamplingParams | None) -> Reques
         stop=data.get("stop") or (),
         grammar=_grammar(data),
         n=data.get("n", 1),
+        parse_special=data.get("parse_special", True),
     )
 
 

@@ -1,4 +1,4 @@
-"""Where prompts come from: the command line, files, standard input; and the chat template."""
+"""Where prompts come from: the command line, files, standard input."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from llamabranch import ConfigError
 from .jsonl import is_unicode, read_requests
 
 if TYPE_CHECKING:
-    from llamabranch import Context, Request, SamplingParams
+    from llamabranch import Request, SamplingParams
 
 _INVALID = "surrogateescape"  # bytes that are not UTF-8 make one line invalid, not the file
 
 __all__ = [
     "PromptSource",
-    "apply_template",
     "digest",
     "read_prompt_file",
     "read_prompts",
@@ -189,8 +188,3 @@ def _standard_input(errors: str = "strict") -> Iterator[IO[str]]:
         ) from None
     finally:
         text.detach()  # standard input stays open
-
-
-def apply_template(context: Context, prompt: str) -> list[int]:
-    """Return the tokens of ``prompt`` as a user's turn in the model's chat template."""
-    return context.model.prompt_tokens([{"role": "user", "content": prompt}])

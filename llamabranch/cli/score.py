@@ -16,7 +16,7 @@ from .bundles import with_bundles
 from .console import Console, print_json
 from .formats import number
 from .jsonl import InvalidLines, parse_json, parse_lines, text_id
-from .options import REQUESTS, OutputOptions, RuntimeOptions, TargetOptions
+from .options import REQUESTS, OutputOptions, ParseSpecial, RuntimeOptions, TargetOptions
 from .prompts import read_prompt_file, read_standard_input, read_text
 from .ray_jobs import RAY, RayOptions, finish_job, job_paths
 
@@ -70,6 +70,7 @@ def score(
             min=0, help="Show so many of the most probable tokens.", rich_help_panel=REQUESTS
         ),
     ] = 0,
+    parse_special: ParseSpecial = True,
     models: TargetOptions,
     runtime: RuntimeOptions,
     cluster: RayOptions,
@@ -94,7 +95,14 @@ def score(
             inputs, folder = job_paths(input_file, output_folder, texts)
             options = cluster.options(console, resume=resume, streams=8)
             load = runtime.options()
-            report = scale.score(inputs, folder, model=models.target_name, load=load, **options)
+            report = scale.score(
+                inputs,
+                folder,
+                model=models.target_name,
+                load=load,
+                parse_special=parse_special,
+                **options,
+            )
             finish_job(console, report, as_json=output.as_json)
             return
         whole = [read_prompt_file(path) for path in files or ()]
@@ -109,7 +117,7 @@ def score(
         ctx = runtime.open(models.target_name, console, stack)
         found: list[dict[str, object]] = []
         for item in items:
-            scores = _score(ctx, item, top)
+            scores = _score(ctx, item, top, parse_special)
             records = [
                 _record(ctx, text, its) for text, its in zip(item.texts, scores, strict=True)
             ]
@@ -161,18 +169,20 @@ def _item(data: object, name: str) -> _Item:
     raise ConfigError("give text, or context and a list of continuations, as texts")
 
 
-def _score(ctx: Context, item: _Item, top: int) -> list[list[TokenScore]]:
+def _score(ctx: Context, item: _Item, top: int, parse_special: bool) -> list[list[TokenScore]]:
     if item.context is None:
-        tokens = ctx.model.prompt_tokens(item.texts[0])
+        tokens = ctx.model.prompt_tokens(item.texts[0], parse_special=parse_special)
         if len(tokens) == 1:
             return [[]]
         with Branch.start(ctx, tokens[:1]) as branch:
             return [branch.score(tokens[1:], top)]
-    continuations = [ctx.tokenize(text, add_special=False) for text in item.texts]
+    continuations = [
+        ctx.tokenize(text, add_special=False, parse_special=parse_special) for text in item.texts
+    ]
     for text, tokens in zip(item.texts, continuations, strict=True):
         if not tokens:
             raise ConfigError(f"a continuation has no tokens: {text!r}")
-    with Branch.start(ctx, item.context) as branch:
+    with Branch.start(ctx, item.context, parse_special=parse_special) as branch:
         return BranchStore(ctx).score({branch: continuations}, top)[branch]
 
 

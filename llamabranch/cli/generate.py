@@ -208,8 +208,12 @@ def generate(
         source = prompts.read()
         invalid = InvalidLines()
 
+        has_grammar = False
+
         def read() -> Iterator[Request]:
+            nonlocal has_grammar
             for request in _requests(source, params, text, grammar, samples, invalid):
+                has_grammar |= request.grammar is not None
                 yield replace(
                     request,
                     top_logprobs=_either(request.top_logprobs, top_logprobs),
@@ -235,7 +239,7 @@ def generate(
             settings = file.job
         if auto_regressive:
             models = replace(models, draft="none")
-        target_name, drafters = models.resolve(console)
+        target_name, drafters = models.resolve(console, has_grammar=has_grammar)
 
         job = job.measured(models.find(target_name), runtime.n_ctx)
         given = runtime.n_ctx is not None
@@ -269,7 +273,7 @@ def generate(
         note_translation(drafter, context.model, console)
         engine = Engine(
             context,
-            drafter if drafters else None,
+            drafter,
             config,
             sampling=params,
             max_tokens=text.max_tokens,

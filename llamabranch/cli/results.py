@@ -29,7 +29,7 @@ _NAMES = {
     "kv_type": "--kv-type",
     "samples": "--samples",
     "sampling": "the sampling settings (--temperature, --top-k, ..., --max-tokens, --stop, "
-    "--ignore-eos, --grammar, --json-schema, --chat)",
+    "--ignore-eos, --grammar, --json-schema, --regex, --choice, --chat)",
     "rule": "--rule",
     "seed": "--seed",
 }

@@ -115,7 +115,7 @@ class Engine:
             seed_given=seed is not None,
             redraws=seed is None,
             wait_s=wait_s,
-            drafts=drafter is not None and target.capabilities.can_truncate,
+            drafts=not isinstance(self.drafter, NullDrafter) and target.capabilities.can_truncate,
             drafts_grammars=drafter is None and target.capabilities.can_truncate,
             parallel=None if parallel is None else whole("parallel", parallel, 1),
         )

@@ -74,11 +74,15 @@ class Grammar:
             return self._compile_gbnf()
         if self.kind == "json_schema":
             schema = json_schemas.parse(self.source)
-            found = schema_grammar(schema, self.whitespace)
             try:
+                found = schema_grammar(json_schemas.closed(schema), self.whitespace)
                 check_grammar(found)
-            except GrammarError as error:
-                raise _named(error, schema) from error
+            except GrammarError:
+                found = schema_grammar(schema, self.whitespace)
+                try:
+                    check_grammar(found)
+                except GrammarError as error:
+                    raise _named(error, schema) from error
             return found
         elif self.kind == "regex":
             found = regex_grammar(self.source)

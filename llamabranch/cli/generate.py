@@ -49,7 +49,7 @@ from .results import JobSettings, ResultFile
 
 _CELLS_PER_TEXT = 512  # of the cache, unless --n-ctx is given
 _LEAST_CELLS = 2048
-_SKIP_HINT = "correct it, or leave out invalid lines with --skip-invalid"
+_SKIP_HINT = "correct what is invalid, or leave it out with --skip-invalid"
 
 
 @with_bundles
@@ -195,6 +195,7 @@ def generate(
                 "--top-logprobs": top_logprobs is not None,
                 "--prompt-logprobs": prompt_logprobs is not None,
                 "--ignore-eos": sampling.ignore_eos,
+                "--skip-invalid": skip_invalid,
                 "--system-prompt": chat.system is not None,
                 "--n-ctx 0": runtime.n_ctx == 0,
             }
@@ -278,10 +279,9 @@ def generate(
             max_tokens=text.max_tokens,
             seed=settings.seed if settings.seed_given else None,
         )
-        if (
-            settings.seed is not None
-        ):  # a resumed job continues with the seed that was picked for it
-            engine.seed = settings.seed
+        # One seed for all requests, also if none was given: a resumed job continues with the one that was
+        # picked for it.
+        engine.seed = engine.seed if settings.seed is None else settings.seed
         if file is not None:
             file.open(context.model, engine.seed)
         report = GenerateReport(

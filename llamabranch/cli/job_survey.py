@@ -15,6 +15,7 @@ from .prompts import digest
 __all__ = ["JobSurvey"]
 
 _MOST_KEPT = 10_000  # requests; beyond, they are read again as they are needed
+_MOST_NAMED = 20  # ids in a message
 _N_COMPARED = 64  # prompts whose beginnings are compared
 _LEAST_CELLS = (
     1024  # of all texts together, from which attention to other texts costs more than it saves
@@ -204,7 +205,14 @@ def _check_names(names: bytearray, read: Callable[[], Iterator[Request]]) -> Non
     if len(np.unique(digests)) == len(digests):
         return
     seen: set[str | None] = set()
+    twice: dict[str | None, None] = {}
     for request in read():
         if request.id in seen:
-            raise ConfigError(f"two requests have the id {request.id!r}")
+            twice[request.id] = None
         seen.add(request.id)
+    names_shown = ", ".join(repr(name) for name in list(twice)[:_MOST_NAMED])
+    if len(twice) == 1:
+        raise ConfigError(f"two requests have the id {names_shown}")
+    if twice:
+        more = ", ..." if len(twice) > _MOST_NAMED else ""
+        raise ConfigError(f"{len(twice)} ids are given to several requests: {names_shown}{more}")

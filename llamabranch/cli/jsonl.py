@@ -175,10 +175,13 @@ def parse_json(line: str) -> object:
     """Return the value of a line.
 
     Raises:
-        ConfigError: half of a surrogate pair is in it, which is no text.
-        ValueError, RecursionError: it is no JSON.
+        ConfigError: it is no JSON, or half of a surrogate pair is in it, which is no text.
+        RecursionError: it is nested too deeply.
     """
-    data: object = json.loads(line)
+    try:
+        data: object = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{error.msg} at character {error.pos + 1}") from None
     if "\\u" in line and not is_unicode(json.dumps(data, ensure_ascii=False)):
         raise ConfigError(
             "half of a surrogate pair is not valid Unicode",

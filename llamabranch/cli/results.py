@@ -256,6 +256,7 @@ def _digest(request: Request) -> str:
             "stop": list(request.stop),
             "grammar": grammar.as_dict() if isinstance(grammar, Grammar) else grammar,
             "n": request.n,
+            "parse_special": request.parse_special,
         }
     )
 

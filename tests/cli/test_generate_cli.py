@@ -428,7 +428,14 @@ def test_changed_settings_of_a_line_are_refused(tmp_path: Path) -> None:
     line: dict[str, object] = {"prompt": "Once", "max_tokens": 3}
     path.write_text(json.dumps(line))
     assert run(*arguments).exit_code == 0
-    for more in ({"max_tokens": 4}, {"stop": "a"}, {"seed": 3}, {"sampling": {"top_k": 3}}):
+    for more in (
+        {"max_tokens": 4},
+        {"stop": "a"},
+        {"seed": 3},
+        {"sampling": {"top_k": 3}},
+        {"parse_special": False},
+        {"grammar": 'root ::= "a"'},
+    ):
         path.write_text(json.dumps({**line, **more}))
         assert run(*arguments).exit_code == 2
     path.write_text(json.dumps({**line, "priority": 2, "top_logprobs": 1}))
@@ -514,9 +521,9 @@ def test_openai_batch_is_answered_in_its_shape(tmp_path: Path) -> None:
         },
     ]
     path.write_text("\n".join(map(json.dumps, given)))
-    arguments = ("--input", str(path), "--seed", "1", "--target", str(tmp_path / "chat.gguf"))
     write_toy(tmp_path / "chat.gguf", metadata={"tokenizer.chat_template": CHAT_TEMPLATE})
-    arguments = (*arguments, "--draft", "none", "--output", str(out), "--n-ctx", "1024")
+    arguments = ("--input", str(path), "--seed", "1", "--target", str(tmp_path / "chat.gguf"),
+                 "--draft", "none", "--output", str(out), "--n-ctx", "1024")  # fmt: skip
     assert run(*arguments).exit_code == 1
     answers = {record.get("custom_id", record["id"]): record for record in lines(out)}
     assert set(answers) == {"chat", "text", "bad", "ours"}
@@ -856,6 +863,8 @@ def test_lines_are_read_again_and_not_kept(tmp_path: Path) -> None:
 def test_ids_of_a_job_are_unique() -> None:
     with pytest.raises(ConfigError, match="two requests have the id 'a'"):
         survey([Request("x", id="a"), Request("y"), Request("z", id="a")])
+    with pytest.raises(ConfigError, match="2 ids are given to several requests: 'a', 'b'"):
+        survey([Request("x", id=name) for name in "abcaba"])
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,12 @@ from llamabranch import LlamaBranchError
 if TYPE_CHECKING:
     from llamabranch import Produced
 
-SOURCE_STYLES = {"drafted": "green", "bonus": "bold cyan", "corrected": "yellow", "plain": ""}
+SOURCE_STYLES = {
+    "drafted": "green", "forced": "magenta", "bonus": "bold cyan", "corrected": "yellow", "plain": "",
+}  # fmt: skip
 SOURCE_LABELS = {
     "drafted": "drafted and accepted",
+    "forced": "forced by the grammar",
     "bonus": "bonus",
     "corrected": "corrected by the target",
 }

@@ -27,6 +27,7 @@ from .drafters import MTP, drafting_contexts, make_drafter, note_translation
 from .generate_report import GenerateReport
 from .interrupts import InterruptHandler
 from .job_survey import JobSurvey
+from .jsonl import InvalidLines
 from .options import (
     DRAFTING,
     REQUESTS,
@@ -48,6 +49,7 @@ from .results import JobSettings, ResultFile
 
 _CELLS_PER_TEXT = 512  # of the cache, unless --n-ctx is given
 _LEAST_CELLS = 2048
+_SKIP_HINT = "correct it, or leave out invalid lines with --skip-invalid"
 
 
 @with_bundles
@@ -69,6 +71,14 @@ def generate(
         typer.Option(
             "--resume",
             help="Skip the texts that are in --output already.",
+            rich_help_panel=REQUESTS,
+        ),
+    ] = False,
+    skip_invalid: Annotated[
+        bool,
+        typer.Option(
+            "--skip-invalid",
+            help="Leave out lines of --input that are no requests; they are named on standard error.",
             rich_help_panel=REQUESTS,
         ),
     ] = False,
@@ -195,9 +205,14 @@ def generate(
             )  # fmt: skip
             return
         source = prompts.read()
+        invalid = InvalidLines()
+
+        has_grammar = False
 
         def read() -> Iterator[Request]:
-            for request in _requests(source, params, text, grammar, samples):
+            nonlocal has_grammar
+            for request in _requests(source, params, text, grammar, samples, invalid):
+                has_grammar |= request.grammar is not None
                 yield replace(
                     request,
                     top_logprobs=_either(request.top_logprobs, top_logprobs),
@@ -205,10 +220,10 @@ def generate(
                 )
 
         job = JobSurvey.of(read, text.max_tokens)
+        invalid.report(console, skip=skip_invalid, hint=_SKIP_HINT)
         if not job.n_requests:
             raise ConfigError("there is no prompt", hint="give --prompts or --input")
         settings = JobSettings(
-            prompts=source.digest,
             sampling=_sampling_digest(params, grammar, text, sampling, chat),
             samples=samples,
             rule=drafting.rule,
@@ -223,14 +238,17 @@ def generate(
             settings = file.job
         if auto_regressive:
             models = replace(models, draft="none")
-        target_name, drafters = models.resolve(console)
+        target_name, drafters = models.resolve(console, has_grammar=has_grammar)
 
+        job = job.measured(models.find(target_name), runtime.n_ctx)
         given = runtime.n_ctx is not None
         n_own = None if drafters or kv_unified or given else job.cells_per_text(parallel)
         if kv_unified is None:
             kv_unified = n_own is None
-        if runtime.n_ctx is None and parallel > 1:  # for one text the library's default will do
-            n_ctx = max(_LEAST_CELLS, _CELLS_PER_TEXT * parallel, (n_own or 0) * parallel)
+        if runtime.n_ctx is None and (parallel > 1 or job.n_ctx > _LEAST_CELLS):
+            n_ctx = max(
+                _LEAST_CELLS, _CELLS_PER_TEXT * parallel, (n_own or 0) * parallel, job.n_ctx
+            )
             runtime = replace(runtime, n_ctx=n_ctx)
         context = runtime.open(
             target_name,
@@ -254,7 +272,7 @@ def generate(
         note_translation(drafter, context.model, console)
         engine = Engine(
             context,
-            drafter if drafters else None,
+            drafter,
             config,
             sampling=params,
             max_tokens=text.max_tokens,
@@ -265,7 +283,7 @@ def generate(
         ):  # a resumed job continues with the seed that was picked for it
             engine.seed = settings.seed
         if file is not None:
-            file.open(context.model.fingerprint, engine.seed)
+            file.open(context.model, engine.seed)
         report = GenerateReport(
             engine,
             job,
@@ -322,7 +340,7 @@ def _generate_on_ray(
         seed=text.seed,
         sampling=sampling.params(),
         stop=text.stop_strings,
-        grammar=None if grammar is None else grammar.gbnf,
+        grammar=grammar,
         n=samples,
         chat=chat.is_on,
         parse_special=chat.parse_special,
@@ -338,11 +356,11 @@ def _requests(
     text: TextOptions,
     grammar: Grammar | None,
     samples: int,
+    invalid: InvalidLines,
 ) -> Iterator[Request]:
-    for i, request in enumerate(source.requests(sampling)):
+    for request in source.requests(sampling, invalid.add):
         yield replace(
             request,
-            id=str(i) if request.id is None else request.id,
             stop=request.stop or text.stop_strings,
             grammar=request.grammar or grammar,
             n=max(request.n, samples),
@@ -364,7 +382,7 @@ def _sampling_digest(
     return digest(
         {
             "sampling": asdict(params),
-            "grammar": None if grammar is None else grammar.gbnf,
+            "grammar": None if grammar is None else grammar.as_dict(),
             "max_tokens": text.max_tokens,
             "stop": list(text.stop_strings),
             "ignore_end": sampling.ignore_eos,
@@ -382,10 +400,10 @@ def _run(report: GenerateReport, options: SamplingOptions, chat: ChatOptions) ->
     engine = report.engine
 
     def prepared(request: Request) -> Request:
+        report.begin(request)
         if request.sampling is not None:
             params = options.without_eog(request.sampling, engine.target.model)
             request = replace(request, sampling=params)
-        report.begin(request)
         if chat.is_on and isinstance(request.prompt, str):
             tokens = chat.prompt_tokens(engine.target.model, request.prompt)
             return replace(request, prompt=tokens)

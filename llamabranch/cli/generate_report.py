@@ -105,7 +105,7 @@ class GenerateReport:
         result.prompt = request.prompt  # the given one, without the chat template
         self.n_failed += result.error is not None and not result.tokens
         if self.file is not None:
-            self.file.write(result)
+            self.file.write(result, request)
         else:
             self.results.append(result)
             if not self.quiet:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from llamabranch import Branch, BranchStore, ConfigError, Context, TokenScore
 from .bundles import with_bundles
 from .console import Console, print_json
 from .formats import number
+from .jsonl import InvalidLines, parse_json, parse_lines, text_id
 from .options import REQUESTS, OutputOptions, ParseSpecial, RuntimeOptions, TargetOptions
 from .prompts import read_prompt_file, read_standard_input, read_text
 from .ray_jobs import RAY, RayOptions, finish_job, job_paths
@@ -108,7 +108,9 @@ def score(
         whole = [read_prompt_file(path) for path in files or ()]
         items = list(_given([*(texts or ()), *whole], context))
         if input_file is not None:
-            items += _lines(input_file)
+            invalid = InvalidLines()
+            items += _lines(input_file, invalid)
+            invalid.report(console)
         if not items:
             raise ConfigError("there is no text", hint="give a text, --file or --input")
         models.find(models.target_name)
@@ -143,15 +145,12 @@ def _given(texts: Sequence[str], context: str | None) -> Iterator[_Item]:
         yield _Item("0", context, tuple(texts))
 
 
-def _lines(input_file: str) -> Iterator[_Item]:
+def _lines(input_file: str, invalid: InvalidLines) -> Iterator[_Item]:
     text = read_standard_input() if input_file == "-" else read_text(Path(input_file))
-    for line_number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            yield _item(json.loads(line), str(line_number))
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"line {line_number}: invalid item: {error}") from None
+    lines = text.split("\n")
+    return parse_lines(
+        lines, lambda line, number, _: _item(parse_json(line), str(number)), "item", invalid.add
+    )
 
 
 def _item(data: object, name: str) -> _Item:
@@ -160,7 +159,7 @@ def _item(data: object, name: str) -> _Item:
     unknown = sorted(set(data) - _FIELDS)
     if unknown:
         raise ConfigError(f"unknown field {unknown[0]!r}")
-    name = str(data.get("id", name))
+    name = name if data.get("id") is None else text_id(data["id"])
     text, context, continuations = (data.get(k) for k in ("text", "context", "continuations"))
     if isinstance(text, str) and context is None and continuations is None:
         return _Item(name, None, (text,))

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from llamabranch import Branch, ConfigError, Drafter, SamplingParams
+from llamabranch import Branch, ConfigError, Drafter, LlamaBranchError, SamplingParams
 from llamabranch.search import (
     SearchResult,
     SearchStats,
@@ -254,6 +254,13 @@ def search(
         if interrupted:
             console.note("interrupted: the best so far")
             raise typer.Exit(EXIT_INTERRUPTED)
+        if not result.hypotheses:
+            raise LlamaBranchError(
+                "the search has found no text: none can be complete within "
+                f"{text.max_tokens} tokens",
+                hint="raise --max-tokens, or allow shorter texts in the grammar; for smc also more "
+                "particles (--width)",
+            )
 
 
 def _run(
@@ -375,15 +382,14 @@ def _print(
             "bold",
         )
         if console is not beside and hypothesis is not result.hypotheses[0]:
-            console.write(
-                "\n"
-            )  # on a pipe an empty line between two texts, and none after the last
+            console.write("\n")  # on a pipe an empty line between two texts, and none after the last
         console.write(before + hypothesis.text + ("\n\n" if console is beside else "\n"))
-    if not result.hypotheses:
-        beside.line("no text has a weight above 0")
     if result.votes:
-        shares = ", ".join(f"{answer} {n}" for answer, n in result.votes.items())
-        beside.line(f"votes: {shares}")
+        shares = []
+        for answer, n in result.votes.items():
+            others = [text for text in result.answer_forms[answer] if text != answer]
+            shares.append(f"{answer} {n}" + (f" (also {', '.join(others)})" if others else ""))
+        beside.line(f"votes: {', '.join(shares)}")
     if result.log_evidence is not None:
         beside.line(f"log evidence: {result.log_evidence:.3f} nats")
     beside.line(stats_text(result.stats), "dim")

@@ -134,7 +134,7 @@ def speculate(
         params = sampling.params(seed)
         grammar = text.parse_grammar()
         prompt = given.read()
-        target_name, drafters = models.resolve(console)
+        target_name, drafters = models.resolve(console, has_grammar=grammar is not None)
         if draft_width > 1 and not has_model(drafters):
             raise ConfigError("a token tree needs a draft model", hint="name one with --draft")
 

@@ -259,10 +259,8 @@ class PrefixCache:
         Returns:
             True if it has become that: its lease must not be ended.
         """
-        if len(tokens) < _MIN_TOKENS or (
-            self._cache.can_truncate and not self._cache.can_cut(seq_id, 1)
-        ):
-            return False  # too short, or restored with a part of its sliding window
+        if len(tokens) < _MIN_TOKENS:
+            return False
         n, known = self._find(tokens)
         if known is not None and n == len(tokens):
             self._kept.move_to_end(known)

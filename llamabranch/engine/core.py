@@ -15,7 +15,8 @@ from ..context.logits import LogitsRow
 from ..errors import CacheFullError, CapacityError, DecodeInterruptedError, LlamaBranchError
 from ..native.interrupts import HeldInterrupts
 from ..sampling import SamplingParams
-from ..speculative import Draft, Drafter, NullDrafter
+from ..sampling.noise import derive_seed
+from ..speculative import Draft, Drafter, GrammarDrafter, NullDrafter
 from ..speculative.config import SpeculativeConfig
 from ..speculative.drafters.base import NO_DRAFT, DraftRequest, DraftState, NullState
 from ..speculative.length.auto import draft_length
@@ -44,9 +45,11 @@ class EngineSettings:
     max_tokens: int | None
     seed: int
     seed_given: bool
+    redraws: bool  # each call draws another text
     wait_s: float
     drafts: bool
     parallel: int | None = None
+    drafts_grammars: bool = False  # no drafter was asked for, so grammars draft; ``drafts`` once one has
 
     def __post_init__(self) -> None:
         self.length = draft_length(self.config)
@@ -60,6 +63,14 @@ class EngineSettings:
         capabilities = self.target.capabilities
         chooses = capabilities.batch_invariant and capabilities.can_share and not self.drafts
         self.concurrency = Concurrency() if chooses else None
+
+    def draft_from_grammars(self) -> None:
+        """Draft texts that have a grammar from here on."""
+        self.drafter, self.drafts = GrammarDrafter.copying(), True
+        self.length, self.profile = PairProfile.open(
+            self.target, self.drafter, self.config, batched=True
+        )
+        self.concurrency = None
 
     def save_profile(self) -> None:
         """Keep what was learned about drafts for later runs."""
@@ -76,6 +87,7 @@ class EngineCore:
         settings: those of the engine.
         reports_tokens: whether there are events for tokens, besides those for results.
         expected: ids of requests that are not added yet, to which ``abort`` applies as well.
+        draw: the number of the stream, where each draws another text; None = each request does.
 
     Attributes:
         n_added: how many requests were added.
@@ -88,6 +100,7 @@ class EngineCore:
         *,
         reports_tokens: bool = True,
         expected: Collection[str] = (),
+        draw: int | None = None,
     ) -> None:
         self.settings = settings
         self.n_added = 0
@@ -96,6 +109,7 @@ class EngineCore:
         self._scheduler.limit = settings.parallel
         self._reports_tokens = reports_tokens
         self._expected = expected
+        self._draw = draw
         self._wait = _SequenceWait(settings.target, settings.wait_s)
         self._added: deque[Submission] = deque()
         self._aborted: deque[Submission] = deque()
@@ -113,6 +127,7 @@ class EngineCore:
             ConfigError, TokenizeError: its prompt or its stop strings are invalid; it is not queued.
         """
         settings = self.settings
+        draw = self.n_added if self._draw is None else self._draw
         submission = Submission(
             request,
             name,
@@ -120,9 +135,9 @@ class EngineCore:
             settings.target.model,
             settings.sampling,
             settings.max_tokens,
-            settings.seed,
+            derive_seed(settings.seed, draw) if settings.redraws and draw else settings.seed,
             samples,
-            logprobs=self._reports_tokens,
+            reports_tokens=self._reports_tokens,
         )
         self.n_added += 1
         if samples:
@@ -332,9 +347,7 @@ class EngineCore:
 
     def _end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> None:
         """Report the result of a text, and free what it holds."""
-        held = job.output.break_off()
-        if held is not None and self._reports_tokens:
-            self._events.append(Event(job.name, job.sample, emitted=held))
+        self._events += job.break_off()
         result = job.result(reason, error)
         self._events.append(Event(job.name, job.sample, result=result))
         self._scheduler.finish(job)
@@ -507,13 +520,10 @@ class EngineCore:
 
     def _emit(self, job: Job, emitted: list[Produced]) -> None:
         """Add new tokens to a text, up to its end, and report those that have text to show."""
-        output = job.output
         for one in emitted:
-            if output.finish_reason is not None:
+            if job.output.finish_reason is not None:
                 break
-            shown = output.add(one)
-            if shown is not None and self._reports_tokens:
-                self._events.append(Event(job.name, job.sample, emitted=shown))
+            self._events += job.emit(one)
         job.note_token()
 
     def _append_prompt(self, job: Job, n: int, rows: list[LogitsRow]) -> None:
@@ -556,7 +566,12 @@ class EngineCore:
             seed_given=settings.seed_given or params.seed is not None,
             temperature=params.temperature,
         )
-        drafts = settings.drafts and job.output.finish_reason is None
+        has_grammar = branch.grammar is not None
+        if settings.drafts_grammars and not settings.drafts and has_grammar:
+            settings.draft_from_grammars()
+            self._scheduler.limit = settings.parallel
+        wanted = settings.drafts and (has_grammar or not settings.drafts_grammars)
+        drafts = wanted and job.output.finish_reason is None
         try:
             state = self._draft_state(job, branch, rule) if drafts else NullState()
         except CapacityError:  # without room for a draft state it decodes plainly

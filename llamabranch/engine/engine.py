@@ -27,14 +27,18 @@ from ..errors import (
     LlamaBranchError,
     QueueFullError,
 )
+from ..model import is_chat
 from ..sampling import SamplingParams
 from ..speculative import Drafter, NullDrafter, SpeculativeConfig
 from ..speculative.drafters.base import checked_drafter
 from .core import EngineCore, EngineSettings
 from .request import EngineStats, Event, Request, Result
 
-__all__ = ["Engine"]
+__all__ = ["AnyRequest", "Engine"]
 
+Messages = Sequence[Mapping[str, object]]
+AnyRequest = Request | str | Messages
+Requests = Iterable[AnyRequest] | AnyRequest
 _Skip = Collection[tuple[str, int]]
 
 
@@ -51,12 +55,15 @@ class Engine:
 
     Args:
         target: the context that generates; at most its n_seq_max texts run at a time.
-        drafter: proposes the drafts; None = plain decoding. To draft for every text, a draft model's
+        drafter: proposes the drafts; None = plain decoding, except of texts with a grammar, for which
+            ``GrammarDrafter.copying()`` drafts. ``NullDrafter()`` = plain decoding of all texts. To draft for every text, a draft model's
             context needs as many sequences as the target.
         config: how much to draft; "auto" drafts as many tokens as raise the throughput of the batch.
         sampling: the settings of requests that give none.
         max_tokens: the limit of requests that give none.
-        seed: the seed from which those of requests without one are derived; None = a random one.
+        seed: the seed from which those of requests without one are derived: the same requests get the
+            same texts each time. None = each call of ``generate`` or ``stream``, and each request that is
+            added, draws others; a request with the ``seed`` of a result in its ``sampling`` repeats it.
         wait_s: how long to wait, in seconds, when others hold every sequence of the context and none of
             the engine's own requests is running; then the waiting requests end with "capacity". Only
             time in which nothing is decoded on the context counts; 0 = do not wait.
@@ -106,8 +113,10 @@ class Engine:
             max_tokens=None if max_tokens is None else whole("max_tokens", max_tokens, 0),
             seed=random_seed() if seed is None else whole("seed", seed),
             seed_given=seed is not None,
+            redraws=seed is None,
             wait_s=wait_s,
-            drafts=drafter is not None and target.capabilities.can_truncate,
+            drafts=not isinstance(self.drafter, NullDrafter) and target.capabilities.can_truncate,
+            drafts_grammars=drafter is None and target.capabilities.can_truncate,
             parallel=None if parallel is None else whole("parallel", parallel, 1),
         )
         self.core = EngineCore(self._settings)
@@ -117,6 +126,7 @@ class Engine:
         # garbage-collected removes itself from the list; these list operations are atomic, so
         # ``abort`` needs no lock.
         self._streams: list[weakref.ref[EngineCore]] = []
+        self._n_streams = 0
 
     @property
     def stats(self) -> EngineStats:
@@ -130,7 +140,7 @@ class Engine:
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        self._settings.seed = whole("seed", seed)
+        self._settings.seed, self._settings.redraws = whole("seed", seed), False
 
     def __enter__(self) -> Engine:
         return self
@@ -140,7 +150,7 @@ class Engine:
 
     # -- requests at any time ------------------------------------------------------------------------
 
-    def add_request(self, request: Request | str) -> str:
+    def add_request(self, request: AnyRequest) -> str:
         """Queue a request; return its id. From any thread.
 
         A request without an id gets its number among those added.
@@ -218,7 +228,7 @@ class Engine:
 
     def generate(
         self,
-        requests: Iterable[Request | str],
+        requests: Requests,
         *,
         on_event: Callable[[Event], None] | None = None,
         skip: _Skip = (),
@@ -226,7 +236,8 @@ class Engine:
         """Generate for all prompts; return one result for each text, in the order of the requests.
 
         Args:
-            requests: requests, or prompts as text; read as they are needed.
+            requests: requests or prompts (text, or messages for the model's chat template), read as they
+                are needed; a single one is a list of one.
             on_event: called with every event (a token, or the end of a text) as it happens.
             skip: texts not to generate, as (id, sample): those that exist already.
 
@@ -248,9 +259,7 @@ class Engine:
                         results.append(event.result)
         return sorted(results, key=lambda r: (order.get(r.id, len(order)), r.sample))
 
-    def stream(
-        self, requests: Iterable[Request | str], *, skip: _Skip = ()
-    ) -> Generator[Event, None, None]:
+    def stream(self, requests: Requests, *, skip: _Skip = ()) -> Generator[Event, None, None]:
         """Yield every event (a token, or the end of a text) as it happens; ``skip`` as in ``generate``.
 
         Requests are read as they are needed: a few more than can run at a time. If reading them
@@ -270,9 +279,7 @@ class Engine:
             for events in steps:
                 yield from events
 
-    async def astream(
-        self, requests: Iterable[Request | str], *, skip: _Skip = ()
-    ) -> AsyncIterator[Event]:
+    async def astream(self, requests: Requests, *, skip: _Skip = ()) -> AsyncIterator[Event]:
         """Yield the events of ``stream`` without blocking the event loop: steps run in a thread."""
         source = _Source(requests, skip)
         core = self._open(source)
@@ -329,8 +336,8 @@ class _Source:
     """The requests of a job, read one by one.
 
     Args:
-        requests: requests, or prompts as text. Those of a sequence are checked at once, and begin in
-            the order of their priorities.
+        requests: requests or prompts, or a single one. Those of a sequence are checked at once, and begin
+            in the order of their priorities.
         skip: texts not to generate.
         order: gets the id of each request that is read, with its number.
 
@@ -344,23 +351,20 @@ class _Source:
 
     def __init__(
         self,
-        requests: Iterable[Request | str],
+        requests: Requests,
         skip: _Skip,
         order: dict[str, int] | None = None,
     ) -> None:
-        one = (str, bytes, bytearray, memoryview, Request)
-        if isinstance(requests, (*one, Mapping)) or not isinstance(requests, Iterable):
-            raise ConfigError(
-                f"requests are a list of prompts or Requests, not {requests!r:.40}",
-                hint="put a single one into a list: [prompt]"
-                if isinstance(requests, one)
-                else None,
-            )
+        if isinstance(requests, (str, Request)) or is_chat(requests):
+            requests = [requests]
+        refused = (bytes, bytearray, memoryview, Mapping)
+        if isinstance(requests, refused) or not isinstance(requests, Iterable):
+            raise ConfigError(f"requests are prompts or Requests, not {requests!r:.40}")
         self._skip = _skipped(skip)
         self._order = order
         self.failure: Exception | None = None
         self.expected: set[str] = set()
-        numbered: Iterable[tuple[int, Request | str]] = enumerate(requests)
+        numbered: Iterable[tuple[int, AnyRequest]] = enumerate(requests)
         if isinstance(requests, Sequence):
             numbered = list(numbered)
             for number, request in numbered:
@@ -369,7 +373,7 @@ class _Source:
                     raise ConfigError(f"two requests have the id {name!r}")
                 self.expected.add(name)
             numbered.sort(key=lambda pair: getattr(pair[1], "priority", 0))
-        self._numbered: Iterator[tuple[int, Request | str]] = iter(numbered)
+        self._numbered: Iterator[tuple[int, AnyRequest]] = iter(numbered)
 
     def feed(self, core: EngineCore) -> bool:
         """Add the next request to ``core``; False if there is none."""
@@ -399,20 +403,20 @@ class _Source:
         return True
 
 
-def _identity(request: Request | str, number: int) -> tuple[str, int]:
+def _identity(request: AnyRequest, number: int) -> tuple[str, int]:
     """Return the id of a request and how many texts it asks for."""
-    if isinstance(request, str):
+    if isinstance(request, str) or is_chat(request):
         return str(number), 1
     if not isinstance(request, Request):
         raise ConfigError(
-            f"a request is a Request or text, not {request!r:.40}",
+            f"a request is a Request, text or messages, not {request!r:.40}",
             hint="give token ids as Request([1, 2, 3]), bytes as text: prompt.decode()",
         )
     return (str(number) if request.id is None else request.id), request.n
 
 
-def _as_request(request: Request | str) -> Request:
-    return Request(request) if isinstance(request, str) else request
+def _as_request(request: AnyRequest) -> Request:
+    return request if isinstance(request, Request) else Request(request)
 
 
 def _skipped(skip: Collection[tuple[str, int]]) -> frozenset[tuple[str, int]]:

@@ -11,11 +11,11 @@ from ..branch.output import OutputBuffer
 from ..context.logits import LogitsRow, TokenScore
 from ..errors import LlamaBranchError
 from ..model import Model
-from ..sampling import SamplingParams
+from ..sampling import Grammar, SamplingParams
 from ..sampling.noise import derive_seed, seed_from_text
 from ..speculative import SpeculativeStats
 from ..speculative.round import Stream
-from .request import Request, Result
+from .request import Event, Request, Result
 
 __all__ = ["Job", "Submission", "refusal"]
 
@@ -32,7 +32,8 @@ class Submission:
         model: tokenizes the prompt.
         sampling, max_tokens, seed: the engine's, for what the request leaves out.
         samples: the numbers of the texts to generate.
-        logprobs: whether somebody reads the tokens' log-probabilities; otherwise none are computed.
+        reports_tokens: whether there are events for tokens; without them, and unless the request asks for
+            them, no log-probabilities are computed.
 
     Raises:
         ConfigError: an empty prompt for a model without a beginning token, or a bad stop string.
@@ -55,18 +56,20 @@ class Submission:
         seed: int,
         samples: Iterable[int],
         *,
-        logprobs: bool = True,
+        reports_tokens: bool = True,
     ) -> None:
         self.request = request
         self.name = name
         self.number = number
         self.arrival = perf_counter()
+        self.model = model
         self.prompt = model.prompt_tokens(request.prompt, parse_special=request.parse_special)
         self.samples = deque(samples)
         self.jobs: dict[int, Job] = {}
         self.is_aborted = False
         params = request.sampling or sampling
-        logprobs = params.logprobs and (logprobs or request.top_logprobs is not None)
+        self.reports_tokens = reports_tokens
+        logprobs = params.logprobs and (reports_tokens or request.top_logprobs is not None)
         self._params = params.replace(logprobs=logprobs)
         params_seed = self._params.seed
         self._seed = derive_seed(seed, seed_from_text(name)) if params_seed is None else params_seed
@@ -166,7 +169,7 @@ class Job:
         k = self.request.prompt_logprobs or 0
         del self.scores[start + 1 :]
         for row, token in zip(rows, self.prompt[start + 1 :], strict=False):
-            self.scores.append(row.score(token, k))
+            self.scores.append(row.score(token, self.submission.model, k))
 
     def admit(self, branch: Branch, n_cached: int) -> None:
         """Give it a sequence that holds the first ``n_cached`` tokens of ``to_cache``."""
@@ -184,6 +187,22 @@ class Job:
     def has_ended(self) -> bool:
         """True once it has a result."""
         return self.submission.jobs.get(self.sample) is not self
+
+    # Of the next two, one line does it all: what comes between two lines loses no event.
+
+    def emit(self, one: Produced) -> list[Event]:
+        """Add a token to the output; return the event of its text, if there is any."""
+        if not self.submission.reports_tokens:
+            self.output.add(one)
+            return []
+        return [Event(self.name, self.sample, it)] if (it := self.output.add(one)) else []
+
+    def break_off(self) -> list[Event]:
+        """End the text where it is; return the event of the text that was held back, if there is any."""
+        if not self.submission.reports_tokens:
+            self.output.break_off()
+            return []
+        return [Event(self.name, self.sample, it)] if (it := self.output.break_off()) else []
 
     def note_token(self) -> None:
         """Note that it got a token just now."""
@@ -210,6 +229,7 @@ class Job:
     def result(self, reason: str, error: LlamaBranchError | None = None) -> Result:
         """Return its result, with ``reason`` as the finish reason."""
         self.stats.num_emitted_tokens = len(self.output.tokens)
+        grammar = self.request.grammar
         return Result(
             id=self.name,
             sample=self.sample,
@@ -229,6 +249,7 @@ class Job:
             logprobs=None if self.request.top_logprobs is None else list(self.output.emitted),
             prompt_logprobs=None if self.request.prompt_logprobs is None else self.scores,
             emitted=tuple(self.output.emitted),
+            grammar=grammar if isinstance(grammar, Grammar) else None,
         )
 
     def _since_arrival(self, moment: float | None) -> float | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -84,6 +86,8 @@ class Request:
         if any(not isinstance(one, str) for one in stop):
             raise ConfigError(f"stop must be a string or a list of strings, not {self.stop!r:.40}")
         object.__setattr__(self, "stop", stop)
+        if self.grammar is not None and not isinstance(self.grammar, (Grammar, str)):
+            raise ConfigError(f"grammar must be a Grammar or GBNF, not {self.grammar!r:.40}")
         object.__setattr__(self, "n", whole("n", self.n, 1))
         if self.n > _MOST_TEXTS:
             raise ConfigError(
@@ -101,7 +105,7 @@ class Request:
                 object.__setattr__(self, name, whole(name, value, 0))
 
 
-@dataclass
+@dataclass(repr=False)
 class Result:
     """One generated text of a request, and how it ended.
 
@@ -121,6 +125,7 @@ class Result:
         logprobs: the tokens in detail, if the request has ``top_logprobs``.
         prompt_logprobs: a rating of each prompt token, if the request asked for it; None for the first
             token, which follows nothing.
+        grammar: of the request, for ``parsed``.
     """
 
     id: str
@@ -130,22 +135,47 @@ class Result:
     tokens: list[int]
     finish_reason: str
     seed: int
-    stats: SpeculativeStats = field(repr=False)
+    stats: SpeculativeStats
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     n_preempted: int = 0
     error: LlamaBranchError | None = None
-    emitted: Sequence[Produced] = field(default=(), repr=False, compare=False)
+    emitted: Sequence[Produced] = field(default=(), compare=False)
     queued_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
     logprobs: list[Produced] | None = None
     prompt_logprobs: list[TokenScore | None] | None = None
+    grammar: Grammar | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def parsed(self) -> object:
+        """What the text means under the request's grammar; None without one, or if the text was cut.
+
+        For a JSON schema a JSON value, or an instance of the type that the schema was made from; for other
+        grammars the text.
+
+        Raises:
+            ValueError: pydantic's own validation refuses the value.
+        """
+        if self.grammar is None or self.finish_reason != "stop":
+            return None
+        try:
+            return self.grammar.parse(self.text)
+        except json.JSONDecodeError:  # a stop string has cut it
+            return None
 
     @property
     def n_prompt(self) -> int:
         """``num_prompt_tokens``."""
         return self.num_prompt_tokens
+
+    def __repr__(self) -> str:
+        ended = self.finish_reason + ("" if self.error is None else f": {self.error}")
+        return (
+            f"<Result {self.id!r} sample {self.sample}: {reprlib.repr(self.text)}, "
+            f"{len(self.tokens)} tokens, {ended}>"
+        )
 
     def _repr_html_(self) -> str:
         what = "messages" if is_chat(self.prompt) else "tokens"
@@ -189,7 +219,7 @@ def _detail(token: Produced) -> dict[str, object]:
         "logprob": _finite(token.logprob),
         "entropy": _finite(token.entropy),
         "source": token.source,
-        "alternatives": [[t, _finite(p)] for t, p in token.alternatives],
+        "alternatives": [[a.token, _finite(a.logprob), a.text] for a in token.alternatives],
     }
 
 
@@ -199,7 +229,7 @@ def _rating(token: TokenScore) -> dict[str, object]:
         "logprob": _finite(token.logprob),
         "rank": token.rank,
         "entropy": _finite(token.entropy),
-        "alternatives": [[t, _finite(p)] for t, p in token.alternatives],
+        "alternatives": [[a.token, _finite(a.logprob), a.text] for a in token.alternatives],
     }
 
 

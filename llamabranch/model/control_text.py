@@ -41,6 +41,7 @@ class ControlText:
 
     def __init__(self, tokens: Mapping[str, ControlToken]) -> None:
         self._tokens = tokens
+        self._ids = frozenset(control.token for control in tokens.values())
         pattern = _one_of(sorted(tokens)) if tokens else "(?!)"
         self._exact = re.compile(pattern)
         # Templates can change the case. The look-ahead finds texts that overlap, too.
@@ -135,12 +136,17 @@ class ControlText:
             *own,
             None,
         ]:  # as llama.cpp does it: the text between control tokens by itself
-            piece = restored[at : match.start() if match else None]
+            piece = text[at : match.start() if match else None]
             control = self._tokens[match.group()] if match else None
             piece = piece.lstrip(_SPACE) if strips else piece
             piece = piece.rstrip(_SPACE) if control and control.strips_before else piece
-            if piece:
-                tokens += tokenize(piece, False)
+            found = tokenize(piece.translate(stand_ins), False) if piece else []
+            if not self._ids.isdisjoint(
+                found
+            ):  # user-defined ones are parsed in any text: cut it there
+                parts = re.split(f"(?<=[{''.join(map(chr, stand_ins))}])", piece)
+                found = [t for part in parts for t in tokenize(part.translate(stand_ins), False)]
+            tokens += found
             if match and control:
                 tokens.append(control.token)
                 at, strips = match.end(), control.strips_after

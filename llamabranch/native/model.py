@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
@@ -12,7 +13,7 @@ import numpy as np
 from llama_cpp import llama_cpp as C
 
 from ..errors import ModelLoadError, TokenizeError
-from . import heads
+from . import core, heads
 from .handle import Handle
 from .library import clear_log_lines, last_log_lines, supports_gpu_offload
 from .thread_call import call_in_thread
@@ -25,6 +26,7 @@ _FILE_TYPES = {
     29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0",
     38: "MXFP4_MOE", 39: "NVFP4", 40: "Q1_0", 41: "Q2_0",
 }  # fmt: skip
+_LOOKS_LIKE_CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _VOCAB_TYPES = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 
 
@@ -171,13 +173,20 @@ class ModelHandle(Handle):
         return bool(C.llama_vocab_is_control(self.vocab, token))
 
     def control_tokens(self) -> list[tuple[str, int, bool, bool]]:
-        """Return what ``parse_special`` parses: text, id, whether it drops spaces before and after it."""
+        """Return what ``parse_special`` parses: text, id, whether it drops spaces before and after it.
+
+        Some files mark control tokens as user-defined, which llama.cpp parses in any text. Those that
+        look like ``<|im_start|>`` count, as they do for llama.cpp's converter.
+        """
         parsed = C.LLAMA_TOKEN_ATTR_CONTROL | C.LLAMA_TOKEN_ATTR_UNKNOWN
+        defined = C.LLAMA_TOKEN_ATTR_USER_DEFINED
         found = []
         for token in range(self.n_vocab):
             attributes = C.llama_vocab_get_attr(self.vocab, token)
-            text = self.token_text(token).decode("utf-8", "replace") if attributes & parsed else ""
-            if text:
+            if not attributes & (parsed | defined):
+                continue
+            text = self.token_text(token).decode("utf-8", "replace")
+            if text and (attributes & parsed or _LOOKS_LIKE_CONTROL.fullmatch(text)):
                 before = bool(attributes & C.LLAMA_TOKEN_ATTR_LSTRIP)
                 found.append((text, token, before, bool(attributes & C.LLAMA_TOKEN_ATTR_RSTRIP)))
         return found
@@ -193,6 +202,26 @@ class ModelHandle(Handle):
             buffer = ctypes.create_string_buffer(-size)
             size = C.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, special)
         return buffer.raw[:size]
+
+    def pieces(self) -> list[bytes]:
+        """Return all pieces; those of control tokens as llguidance marks them: 0xFF and their text."""
+        found = core.pieces(_address_of(C._lib.llama_token_to_piece), self.vocab_address, self.n_vocab)
+        if found is None:
+            found = [self.piece(token, special=False) for token in range(self.n_vocab)]
+        for token, piece in enumerate(found):
+            if not piece and self.is_control(token):
+                found[token] = b"\xff" + self.piece(token, special=True)
+        return found
+
+    @property
+    def vocab_address(self) -> int:
+        """Where the llama_vocab lies, valid while the model is open."""
+        return ctypes.cast(self.vocab, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+
+    @property
+    def tokenize_address(self) -> int:
+        """Where the function llama_tokenize lies."""
+        return _address_of(C._lib.llama_tokenize)
 
     def tokenize(self, text: bytes, add_special: bool, parse_special: bool) -> list[int]:
         room = len(text) + 8
@@ -263,3 +292,7 @@ class ModelHandle(Handle):
             if n <= room:
                 return buffer.raw[:n].decode("utf-8", "replace")
             room = n
+
+
+def _address_of(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -201,7 +201,7 @@ def generate(
     seed: int | None = None,
     sampling: SamplingParams | None = None,
     stop: Sequence[str] = (),
-    grammar: str | None = None,
+    grammar: Grammar | str | None = None,
     n: int = 1,
     chat: bool = False,
     parse_special: bool = True,
@@ -240,13 +240,13 @@ def generate(
         JobError: the job failed; with ``resume=True`` it goes on from there.
         UnsupportedError: Ray is not installed.
     """
-    if grammar is not None:
-        Grammar(grammar)
+    if isinstance(grammar, str):
+        grammar = Grammar(grammar)
     settings: dict[str, object] = {
         "max_tokens": None if max_tokens is None else whole("max_tokens", max_tokens, 0),
         "sampling": _plain(asdict(sampling or SamplingParams())),
         "stop": list(stop),
-        "grammar": grammar,
+        "grammar": None if grammar is None else grammar.as_dict(),
         "n": whole("n", n, 1),
         "chat": chat,
         **({} if parse_special else {"parse_special": False}),

@@ -15,7 +15,7 @@ from ..arguments import whole
 from ..context import Context, TokenScore
 from ..engine import Request, Result
 from ..errors import ConfigError, LlamaBranchError
-from ..sampling import SamplingParams
+from ..sampling import Grammar, SamplingParams
 
 __all__ = [
     "PROBLEM",
@@ -62,7 +62,7 @@ class GenerateRows:
         max_tokens: the limit of rows without one.
         sampling: the settings; a row's ``seed`` replaces theirs.
         stop: strings that end a text, for rows that have none.
-        grammar: GBNF for rows that have none.
+        grammar: a grammar, or GBNF, for rows that have none.
         n: texts for each row; more than one gives columns of lists.
         chat: wrap each prompt in the model's chat template.
         parse_special: parse control tokens written in a prompt; a row's own can turn it off.
@@ -71,7 +71,7 @@ class GenerateRows:
     max_tokens: int | None
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
-    grammar: str | None = None
+    grammar: Grammar | str | None = None
     n: int = 1
     chat: bool = False
     parse_special: bool = True

@@ -22,7 +22,7 @@ from ..engine import Engine, Result
 from ..errors import ConfigError, LlamaBranchError, ModelLoadError
 from ..hub import obtain
 from ..loading import LoadOptions, load
-from ..sampling import SamplingParams
+from ..sampling import Grammar, SamplingParams
 from ..speculative import ModelDrafter
 from .ledger import MOST_DEATHS, Row
 from .placement import CoreClaim, cache_domains, claim_cores, lock_folder
@@ -266,7 +266,7 @@ class Generate(_Stage):
         seed: the seed from which each row's own is derived, together with its id.
         sampling: the settings.
         stop: strings that end a text.
-        grammar: GBNF that texts must follow.
+        grammar: a grammar, or GBNF, that texts must follow.
         n: texts for each row; with more than one the output columns are lists.
         chat: wrap each prompt in the model's chat template.
         parse_special: parse control tokens written in a prompt, see ``Model.prompt_tokens``. A row can
@@ -288,7 +288,7 @@ class Generate(_Stage):
         seed: int | None = None,
         sampling: SamplingParams | None = None,
         stop: Sequence[str] = (),
-        grammar: str | None = None,
+        grammar: Grammar | str | None = None,
         n: int = 1,
         chat: bool = False,
         parse_special: bool = True,

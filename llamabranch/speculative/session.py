@@ -12,7 +12,7 @@ from ..model import Prompt
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from .config import SpeculativeConfig
-from .drafters.base import Drafter
+from .drafters.base import Drafter, NullDrafter
 from .round import finish_at
 from .speculator import Speculator
 from .stats import SpeculativeStats
@@ -133,7 +133,7 @@ class InferenceSession:
     def _speculator(self, drafter: Drafter | None) -> Speculator:
         found = self._speculators.get(id(drafter))
         if found is None:
-            found = Speculator(self._target, drafter, self._config)
+            found = Speculator(self._target, drafter or NullDrafter(), self._config)
             self._speculators[id(drafter)] = found
         return found
 

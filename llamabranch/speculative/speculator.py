@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Generator, Iterator, Sequence
 from time import perf_counter
 
@@ -19,6 +20,7 @@ from ..sampling.grammar import Grammar
 from .config import SpeculativeConfig
 from .draft_cache import DraftCache
 from .drafters.base import Drafter, NullDrafter, checked_drafter
+from .drafters.grammar import GrammarDrafter
 from .length.base import DraftLength, FixedLength
 from .pair_profile import PairProfile
 from .round import Stream, finish_at
@@ -35,7 +37,8 @@ class Speculator:
 
     Args:
         target: the context that generates.
-        drafter: proposes the drafts; None = plain decoding.
+        drafter: proposes the drafts; None = plain decoding, except of texts with a grammar, for which
+            ``GrammarDrafter.copying()`` drafts. ``NullDrafter()`` = plain decoding of all texts.
         config: how much to draft.
 
     Raises:
@@ -62,8 +65,22 @@ class Speculator:
         if not isinstance(self.drafter, NullDrafter):
             self.length, self._profile = PairProfile.open(target, self.drafter, self.config)
         self.stats = SpeculativeStats()
+        self._is_default = drafter is None
+        self._of_grammars: Speculator | None = None  # drafts where none was asked for
         self._drafts = DraftCache(self.drafter)
         self._lock = forkable_lock()
+
+    def _for(self, branch: Branch) -> Speculator:
+        """Return the speculator that continues ``branch``: this one, or one that drafts from a grammar."""
+        if not self._is_default or branch.grammar is None:
+            return self
+        if not self.target.capabilities.can_truncate:
+            return self
+        with self._lock:
+            if self._of_grammars is None:
+                self._of_grammars = Speculator(self.target, GrammarDrafter.copying(), self.config)
+                self._of_grammars.stats, self._of_grammars._lock = self.stats, self._lock
+            return self._of_grammars
 
     def rule_for(self, branch: Branch) -> str:
         """Return the name of the acceptance rule used for ``branch``, "auto" resolved."""
@@ -121,7 +138,7 @@ class Speculator:
                 sampling=sampling,
                 parse_special=parse_special,
             )
-        return Generation(self, branch, owned, output, top_logprobs)
+        return Generation(self._for(branch), branch, owned, output, top_logprobs)
 
     def open_stream(
         self, branch: Branch, stats: SpeculativeStats, n_alternatives: int = 0
@@ -149,6 +166,8 @@ class Speculator:
 
     def explain(self) -> str:
         """Return a description of how it drafts, with the measurements behind it and the acceptance."""
+        if self._of_grammars is not None:
+            return self._of_grammars.explain()
         if isinstance(self.drafter, NullDrafter):
             return "plain decoding: there is no drafter"
         stats = SpeculativeStats()
@@ -171,6 +190,8 @@ class Speculator:
     def forget(self, branch: Branch) -> None:
         """Free the draft state that is kept for ``branch``, if there is one."""
         self._drafts.forget(branch)
+        if self._of_grammars is not None:
+            self._of_grammars.forget(branch)
 
 
 class Generation:
@@ -228,6 +249,10 @@ class Generation:
     def emitted(self) -> list[Produced]:
         """Each of ``tokens`` with its text, log-probability, entropy and source, a copy."""
         return list(self._output.emitted)
+
+    def __repr__(self) -> str:
+        ended = self.finish_reason or "running"
+        return f"<Generation {reprlib.repr(self.text)}, {len(self.tokens)} tokens, {ended}>"
 
     def _repr_html_(self) -> str:
         caption = f"{len(self.tokens)} tokens, seed {self.seed}, {self.finish_reason or 'running'}"

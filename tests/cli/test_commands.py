@@ -267,6 +267,26 @@ def test_chat_wraps_the_prompt_in_the_template(tmp_path: Path) -> None:
     assert with_template["tokens"] == plain.tokens
 
 
+@pytest.mark.parametrize("command", ["speculate", "generate", "search"])
+def test_chat_prints_the_answer_on_a_line_of_its_own(command: str, tmp_path: Path) -> None:
+    template = {"tokenizer.chat_template": CHAT_TEMPLATE}
+    model = write_toy(tmp_path / "chat.gguf", vocab="bytes", metadata=template)
+    arguments = (
+        "-p",
+        "Hi there",
+        "--target",
+        str(model),
+        "--draft",
+        "none",
+        "--seed",
+        "1",
+        "-n",
+        "4",
+    )
+    assert "Hi there\n" not in run(command, *arguments).stdout
+    assert "Hi there\n" in run(command, *arguments, "--chat").stdout
+
+
 def test_chat_without_a_template_fails() -> None:
     result = run("speculate", "Hi", "--chat")
     assert result.exit_code == 1

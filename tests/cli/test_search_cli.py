@@ -96,6 +96,27 @@ def test_votes_are_counted_by_the_answers_that_the_expression_finds() -> None:
     assert "votes: " in run("search", PROMPT, *given).stderr
 
 
+def test_equal_numbers_are_one_vote(tmp_path: Path) -> None:
+    grammar = tmp_path / "one.gbnf"
+    grammar.write_text('root ::= " 1" ("." "0")? "\\n"')
+    given = ["--method", "vote", "-n", "6", "-w", "12", "--seed", "1", "--grammar", str(grammar)]
+    printed = run("search", PROMPT, *given).stdout
+    assert "also" in printed and sum(answer("search", PROMPT, *given)["votes"].values()) == 12
+    assert len(answer("search", PROMPT, *given)["votes"]) == 1
+
+
+def test_a_search_that_finds_no_text_fails(tmp_path: Path) -> None:
+    grammar = tmp_path / "long.gbnf"
+    grammar.write_text('root ::= "x"{40}')
+    given = ["--method", "smc", "-n", "3", "--grammar", str(grammar), "--seed", "1"]
+    result = run("search", PROMPT, *given)
+    assert result.exit_code == 1
+    assert "found no text" in result.stderr and "--max-tokens" in result.stderr
+    result = run("search", PROMPT, *given, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["hypotheses"] == []
+
+
 def test_particles_are_not_truncated_and_have_an_evidence() -> None:
     found = answer("search", PROMPT, "--method", "smc", "-n", "3", "--seed", "1")
     assert found["log_evidence"] < 0

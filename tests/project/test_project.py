@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import typer
 import typer.core
+from conftest import listed
 from test_layout import FLOORS
 
 import llamabranch
@@ -59,14 +60,15 @@ def test_package_is_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()
 
 
-def test_everything_listed_as_slow_exists() -> None:
+@pytest.mark.parametrize("listing", ["slow.txt", "no_numbers.txt"])
+def test_everything_that_is_listed_exists(listing: str) -> None:
     tests = ROOT / "tests"
     files = sorted(tests.rglob("test_*.py"))
     there = {f"{folder.name}/" for folder in tests.iterdir() if folder.is_dir()}
     there |= {path.name for path in files}
     for path in files:
         there |= set(re.findall(r"^def (test_\w+)", path.read_text("utf-8"), re.MULTILINE))
-    assert not set((tests / "slow.txt").read_text("utf-8").split()) - there
+    assert not set(listed(listing)) - there
 
 
 # -- versions --------------------------------------------------------------------------------------

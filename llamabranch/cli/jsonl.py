@@ -19,7 +19,6 @@ from llamabranch import ConfigError, LlamaBranchError
 
 from .console import Console
 from .openai_batch import BatchRequest, is_envelope, open_envelope
-from .prompts import read_text
 
 if TYPE_CHECKING:
     from llamabranch import Request, SamplingParams
@@ -33,6 +32,7 @@ __all__ = [
     "parse_lines",
     "read_requests",
     "read_results",
+    "read_text",
     "text_id",
     "write_record",
 ]
@@ -390,6 +390,18 @@ def drop_failed(path: Path) -> None:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file, without a byte order mark.
+
+    Raises:
+        ConfigError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
 
 
 def is_unicode(text: str) -> bool:

@@ -20,7 +20,8 @@ import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams, hub
 
 from .console import Console
-from .prompts import PromptSource, read_prompt_file, read_prompts, read_standard_input, read_text
+from .jsonl import read_text
+from .prompts import PromptSource, read_prompt_file, read_prompts, read_standard_input
 from .reporting import reporting_errors
 
 if TYPE_CHECKING:

@@ -254,7 +254,7 @@ def _digest(request: Request) -> str:
             "max_tokens": request.max_tokens,
             "sampling": None if request.sampling is None else asdict(request.sampling),
             "stop": list(request.stop),
-            "grammar": grammar.gbnf if isinstance(grammar, Grammar) else grammar,
+            "grammar": grammar.as_dict() if isinstance(grammar, Grammar) else grammar,
             "n": request.n,
         }
     )

@@ -206,7 +206,7 @@ def search(
             stack,
             n_seq_max=n_sequences,
             load_mtp=MTP in drafters,
-            **chat.load_options(),
+            chat_template=chat.template,
         )
         drafter = make_drafter(
             drafters,

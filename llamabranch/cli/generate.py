@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
@@ -20,7 +20,6 @@ from llamabranch import (
     SamplingParams,
 )
 
-from ..loading import LoadOptions
 from .bundles import with_bundles
 from .console import Console, print_json
 from .drafters import MTP, drafting_contexts, make_drafter, note_translation
@@ -260,7 +259,7 @@ def generate(
             cache_ram=cache_ram << 20,
             kv_unified=kv_unified,
             load_mtp=MTP in drafters,
-            **chat.load_options(),
+            chat_template=chat.template,
         )
 
         def open_draft(name: str) -> Context:
@@ -331,6 +330,9 @@ def _generate_on_ray(
         raise ConfigError(f"a job on Ray has no {refused[0]}")
     inputs, folder = job_paths(prompts.input_file, output, prompts.prompts)
     options = cluster.options(console, resume=resume, streams=parallel)
+    load = runtime.options()
+    if chat.template is not None:
+        load["chat_template"] = chat.template
     options["draft"] = None if models.draft == "none" else models.draft
     report = scale.generate(
         inputs,
@@ -344,7 +346,7 @@ def _generate_on_ray(
         n=samples,
         chat=chat.is_on,
         parse_special=chat.parse_special,
-        load=cast(LoadOptions, {**runtime.options(), **chat.load_options()}),
+        load=load,
         **options,
     )
     finish_job(console, report, as_json=as_json)
@@ -391,7 +393,7 @@ def _sampling_digest(
         }
         # Not in the digests of older files, where these were not given.
         | ({} if chat.system is None else {"system": chat.system})
-        | dict(chat.load_options())
+        | ({} if chat.template is None else {"chat_template": chat.template})
     )
 
 

@@ -18,7 +18,6 @@ import llamabranch as lb
 from llamabranch import ConfigError, LlamaBranchError
 
 from .console import Console
-from .openai_batch import BatchRequest, is_envelope, open_envelope
 
 if TYPE_CHECKING:
     from llamabranch import Request, SamplingParams
@@ -195,6 +194,9 @@ def _request(data: object, name: str, sampling: SamplingParams | None) -> Reques
         return lb.Request(data, id=name, sampling=sampling)
     if not isinstance(data, dict):
         raise ConfigError("a request is an object with a prompt or messages")
+    # Imported with the first request: it needs llama.cpp, which `doctor` and `models` do without.
+    from .openai_batch import BatchRequest, is_envelope, open_envelope
+
     if is_envelope(data):
         inner, url = open_envelope(data)
         return BatchRequest.of(_request(inner, name, sampling), url)

@@ -459,17 +459,18 @@ class ChatOptions:
             raise ConfigError("--system-prompt and --system-prompt-file exclude each other")
         return read_prompt_file(self.system_prompt_file)
 
-    def load_options(self) -> LoadOptions:
-        """Return the chat template as an option of `llamabranch.load`, if one was given.
+    @property
+    def template(self) -> str | None:
+        """The chat template that was given, as `llamabranch.load` takes it, None if there is none.
 
         Raises:
             ConfigError: it was given twice, or its file cannot be read.
         """
         if self.chat_template_file is None:
-            return {} if self.chat_template is None else {"chat_template": self.chat_template}
+            return self.chat_template
         if self.chat_template is not None:
             raise ConfigError("--chat-template and --chat-template-file exclude each other")
-        return {"chat_template": read_text(self.chat_template_file)}
+        return read_text(self.chat_template_file)
 
     def prompt_tokens(self, model: Model, prompt: str) -> list[int]:
         """Return the tokens of a prompt, as a user's turn in the chat template where that is on.

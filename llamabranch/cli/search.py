@@ -206,7 +206,7 @@ def search(
             stack,
             n_seq_max=n_sequences,
             load_mtp=MTP in drafters,
-            **chat.load_options(),
+            chat_template=chat.template,
         )
         drafter = make_drafter(
             drafters,
@@ -381,8 +381,9 @@ def _print(
             f"{len(hypothesis.tokens)} tokens, {hypothesis.finish_reason}",
             "bold",
         )
+        # On a pipe an empty line separates two texts, and none follows the last.
         if console is not beside and hypothesis is not result.hypotheses[0]:
-            console.write("\n")  # on a pipe an empty line between two texts, and none after the last
+            console.write("\n")
         console.write(before + hypothesis.text + ("\n\n" if console is beside else "\n"))
     if result.votes:
         shares = []

@@ -145,7 +145,7 @@ def speculate(
 
         target_options = options(n_target)
         target_options["load_mtp"] = MTP in drafters
-        target_options.update(chat.load_options())
+        target_options["chat_template"] = chat.template
         context = runtime.open(target_name, console, stack, **target_options)
         drafter = make_drafter(
             drafters,

@@ -70,7 +70,8 @@ def test_speculate_tells_a_tale_with_no_options() -> None:
 
 @pytest.mark.filterwarnings("always::llamabranch.ContextLengthWarning")
 def test_warning_is_one_line_on_standard_error() -> None:
-    result = run("speculate", "--max-tokens", "2", "--draft", "none", "--n-ctx", "2048")
+    given = ("--max-tokens", "2", "--draft", "none", "--n-ctx", "2048")
+    result = run("speculate", *given, "--json")
     assert result.exit_code == 0, result.stderr
     assert result.stderr.startswith("warning: n_ctx=2048 is more than the 1024 tokens")
     assert result.stderr.count("\n") == 1

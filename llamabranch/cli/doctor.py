@@ -212,13 +212,17 @@ def _build(context: Context, machine: Machine) -> dict[str, str]:
     }
 
 
+_COST_OF_EXACT = ". --fast gives it up: f16 K/V may read long prompts in half the time"
+
+
 def _context(context: Context) -> dict[str, str]:
     from llamabranch.bench import profile_in_use
 
     return {
         "threads": f"{context.n_threads} for tokens, {context.n_threads_batch} for prompts",
         "K/V type": context.kv_type,
-        "batch-invariant": context.capabilities.batch_invariant_reason,
+        "batch-invariant": context.capabilities.batch_invariant_reason
+        + (_COST_OF_EXACT if context.capabilities.batch_invariant else ""),
         "profile of decode times": profile_in_use() or "off",
     }
 

@@ -227,7 +227,7 @@ def generate(
             sampling=_sampling_digest(params, grammar, text, sampling, chat),
             samples=samples,
             rule=drafting.rule,
-            kv_type=runtime.kv_type or "auto",
+            kv_type=runtime.kv_type or ("auto" if runtime.exact else "f16"),
             seed=text.seed,
             seed_given=text.seed is not None,
         )

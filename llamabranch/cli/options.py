@@ -836,10 +836,20 @@ class RuntimeOptions(LoadingOptions):
         str | None,
         typer.Option(help="Type of the KV cache: f16, bf16, q8_0, ..."),
     ] = None
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact/--fast",
+            help="Texts that drafts and batches do not change, where the model allows it; or a KV cache "
+            "that reads long prompts faster.",
+        ),
+    ] = True
 
     def options(self) -> LoadOptions:
         """Return what was given, by the names of `llamabranch.load`."""
         options = super().options()
+        if not self.exact:
+            options["batch_invariant"] = False
         if self.n_ctx is not None:
             options["n_ctx"] = self.n_ctx
         if self.n_batch is not None:
@@ -890,7 +900,8 @@ class RuntimeOptions(LoadingOptions):
             "--gpu-layers": self.gpu_layers,
             "--kv-type": self.kv_type,
         }
-        return [arg for name, v in given.items() if v is not None for arg in (name, str(v))]
+        found = [arg for name, v in given.items() if v is not None for arg in (name, str(v))]
+        return found if self.exact else [*found, "--fast"]
 
 
 @dataclass(frozen=True)

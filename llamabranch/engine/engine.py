@@ -110,19 +110,17 @@ class Engine:
             max_tokens=None if max_tokens is None else whole("max_tokens", max_tokens, 0),
             seed=random_seed() if seed is None else whole("seed", seed),
             seed_given=seed is not None,
-            redraws=seed is None,
             wait_s=wait_s,
             drafts=drafter is not None and target.capabilities.can_truncate,
             parallel=None if parallel is None else whole("parallel", parallel, 1),
         )
-        self.core = EngineCore(self._settings)
+        self.core = EngineCore(self._settings, redraws=True)
         self._adding = threading.Lock()
         self._is_closed = False
         # Every call of ``stream`` has a core of its own, with its own ids. A core that is
         # garbage-collected removes itself from the list; these list operations are atomic, so
         # ``abort`` needs no lock.
         self._streams: list[weakref.ref[EngineCore]] = []
-        self._n_streams = 0
 
     @property
     def stats(self) -> EngineStats:
@@ -136,7 +134,7 @@ class Engine:
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        self._settings.seed, self._settings.redraws = whole("seed", seed), False
+        self._settings.seed, self._settings.repeats = whole("seed", seed), True
 
     def __enter__(self) -> Engine:
         return self
@@ -405,7 +403,7 @@ def _identity(request: AnyRequest, number: int) -> tuple[str, int]:
         return str(number), 1
     if not isinstance(request, Request):
         raise ConfigError(
-            f"a request is a Request, text or messages, not {request!r:.40}",
+            f"a request is a Request or text, or messages, not {request!r:.40}",
             hint="give token ids as Request([1, 2, 3]), bytes as text: prompt.decode()",
         )
     return (str(number) if request.id is None else request.id), request.n

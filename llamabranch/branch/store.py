@@ -45,6 +45,22 @@ class BranchStore:
             for branch, tokens in work.items():
                 branch.sequence.append_prompt(tokens, rows[branch])
 
+    def append(self, texts: Mapping[Branch, TokenIds]) -> None:
+        """Append tokens that each branch reads, as `Branch.append`, in as few decodes as possible.
+
+        Raises:
+            ConfigError: a branch of another context, or no tokens for one.
+            BranchStateError, TokenizeError, CacheFullError, DecodeError: no branch has changed.
+        """
+        with self._ctx.lock:
+            work = {branch: token_list(tokens) for branch, tokens in texts.items()}
+            for branch, tokens in work.items():
+                self._check(branch)
+                branch.sequence.check_read(tokens)
+            rows = self._decode(work)
+            for branch, tokens in work.items():
+                branch.sequence.append_prompt(tokens, rows[branch])
+
     def append_unscored(self, texts: Mapping[Branch, Sequence[int]]) -> None:
         """Append tokens to each branch without surprisals, in as few decodes as possible.
 

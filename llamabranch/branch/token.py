@@ -20,7 +20,8 @@ class Produced(NamedTuple):
             the text, its id is -1 and its numbers are NaN.
         logprob, entropy: of the model's own distribution at this position, nats, before any sampling
             setting; NaN with ``SamplingParams(logprobs=False)``.
-        source: "drafted" (proposed and accepted), "bonus" (the target's own after a draft that was
+        source: "drafted" (proposed and accepted), "forced" (the same, where the grammar allowed no other
+            text), "bonus" (the target's own after a draft that was
             accepted whole), "corrected" (the target's own where a draft was rejected) or "plain".
         alternatives: the requested number of most probable tokens, best first: pairs (token,
             log-probability) with an attribute ``text``.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -185,7 +184,7 @@ class LogitsRow:
             if self.array[token] != self.array[token]:
                 raise ConfigError("no token can be drawn: the logits contain NaN")
             return token
-        compiled = sampler.row_sampler
+        compiled = sampler.current_row_sampler
         if compiled is not None:
             drawn = self._drawn
             if drawn is not None and drawn[0] is compiled and drawn[1] == seed:
@@ -250,9 +249,10 @@ class LogitsRow:
         np.maximum(
             shifted, _FLOOR, out=shifted
         )  # a logit of -inf has weight 0, and 0 * -inf is NaN
-        weights = np.exp(shifted)
-        total = float(np.dot(weights, _ones(len(row))))
-        mean = float(np.dot(weights, shifted))
+        # Sums in 64 bits, as the core's: how 32-bit sums round depends on the processor's BLAS.
+        weights = np.exp(shifted).astype(np.float64)
+        total = float(weights.sum())
+        mean = float(np.dot(weights, shifted.astype(np.float64)))
         log_total = math.log(total) if total > 0 else math.nan
         self._logsumexp = top + log_total
         self._entropy = max(0.0, log_total - mean / total)
@@ -262,8 +262,3 @@ def note_measures(rows: Sequence[LogitsRow], measures: Sequence[tuple[int, float
     """Take over the measures of the first rows: (best token, log-sum-exp, entropy in nats) of each."""
     for row, measured in zip(rows, measures, strict=False):
         row.note(*measured)
-
-
-@lru_cache(maxsize=8)
-def _ones(n: int) -> Logits:
-    return np.ones(n, dtype=np.float32)

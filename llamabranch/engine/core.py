@@ -16,7 +16,7 @@ from ..errors import CacheFullError, CapacityError, DecodeInterruptedError, Llam
 from ..native.interrupts import HeldInterrupts
 from ..sampling import SamplingParams
 from ..sampling.noise import derive_seed
-from ..speculative import Draft, Drafter, NullDrafter
+from ..speculative import Draft, Drafter, GrammarDrafter, NullDrafter
 from ..speculative.config import SpeculativeConfig
 from ..speculative.drafters.base import NO_DRAFT, DraftRequest, DraftState, NullState
 from ..speculative.length.auto import draft_length
@@ -48,6 +48,7 @@ class EngineSettings:
     wait_s: float
     drafts: bool
     parallel: int | None = None
+    drafts_grammars: bool = False  # no drafter was asked for, so grammars draft; ``drafts`` once one has
 
     def __post_init__(self) -> None:
         self.length = draft_length(self.config)
@@ -68,6 +69,14 @@ class EngineSettings:
         """Return the seed, or, if none was given, another one each time: first that one itself."""
         n, self._n_draws = self._n_draws, self._n_draws + 1
         return self.seed if self.repeats or not n else derive_seed(self.seed, n)
+
+    def draft_from_grammars(self) -> None:
+        """Draft texts that have a grammar from here on."""
+        self.drafter, self.drafts = GrammarDrafter.copying(), True
+        self.length, self.profile = PairProfile.open(
+            self.target, self.drafter, self.config, batched=True
+        )
+        self.concurrency = None
 
     def save_profile(self) -> None:
         """Keep what was learned about drafts for later runs."""
@@ -567,7 +576,12 @@ class EngineCore:
             seed_given=settings.seed_given or params.seed is not None,
             temperature=params.temperature,
         )
-        drafts = settings.drafts and job.output.finish_reason is None
+        has_grammar = branch.grammar is not None
+        if settings.drafts_grammars and not settings.drafts and has_grammar:
+            settings.draft_from_grammars()
+            self._scheduler.limit = settings.parallel
+        wanted = settings.drafts and (has_grammar or not settings.drafts_grammars)
+        drafts = wanted and job.output.finish_reason is None
         try:
             state = self._draft_state(job, branch, rule) if drafts else NullState()
         except CapacityError:  # without room for a draft state it decodes plainly

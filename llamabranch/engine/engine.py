@@ -20,6 +20,7 @@ from contextlib import closing
 from ..arguments import whole
 from ..branch.branch import random_seed
 from ..context import Context
+from ..context.context import text_context
 from ..errors import (
     ClosedError,
     ConfigError,
@@ -29,6 +30,7 @@ from ..errors import (
 from ..model import is_chat
 from ..sampling import SamplingParams
 from ..speculative import Drafter, NullDrafter, SpeculativeConfig
+from ..speculative.drafters.base import checked_drafter
 from .core import EngineCore, EngineSettings
 from .request import EngineStats, Event, Request, Result
 
@@ -53,7 +55,8 @@ class Engine:
 
     Args:
         target: the context that generates; at most its n_seq_max texts run at a time.
-        drafter: proposes the drafts; None = plain decoding. To draft for every text, a draft model's
+        drafter: proposes the drafts; None = plain decoding, except of texts with a grammar, for which
+            ``GrammarDrafter.copying()`` drafts. ``NullDrafter()`` = plain decoding of all texts. To draft for every text, a draft model's
             context needs as many sequences as the target.
         config: how much to draft; "auto" drafts as many tokens as raise the throughput of the batch.
         sampling: the settings of requests that give none.
@@ -71,7 +74,8 @@ class Engine:
 
     Raises:
         ConfigError: a drafter of token trees, which cannot share a decode; an invalid limit, seed or
-            ``wait_s``.
+            ``wait_s``; an argument of another type.
+        UnsupportedError: ``target`` is the context of a head, or the drafter is a head for another model.
         VocabularyMismatchError: the drafter cannot draft for the target's vocabulary.
 
     Attributes:
@@ -95,11 +99,10 @@ class Engine:
     ) -> None:
         if isinstance(wait_s, bool) or not isinstance(wait_s, (int, float)) or not wait_s >= 0:
             raise ConfigError(f"wait_s must be a number of seconds of at least 0, not {wait_s!r}")
-        self.target = target
-        self.drafter: Drafter = drafter or NullDrafter()
+        self.target = text_context("target", target)
+        self.drafter = checked_drafter(drafter, target.model)
         if self.drafter.width > 1:
             raise ConfigError("token trees cannot share a decode: use a drafter of width 1")
-        self.drafter.check(target.model)
         self.config = config or SpeculativeConfig()
         self._max_waiting = None if max_waiting is None else whole("max_waiting", max_waiting, 0)
         self._settings = EngineSettings(
@@ -112,6 +115,7 @@ class Engine:
             seed_given=seed is not None,
             wait_s=wait_s,
             drafts=drafter is not None and target.capabilities.can_truncate,
+            drafts_grammars=drafter is None and target.capabilities.can_truncate,
             parallel=None if parallel is None else whole("parallel", parallel, 1),
         )
         self.core = EngineCore(self._settings, redraws=True)

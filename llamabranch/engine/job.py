@@ -63,7 +63,7 @@ class Submission:
         self.number = number
         self.arrival = perf_counter()
         self.model = model
-        self.prompt = model.prompt_tokens(request.prompt)
+        self.prompt = model.prompt_tokens(request.prompt, parse_special=request.parse_special)
         self.samples = deque(samples)
         self.jobs: dict[int, Job] = {}
         self.is_aborted = False

@@ -37,8 +37,9 @@ class Request:
         sampling: settings; None = the engine's. Without a seed the request gets one derived from the
             engine's seed and its id, so that its text depends neither on the order of the requests nor
             on those it is batched with.
-        stop: a string, or several, that end the text; a result's ``text`` leaves them out, its ``tokens``
-            hold them.
+        stop: a string, or several, that end the text. They are compared with the generated text, in
+            which control tokens have none; a token that ends a turn ends the text by itself. A result's
+            ``text`` leaves them out, its ``tokens`` hold them.
         grammar: the grammar that the text must follow.
         n: how many texts to generate from one prefill; each but the first is drawn with a seed derived
             from the first's.
@@ -48,6 +49,8 @@ class Request:
         prompt_logprobs: None = no detail; k = the result's ``prompt_logprobs`` rates every token of the
             prompt, with the k most probable tokens. With ``max_tokens=0`` nothing else is done. Such a
             prompt is read whole, whatever the prefix cache has.
+        parse_special: whether control tokens written in a text prompt, such as ``<|im_start|>``, are
+            parsed; False for untrusted text. Those in messages never are.
 
     Raises:
         ConfigError: a value out of range.
@@ -63,6 +66,7 @@ class Request:
     priority: int = 0
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
+    parse_special: bool = True
 
     def __post_init__(self) -> None:
         is_bytes = isinstance(self.prompt, (bytes, bytearray, memoryview))
@@ -89,6 +93,8 @@ class Request:
             )
         if self.id is not None and not isinstance(self.id, str):
             raise ConfigError(f"id must be a string, not {self.id!r}")
+        if not isinstance(self.parse_special, (bool, np.bool_)):
+            raise ConfigError(f"parse_special must be True or False, not {self.parse_special!r}")
         object.__setattr__(self, "priority", whole("priority", self.priority))
         for name in ("max_tokens", "top_logprobs", "prompt_logprobs"):
             value = getattr(self, name)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import TypedDict
 
 from ..arguments import real, shown, whole
 from ..errors import ConfigError
 
-__all__ = ["SamplingParams"]
+__all__ = ["SamplingParams", "SamplingSettings"]
 
 _FLOAT_MAX = (2 - 2**-23) * 2.0**127
 
@@ -60,6 +61,34 @@ _ELSEWHERE = {
 _INTEGERS = {
     "top_k", "penalty_last_n", "dry_allowed_length", "dry_penalty_last_n", "min_keep",
 }  # fmt: skip
+
+
+class SamplingSettings(TypedDict, total=False):
+    """The fields of `SamplingParams` as keyword arguments, for editors and type checkers."""
+
+    temperature: float
+    dynatemp_range: float
+    dynatemp_exponent: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    top_n_sigma: float
+    xtc_probability: float
+    xtc_threshold: float
+    repeat_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    penalty_last_n: int
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: Sequence[str]
+    logit_bias: Mapping[int, float]
+    min_keep: int
+    seed: int | None
+    logprobs: bool
 
 
 def _names_unknown_settings(cls: type[SamplingParams]) -> type[SamplingParams]:

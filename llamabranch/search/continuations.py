@@ -156,9 +156,6 @@ class Continuations:
     def __init__(self, lines: Lines, drafter: Drafter | None = None) -> None:
         self._lines = lines
         self._drafter: Drafter = drafter or NullDrafter()
-        if self._drafter.width > 1:
-            raise ConfigError("token trees cannot share a decode: use a drafter of width 1")
-        self._drafter.check(lines.ctx.model)
         self._drafts = drafter is not None and lines.ctx.capabilities.can_truncate
         self._length = (
             draft_length(SpeculativeConfig(rule=_RULE)) if self._drafts else FixedLength(0)

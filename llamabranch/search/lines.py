@@ -44,10 +44,6 @@ class Lines:
     """
 
     def __init__(self, branch: Branch, on_step: OnStep | None = None) -> None:
-        if not isinstance(branch, Branch):
-            raise ConfigError(f"a search needs a Branch that has read the prompt, not {branch!r}")
-        if on_step is not None and not callable(on_step):
-            raise ConfigError(f"on_step must be callable, not {on_step!r}")
         self.branch = branch
         self.ctx = branch.ctx
         self.stats = SearchStats()

@@ -191,10 +191,10 @@ def forks(world: World, settings: Settings, model: str = "target", **options: ob
 def steered(world: World, settings: Settings) -> Outcome:
     root = world.start(world.context(), TALE, settings)
     texts = [continue_branch(root, 10)]
-    root.steer(world.bias({16: 4.0, 261: -math.inf}))
+    root.steer({16: 4.0, 261: -math.inf})
     child = root.fork()
     texts += [continue_branch(root, 20), continue_branch(child, 10)]
-    child.steer(world.bias({}))
+    child.steer({})
     texts.append(continue_branch(child, 15))
     child.resample(world.params({"temperature": 1.0, "top_k": 8, "seed": 21}))
     texts.append(continue_branch(child, 15))
@@ -227,7 +227,7 @@ def committed(world: World, settings: Settings) -> Outcome:
     for token in (300, 16, 400):
         branch.commit(token)
     numbers["sum of logits"] = float(branch.logits.sum())
-    rows = branch.extend([500, 600, 700])
+    rows = branch.extend([500, 600, 700], logits="all")
     numbers |= {f"logit {i}": float(row.max()) for i, row in enumerate(rows)}
     numbers["perplexity"] = branch.perplexity("prompt")
     for i, (token, probability) in enumerate(branch.distribution().top(5)):

@@ -16,6 +16,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import closing
+from typing import cast
 
 from ..arguments import whole
 from ..branch.branch import random_seed
@@ -38,7 +39,8 @@ __all__ = ["AnyRequest", "Engine"]
 
 Messages = Sequence[Mapping[str, object]]
 AnyRequest = Request | str | Messages
-Requests = Iterable[AnyRequest] | AnyRequest
+# One conversation is an iterable of messages; one text is an iterable of str.
+Requests = Iterable[AnyRequest | Mapping[str, object]] | Request
 _Skip = Collection[tuple[str, int]]
 
 
@@ -354,16 +356,17 @@ class _Source:
         order: dict[str, int] | None = None,
     ) -> None:
         if isinstance(requests, (str, Request)) or is_chat(requests):
-            requests = [requests]
+            requests = [cast(AnyRequest, requests)]
         refused = (bytes, bytearray, memoryview, Mapping)
         if isinstance(requests, refused) or not isinstance(requests, Iterable):
             raise ConfigError(f"requests are prompts or Requests, not {requests!r:.40}")
+        given = cast(Iterable[AnyRequest], requests)
         self._skip = _skipped(skip)
         self._order = order
         self.failure: Exception | None = None
         self.expected: set[str] = set()
-        numbered: Iterable[tuple[int, AnyRequest]] = enumerate(requests)
-        if isinstance(requests, Sequence):
+        numbered: Iterable[tuple[int, AnyRequest]] = enumerate(given)
+        if isinstance(given, Sequence):
             numbered = list(numbered)
             for number, request in numbered:
                 name, _ = _identity(request, number)

@@ -46,8 +46,7 @@ REQUESTS = [
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lb.Model]:
     """A random model whose step takes a fraction of a millisecond."""
     path = tmp_path_factory.mktemp("toy") / "tiny.gguf"
-    size = {"n_layer": 1, "n_embd": 32, "n_head": 1, "n_ff": 32}
-    toys.write_llama(path, vocab="bytes", weights="q8_0", **size)
+    toys.write_llama(path, vocab="bytes", weights="q8_0", n_layer=1, n_embd=32, n_head=1, n_ff=32)
     with lb.Model(path) as opened:
         yield opened
 

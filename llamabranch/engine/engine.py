@@ -356,7 +356,7 @@ class _Source:
         order: dict[str, int] | None = None,
     ) -> None:
         if isinstance(requests, (str, Request)) or is_chat(requests):
-            requests = [cast(AnyRequest, requests)]
+            requests = [requests]
         refused = (bytes, bytearray, memoryview, Mapping)
         if isinstance(requests, refused) or not isinstance(requests, Iterable):
             raise ConfigError(f"requests are prompts or Requests, not {requests!r:.40}")

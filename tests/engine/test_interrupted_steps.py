@@ -136,7 +136,7 @@ def outcome(
             tokens = [] if result.id == "d" else result.tokens  # aborted after some steps
             text = "" if result.id == "d" else result.text
             seen[result.id, result.sample] = tokens, text, result.finish_reason, n_rated
-    undisturbed = interrupter is None or not interrupter.done
+    undisturbed = interrupter is not None and not interrupter.done
     assert engine.stats.preemptions or not (undisturbed and ctx.capabilities.can_share)
     engine.close()
     prefixes = ctx.prefix_cache

@@ -118,11 +118,11 @@ class JobSurvey:
                 try:
                     return len(model.prompt_tokens(request.prompt))
                 except LlamaBranchError:  # the request fails with it
-                    return float("inf")
+                    return float("nan")
 
             if self.n_requests == 1:
                 n = length(next(iter(self.requests())))
-                if most < n < float("inf"):
+                if n > most:
                     raise CacheFullError(
                         f"the prompt has {int(n):,} tokens, "
                         + (f"--n-ctx is {most:,}" if n_ctx else f"the model is made for {most:,}"),
@@ -151,7 +151,7 @@ class JobSurvey:
     @property
     def n_ctx(self) -> int:
         """The size of a context in which the longest text has room."""
-        return _whole_steps(self.n_needed + 8)
+        return _whole_steps(self.n_needed + len(_TEMPLATE))
 
 
 def _whole_steps(n: float) -> int:

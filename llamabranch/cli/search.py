@@ -39,7 +39,7 @@ from .options import (
 )
 from .prompts import apply_template
 from .reporting import EXIT_INTERRUPTED
-from .search_report import drawn_tree, search_page, stats_text
+from .search_report import print_tree, search_page, stats_text
 
 WIDTHS = {"beam": 4, "best-of": 8, "vote": 16, "smc": 8, "steps": 4, "mcts": 3}
 NEED_REWARD = ("steps", "mcts")
@@ -353,8 +353,7 @@ def _answer(pattern: str) -> Callable[[str], str | None]:
 
 def _print(console: Console, prompt: str, result: SearchResult, best: int, tree: bool) -> None:
     if tree:
-        console.render(drawn_tree(result.tree, prompt))
-        console.line()
+        print_tree(console, result.tree, prompt)
     for hypothesis in result.hypotheses[:best]:
         console.line(
             f"score {hypothesis.score:.4f}, log p {hypothesis.logprob:.2f} nats, "

@@ -196,7 +196,7 @@ def _fork(ctx: Context, interrupts: InterruptHandler) -> _Forks:
         interrupts.check()
         alone.append(_continued_alone(ctx, prompt, sampling.replace(seed=seed), N_STEPS))
     one_by_one_s = time.perf_counter() - start
-    tail = ctx.model.detokenize(prompt[-24:])
+    tail = "... " + ctx.model.detokenize(prompt[-24:]).lstrip()
     return _Forks(
         n_prompt=len(prompt),
         together_s=together_s,

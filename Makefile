@@ -1,7 +1,8 @@
 # Everything runs in a virtual environment that these targets make on first use.
 #   make demo    install, then forks, drafts and scores on the bundled pair, measured as you watch
-#   make test    install with the tools, then lint, types, the site of the documents, all tests: about twenty minutes on two cores
-#   make test-fast  lint, types and the tests that are not slow
+#   make test    install with the tools, then lint, types, the site of the documents and, beside them, the tests: eight minutes on two cores
+#   make test-slow  all other tests: every case of everything, Ray, builds, long runs, training
+#   make test-elsewhere  the tests that depend on numbers, on llama.cpp compiled as for other processors
 #   make core    build the compiled core into this tree, for a package that runs from the tree
 #   make docs    build the site of the documents into $(VENV)/site; strict
 #   make bench-quick  install, then a first look in five minutes: steps, drafters and streams of the bundled pair
@@ -23,16 +24,25 @@ BUILT_FROM := pyproject.toml CMakeLists.txt llamabranch/native/core.c
 # The first install compiles llama.cpp: use every core for it.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 
-.PHONY: demo test test-fast core docs bench bench-quick install install-dev lint types check clean
+.PHONY: demo test tests test-slow test-elsewhere core docs bench bench-quick install install-dev lint types check clean
 
 demo: install
 	$(BIN)/llamabranch demo
 
-test: lint types docs
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
+PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 
-test-fast: lint types
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -m 'not slow' $(PYTEST_ARGS)
+# Side by side: the first that fails ends it, after the others have come to their end.
+test: install-dev
+	$(MAKE) --no-print-directory --jobs 4 lint types docs tests
+
+tests: install-dev
+	$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
+
+test-slow: install-dev
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+test-elsewhere: install-dev
+	$(BIN)/python -m tests.elsewhere -- -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 core:
 	cmake -S . -B build/core -DCMAKE_BUILD_TYPE=Release

@@ -12,11 +12,24 @@ from collections.abc import Collection
 from fractions import Fraction
 from numbers import Real
 from operator import index
+from typing import TypeVar
 
 from .errors import ConfigError
 
-__all__ = ["bounded", "choice", "finite", "flag", "function", "plain_int", "real", "shown", "whole"]
+__all__ = [
+    "bounded",
+    "choice",
+    "finite",
+    "flag",
+    "function",
+    "instance",
+    "plain_int",
+    "real",
+    "shown",
+    "whole",
+]
 
+T = TypeVar("T")
 _LARGEST = int(sys.float_info.max)
 
 
@@ -88,6 +101,17 @@ def finite(name: str, value: object) -> float:
     if not math.isfinite(found):
         raise ConfigError(f"{name} must be finite, not {found}")
     return found
+
+
+def instance(name: str, value: object, kind: type[T], hint: str | None = None) -> T:
+    """Return ``value`` if it is one of ``kind``.
+
+    Raises:
+        ConfigError: it is something else; names the argument.
+    """
+    if isinstance(value, kind):
+        return value
+    raise ConfigError(f"{name} must be a {kind.__name__}, not {value!r:.60}", hint=hint)
 
 
 def bounded(name: str, value: object, low: float, high: float) -> float:

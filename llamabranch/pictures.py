@@ -31,6 +31,7 @@ _BOX = "font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere;line-h
 _DIM = "opacity:.65"
 _SOURCES = {
     "drafted": ("rgba(46,160,67,.38)", "drafted and accepted"),
+    "forced": ("rgba(130,80,223,.34)", "forced by the grammar"),
     "bonus": ("rgba(0,150,199,.45)", "bonus"),
     "corrected": ("rgba(219,148,0,.48)", "corrected by the target"),
 }

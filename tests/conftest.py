@@ -9,9 +9,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import budgets
 import pytest
 import toys
 from hypothesis import HealthCheck, settings
@@ -29,19 +31,41 @@ settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("busy")
 
 DATA = Path(lb.__file__).parent / "data"
-SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").split())
+HERE = Path(__file__).parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of `budgets`."""
+    budgets.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compare the CPU time of each file with its budget."""
+    config.pluginmanager.register(budgets.Budgets(config), "budgets")
+
+
+def listed(name: str) -> dict[str, int]:
+    """Return the folders, files and test functions of a list, with 1 of how many cases it leaves out."""
+    lines = (HERE / name).read_text("utf-8").splitlines()
+    parts = [line.split() for line in lines if line and not line.startswith("#")]
+    return {part[0]: int(part[1].removeprefix("1/")) if part[1:] else 0 for part in parts}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow the folders, files and test functions listed in ``slow.txt``."""
-    here = Path(__file__).parent
+    """Mark what `slow.txt` lists as slow, and what `no_numbers.txt` does not list as `numbers`."""
+    slow, no_numbers = listed("slow.txt"), listed("no_numbers.txt")
+    n_seen: Counter[str] = Counter()
     for item in items:
-        path = item.path.relative_to(here)
+        path = item.path.relative_to(HERE)
         names = {f"{folder}/" for folder in path.parts[:-1]} | {path.name}
         if isinstance(item, pytest.Function):
             names.add(item.originalname)
-        if names & SLOW:
-            item.add_marker(pytest.mark.slow)
+        for name in names & slow.keys():
+            if slow[name] == 0 or n_seen[name] % slow[name]:
+                item.add_marker(pytest.mark.slow)
+            n_seen[name] += 1
+        if not names & no_numbers.keys():
+            item.add_marker(pytest.mark.numbers)
 
 
 def pytest_collection_finish() -> None:

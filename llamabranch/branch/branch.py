@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ..arguments import whole
 from ..context import Context, TokenScore
+from ..context.context import text_context
 from ..errors import BranchStateError, ConfigError, LlamaBranchError
 from ..model import Prompt, TokenIds, token_list
 from ..pictures import Token, tokens_picture
@@ -69,6 +70,7 @@ class Branch:
         Raises:
             SequencesExhaustedError, GrammarError, ConfigError: nothing is created.
         """
+        text_context("ctx", ctx)
         params = sampling or SamplingParams()
         if isinstance(grammar, str):
             grammar = Grammar(grammar)
@@ -85,6 +87,7 @@ class Branch:
         *,
         grammar: Grammar | str | None = None,
         sampling: SamplingParams | None = None,
+        parse_special: bool = True,
         **settings: Unpack[SamplingSettings],
     ) -> Branch:
         """Return a branch prefilled with ``prompt`` (text, token ids or messages).
@@ -98,6 +101,8 @@ class Branch:
                 ``[{"role": "user", "content": "Hello"}]``, written by the model's chat template.
             grammar: constrains the generated text.
             sampling: settings.
+            parse_special: whether control tokens written in a text, such as ``<|im_start|>``, are
+                parsed, see ``Model.prompt_tokens``; False for untrusted text.
             settings: fields of `SamplingParams` by name, in place of those of ``sampling``:
                 ``temperature=0.8, top_p=0.9, seed=1``.
 
@@ -108,7 +113,7 @@ class Branch:
         params = (sampling or SamplingParams()).replace(**settings)
         branch = cls.create(ctx, params, grammar)
         try:
-            tokens = ctx.model.prompt_tokens(prompt)
+            tokens = ctx.model.prompt_tokens(prompt, parse_special=parse_special)
             n_cached = branch.sequence.take_cached(tokens[:-1])
             branch.prefill(tokens[n_cached:])
             branch.sequence.keep_cached()

@@ -73,12 +73,9 @@ class TokenSequence:
         self._pending: bytes | None = b""
         self._produced: Produced | None = None
         self._pending_after = b""  # the bytes that stay incomplete after ``_produced``
-        # Positions before it may be missing: a restored sliding window cannot be truncated further.
-        self._complete_from = 0
         self._is_given = False  # the sequence id is the prefix cache's now
         if parent is not None:
             self.fork_position = len(parent.tokens)
-            self._complete_from = parent._complete_from
             self.tokens += parent.tokens
             self.n_prompt = parent.n_prompt
             self.appended += parent.appended
@@ -244,12 +241,12 @@ class TokenSequence:
     def truncate(self, position: int) -> None:
         """Make the cache hold exactly the first ``position`` tokens; nothing else changes."""
         held = self._cache.next_position
-        can = self._cache.can_truncate and position >= self._complete_from
-        if can and held(self.seq_id) >= position and self._cache.drop(self.seq_id, position):
+        can = held(self.seq_id) >= position and self._cache.can_cut(self.seq_id, position)
+        if can and self._cache.drop(self.seq_id, position):
             return
         parent = self.parent
         self._cache.drop(self.seq_id, 0)
-        self._complete_from = done = 0
+        done = 0
         if (
             parent is not None
             and not parent.is_pruned
@@ -259,7 +256,6 @@ class TokenSequence:
         ):
             self._cache.share(parent.seq_id, self.seq_id)
             done = parent.position
-            self._complete_from = parent._complete_from
         if done < position:
             self._decoder.decode_run(self.tokens[done:position], self.seq_id, "none")
 
@@ -457,8 +453,6 @@ class TokenSequence:
         with self.ctx.lock:
             n = prefixes.take(self.seq_id, tokens)
             if n:
-                if self.ctx.capabilities.sliding_window:
-                    self._complete_from = n
                 n_prompt = n if n_prompt is None else min(n, n_prompt)
                 self.append_prompt(tokens[:n_prompt], None)
                 if n > n_prompt:
@@ -475,6 +469,8 @@ class TokenSequence:
             return
         with self.ctx.lock:
             n = self._cache.next_position(self.seq_id)
+            if n > len(self.tokens):  # a round was broken off: the tail is a draft
+                return
             if self._cache.can_truncate or n == len(self.tokens):
                 self._is_given = prefixes.put(self.seq_id, self.tokens[:n], is_last=is_last)
 
@@ -491,8 +487,6 @@ class TokenSequence:
         self.appended = list(appended)
         self.tokens, self.n_prompt, self.surprisals = tokens, n_prompt, surprisals
         self._pending = pending
-        if self.ctx.capabilities.sliding_window:
-            self._complete_from = len(tokens)
         self.set_row(row)
 
     def forget(self, position: int) -> None:

@@ -110,7 +110,7 @@ class Snapshot:
             "engine": engine_versions(),
             "origin": asdict(self.origin),
             "sampling": sampling,
-            "grammar": None if self.grammar is None else self.grammar.gbnf,
+            "grammar": None if self.grammar is None else self.grammar.as_dict(),
             "seed": self.seed,
             "seed_given": self.seed_given,
             "n_prompt": self.n_prompt,
@@ -252,7 +252,9 @@ def _parse(metadata: bytes) -> Snapshot:
     try:
         about = _Object(json.loads(metadata))
         origin = _Object(about.get("origin", dict))
-        grammar = about.maybe("grammar", str)
+        grammar = about.fields.get("grammar")
+        if grammar is not None and not isinstance(grammar, (str, dict)):
+            raise ValueError(f"grammar is {grammar!r:.40}")
         pending = bytes.fromhex(about.get("pending", str))
         finish_reason = about.maybe("finish_reason", str)
         # A character has at most four bytes, so three can be pending.
@@ -279,7 +281,7 @@ def _parse(metadata: bytes) -> Snapshot:
                 rope=origin.get("rope", str),
             ),
             sampling=sampling,
-            grammar=None if grammar is None else Grammar(grammar),
+            grammar=None if grammar is None else Grammar.from_dict(grammar),
             seed=about.get("seed", int),
             n_prompt=about.get("n_prompt", int),
             finish_reason=finish_reason,

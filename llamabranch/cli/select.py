@@ -13,7 +13,15 @@ from llamabranch.search import select as choose
 
 from .bundles import with_bundles
 from .console import print_json
-from .options import OUTPUT, REQUESTS, OutputOptions, RuntimeOptions, TargetOptions, one_prompt
+from .options import (
+    OUTPUT,
+    REQUESTS,
+    OutputOptions,
+    ParseSpecial,
+    RuntimeOptions,
+    TargetOptions,
+    one_prompt,
+)
 from .search_report import print_tree, stats_text
 
 _SEQUENCES = 33
@@ -60,6 +68,7 @@ def select(
             rich_help_panel=REQUESTS,
         ),
     ] = "mean",
+    parse_special: ParseSpecial = True,
     models: TargetOptions,
     runtime: RuntimeOptions,
     tree: Annotated[
@@ -86,7 +95,9 @@ def select(
         name = models.target_name
         models.find(name)
         context = runtime.open(name, console, stack, n_seq_max=_SEQUENCES)
-        found = choose(Branch.start(context, prompt), choices, method=method)
+        found = choose(
+            Branch.start(context, prompt, parse_special=parse_special), choices, method=method
+        )
         if output.as_json:
             print_json({"prompt": prompt, "method": method, **found.as_dict()})
             return

@@ -84,7 +84,8 @@ class ContextParams:
             or what the model was trained for if that is less. With ``kv_unified=False`` they are divided
             evenly, each part is rounded up, and None is so many for each sequence.
         n_seq_max: sequences (branches) at a time, 1 to 256. None: 8.
-        n_batch: tokens per decode at most; n_ubatch: tokens computed at once (None: n_batch).
+        n_batch: tokens per decode at most; n_ubatch: tokens computed at once (None: n_batch). With a
+            sliding window the smaller of the two counts for both.
         n_outputs_max: rows of logits per decode at most. None: max(n_seq_max, min(n_batch, 256)).
         n_threads, n_threads_batch: for one token and for many. None: the fastest when the context is
             created, of one thread, half of the cores this process may use, and all; stored for the
@@ -206,6 +207,8 @@ class ContextParams:
                     f"n_ubatch ({n_ubatch}) must be at least n_seq_max ({n_seq_max}) with "
                     f"kv_unified=False: llama.cpp computes a token of every sequence at once"
                 )
+        if model.memory_type == "sliding-window":  # see ``KVCache.hold_window``
+            n_batch = n_ubatch = max(n_ubatch, n_seq_max)
         n_outputs_max = max(n_seq_max, min(n_batch, 256))
         if self.n_outputs_max is not None:
             n_outputs_max = whole("n_outputs_max", self.n_outputs_max, n_seq_max, n_batch)

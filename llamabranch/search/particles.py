@@ -173,8 +173,9 @@ def smc(
     The target is the model's distribution of texts at the branch's temperature, conditioned on its
     grammar and multiplied with the potentials. Masking token by token (what ``Branch.generate`` does with
     a grammar) draws from another distribution: it never pays for having run into a corner. Here each
-    particle is weighted by the mass that the grammar left it. The weighted texts are unbiased: the mean
-    weight estimates the normalising constant, whatever the settings.
+    particle is weighted by the mass that the grammar left it. The weighted texts are properly weighted:
+    the mean weight is an unbiased estimate of the normalising constant, whatever the settings, and
+    normalised averages are consistent.
 
     Each step, every particle draws a token, its weight is multiplied with what the draw was worth, and if
     the weights have become too unequal, particles are resampled: heavy ones are forked, light ones go.

@@ -191,10 +191,10 @@ def forks(world: World, settings: Settings, model: str = "target", **options: ob
 def steered(world: World, settings: Settings) -> Outcome:
     root = world.start(world.context(), TALE, settings)
     texts = [continue_branch(root, 10)]
-    root.steer(world.bias({16: 4.0, 261: -math.inf}))
+    root.steer({16: 4.0, 261: -math.inf})
     child = root.fork()
     texts += [continue_branch(root, 20), continue_branch(child, 10)]
-    child.steer(world.bias({}))
+    child.steer({})
     texts.append(continue_branch(child, 15))
     child.resample(world.params({"temperature": 1.0, "top_k": 8, "seed": 21}))
     texts.append(continue_branch(child, 15))

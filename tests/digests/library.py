@@ -1,7 +1,6 @@
 """All that the record asks of the library. Where a public name changes, only this file follows it.
 
-A ``World`` opens the models, gives each case fresh contexts, and adds what a comparison varies:
-``seed_shift`` to every seed, ``nudge`` to every logit bias.
+A ``World`` opens the models, gives each case fresh contexts, and adds ``seed_shift`` to every seed.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from llamabranch.speculative import DraftState
 from .machine import machine_key
 
 __all__ = [
+    "DATA",
     "FREE",
-    "VERSION",
     "Prompt",
     "Said",
     "Settings",
@@ -38,7 +37,6 @@ __all__ = [
 ]
 
 DATA = Path(lb.__file__).parent / "data"
-VERSION = lb.__version__
 N_THREADS = 1
 Settings = Mapping[str, object]
 Prompt = str | Sequence[int]
@@ -124,7 +122,6 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.seed_shift = 0
-        self.nudge: Mapping[int, float] = {}
         self.folder = folder
         self.used: set[str] = set()  # the models of the case that runs
         self._models: dict[str, lb.Model] = {}
@@ -178,21 +175,15 @@ class World:
 
     # -- settings ----------------------------------------------------------------------------------
 
-    def bias(self, bias: Mapping[int, float]) -> dict[int, float]:
-        """Return a logit bias with the nudge added."""
-        return {t: bias.get(t, 0.0) + self.nudge.get(t, 0.0) for t in (*bias, *self.nudge)}
-
     def seed(self, seed: int) -> int:
         return seed + self.seed_shift
 
     def params(self, settings: Settings) -> lb.SamplingParams:
         """Return sampling settings; their seed is 11 unless they have one."""
         chosen = {"seed": 11, **settings}
-        bias = chosen.get("logit_bias", {})
         seed = chosen["seed"]
-        assert isinstance(bias, Mapping)
         assert isinstance(seed, int)
-        chosen |= {"logit_bias": self.bias(bias), "seed": self.seed(seed)}
+        chosen["seed"] = self.seed(seed)
         return lb.SamplingParams(**chosen)  # type: ignore[arg-type]
 
     @staticmethod

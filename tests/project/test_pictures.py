@@ -207,5 +207,5 @@ def test_speculate_writes_a_page(tmp_path: Path) -> None:
     assert "accept rate" in reader.text
     assert ("name", "color-scheme") in reader.attributes
     refused = CliRunner().invoke(app, ["speculate", *arguments[:-1], str(tmp_path / "no" / "x")])
-    assert refused.exit_code == 1
+    assert refused.exit_code == 2
     assert refused.stderr.splitlines()[0].startswith("error: ")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import typer
 import typer.core
+from conftest import listed
 from test_layout import FLOORS
 
 import llamabranch
@@ -59,14 +60,15 @@ def test_package_is_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()
 
 
-def test_everything_listed_as_slow_exists() -> None:
+@pytest.mark.parametrize("listing", ["slow.txt", "no_numbers.txt"])
+def test_everything_that_is_listed_exists(listing: str) -> None:
     tests = ROOT / "tests"
     files = sorted(tests.rglob("test_*.py"))
     there = {f"{folder.name}/" for folder in tests.iterdir() if folder.is_dir()}
     there |= {path.name for path in files}
     for path in files:
         there |= set(re.findall(r"^def (test_\w+)", path.read_text("utf-8"), re.MULTILINE))
-    assert not set((tests / "slow.txt").read_text("utf-8").split()) - there
+    assert not set(listed(listing)) - there
 
 
 # -- versions --------------------------------------------------------------------------------------
@@ -182,6 +184,16 @@ def test_the_page_of_the_command_line_has_a_section_for_each_command_and_no_othe
     assert set(_sections()) == set(_commands())
 
 
+def _groups(section: str) -> dict[str, str]:
+    """Return the tables of options of several commands that a section links to, by their anchors."""
+    text = (ROOT / "docs" / "cli.md").read_text("utf-8")
+    found = {
+        heading.lower().replace(" ", "-"): table
+        for heading, table in re.findall(r"^### (\w+ options)\n(.*?)(?=^##)", text, re.M | re.S)
+    }
+    return {anchor: found[anchor] for anchor in re.findall(r"\(#([a-z]+-options)\)", section)}
+
+
 @pytest.mark.parametrize("name", sorted(_commands()))
 def test_options_of_a_command_are_those_of_its_section(name: str) -> None:
     section = _sections()[name]
@@ -192,6 +204,12 @@ def test_options_of_a_command_are_those_of_its_section(name: str) -> None:
         if option.startswith("-")
     }
     named = set(re.findall(r"`(--?[a-z][a-z-]*)", section))
+    for anchor, table in _groups(section).items():
+        listed = set(re.findall(r"`(--?[a-z][a-z-]*)", "".join(_first_cells(table))))
+        if anchor in ("model-options", "prompt-options"):  # not every command drafts or chats
+            listed &= options
+        assert listed and listed <= options, f"{name} lacks some of the {anchor}"
+        named |= listed
     for option, names in _other_names().items():
         if option in options:
             assert option in named and not names & named, "other names have a table of their own"
@@ -208,11 +226,15 @@ def test_options_of_a_command_are_those_of_its_section(name: str) -> None:
     assert named <= known | {"--help"}, "docs/cli.md names options that do not exist"
 
 
+def _first_cells(section: str) -> list[str]:
+    return re.findall(r"^\| (`-.*?) \|", section, re.MULTILINE)
+
+
 @pytest.mark.parametrize("name", sorted(_commands()))
 def test_option_tables_name_only_options_of_the_command(name: str) -> None:
     params = _commands()[name].params
     options = {option for p in params for option in (*p.opts, *p.secondary_opts)}
-    for row in re.findall(r"^\| (`-.*?) \|", _sections()[name], re.MULTILINE):
+    for row in _first_cells(_sections()[name]):
         assert set(re.findall(r"`(-.+?)`", row)) <= options, f"{name} has no {row}"
 
 

@@ -40,7 +40,7 @@ from .options import (
     TextOutputOptions,
 )
 from .reporting import EXIT_INTERRUPTED
-from .search_report import drawn_tree, search_page, stats_text
+from .search_report import print_tree, search_page, stats_text
 
 WIDTHS = {"beam": 4, "best-of": 8, "vote": 16, "smc": 8, "steps": 4, "mcts": 3}
 NEED_REWARD = ("steps", "mcts")
@@ -373,8 +373,7 @@ def _print(
 ) -> None:
     beside = console.beside
     if tree:
-        beside.render(drawn_tree(result.tree, prompt))
-        beside.line()
+        print_tree(beside, result.tree, prompt)
     for hypothesis in result.hypotheses[:best]:
         beside.line(
             f"score {hypothesis.score:.4f}, log p {hypothesis.logprob:.2f} nats, "

@@ -236,7 +236,8 @@ def test_state_is_kept_for_the_next_generation_and_for_forks(ctx: Context) -> No
 
 def test_searches_stay_within_a_grammar(ctx: Context) -> None:
     for state in (0, 6):
-        with Branch.start(ctx, PROMPT, grammar=JSON, seed=1) as branch:
+        untruncated = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
+        with Branch.start(ctx, PROMPT, sampling=untruncated, grammar=JSON) as branch:
             for _ in range(state):
                 branch.step()
             begun = ctx.model.detokenize(branch.generated)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from digests import record
-from digests.cases import CASES, SAMPLING
+from digests.cases import CASES, CHANGED, SAMPLING
 from digests.library import World
 
 
@@ -25,7 +25,7 @@ def of_0_1() -> record.Record:
     return record.load()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in CHANGED])
 def test_generates_what_version_0_1_generated(
     name: str, world: World, of_0_1: record.Record
 ) -> None:

@@ -77,12 +77,11 @@ class Grammar:
             try:
                 found = schema_grammar(json_schemas.closed(schema), self.whitespace)
                 check_grammar(found)
-            except GrammarError:
-                found = schema_grammar(schema, self.whitespace)
-                try:
-                    check_grammar(found)
-                except GrammarError as error:
+            except GrammarError as error:
+                if "Unsatisfiable" not in str(error):
                     raise _named(error, schema) from error
+                found = schema_grammar(schema, self.whitespace)  # it needs other properties
+                check_grammar(found)
             return found
         elif self.kind == "regex":
             found = regex_grammar(self.source)

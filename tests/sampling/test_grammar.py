@@ -89,7 +89,10 @@ def _walk(text: str, model: lb.Model, rng: random.Random) -> int:
         if is_inside:
             assert not (mask & ~theirs.mask()).any(), text
         else:
-            assert np.array_equal(_without_invalid(mask), _without_invalid(theirs.mask())), (text, n)
+            assert np.array_equal(_without_invalid(mask), _without_invalid(theirs.mask())), (
+                text,
+                n,
+            )
         choices = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         if not len(choices):
             break
@@ -337,7 +340,9 @@ def test_draw_is_from_the_masked_row_before_anything_is_truncated(
         plain = Sampler(target, params.replace(logit_bias=bias))
         plain._history = sampler._history
         expected = plain.distribution(row, position, 7)
-        assert found.dense(target.n_vocab) == pytest.approx(expected.dense(target.n_vocab), abs=1e-6)
+        assert found.dense(target.n_vocab) == pytest.approx(
+            expected.dense(target.n_vocab), abs=1e-6
+        )
         sampler.accept(found.draw(3, position))
 
 

@@ -68,7 +68,7 @@ def load(
               context batch-invariant. ``flash_attention``, ``batch_invariant``: "auto", True or False.
             - ``prefix_cache``: keep K/V for prompts that begin alike (False). ``cache_ram``: bytes of
               host memory for what it gives up (0). ``kv_unified``: one cache for all (True).
-            - ``load_mtp``: load MTP layers too (False).
+            - ``load_mtp``: load MTP layers too (False). ``chat_template``: one in place of the file's.
 
             The others, explained at `Model` and `ContextParams`: ``use_mmap``, ``use_mlock``,
             ``check_tensors``, ``extra_buffers``, ``n_batch``, ``n_ubatch``, ``n_outputs_max``,

@@ -36,11 +36,12 @@ def quit_interrupted(_number: int = 0, _frame: FrameType | None = None) -> None:
 
 
 def read_arguments_as_utf8() -> None:
-    """Start the process again in Python's UTF-8 mode if it took its arguments for another encoding.
+    """Start the process again in Python's UTF-8 mode if the locale's encoding cannot read an argument.
 
     Only this gives both texts and names of files as they were meant, under ``PYTHONUTF8=0 LC_ALL=C``.
     """
-    if sys.getfilesystemencoding() != "utf-8" and not all(map(str.isascii, sys.argv)):
+    unread = any("\udc80" <= character <= "\udcff" for character in "".join(sys.argv))
+    if unread and sys.getfilesystemencoding() != "utf-8":
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 

@@ -113,12 +113,12 @@ class Budgets:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        for name, value in report.user_properties:
-            if name == "cpu":
-                kind, seconds = value  # type: ignore[misc]
-                self._taken[report.nodeid.partition("::")[0], kind] += seconds
-            elif name == "reference":
-                self._references.append(float(value))  # type: ignore[arg-type]
+        measured = dict(report.user_properties)
+        cpu, reference_s = measured.get("cpu"), measured.get("reference")
+        if isinstance(cpu, (list, tuple)):
+            self._taken[report.nodeid.partition("::")[0], str(cpu[0])] += float(cpu[1])
+        if isinstance(reference_s, float):
+            self._references.append(reference_s)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

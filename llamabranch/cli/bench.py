@@ -117,7 +117,7 @@ def bench(
         target_name, drafters = models.resolve(console)
 
         context = runtime.open(
-            target_name, console, stack, load_mtp=MTP in drafters, **chat.load_options()
+            target_name, console, stack, load_mtp=MTP in drafters, chat_template=chat.template
         )
         # Each run gets a new drafter, over the same contexts.
         contexts: dict[str, Context] = {

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
@@ -20,10 +20,9 @@ from llamabranch import (
     SamplingParams,
 )
 
-from ..loading import LoadOptions
 from .bundles import with_bundles
 from .console import Console, print_json
-from .drafters import MTP, drafting_contexts, make_drafter, note_translation
+from .drafters import COPYING, MTP, drafting_contexts, make_drafter, note_translation
 from .generate_report import GenerateReport
 from .interrupts import InterruptHandler
 from .job_survey import JobSurvey
@@ -49,7 +48,7 @@ from .results import JobSettings, ResultFile
 
 _CELLS_PER_TEXT = 512  # of the cache, unless --n-ctx is given
 _LEAST_CELLS = 2048
-_SKIP_HINT = "correct it, or leave out invalid lines with --skip-invalid"
+_SKIP_HINT = "correct what is invalid, or leave it out with --skip-invalid"
 
 
 @with_bundles
@@ -195,6 +194,7 @@ def generate(
                 "--top-logprobs": top_logprobs is not None,
                 "--prompt-logprobs": prompt_logprobs is not None,
                 "--ignore-eos": sampling.ignore_eos,
+                "--skip-invalid": skip_invalid,
                 "--system-prompt": chat.system is not None,
                 "--n-ctx 0": runtime.n_ctx == 0,
             }
@@ -207,8 +207,12 @@ def generate(
         source = prompts.read()
         invalid = InvalidLines()
 
+        has_grammar = False
+
         def read() -> Iterator[Request]:
+            nonlocal has_grammar
             for request in _requests(source, params, text, grammar, samples, invalid):
+                has_grammar |= request.grammar is not None
                 yield replace(
                     request,
                     top_logprobs=_either(request.top_logprobs, top_logprobs),
@@ -234,19 +238,22 @@ def generate(
             settings = file.job
         if auto_regressive:
             models = replace(models, draft="none")
-        target_name, drafters = models.resolve(console)
+        target_name, drafters = models.resolve(console, has_grammar=has_grammar)
 
+        job = job.measured(models.find(target_name), runtime.n_ctx)
         given = runtime.n_ctx is not None
         n_own = None
         if kv_unified is False:
             n_own = job.most_cells_per_text(parallel)
-        elif kv_unified is None and not drafters and not given:
+        elif kv_unified is None and not given and all(name in COPYING for name in drafters):
             n_own = job.cells_per_text(parallel)
             kv_unified = n_own is None
         elif kv_unified is None:
             kv_unified = True
-        if runtime.n_ctx is None and parallel > 1:  # for one text the library's default will do
-            n_ctx = max(_LEAST_CELLS, _CELLS_PER_TEXT * parallel, (n_own or 0) * parallel)
+        if runtime.n_ctx is None and (parallel > 1 or job.n_ctx > _LEAST_CELLS):
+            n_ctx = max(
+                _LEAST_CELLS, _CELLS_PER_TEXT * parallel, (n_own or 0) * parallel, job.n_ctx
+            )
             runtime = replace(runtime, n_ctx=n_ctx)
         context = runtime.open(
             target_name,
@@ -257,7 +264,7 @@ def generate(
             cache_ram=cache_ram << 20,
             kv_unified=kv_unified,
             load_mtp=MTP in drafters,
-            **chat.load_options(),
+            chat_template=chat.template,
         )
 
         def open_draft(name: str) -> Context:
@@ -270,16 +277,15 @@ def generate(
         note_translation(drafter, context.model, console)
         engine = Engine(
             context,
-            drafter if drafters else None,
+            drafter,
             config,
             sampling=params,
             max_tokens=text.max_tokens,
             seed=settings.seed if settings.seed_given else None,
         )
-        if (
-            settings.seed is not None
-        ):  # a resumed job continues with the seed that was picked for it
-            engine.seed = settings.seed
+        # One seed for all requests, also if none was given: a resumed job continues with the one that was
+        # picked for it.
+        engine.seed = engine.seed if settings.seed is None else settings.seed
         if file is not None:
             file.open(context.model, engine.seed)
         report = GenerateReport(
@@ -329,6 +335,9 @@ def _generate_on_ray(
         raise ConfigError(f"a job on Ray has no {refused[0]}")
     inputs, folder = job_paths(prompts.input_file, output, prompts.prompts)
     options = cluster.options(console, resume=resume, streams=parallel)
+    load = runtime.options()
+    if chat.template is not None:
+        load["chat_template"] = chat.template
     options["draft"] = None if models.draft == "none" else models.draft
     report = scale.generate(
         inputs,
@@ -342,7 +351,7 @@ def _generate_on_ray(
         n=samples,
         chat=chat.is_on,
         parse_special=chat.parse_special,
-        load=cast(LoadOptions, {**runtime.options(), **chat.load_options()}),
+        load=load,
         **options,
     )
     finish_job(console, report, as_json=as_json)
@@ -389,7 +398,7 @@ def _sampling_digest(
         }
         # Not in the digests of older files, where these were not given.
         | ({} if chat.system is None else {"system": chat.system})
-        | dict(chat.load_options())
+        | ({} if chat.template is None else {"chat_template": chat.template})
     )
 
 

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
+from itertools import combinations
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
 
@@ -17,7 +18,6 @@ import llamabranch as lb
 from llamabranch import ConfigError, LlamaBranchError
 
 from .console import Console
-from .openai_batch import BatchRequest, is_envelope, open_envelope
 
 if TYPE_CHECKING:
     from llamabranch import Request, SamplingParams
@@ -31,15 +31,17 @@ __all__ = [
     "parse_lines",
     "read_requests",
     "read_results",
+    "read_text",
     "text_id",
     "write_record",
 ]
 
 _FIELDS = {
-    "prompt", "messages", "id", "custom_id", "max_tokens", "stop", "grammar", "json_schema", "n",
-    "priority", "seed", "sampling", "logprobs", "top_logprobs", "prompt_logprobs",
+    "prompt", "messages", "id", "custom_id", "max_tokens", "stop", "grammar", "json_schema", "regex",
+    "choice", "n", "priority", "seed", "sampling", "logprobs", "top_logprobs", "prompt_logprobs",
     "parse_special",
 }  # fmt: skip
+_GRAMMARS = ("grammar", "json_schema", "regex", "choice")
 _PIECE = 1 << 16
 _MOST_TOKENS = 1 << 31  # token ids are C's int
 _Parsed = TypeVar("_Parsed")
@@ -140,12 +142,13 @@ def read_requests(
     """Yield a request for each line: a prompt as it is, or a JSON object.
 
     An object has ``prompt`` (text or token ids) or ``messages``, and optionally ``id`` or ``custom_id``,
-    ``max_tokens``, ``stop``, ``grammar`` or ``json_schema``, ``n``, ``priority``, ``logprobs``,
-    ``top_logprobs``, ``prompt_logprobs``, ``seed``, ``sampling`` (an object of settings) and
-    ``parse_special``: control tokens written in a ``prompt`` are parsed unless it is false, those in
-    ``messages`` never are. The argument ``sampling`` gives the settings that an object leaves out. Empty
-    lines are skipped. An object may also be a line of an OpenAI batch file. What has no id gets its place
-    among the lines, from ``first`` on.
+    ``max_tokens``, ``stop``, ``grammar`` (GBNF), ``json_schema`` (an object, or the name of a file),
+    ``regex`` or ``choice`` (a list of texts), ``n``, ``priority``, ``logprobs``, ``top_logprobs``,
+    ``prompt_logprobs``, ``seed``, ``sampling`` (an object of settings) and ``parse_special``: control
+    tokens written in a ``prompt`` are parsed unless it is false, those in ``messages`` never are. The
+    argument ``sampling`` gives the settings that an object leaves out. Empty lines are skipped. An object
+    may also be a line of an OpenAI batch file. What has no id gets its place among the lines, from
+    ``first`` on.
 
     ``on_invalid`` is called with the error of an invalid line, which is left out; without it the error is
     raised.
@@ -171,10 +174,13 @@ def parse_json(line: str) -> object:
     """Return the value of a line.
 
     Raises:
-        ConfigError: half of a surrogate pair is in it, which is no text.
-        ValueError, RecursionError: it is no JSON.
+        ConfigError: it is no JSON, or half of a surrogate pair is in it, which is no text.
+        RecursionError: it is nested too deeply.
     """
-    data: object = json.loads(line)
+    try:
+        data: object = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{error.msg} at character {error.pos + 1}") from None
     if "\\u" in line and not is_unicode(json.dumps(data, ensure_ascii=False)):
         raise ConfigError(
             "half of a surrogate pair is not valid Unicode",
@@ -188,6 +194,9 @@ def _request(data: object, name: str, sampling: SamplingParams | None) -> Reques
         return lb.Request(data, id=name, sampling=sampling)
     if not isinstance(data, dict):
         raise ConfigError("a request is an object with a prompt or messages")
+    # Imported with the first request: it needs llama.cpp, which `doctor` and `models` do without.
+    from .openai_batch import BatchRequest, is_envelope, open_envelope
+
     if is_envelope(data):
         inner, url = open_envelope(data)
         return BatchRequest.of(_request(inner, name, sampling), url)
@@ -197,7 +206,8 @@ def _request(data: object, name: str, sampling: SamplingParams | None) -> Reques
         settings = {field.name for field in fields(lb.SamplingParams)}
         hint = f'write "sampling": {{"{name}": ...}}' if name in settings else None
         raise ConfigError(f"unknown field {name!r}", hint=hint)
-    for one, other in (("prompt", "messages"), ("id", "custom_id"), ("grammar", "json_schema")):
+    excluded = [("prompt", "messages"), ("id", "custom_id"), *combinations(_GRAMMARS, 2)]
+    for one, other in excluded:
         if data.get(one) is not None and data.get(other) is not None:
             raise ConfigError(f"{one} and {other} exclude each other")
     prompt = data.get("prompt")
@@ -237,8 +247,19 @@ def _grammar(data: Mapping[str, object]) -> lb.Grammar | None:
     grammar, schema = data.get("grammar"), data.get("json_schema")
     if schema is not None:
         if not isinstance(schema, (str, dict)):
-            raise ConfigError(f"json_schema must be an object, not {schema!r:.40}")
+            raise ConfigError(
+                f"json_schema must be an object or the name of a file, not {schema!r:.40}"
+            )
+        if isinstance(schema, str) and not schema.lstrip().startswith("{"):
+            schema = read_text(Path(schema))
         return lb.Grammar.from_json_schema(schema)
+    if data.get("regex") is not None:
+        return lb.Grammar.from_regex(str(data["regex"]))
+    choice = data.get("choice")
+    if choice is not None:
+        if not isinstance(choice, list):
+            raise ConfigError(f"choice must be a list of texts, not {choice!r:.40}")
+        return lb.Grammar.from_choices(choice)
     return None if grammar is None else lb.Grammar(str(grammar))
 
 
@@ -374,6 +395,18 @@ def drop_failed(path: Path) -> None:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file, without a byte order mark.
+
+    Raises:
+        ConfigError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
 
 
 def is_unicode(text: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from llamabranch import ConfigError, LlamaBranchError, Model, ModelLoadError, hub
+from llamabranch import ConfigError, LlamaBranchError, ModelLoadError, hub
 
 from .bundles import with_bundles
 from .console import Console, print_json
@@ -179,6 +179,8 @@ def _facts(path: Path, files: Sequence[Path]) -> dict[str, object]:
     Raises:
         ModelLoadError: it is not a whole model.
     """
+    from llamabranch import Model  # which needs NumPy and llama.cpp
+
     is_head = Model.is_head(path)  # it also reads the list of tensors: is the file whole?
     with Model(path, vocab_only=True) as model:
         n_parts = int(model.metadata.get("split.count") or 1)

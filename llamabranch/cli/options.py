@@ -20,7 +20,8 @@ import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams, hub
 
 from .console import Console
-from .prompts import PromptSource, read_prompt_file, read_prompts, read_standard_input, read_text
+from .jsonl import read_text
+from .prompts import PromptSource, read_prompt_file, read_prompts, read_standard_input
 from .reporting import reporting_errors
 
 if TYPE_CHECKING:
@@ -199,14 +200,19 @@ class ModelOptions(TargetOptions):
             "-hfd",
             "-hfrd",
             help="A model, an EAGLE-3 head or a file of MTP layers as for --target, `mtp` (the "
-            "target's own MTP layers), `auto` (what fits), `lookup`, `suffix`, a chain such as "
-            "`suffix+NAME`, or `none`. "
-            "Default: auto, where the draft listed with the target comes before others.",
+            "target's own MTP layers), `auto` (what fits), `lookup`, `suffix`, `grammar` (what the "
+            "grammar forces), a chain such as `suffix+NAME` or `grammar+NAME`, or `none`. "
+            "Default: auto, where the draft listed with the target comes before others; with a "
+            "grammar, grammar+suffix.",
         ),
     ] = None
 
-    def resolve(self, console: Console) -> tuple[str, tuple[str, ...]]:
+    def resolve(
+        self, console: Console, *, has_grammar: bool = False
+    ) -> tuple[str, tuple[str, ...]]:
         """Return the name of the target and those of its drafters, all found before any is loaded.
+
+        With ``has_grammar``, and unless ``--draft`` was given, the grammar drafts.
 
         What ``--draft auto`` found is printed to standard error.
 
@@ -220,6 +226,8 @@ class ModelOptions(TargetOptions):
 
         target = self.target_name
         path = self.find(target)
+        if has_grammar and self.draft is None:
+            return target, parse_draft("grammar+suffix")
         draft = self._default_draft(target) if self.draft is None else self.draft
         if self.draft in (None, "auto") and lb.Model.head_kind(path) == MTP:
             draft = MTP
@@ -451,17 +459,18 @@ class ChatOptions:
             raise ConfigError("--system-prompt and --system-prompt-file exclude each other")
         return read_prompt_file(self.system_prompt_file)
 
-    def load_options(self) -> LoadOptions:
-        """Return the chat template as an option of `llamabranch.load`, if one was given.
+    @property
+    def template(self) -> str | None:
+        """The chat template that was given, as `llamabranch.load` takes it, None if there is none.
 
         Raises:
             ConfigError: it was given twice, or its file cannot be read.
         """
         if self.chat_template_file is None:
-            return {} if self.chat_template is None else {"chat_template": self.chat_template}
+            return self.chat_template
         if self.chat_template is not None:
             raise ConfigError("--chat-template and --chat-template-file exclude each other")
-        return {"chat_template": read_text(self.chat_template_file)}
+        return read_text(self.chat_template_file)
 
     def prompt_tokens(self, model: Model, prompt: str) -> list[int]:
         """Return the tokens of a prompt, as a user's turn in the chat template where that is on.
@@ -681,6 +690,14 @@ class TextOptions:
             help="A JSON schema: a file, or the JSON itself.",
         ),
     ] = None
+    regex: Annotated[
+        str | None,
+        typer.Option("--regex", help="A regular expression that the whole text matches."),
+    ] = None
+    choice: Annotated[
+        list[str] | None,
+        typer.Option("--choice", help="A text that may be generated; repeat it for each."),
+    ] = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -688,20 +705,27 @@ class TextOptions:
         return tuple(self.stop or ())
 
     def parse_grammar(self) -> Grammar | None:
-        """Return the grammar that a file or a JSON schema describes, None if there is neither.
+        """Return the grammar that these options describe, None if there is none.
 
         Raises:
             ConfigError, GrammarError: the file cannot be read, or the grammar is invalid.
         """
-        if self.grammar is not None and self.json_schema is not None:
-            raise typer.BadParameter("--grammar and --json-schema exclude each other")
+        given = {
+            "--grammar": self.grammar, "--json-schema": self.json_schema, "--regex": self.regex,
+            "--choice": self.choice or None,
+        }  # fmt: skip
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) > 1:
+            raise typer.BadParameter(f"{names[0]} and {names[1]} exclude each other")
         if self.grammar is not None:
             return lb.Grammar(read_text(self.grammar))
         if self.json_schema is not None:
             inline = self.json_schema.lstrip().startswith("{")
             text = self.json_schema if inline else read_text(Path(self.json_schema))
             return lb.Grammar.from_json_schema(text)
-        return None
+        if self.regex is not None:
+            return lb.Grammar.from_regex(self.regex)
+        return lb.Grammar.from_choices(self.choice) if self.choice else None
 
 
 @dataclass(frozen=True)

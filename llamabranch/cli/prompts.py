@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING
 import llamabranch as lb
 from llamabranch import ConfigError
 
-from .jsonl import is_unicode, read_requests
+from .jsonl import is_unicode, read_requests, read_text
 
 if TYPE_CHECKING:
     from llamabranch import Request, SamplingParams
@@ -31,20 +31,7 @@ __all__ = [
     "read_prompt_file",
     "read_prompts",
     "read_standard_input",
-    "read_text",
 ]
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a file, without a byte order mark.
-
-    Raises:
-        ConfigError: it cannot be read, or is not UTF-8.
-    """
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
 
 
 def read_prompt_file(path: Path) -> str:

@@ -29,7 +29,7 @@ _NAMES = {
     "kv_type": "--kv-type",
     "samples": "--samples",
     "sampling": "the sampling settings (--temperature, --top-k, ..., --max-tokens, --stop, "
-    "--ignore-eos, --grammar, --json-schema, --chat)",
+    "--ignore-eos, --grammar, --json-schema, --regex, --choice, --chat)",
     "rule": "--rule",
     "seed": "--seed",
 }
@@ -254,8 +254,9 @@ def _digest(request: Request) -> str:
             "max_tokens": request.max_tokens,
             "sampling": None if request.sampling is None else asdict(request.sampling),
             "stop": list(request.stop),
-            "grammar": grammar.gbnf if isinstance(grammar, Grammar) else grammar,
+            "grammar": grammar.as_dict() if isinstance(grammar, Grammar) else grammar,
             "n": request.n,
+            "parse_special": request.parse_special,
         }
     )
 

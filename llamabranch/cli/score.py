@@ -15,9 +15,9 @@ from llamabranch import Branch, BranchStore, ConfigError, Context, TokenScore
 from .bundles import with_bundles
 from .console import Console, print_json
 from .formats import number
-from .jsonl import InvalidLines, parse_json, parse_lines, text_id
+from .jsonl import InvalidLines, parse_json, parse_lines, read_text, text_id
 from .options import REQUESTS, OutputOptions, ParseSpecial, RuntimeOptions, TargetOptions
-from .prompts import read_prompt_file, read_standard_input, read_text
+from .prompts import read_prompt_file, read_standard_input
 from .ray_jobs import RAY, RayOptions, finish_job, job_paths
 
 _FIELDS = {"id", "text", "context", "continuations"}

@@ -40,7 +40,7 @@ from .options import (
     TextOutputOptions,
 )
 from .reporting import EXIT_INTERRUPTED
-from .search_report import drawn_tree, search_page, stats_text
+from .search_report import print_tree, search_page, stats_text
 
 WIDTHS = {"beam": 4, "best-of": 8, "vote": 16, "smc": 8, "steps": 4, "mcts": 3}
 NEED_REWARD = ("steps", "mcts")
@@ -206,7 +206,7 @@ def search(
             stack,
             n_seq_max=n_sequences,
             load_mtp=MTP in drafters,
-            **chat.load_options(),
+            chat_template=chat.template,
         )
         drafter = make_drafter(
             drafters,
@@ -373,21 +373,17 @@ def _print(
 ) -> None:
     beside = console.beside
     if tree:
-        beside.render(drawn_tree(result.tree, prompt))
-        beside.line()
+        print_tree(beside, result.tree, prompt)
     for hypothesis in result.hypotheses[:best]:
         beside.line(
             f"score {hypothesis.score:.4f}, log p {hypothesis.logprob:.2f} nats, "
             f"{len(hypothesis.tokens)} tokens, {hypothesis.finish_reason}",
             "bold",
         )
+        # On a pipe an empty line separates two texts, and none follows the last.
         if console is not beside and hypothesis is not result.hypotheses[0]:
-            console.write("
-")  # on a pipe an empty line between two texts, and none after the last
-        console.write(before + hypothesis.text + ("
-
-" if console is beside else "
-"))
+            console.write("\n")
+        console.write(before + hypothesis.text + ("\n\n" if console is beside else "\n"))
     if result.votes:
         shares = []
         for answer, n in result.votes.items():

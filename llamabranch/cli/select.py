@@ -22,7 +22,7 @@ from .options import (
     TargetOptions,
     one_prompt,
 )
-from .search_report import drawn_tree, stats_text
+from .search_report import print_tree, stats_text
 
 _SEQUENCES = 33
 
@@ -102,8 +102,7 @@ def select(
             print_json({"prompt": prompt, "method": method, **found.as_dict()})
             return
         if tree:
-            console.render(drawn_tree(found.tree, prompt))
-            console.line()
+            print_tree(console, found.tree, prompt)
         order = sorted(range(len(choices)), key=lambda i: (i != found.index, -found.scores[i]))
         console.table(
             ("choice", "score", "log p, nats", "tokens"),

@@ -134,7 +134,7 @@ def speculate(
         params = sampling.params(seed)
         grammar = text.parse_grammar()
         prompt = given.read()
-        target_name, drafters = models.resolve(console)
+        target_name, drafters = models.resolve(console, has_grammar=grammar is not None)
         if draft_width > 1 and not has_model(drafters):
             raise ConfigError("a token tree needs a draft model", hint="name one with --draft")
 
@@ -145,7 +145,7 @@ def speculate(
 
         target_options = options(n_target)
         target_options["load_mtp"] = MTP in drafters
-        target_options.update(chat.load_options())
+        target_options["chat_template"] = chat.template
         context = runtime.open(target_name, console, stack, **target_options)
         drafter = make_drafter(
             drafters,

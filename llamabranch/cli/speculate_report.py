@@ -279,7 +279,7 @@ def _inconclusive(comparison: Comparison) -> str:
     text = f"Inconclusive: {pairs} timed, and {found}."
     if interval.n < MOST_PAIRS:  # the time was over
         n = LEAST_PAIRS if interval.n < LEAST_PAIRS else MOST_PAIRS
-        seconds = math.ceil(n * comparison.pair_s)
+        seconds = math.ceil(1.1 * n * comparison.pair_s)  # the times vary
         return (
             f"{text} For {n} pairs give more time (--compare-time {seconds}) or generate less "
             "(--max-tokens)."

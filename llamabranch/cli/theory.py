@@ -16,8 +16,8 @@ from llamabranch import theory as formulas
 
 from .bundles import with_bundles
 from .console import print_json
+from .jsonl import read_text
 from .options import DRAFT_LENGTH_NAMES, OutputOptions
-from .prompts import read_text
 
 LONGEST = 16  # the longest draft that is considered the best
 Number = TypeVar("Number", int, float)

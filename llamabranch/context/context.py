@@ -100,8 +100,8 @@ class Context:
     ) -> None:
         instance("model", model, Model, "load a file with Model(path), or both with lb.load(path)")
         if target is not None:
-            hint = "give the context that generates, for example lb.load(), not its model or name"
-            instance("target", target, Context, hint)
+            meant = "give the context that generates, for example lb.load(), not its model or name"
+            instance("target", target, Context, meant)
         given = ContextParams(**options) if params is None else replace(params, **options)
         if target is not None:
             given = _head_params(model, target, given)

@@ -38,7 +38,7 @@ class Alternative(tuple[int, float]):
         self.text = text
         return self
 
-    def __getnewargs__(self) -> tuple[int, float, str]:  # type: ignore[override]
+    def __getnewargs__(self) -> tuple[int, float, str]:
         return (*self, self.text)
 
     def __repr__(self) -> str:

@@ -45,11 +45,12 @@ class EngineSettings:
     max_tokens: int | None
     seed: int
     seed_given: bool
-    redraws: bool  # each call draws another text
     wait_s: float
     drafts: bool
     parallel: int | None = None
-    drafts_grammars: bool = False  # no drafter was asked for, so grammars draft; ``drafts`` once one has
+    drafts_grammars: bool = (
+        False  # no drafter was asked for: grammars draft; ``drafts`` once one has
+    )
 
     def __post_init__(self) -> None:
         self.length = draft_length(self.config)
@@ -63,6 +64,13 @@ class EngineSettings:
         capabilities = self.target.capabilities
         chooses = capabilities.batch_invariant and capabilities.can_share and not self.drafts
         self.concurrency = Concurrency() if chooses else None
+        self.repeats = self.seed_given
+        self._n_draws = 0
+
+    def next_seed(self) -> int:
+        """Return the seed, or, if none was given, another one each time: first that one itself."""
+        n, self._n_draws = self._n_draws, self._n_draws + 1
+        return self.seed if self.repeats or not n else derive_seed(self.seed, n)
 
     def draft_from_grammars(self) -> None:
         """Draft texts that have a grammar from here on."""
@@ -87,7 +95,7 @@ class EngineCore:
         settings: those of the engine.
         reports_tokens: whether there are events for tokens, besides those for results.
         expected: ids of requests that are not added yet, to which ``abort`` applies as well.
-        draw: the number of the stream, where each draws another text; None = each request does.
+        redraws: where the engine has no given seed: each request draws another text, not all together.
 
     Attributes:
         n_added: how many requests were added.
@@ -100,7 +108,7 @@ class EngineCore:
         *,
         reports_tokens: bool = True,
         expected: Collection[str] = (),
-        draw: int | None = None,
+        redraws: bool = False,
     ) -> None:
         self.settings = settings
         self.n_added = 0
@@ -109,7 +117,8 @@ class EngineCore:
         self._scheduler.limit = settings.parallel
         self._reports_tokens = reports_tokens
         self._expected = expected
-        self._draw = draw
+        self._redraws = redraws
+        self._seed = settings.seed if redraws else settings.next_seed()
         self._wait = _SequenceWait(settings.target, settings.wait_s)
         self._added: deque[Submission] = deque()
         self._aborted: deque[Submission] = deque()
@@ -127,7 +136,6 @@ class EngineCore:
             ConfigError, TokenizeError: its prompt or its stop strings are invalid; it is not queued.
         """
         settings = self.settings
-        draw = self.n_added if self._draw is None else self._draw
         submission = Submission(
             request,
             name,
@@ -135,7 +143,7 @@ class EngineCore:
             settings.target.model,
             settings.sampling,
             settings.max_tokens,
-            derive_seed(settings.seed, draw) if settings.redraws and draw else settings.seed,
+            settings.next_seed() if self._redraws else self._seed,
             samples,
             reports_tokens=self._reports_tokens,
         )
@@ -180,7 +188,7 @@ class EngineCore:
 
     def pause(self, name: str) -> None:
         """Do not continue the texts of a request until ``resume``; others may take their cells."""
-        if name in self._scheduler:
+        if self._scheduler.find(name) is not None:
             self._scheduler.paused.add(name)
 
     def resume(self, name: str) -> None:
@@ -332,7 +340,11 @@ class EngineCore:
         except CacheFullError as error:
             self._make_room(batch, error)
             return
-        self._conclude(batch, outcomes, verify_s)
+        try:
+            self._conclude(batch, outcomes, verify_s)
+        except LlamaBranchError:  # of a drafter that cannot close a state: the others have accepted
+            self._recover()
+            raise
         if learned is not None:
             learned.note_step(
                 batch.n_plans,

@@ -16,6 +16,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import closing
+from typing import cast
 
 from ..arguments import whole
 from ..branch.branch import random_seed
@@ -38,7 +39,8 @@ __all__ = ["AnyRequest", "Engine"]
 
 Messages = Sequence[Mapping[str, object]]
 AnyRequest = Request | str | Messages
-Requests = Iterable[AnyRequest] | AnyRequest
+# One conversation is an iterable of messages; one text is an iterable of str.
+Requests = Iterable[AnyRequest | Mapping[str, object]] | Request
 _Skip = Collection[tuple[str, int]]
 
 
@@ -113,20 +115,18 @@ class Engine:
             max_tokens=None if max_tokens is None else whole("max_tokens", max_tokens, 0),
             seed=random_seed() if seed is None else whole("seed", seed),
             seed_given=seed is not None,
-            redraws=seed is None,
             wait_s=wait_s,
-            drafts=drafter is not None and target.capabilities.can_truncate,
+            drafts=not isinstance(self.drafter, NullDrafter) and target.capabilities.can_truncate,
             drafts_grammars=drafter is None and target.capabilities.can_truncate,
             parallel=None if parallel is None else whole("parallel", parallel, 1),
         )
-        self.core = EngineCore(self._settings)
+        self.core = EngineCore(self._settings, redraws=True)
         self._adding = threading.Lock()
         self._is_closed = False
         # Every call of ``stream`` has a core of its own, with its own ids. A core that is
         # garbage-collected removes itself from the list; these list operations are atomic, so
         # ``abort`` needs no lock.
         self._streams: list[weakref.ref[EngineCore]] = []
-        self._n_streams = 0
 
     @property
     def stats(self) -> EngineStats:
@@ -140,7 +140,7 @@ class Engine:
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        self._settings.seed, self._settings.redraws = whole("seed", seed), False
+        self._settings.seed, self._settings.repeats = whole("seed", seed), True
 
     def __enter__(self) -> Engine:
         return self
@@ -360,12 +360,13 @@ class _Source:
         refused = (bytes, bytearray, memoryview, Mapping)
         if isinstance(requests, refused) or not isinstance(requests, Iterable):
             raise ConfigError(f"requests are prompts or Requests, not {requests!r:.40}")
+        given = cast(Iterable[AnyRequest], requests)
         self._skip = _skipped(skip)
         self._order = order
         self.failure: Exception | None = None
         self.expected: set[str] = set()
-        numbered: Iterable[tuple[int, AnyRequest]] = enumerate(requests)
-        if isinstance(requests, Sequence):
+        numbered: Iterable[tuple[int, AnyRequest]] = enumerate(given)
+        if isinstance(given, Sequence):
             numbered = list(numbered)
             for number, request in numbered:
                 name, _ = _identity(request, number)
@@ -409,7 +410,7 @@ def _identity(request: AnyRequest, number: int) -> tuple[str, int]:
         return str(number), 1
     if not isinstance(request, Request):
         raise ConfigError(
-            f"a request is a Request, text or messages, not {request!r:.40}",
+            f"a request is a Request or text, or messages, not {request!r:.40}",
             hint="give token ids as Request([1, 2, 3]), bytes as text: prompt.decode()",
         )
     return (str(number) if request.id is None else request.id), request.n

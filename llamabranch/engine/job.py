@@ -11,7 +11,7 @@ from ..branch.output import OutputBuffer
 from ..context.logits import LogitsRow, TokenScore
 from ..errors import LlamaBranchError
 from ..model import Model
-from ..sampling import SamplingParams
+from ..sampling import Grammar, SamplingParams
 from ..sampling.noise import derive_seed, seed_from_text
 from ..speculative import SpeculativeStats
 from ..speculative.round import Stream
@@ -229,6 +229,7 @@ class Job:
     def result(self, reason: str, error: LlamaBranchError | None = None) -> Result:
         """Return its result, with ``reason`` as the finish reason."""
         self.stats.num_emitted_tokens = len(self.output.tokens)
+        grammar = self.request.grammar
         return Result(
             id=self.name,
             sample=self.sample,
@@ -248,6 +249,7 @@ class Job:
             logprobs=None if self.request.top_logprobs is None else list(self.output.emitted),
             prompt_logprobs=None if self.request.prompt_logprobs is None else self.scores,
             emitted=tuple(self.output.emitted),
+            grammar=grammar if isinstance(grammar, Grammar) else None,
         )
 
     def _since_arrival(self, moment: float | None) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,8 @@ class Request:
         if any(not isinstance(one, str) for one in stop):
             raise ConfigError(f"stop must be a string or a list of strings, not {self.stop!r:.40}")
         object.__setattr__(self, "stop", stop)
+        if self.grammar is not None and not isinstance(self.grammar, (Grammar, str)):
+            raise ConfigError(f"grammar must be a Grammar or GBNF, not {self.grammar!r:.40}")
         object.__setattr__(self, "n", whole("n", self.n, 1))
         if self.n > _MOST_TEXTS:
             raise ConfigError(
@@ -122,6 +125,7 @@ class Result:
         logprobs: the tokens in detail, if the request has ``top_logprobs``.
         prompt_logprobs: a rating of each prompt token, if the request asked for it; None for the first
             token, which follows nothing.
+        grammar: of the request, for ``parsed``.
     """
 
     id: str
@@ -142,6 +146,24 @@ class Result:
     last_token_s: float | None = None
     logprobs: list[Produced] | None = None
     prompt_logprobs: list[TokenScore | None] | None = None
+    grammar: Grammar | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def parsed(self) -> object:
+        """What the text means under the request's grammar; None without one, or if the text was cut.
+
+        For a JSON schema a JSON value, or an instance of the type that the schema was made from; for other
+        grammars the text.
+
+        Raises:
+            ValueError: pydantic's own validation refuses the value.
+        """
+        if self.grammar is None or self.finish_reason != "stop":
+            return None
+        try:
+            return self.grammar.parse(self.text)
+        except json.JSONDecodeError:  # a stop string has cut it
+            return None
 
     @property
     def n_prompt(self) -> int:

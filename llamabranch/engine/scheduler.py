@@ -237,7 +237,7 @@ class Scheduler:
 
     def _too_long(self, need: int) -> CacheFullError:
         return CacheFullError(
-            f"the prompt needs {need} cells, a sequence of the context has {self._ctx.n_ctx_seq}",
+            f"the prompt has {need} tokens, the context has room for {self._ctx.n_ctx_seq}",
             hint="shorten the prompt, or open the context with a larger n_ctx",
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -200,7 +201,7 @@ def _watch(process: subprocess.Popen[bytes], answered: threading.Event, limit_s:
 
 def _resident_bytes(pid: int) -> int:
     """Return the memory of a process where its system does not limit it, as macOS; else 0."""
-    if sys.platform in ("linux", "win32"):
+    if platform.system() in ("Linux", "Windows"):
         return 0
     shown = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, check=False)
     return 1024 * int(shown.stdout or 0)

@@ -100,7 +100,7 @@ def _names_unknown_settings(cls: type[SamplingParams]) -> type[SamplingParams]:
         _check_names(settings)
         init(self, *args, **settings)
 
-    cls.__init__ = checked  # type: ignore[method-assign,assignment]
+    cls.__init__ = checked  # type: ignore[method-assign]
     return cls
 
 

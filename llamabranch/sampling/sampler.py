@@ -21,6 +21,7 @@ from ..model import Model, TokenIds, token_list
 from ..native import CandidateBuffer, SamplerHandle, core, softmax_agrees
 from .distribution import Distribution, candidates
 from .grammar import Grammar
+from .grammar.grammar import GrammarState
 from .noise import MIXTURE, uniform
 from .params import SamplingParams
 
@@ -266,7 +267,7 @@ class Sampler:
         buffer = self._buffer
         chosen = candidates(logits, self._first_k) if self._first_k else None
         if self._grammar_state is not None:
-            chosen = self._allowed()
+            chosen = self._allowed(self._grammar_state, logits)
         buffer.fill(logits if chosen is None else logits[chosen], chosen)
         if self._history is not None:
             self._history.apply(buffer)
@@ -322,14 +323,16 @@ class Sampler:
             return ids, penalised.astype(np.float64)
         return ids, found[ids]
 
-    def _allowed(self) -> npt.NDArray[np.intp]:
-        """Return the tokens that the grammar allows, ascending."""
-        if self._grammar_state is None:
-            return np.arange(self.model.n_vocab)
-        mask = self._grammar_state.mask().view(np.uint8)
-        found = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+    def _allowed(self, state: GrammarState, logits: LogitsArray) -> npt.NDArray[np.intp]:
+        """Return the tokens that the grammar allows, ascending, without those of logit -inf."""
+        # Truncation must not get an array without candidates.
+        found = np.flatnonzero(np.unpackbits(state.mask().view(np.uint8), bitorder="little"))
+        found = found[logits[found] > -np.inf]
         if not len(found):
-            raise GrammarError("the grammar is complete, or allows no token of this vocabulary")
+            raise GrammarError(
+                "the grammar allows no token of this vocabulary here, or only an EOG token that a bias "
+                "forbids"
+            )
         return found
 
     def _drop_masked(self) -> None:

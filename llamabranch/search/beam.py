@@ -86,6 +86,7 @@ def beam_search(
                 Beams(beams // groups, n_eog, max_tokens, length_penalty, early_stopping)
                 for _ in range(groups)
             ],
+            length_penalty,
             diversity_penalty,
             max_tokens,
             stop,
@@ -106,12 +107,14 @@ class _Search:
         self,
         lines: Lines,
         groups: list[Beams],
+        length_penalty: float,
         diversity_penalty: float,
         max_tokens: int,
         stop: Sequence[str],
     ) -> None:
         self._lines = lines
         self._groups = groups
+        self._length_penalty = length_penalty
         self._penalty = diversity_penalty
         self._max_tokens = max_tokens
         self._stop = stop
@@ -156,7 +159,7 @@ class _Search:
                     for best in offered
                 ]
             chosen = group.choose(offered)
-            nodes = self._nodes(self._running[i], continuations[i], chosen)
+            nodes = self._nodes(self._running[i], continuations[i], chosen, n_tokens)
             stops = [self._stops(node, n_tokens) for node in nodes]
             running = group.advance(chosen, stops, nodes)
             kept = [nodes[j] for j in running]
@@ -168,12 +171,13 @@ class _Search:
         parents: Sequence[SearchNode],
         continuations: Sequence[Scored],
         chosen: Sequence[Candidate],
+        n_tokens: int,
     ) -> list[SearchNode]:
         nodes = []
         for score, beam, token in chosen:
             logprob = continuations[beam].logprobs[token]
-            nodes.append(self._lines.child(parents[beam], [token], logprob))
-            nodes[-1].score = score
+            nodes.append(self._lines.child(parents[beam], [token], [logprob]))
+            nodes[-1].score = score / n_tokens**self._length_penalty
         return nodes
 
     def _stops(self, node: SearchNode, n_tokens: int) -> bool:

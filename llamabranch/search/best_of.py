@@ -199,8 +199,8 @@ def _text_of(answer: object) -> str | None:
 def _forms(answers: Iterable[str]) -> dict[str, Counter[str]]:
     """Return the different answers, each with the texts in which it was given and how often.
 
-    Numbers that are equal are one answer: 1, 1.00 and 1e0, and 1,000 and 1000. An answer is named by its most
-    frequent text; of equally frequent ones by the shortest, and of these by the first in the alphabet.
+    Numbers that are equal are one answer: 1, 1.00 and 1e0, and 1,000 and 1000. An answer is named by its
+    most frequent text; of equally frequent ones by the shortest, then by the first in the alphabet.
     """
     groups: dict[Decimal | str, Counter[str]] = {}
     for text in answers:

@@ -326,7 +326,7 @@ class Continuations:
         """End the segment of a text: make its node, keep its branch if it goes on."""
         lines = self._lines
         self._release(line, keep=not line.is_finished)
-        node = lines.child(line.node, line.tokens, sum(line.logprobs))
+        node = lines.child(line.node, line.tokens, line.logprobs)
         if line.is_finished:
             node.status = "finished"
         branch, line.branch = line.branch, None

@@ -404,7 +404,7 @@ def _moved(
     key = (token,)
     node = next((child for child in particle.node.children if child.tokens == key), None)
     if node is None:
-        node = lines.child(particle.node, key, after.logprob(token))
+        node = lines.child(particle.node, key, [after.logprob(token)])
     text = particle.text + node.text
     reason = None
     if weigh.model.is_eog(token) or completes_stop(node, stop):

@@ -325,7 +325,7 @@ def test_generate_checks_its_arguments_at_once(kind: str, ctx: Context) -> None:
 
 
 def test_start_names_the_settings(ctx: Context) -> None:
-    """For editors and type checkers, which refuse the second call below."""
+    """For editors and type checkers, which refuse the wrong name below."""
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     assert set(SamplingSettings.__annotations__) == names
     with pytest.raises(ConfigError, match="unknown sampling setting 'heat'"):
@@ -771,7 +771,7 @@ def test_prompt_comes_before_what_is_generated(ctx: Context) -> None:
 
 def test_unknown_setting_takes_no_sequence(ctx: Context) -> None:
     with pytest.raises(ConfigError, match="temprature"):
-        Branch.start(ctx, STORY, temprature=0.5)
+        Branch.start(ctx, STORY, temprature=0.5)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="logit_bias"):
         Branch.start(ctx, STORY, logit_bias={5000: 1.0})
     with pytest.raises(TokenizeError):

@@ -16,7 +16,22 @@ import llamabranch as lb
 N_KINDS = 18  # of the 23 kinds of steps that the rules count, at least
 
 
-@pytest.mark.parametrize(("which", "n_runs"), [("toy", 120), ("plain", 80), ("window", 80), ("draft", 60)])
+LONG = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("which", "n_runs"),
+    [
+        ("toy", 40),
+        ("plain", 30),
+        ("window", 30),
+        ("draft", 20),
+        pytest.param("toy", 120, marks=LONG),
+        pytest.param("plain", 80, marks=LONG),
+        pytest.param("window", 80, marks=LONG),
+        pytest.param("draft", 60, marks=LONG),
+    ],
+)
 def test_context_and_branches_match_the_reference(which: str, n_runs: int, tmp_path: Path) -> None:
     """A toy, one whose context is not batch-invariant, one with a sliding window, the bundled draft."""
     paths = {

@@ -70,7 +70,8 @@ def test_speculate_tells_a_tale_with_no_options() -> None:
 
 @pytest.mark.filterwarnings("always::llamabranch.ContextLengthWarning")
 def test_warning_is_one_line_on_standard_error() -> None:
-    result = run("speculate", "--max-tokens", "2", "--draft", "none", "--n-ctx", "2048")
+    given = ("--max-tokens", "2", "--draft", "none", "--n-ctx", "2048")
+    result = run("speculate", *given, "--json")
     assert result.exit_code == 0, result.stderr
     assert result.stderr.startswith("warning: n_ctx=2048 is more than the 1024 tokens")
     assert result.stderr.count("\n") == 1
@@ -497,9 +498,13 @@ def test_texts_that_differ_by_more_than_rounding_are_a_bug_anywhere(
     assert "rounding of this size does not explain it: this is a bug in llamabranch" in shown
 
 
-@pytest.mark.parametrize(("given", "exact"), [((), True), (("--exact",), True), (("--fast",), False)])
+@pytest.mark.parametrize(
+    ("given", "exact"), [((), True), (("--exact",), True), (("--fast",), False)]
+)
 def test_fast_gives_up_exact_batches(given: tuple[str, ...], exact: bool) -> None:
-    shown = run_json("speculate", "--compare", "--max-tokens", "4", "--temperature", "0", *given, *FIXED)
+    shown = run_json(
+        "speculate", "--compare", "--max-tokens", "4", "--temperature", "0", *given, *FIXED
+    )
     assert shown["batch_invariant"] is exact
 
 

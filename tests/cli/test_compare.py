@@ -154,7 +154,7 @@ def test_noise_is_called_inconclusive_with_what_to_do(
     assert "generate more (--max-tokens)" in shown  # the same number of longer pairs
     shown, answer = _printed(_compared([3.0], [9.0], budget_s=6)[0], target, capsys)
     assert "1 pair of runs was timed, and fewer than 3 have no interval" in shown
-    assert "For 6 pairs give more time (--compare-time 72) or generate less (--max-tokens)" in shown
+    assert "For 6 pairs give more time (--compare-time 80) or generate less (--max-tokens)" in shown
     assert "generate more" not in shown
     assert answer["speedup_interval"]["low"] is None  # type: ignore[index]
 

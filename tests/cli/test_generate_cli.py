@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from self_signal import signalled_at_line
-from toys import CHAT_TEMPLATE, write_toy
+from toys import CHAT_TEMPLATE, write_llama, write_toy
 from typer.testing import CliRunner, Result
 
 import llamabranch as lb
@@ -429,7 +429,14 @@ def test_changed_settings_of_a_line_are_refused(tmp_path: Path) -> None:
     line: dict[str, object] = {"prompt": "Once", "max_tokens": 3}
     path.write_text(json.dumps(line))
     assert run(*arguments).exit_code == 0
-    for more in ({"max_tokens": 4}, {"stop": "a"}, {"seed": 3}, {"sampling": {"top_k": 3}}):
+    for more in (
+        {"max_tokens": 4},
+        {"stop": "a"},
+        {"seed": 3},
+        {"sampling": {"top_k": 3}},
+        {"parse_special": False},
+        {"grammar": 'root ::= "a"'},
+    ):
         path.write_text(json.dumps({**line, **more}))
         assert run(*arguments).exit_code == 2
     path.write_text(json.dumps({**line, "priority": 2, "top_logprobs": 1}))
@@ -515,9 +522,9 @@ def test_openai_batch_is_answered_in_its_shape(tmp_path: Path) -> None:
         },
     ]
     path.write_text("\n".join(map(json.dumps, given)))
-    arguments = ("--input", str(path), "--seed", "1", "--target", str(tmp_path / "chat.gguf"))
     write_toy(tmp_path / "chat.gguf", metadata={"tokenizer.chat_template": CHAT_TEMPLATE})
-    arguments = (*arguments, "--draft", "none", "--output", str(out), "--n-ctx", "1024")
+    arguments = ("--input", str(path), "--seed", "1", "--target", str(tmp_path / "chat.gguf"),
+                 "--draft", "none", "--output", str(out), "--n-ctx", "1024")  # fmt: skip
     assert run(*arguments).exit_code == 1
     answers = {record.get("custom_id", record["id"]): record for record in lines(out)}
     assert set(answers) == {"chat", "text", "bad", "ours"}
@@ -857,6 +864,8 @@ def test_lines_are_read_again_and_not_kept(tmp_path: Path) -> None:
 def test_ids_of_a_job_are_unique() -> None:
     with pytest.raises(ConfigError, match="two requests have the id 'a'"):
         survey([Request("x", id="a"), Request("y"), Request("z", id="a")])
+    with pytest.raises(ConfigError, match="2 ids are given to several requests: 'a', 'b'"):
+        survey([Request("x", id=name) for name in "abcaba"])
 
 
 @pytest.mark.parametrize(
@@ -874,6 +883,34 @@ def test_cells_are_divided_where_texts_are_long_and_share_little(
     requests: list[Request], max_tokens: int | None, n_texts: int, cells: int | None
 ) -> None:
     assert survey(requests, max_tokens).cells_per_text(n_texts) == cells
+
+
+def test_prompts_that_cannot_run_do_not_choose_the_layout() -> None:
+    """The bundled target is made for 1,024 tokens."""
+    path = lb.hub.resolve("tale-target")
+    usual = [Request(f"{i} foxes", max_tokens=400) for i in range(8)]
+    too_long = [Request("fox " * 8000), Request([5] * 5000), Request([10**6] * 5000)]
+    for n_ctx in (None, 4096):
+        expected = survey(usual).measured(path, n_ctx)
+        job = survey([*usual, *too_long]).measured(path, n_ctx)
+        assert (job.n_requests, job.n_ctx) == (11, expected.n_ctx)
+        assert job.cells_per_text(8) == expected.cells_per_text(8) == 512
+
+
+def test_context_is_as_large_as_the_prompt_needs(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "long.gguf", vocab="bytes", n_ctx_train=8192)
+    begun = ["-m", str(path), "--draft", "none", "-n", "4", "--json", "--prompts"]
+    result = run(*begun, "x" * 5000)
+    assert result.exit_code == 0, result.output
+    (record,) = json.loads(result.stdout)["results"]
+    assert record["finish_reason"] in ("length", "stop")
+    for more, message in [
+        ((), "the prompt has 9,001 tokens, the model is made for 8,192"),
+        (("--n-ctx", "4096"), "the prompt has 9,001 tokens, --n-ctx is 4,096"),
+    ]:
+        result = run(*begun, "x" * 9000, *more)
+        assert result.exit_code == 1
+        assert message in result.output + result.stderr
 
 
 @pytest.mark.parametrize("draft", ["none", "tale-draft"])

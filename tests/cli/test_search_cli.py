@@ -100,7 +100,7 @@ def test_equal_numbers_are_one_vote(tmp_path: Path) -> None:
     grammar = tmp_path / "one.gbnf"
     grammar.write_text('root ::= " 1" ("." "0")? "\\n"')
     given = ["--method", "vote", "-n", "6", "-w", "12", "--seed", "1", "--grammar", str(grammar)]
-    printed = run("search", PROMPT, *given).stdout
+    printed = run("search", PROMPT, *given).stderr
     assert "also" in printed and sum(answer("search", PROMPT, *given)["votes"].values()) == 12
     assert len(answer("search", PROMPT, *given)["votes"]) == 1
 

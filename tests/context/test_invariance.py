@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, BranchStore, Context, SamplingParams, SpeculativeConfig, Speculator
@@ -250,7 +251,7 @@ def test_first_difference_of_inexact_contexts_is_a_near_tie(
 ) -> None:
     """F16 K/V without flash attention: where texts part, the two tokens were almost equally good."""
     with Context(target, n_ctx=1024, n_threads=1, kv_type="f16", flash_attention=False) as ctx:
-        prompt = ctx.tokenize(PROMPT) * 8
+        prompt, allowed = ctx.tokenize(PROMPT) * 8, rounding(ctx)
         for start in range(4):
             with Branch.start(ctx, prompt[start:], sampling=params) as branch:
                 left = [t.token for t in branch.generate(150)]
@@ -261,7 +262,7 @@ def test_first_difference_of_inexact_contexts_is_a_near_tie(
             assert (found is None) == (left == right)
             if found is not None:
                 assert left[: found.position] == right[: found.position]
-                assert 0 <= found.gap < 0.5
+                assert 0 <= found.gap <= allowed
                 assert found.explained, found
         assert ctx.usage().cells_used == 0
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toys
+from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import Branch, Context, SamplingParams
@@ -212,7 +213,7 @@ def test_memory_that_cannot_be_cut_shares_whole_texts(architecture: str, tmp_pat
         Context(model, n_ctx=512, n_seq_max=3, n_threads=1, swa_full=False) as clean,
     ):
         assert not ctx.capabilities.can_truncate
-        tokens = [int(t) for t in rng.integers(2, 250, 40)]
+        tokens, allowed = [int(t) for t in rng.integers(2, 250, 40)], rounding(clean)
         for n, n_hit in ((30, 0), (40, 30), (35, 30), (20, 0)):
             prefixes, given = prefixes_of(ctx), [*tokens[:n], 7]
             before = prefixes.n_hit_tokens
@@ -222,7 +223,7 @@ def test_memory_that_cannot_be_cut_shares_whole_texts(architecture: str, tmp_pat
             branch = Branch.start(ctx, given, sampling=WARM)
             assert prefixes.n_hit_tokens - before == n_hit + n
             with Branch.start(clean, given, sampling=WARM) as again:
-                assert np.allclose(branch.logits, again.logits, atol=1e-4)
+                assert np.allclose(branch.logits, again.logits, atol=allowed)
                 assert [t.token for t in branch.generate(5)] == [t.token for t in again.generate(5)]
             branch.prune()
             assert ctx.n_seq_free == 9
@@ -248,12 +249,17 @@ def test_a_kept_text_longer_than_the_window_serves_its_beginnings(n: int, tmp_pa
         Context(model, n_ctx=256, n_seq_max=2, n_threads=1, prefix_cache=True) as ctx,
         Context(model, n_ctx=256, n_seq_max=1, n_threads=1) as clean,
     ):
-        Branch.start(ctx, others[:20]).prune()  # its cells come first, and are free below the others
+        Branch.start(
+            ctx, others[:20]
+        ).prune()  # its cells come first, and are free below the others
         Branch.start(ctx, tokens).prune()
         prefixes_of(ctx).evict(20)
         Branch.start(ctx, others[20:90]).prune()
         n_hit = prefixes_of(ctx).n_hit_tokens
-        with Branch.start(ctx, [*tokens[:n], 7]) as branch, Branch.start(clean, branch.tokens) as again:
+        with (
+            Branch.start(ctx, [*tokens[:n], 7]) as branch,
+            Branch.start(clean, branch.tokens) as again,
+        ):
             assert prefixes_of(ctx).n_hit_tokens - n_hit == n
             assert np.abs(branch.logits - again.logits).max() < 0.05
             ctx.audit()

@@ -1,4 +1,4 @@
-"""Run the cases of a group in this process: ``python cases.py GROUP [FIRST]``.
+"""Run the cases of a group in this process: ``python cases.py GROUP [FIRST [HOW MANY]]``.
 
 One line says which case starts, one how it ended; a case without the second line ended the process.
 """
@@ -28,4 +28,5 @@ MODULES = (
 )
 
 if __name__ == "__main__":
-    run(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)
+    first = sys.argv[2] if len(sys.argv) > 2 else None
+    run(sys.argv[1], first, int(sys.argv[3]) if len(sys.argv) > 3 else None)

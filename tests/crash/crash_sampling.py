@@ -198,7 +198,7 @@ refuses(
     bias_token_minus_one=lambda w: Branch.create(w.ctx, SamplingParams(logit_bias={-1: 1.0})),
     bias_token_n_vocab=lambda w: Branch.create(w.ctx, SamplingParams(logit_bias={258: 1.0})),
     steer_token=lambda w: w.root.steer({1 << 40: 1.0}),
-    unknown_setting=lambda w: Branch.start(w.ctx, "a", heat=1.0),
+    unknown_setting=lambda w: Branch.start(w.ctx, "a", heat=1.0),  # type: ignore[call-arg]
     raw_bias_token=lambda w: w.ctx.sample(SamplingParams(logit_bias={999: 1.0})),
 )
 

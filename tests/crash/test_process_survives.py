@@ -13,16 +13,20 @@ import pytest
 TIMEOUT_S = 300
 
 
-def outcomes(group: str) -> dict[str, str]:
-    """Run a group in processes of its own; return each case's line, or how it ended the process."""
+def outcomes(group: str, n: int | None = None) -> dict[str, str]:
+    """Run ``n`` cases of a group, or all, in processes of their own.
+
+    Returns:
+        each case's line, or how it ended the process.
+    """
     root = Path(__file__).parents[2]
     environment = {**os.environ, "GGML_NO_BACKTRACE": "1", "PYTHONPATH": str(root)}
-    names = list(cases.GROUPS[group])
+    names = list(cases.GROUPS[group])[:n]
     found: dict[str, str] = {}
     while len(found) < len(names):
         first = names[len(found)]
         done = subprocess.run(
-            [sys.executable, cases.__file__, group, first],
+            [sys.executable, cases.__file__, group, first, str(len(names) - len(found))],
             capture_output=True,
             text=True,
             errors="replace",
@@ -41,11 +45,23 @@ def outcomes(group: str) -> dict[str, str]:
     return found
 
 
+def check(found: dict[str, str]) -> None:
+    """Fail, naming them, if there are cases that did not go well."""
+    failed = [f"{name}: {outcome}" for name, outcome in found.items() if outcome != "ok"]
+    if failed:
+        pytest.fail("\n".join(failed), pytrace=False)
+
+
+@pytest.mark.parametrize("group", cases.GROUPS)
+def test_one_misuse_of_each_group_is_refused(group: str) -> None:
+    found = outcomes(group, 1)
+    check(found)
+    assert list(found) == list(cases.GROUPS[group])[:1]
+
+
 @pytest.mark.parametrize("group", cases.GROUPS)
 def test_misuse_is_refused_and_the_context_lives_on(group: str) -> None:
     """One process runs all cases of a group, unless one of them ends it."""
     found = outcomes(group)
-    failed = [f"{name}: {outcome}" for name, outcome in found.items() if outcome != "ok"]
-    if failed:
-        pytest.fail("\n".join(failed), pytrace=False)
+    check(found)
     assert found.keys() == cases.GROUPS[group].keys()

@@ -6,6 +6,7 @@ model files are those of the tests; the package, the table and what reads it are
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -71,16 +72,14 @@ def main(packages: str, folder: str) -> None:
         finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__
     ]
     sys.path[0] = packages
-    import digests.library
-    from digests import record
-    from digests.cases import CASES
-
-    where = Path(digests.library.lb.__file__)
-    assert where.is_relative_to(packages), where
-    assert digests.library.VERSION == VERSION
-    with digests.library.World(Path(folder)) as world:
+    library, record, cases = (
+        importlib.import_module(f"digests.{name}") for name in ("library", "record", "cases")
+    )
+    assert Path(library.lb.__file__).is_relative_to(packages), library.lb.__file__
+    assert library.VERSION == VERSION
+    with library.World(Path(folder)) as world:
         for line in sys.stdin:
-            outcome, models = record.run(world, CASES[line.rstrip("\n")])
+            outcome, models = record.run(world, cases.CASES[line.rstrip("\n")])
             numbers = {key: record._number(value) for key, value in outcome.numbers.items()}
             texts = [record.record_text(said) for said in outcome.texts]
             words = {

@@ -23,6 +23,7 @@ import toys
 from drafts import FIXED
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rounding import rounding
 
 import llamabranch as lb
 from llamabranch import (
@@ -1098,9 +1099,10 @@ def test_other_memory_types_run_batched(architecture: str, tmp_path: Path) -> No
             prompt, params = ctx.tokenize(str(request.prompt)), request.sampling or WARM
             found = lb.first_divergence(ctx, prompt, tokens, result.tokens, params, result.seed)
             assert found is not None
-            assert found.gap < 0.05
+            assert found.gap <= allowed
             assert found.explained, found
 
+        allowed = rounding(single)
         # Sliding windows are not batch-invariant: a near-tie may fall the other way in company.
         exact = architecture != "gemma3"
         plain = Engine(ctx)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 
@@ -139,7 +140,7 @@ except LlamaBranchError as error:
 """
 
 
-def run(before: str = "", after: str = "", **options: object) -> object:
+def run(before: str = "", after: str = "", **options: object) -> Any:
     program = PROGRAM.format(before=before, after=after)
     ran = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", "-"],
@@ -159,7 +160,7 @@ def test_it_needs_neither_a_main_module_nor_the_working_folder(tmp_path: Path) -
 
 
 def test_without_jinja_it_names_what_to_install() -> None:
-    kind, message, hint = run("sys.modules['jinja2'] = None")  # type: ignore[misc]
+    kind, message, hint = run("sys.modules['jinja2'] = None")
     assert kind == "UnsupportedError" and "Jinja" in message and hint == "pip install jinja2"
 
 

@@ -15,63 +15,82 @@ from llamabranch import Branch, search
 from llamabranch.errors import ConfigError, LlamaBranchError
 
 STORY = "Once upon a time"
-NOT_POSITIVE = (0, -1, 2.5, math.nan, math.inf, True, "3", None, [3], np.array([1, 2]), -(2**63), 1 << 9000)
-COUNT = (*NOT_POSITIVE, 10**9, 2**63)
-TOKENS = (-1, 2.5, math.nan, True, "3", [3], 2**31, 2**63, 1 << 9000)
-LIMIT = (0, *TOKENS, None)
-NUMBER = ("1", None, True, [1], 1j, np.array([1.0, 2.0]), math.nan)
-FUNCTION = (-1, 1, "len", [], True, object())
-STOP = (5, True, b"x", [""], "", [1], ["a", None], {"a": 1}, object(), np.array(["a"]))
-SEED = (1.5, "1", True, [1], math.nan)
-DRAFTER = (-1, 1, "lookup", True, [], object(), lb.PromptLookupDrafter)
-FLAG = (0, 1, "yes", None, [], np.array([True]))
-NAME = ("", "best", 1, True, None, [], ["mean"], np.array(["beam", "mean"]), b"mean")
-TEXTS = (FUNCTION, STOP, SEED, DRAFTER)
-SHARED: dict[str, tuple[object, ...]] = {
+Values = tuple[object, ...]
+
+NOT_POSITIVE: Values = (
+    0,
+    -1,
+    2.5,
+    math.nan,
+    math.inf,
+    True,
+    "3",
+    None,
+    [3],
+    np.array([1, 2]),
+    -(2**63),
+    1 << 9000,
+)
+COUNT: Values = (*NOT_POSITIVE, 10**9, 2**63)
+TOKENS: Values = (-1, 2.5, math.nan, True, "3", [3], 2**31, 2**63, 1 << 9000)
+LIMIT: Values = (0, *TOKENS, None)
+NUMBER: Values = ("1", None, True, [1], 1j, np.array([1.0, 2.0]), math.nan)
+FUNCTION: Values = (-1, 1, "len", [], True, object())
+STOP: Values = (5, True, b"x", [""], "", [1], ["a", None], {"a": 1}, object(), np.array(["a"]))
+SEED: Values = (1.5, "1", True, [1], math.nan)
+DRAFTER: Values = (-1, 1, "lookup", True, [], object(), lb.PromptLookupDrafter)
+FLAG: Values = (0, 1, "yes", None, [], np.array([True]))
+NAME: Values = ("", "best", 1, True, None, [], ["mean"], np.array(["beam", "mean"]), b"mean")
+SHARED: dict[str, Values] = {
     "on_step": FUNCTION, "stop": STOP, "seed": SEED, "drafter": DRAFTER, "max_tokens": TOKENS,
 }  # fmt: skip
-BRANCH = (None, 1, "Once", [1, 2], Branch, object())
-BIG = (10**400, math.inf)
+BRANCH: Values = (None, 1, "Once", [1, 2], Branch, object())
+BIG: Values = (10**400, math.inf)
 
 
 def score(text: object) -> float:
     return 1.0
 
 
-BEAM = {
+BEAM: dict[str, Values] = {
     "beams": COUNT, "max_tokens": LIMIT, "n": (*NOT_POSITIVE, 5, 2**63), "groups": (*NOT_POSITIVE, 3, 5),
     "length_penalty": (*NUMBER, *BIG, 33.0, -33.0, 1e308, -1e308),
     "early_stopping": ("always", 0, 1, None, 1.0, [], np.array([True, False])),
     "diversity_penalty": (*NUMBER, *BIG, -1.0, 0.5, 1e5),  # 0.5: there is one group
 }  # fmt: skip
-VOTE = {"answer": (*FUNCTION, None), "n": COUNT, "adaptive": FLAG, "agreement": (*NUMBER, *BIG, 0, -1, 1.5)}
-BEST = {
+VOTE: dict[str, Values] = {
+    "answer": (*FUNCTION, None),
+    "n": COUNT,
+    "adaptive": FLAG,
+    "agreement": (*NUMBER, *BIG, 0, -1, 1.5),
+}
+BEST: dict[str, Values] = {
     "n": COUNT, "score": (1, None, "best", [], np.array(["mean"]), b"sum"), "reward": FUNCTION,
     "reject_every": (0, -1, 2.5, True, "3", [1]),
 }  # fmt: skip
-STEPS = {
+STEPS: dict[str, Values] = {
     "reward": (*FUNCTION, None), "n": COUNT, "method": NAME, "beam_width": (*COUNT, 3),
     "max_steps": COUNT, "step": ("", 0, -1, 2.5, True, None, b"x", []),
     "entropy": (-1.0, math.nan, "1", True, []), "temperature": (0, -1, math.nan, math.inf, "1", True),
 }  # fmt: skip
-SMC = {
+SMC: dict[str, Values] = {
     "particles": COUNT, "max_tokens": LIMIT,
-    "potentials": (-1, 1, None, "ab", [1], [None], search.Potential(), [search.Potential], score, {"a": 1}),
+    "potentials": (-1, None, "ab", [1], [None], search.Potential(), [search.Potential], score, {"a": 1}),
     "critic": FUNCTION, "proposal": FUNCTION, "threshold": (*NUMBER, -0.1, 1.1, *BIG),
     "resampling": NAME, "force_end": FLAG,
 }  # fmt: skip
-EXPAND = (0, -1, 2.5, True, None, "ab", [], 10**9, 2**63)
-MCTS = {
+EXPAND: Values = (0, -1, 2.5, True, None, "ab", [], 10**9, 2**63)
+MCTS: dict[str, Values] = {
     "expand": EXPAND, "exploration": (*NUMBER, *BIG, -1, 1e10), "prior": NAME, "step": STEPS["step"],
     "max_tokens": LIMIT, "rollout_tokens": (-1, 2.5, True, "3", None, 2**63),
 }  # fmt: skip
-SELECT = {
+SELECT: dict[str, Values] = {
     "choices": (None, "ab", b"ab", 5, [], [""], [1], ["a", ""], ["a", "\ud800"], {"a": 1}, iter(["a"])),
     "method": NAME,
 }  # fmt: skip
 
 Call = Callable[..., object]
-SEARCHES: dict[str, tuple[Call, dict[str, Any], dict[str, tuple[object, ...]]]] = {
+SEARCHES: dict[str, tuple[Call, dict[str, Any], dict[str, Values]]] = {
     "beam_search": (search.beam_search, {}, BEAM),
     "best_of_n": (search.best_of_n, {}, BEST),
     "vote": (search.vote, {"answer": str}, VOTE),
@@ -94,13 +113,15 @@ def cases() -> list[Any]:
         shared = {key: value for key, value in SHARED.items() if key in parameters}
         tables = {"branch": BRANCH} | shared | own
         assert tables.keys() == parameters.keys() - {"self"}, name  # no argument is left out
-        found += [pytest.param(name, key, values, id=f"{name}-{key}") for key, values in tables.items()]
+        found += [
+            pytest.param(name, key, values, id=f"{name}-{key}") for key, values in tables.items()
+        ]
     return found
 
 
 @pytest.mark.parametrize(("name", "argument", "values"), cases())
 def test_a_wrong_argument_is_a_typed_error_before_anything_happens(
-    name: str, argument: str, values: tuple[object, ...], shared_branch: Branch
+    name: str, argument: str, values: Values, shared_branch: Branch
 ) -> None:
     call, needed, _ = SEARCHES[name]
     branch, ctx = shared_branch, shared_branch.ctx

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 
 from ...errors import ConfigError, GrammarError
 
-__all__ = ["of_type", "parse", "path_to", "validate"]
+__all__ = ["closed", "of_type", "parse", "path_to", "validate"]
+
+_COMBINE = ("allOf", "anyOf", "oneOf", "$ref")
+_OPEN = (
+    "additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames",
+    "minProperties", "dependentSchemas",
+)  # fmt: skip
 
 _TYPES = {
     str: "string", bool: "boolean", type(None): "null", int: "number", float: "number",
@@ -102,7 +108,10 @@ def _exclude_each_other(ways: list[object]) -> bool:
         found = _values(way)
         if not found or any(value in seen or value.split(" ")[0] in seen for value in found):
             return False
-        if any(value in _TYPES.values() and any(s.startswith(value + " ") for s in seen) for value in found):
+        if any(
+            value in _TYPES.values() and any(s.startswith(value + " ") for s in seen)
+            for value in found
+        ):
             return False
         seen.update(found)
     return True
@@ -116,6 +125,42 @@ def _values(part: object) -> list[str]:
         constants = part["enum"] if isinstance(part.get("enum"), list) else [part.get("const")]
         return [f"{_TYPES[type(c)]} {json.dumps(c, sort_keys=True)}" for c in constants]
     return [str(part["type"])] if part.get("type") in ("string", "boolean", "null") else []
+
+
+def closed(schema: dict[str, object]) -> dict[str, object]:
+    """Return the schema with ``additionalProperties: false`` where it says nothing of other properties.
+
+    Objects then have the declared properties only, as llama.cpp writes them too. Not where several
+    schemas apply to one object, each with some of its properties.
+    """
+    schema = json.loads(json.dumps(schema))
+    combined: set[int] = set()
+    for part in _parts(schema):
+        every = part.get("allOf")
+        n_schemas = sum(name in part for name in _COMBINE) + ("properties" in part)
+        if n_schemas > 1 or (isinstance(every, list) and len(every) > 1):
+            _add_combined(part, schema, combined)
+    for part in _parts(schema):
+        properties, required = part.get("properties"), part.get("required", [])
+        if id(part) in combined or not isinstance(properties, dict) or not properties:
+            continue
+        if isinstance(required, list) and all(name in properties for name in required):
+            if not any(name in part for name in _OPEN):
+                part["additionalProperties"] = False
+    return schema
+
+
+def _add_combined(part: object, document: dict[str, object], found: set[int]) -> None:
+    """Add ``part`` and all that applies to the same value."""
+    if not isinstance(part, dict) or id(part) in found:
+        return
+    found.add(id(part))
+    if "$ref" in part:
+        _add_combined(_target(part["$ref"], document), document, found)
+    for name in ("allOf", "anyOf", "oneOf"):
+        ways = part.get(name)
+        for way in ways if isinstance(ways, list) else []:
+            _add_combined(way, document, found)
 
 
 def _is_finite(document: dict[str, object]) -> bool:

@@ -123,7 +123,7 @@ def checked_drafter(drafter: Drafter | None, target: Model) -> Drafter:
     if drafter is None:
         return NullDrafter()
     hint = "ModelDrafter(ctx) drafts with the model of a context"
-    instance("drafter", drafter, Drafter, hint).check(target)
+    instance("drafter", drafter, Drafter, hint).check(target)  # type: ignore[type-abstract]
     return drafter
 
 

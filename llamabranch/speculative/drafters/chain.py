@@ -31,7 +31,9 @@ class ChainDrafter(Drafter):
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         if not drafters:
             raise ConfigError("a chain needs at least one drafter")
-        self.drafters = tuple(instance("a drafter of a chain", one, Drafter) for one in drafters)
+        for one in drafters:
+            instance("a drafter of a chain", one, Drafter)  # type: ignore[type-abstract]
+        self.drafters = tuple(drafters)
 
     @property
     def name(self) -> str:

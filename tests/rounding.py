@@ -1,0 +1,37 @@
+"""How far rounding moves logits on the machine at hand.
+
+Where a context is not batch-invariant, logits depend on how tokens are batched. By how much depends on
+llama.cpp's build and the processor: tests that allow for it measure it, instead of naming a number.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llamabranch import Context
+
+__all__ = ["rounding"]
+
+N_TOKENS = 120
+FACTOR = 4  # a test compares more rows than are measured here
+
+
+def rounding(ctx: Context) -> float:
+    """Return how far apart right logits of contexts like ``ctx`` may be.
+
+    Measured in a fresh context, as the largest difference between the rows of one text decoded in
+    batches of several sizes; and at least what 32 bits resolve of the largest logit.
+    """
+    tokens = [2 + 7 * i % (ctx.model.n_vocab - 2) for i in range(N_TOKENS)]
+    with Context(ctx.model, ctx.params, prefix_cache=False) as fresh:
+        runs = []
+        for size in (1, 5, 17, min(N_TOKENS, fresh.n_batch)):
+            rows = []
+            for start in range(0, N_TOKENS, size):
+                fresh.decode(tokens[start : start + size], start, logits="all")
+                rows += [fresh.logits(i) for i in range(len(tokens[start : start + size]))]
+            fresh.kv_cache_remove(0)
+            runs.append(np.stack(rows))
+    moved = max(float(np.abs(run - runs[0]).max()) for run in runs)
+    resolved = 16 * float(np.finfo(np.float32).eps * np.abs(runs[0]).max())
+    return FACTOR * max(moved, resolved)

@@ -327,7 +327,7 @@ def _numbered(first: Submission, i: int) -> Submission:
     copied.__dict__.update(first.__dict__)
     copied.request = replace(first.request) if i < 1000 else first.request
     copied.name, copied.number, copied.samples = str(i), i, first.samples.copy()
-    copied.queued = []
+    copied.jobs = {}
     return copied
 
 

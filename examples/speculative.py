@@ -30,7 +30,7 @@ def main() -> None:
 
             # 5. VERIFY on a fork of main: one decode gives the logits after every guess.
             start, trial = main_branch.position, main_branch.fork()
-            rows = [main_branch.logits, *(trial.extend(guesses) if guesses else [])]
+            rows = [main_branch.logits, *(trial.extend(guesses, "all") if guesses else [])]
             n = 0
             while True:
                 target_token = sampler.distribution(rows[n], start + n, SEED).draw(SEED, start + n)

@@ -87,6 +87,7 @@ from .speculative import (
     EagleDrafter as EagleDrafter,
     FunctionDrafter as FunctionDrafter,
     Generation as Generation,
+    GrammarDrafter as GrammarDrafter,
     InferenceSession as InferenceSession,
     ModelDrafter as ModelDrafter,
     MTPDrafter as MTPDrafter,

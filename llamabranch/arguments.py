@@ -8,14 +8,28 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Collection
 from fractions import Fraction
 from numbers import Real
 from operator import index
+from typing import TypeVar
 
 from .errors import ConfigError
 
-__all__ = ["finite", "function", "plain_int", "real", "shown", "whole"]
+__all__ = [
+    "bounded",
+    "choice",
+    "finite",
+    "flag",
+    "function",
+    "instance",
+    "plain_int",
+    "real",
+    "shown",
+    "whole",
+]
 
+T = TypeVar("T")
 _LARGEST = int(sys.float_info.max)
 
 
@@ -87,6 +101,41 @@ def finite(name: str, value: object) -> float:
     if not math.isfinite(found):
         raise ConfigError(f"{name} must be finite, not {found}")
     return found
+
+
+def instance(name: str, value: object, kind: type[T], hint: str | None = None) -> T:
+    """Return ``value`` if it is one of ``kind``.
+
+    Raises:
+        ConfigError: it is something else; names the argument.
+    """
+    if isinstance(value, kind):
+        return value
+    raise ConfigError(f"{name} must be a {kind.__name__}, not {value!r:.60}", hint=hint)
+
+
+def bounded(name: str, value: object, low: float, high: float) -> float:
+    """Return ``value`` as int or float.
+
+    Raises:
+        ConfigError: not a number from ``low`` to ``high``; names the argument.
+    """
+    found = real(name, value)
+    if not low <= found <= high:
+        raise ConfigError(f"{name} must be from {low:g} to {high:g}, not {found}")
+    return found
+
+
+def choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Raise ConfigError unless ``value`` is one of ``choices``; names the argument."""
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"unknown {name} {shown(value)}", hint=f"{name}: {', '.join(choices)}")
+
+
+def flag(name: str, value: object) -> None:
+    """Raise ConfigError unless ``value`` is True or False; names the argument."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, not {shown(value)}")
 
 
 def function(name: str, value: object) -> None:

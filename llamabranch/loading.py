@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypedDict, cast
 
+from .arguments import instance
 from .context import Context
 from .context.params import ContextOptions
 from .errors import ConfigError
@@ -29,6 +30,7 @@ class ModelOptions(TypedDict, total=False):
     check_tensors: bool
     extra_buffers: bool | str
     load_mtp: bool
+    chat_template: str | None
 
 
 class LoadOptions(ModelOptions, ContextOptions, total=False):
@@ -54,9 +56,25 @@ def load(
             as the environment variable ``LLAMABRANCH_DOWNLOAD`` (1 or 0) is set; without it only if
             standard error is a terminal, where the size is announced before.
         target: for an EAGLE-3 head, the context it drafts for: ``EagleDrafter(load("head.gguf",
-            target=ctx))``.
+            target=ctx))``. Not for a model that generates.
         verbose: show llama.cpp's log on standard error from now on, for the whole process.
-        options: those of `Model` and of `Context`.
+        options: those of the context and of the model, by name. The most used:
+
+            - ``n_ctx``: cells of the cache in tokens, shared by all sequences (2,048, or what the model
+              was trained for if that is less). ``n_seq_max``: sequences at a time (8, at most 256).
+            - ``n_threads``, ``n_threads_batch``: threads for one token and for many (measured).
+            - ``n_gpu_layers``: layers to offload; -1 = all (the default).
+            - ``kv_type``: "f16", "bf16", "q8_0", ...; "auto" (the default) is bf16 where that makes the
+              context batch-invariant. ``flash_attention``, ``batch_invariant``: "auto", True or False.
+            - ``prefix_cache``: keep K/V for prompts that begin alike (False). ``cache_ram``: bytes of
+              host memory for what it gives up (0). ``kv_unified``: one cache for all (True).
+            - ``load_mtp``: load MTP layers too (False). ``chat_template``: one in place of the file's.
+
+            The others, explained at `Model` and `ContextParams`: ``use_mmap``, ``use_mlock``,
+            ``check_tensors``, ``extra_buffers``, ``n_batch``, ``n_ubatch``, ``n_outputs_max``,
+            ``swa_full``, ``offload_kqv``, ``rope_scaling``, ``rope_freq_base``, ``rope_freq_scale``,
+            ``yarn_ext_factor``, ``yarn_attn_factor``, ``yarn_beta_fast``, ``yarn_beta_slow``,
+            ``yarn_orig_ctx``.
 
     Returns:
         A context that owns its model: closing the context closes the model, too.
@@ -75,6 +93,9 @@ def load(
             raise ConfigError(
                 f"load() has no option {name!r}", hint=nearest(name, known, "options")
             )
+    if target is not None:
+        hint = "give the context that generates, for example lb.load(), not its model or name"
+        instance("target", target, Context, hint)
     path = obtain(BUNDLED_TARGET if name_or_path is None else name_or_path, download=download)
     model = Model(
         path,

@@ -1,4 +1,4 @@
-"""Tokens, distributions and trees of branches as HTML, for notebooks and files.
+"""Tokens, distributions and trees as HTML, for notebooks and files; and the model of a drawn tree.
 
 No scripts and no style sheets: a notebook may strip them. Text keeps the colour that the page has, and
 colours behind it are translucent, so light and dark pages can both be read. All text is escaped, and
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 __all__ = [
-    "Node",
     "Token",
+    "TreeLine",
     "bars",
     "coloured",
     "page",
@@ -31,6 +31,7 @@ _BOX = "font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere;line-h
 _DIM = "opacity:.65"
 _SOURCES = {
     "drafted": ("rgba(46,160,67,.38)", "drafted and accepted"),
+    "forced": ("rgba(130,80,223,.34)", "forced by the grammar"),
     "bonus": ("rgba(0,150,199,.45)", "bonus"),
     "corrected": ("rgba(219,148,0,.48)", "corrected by the target"),
 }
@@ -61,17 +62,41 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Node:
-    """A branch in a picture of a tree: a caption, the tokens since its fork, its children.
+class TreeLine:
+    """A line of a drawn tree, whether of branches or of a search, in a terminal, as text or as HTML.
 
-    ``aside``: branches of less interest, to unfold; ``n_more``: how many others are not listed there.
+    Attributes:
+        tokens: its text, with the probabilities of the tokens.
+        figures: what is written beside it.
+        children: what continues it, in the order in which it is drawn.
+        status: "finished" (a result ends here), "pruned" or "".
+        n_hidden: how many branches were pruned along it that are not among ``children``.
     """
 
-    caption: str
     tokens: Sequence[Token]
-    children: Sequence[Node] = ()
-    aside: Sequence[Node] = ()
-    n_more: int = 0
+    figures: str = ""
+    children: Sequence[TreeLine] = ()
+    status: str = ""
+    n_hidden: int = 0
+
+    @property
+    def text(self) -> str:
+        """The text of its tokens."""
+        return "".join(token.text for token in self.tokens)
+
+    @property
+    def probability(self) -> float:
+        """That of the token it begins with; NaN if it is not known, as of a prompt."""
+        logprob = self.tokens[0].logprob if self.tokens else math.nan
+        return logprob if math.isnan(logprob) else math.exp(min(0.0, logprob))
+
+    def walk(self) -> Iterator[TreeLine]:
+        """Yield this line and all lines below it, parents first."""
+        waiting = [self]
+        while waiting:
+            line = waiting.pop()
+            yield line
+            waiting += reversed(line.children)
 
 
 def tokens_picture(tokens: Sequence[Emitted], *, prompt: str = "", caption: str = "") -> str:
@@ -127,9 +152,12 @@ def bars(rows: Iterable[tuple[str, float]], *, caption: str = "") -> str:
     )
 
 
-def tree(roots: Sequence[Node], *, caption: str = "") -> str:
-    """Return branches as an indented tree; tokens are coloured by their probability."""
-    body = "".join(map(_node, roots)) or f'<div style="{_DIM}">no branches</div>'
+def tree(roots: Sequence[TreeLine], *, caption: str = "") -> str:
+    """Return an indented tree; tokens are coloured by their probability, pruned branches unfold.
+
+    A percentage is the probability of the token that a line begins with.
+    """
+    body = "".join(map(_tree_line, roots)) or f'<div style="{_DIM}">no branches</div>'
     return f"<div>{_caption(caption) if caption else ''}{body}{_legend('probability')}</div>"
 
 
@@ -161,32 +189,43 @@ def page(title: str, *parts: str) -> str:
     )
 
 
-def _node(node: Node) -> str:
-    children = "".join(map(_node, node.children))
-    inner = ""
-    if children:
-        inner = (
+def _tree_line(line: TreeLine) -> str:
+    """Return a line and what is below it; what alone continues it follows in the same paragraph."""
+    p = line.probability
+    parts = [f'<span style="{_DIM}">{100 * p:.0f} %</span> '] if not math.isnan(p) else []
+    while True:
+        parts += [
+            f'<span style="background:{_colour(token, "probability") or "none"};border-radius:2px"'
+            f' title="{_title(token)}">{_text(token.text)}</span>'
+            for token in line.tokens[-MOST_TOKENS:]
+        ]
+        pruned = [child for child in line.children if child.status == "pruned"]
+        going_on = [child for child in line.children if child.status != "pruned"]
+        if pruned or line.n_hidden:
+            parts.append(_unfolding(pruned, line.n_hidden))
+        if len(going_on) != 1 or math.isnan(p) or line.status == "finished":
+            break
+        (line,) = going_on
+    if line.figures:
+        parts.append(f' <span style="{_DIM}">{_text(line.figures)}</span>')
+    below = "".join(map(_tree_line, going_on))
+    if below:
+        below = (
             '<div style="margin-left:.5em;padding-left:1em;border-left:1px solid rgba(128,128,128,.6)">'
-            f"{children}</div>"
+            f"{below}</div>"
         )
-    spans = "".join(
-        f'<span style="background:{_colour(token, "probability") or "none"};border-radius:2px"'
-        f' title="{_title(token)}">{_text(token.text)}</span>'
-        for token in node.tokens[-MOST_TOKENS:]
-    )
-    told = f'<span style="{_DIM}">{_text(node.caption)}</span> ' if node.caption else ""
-    return f'<div style="{_BOX}">{told}{spans}</div>{_aside(node)}{inner}'
+    return f'<div style="{_BOX}">{"".join(parts)}</div>{below}'
 
 
-def _aside(node: Node) -> str:
-    """Return what may be unfolded under a branch."""
-    if not node.aside:
-        return ""
-    listed = "".join(map(_node, node.aside))
-    more = f'<div style="{_BOX}">and {node.n_more} more</div>' if node.n_more else ""
+def _unfolding(pruned: Sequence[TreeLine], n_hidden: int) -> str:
+    """Return the branches that were pruned at a place, to unfold there."""
+    listed = "".join(map(_tree_line, pruned))
+    more = f"<div>and {n_hidden} more</div>" if n_hidden else ""
     return (
-        f'<details style="{_DIM};margin-left:1.5em"><summary>{len(node.aside) + node.n_more} given up'
-        f"</summary>{listed}{more}</details>"
+        f'<details style="display:inline-block;vertical-align:top;{_DIM}"><summary style="display:inline;'
+        f'cursor:pointer;font-size:85%" title="{len(pruned) + n_hidden} given up"> '
+        f"[+{len(pruned) + n_hidden}]</summary>"
+        f'<div style="margin-left:2em">{listed}{more}</div></details>'
     )
 
 

@@ -1,11 +1,13 @@
-"""Ctrl-C while the command line starts or ends: exit code 130 at once, without a traceback.
+"""What comes before and after a command: Ctrl-C, and arguments in UTF-8 whatever the locale.
 
-Imports take half a second. Nothing is open yet, so there is nothing to free; and an exception would
-come out of the middle of somebody's module, or get lost in a callback.
+A Ctrl-C while the command line starts or ends gives exit code 130 at once, without a traceback. Imports
+take half a second. Nothing is open yet, so there is nothing to free; and an exception would come out of
+the middle of somebody's module, or get lost in a callback.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -21,6 +23,9 @@ def quit_on_ctrl_c() -> None:
     with contextlib.suppress(ValueError):  # not the main thread
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, quit_interrupted)
+            # Python restores the system's handler before it frees its modules: a Ctrl-C would then end
+            # the process by the signal. What was registered first is called last: all is done then.
+            atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 
 def quit_interrupted(_number: int = 0, _frame: FrameType | None = None) -> None:
@@ -28,6 +33,16 @@ def quit_interrupted(_number: int = 0, _frame: FrameType | None = None) -> None:
     with contextlib.suppress(OSError):
         os.write(2, b"interrupted\n")
     os._exit(EXIT_INTERRUPTED)
+
+
+def read_arguments_as_utf8() -> None:
+    """Start the process again in Python's UTF-8 mode if the locale's encoding cannot read an argument.
+
+    Only this gives both texts and names of files as they were meant, under ``PYTHONUTF8=0 LC_ALL=C``.
+    """
+    unread = any("\udc80" <= character <= "\udcff" for character in "".join(sys.argv))
+    if unread and sys.getfilesystemencoding() != "utf-8":
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
 def is_command() -> bool:

@@ -138,7 +138,7 @@ def best_draft_length(a: float, c: float, v: VerifyCost = 1.0, limit: int = 16) 
 
 
 def naive_speedup(a: float, gamma: int) -> float:
-    """Return 1 / (1 - a + a / gamma), a common but wrong formula: see ``docs/theory.md``.
+    """Return 1 / (1 - a + a / gamma), Amdahl's law: too simple here, see ``docs/theory.md``.
 
     Raises:
         ConfigError: ``a`` outside 0 to 1, or ``gamma`` below 1.

@@ -70,6 +70,7 @@ class ReferenceComparison(RuleBasedStateMachine):
     clean: ClassVar[Context]
     foreign: ClassVar[Branch]
     exact: ClassVar[bool]
+    close: ClassVar[float]
     tally: ClassVar[Tally]
 
     def __init__(self) -> None:
@@ -194,7 +195,7 @@ class ReferenceComparison(RuleBasedStateMachine):
                 assert branch.log_likelihood() == again.log_likelihood()
             else:
                 self.tally.n_close += 1
-                assert np.abs(branch.logits - again.logits).max() < CLOSE
+                assert np.abs(branch.logits - again.logits).max() < self.close
 
     @invariant()
     def check(self) -> None:

@@ -57,9 +57,11 @@ def _byte_alphabet() -> list[str]:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Token strings of a byte-level BPE tokenizer; the first two are its control tokens."""
+    """Token strings of a byte-level BPE tokenizer; the first ``n_control`` are its control tokens."""
 
     tokens: tuple[str, ...]
+    n_control: int = 2
+    is_spm: bool = False
 
     @classmethod
     def named(cls, name: str | int | Vocabulary) -> Vocabulary:
@@ -76,13 +78,31 @@ class Vocabulary:
         pairs = (left + right for left in alphabet for right in alphabet)
         return cls((BOS, EOS, *alphabet, *pairs)[:name])
 
+    @classmethod
+    def with_control(cls, bos: str, eos: str, *more: str, is_spm: bool = False) -> Vocabulary:
+        """Return one of these control tokens and all 256 bytes, of SentencePiece or of BPE."""
+        control = (bos, eos, *more)
+        spm = [*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
+        return cls((*control, *(spm if is_spm else _byte_alphabet())), len(control), is_spm)
+
     def metadata(self) -> dict[str, Value]:
         control, normal = int(gguf.TokenType.CONTROL), int(gguf.TokenType.NORMAL)
+        n, n_normal = self.n_control, len(self.tokens) - self.n_control
+        if self.is_spm:
+            byte = int(gguf.TokenType.BYTE)
+            return {
+                "tokenizer.ggml.model": "llama",
+                "tokenizer.ggml.tokens": list(self.tokens),
+                "tokenizer.ggml.token_type": [control] * n + [byte] * 256 + [normal],
+                "tokenizer.ggml.scores": [0.0] * len(self.tokens),
+                "tokenizer.ggml.bos_token_id": 0,
+                "tokenizer.ggml.eos_token_id": 1,
+            }
         return {
             "tokenizer.ggml.model": "gpt2",
             "tokenizer.ggml.pre": "gpt-2",
             "tokenizer.ggml.tokens": list(self.tokens),
-            "tokenizer.ggml.token_type": [control] * 2 + [normal] * (len(self.tokens) - 2),
+            "tokenizer.ggml.token_type": [control] * n + [normal] * n_normal,
             # llama.cpp insists on a merge; this one can never apply, so a byte stays a token.
             "tokenizer.ggml.merges": ["zz zz"],
             "tokenizer.ggml.bos_token_id": 0,

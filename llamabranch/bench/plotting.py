@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from ..errors import ConfigError, UnsupportedError
 from .timing import Spread
@@ -30,7 +31,7 @@ class Curve:
 
 
 def save_plot(
-    path: Path,
+    path: Path | IO[bytes],
     title: str,
     axes: tuple[str, str],
     curves: Sequence[Curve],
@@ -41,6 +42,7 @@ def save_plot(
     """Draw ``curves`` into a PNG file.
 
     Args:
+        path: the file, or one that is open.
         axes: the labels of x and y.
         log: make both axes logarithmic, x with base 2; otherwise y starts at 0.
         level: the height of a horizontal line.

@@ -7,17 +7,18 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
 from ..arguments import whole
 from ..context import Context, TokenScore
+from ..context.context import text_context
 from ..errors import BranchStateError, ConfigError, LlamaBranchError
 from ..model import Prompt, TokenIds, token_list
 from ..pictures import Token, tokens_picture
-from ..sampling import Distribution, Grammar, Sampler, SamplingParams
+from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingSettings
 from ..sampling.distribution import log_base
 from ..sampling.noise import derive_seed
 from .output import OutputBuffer
@@ -25,7 +26,9 @@ from .scoring import score_all
 from .sequence import TokenSequence
 from .snapshot import Snapshot, capture, fill
 from .token import Produced
-from .verification import Verification
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Branch"]
 
@@ -67,6 +70,7 @@ class Branch:
         Raises:
             SequencesExhaustedError, GrammarError, ConfigError: nothing is created.
         """
+        text_context("ctx", ctx)
         params = sampling or SamplingParams()
         if isinstance(grammar, str):
             grammar = Grammar(grammar)
@@ -83,7 +87,8 @@ class Branch:
         *,
         grammar: Grammar | str | None = None,
         sampling: SamplingParams | None = None,
-        **settings: object,
+        parse_special: bool = True,
+        **settings: Unpack[SamplingSettings],
     ) -> Branch:
         """Return a branch prefilled with ``prompt`` (text, token ids or messages).
 
@@ -95,12 +100,20 @@ class Branch:
             prompt: text, tokenized with the model's BOS token if it has one; or ids; or messages, such as
                 ``[{"role": "user", "content": "Hello"}]``, written by the model's chat template.
             grammar: constrains the generated text.
-            sampling: settings; its fields may be given by name instead: ``temperature=0.8, seed=1``.
+            sampling: settings.
+            parse_special: whether control tokens written in a text, such as ``<|im_start|>``, are
+                parsed, see ``Model.prompt_tokens``; False for untrusted text.
+            settings: fields of `SamplingParams` by name, in place of those of ``sampling``:
+                ``temperature=0.8, top_p=0.9, seed=1``.
+
+        Raises:
+            ConfigError: an unknown setting or a value out of range. TokenizeError, GrammarError,
+            SequencesExhaustedError, CacheFullError, DecodeError: nothing is created.
         """
         params = (sampling or SamplingParams()).replace(**settings)
         branch = cls.create(ctx, params, grammar)
         try:
-            tokens = ctx.model.prompt_tokens(prompt)
+            tokens = ctx.model.prompt_tokens(prompt, parse_special=parse_special)
             n_cached = branch.sequence.take_cached(tokens[:-1])
             branch.prefill(tokens[n_cached:])
             branch.sequence.keep_cached()
@@ -125,7 +138,7 @@ class Branch:
         score = self._score_text()
         return f"<{about}: {self._last_words()!r}{', ' + score if score else ''}>"
 
-    def _last_words(self, n: int = 30) -> str:
+    def _last_words(self, n: int = 24) -> str:
         """Return the last ``n`` characters of its text at most, from the beginning of a word on."""
         tokens = self.sequence.tokens[-n:]  # a token that is shown has a character at least
         text = b"".join(map(self.ctx.model.piece, tokens)).decode("utf-8", "replace")
@@ -136,12 +149,12 @@ class Branch:
         return "..." + (tail[space + 1 :] if space >= 0 else tail)
 
     def _score_text(self) -> str:
-        """Return its log-likelihood and perplexity since the prompt, as text; "" if it has none."""
+        """Return the perplexity of the generated tokens as text; "" if they have none."""
         with self._lock:
-            scored = self.sequence.surprisals
-            if not scored or not all(math.isfinite(one) for one in scored):
+            try:
+                return f"perplexity {self.perplexity():.2f}"
+            except BranchStateError:
                 return ""
-            return f"log p {self.log_likelihood():.2f}, perplexity {self.perplexity():.2f}"
 
     def _repr_html_(self) -> str:
         with self._lock:
@@ -193,8 +206,9 @@ class Branch:
 
     @property
     def generated(self) -> list[int]:
-        """The token ids after the prompt; a copy."""
-        return self.sequence.tokens[self.sequence.n_prompt :]
+        """The token ids after the prompt, without those of ``append``; a copy."""
+        tokens = self.sequence.tokens
+        return [tokens[position] for position in self.sequence.generated_positions()]
 
     @property
     def position(self) -> int:
@@ -203,7 +217,7 @@ class Branch:
 
     @property
     def n_prompt(self) -> int:
-        """How many of its tokens were prefilled, not generated."""
+        """How many tokens of its beginning were prefilled, not generated."""
         return self.sequence.n_prompt
 
     @property
@@ -299,9 +313,9 @@ class Branch:
 
         Args:
             since: "prompt" = all generated tokens, inherited ones included, so that branches can be
-                compared wherever they were forked; "fork" = those after the fork point. Prompt tokens
-                have no surprisal here: they were prefilled, not predicted. Nor has the first token of
-                a branch without a prompt, since no logits precede it.
+                compared wherever they were forked; "fork" = those after the fork point. Tokens of
+                the prompt and of ``append`` have no surprisal here: they were read, not predicted. Nor
+                has the first token of a branch without a prompt, since no logits precede it.
 
         Raises:
             BranchStateError: there are no such tokens, or some were appended without a surprisal.
@@ -368,7 +382,11 @@ class Branch:
         if since not in ("fork", "prompt"):
             raise ConfigError(f"since must be 'fork' or 'prompt', not {since!r}")
         start = self.fork_position if since == "fork" else 0
-        counted = self.sequence.surprisals[max(start, self.n_prompt, 1) - self.n_prompt :]
+        sequence, n_prompt = self.sequence, self.n_prompt
+        counted = [
+            sequence.surprisals[position - n_prompt]
+            for position in sequence.generated_positions(max(start, 1))
+        ]
         if any(map(math.isnan, counted)):
             # Tokens of ``append_unscored`` have NaN, which would make any comparison false.
             raise BranchStateError(
@@ -388,6 +406,34 @@ class Branch:
         with self._lock:
             sequence, tokens = self.sequence, token_list(tokens)
             sequence.check_prefill(tokens)
+            rows = sequence.decode_run(tokens, "last", sequence.expiring_rows())
+            sequence.append_prompt(tokens, rows[-1])
+
+    def append(self, text: str | TokenIds, *, parse_special: bool = True) -> None:
+        """Append text that the model reads but did not generate, such as the next message of a user.
+
+        It may come at any time, also after an EOG token. The tokens are decoded in chunks. They count for
+        penalties; they are not ``generated``, have no surprisal and do not have to follow the grammar,
+        which begins again for what is generated after them.
+
+        Args:
+            text: token ids, or text, tokenized by itself and without a BOS token. For a chat turn it must
+                hold what the chat template writes between two answers, from the end of the turn on: the
+                EOG token that ended the answer is not part of the branch.
+            parse_special: control tokens written in a text, such as ``<|im_end|>``, become their ids;
+                False for text from others that must not end a turn.
+
+        Raises:
+            ConfigError, TokenizeError, CacheFullError, DecodeError: the branch is as before.
+        """
+        with self._lock:
+            sequence = self.sequence
+            sequence.check_usable()
+            if isinstance(text, str):
+                model = self.ctx.model
+                text = model.tokenize(text, add_special=False, parse_special=parse_special)
+            tokens = token_list(text)
+            sequence.check_read(tokens)
             rows = sequence.decode_run(tokens, "last", sequence.expiring_rows())
             sequence.append_prompt(tokens, rows[-1])
 
@@ -454,15 +500,16 @@ class Branch:
                 yield emitted
         self.sequence.finish_reason = output.finish_reason
 
-    def extend(self, tokens: TokenIds, logits: str = "all") -> list[npt.NDArray[np.float32]]:
-        """Append several tokens, decoded at once.
+    def extend(self, tokens: TokenIds, logits: str = "last") -> list[npt.NDArray[np.float32]]:
+        """Append several tokens as if they had been generated, decoded at once.
 
         Args:
             tokens: ids, at least one; a grammar must allow them.
-            logits: "all" or "last": which rows to return.
+            logits: "last" or "all": which rows to return. All rows of 1,000 tokens take a gigabyte with
+                a vocabulary of 262,144.
 
         Returns:
-            the logits after each token (or after the last one), float32 (V,), copies.
+            the logits after the last token, or after each one, float32 (V,), copies.
 
         Raises:
             TokenizeError, GrammarError, CacheFullError, DecodeError: the branch is as before.
@@ -474,13 +521,7 @@ class Branch:
             if not tokens:
                 raise ConfigError("nothing to extend with: no tokens")
             self.ctx.model.check_tokens(tokens)
-            sequence.sampler.after(tokens)  # raises GrammarError before anything is decoded
-            if sequence.tokens:
-                sequence.logits_row()
-            rows = sequence.decode_run(tokens, "all")
-            kept = [row.array.copy() for row in (rows if logits == "all" else rows[-1:])]
-            Verification(sequence, tokens, rows=rows).accept(range(len(tokens)))
-            return kept
+            return sequence.extend(tokens, keeps_all=logits == "all")
 
     # -- branching ---------------------------------------------------------------------------------
 
@@ -534,13 +575,8 @@ class Branch:
         with self._lock:
             sequence = self.sequence
             sequence.check_usable()
-            n, grammar = sequence.n_prompt, sequence.sampler.grammar
-            sampler = Sampler(self.ctx.model, sampling, grammar)
-            if grammar is None:
-                sampler.accept_prompt(sequence.tokens)
-            else:
-                sampler = sampler.replay(sequence.tokens[:n], sequence.tokens[n:])
-            sequence.use_sampler(sampler)
+            sampler = Sampler(self.ctx.model, sampling, sequence.sampler.grammar)
+            sequence.use_sampler(sequence.replayed(sampler))
             if sampling.seed is not None:
                 sequence.seed, sequence.seed_given = sampling.seed, True
 

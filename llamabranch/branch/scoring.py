@@ -75,7 +75,7 @@ def score_all(
         sequence.catch_up()
         for item in items:
             if item.sequence is sequence:
-                item.scores.append(row.score(item.tokens[0], top))
+                item.scores.append(row.score(item.tokens[0], sequence.ctx.model, top))
     waiting = [item for item in items if item.n_left]
     while waiting:
         group: list[_Continuation] = []
@@ -130,7 +130,7 @@ def _decode(ctx: Context, group: list[_Continuation], top: int) -> None:
         rows = iter(decoder.decode(tokens, seqs, [True] * len(tokens)))
         for item, start, end in chunk:
             for token in item.tokens[start + 1 : end + 1]:
-                item.scores.append(next(rows).score(token, top))
+                item.scores.append(next(rows).score(token, item.sequence.ctx.model, top))
             item.n_decoded = end
 
 

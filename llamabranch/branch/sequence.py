@@ -7,7 +7,10 @@ otherwise, methods expect valid arguments and a caller that holds the context's 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from ..context import Context
 from ..context.logits import LogitsRow
@@ -32,7 +35,8 @@ class TokenSequence:
     Attributes:
         tokens: all ids, prompt and inherited ones included.
         n_prompt: how many of them were prefilled, not generated.
-        surprisals: -log p of the generated ones, nats; NaN where it was not computed.
+        appended: (start, end) of each run of later tokens that was read, not generated; ascending.
+        surprisals: -log p of those after the prompt, nats; NaN where it was not computed.
         seed_given: whether the seed, or the one it is derived from, was chosen by the user.
         fork_position: how many tokens it shared with the parent when it was forked.
         finish_reason: why the last generation ended, None before that.
@@ -54,6 +58,7 @@ class TokenSequence:
         self.parent = parent
         self.tokens: list[int] = []
         self.n_prompt = 0
+        self.appended: list[tuple[int, int]] = []
         self.surprisals: list[float] = []
         self.fork_position = 0
         self.finish_reason: str | None = None
@@ -68,14 +73,12 @@ class TokenSequence:
         self._pending: bytes | None = b""
         self._produced: Produced | None = None
         self._pending_after = b""  # the bytes that stay incomplete after ``_produced``
-        # Positions before it may be missing: a restored sliding window cannot be truncated further.
-        self._complete_from = 0
         self._is_given = False  # the sequence id is the prefix cache's now
         if parent is not None:
             self.fork_position = len(parent.tokens)
-            self._complete_from = parent._complete_from
             self.tokens += parent.tokens
             self.n_prompt = parent.n_prompt
+            self.appended += parent.appended
             self.surprisals += parent.surprisals
             self._pending = parent._pending
             if parent.tokens:
@@ -89,6 +92,23 @@ class TokenSequence:
     def position(self) -> int:
         """Number of tokens: where the next one goes."""
         return len(self.tokens)
+
+    @property
+    def answer_start(self) -> int:
+        """The position after the last token that was read, not generated: where a grammar begins."""
+        return self.appended[-1][1] if self.appended else self.n_prompt
+
+    def generated_positions(self, start: int = 0) -> Iterator[int]:
+        """Yield the positions of generated tokens, those before ``start`` left out."""
+        at = max(start, self.n_prompt)
+        for read_from, read_to in [*self.appended, (len(self.tokens), 0)]:
+            yield from range(at, read_from)
+            at = max(at, read_to)
+
+    def replayed(self, sampler: Sampler) -> Sampler:
+        """Return a copy of ``sampler``, with its settings, that has accepted the tokens."""
+        n = self.answer_start
+        return sampler.replay(self.tokens[:n], self.tokens[n:])
 
     @property
     def n_cached(self) -> int:
@@ -221,12 +241,12 @@ class TokenSequence:
     def truncate(self, position: int) -> None:
         """Make the cache hold exactly the first ``position`` tokens; nothing else changes."""
         held = self._cache.next_position
-        can = self._cache.can_truncate and position >= self._complete_from
-        if can and held(self.seq_id) >= position and self._cache.drop(self.seq_id, position):
+        can = held(self.seq_id) >= position and self._cache.can_cut(self.seq_id, position)
+        if can and self._cache.drop(self.seq_id, position):
             return
         parent = self.parent
         self._cache.drop(self.seq_id, 0)
-        self._complete_from = done = 0
+        done = 0
         if (
             parent is not None
             and not parent.is_pruned
@@ -236,31 +256,51 @@ class TokenSequence:
         ):
             self._cache.share(parent.seq_id, self.seq_id)
             done = parent.position
-            self._complete_from = parent._complete_from
         if done < position:
             self._decoder.decode_run(self.tokens[done:position], self.seq_id, "none")
 
     # -- tokens ------------------------------------------------------------------------------------
 
-    def check_prefill(self, tokens: Sequence[int]) -> None:
+    def check_read(self, tokens: Sequence[int]) -> None:
         """Raise unless ``append_prompt`` may follow the decode of ``tokens``."""
+        self.check_usable()
+        if not tokens:
+            raise ConfigError("nothing to append: no tokens")
+        self.ctx.model.check_tokens(tokens)
+        self.catch_up()
+
+    def check_prefill(self, tokens: Sequence[int]) -> None:
+        """Raise unless decoded ``tokens`` may be appended to the prompt."""
         self.check_usable()
         if not tokens:
             raise ConfigError("nothing to prefill: no tokens")
         if len(self.tokens) > self.n_prompt:
             raise BranchStateError(
-                "prefill comes before anything is generated", hint="use extend or commit"
+                "prefill comes before anything is generated",
+                hint="append adds text that the model reads; extend and commit add text as if generated",
             )
-        self.ctx.model.check_tokens(tokens)
-        self.catch_up()
+        self.check_read(tokens)
 
     def append_prompt(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
-        """Append decoded prompt tokens; ``row`` follows them, if it was kept."""
+        """Append decoded tokens that were read, not generated; ``row`` follows them, if it was kept.
+
+        They count for penalties; a grammar begins again after them.
+        """
         n = len(self.tokens)
         try:
-            self.sampler.accept_prompt(tokens)
             self.tokens += tokens
-            self.n_prompt = len(self.tokens)
+            if n == self.n_prompt:
+                self.n_prompt = len(self.tokens)
+            else:
+                start = n
+                if self.answer_start == n:
+                    start = self.appended.pop()[0]
+                self.appended.append((start, len(self.tokens)))
+                self.surprisals += [math.nan] * len(tokens)
+            if self.sampler.grammar is None or self.n_prompt == len(self.tokens):
+                self.sampler.accept_prompt(tokens)
+            else:
+                self.sampler = self.replayed(self.sampler)
             self._pending = b""
             self.finish_reason = None
             self.set_row(row)
@@ -317,6 +357,47 @@ class TokenSequence:
         self._produced = None
         return text
 
+    def extend(self, tokens: list[int], *, keeps_all: bool) -> list[npt.NDArray[np.float32]]:
+        """Decode tokens of the vocabulary and append them with their surprisals.
+
+        Each batch of rows is read before the next one overwrites it, so that many tokens take no more
+        memory than few.
+
+        Returns:
+            copies of the logits (V,) after each token, or only after the last one.
+        """
+        self.check_usable()
+        n = len(self.tokens)
+        sampler = self.sampler.after(tokens)  # raises GrammarError before anything is decoded
+        scored = sampler.params.logprobs
+        surprisals = [-self.logits_row().logprob(tokens[0]) if scored and n else math.nan]
+        self.catch_up()
+        size = min(self._decoder.handle.n_chunk, self.ctx.n_outputs_max)
+        if len(tokens) > size:
+            self._decoder.make_room(len(tokens))
+        rows: list[LogitsRow] = []
+        kept: list[npt.NDArray[np.float32]] = []
+        try:
+            for low in range(0, len(tokens), size):
+                rows = self._decoder.decode_run(tokens[low : low + size], self.seq_id, "all")
+                following = tokens[low + 1 : low + size + 1]
+                for row, token in zip(rows, following, strict=False):
+                    surprisals.append(-row.logprob(token) if scored else math.nan)
+                kept += [row.array.copy() for row in rows if keeps_all]
+        except BaseException:
+            if self._cache.next_position(self.seq_id) > n:
+                self._cache.cut(self.seq_id, n)
+            raise
+        try:
+            for token, surprisal in zip(tokens, surprisals, strict=True):
+                self.append_accepted(token, surprisal)
+            self.use_sampler(sampler)
+            self.set_row(rows[-1])
+        except BaseException:
+            self.forget(n)
+            raise
+        return kept or [rows[-1].array.copy()]
+
     def append_unscored(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
         """Append decoded tokens without surprisals; ``row`` follows them, if it was kept."""
         n = len(self.tokens)
@@ -372,8 +453,6 @@ class TokenSequence:
         with self.ctx.lock:
             n = prefixes.take(self.seq_id, tokens)
             if n:
-                if self.ctx.capabilities.sliding_window:
-                    self._complete_from = n
                 n_prompt = n if n_prompt is None else min(n, n_prompt)
                 self.append_prompt(tokens[:n_prompt], None)
                 if n > n_prompt:
@@ -390,6 +469,8 @@ class TokenSequence:
             return
         with self.ctx.lock:
             n = self._cache.next_position(self.seq_id)
+            if n > len(self.tokens):  # a round was broken off: the tail is a draft
+                return
             if self._cache.can_truncate or n == len(self.tokens):
                 self._is_given = prefixes.put(self.seq_id, self.tokens[:n], is_last=is_last)
 
@@ -400,12 +481,12 @@ class TokenSequence:
         surprisals: list[float],
         pending: bytes,
         row: LogitsRow | None,
+        appended: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Set the state from a snapshot, whose K/V is already in the cache."""
+        self.appended = list(appended)
         self.tokens, self.n_prompt, self.surprisals = tokens, n_prompt, surprisals
         self._pending = pending
-        if self.ctx.capabilities.sliding_window:
-            self._complete_from = len(tokens)
         self.set_row(row)
 
     def forget(self, position: int) -> None:
@@ -413,9 +494,8 @@ class TokenSequence:
         del self.tokens[position:]
         self.n_prompt = min(self.n_prompt, position)
         del self.surprisals[position - self.n_prompt :]
-        if not self.sampler.is_stateless:
-            n = self.n_prompt
-            self.sampler = self.sampler.replay(self.tokens[:n], self.tokens[n:])
+        self.appended = [(a, min(b, position)) for a, b in self.appended if a < position]
+        self.sampler = self.replayed(self.sampler)
         self._pending = None
         self.finish_reason = None
         self.set_row(None)
@@ -439,7 +519,7 @@ class TokenSequence:
         if model.has_text:
             # An incomplete UTF-8 character has at most three bytes. Tokens without text may come
             # between them, so bytes are counted, not tokens.
-            for token in reversed(self.tokens[self.n_prompt :]):
+            for token in reversed(self.tokens[self.answer_start :]):
                 tail = model.piece(token) + tail
                 if len(tail) >= 3:
                     break

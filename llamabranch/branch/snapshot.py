@@ -46,7 +46,7 @@ class Snapshot:
     ``tokens`` int32 (n,), ``surprisals`` float64 (n - n_prompt,), ``logits`` float32 (V,) or (0,) for an
     empty branch, ``state`` uint8: llama.cpp's K/V of the sequence, ``hidden`` float32 (n, width): where a
     head drafts for the context, the hidden states that it reads, of ``hidden_layers``; else (0, 0).
-    Read-only copies.
+    Read-only copies. ``appended``: (start, end) of what ``Branch.append`` added after generated tokens.
     """
 
     origin: KVCompatibility
@@ -63,6 +63,7 @@ class Snapshot:
     seed_given: bool = False
     hidden: npt.NDArray[np.float32] = field(default_factory=_no_states)
     hidden_layers: tuple[int, ...] = ()
+    appended: tuple[tuple[int, int], ...] = ()
 
     @property
     def n_bytes(self) -> int:
@@ -109,7 +110,7 @@ class Snapshot:
             "engine": engine_versions(),
             "origin": asdict(self.origin),
             "sampling": sampling,
-            "grammar": None if self.grammar is None else self.grammar.gbnf,
+            "grammar": None if self.grammar is None else self.grammar.as_dict(),
             "seed": self.seed,
             "seed_given": self.seed_given,
             "n_prompt": self.n_prompt,
@@ -118,6 +119,8 @@ class Snapshot:
         }
         if self.hidden.size:
             about["hidden_layers"] = list(self.hidden_layers)
+        if self.appended:
+            about["appended"] = [list(span) for span in self.appended]
         return about
 
     @classmethod
@@ -164,6 +167,9 @@ class Snapshot:
         _check_room(ctx, n, len(self.state))
         if not 0 <= self.n_prompt <= n or len(self.surprisals) != n - self.n_prompt:
             raise SnapshotError("the snapshot is inconsistent: prompt, tokens and surprisals")
+        bounds = [self.n_prompt, *(bound for span in self.appended for bound in span), n]
+        if self.appended and (bounds != sorted(bounds) or len({*bounds[:-1]}) < len(bounds) - 1):
+            raise SnapshotError("the snapshot is inconsistent: appended text")
         if (self.surprisals == -np.inf).any():  # NaN marks a token without a surprisal
             raise SnapshotError("the snapshot has tokens with a surprisal of -inf")
         if n and (self.tokens.min() < 0 or self.tokens.max() >= n_vocab):
@@ -194,7 +200,8 @@ class Snapshot:
         tokens = self.tokens.tolist()
         try:
             fresh = Sampler(ctx.model, self.sampling, self.grammar)
-            return fresh.replay(tokens[: self.n_prompt], tokens[self.n_prompt :])
+            start = self.appended[-1][1] if self.appended else self.n_prompt
+            return fresh.replay(tokens[:start], tokens[start:])
         except LlamaBranchError as error:
             raise SnapshotError(f"the snapshot cannot be restored: {error}") from error
 
@@ -245,7 +252,9 @@ def _parse(metadata: bytes) -> Snapshot:
     try:
         about = _Object(json.loads(metadata))
         origin = _Object(about.get("origin", dict))
-        grammar = about.maybe("grammar", str)
+        grammar = about.fields.get("grammar")
+        if grammar is not None and not isinstance(grammar, (str, dict)):
+            raise ValueError(f"grammar is {grammar!r:.40}")
         pending = bytes.fromhex(about.get("pending", str))
         finish_reason = about.maybe("finish_reason", str)
         # A character has at most four bytes, so three can be pending.
@@ -256,6 +265,10 @@ def _parse(metadata: bytes) -> Snapshot:
         layers = about.maybe("hidden_layers", list) or []
         if any(type(layer) is not int for layer in layers):
             raise ValueError("hidden_layers must be whole numbers")
+        appended = about.maybe("appended", list) or []
+        for span in appended:
+            if type(span) is not list or [type(bound) for bound in span] != [int, int]:
+                raise ValueError("appended must be pairs of positions")
         return Snapshot(
             origin=KVCompatibility(
                 fingerprint=origin.get("fingerprint", str),
@@ -268,7 +281,7 @@ def _parse(metadata: bytes) -> Snapshot:
                 rope=origin.get("rope", str),
             ),
             sampling=sampling,
-            grammar=None if grammar is None else Grammar(grammar),
+            grammar=None if grammar is None else Grammar.from_dict(grammar),
             seed=about.get("seed", int),
             n_prompt=about.get("n_prompt", int),
             finish_reason=finish_reason,
@@ -280,6 +293,7 @@ def _parse(metadata: bytes) -> Snapshot:
             # Files of version 0.1 do not record it.
             seed_given=sampling.seed is not None if seed_given is None else seed_given,
             hidden_layers=tuple(layers),
+            appended=tuple((start, end) for start, end in appended),
         )
     except (ValueError, TypeError, RecursionError, LlamaBranchError) as error:
         raise SnapshotError(f"the snapshot's metadata is invalid: {error}") from error
@@ -339,6 +353,7 @@ def capture(sequence: TokenSequence, sampling: SamplingParams) -> Snapshot:
         seed_given=sequence.seed_given,
         hidden=hidden,
         hidden_layers=layers,
+        appended=tuple(sequence.appended),
     )
 
 
@@ -365,5 +380,12 @@ def fill(sequence: TokenSequence, snapshot: Snapshot, *, trusted: bool = False) 
             ctx.kv_cache.hidden.restore(sequence.seq_id, states)
     sequence.use_sampler(sampler)
     sequence.seed, sequence.seed_given = snapshot.seed, snapshot.seed_given
-    sequence.restore(tokens, snapshot.n_prompt, snapshot.surprisals.tolist(), snapshot.pending, row)
+    sequence.restore(
+        tokens,
+        snapshot.n_prompt,
+        snapshot.surprisals.tolist(),
+        snapshot.pending,
+        row,
+        snapshot.appended,
+    )
     sequence.finish_reason = snapshot.finish_reason

@@ -11,11 +11,11 @@ from ..context import Context, TokenScore
 from ..context.logits import LogitsRow
 from ..errors import BranchStateError, ConfigError
 from ..model import TokenIds, token_list
-from ..pictures import Node, tree
+from ..pictures import tree
 from .branch import Branch
 from .scoring import score_all
 from .token import Produced
-from .tree import BranchTree, branch_tree
+from .tree import DEFAULT_COLUMNS, BranchTree, tree_lines
 
 __all__ = ["BranchStore"]
 
@@ -41,6 +41,22 @@ class BranchStore:
             for branch, tokens in work.items():
                 self._check(branch)
                 branch.sequence.check_prefill(tokens)
+            rows = self._decode(work)
+            for branch, tokens in work.items():
+                branch.sequence.append_prompt(tokens, rows[branch])
+
+    def append(self, texts: Mapping[Branch, TokenIds]) -> None:
+        """Append tokens that each branch reads, as `Branch.append`, in as few decodes as possible.
+
+        Raises:
+            ConfigError: a branch of another context, or no tokens for one.
+            BranchStateError, TokenizeError, CacheFullError, DecodeError: no branch has changed.
+        """
+        with self._ctx.lock:
+            work = {branch: token_list(tokens) for branch, tokens in texts.items()}
+            for branch, tokens in work.items():
+                self._check(branch)
+                branch.sequence.check_read(tokens)
             rows = self._decode(work)
             for branch, tokens in work.items():
                 branch.sequence.append_prompt(tokens, rows[branch])
@@ -136,7 +152,7 @@ class BranchStore:
                 if root is not winner:
                     root.prune_subtree()
 
-    def tree(self, columns: Sequence[str] = ("fork", "tokens", "logprob", "state")) -> BranchTree:
+    def tree(self, columns: Sequence[str] = DEFAULT_COLUMNS) -> BranchTree:
         """Return the branches that are not pruned as a tree, for printing.
 
         Each branch has a line: the text since its fork, and figures since its fork.
@@ -153,23 +169,17 @@ class BranchStore:
             ConfigError: an unknown column.
         """
         with self._ctx.lock:
-            return branch_tree(self._roots(), columns)
+            return BranchTree(tree_lines(self._roots(), columns))
 
     def _repr_html_(self) -> str:
         with self._ctx.lock:
-
-            def node(branch: Branch) -> Node:
-                start = max(branch.fork_position, branch.n_prompt)
-                children = [node(child) for child in branch.children]
-                return Node(repr(branch), branch.shown_tokens(start), children)
-
             if self._ctx.closed:
                 return tree((), caption="the context is closed")
             used = self._ctx.usage()
             caption = (
                 f"{used.cells_used} of {used.cells_total} cells used, {used.cells_shared} shared"
             )
-            return tree([node(root) for root in self._roots()], caption=caption)
+            return tree(tree_lines(self._roots(), DEFAULT_COLUMNS), caption=caption)
 
     def _roots(self) -> list[Branch]:
         return [b for b in self._branches() if b.parent is None or b.parent.state == "pruned"]

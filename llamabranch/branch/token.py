@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..context.logits import Alternative
+
 __all__ = ["Produced"]
 
 
@@ -18,9 +20,11 @@ class Produced(NamedTuple):
             the text, its id is -1 and its numbers are NaN.
         logprob, entropy: of the model's own distribution at this position, nats, before any sampling
             setting; NaN with ``SamplingParams(logprobs=False)``.
-        source: "drafted" (proposed and accepted), "bonus" (the target's own after a draft that was
+        source: "drafted" (proposed and accepted), "forced" (the same, where the grammar allowed no other
+            text), "bonus" (the target's own after a draft that was
             accepted whole), "corrected" (the target's own where a draft was rejected) or "plain".
-        alternatives: the requested number of most probable tokens: (token, log-probability), best first.
+        alternatives: the requested number of most probable tokens, best first: pairs (token,
+            log-probability) with an attribute ``text``.
     """
 
     token: int
@@ -29,7 +33,7 @@ class Produced(NamedTuple):
     logprob: float
     entropy: float
     source: str = "plain"
-    alternatives: tuple[tuple[int, float], ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
 
     def with_text(self, text: str) -> Produced:
         """Return it with another text: a part may be held back for a stop string."""

@@ -6,13 +6,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TextIO
 
 from ..errors import BranchStateError, ConfigError
+from ..pictures import TreeLine, tree
 from .branch import Branch
 
-__all__ = ["COLUMNS", "BranchTree", "branch_tree"]
+__all__ = ["COLUMNS", "DEFAULT_COLUMNS", "BranchTree", "tree_lines"]
 
 _LONGEST = 60  # characters of an edge's text
 _BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
@@ -53,13 +53,7 @@ COLUMNS: dict[str, Callable[[Branch], str]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Node:
-    """A branch as it was: the text since its fork, and its figures."""
-
-    text: str
-    figures: str
-    children: tuple[_Node, ...]
+DEFAULT_COLUMNS = ("fork", "tokens", "logprob", "state")
 
 
 class BranchTree:
@@ -68,7 +62,7 @@ class BranchTree:
     ``print(tree)`` prints it plainly, ``tree.print()`` with colours on a terminal; `to_dot` is Graphviz.
     """
 
-    def __init__(self, roots: Sequence[_Node]) -> None:
+    def __init__(self, roots: Sequence[TreeLine]) -> None:
         self._roots = tuple(roots)
 
     def __str__(self) -> str:
@@ -80,7 +74,7 @@ class BranchTree:
     def _lines(self) -> Iterator[tuple[str, str, str]]:
         """Yield for each branch the lines of the drawing before it, its text and its figures."""
 
-        def below(node: _Node, indent: str) -> Iterator[tuple[str, str, str]]:
+        def below(node: TreeLine, indent: str) -> Iterator[tuple[str, str, str]]:
             for i, child in enumerate(node.children):
                 is_last = i == len(node.children) - 1
                 yield (indent + ("└─ " if is_last else "├─ "), *_parts(child))
@@ -100,12 +94,15 @@ class BranchTree:
                 before, figures = (f"{_DIM}{part}{_PLAIN}" for part in (before, figures))
             print(before + text + figures, file=file)
 
+    def _repr_html_(self) -> str:
+        return tree(self._roots)
+
     def to_dot(self) -> str:
         """Return it in the language of Graphviz: ``dot -Tsvg`` draws it."""
         lines = ["digraph branches {", '  rankdir=LR; node [shape=box, fontname="sans-serif"];']
         names = iter(range(sys.maxsize))
 
-        def add(node: _Node, parent: int | None) -> None:
+        def add(node: TreeLine, parent: int | None) -> None:
             name = next(names)
             # JSON's escapes are Graphviz's, but for the backslash of its own.
             label = json.dumps(f"{_shown(node.text)}\n{node.figures}", ensure_ascii=False)
@@ -120,8 +117,8 @@ class BranchTree:
         return "\n".join([*lines, "}"]) + "\n"
 
 
-def branch_tree(roots: Sequence[Branch], columns: Sequence[str]) -> BranchTree:
-    """Return the tree of some branches and their descendants.
+def tree_lines(roots: Sequence[Branch], columns: Sequence[str]) -> list[TreeLine]:
+    """Return the tree of some branches and their descendants, a line each.
 
     Raises:
         ConfigError: an unknown column.
@@ -131,16 +128,15 @@ def branch_tree(roots: Sequence[Branch], columns: Sequence[str]) -> BranchTree:
             f"unknown columns {columns!r}", hint=f"columns: {', '.join(sorted(COLUMNS))}"
         )
 
-    def node(branch: Branch) -> _Node:
+    def node(branch: Branch) -> TreeLine:
         figures = ", ".join(filter(None, (COLUMNS[name](branch) for name in columns)))
-        model, start = branch.ctx.model, branch.fork_position
-        text = b"".join(map(model.piece, branch.tokens[start:])).decode("utf-8", "replace")
-        return _Node(text, figures, tuple(node(child) for child in branch.children))
+        tokens = branch.shown_tokens(branch.fork_position)
+        return TreeLine(tokens, figures, tuple(node(child) for child in branch.children))
 
-    return BranchTree([node(root) for root in roots])
+    return [node(root) for root in roots]
 
 
-def _parts(node: _Node) -> tuple[str, str]:
+def _parts(node: TreeLine) -> tuple[str, str]:
     return repr(_shown(node.text)), f"  {node.figures}" if node.figures else ""
 
 

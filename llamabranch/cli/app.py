@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from llamabranch.startup import quit_interrupted, quit_on_ctrl_c
+from llamabranch.startup import quit_interrupted, quit_on_ctrl_c, read_arguments_as_utf8
 
 from .console import Console, print_json_error
 from .parsing import Command, CommandGroup, PromptsCommand, reopen_closed_streams
@@ -109,6 +109,7 @@ for _name, _help in COMMANDS.items():
 def main() -> None:
     """Run the command line and exit: 0 done, 1 failure, 2 wrong usage, 130 interrupted."""
     quit_on_ctrl_c()  # until a command begins, and after it has ended
+    read_arguments_as_utf8()
     reopen_closed_streams()
     try:
         app()

@@ -9,25 +9,26 @@ from typing import Annotated
 
 import typer
 
-from llamabranch import ConfigError, Context, Drafter
+from llamabranch import ConfigError, Context, Drafter, LlamaBranchError
 from llamabranch.bench import Machine, PairBench, load_average, profile_in_use
 
-from .bench_report import BenchReport
+from .bench_report import FILES, BenchReport
 from .bundles import with_bundles
 from .console import print_json
 from .drafters import MTP, drafting_models, is_model, make_drafter, note_translation
+from .files import check_new_file
 from .interrupts import InterruptHandler
 from .options import (
     DRAFTING,
     OUTPUT,
     REQUESTS,
+    ChatOptions,
     ModelOptions,
     OutputOptions,
     PromptOptions,
     RuntimeOptions,
     SamplingOptions,
 )
-from .prompts import apply_template
 from .reporting import EXIT_INTERRUPTED
 
 # A story, instructions, a program, a dialogue: acceptance depends on the kind of text.
@@ -44,6 +45,7 @@ def bench(
     *,
     models: ModelOptions,
     prompts: PromptOptions,
+    chat: ChatOptions,
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -110,9 +112,13 @@ def bench(
         texts = given or list(PROMPTS[:1] if quick else PROMPTS)
         if folder is not None:
             _make_folder(folder)
+            for name in FILES:
+                check_new_file(folder / name)
         target_name, drafters = models.resolve(console)
 
-        context = runtime.open(target_name, console, stack, load_mtp=MTP in drafters)
+        context = runtime.open(
+            target_name, console, stack, load_mtp=MTP in drafters, chat_template=chat.template
+        )
         # Each run gets a new drafter, over the same contexts.
         contexts: dict[str, Context] = {
             name: runtime.open_draft(name, context, console, stack)
@@ -132,7 +138,7 @@ def bench(
             measured = PairBench(
                 context,
                 new_drafter if drafters else None,
-                [_tokens(context, text, chat=sampling.chat) for text in texts],
+                [_tokens(context, text, chat) for text in texts],
                 params,
                 lengths=(*range(1, (longest or (2 if quick else 8)) + 1), "auto"),
                 n_tokens=n_tokens,
@@ -158,23 +164,34 @@ def bench(
             options=[*sampling.temperature_arguments(), *runtime.as_arguments()],
             profile=profile_in_use(),
         )
-        files = [] if folder is None else report.write(folder, console)
+        files: list[Path] = []
+        failure: LlamaBranchError | None = None
+        try:
+            if folder is not None:
+                for path in report.write(folder, console):
+                    files.append(path)
+        except LlamaBranchError as error:  # raised once what was measured is printed
+            failure = error
         if output.as_json:
             print_json(report.as_json() | {"files": [str(path) for path in files]})
         else:
             report.print(console)
             for path in files:
                 console.note(f"wrote {path}")
+        if failure is not None:
+            raise failure
         if interrupts.requested:
             console.note("interrupted: this is what was measured until then")
             raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _tokens(
-    context: Context, prompt: str | Sequence[int] | Sequence[Mapping[str, object]], *, chat: bool
+    context: Context,
+    prompt: str | Sequence[int] | Sequence[Mapping[str, object]],
+    chat: ChatOptions,
 ) -> list[int]:
-    if chat and isinstance(prompt, str):
-        return apply_template(context, prompt)
+    if isinstance(prompt, str):
+        return chat.prompt_tokens(context.model, prompt)
     return context.model.prompt_tokens(prompt)
 
 

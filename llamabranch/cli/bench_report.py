@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
+from typing import IO
 
-from llamabranch import ConfigError, Context, Model, UnsupportedError
+from llamabranch import Context, Model, UnsupportedError
 from llamabranch.bench import Cell, Curve, Machine, PairReport, save_plot
 
 from .console import Console, finite
+from .files import write_new_file
 from .formats import base_name, interval_text, machine_text, number, spread_text
 
-__all__ = ["BenchReport"]
+__all__ = ["FILES", "BenchReport"]
+
+FILES = ("bench.json", "speed.png", "acceptance.png")  # of `bench --output`
 
 
 @dataclass(frozen=True)
@@ -258,32 +263,32 @@ class BenchReport:
 
     # -- files -------------------------------------------------------------------------------------
 
-    def write(self, folder: Path, console: Console) -> list[Path]:
-        """Write JSON and plots; return the files. Without matplotlib there are no plots, and a hint.
+    def write(self, folder: Path, console: Console) -> Iterator[Path]:
+        """Write ``FILES``, yield each that is written. Without matplotlib there are no plots, and a hint.
 
         Raises:
-            ConfigError: a file cannot be written.
+            ConfigError, OutputError: a file is there already, or cannot be written.
         """
-        path = folder / "bench.json"
-        try:
-            path.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error}") from None
-        files = [path]
+        json_path, *plot_paths = (folder / name for name in FILES)
+        write_new_file(json_path, json.dumps(self.as_json(), indent=1) + "\n")
+        yield json_path
         if not self.report.lengths:
-            return files
-        try:
-            files.append(self._plot_speed(folder / "speed.png"))
-            files.append(self._plot_acceptance(folder / "acceptance.png"))
-        except UnsupportedError as error:
-            console.note(f"no plots: {error.message}; {error.hint}")
-        return files
+            return
+        for path, plot in zip(plot_paths, (self._plot_speed, self._plot_acceptance), strict=True):
+            image = BytesIO()
+            try:
+                plot(image)
+            except UnsupportedError as error:
+                console.note(f"no plots: {error.message}; {error.hint}")
+                return
+            write_new_file(path, image.getvalue())
+            yield path
 
     def _title(self) -> str:
         drafters = " + ".join(map(base_name, self.drafters))
         return f"{self.target.model.name} with {drafters}, temperature {self.temperature:g}"
 
-    def _plot_speed(self, path: Path) -> Path:
+    def _plot_speed(self, file: IO[bytes]) -> None:
         report = self.report
         curves = []
         for rule in ("seeded", "token", "block"):
@@ -305,10 +310,9 @@ class BenchReport:
                 gain = [cell.speedup.median] * len(lengths)
                 curves.append(Curve("measured, length auto", lengths, gain, computed=True))
         axes = ("draft length, tokens", "tokens a second over plain decoding")
-        save_plot(path, self._title(), axes, curves, level=1.0)
-        return path
+        save_plot(file, self._title(), axes, curves, level=1.0)
 
-    def _plot_acceptance(self, path: Path) -> Path:
+    def _plot_acceptance(self, file: IO[bytes]) -> None:
         curves = []
         for cell in self.report.fixed:
             rates = cell.stats.conditional_rates_per_pos
@@ -316,8 +320,7 @@ class BenchReport:
                 places = list(range(1, len(rates) + 1))
                 curves.append(Curve(f"draft length {cell.length}", places, rates))
         axes = ("position in the draft", "acceptance rate of tested tokens")
-        save_plot(path, self._title(), axes, curves)
-        return path
+        save_plot(file, self._title(), axes, curves)
 
 
 def _described(model: Model) -> dict[str, object]:

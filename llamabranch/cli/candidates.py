@@ -60,7 +60,8 @@ def candidates(target: str) -> list[Candidate]:
     """Return the models that could draft for a target that is on this machine, the fittest first.
 
     First the draft that models.txt lists, then the models of the same vocabulary on this machine, from
-    those of about a tenth of the target's size on, then those that could draft through the text.
+    those of about a tenth of the target's size on, then those that could draft through the text. The
+    bundled draft is none of the latter: it knows fairy tales only.
     """
     path, listed = hub.resolve(target), hub.draft_for(target)
     size = _size(path)
@@ -81,7 +82,7 @@ def candidates(target: str) -> list[Candidate]:
                     way = model.compatibility(draft).path
             except ModelLoadError:
                 continue
-            if way != "none":
+            if way == "tokens" or (way == "text" and name != hub.BUNDLED_DRAFT):
                 found.append(Candidate(name, each, _size(each), way, name == listed))
     if listed is not None and not any(each.listed for each in found):
         (entry,) = (entry for entry in hub.catalogue() if entry.name == listed)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
 
 from llamabranch import (
     CapacityError,
@@ -13,14 +15,29 @@ from llamabranch import (
     Produced,
     SpeculativeStats,
 )
-from llamabranch.bench import Interval, Sample, Series, Stopped, Work, interleave
+from llamabranch.bench import Interval, Sample, Series, Stopped, Total, Work, interleave
 
 from .interrupts import InterruptHandler
 
-__all__ = ["Comparison", "RoundCost", "Run", "compare", "round_cost", "run"]
+__all__ = [
+    "LEAST_PAIRS",
+    "MOST_PAIRS",
+    "Comparison",
+    "RoundCost",
+    "Run",
+    "compare",
+    "round_cost",
+    "run",
+]
 
-_N_PAIRS = 12  # with 12 pairs, two outliers on either side do not widen the 95 % interval
-_BUDGET_S = 6.0  # no pair is started after this many seconds: long runs are not repeated
+MOST_PAIRS = 12  # with 12 pairs, two outliers on either side do not widen the 95 % interval
+LEAST_PAIRS = 6  # with fewer, no interval of order statistics has 95 %
+# Where both are equally fast, all of the first seven pairs lie on one side of 1 with a probability of
+# 2 / 2^7 = 1.6 %. With the interval of twelve pairs, which is wrong at most once in twenty, a verdict is
+# wrong with a probability of 4.6 %.
+_CLEAR_PAIRS = 7
+# The 97.5 % quantile of Student's t distribution by the number of values: for fewer pairs.
+_T_QUANTILES = {3: 4.303, 4: 3.182, 5: 2.776}
 
 
 @dataclass(frozen=True)
@@ -88,13 +105,15 @@ def run(
 class Comparison:
     """Speculative against plain decoding of the same prompt with the same seed.
 
-    ``speculative`` and ``plain`` are the first runs; the series hold the times of all of them.
+    ``speculative`` and ``plain`` are the first runs; the series hold the times of all of them. A pair of
+    runs takes about ``pair_s`` seconds, their prompts included.
     """
 
     speculative: Run
     plain: Run
     speculative_series: Series
     plain_series: Series
+    pair_s: float
 
     @property
     def speculative_tokens_per_s(self) -> float:
@@ -114,8 +133,25 @@ class Comparison:
 
     @property
     def interval(self) -> Interval:
-        """The speedup by pairs of runs, one right after the other."""
-        return self.speculative_series.interval(self.plain_series)
+        """The speedup by pairs of runs, one right after the other.
+
+        The interval is one of order statistics from 6 pairs on. From 3 to 5 pairs it is that of Student's
+        t distribution for the logarithms of the ratios, which takes their noise to be normal.
+        """
+        found = self.speculative_series.interval(self.plain_series)
+        ratios = [ratio for ratio in self.ratios if ratio > 0]
+        quantile = _T_QUANTILES.get(len(ratios))
+        if quantile is None or found.n != len(ratios):
+            return found
+        logs = [math.log(ratio) for ratio in ratios]
+        half = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
+        middle = statistics.fmean(logs)
+        return replace(found, low=math.exp(middle - half), high=math.exp(middle + half))
+
+    @property
+    def ratios(self) -> list[float]:
+        """The speedup of each pair of runs, in their order."""
+        return _ratios(self.speculative_series.runs, self.plain_series.runs)
 
     @property
     def verdict(self) -> str:
@@ -135,9 +171,21 @@ def compare(
     speculative: Callable[[], Generation],
     plain: Callable[[], Generation],
     interrupts: InterruptHandler,
+    budget_s: float = 60.0,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Comparison | None:
-    """Time plain decoding against ``first`` and further speculative runs; None if interrupted."""
+    """Time plain decoding against ``first`` and further speculative runs; None if interrupted.
+
+    There are 12 pairs of runs at most. Seven suffice if all of them have the same sign. No pair begins
+    that would probably end later than ``budget_s`` seconds after the first; there is always one.
+    """
     undrafted: list[Run] = []
+    drafted = [first]
+    begun = perf_counter() - first.elapsed_s
+
+    def spent() -> float:
+        timed_s = sum(run.elapsed_s for run in (*drafted, *undrafted))
+        return max(timed_s, perf_counter() - begun)  # the latter has the prompts too
 
     def timed(start: Callable[[], Generation]) -> Run:
         if interrupts.requested:
@@ -148,7 +196,18 @@ def compare(
         return done
 
     def drafting(number: int) -> Work:
-        return lambda item: (first if number == 0 else timed(speculative)).sample
+        # It is asked for the work of each pair before that begins, and the first to be asked.
+        ratios = _ratios([run.sample for run in drafted], [run.sample for run in undrafted])
+        if number and (_is_clear(ratios) or spent() * (1 + 1 / number) > budget_s):
+            raise Stopped
+        progress(f"comparing: pair {number + 1} of {MOST_PAIRS}" + _so_far(ratios))
+
+        def work(item: int) -> Sample:
+            if number:
+                drafted.append(timed(speculative))
+            return drafted[-1].sample
+
+        return work
 
     def decoding(number: int) -> Work:
         def work(item: int) -> Sample:
@@ -159,15 +218,30 @@ def compare(
 
     series = interleave(
         {"speculative": drafting, "plain": decoding},
-        n_runs=_N_PAIRS,
+        n_runs=MOST_PAIRS,
         n_items=1,
-        budget_s=_BUDGET_S,
         warm_up=False,
         progress=lambda text: None,
     )
+    progress("")
     if interrupts.requested or not series["plain"].runs:
         return None
-    return Comparison(first, undrafted[0], series["speculative"], series["plain"])
+    pair_s = spent() / len(series["plain"].runs)
+    return Comparison(first, undrafted[0], series["speculative"], series["plain"], pair_s)
+
+
+def _ratios(fast: Sequence[Sample | Total], slow: Sequence[Sample | Total]) -> list[float]:
+    return [a.rate / b.rate if b.rate else math.nan for a, b in zip(fast, slow, strict=False)]
+
+
+def _is_clear(ratios: Sequence[float]) -> bool:
+    above = sum(ratio > 1 for ratio in ratios)
+    below = sum(ratio < 1 for ratio in ratios)
+    return len(ratios) >= _CLEAR_PAIRS and len(ratios) in (above, below)
+
+
+def _so_far(ratios: Sequence[float]) -> str:
+    return f", speedup {statistics.median(ratios):.2f} so far" if ratios else ""
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,12 @@ from llamabranch import LlamaBranchError
 if TYPE_CHECKING:
     from llamabranch import Produced
 
-SOURCE_STYLES = {"drafted": "green", "bonus": "bold cyan", "corrected": "yellow", "plain": ""}
+SOURCE_STYLES = {
+    "drafted": "green", "forced": "magenta", "bonus": "bold cyan", "corrected": "yellow", "plain": "",
+}  # fmt: skip
 SOURCE_LABELS = {
     "drafted": "drafted and accepted",
+    "forced": "forced by the grammar",
     "bonus": "bonus",
     "corrected": "corrected by the target",
 }
@@ -42,15 +45,29 @@ class OutputError(LlamaBranchError):
 class Console:
     """Standard output and standard error, with or without colour."""
 
-    def __init__(self, *, color: bool = True, silent: bool = False) -> None:
+    def __init__(
+        self, *, color: bool = True, silent: bool = False, to_stderr: bool = False
+    ) -> None:
         self._silent = silent  # standard output carries nothing: one JSON object comes instead
+        self._to_stderr = to_stderr
+        self._color = color
         color = color and not os.environ.get("NO_COLOR")
-        self.out = RichConsole(highlight=False, color_system="auto" if color else None)
+        self.out = RichConsole(
+            stderr=to_stderr, highlight=False, color_system="auto" if color else None
+        )
         self.err = RichConsole(stderr=True, highlight=False, color_system="auto" if color else None)
         if not self.out.is_terminal:
             self.out.width = 10_000  # a pipe has no width, and names must stay whole
         self.colored = self.out.color_system not in (None, "windows")
         self._warned_of_escapes = False
+
+    @property
+    def beside(self) -> Console:
+        """Where tables about a generated text go: here on a terminal, else standard error.
+
+        A pipe gets the text alone.
+        """
+        return self if self.out.is_terminal else Console(color=self._color, to_stderr=True)
 
     def write(self, text: str, style: str = "") -> None:
         """Write text as it is, at once, and styled if there are colours.
@@ -73,7 +90,12 @@ class Console:
                     f"standard output is {encoding}: characters it lacks are written as escapes; "
                     "PYTHONIOENCODING=utf-8 writes them as they are"
                 )
-        _write(self.out.file, text)
+        if not self._to_stderr:
+            _write(self.out.file, text)
+            return
+        with contextlib.suppress(OSError):  # as for remarks
+            self.out.file.write(text)
+            self.out.file.flush()
 
     def emit(self, token: Produced) -> None:
         """Write one generated token in the colour of its source."""

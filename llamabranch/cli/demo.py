@@ -7,13 +7,10 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from rich.cells import cell_len
-from rich.table import Table
-from rich.text import Text
-from rich.tree import Tree
 
 from llamabranch import (
     Branch,
@@ -28,6 +25,8 @@ from llamabranch import (
     hub,
 )
 from llamabranch.bench import Machine
+from llamabranch.pictures import TreeLine
+from llamabranch.search import SearchNode, outline
 
 from .bundles import with_bundles
 from .compare import Comparison, RoundCost, compare, round_cost, run
@@ -35,6 +34,7 @@ from .console import SOURCE_STYLES, Console, print_json
 from .formats import number
 from .interrupts import InterruptHandler
 from .options import OutputOptions, RuntimeOptions, Threads
+from .trees import LEGEND, drawn_tree
 
 __all__ = ["demo"]
 
@@ -122,7 +122,7 @@ class _Forks:
     cells_before: int
     cells_after: int
     same_texts: bool
-    root: _Node
+    root: TreeLine
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -138,7 +138,7 @@ class _Forks:
             "kv_cells_before_forks": self.cells_before,
             "kv_cells_after_forks": self.cells_after,
             "same_texts": self.same_texts,
-            "tree": self.root.as_json(),
+            "tree": _as_json(self.root),
         }
 
     def print(self, console: Console) -> None:
@@ -164,31 +164,9 @@ class _Forks:
             f"{N_FORKS} forks took {1e3 * self.fork_s:.2f} ms. The K/V cache held {self.cells_before} "
             f"tokens before them and {self.cells_after} after: {nothing}."
         )
-        console.line(
-            "What they wrote. A percentage is the probability of the token that a line begins with."
-        )
+        console.line(f"What they wrote. {LEGEND}")
         console.line()
-        words = _one_line(self.root.text).split()
-        tree = Tree(Text("... " + " ".join(words[-10:]), style="dim"))
-        _grow(tree, self.root)
-        console.render(tree)
-
-
-@dataclass
-class _Node:
-    """Tokens that several continuations share, and what follows them."""
-
-    text: str
-    probability: float = 1.0  # of the first token
-    ids: list[int] = field(default_factory=list)
-    children: dict[int, _Node] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, object]:
-        return {
-            "text": self.text,
-            "probability": self.probability,
-            "children": [child.as_json() for child in self.children.values()],
-        }
+        console.render(drawn_tree(self.root, longest=200))
 
 
 def _fork(ctx: Context, interrupts: InterruptHandler) -> _Forks:
@@ -218,7 +196,7 @@ def _fork(ctx: Context, interrupts: InterruptHandler) -> _Forks:
         interrupts.check()
         alone.append(_continued_alone(ctx, prompt, sampling.replace(seed=seed), N_STEPS))
     one_by_one_s = time.perf_counter() - start
-    tail = ctx.model.detokenize(prompt[-24:])
+    tail = "... " + ctx.model.detokenize(prompt[-24:]).lstrip()
     return _Forks(
         n_prompt=len(prompt),
         together_s=together_s,
@@ -249,40 +227,29 @@ def _continued_alone(
         return [branch.step().token for _ in range(n)]
 
 
-def _tree(ctx: Context, text: str, written: Sequence[Sequence[tuple[int, float]]]) -> _Node:
-    root = _Node(text)
+def _tree(ctx: Context, prompt: str, written: Sequence[Sequence[tuple[int, float]]]) -> TreeLine:
+    """Return what the texts share and where they part; the most probable continuation comes first."""
+    root = SearchNode(None, (), 0.0, prompt)
     for tokens in written:
         node = root
         for token, logprob in tokens:
-            fresh = _Node("", math.exp(logprob), [token])
-            node = node.children.setdefault(token, fresh)
-    for child in root.children.values():
-        _merge(ctx, child)
-    return root
+            known = next((child for child in node.children if child.tokens == (token,)), None)
+            if known is None:
+                text, pending = ctx.model.text_after(token, node.pending)
+                known = SearchNode(node, (token,), node.logprob + logprob, text, pending)
+            node = known
+    for node in root.walk():
+        node.children.sort(key=lambda child: -child.logprob)
+    return outline(root)
 
 
-def _merge(ctx: Context, node: _Node) -> None:
-    """Join a node with its only child, again and again; then its children likewise."""
-    while len(node.children) == 1:
-        (only,) = node.children.values()
-        node.ids += only.ids
-        node.children = only.children
-    node.text = ctx.model.detokenize(node.ids)
-    for child in node.children.values():
-        _merge(ctx, child)
-
-
-def _grow(tree: Tree, node: _Node) -> None:
-    for child in sorted(node.children.values(), key=lambda child: -child.probability):
-        label = Table.grid(padding=(0, 1))
-        label.add_column(style="bold", no_wrap=True)
-        label.add_column()
-        label.add_row(f"{100 * child.probability:3.0f} %", Text(_one_line(child.text)))
-        _grow(tree.add(label), child)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def _as_json(line: TreeLine) -> dict[str, object]:
+    p = line.probability
+    return {
+        "text": line.text,
+        "probability": 1.0 if math.isnan(p) else p,
+        "children": list(map(_as_json, line.children)),
+    }
 
 
 # -- speculative decoding --------------------------------------------------------------------------------

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 import typer
 
 import llamabranch as lb
-from llamabranch import LlamaBranchError, hub
+from llamabranch import LlamaBranchError, UnsupportedError, hub
 
 from .bundles import with_bundles
 from .console import Console, print_json
 from .formats import decimal_size
-from .options import OutputOptions, RuntimeOptions, Threads
+from .options import OutputOptions, RuntimeOptions, TargetOptions, Threads
 from .reporting import EXIT_FAILURE
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ __all__ = ["advise", "doctor"]
 PROMPT = "Once upon a time there was a king"
 N_TOKENS = 32
 SPEED_S = 1.0  # how long each speed is measured
+SIZES = (1, 2, 4, 8)  # tokens of the decodes that are timed for a model
+KV_TOKENS = (32, 96)  # of the texts whose K/V is weighed
 PACKAGES = ("llama-cpp-python", "numpy", "rich", "typer", "huggingface_hub")
 VARIABLES = (
     "CMAKE_ARGS", "GGML_CUDA_ENABLE_UNIFIED_MEMORY", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE",
@@ -69,10 +71,11 @@ class Check:
 
 
 @with_bundles
-def doctor(*, threads: Threads = None, output: OutputOptions) -> None:
+def doctor(*, models: TargetOptions, threads: Threads = None, output: OutputOptions) -> None:
     """Report versions, processor, build, memory, GPU and caches, test the installation, and advise.
 
-    The self-test takes up to ten seconds. A bug report needs this output. Exit code 1: a test failed.
+    With --model also what that model costs here: its context, memory and decode times. The self-test
+    takes up to ten seconds. A bug report needs this output. Exit code 1: a test failed.
     """
     with output.console() as console, ExitStack() as stack:
         show = Console(color=False, silent=True) if output.as_json else console
@@ -91,6 +94,8 @@ def doctor(*, threads: Threads = None, output: OutputOptions) -> None:
         speeds: dict[str, float] = {}
         advice: list[str] = []
         machine: Machine | None = None
+        if models.target is not None:
+            models.find(models.target)
         try:
             machine = _machine()
             tell("machine", _describe(machine))
@@ -102,6 +107,13 @@ def doctor(*, threads: Threads = None, output: OutputOptions) -> None:
         else:
             tell("llama.cpp", _build(target, machine))
             tell("context", _context(target))
+            if models.target is not None:
+                try:
+                    with ExitStack() as closing:
+                        given = RuntimeOptions(threads=threads)
+                        tell("model", _model(given.open(models.target, console, closing)))
+                except LlamaBranchError as error:
+                    checks.append(Check(f"loading {models.target}", False, _told(error)))
             checks += _self_test(target, draft)
             speeds = _speeds(target)
             advice = advise(machine, target.n_threads, on_gpu=target.model.on_gpu)
@@ -200,15 +212,55 @@ def _build(context: Context, machine: Machine) -> dict[str, str]:
     }
 
 
+_COST_OF_EXACT = ". --fast gives it up: f16 K/V may read long prompts in half the time"
+
+
 def _context(context: Context) -> dict[str, str]:
     from llamabranch.bench import profile_in_use
 
     return {
         "threads": f"{context.n_threads} for tokens, {context.n_threads_batch} for prompts",
         "K/V type": context.kv_type,
-        "batch-invariant": context.capabilities.batch_invariant_reason,
+        "batch-invariant": context.capabilities.batch_invariant_reason
+        + (_COST_OF_EXACT if context.capabilities.batch_invariant else ""),
         "profile of decode times": profile_in_use() or "off",
     }
+
+
+def _model(context: Context) -> dict[str, str]:
+    """Return what a model costs on this machine."""
+    from llamabranch.bench import verify_costs
+
+    model, rows = context.model, dict[str, str]()
+    rows["file"] = f"{model.path.name}, {decimal_size(model.size_bytes)} ({model.file_type})"
+    rows["layers x width"] = f"{model.n_layer} x {model.n_embd}, {model.memory_type} memory"
+    rows["trained context"] = f"{model.n_ctx_train:,} tokens"
+    rows |= {name: each for name, each in _context(context).items() if "profile" not in name}
+    if not model.can_generate:
+        return rows
+    lengths = sorted({context.n_ctx, model.n_ctx_train})
+    per_token, fixed = _kv_bytes(context)
+    rows["K/V of a context"] = ", ".join(
+        f"{decimal_size(fixed + per_token * n)} for {n:,} tokens" for n in lengths if n > 0
+    )
+    try:
+        times = verify_costs(context, SIZES, n_prefix=64, repeats=5)
+    except UnsupportedError:  # its memory cannot be truncated: only one token at a time is timed
+        return rows
+    rows["a decode"] = ", ".join(
+        f"{n} token{'s' * (n > 1)} {1e3 * seconds:.2f} ms" for n, seconds in times.items()
+    )
+    return rows
+
+
+def _kv_bytes(context: Context) -> tuple[float, float]:
+    """Return the bytes of K/V for each token, and those that any text takes."""
+    token, sizes = context.model.bos or 0, []
+    for n in KV_TOKENS:
+        with lb.Branch.start(context, [token] * n) as branch:
+            sizes.append(branch.snapshot().state.nbytes)
+    per_token = (sizes[1] - sizes[0]) / (KV_TOKENS[1] - KV_TOKENS[0])
+    return per_token, sizes[0] - KV_TOKENS[0] * per_token
 
 
 def _version(package: str) -> str:

@@ -12,6 +12,7 @@ from llamabranch import (
     Context,
     Drafter,
     EagleDrafter,
+    GrammarDrafter,
     LlamaBranchError,
     Model,
     ModelDrafter,
@@ -49,13 +50,16 @@ COPYING: dict[str, Callable[[], Drafter]] = {
 }
 
 MTP = "mtp"  # the target's own MTP layers
+GRAMMAR = (
+    "grammar"  # what the text's grammar forces, and what follows in the chain where it does not
+)
 
 
 def parse_draft(given: str, find: Callable[[str], Path] = hub.resolve) -> tuple[str, ...]:
     """Return the drafters of a chain in order, () for "none".
 
-    ``lookup``, ``suffix``, ``mtp``, ``none`` and the names of installed drafters are never file names; a
-    file may have a + in its name.
+    ``lookup``, ``suffix``, ``grammar``, ``mtp``, ``none`` and the names of installed drafters are never
+    file names; a file may have a + in its name.
     ``find`` gets the name of each model, to raise where there is none.
 
     Raises:
@@ -65,6 +69,8 @@ def parse_draft(given: str, find: Callable[[str], Path] = hub.resolve) -> tuple[
         return ()
     whole = given in COPYING or "+" not in given or Path(given).expanduser().is_file()
     parts = (given,) if whole else tuple(given.split("+"))
+    if GRAMMAR in parts[1:]:
+        raise ConfigError("grammar comes first in a chain", hint="for example grammar+suffix")
     for part in parts:
         if part in ("", "none"):
             raise ConfigError(
@@ -82,7 +88,7 @@ def parse_draft(given: str, find: Callable[[str], Path] = hub.resolve) -> tuple[
 
 def is_model(part: str) -> bool:
     """Return whether a part of a chain is a model, or mtp: neither a copying drafter nor installed."""
-    return part not in COPYING and part not in _installed()
+    return part not in COPYING and part != GRAMMAR and part not in _installed()
 
 
 def _installed() -> dict[str, EntryPoint]:
@@ -129,6 +135,10 @@ def make_drafter(parts: Sequence[str], open_model: Callable[[str], Context], wid
         ConfigError: a drafter of an installed package that does not work.
     """
 
+    if parts and parts[0] == GRAMMAR:
+        values = make_drafter(parts[1:], open_model, width) if len(parts) > 1 else None
+        return GrammarDrafter(values)
+
     def make(part: str) -> Drafter:
         if part in COPYING:
             return COPYING[part]()
@@ -154,6 +164,8 @@ def _drafter_over(ctx: Context, width: int) -> Drafter:
 
 def drafting_contexts(drafter: Drafter) -> list[Context]:
     """Return the contexts of the models among the drafters, in order."""
+    if isinstance(drafter, GrammarDrafter):
+        return [] if drafter.values is None else drafting_contexts(drafter.values)
     drafters = drafter.drafters if isinstance(drafter, ChainDrafter) else (drafter,)
     with_model = (ModelDrafter, EagleDrafter, MTPDrafter)
     return [each.ctx for each in drafters if isinstance(each, with_model)]

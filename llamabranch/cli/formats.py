@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llamabranch import SpeculativeStats
+    from llamabranch import Capabilities, SpeculativeStats
     from llamabranch.bench import Interval, Machine, Spread
 
 __all__ = [
     "base_name",
+    "batch_invariance",
     "decimal_size",
     "interval_text",
     "machine_text",
@@ -62,6 +63,11 @@ def machine_text(machine: Machine, load_after: float | None, n_threads: int) -> 
     text = f"Machine: {machine.describe(n_threads)}; load {after} after."
     complaint = machine.complaint(n_threads)
     return f"{text} The timings are noisy: {complaint}." if complaint else text
+
+
+def batch_invariance(found: Capabilities) -> str:
+    """Return whether a token's logits are the same in every batch, and if not, why."""
+    return "yes" if found.batch_invariant else f"no: {found.batch_invariant_reason}"
 
 
 def stop_reasons_text(stats: SpeculativeStats) -> str:

@@ -26,32 +26,36 @@ from .drafters import MTP, drafting_contexts, make_drafter, note_translation
 from .generate_report import GenerateReport
 from .interrupts import InterruptHandler
 from .job_survey import JobSurvey
+from .jsonl import InvalidLines
 from .options import (
     DRAFTING,
     REQUESTS,
     RUNTIME,
+    ChatOptions,
     DraftOptions,
     Explain,
     ModelOptions,
-    OutputOptions,
     PromptOptions,
     RuntimeOptions,
     SamplingOptions,
     TextOptions,
+    TextOutputOptions,
 )
-from .prompts import PromptSource, apply_template, digest
+from .prompts import PromptSource, digest
 from .ray_jobs import RayOptions, finish_job, job_paths
 from .reporting import EXIT_FAILURE, EXIT_INTERRUPTED
 from .results import JobSettings, ResultFile
 
 _CELLS_PER_TEXT = 512  # of the cache, unless --n-ctx is given
 _LEAST_CELLS = 2048
+_SKIP_HINT = "correct what is invalid, or leave it out with --skip-invalid"
 
 
 @with_bundles
 def generate(
     *,
     prompts: PromptOptions,
+    chat: ChatOptions,
     output_file: Annotated[
         Path | None,
         typer.Option(
@@ -66,6 +70,14 @@ def generate(
         typer.Option(
             "--resume",
             help="Skip the texts that are in --output already.",
+            rich_help_panel=REQUESTS,
+        ),
+    ] = False,
+    skip_invalid: Annotated[
+        bool,
+        typer.Option(
+            "--skip-invalid",
+            help="Leave out lines of --input that are no requests; they are named on standard error.",
             rich_help_panel=REQUESTS,
         ),
     ] = False,
@@ -130,6 +142,8 @@ def generate(
     cache_ram: Annotated[
         int,
         typer.Option(
+            "--cache-ram",
+            "-cram",
             min=0,
             metavar="MIB",
             help="Keep K/V that the prefix cache gives up in so much host memory; turns it on.",
@@ -138,12 +152,20 @@ def generate(
     ] = 0,
     parallel: Annotated[
         int,
-        typer.Option(min=1, max=255, help="Texts at a time at most.", rich_help_panel=RUNTIME),
+        typer.Option(
+            "--parallel",
+            "-np",
+            min=1,
+            max=255,
+            help="Texts at a time at most.",
+            rich_help_panel=RUNTIME,
+        ),
     ] = 8,
     kv_unified: Annotated[
         bool | None,
         typer.Option(
             "--kv-unified/--no-kv-unified",
+            "-kvu/-no-kvu",
             help="One KV cache for all texts, or a part for each.  [default: by their lengths]",
             rich_help_panel=RUNTIME,
         ),
@@ -151,12 +173,14 @@ def generate(
     runtime: RuntimeOptions,
     cluster: RayOptions,
     explain: Explain = False,
-    output: OutputOptions,
+    output: TextOutputOptions,
 ) -> None:
     """Continue any number of prompts together, with a draft model.
 
-    All texts share one decode a step. With a seed, or at temperature 0, each is the
-    one its prompt has alone. A text is printed, or written to --output, as soon as it ends.
+    All texts share one decode a step. With a seed, or at temperature 0, each is the one its prompt has
+    alone where the context is batch-invariant; elsewhere rounding can change it. A text is printed, or
+    written to --output, as soon as it ends. On a pipe standard output is the texts alone, in the order of
+    the prompts.
     """
     with output.console() as console, ExitStack() as stack:
         # Everything that can be wrong in the arguments is found before a model loads.
@@ -170,17 +194,25 @@ def generate(
                 "--top-logprobs": top_logprobs is not None,
                 "--prompt-logprobs": prompt_logprobs is not None,
                 "--ignore-eos": sampling.ignore_eos,
+                "--skip-invalid": skip_invalid,
+                "--system-prompt": chat.system is not None,
+                "--n-ctx 0": runtime.n_ctx == 0,
             }
             _generate_on_ray(
-                cluster, console, prompts, output_file, resume, samples, models, text, sampling,
+                cluster, console, prompts, chat, output_file, resume, samples, models, text, sampling,
                 grammar, parallel, runtime, [name for name, given in refused.items() if given],
                 as_json=output.as_json,
             )  # fmt: skip
             return
         source = prompts.read()
+        invalid = InvalidLines()
+
+        has_grammar = False
 
         def read() -> Iterator[Request]:
-            for request in _requests(source, params, text, grammar, samples):
+            nonlocal has_grammar
+            for request in _requests(source, params, text, grammar, samples, invalid):
+                has_grammar |= request.grammar is not None
                 yield replace(
                     request,
                     top_logprobs=_either(request.top_logprobs, top_logprobs),
@@ -188,14 +220,14 @@ def generate(
                 )
 
         job = JobSurvey.of(read, text.max_tokens)
+        invalid.report(console, skip=skip_invalid, hint=_SKIP_HINT)
         if not job.n_requests:
             raise ConfigError("there is no prompt", hint="give --prompts or --input")
         settings = JobSettings(
-            prompts=source.digest,
-            sampling=_sampling_digest(params, grammar, text, sampling),
+            sampling=_sampling_digest(params, grammar, text, sampling, chat),
             samples=samples,
             rule=drafting.rule,
-            kv_type=runtime.kv_type or "auto",
+            kv_type=runtime.kv_type or ("auto" if runtime.exact else "f16"),
             seed=text.seed,
             seed_given=text.seed is not None,
         )
@@ -206,13 +238,17 @@ def generate(
             settings = file.job
         if auto_regressive:
             models = replace(models, draft="none")
-        target_name, drafters = models.resolve(console)
+        target_name, drafters = models.resolve(console, has_grammar=has_grammar)
 
-        n_own = None if drafters or kv_unified or runtime.n_ctx else job.cells_per_text(parallel)
+        job = job.measured(models.find(target_name), runtime.n_ctx)
+        given = runtime.n_ctx is not None
+        n_own = None if drafters or kv_unified or given else job.cells_per_text(parallel)
         if kv_unified is None:
             kv_unified = n_own is None
-        if runtime.n_ctx is None and parallel > 1:  # for one text the library's default will do
-            n_ctx = max(_LEAST_CELLS, _CELLS_PER_TEXT * parallel, (n_own or 0) * parallel)
+        if runtime.n_ctx is None and (parallel > 1 or job.n_ctx > _LEAST_CELLS):
+            n_ctx = max(
+                _LEAST_CELLS, _CELLS_PER_TEXT * parallel, (n_own or 0) * parallel, job.n_ctx
+            )
             runtime = replace(runtime, n_ctx=n_ctx)
         context = runtime.open(
             target_name,
@@ -223,6 +259,7 @@ def generate(
             cache_ram=cache_ram << 20,
             kv_unified=kv_unified,
             load_mtp=MTP in drafters,
+            chat_template=chat.template,
         )
 
         def open_draft(name: str) -> Context:
@@ -235,18 +272,17 @@ def generate(
         note_translation(drafter, context.model, console)
         engine = Engine(
             context,
-            drafter if drafters else None,
+            drafter,
             config,
             sampling=params,
             max_tokens=text.max_tokens,
             seed=settings.seed if settings.seed_given else None,
         )
-        if (
-            settings.seed is not None
-        ):  # a resumed job continues with the seed that was picked for it
-            engine.seed = settings.seed
+        # One seed for all requests, also if none was given: a resumed job continues with the one that was
+        # picked for it.
+        engine.seed = engine.seed if settings.seed is None else settings.seed
         if file is not None:
-            file.open(context.model.fingerprint, engine.seed)
+            file.open(context.model, engine.seed)
         report = GenerateReport(
             engine,
             job,
@@ -255,8 +291,10 @@ def generate(
             quiet=output.as_json,
             in_order=in_order,
             stats=stats,
+            display_prompt=output.display_prompt,
+            chat=chat.is_on,
         )
-        interrupted = _run(report, sampling)
+        interrupted = _run(report, sampling, chat)
         if output.as_json:
             print_json(report.as_json(interrupted))
         else:
@@ -272,6 +310,7 @@ def _generate_on_ray(
     cluster: RayOptions,
     console: Console,
     prompts: PromptOptions,
+    chat: ChatOptions,
     output: Path | None,
     resume: bool,
     samples: int,
@@ -291,6 +330,9 @@ def _generate_on_ray(
         raise ConfigError(f"a job on Ray has no {refused[0]}")
     inputs, folder = job_paths(prompts.input_file, output, prompts.prompts)
     options = cluster.options(console, resume=resume, streams=parallel)
+    load = runtime.options()
+    if chat.template is not None:
+        load["chat_template"] = chat.template
     options["draft"] = None if models.draft == "none" else models.draft
     report = scale.generate(
         inputs,
@@ -300,10 +342,11 @@ def _generate_on_ray(
         seed=text.seed,
         sampling=sampling.params(),
         stop=text.stop_strings,
-        grammar=None if grammar is None else grammar.gbnf,
+        grammar=grammar,
         n=samples,
-        chat=sampling.chat,
-        load=runtime.options(),
+        chat=chat.is_on,
+        parse_special=chat.parse_special,
+        load=load,
         **options,
     )
     finish_job(console, report, as_json=as_json)
@@ -315,11 +358,11 @@ def _requests(
     text: TextOptions,
     grammar: Grammar | None,
     samples: int,
+    invalid: InvalidLines,
 ) -> Iterator[Request]:
-    for i, request in enumerate(source.requests(sampling)):
+    for request in source.requests(sampling, invalid.add):
         yield replace(
             request,
-            id=str(i) if request.id is None else request.id,
             stop=request.stop or text.stop_strings,
             grammar=request.grammar or grammar,
             n=max(request.n, samples),
@@ -331,33 +374,42 @@ def _either(given: int | None, default: int | None) -> int | None:
 
 
 def _sampling_digest(
-    params: SamplingParams, grammar: Grammar | None, text: TextOptions, sampling: SamplingOptions
+    params: SamplingParams,
+    grammar: Grammar | None,
+    text: TextOptions,
+    sampling: SamplingOptions,
+    chat: ChatOptions,
 ) -> str:
     """Return a digest of all command-line options that set how to sample and when to stop."""
     return digest(
         {
             "sampling": asdict(params),
-            "grammar": None if grammar is None else grammar.gbnf,
+            "grammar": None if grammar is None else grammar.as_dict(),
             "max_tokens": text.max_tokens,
             "stop": list(text.stop_strings),
             "ignore_end": sampling.ignore_eos,
-            "chat": sampling.chat,
+            "chat": chat.is_on,
+            **({} if chat.parse_special else {"parse_special": False}),
         }
+        # Not in the digests of older files, where these were not given.
+        | ({} if chat.system is None else {"system": chat.system})
+        | ({} if chat.template is None else {"chat_template": chat.template})
     )
 
 
-def _run(report: GenerateReport, options: SamplingOptions) -> bool:
+def _run(report: GenerateReport, options: SamplingOptions, chat: ChatOptions) -> bool:
     """Run all requests; return whether it was interrupted."""
     engine = report.engine
 
     def prepared(request: Request) -> Request:
+        report.begin(request)
         if request.sampling is not None:
             params = options.without_eog(request.sampling, engine.target.model)
             request = replace(request, sampling=params)
-        report.begin(request)
-        if options.chat and isinstance(request.prompt, str):
-            request = replace(request, prompt=apply_template(engine.target, request.prompt))
-        return request
+        if chat.is_on and isinstance(request.prompt, str):
+            tokens = chat.prompt_tokens(engine.target.model, request.prompt)
+            return replace(request, prompt=tokens)
+        return replace(request, parse_special=request.parse_special and chat.parse_special)
 
     requests: Iterable[Request] = map(prepared, report.job.requests())
     if report.job.kept is not None:  # a list begins in the order of priorities

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from llamabranch import Engine, Event, NullDrafter, Request, Result
 
 from .console import Console
-from .formats import number, stop_reasons_text
+from .formats import batch_invariance, number, stop_reasons_text
 from .job_survey import JobSurvey
 from .results import ResultFile
 
@@ -31,6 +31,9 @@ class GenerateReport:
         quiet: print neither results nor their errors.
         in_order: keep results back until those of all earlier texts are there.
         stats: add the statistics of drafting to each result.
+        display_prompt: print prompts before the texts; None = on a terminal only, where each text has the
+            id of its request before it. A pipe gets the texts alone, in the order of the prompts.
+        chat: prompts are questions: print them on lines of their own.
 
     Attributes:
         done: the texts (id, sample) that the file had before.
@@ -47,6 +50,8 @@ class GenerateReport:
         quiet: bool,
         in_order: bool = False,
         stats: bool = False,
+        display_prompt: bool | None = None,
+        chat: bool = False,
     ) -> None:
         self.engine = engine
         self.job = job
@@ -58,8 +63,15 @@ class GenerateReport:
         self._begun: dict[str, tuple[Request, int]] = {}  # with the number of texts to come
         self.done = set() if file is None else file.done
         self._stats = stats
+        self._chat = chat
         self._held: dict[tuple[str, int], Result] = {}
+        on_terminal = console.out.is_terminal
+        if not on_terminal and file is None and not quiet:
+            in_order = True
         self._order: deque[tuple[str, int]] | None = deque() if in_order else None
+        self._has_shown = False
+        self._with_id = on_terminal or bool(display_prompt)
+        self._with_prompt = on_terminal if display_prompt is None else display_prompt
 
     def begin(self, request: Request) -> None:
         """Note a request, as it was given, whose results will come."""
@@ -93,7 +105,7 @@ class GenerateReport:
         result.prompt = request.prompt  # the given one, without the chat template
         self.n_failed += result.error is not None and not result.tokens
         if self.file is not None:
-            self.file.write(result)
+            self.file.write(result, request)
         else:
             self.results.append(result)
             if not self.quiet:
@@ -104,12 +116,16 @@ class GenerateReport:
     def _show(self, result: Result) -> None:
         if result.error is not None and not result.tokens:
             return
-        self.console.write(f"[{_label(result)}] ", "bold")
-        if isinstance(result.prompt, str):
-            self.console.write(result.prompt, "dim")
-        elif isinstance(result.prompt[-1], Mapping):
+        if self._with_id:
+            self.console.write(f"[{_label(result)}] ", "bold")
+        elif self._has_shown:
+            self.console.write("\n")  # an empty line between two texts
+        self._has_shown = True
+        if self._with_prompt and isinstance(result.prompt, str):
+            self.console.write(result.prompt + "\n" * self._chat, "dim")
+        elif self._with_prompt and isinstance(result.prompt[-1], Mapping):
             self.console.write(f"{result.prompt[-1]['content']}\n", "dim")
-        self.console.write(result.text + "\n\n")
+        self.console.write(result.text + "\n" + "\n" * self._with_id)
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
@@ -147,7 +163,8 @@ class GenerateReport:
         return answer
 
     def print(self, *, explain: bool) -> None:
-        """Print the totals as a table."""
+        """Print the totals as a table: on a pipe to standard error."""
+        console = self.console.beside
         stats = self.engine.stats
         drafting = stats.speculative
         rows = [("requests", str(self.job.n_requests))]
@@ -175,10 +192,11 @@ class GenerateReport:
         if stats.preemptions:
             rows.append(("preemptions", str(stats.preemptions)))
         rows.append(("seed", str(self.engine.seed)))
-        self.console.table(("", "total"), rows)
+        rows.append(("batch-invariant", batch_invariance(self.engine.target.capabilities)))
+        console.table(("", "total"), rows)
         if explain:
-            self.console.line()
-            self.console.line(self.engine.explain())
+            console.line()
+            console.line(self.engine.explain())
 
 
 class Progress:

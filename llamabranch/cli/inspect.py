@@ -96,7 +96,10 @@ def inspect(
             if each.context is not None and not each.context.capabilities.batch_invariant:
                 console.line()
                 reason = each.context.capabilities.batch_invariant_reason
-                console.line(f"{name} is not batch-invariant: {reason}.")
+                console.line(
+                    f"{name} is not batch-invariant: {reason}. Rounding depends on how many tokens are "
+                    "decoded at once there, and can change a text that is drafted or batched."
+                )
         if fault is not None:
             console.line()
             _print_head_verdict(console, opened[1].model, fault)

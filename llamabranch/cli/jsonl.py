@@ -7,36 +7,151 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
+from itertools import combinations
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, TypeVar
 
 import llamabranch as lb
 from llamabranch import ConfigError, LlamaBranchError
 
-if TYPE_CHECKING:
-    from llamabranch import Request, Result, SamplingParams
+from .console import Console
 
-__all__ = ["cut_incomplete_line", "read_requests", "read_results", "write_result"]
+if TYPE_CHECKING:
+    from llamabranch import Request, SamplingParams
+
+__all__ = [
+    "InvalidLines",
+    "cut_incomplete_line",
+    "drop_failed",
+    "is_unicode",
+    "parse_json",
+    "parse_lines",
+    "read_requests",
+    "read_results",
+    "read_text",
+    "text_id",
+    "write_record",
+]
 
 _FIELDS = {
-    "prompt", "messages", "id", "custom_id", "max_tokens", "stop", "grammar", "json_schema", "n",
-    "priority", "seed", "sampling", "logprobs", "top_logprobs", "prompt_logprobs",
+    "prompt", "messages", "id", "custom_id", "max_tokens", "stop", "grammar", "json_schema", "regex",
+    "choice", "n", "priority", "seed", "sampling", "logprobs", "top_logprobs", "prompt_logprobs",
+    "parse_special",
 }  # fmt: skip
+_GRAMMARS = ("grammar", "json_schema", "regex", "choice")
 _PIECE = 1 << 16
+_MOST_TOKENS = 1 << 31  # token ids are C's int
+_Parsed = TypeVar("_Parsed")
 _PREFIX = b'{"id": '  # of every line that `write_result` writes
 
 
+class InvalidLines:
+    """The lines of a file that cannot be used: all are counted, the first ones kept.
+
+    Attributes:
+        n: how many.
+        errors: of the first of them; each message begins with ``line N``.
+    """
+
+    MOST = 20  # lines whose errors are kept
+
+    def __init__(self) -> None:
+        self.n = 0
+        self.errors: list[ConfigError] = []
+
+    def add(self, error: ConfigError) -> None:
+        """Count a line."""
+        self.n += 1
+        if len(self.errors) < self.MOST:
+            self.errors.append(error)
+
+    def report(self, console: Console, *, skip: bool = False, hint: str | None = None) -> None:
+        """Print what is wrong with each line, if there are several or they are skipped.
+
+        Args:
+            skip: they were left out on request.
+            hint: what to do about them.
+
+        Raises:
+            ConfigError: there are invalid lines, and they are not to be skipped.
+        """
+        if self.n == 1 and not skip:
+            raise ConfigError(self.errors[0].message, hint=self.errors[0].hint or hint)
+        for error in self.errors:
+            advice = f" ({error.hint})" if error.hint else ""
+            console.note(("skipped " if skip else "") + error.message + advice)
+        if self.n > len(self.errors):
+            console.note(f"and {self.n - len(self.errors)} more")
+        if self.n and not skip:
+            numbers = ", ".join(each.message.partition(":")[0][5:] for each in self.errors)
+            more = ", ..." if self.n > len(self.errors) else ""
+            raise ConfigError(f"{self.n} lines are invalid: {numbers}{more}", hint=hint)
+
+
+def parse_lines(
+    lines: Iterable[str],
+    parse: Callable[[str, int, int], _Parsed],
+    what: str,
+    on_invalid: Callable[[ConfigError], None] | None,
+) -> Iterator[_Parsed]:
+    """Yield what ``parse`` makes of each line that is not empty.
+
+    Args:
+        parse: gets the line, its number from 1, and its index from 0 among the lines that are not empty.
+        what: what a line is, for messages.
+        on_invalid: called with the error of a line, which is left out; None = the error is raised.
+
+    Raises:
+        ConfigError: an invalid line, with its number.
+    """
+    index = -1
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        index += 1
+        reason: object
+        hint = None
+        try:
+            if not is_unicode(line):
+                raise ConfigError("it is not UTF-8")
+            parsed = parse(line, number, index)
+        except RecursionError:
+            reason = "it is nested too deeply"
+        except (LlamaBranchError, ValueError, TypeError) as error:
+            reason, hint = error, error.hint if isinstance(error, LlamaBranchError) else None
+        else:
+            yield parsed
+            continue
+        invalid = ConfigError(f"line {number}: invalid {what}: {reason}", hint=hint)
+        if on_invalid is None:
+            raise invalid
+        on_invalid(invalid)
+
+
 def read_requests(
-    lines: Iterable[str], *, json_lines: bool, sampling: SamplingParams | None = None
+    lines: Iterable[str],
+    *,
+    json_lines: bool,
+    sampling: SamplingParams | None = None,
+    first: int = 0,
+    on_invalid: Callable[[ConfigError], None] | None = None,
 ) -> Iterator[Request]:
     """Yield a request for each line: a prompt as it is, or a JSON object.
 
     An object has ``prompt`` (text or token ids) or ``messages``, and optionally ``id`` or ``custom_id``,
-    ``max_tokens``, ``stop``, ``grammar`` or ``json_schema``, ``n``, ``priority``, ``logprobs``,
-    ``top_logprobs``, ``prompt_logprobs``, ``seed`` and ``sampling`` (an object of settings). The argument
-    ``sampling`` gives the settings that an object leaves out. Empty lines are skipped.
+    ``max_tokens``, ``stop``, ``grammar`` (GBNF), ``json_schema`` (an object, or the name of a file),
+    ``regex`` or ``choice`` (a list of texts), ``n``, ``priority``, ``logprobs``, ``top_logprobs``,
+    ``prompt_logprobs``, ``seed``, ``sampling`` (an object of settings) and ``parse_special``: control
+    tokens written in a ``prompt`` are parsed unless it is false, those in ``messages`` never are. The
+    argument ``sampling`` gives the settings that an object leaves out. Empty lines are skipped. An object
+    may also be a line of an OpenAI batch file. What has no id gets its place among the lines, from
+    ``first`` on.
+
+    ``on_invalid`` is called with the error of an invalid line, which is left out; without it the error is
+    raised.
 
     Raises:
         ConfigError: an invalid request, with its line number; or one text instead of lines.
@@ -46,39 +161,53 @@ def read_requests(
             f"requests are read from lines, not from {type(lines).__name__}",
             hint="give an open file, or text.splitlines()",
         )
-    return _requests(lines, json_lines, sampling)
 
-
-def _requests(
-    lines: Iterable[str], json_lines: bool, sampling: SamplingParams | None
-) -> Iterator[Request]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    def parse(line: str, _number: int, index: int) -> Request:
         if not json_lines:
-            yield lb.Request(line.rstrip("\r\n"), sampling=sampling)
-            continue
-        try:
-            yield _request(json.loads(line), sampling)
-        except RecursionError:
-            raise ConfigError(f"line {number}: invalid request: it is nested too deeply") from None
-        except (LlamaBranchError, ValueError, TypeError) as error:
-            hint = error.hint if isinstance(error, LlamaBranchError) else None
-            raise ConfigError(f"line {number}: invalid request: {error}", hint=hint) from error
+            return lb.Request(line.rstrip("\r\n"), id=str(first + index), sampling=sampling)
+        return _request(parse_json(line), str(first + index), sampling)
+
+    return parse_lines(lines, parse, "request", on_invalid)
 
 
-def _request(data: object, sampling: SamplingParams | None) -> Request:
+def parse_json(line: str) -> object:
+    """Return the value of a line.
+
+    Raises:
+        ConfigError: it is no JSON, or half of a surrogate pair is in it, which is no text.
+        RecursionError: it is nested too deeply.
+    """
+    try:
+        data: object = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{error.msg} at character {error.pos + 1}") from None
+    if "\\u" in line and not is_unicode(json.dumps(data, ensure_ascii=False)):
+        raise ConfigError(
+            "half of a surrogate pair is not valid Unicode",
+            hint="text was cut in the middle of a character, as \\ud83d of \\ud83d\\ude00",
+        )
+    return data
+
+
+def _request(data: object, name: str, sampling: SamplingParams | None) -> Request:
     if isinstance(data, str):
-        return lb.Request(data, sampling=sampling)
+        return lb.Request(data, id=name, sampling=sampling)
     if not isinstance(data, dict):
         raise ConfigError("a request is an object with a prompt or messages")
+    # Imported with the first request: it needs llama.cpp, which `doctor` and `models` do without.
+    from .openai_batch import BatchRequest, is_envelope, open_envelope
+
+    if is_envelope(data):
+        inner, url = open_envelope(data)
+        return BatchRequest.of(_request(inner, name, sampling), url)
     unknown = sorted(set(data) - _FIELDS)
     if unknown:
         name = unknown[0]
         settings = {field.name for field in fields(lb.SamplingParams)}
         hint = f'write "sampling": {{"{name}": ...}}' if name in settings else None
         raise ConfigError(f"unknown field {name!r}", hint=hint)
-    for one, other in (("prompt", "messages"), ("id", "custom_id"), ("grammar", "json_schema")):
+    excluded = [("prompt", "messages"), ("id", "custom_id"), *combinations(_GRAMMARS, 2)]
+    for one, other in excluded:
         if data.get(one) is not None and data.get(other) is not None:
             raise ConfigError(f"{one} and {other} exclude each other")
     prompt = data.get("prompt")
@@ -92,10 +221,16 @@ def _request(data: object, sampling: SamplingParams | None) -> Request:
             raise ConfigError("messages must be a list of objects with role and content")
     if not isinstance(prompt, (str, list)):
         raise ConfigError("the prompt must be text or a list of token ids")
+    if data.get("messages") is None and not isinstance(prompt, str):
+        wrong = next((t for t in prompt if type(t) is not int or not 0 <= t < _MOST_TOKENS), None)
+        if wrong is not None or not prompt:
+            raise ConfigError(
+                "the prompt has no tokens" if not prompt else f"{wrong!r:.40} is not a token id"
+            )
     identity = data.get("custom_id") if data.get("id") is None else data["id"]
     return lb.Request(
         prompt,
-        id=None if identity is None else _identity(identity),
+        id=name if identity is None else text_id(identity),
         max_tokens=data.get("max_tokens"),
         top_logprobs=_top_logprobs(data),
         prompt_logprobs=data.get("prompt_logprobs"),
@@ -104,6 +239,7 @@ def _request(data: object, sampling: SamplingParams | None) -> Request:
         stop=data.get("stop") or (),
         grammar=_grammar(data),
         n=data.get("n", 1),
+        parse_special=data.get("parse_special", True),
     )
 
 
@@ -111,8 +247,19 @@ def _grammar(data: Mapping[str, object]) -> lb.Grammar | None:
     grammar, schema = data.get("grammar"), data.get("json_schema")
     if schema is not None:
         if not isinstance(schema, (str, dict)):
-            raise ConfigError(f"json_schema must be an object, not {schema!r:.40}")
+            raise ConfigError(
+                f"json_schema must be an object or the name of a file, not {schema!r:.40}"
+            )
+        if isinstance(schema, str) and not schema.lstrip().startswith("{"):
+            schema = read_text(Path(schema))
         return lb.Grammar.from_json_schema(schema)
+    if data.get("regex") is not None:
+        return lb.Grammar.from_regex(str(data["regex"]))
+    choice = data.get("choice")
+    if choice is not None:
+        if not isinstance(choice, list):
+            raise ConfigError(f"choice must be a list of texts, not {choice!r:.40}")
+        return lb.Grammar.from_choices(choice)
     return None if grammar is None else lb.Grammar(str(grammar))
 
 
@@ -135,11 +282,15 @@ def _top_logprobs(data: Mapping[str, object]) -> int | None:
     return given
 
 
-def _identity(value: object) -> str:
-    text = str(value)
-    if not _is_unicode(text):
-        raise ConfigError(f"the id {text!r} is not valid Unicode")
-    return text
+def text_id(value: object) -> str:
+    """Return an id as text.
+
+    Raises:
+        ConfigError: it is neither text nor a whole number.
+    """
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise ConfigError(f"an id must be text or a whole number, not {value!r:.40}")
+    return str(value)
 
 
 def _settings(data: Mapping[str, object], sampling: SamplingParams | None) -> SamplingParams | None:
@@ -159,31 +310,14 @@ def _settings(data: Mapping[str, object], sampling: SamplingParams | None) -> Sa
     return (sampling or lb.SamplingParams()).replace(**settings)
 
 
-def write_result(
-    file: IO[str],
-    result: Result,
-    job: Mapping[str, object] | None = None,
-    *,
-    stats: bool = False,
-) -> None:
+def write_record(file: IO[str], record: Mapping[str, object]) -> None:
     """Append one line and give it to the operating system, so that it survives the end of the process.
-
-    Args:
-        file: an open text file.
-        result: what to write.
-        job: the settings that the text was made with; they become the field ``job``.
-        stats: add the statistics of drafting, which can take more bytes than all the rest.
 
     Raises:
         OSError: the disk is full, or the file cannot be written for another reason.
     """
-    record = result.as_dict(stats=stats)
-    if job is not None:
-        record["job"] = dict(job)
     line = json.dumps(record, ensure_ascii=False)
-    if not _is_unicode(
-        line
-    ):  # a prompt with a lone surrogate: its request failed, but the result is written
+    if not is_unicode(line):
         line = json.dumps(record)
     file.write(line + "\n")
     file.flush()
@@ -237,7 +371,46 @@ def cut_incomplete_line(path: Path) -> None:
         os.truncate(path, end)
 
 
-def _is_unicode(text: str) -> bool:
+def drop_failed(path: Path) -> None:
+    """Write the file anew without the records of errors and without an incomplete last line.
+
+    It takes the place of the old one once it is complete.
+
+    Raises:
+        OSError: the file cannot be read or written; then it is as before.
+    """
+    real = Path(os.path.realpath(path))
+    draft = real.with_name(f".{real.name[:200]}.{os.getpid()}")
+    try:
+        with real.open("rb") as old, draft.open("xb") as new:
+            for line in old:
+                if line.endswith(b"\n") and not (
+                    b'"error"' in line and json.loads(line).get("error")
+                ):
+                    new.write(line)
+            new.flush()
+            os.fsync(new.fileno())
+        shutil.copymode(real, draft)
+        os.replace(draft, real)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file, without a byte order mark.
+
+    Raises:
+        ConfigError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a text can be written as UTF-8: it has no half of a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

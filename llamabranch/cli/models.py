@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from llamabranch import ConfigError, hub
+from llamabranch import ConfigError, LlamaBranchError, ModelLoadError, hub
 
 from .bundles import with_bundles
 from .console import Console, print_json
@@ -16,12 +18,19 @@ from .options import MODELS, OutputOptions
 
 @with_bundles
 def models(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FOLDER", help="With --local: list the GGUF files below this folder instead."
+        ),
+    ] = None,
     *,
     local: Annotated[
         bool,
         typer.Option(
             "--local",
-            help="List what is in the caches: Hugging Face's, Ollama's, LM Studio's, llama.cpp's.",
+            help="List what is in the caches (Hugging Face's, Ollama's, LM Studio's, llama.cpp's), or "
+            "in FOLDER.",
             rich_help_panel=MODELS,
         ),
     ] = False,
@@ -45,6 +54,10 @@ def models(
             raise typer.BadParameter("--local and --search exclude each other")
         if search is not None:
             _search(search, console, output.as_json)
+        elif folder is not None:
+            if not local:
+                raise typer.BadParameter("a folder needs --local", param_hint="FOLDER")
+            _list_folder(folder, console, output.as_json)
         elif local:
             _list_local(console, output.as_json)
         else:
@@ -123,6 +136,68 @@ def _list_local(console: Console, as_json: bool) -> None:
         ],
         left=("cache",),
     )
+
+
+def _list_folder(folder: Path, console: Console, as_json: bool) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder")
+    found: list[dict[str, object]] = []
+    failed: list[dict[str, object]] = []
+    seen: set[Path] = set()
+    for path in sorted(folder.rglob("*.gguf")):
+        if path in seen:
+            continue
+        files = hub.parts(path)
+        seen.update(files)
+        name = path.relative_to(folder).as_posix()
+        try:
+            found.append({"name": name, **_facts(path, files)})
+        except LlamaBranchError as error:
+            failed.append({"name": name, "path": str(path), "error": error.message})
+    if as_json:
+        print_json({"models": found, "failed": failed})
+        return
+    if found:
+        columns = ("name", "architecture", "file_type", "n_params", "n_vocab", "vocab_type")
+        console.table(
+            ("file", "architecture", "type", "parameters", "vocabulary", "", "size"),
+            [
+                (*(str(model[key]) for key in columns), decimal_size(int(str(model["size_bytes"]))))
+                for model in found
+            ],
+            left=("architecture", "type", ""),
+        )
+    elif not failed:
+        console.line(f"no GGUF file is in {folder}")
+    for model in failed:
+        console.note(f"{model['name']}: {model['error']}")
+
+
+def _facts(path: Path, files: Sequence[Path]) -> dict[str, object]:
+    """Return what `inspect` tells of a model, without loading its weights.
+
+    Raises:
+        ModelLoadError: it is not a whole model.
+    """
+    from llamabranch import Model  # which needs NumPy and llama.cpp
+
+    is_head = Model.is_head(path)  # it also reads the list of tensors: is the file whole?
+    with Model(path, vocab_only=True) as model:
+        n_parts = int(model.metadata.get("split.count") or 1)
+        if len(files) < n_parts:
+            raise ModelLoadError(f"{n_parts - len(files)} of its {n_parts} parts are missing")
+        size = sum(file.stat().st_size for file in files)
+        return {
+            "path": str(path),
+            "files": [str(file) for file in files],
+            "architecture": model.architecture,
+            "is_head": is_head,
+            "n_params": model.n_params,
+            "size_bytes": size,
+            "file_type": model.file_type,
+            "n_vocab": model.n_vocab,
+            "vocab_type": model.vocab_type,
+        }
 
 
 def _search(words: str, console: Console, as_json: bool) -> None:

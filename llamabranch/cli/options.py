@@ -7,9 +7,10 @@ option needs them: commands that only look something up begin at once.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -19,7 +20,8 @@ import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams, hub
 
 from .console import Console
-from .prompts import PromptSource, read_prompt_file, read_prompts, read_standard_input, read_text
+from .jsonl import read_text
+from .prompts import PromptSource, read_prompt_file, read_prompts, read_standard_input
 from .reporting import reporting_errors
 
 if TYPE_CHECKING:
@@ -36,18 +38,21 @@ __all__ = [
     "OUTPUT",
     "REQUESTS",
     "RUNTIME",
+    "ChatOptions",
     "DraftOptions",
     "Explain",
     "HubOptions",
     "LoadingOptions",
     "ModelOptions",
     "OutputOptions",
+    "ParseSpecial",
     "PromptArgument",
     "PromptOptions",
     "RuntimeOptions",
     "SamplingOptions",
     "TargetOptions",
     "TextOptions",
+    "TextOutputOptions",
     "Threads",
     "one_prompt",
 ]
@@ -71,6 +76,34 @@ DRAFT_LENGTH_NAMES = (
     "-k",
 )
 DEFAULT_PROMPT = "Once upon a time"
+# What --escape turns into characters, as llama.cpp's string_process_escapes.
+_ESCAPE = re.compile(r"\\(x[0-9A-Fa-f]{2}|[nrt'\"\\])")
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
+
+
+def _unescaped(ctx: typer.Context, value: object) -> object:
+    """Return a text, or each text of a list, without its escapes if ``--escape`` was given."""
+    if isinstance(value, (list, tuple)):
+        return [_unescaped(ctx, each) for each in value]
+    if not isinstance(value, str) or not ctx.params.get("escape"):
+        return value
+
+    def character(found: re.Match[str]) -> str:
+        name = found[1]
+        return chr(int(name[1:], 16)) if name[0] == "x" else _ESCAPED.get(name, name)
+
+    return _ESCAPE.sub(character, value)
+
+
+Escape = Annotated[
+    bool,
+    typer.Option(
+        "--escape/--no-escape",
+        "-e",
+        is_eager=True,  # before the texts that it is for
+        help="Read \\n, \\t, \\\\ and so on in the prompts and stop strings of the command line.",
+    ),
+]
 
 Explain = Annotated[
     bool,
@@ -78,6 +111,15 @@ Explain = Annotated[
         "--explain",
         help="Explain how it drafted, what was accepted, and why drafts ended.",
         rich_help_panel=OUTPUT,
+    ),
+]
+
+ParseSpecial = Annotated[
+    bool,
+    typer.Option(
+        "--parse-special/--no-parse-special",
+        help="Parse control tokens written in a prompt, such as <|im_end|>, or read them as text.",
+        rich_help_panel=REQUESTS,
     ),
 ]
 
@@ -126,6 +168,7 @@ class TargetOptions(HubOptions):
             "--target-model",
             "--model",
             "-m",
+            "--hf-repo",
             "-hf",
             "-hfr",
             help="A GGUF path, a name from `llamabranch models`, or user/repo[:tag] on the Hugging Face "
@@ -149,18 +192,27 @@ class ModelOptions(TargetOptions):
             "--draft",
             "--draft-model",
             "--model-draft",
+            "--spec-draft-model",
+            "--hf-repo-draft",
+            "--spec-draft-hf",
             "-d",
             "-md",
             "-hfd",
+            "-hfrd",
             help="A model, an EAGLE-3 head or a file of MTP layers as for --target, `mtp` (the "
-            "target's own MTP layers), `auto` (what fits), `lookup`, `suffix`, a chain such as "
-            "`suffix+NAME`, or `none`. "
-            "Default: auto, where the draft listed with the target comes before others.",
+            "target's own MTP layers), `auto` (what fits), `lookup`, `suffix`, `grammar` (what the "
+            "grammar forces), a chain such as `suffix+NAME` or `grammar+NAME`, or `none`. "
+            "Default: auto, where the draft listed with the target comes before others; with a "
+            "grammar, grammar+suffix.",
         ),
     ] = None
 
-    def resolve(self, console: Console) -> tuple[str, tuple[str, ...]]:
+    def resolve(
+        self, console: Console, *, has_grammar: bool = False
+    ) -> tuple[str, tuple[str, ...]]:
         """Return the name of the target and those of its drafters, all found before any is loaded.
+
+        With ``has_grammar``, and unless ``--draft`` was given, the grammar drafts.
 
         What ``--draft auto`` found is printed to standard error.
 
@@ -174,6 +226,8 @@ class ModelOptions(TargetOptions):
 
         target = self.target_name
         path = self.find(target)
+        if has_grammar and self.draft is None:
+            return target, parse_draft("grammar+suffix")
         draft = self._default_draft(target) if self.draft is None else self.draft
         if self.draft in (None, "auto") and lb.Model.head_kind(path) == MTP:
             draft = MTP
@@ -214,6 +268,7 @@ class PromptOptions:
             "--prompt",
             "-p",
             metavar="P1 P2 ...",
+            callback=_unescaped,
             help="What to continue: one or more texts; may be repeated.",
         ),
     ] = None
@@ -234,6 +289,7 @@ class PromptOptions:
             help="A file of prompts, one a line, or of JSON objects (.jsonl); - is standard input.",
         ),
     ] = None
+    escape: Escape = False
 
     def read(self) -> PromptSource:
         """Return all prompts, first those of the command line.
@@ -255,13 +311,17 @@ class PromptArgument:
         str | None,
         typer.Argument(
             metavar="PROMPT",
+            callback=_unescaped,
             help="What to continue; - reads standard input.",
             show_default=DEFAULT_PROMPT,
             rich_help_panel="Arguments",
         ),
     ] = None
     option: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="The prompt, in place of the argument.")
+        str | None,
+        typer.Option(
+            "--prompt", "-p", callback=_unescaped, help="The prompt, in place of the argument."
+        ),
     ] = None
     file: Annotated[
         Path | None,
@@ -269,6 +329,7 @@ class PromptArgument:
             "--file", "-f", help="A file whose text is the prompt, without its last newline."
         ),
     ] = None
+    escape: Escape = False
 
     def read(self) -> str:
         """Return the prompt.
@@ -338,8 +399,99 @@ class DraftOptions:
 
 
 @dataclass(frozen=True)
+class ChatOptions:
+    """How a prompt becomes tokens: as it is, or as a message of a conversation."""
+
+    panel: ClassVar[str] = REQUESTS
+
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Wrap the prompt in the target's chat template."),
+    ] = False
+    system_prompt: Annotated[
+        str | None,
+        typer.Option(
+            "--system-prompt",
+            "-sys",
+            callback=_unescaped,
+            help="The system message before the prompt; turns --chat on.",
+        ),
+    ] = None
+    system_prompt_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--system-prompt-file",
+            "-sysf",
+            help="A file whose text is the system message, without its last newline.",
+        ),
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JINJA|NAME",
+            help="A chat template in place of the target's, or the name of one of llama.cpp's own, such "
+            "as chatml; turns --chat on.",
+        ),
+    ] = None
+    chat_template_file: Annotated[
+        Path | None, typer.Option(help="A file with a chat template, as --chat-template.")
+    ] = None
+    parse_special: ParseSpecial = True
+
+    @property
+    def is_on(self) -> bool:
+        """Whether prompts are wrapped: `--chat` or what implies it was given."""
+        implied = (
+            self.system_prompt, self.system_prompt_file, self.chat_template, self.chat_template_file,
+        )  # fmt: skip
+        return self.chat or any(given is not None for given in implied)
+
+    @property
+    def system(self) -> str | None:
+        """The system message, None if there is none.
+
+        Raises:
+            ConfigError: it was given twice, or its file cannot be read.
+        """
+        if self.system_prompt_file is None:
+            return self.system_prompt
+        if self.system_prompt is not None:
+            raise ConfigError("--system-prompt and --system-prompt-file exclude each other")
+        return read_prompt_file(self.system_prompt_file)
+
+    @property
+    def template(self) -> str | None:
+        """The chat template that was given, as `llamabranch.load` takes it, None if there is none.
+
+        Raises:
+            ConfigError: it was given twice, or its file cannot be read.
+        """
+        if self.chat_template_file is None:
+            return self.chat_template
+        if self.chat_template is not None:
+            raise ConfigError("--chat-template and --chat-template-file exclude each other")
+        return read_text(self.chat_template_file)
+
+    def prompt_tokens(self, model: Model, prompt: str) -> list[int]:
+        """Return the tokens of a prompt, as a user's turn in the chat template where that is on.
+
+        Raises:
+            ConfigError, UnsupportedError: the template refuses the messages, fails, or is missing.
+        """
+        if not self.is_on:
+            return model.prompt_tokens(prompt, parse_special=self.parse_special)
+        system = self.system
+        before = [] if system is None else [{"role": "system", "content": system}]
+        return model.prompt_tokens([*before, {"role": "user", "content": prompt}])
+
+    def shown_prompt(self, prompt: str) -> str:
+        """Return a prompt as it is printed before its text: in a chat on a line of its own."""
+        return f"{prompt}\n" if self.is_on else prompt
+
+
+@dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are drawn, and how a prompt is wrapped."""
+    """How tokens are drawn: the settings of `llamabranch.SamplingParams` by the same names."""
 
     panel: ClassVar[str] = SAMPLING
 
@@ -356,18 +508,84 @@ class SamplingOptions:
             help="Drop tokens less probable than this share of the most probable one; 0 is off."
         ),
     ] = DEFAULTS.min_p
+    typical_p: Annotated[
+        float,
+        typer.Option("--typical", "--typical-p", help="Locally typical sampling; 1 is off."),
+    ] = DEFAULTS.typical_p
+    top_n_sigma: Annotated[
+        float,
+        typer.Option(
+            "--top-n-sigma",
+            "--top-nsigma",
+            help="Keep logits within so many standard deviations of the largest; -1 is off.",
+        ),
+    ] = DEFAULTS.top_n_sigma
+    xtc_probability: Annotated[
+        float,
+        typer.Option(help="With this probability drop the most probable tokens (XTC); 0 is off."),
+    ] = DEFAULTS.xtc_probability
+    xtc_threshold: Annotated[
+        float, typer.Option(help="XTC drops all but the last token above this probability.")
+    ] = DEFAULTS.xtc_threshold
+    dynatemp_range: Annotated[
+        float,
+        typer.Option(help="Vary the temperature by so much with the entropy; 0 is off."),
+    ] = DEFAULTS.dynatemp_range
+    dynatemp_exponent: Annotated[
+        float,
+        typer.Option("--dynatemp-exp", help="The exponent of the dynamic temperature."),
+    ] = DEFAULTS.dynatemp_exponent
     repeat_penalty: Annotated[float, typer.Option(help="Penalise recent tokens; 1 is off.")] = (
         DEFAULTS.repeat_penalty
     )
+    presence_penalty: Annotated[
+        float, typer.Option(help="Subtracted from the logits of recent tokens; 0 is off.")
+    ] = DEFAULTS.presence_penalty
+    frequency_penalty: Annotated[
+        float,
+        typer.Option(help="Subtracted for each time a token occurred recently; 0 is off."),
+    ] = DEFAULTS.frequency_penalty
+    penalty_last_n: Annotated[
+        int,
+        typer.Option(
+            "--repeat-last-n", help="How many tokens are recent; 0 is off, -1 is the whole context."
+        ),
+    ] = DEFAULTS.penalty_last_n
+    dry_multiplier: Annotated[
+        float, typer.Option(help="Penalise repeated sequences (DRY); 0 is off.")
+    ] = DEFAULTS.dry_multiplier
+    dry_base: Annotated[
+        float, typer.Option(help="DRY: how fast the penalty grows with the length.")
+    ] = DEFAULTS.dry_base
+    dry_allowed_length: Annotated[
+        int, typer.Option(help="DRY: the length up to which a repetition costs nothing.")
+    ] = DEFAULTS.dry_allowed_length
+    dry_penalty_last_n: Annotated[
+        int, typer.Option(help="DRY: tokens that are searched; 0 is off, -1 is the whole context.")
+    ] = DEFAULTS.dry_penalty_last_n
+    dry_sequence_breakers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dry-sequence-breaker",
+            callback=_unescaped,
+            help="DRY: a text that ends a sequence, in place of the usual ones; may be repeated; none "
+            "leaves all out.",
+        ),
+    ] = None
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--logit-bias",
+            "-l",
+            metavar="TOKEN(+|-)BIAS",
+            help="Add to a token's logit, such as 15043+1 or 15043-inf; may be repeated.",
+        ),
+    ] = None
     ignore_eos: Annotated[
         bool,
         typer.Option(
             "--ignore-eos", "--ignore-end", help="Never sample an EOG (end of generation) token."
         ),
-    ] = False
-    chat: Annotated[
-        bool,
-        typer.Option("--chat", help="Wrap the prompt in the target's chat template."),
     ] = False
 
     def params(self, seed: int | None = None) -> SamplingParams:
@@ -376,14 +594,15 @@ class SamplingOptions:
         Raises:
             ConfigError: a value out of range.
         """
-        return SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repeat_penalty=self.repeat_penalty,
-            seed=seed,
-        )
+        special = ("dry_sequence_breakers", "logit_bias", "ignore_eos")
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in special}
+        if self.dry_sequence_breakers is not None:
+            given = self.dry_sequence_breakers
+            # As in llama.cpp: "none" forgets those before it.
+            after = max((i + 1 for i, text in enumerate(given) if text == "none"), default=0)
+            values["dry_sequence_breakers"] = tuple(given[after:])
+        bias = dict(_parse_bias(text) for text in self.logit_bias or ())
+        return DEFAULTS.replace(**values, logit_bias=bias, seed=seed)
 
     def without_eog(self, params: SamplingParams, model: Model) -> SamplingParams:
         """Return ``params`` without the model's EOG tokens if ``--ignore-eos`` was given."""
@@ -399,6 +618,33 @@ class SamplingOptions:
         return ["--temperature", f"{self.temperature:g}"]
 
 
+def _parse_bias(text: str) -> tuple[int, float]:
+    """Return the token and the number of ``15043+1`` or ``15043-inf``, as llama.cpp reads it."""
+    found = re.fullmatch(r"\s*(\d+)\s*([+-].+)", text)
+    try:
+        if found is not None:
+            return int(found[1]), float(found[2])
+    except ValueError:
+        pass
+    raise typer.BadParameter(
+        f"{text!r} is no token id, + or -, and a number", param_hint="--logit-bias"
+    )
+
+
+def _limit(value: int | None) -> int | None:
+    """Return the number of tokens, None for llama.cpp's -1 and -2: no limit but the context's."""
+    if value in (None, -1, -2):
+        return None
+    if value < 1:
+        raise typer.BadParameter(f"{value} is not at least 1, nor -1 for no limit")
+    return value
+
+
+def _given_seed(value: int | None) -> int | None:
+    """Return the seed, None for llama.cpp's -1: a random one."""
+    return None if value == -1 else value
+
+
 @dataclass(frozen=True)
 class TextOptions:
     """What determines a text besides the sampling settings: length, seed, stop strings, grammar."""
@@ -406,9 +652,14 @@ class TextOptions:
     panel: ClassVar[str] = SAMPLING
 
     max_tokens: Annotated[
-        int,
+        int | None,
         typer.Option(
-            "--max-tokens", "--predict", "--n-predict", "-n", min=1, help="Tokens to generate."
+            "--max-tokens",
+            "--predict",
+            "--n-predict",
+            "-n",
+            callback=_limit,
+            help="Tokens to generate; -1: until the model ends the text or the context is full.",
         ),
     ] = 128
     seed: Annotated[
@@ -416,12 +667,14 @@ class TextOptions:
         typer.Option(
             "--seed",
             "-s",
-            help="With a seed the text is that of plain decoding, whatever the draft.",
+            callback=_given_seed,
+            help="With a seed the text is that of plain decoding, whatever the draft, in a "
+            "batch-invariant context; -1 is a random one.",
         ),
     ] = None
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="End at this text; may be repeated."),
+        typer.Option(callback=_unescaped, help="End at this text; may be repeated."),
     ] = None
     grammar: Annotated[
         Path | None,
@@ -437,6 +690,14 @@ class TextOptions:
             help="A JSON schema: a file, or the JSON itself.",
         ),
     ] = None
+    regex: Annotated[
+        str | None,
+        typer.Option("--regex", help="A regular expression that the whole text matches."),
+    ] = None
+    choice: Annotated[
+        list[str] | None,
+        typer.Option("--choice", help="A text that may be generated; repeat it for each."),
+    ] = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -444,20 +705,27 @@ class TextOptions:
         return tuple(self.stop or ())
 
     def parse_grammar(self) -> Grammar | None:
-        """Return the grammar that a file or a JSON schema describes, None if there is neither.
+        """Return the grammar that these options describe, None if there is none.
 
         Raises:
             ConfigError, GrammarError: the file cannot be read, or the grammar is invalid.
         """
-        if self.grammar is not None and self.json_schema is not None:
-            raise typer.BadParameter("--grammar and --json-schema exclude each other")
+        given = {
+            "--grammar": self.grammar, "--json-schema": self.json_schema, "--regex": self.regex,
+            "--choice": self.choice or None,
+        }  # fmt: skip
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) > 1:
+            raise typer.BadParameter(f"{names[0]} and {names[1]} exclude each other")
         if self.grammar is not None:
             return lb.Grammar(read_text(self.grammar))
         if self.json_schema is not None:
             inline = self.json_schema.lstrip().startswith("{")
             text = self.json_schema if inline else read_text(Path(self.json_schema))
             return lb.Grammar.from_json_schema(text)
-        return None
+        if self.regex is not None:
+            return lb.Grammar.from_regex(self.regex)
+        return lb.Grammar.from_choices(self.choice) if self.choice else None
 
 
 @dataclass(frozen=True)
@@ -472,14 +740,29 @@ class LoadingOptions:
             "--gpu-layers", "--n-gpu-layers", "-ngl", help="Layers to put on the GPU; -1 is all."
         ),
     ] = None
+    mlock: Annotated[
+        bool,
+        typer.Option("--mlock", help="Lock the weights in memory: they are never swapped out."),
+    ] = False
+    mmap: Annotated[
+        bool,
+        typer.Option("--mmap/--no-mmap", help="Map the file into memory, or read it as a whole."),
+    ] = True
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", "-v", help="Show llama.cpp's log.", rich_help_panel=OUTPUT),
+        typer.Option(
+            "--verbose", "--log-verbose", "-v", help="Show llama.cpp's log.", rich_help_panel=OUTPUT
+        ),
     ] = False
 
     def options(self) -> LoadOptions:
         """Return what was given, by the names of `llamabranch.load`."""
-        return {} if self.gpu_layers is None else {"n_gpu_layers": self.gpu_layers}
+        options: LoadOptions = {} if self.gpu_layers is None else {"n_gpu_layers": self.gpu_layers}
+        if self.mlock:
+            options["use_mlock"] = True
+        if not self.mmap:
+            options["use_mmap"] = False
+        return options
 
     def open(
         self, name: str, console: Console, stack: ExitStack, **more: Unpack[LoadOptions]
@@ -530,19 +813,49 @@ class RuntimeOptions(LoadingOptions):
 
     n_ctx: Annotated[
         int | None,
-        typer.Option("--n-ctx", "--ctx-size", "-c", help="Context size in tokens."),
+        typer.Option(
+            "--n-ctx",
+            "--ctx-size",
+            "-c",
+            min=0,
+            help="Context size in tokens; 0 is the length the target was trained for.",
+        ),
+    ] = None
+    n_batch: Annotated[
+        int | None,
+        typer.Option("--batch-size", "-b", help="Tokens of a decode at most.  [default: 512]"),
+    ] = None
+    n_ubatch: Annotated[
+        int | None,
+        typer.Option(
+            "--ubatch-size", "-ub", help="Tokens computed at once.  [default: --batch-size]"
+        ),
     ] = None
     threads: Threads = None
     kv_type: Annotated[
         str | None,
         typer.Option(help="Type of the KV cache: f16, bf16, q8_0, ..."),
     ] = None
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact/--fast",
+            help="Texts that drafts and batches do not change, where the model allows it; or a KV cache "
+            "that reads long prompts faster.",
+        ),
+    ] = True
 
     def options(self) -> LoadOptions:
         """Return what was given, by the names of `llamabranch.load`."""
         options = super().options()
+        if not self.exact:
+            options["batch_invariant"] = False
         if self.n_ctx is not None:
             options["n_ctx"] = self.n_ctx
+        if self.n_batch is not None:
+            options["n_batch"] = self.n_batch
+        if self.n_ubatch is not None:
+            options["n_ubatch"] = self.n_ubatch
         if self.threads is not None:
             options["n_threads"] = self.threads
             options["n_threads_batch"] = self.threads
@@ -550,15 +863,45 @@ class RuntimeOptions(LoadingOptions):
             options["kv_type"] = self.kv_type
         return options
 
+    def open(
+        self, name: str, console: Console, stack: ExitStack, **more: Unpack[LoadOptions]
+    ) -> Context:
+        """As in the base class; with ``--n-ctx 0`` the context has the model's trained length."""
+        if self.n_ctx == 0 and "n_ctx" not in more:
+            with lb.Model(hub.resolve(name), vocab_only=True) as model:
+                trained = model.metadata.get(f"{model.architecture}.context_length", "0")
+            if not int(trained):
+                raise ConfigError(
+                    f"{name} does not tell the length it was trained for", hint="--n-ctx N sets one"
+                )
+            more["n_ctx"] = int(trained)
+        return super().open(name, console, stack, **more)
+
+    def open_draft(
+        self,
+        name: str,
+        target: lb.Context,
+        console: Console,
+        stack: ExitStack,
+        **more: Unpack[LoadOptions],
+    ) -> lb.Context:
+        """As in the base class; with ``--n-ctx 0`` the draft's context is as long as the target's."""
+        if self.n_ctx == 0:
+            more["n_ctx"] = target.n_ctx
+        return super().open_draft(name, target, console, stack, **more)
+
     def as_arguments(self) -> list[str]:
         """Return the given options as command-line arguments."""
         given = {
             "--n-ctx": self.n_ctx,
+            "--batch-size": self.n_batch,
+            "--ubatch-size": self.n_ubatch,
             "--threads": self.threads,
             "--gpu-layers": self.gpu_layers,
             "--kv-type": self.kv_type,
         }
-        return [arg for name, v in given.items() if v is not None for arg in (name, str(v))]
+        found = [arg for name, v in given.items() if v is not None for arg in (name, str(v))]
+        return found if self.exact else [*found, "--fast"]
 
 
 @dataclass(frozen=True)
@@ -580,6 +923,23 @@ class OutputOptions:
         console = Console(color=not self.no_color)
         with reporting_errors(console, debug=self.debug, as_json=self.as_json):
             yield console
+
+
+@dataclass(frozen=True)
+class TextOutputOptions(OutputOptions):
+    """How a command prints the text that it generates."""
+
+    display_prompt: Annotated[
+        bool | None,
+        typer.Option(
+            "--display-prompt/--no-display-prompt",
+            help="Print the prompt before the text. Default: on a terminal only.",
+        ),
+    ] = None
+
+    def shows_prompt(self, console: Console) -> bool:
+        """Return whether the prompt is printed before the text."""
+        return console.out.is_terminal if self.display_prompt is None else self.display_prompt
 
 
 def _parse_length(text: str) -> int | Literal["auto"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from inspect import Parameter, Signature
@@ -13,56 +14,20 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .console import Console, begin_answer, leave_standard_output, print_json_error
+from .llama_cpp import REFUSED
 from .reporting import EXIT_FAILURE, EXIT_INTERRUPTED
 
 __all__ = [
-    "LLAMA_CPP_OPTIONS",
     "Command",
     "CommandGroup",
     "PromptsCommand",
+    "options_named",
     "reopen_closed_streams",
     "repeat_prompts_option",
 ]
 
 # Typer brings a Click of its own, or uses the one that is installed: this is the class of either.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-
-_KV_TYPE = "--kv-type sets the type of both K and V"
-_HUB = "`llamabranch pull user/repo:Q8_0` downloads a model; speculate, generate and bench take -hf"
-_HUB_FILE = "name the file after the repository: user/repo/file.gguf"
-_TOKEN = "set HF_TOKEN"
-_URL = "-hf takes user/repo[:tag] or user/repo/file.gguf of the Hugging Face hub"
-_BATCHED = "`llamabranch generate --parallel N` decodes several texts at a time"
-_MANY_THREADS = "--threads is used for prompts too"
-_LAYERS = "-ngl is used for target and draft"
-_CHAT = "--chat wraps a prompt in the chat template"
-# Options of llama.cpp's tools that Click would read as a short option with text behind it, as it reads
-# -n128: -hf as -h, -ctk as "-c tk". An empty text: no counterpart here.
-LLAMA_CPP_OPTIONS: dict[str, str] = {
-    **dict.fromkeys(("-hf", "-hfr", "-hfd"), _HUB),
-    **dict.fromkeys(("-hfrd",), "-hfd names the draft"),
-    **dict.fromkeys(("-hff", "-hfv"), _HUB_FILE),
-    **dict.fromkeys(("-mu", "-dr"), _URL),
-    "-hft": _TOKEN,
-    **dict.fromkeys(("-ctk", "-ctv", "-ctkd", "-ctvd"), _KV_TYPE),
-    **dict.fromkeys(("-np", "-ns", "-cb", "-nocb"), _BATCHED),
-    **dict.fromkeys(("-tb", "-td", "-tbd"), _MANY_THREADS),
-    **dict.fromkeys(("-ngld",), _LAYERS),
-    **dict.fromkeys(("-cnv", "-no-cnv", "-st", "-sys", "-sysf"), _CHAT),
-    "-cd": "-c is used for target and draft",
-    "-fa": "flash attention is used where the model can",
-    "-kvu": "the KV cache is always unified",
-    **dict.fromkeys(
-        (
-            "-ag", "-bf", "-bs", "-Cr", "-Crb", "-cl", "-cmoe", "-cmoed", "-co", "-cram", "-ctxcp",
-            "-dev", "-devd", "-dio", "-dkvc", "-dt", "-fit", "-fitc", "-fitt", "-gan", "-gaw", "-if",
-            "-ins", "-lcd", "-lcs", "-lm", "-lv", "-mg", "-mli", "-mm", "-mmu", "-mv", "-ncmoe",
-            "-ncmoed", "-ndio", "-nkvo", "-nopo", "-npl", "-npp", "-nr", "-ntg", "-ofreq", "-ot",
-            "-otd", "-pps", "-ps", "-ptc", "-rea", "-sm", "-sp", "-sps", "-to", "-tps", "-ts", "-ub",
-        ),
-        "",
-    ),
-}  # fmt: skip
 
 
 class Command(TyperCommand):
@@ -88,10 +53,21 @@ class Command(TyperCommand):
             for param, opts in names:
                 param.opts = opts
 
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Parse the arguments; what is suggested for an unknown option is an option of this command."""
+        try:
+            return super().parse_args(ctx, args)
+        except UsageError as error:
+            own = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
+            suggested = getattr(error, "possibilities", None)
+            if suggested:
+                error.possibilities = [n for n in suggested if n in own]  # type: ignore[attr-defined]
+            raise
+
     def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
         """Return its own parameters and the hidden ones whose error names what to use instead."""
         own = super().get_params(ctx)
-        known = {name for param in own for name in param.opts}
+        known = {name for param in own for name in (*param.opts, *param.secondary_opts)}
         return [*own, *(option for option in _refused_options() if option.opts[0] not in known)]
 
 
@@ -108,11 +84,17 @@ def _refused_options() -> list[Any]:
         pass
 
     known = {
-        f"refused_{name.strip('-').replace('-', '_')}": Annotated[
+        f"refused_{number}": Annotated[
             bool,
-            typer.Option(name, hidden=True, expose_value=False, callback=_refuse(name, instead)),
+            typer.Option(
+                name,
+                hidden=True,
+                expose_value=False,
+                is_eager=True,  # before a value behind it is taken for an argument
+                callback=_refuse(name, instead),
+            ),
         ]
-        for name, instead in LLAMA_CPP_OPTIONS.items()
+        for number, (name, instead) in enumerate(REFUSED.items())
     }
     nothing.__annotations__ = dict(known)
     nothing.__signature__ = Signature(  # type: ignore[attr-defined]
@@ -126,10 +108,18 @@ def _refused_options() -> list[Any]:
     return list(typer.main.get_command(holder).params)
 
 
+def options_named(hint: str) -> set[str]:
+    """Return the options that a hint of `REFUSED` names, but for those of a command in backticks."""
+    return set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", re.sub(r"`.*?`", "", hint)))
+
+
 def _refuse(name: str, instead: str) -> Callable[..., None]:
     def refuse(ctx: typer.Context, value: bool) -> None:
         if value:
-            raise UsageError(f"No such option: {name}" + (f" ({instead})" if instead else ""), ctx)
+            own = {name for param in ctx.command.params for name in param.opts}
+            elsewhere = not own.issuperset(options_named(instead))
+            hint = f"in llamabranch generate: {instead}" if elsewhere else instead
+            raise UsageError(f"No such option: {name} ({hint})", ctx)
 
     return refuse
 

@@ -16,6 +16,7 @@ from llamabranch import ConfigError
 
 from .bundles import with_bundles
 from .console import print_json
+from .files import check_new_file, write_new_file
 from .formats import number
 from .options import OutputOptions, RuntimeOptions, TargetOptions
 
@@ -105,6 +106,8 @@ def plan(
         )
         worker = None if profile is None else _read(profile)
         if worker is None:
+            if profile is not None:
+                check_new_file(profile)
             models.find(models.target_name)
             if runtime.n_ctx is None:
                 runtime = replace(runtime, n_ctx=max(2048, 512 * streams))
@@ -114,7 +117,8 @@ def plan(
             )
             worker = measure(context, perf_counter() - begin)
             if profile is not None:
-                profile.write_text(json.dumps(worker.as_dict(), indent=1), encoding="utf-8")
+                written = json.dumps(worker.as_dict(), indent=1)
+                stack.callback(write_new_file, profile, written)  # after the plan is printed
         if row_overhead is not None:
             worker = WorkerProfile(**{**worker.as_dict(), "row_s": row_overhead / 1000})  # type: ignore[arg-type]
         found = make_plan(worker, job)

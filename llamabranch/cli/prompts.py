@@ -1,4 +1,4 @@
-"""Where prompts come from: the command line, files, standard input; and the chat template."""
+"""Where prompts come from: the command line, files, standard input."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,35 +18,20 @@ from typing import IO, TYPE_CHECKING
 import llamabranch as lb
 from llamabranch import ConfigError
 
-from .jsonl import read_requests
+from .jsonl import is_unicode, read_requests, read_text
 
 if TYPE_CHECKING:
-    from llamabranch import Context, Request, SamplingParams
+    from llamabranch import Request, SamplingParams
+
+_INVALID = "surrogateescape"  # bytes that are not UTF-8 make one line invalid, not the file
 
 __all__ = [
     "PromptSource",
-    "apply_template",
     "digest",
     "read_prompt_file",
     "read_prompts",
     "read_standard_input",
-    "read_text",
 ]
-
-
-_ENDS = "\r\n"
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a file.
-
-    Raises:
-        ConfigError: it cannot be read, or is not UTF-8.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
 
 
 def read_prompt_file(path: Path) -> str:
@@ -63,36 +48,37 @@ def read_prompt_file(path: Path) -> str:
 class PromptSource:
     """Where a job's prompts come from: those of the command line, and the lines of a file.
 
-    The file is read anew by each ``requests`` and ``digest``, line by line.
+    The file is read anew by each ``requests``, line by line.
     """
 
     prompts: tuple[str, ...]
     file: _LineFile | None = None
     json_lines: bool = False
 
-    def requests(self, sampling: SamplingParams) -> Iterator[Request]:
+    def requests(
+        self,
+        sampling: SamplingParams,
+        on_invalid: Callable[[ConfigError], None] | None = None,
+    ) -> Iterator[Request]:
         """Yield a request for each prompt; ``sampling`` is used where a line has none.
+
+        What has no id gets its place in the order. ``on_invalid`` is that of `read_requests`.
 
         Raises:
             ConfigError: an invalid request, with its line number; or the file cannot be read.
         """
-        yield from (lb.Request(prompt, sampling=sampling) for prompt in self.prompts)
-        yield from read_requests(self._lines(), json_lines=self.json_lines, sampling=sampling)
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 (hex, 16 digits) of the prompts; empty lines do not count."""
-        found = hashlib.sha256(f"[{json.dumps(list(self.prompts))}, [".encode("ascii"))
-        separator = ""
-        for line in self._lines():
-            if line.strip():
-                found.update(f"{separator}{json.dumps(line.rstrip(_ENDS))}".encode("ascii"))
-                separator = ", "
-        found.update(f"], {json.dumps(self.json_lines)}]".encode("ascii"))
-        return found.hexdigest()[:16]
-
-    def _lines(self) -> Iterator[str]:
-        return iter(()) if self.file is None else self.file.lines()
+        for i, prompt in enumerate(self.prompts):
+            if not is_unicode(prompt):
+                raise ConfigError(f"the prompt {prompt!r:.60} is not UTF-8")
+            yield lb.Request(prompt, id=str(i), sampling=sampling)
+        lines = iter(()) if self.file is None else self.file.lines()
+        yield from read_requests(
+            lines,
+            json_lines=self.json_lines,
+            sampling=sampling,
+            first=len(self.prompts),
+            on_invalid=on_invalid,
+        )
 
 
 class _LineFile:
@@ -110,17 +96,17 @@ class _LineFile:
         self._copy: IO[str] | None = None
         if path is None:
             self._copy = tempfile.TemporaryFile(  # noqa: SIM115  (deleted with this object)
-                "w+", encoding="utf-8", newline="\n"
+                "w+", encoding="utf-8", errors=_INVALID, newline="\n"
             )
             weakref.finalize(self, self._copy.close)
-            with _standard_input() as text:
+            with _standard_input(_INVALID) as text:
                 shutil.copyfileobj(text, self._copy)
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines.
+        """Yield the lines, without a byte order mark; bytes that are not UTF-8 become surrogates.
 
         Raises:
-            ConfigError: the file cannot be read, or is not UTF-8.
+            ConfigError: the file cannot be read.
         """
         if self._copy is not None:
             self._copy.seek(0)
@@ -131,9 +117,9 @@ class _LineFile:
         if self._path is None:
             return
         try:
-            with self._path.open(encoding="utf-8", newline="\n") as file:
+            with self._path.open(encoding="utf-8-sig", errors=_INVALID, newline="\n") as file:
                 yield from file
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise ConfigError(f"cannot read {self._path}: {error}") from None
 
     def begins_with_object(self) -> bool:
@@ -170,7 +156,7 @@ def read_standard_input() -> str:
 
 
 @contextmanager
-def _standard_input() -> Iterator[IO[str]]:
+def _standard_input(errors: str = "strict") -> Iterator[IO[str]]:
     """Open standard input as UTF-8, each line ended by a newline.
 
     Raises:
@@ -180,7 +166,7 @@ def _standard_input() -> Iterator[IO[str]]:
         raise ConfigError(
             "standard input is closed", hint="pipe the prompt in, or give it as an argument"
         )
-    text = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", newline=None)
+    text = io.TextIOWrapper(sys.stdin.buffer, "utf-8-sig", errors, newline=None)
     try:
         yield text
     except (OSError, UnicodeDecodeError) as error:
@@ -189,8 +175,3 @@ def _standard_input() -> Iterator[IO[str]]:
         ) from None
     finally:
         text.detach()  # standard input stays open
-
-
-def apply_template(context: Context, prompt: str) -> list[int]:
-    """Return the tokens of ``prompt`` as a user's turn in the model's chat template."""
-    return context.model.prompt_tokens([{"role": "user", "content": prompt}])

@@ -34,8 +34,9 @@ def pull(
 ) -> None:
     """Download a model if it is not on this machine, and print the path of its file.
 
-    It goes into the Hugging Face cache, which llama.cpp and transformers share. Of a model in several
-    parts the first is printed. Nothing else goes to standard output.
+    Of user/repo it takes Q4_K_M, else Q8_0, else the first model, as llama.cpp does. It goes into the
+    Hugging Face cache, which llama.cpp and transformers share. Of a model in several parts the first is
+    printed. Nothing else goes to standard output.
     """
     with output.console() as console:
         path = hub.fetch(model, offline=True if offline else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -16,8 +15,9 @@ from llamabranch import Branch, BranchStore, ConfigError, Context, TokenScore
 from .bundles import with_bundles
 from .console import Console, print_json
 from .formats import number
-from .options import REQUESTS, OutputOptions, RuntimeOptions, TargetOptions
-from .prompts import read_prompt_file, read_standard_input, read_text
+from .jsonl import InvalidLines, parse_json, parse_lines, read_text, text_id
+from .options import REQUESTS, OutputOptions, ParseSpecial, RuntimeOptions, TargetOptions
+from .prompts import read_prompt_file, read_standard_input
 from .ray_jobs import RAY, RayOptions, finish_job, job_paths
 
 _FIELDS = {"id", "text", "context", "continuations"}
@@ -70,6 +70,7 @@ def score(
             min=0, help="Show so many of the most probable tokens.", rich_help_panel=REQUESTS
         ),
     ] = 0,
+    parse_special: ParseSpecial = True,
     models: TargetOptions,
     runtime: RuntimeOptions,
     cluster: RayOptions,
@@ -94,20 +95,29 @@ def score(
             inputs, folder = job_paths(input_file, output_folder, texts)
             options = cluster.options(console, resume=resume, streams=8)
             load = runtime.options()
-            report = scale.score(inputs, folder, model=models.target_name, load=load, **options)
+            report = scale.score(
+                inputs,
+                folder,
+                model=models.target_name,
+                load=load,
+                parse_special=parse_special,
+                **options,
+            )
             finish_job(console, report, as_json=output.as_json)
             return
         whole = [read_prompt_file(path) for path in files or ()]
         items = list(_given([*(texts or ()), *whole], context))
         if input_file is not None:
-            items += _lines(input_file)
+            invalid = InvalidLines()
+            items += _lines(input_file, invalid)
+            invalid.report(console)
         if not items:
             raise ConfigError("there is no text", hint="give a text, --file or --input")
         models.find(models.target_name)
         ctx = runtime.open(models.target_name, console, stack)
         found: list[dict[str, object]] = []
         for item in items:
-            scores = _score(ctx, item, top)
+            scores = _score(ctx, item, top, parse_special)
             records = [
                 _record(ctx, text, its) for text, its in zip(item.texts, scores, strict=True)
             ]
@@ -135,15 +145,12 @@ def _given(texts: Sequence[str], context: str | None) -> Iterator[_Item]:
         yield _Item("0", context, tuple(texts))
 
 
-def _lines(input_file: str) -> Iterator[_Item]:
+def _lines(input_file: str, invalid: InvalidLines) -> Iterator[_Item]:
     text = read_standard_input() if input_file == "-" else read_text(Path(input_file))
-    for line_number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            yield _item(json.loads(line), str(line_number))
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"line {line_number}: invalid item: {error}") from None
+    lines = text.split("\n")
+    return parse_lines(
+        lines, lambda line, number, _: _item(parse_json(line), str(number)), "item", invalid.add
+    )
 
 
 def _item(data: object, name: str) -> _Item:
@@ -152,7 +159,7 @@ def _item(data: object, name: str) -> _Item:
     unknown = sorted(set(data) - _FIELDS)
     if unknown:
         raise ConfigError(f"unknown field {unknown[0]!r}")
-    name = str(data.get("id", name))
+    name = name if data.get("id") is None else text_id(data["id"])
     text, context, continuations = (data.get(k) for k in ("text", "context", "continuations"))
     if isinstance(text, str) and context is None and continuations is None:
         return _Item(name, None, (text,))
@@ -162,18 +169,20 @@ def _item(data: object, name: str) -> _Item:
     raise ConfigError("give text, or context and a list of continuations, as texts")
 
 
-def _score(ctx: Context, item: _Item, top: int) -> list[list[TokenScore]]:
+def _score(ctx: Context, item: _Item, top: int, parse_special: bool) -> list[list[TokenScore]]:
     if item.context is None:
-        tokens = ctx.model.prompt_tokens(item.texts[0])
+        tokens = ctx.model.prompt_tokens(item.texts[0], parse_special=parse_special)
         if len(tokens) == 1:
             return [[]]
         with Branch.start(ctx, tokens[:1]) as branch:
             return [branch.score(tokens[1:], top)]
-    continuations = [ctx.tokenize(text, add_special=False) for text in item.texts]
+    continuations = [
+        ctx.tokenize(text, add_special=False, parse_special=parse_special) for text in item.texts
+    ]
     for text, tokens in zip(item.texts, continuations, strict=True):
         if not tokens:
             raise ConfigError(f"a continuation has no tokens: {text!r}")
-    with Branch.start(ctx, item.context) as branch:
+    with Branch.start(ctx, item.context, parse_special=parse_special) as branch:
         return BranchStore(ctx).score({branch: continuations}, top)[branch]
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from llamabranch import Branch, ConfigError, Drafter, SamplingParams
+from llamabranch import Branch, ConfigError, Drafter, LlamaBranchError, SamplingParams
 from llamabranch.search import (
     SearchResult,
     SearchStats,
@@ -27,22 +27,24 @@ from llamabranch.search import (
 from .bundles import with_bundles
 from .console import Console, print_json
 from .drafters import MTP, drafting_contexts, make_drafter, note_translation
+from .files import check_new_file, write_new_file
 from .interrupts import InterruptHandler
 from .options import (
     OUTPUT,
+    ChatOptions,
     ModelOptions,
-    OutputOptions,
     PromptArgument,
     RuntimeOptions,
     SamplingOptions,
     TextOptions,
+    TextOutputOptions,
 )
-from .prompts import apply_template
 from .reporting import EXIT_INTERRUPTED
-from .search_report import drawn_tree, search_page, stats_text
+from .search_report import print_tree, search_page, stats_text
 
 WIDTHS = {"beam": 4, "best-of": 8, "vote": 16, "smc": 8, "steps": 4, "mcts": 3}
 NEED_REWARD = ("steps", "mcts")
+NEED_LIMIT = ("beam", "smc", "mcts")  # of tokens: they weigh or compare texts by their lengths
 _CELLS_PER_TEXT = 256
 _LEAST_CELLS = 2048
 
@@ -156,6 +158,7 @@ class MethodOptions:
 def search(
     *,
     given: PromptArgument,
+    chat: ChatOptions,
     method: MethodOptions,
     models: ModelOptions,
     text: TextOptions,
@@ -173,15 +176,22 @@ def search(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
-    output: OutputOptions,
+    output: TextOutputOptions,
 ) -> None:
     """Search for the best continuation: beams, samples, votes, particles, steps, or a tree.
 
-    All candidates share the prompt and every decode. Ctrl-C ends the search with the best so far.
+    All candidates share the prompt and every decode. Ctrl-C ends the search with the best so far. On a
+    pipe standard output is the text alone.
     """
     with output.console() as console, ExitStack() as stack:
+        if html is not None:
+            check_new_file(html)
         grammar = text.parse_grammar()
         method.check()
+        if text.max_tokens is None and method.method in NEED_LIMIT:
+            raise ConfigError(
+                f"--method {method.method} needs a limit", hint="--max-tokens N, at least 1"
+            )
         params = method.params(sampling.params(text.seed))
         prompt = given.read()
         target_name, drafters = replace(models, draft=models.draft or "none").resolve(console)
@@ -191,7 +201,12 @@ def search(
         if runtime.n_ctx is None:
             runtime = replace(runtime, n_ctx=max(_LEAST_CELLS, _CELLS_PER_TEXT * n_sequences))
         context = runtime.open(
-            target_name, console, stack, n_seq_max=n_sequences, load_mtp=MTP in drafters
+            target_name,
+            console,
+            stack,
+            n_seq_max=n_sequences,
+            load_mtp=MTP in drafters,
+            chat_template=chat.template,
         )
         drafter = make_drafter(
             drafters,
@@ -202,7 +217,7 @@ def search(
         )
         note_translation(drafter, context.model, console)
         params = sampling.without_eog(params, context.model)
-        start = apply_template(context, prompt) if sampling.chat else prompt
+        start = chat.prompt_tokens(context.model, prompt)
         branch = Branch.start(context, start, sampling=params, grammar=grammar)
         with InterruptHandler([context, *drafting_contexts(drafter)]) as interrupts:
 
@@ -225,8 +240,8 @@ def search(
                 console.progress("")
             interrupted = interrupts.requested
         if html is not None:
-            written = search_page(result, prompt, context.model.name, method.best)
-            html.write_text(written, encoding="utf-8", errors="backslashreplace")
+            page = search_page(result, prompt, context.model.name, method.best)
+            stack.callback(write_new_file, html, page)  # after the results are printed
         if output.as_json:
             record = result.as_dict(tree=tree)
             print_json(
@@ -234,10 +249,18 @@ def search(
                 | {"interrupted": interrupted}
             )
         else:
-            _print(console, prompt, result, method.best, tree)
+            before = chat.shown_prompt(prompt) if output.shows_prompt(console) else ""
+            _print(console, prompt, before, result, method.best, tree)
         if interrupted:
             console.note("interrupted: the best so far")
             raise typer.Exit(EXIT_INTERRUPTED)
+        if not result.hypotheses:
+            raise LlamaBranchError(
+                "the search has found no text: none can be complete within "
+                f"{text.max_tokens} tokens",
+                hint="raise --max-tokens, or allow shorter texts in the grammar; for smc also more "
+                "particles (--width)",
+            )
 
 
 def _run(
@@ -249,12 +272,13 @@ def _run(
     ignore_eos: bool,
 ) -> SearchResult:
     n, most, stop = method.n, text.max_tokens, text.stop_strings
+    limit = most or 0  # checked: it is given where it must be
     reward = None if method.reward is None else _reward(method.reward)
     if method.method == "beam":
         return beam_search(
             branch,
             n,
-            most,
+            limit,
             n=min(n, method.best),
             length_penalty=method.length_penalty,
             groups=method.groups,
@@ -264,7 +288,7 @@ def _run(
         )
     if method.method == "smc":
         # A text that may not end by itself cannot be weighted by the probability that it does.
-        return smc(branch, n, most, force_end=not ignore_eos, stop=stop, on_step=on_step)
+        return smc(branch, n, limit, force_end=not ignore_eos, stop=stop, on_step=on_step)
     if method.method == "best-of":
         return best_of_n(
             branch, n, most, reward=reward, stop=stop, drafter=drafter, on_step=on_step
@@ -295,7 +319,7 @@ def _run(
         expand=n,
         n=method.best,
         step=method.boundary(),
-        max_tokens=most,
+        max_tokens=limit,
         stop=stop,
         drafter=drafter,
         on_step=on_step,
@@ -344,22 +368,28 @@ def _answer(pattern: str) -> Callable[[str], str | None]:
     return answer
 
 
-def _print(console: Console, prompt: str, result: SearchResult, best: int, tree: bool) -> None:
+def _print(
+    console: Console, prompt: str, before: str, result: SearchResult, best: int, tree: bool
+) -> None:
+    beside = console.beside
     if tree:
-        console.render(drawn_tree(result.tree, prompt))
-        console.line()
+        print_tree(beside, result.tree, prompt)
     for hypothesis in result.hypotheses[:best]:
-        console.line(
+        beside.line(
             f"score {hypothesis.score:.4f}, log p {hypothesis.logprob:.2f} nats, "
             f"{len(hypothesis.tokens)} tokens, {hypothesis.finish_reason}",
             "bold",
         )
-        console.write(prompt + hypothesis.text + "\n\n")
-    if not result.hypotheses:
-        console.line("no text has a weight above 0")
+        # On a pipe an empty line separates two texts, and none follows the last.
+        if console is not beside and hypothesis is not result.hypotheses[0]:
+            console.write("\n")
+        console.write(before + hypothesis.text + ("\n\n" if console is beside else "\n"))
     if result.votes:
-        shares = ", ".join(f"{answer} {n}" for answer, n in result.votes.items())
-        console.line(f"votes: {shares}")
+        shares = []
+        for answer, n in result.votes.items():
+            others = [text for text in result.answer_forms[answer] if text != answer]
+            shares.append(f"{answer} {n}" + (f" (also {', '.join(others)})" if others else ""))
+        beside.line(f"votes: {', '.join(shares)}")
     if result.log_evidence is not None:
-        console.line(f"log evidence: {result.log_evidence:.3f} nats")
-    console.line(stats_text(result.stats), "dim")
+        beside.line(f"log evidence: {result.log_evidence:.3f} nats")
+    beside.line(stats_text(result.stats), "dim")

@@ -13,8 +13,16 @@ from llamabranch.search import select as choose
 
 from .bundles import with_bundles
 from .console import print_json
-from .options import OUTPUT, REQUESTS, OutputOptions, RuntimeOptions, TargetOptions, one_prompt
-from .search_report import drawn_tree, stats_text
+from .options import (
+    OUTPUT,
+    REQUESTS,
+    OutputOptions,
+    ParseSpecial,
+    RuntimeOptions,
+    TargetOptions,
+    one_prompt,
+)
+from .search_report import print_tree, stats_text
 
 _SEQUENCES = 33
 
@@ -60,6 +68,7 @@ def select(
             rich_help_panel=REQUESTS,
         ),
     ] = "mean",
+    parse_special: ParseSpecial = True,
     models: TargetOptions,
     runtime: RuntimeOptions,
     tree: Annotated[
@@ -86,13 +95,14 @@ def select(
         name = models.target_name
         models.find(name)
         context = runtime.open(name, console, stack, n_seq_max=_SEQUENCES)
-        found = choose(Branch.start(context, prompt), choices, method=method)
+        found = choose(
+            Branch.start(context, prompt, parse_special=parse_special), choices, method=method
+        )
         if output.as_json:
             print_json({"prompt": prompt, "method": method, **found.as_dict()})
             return
         if tree:
-            console.render(drawn_tree(found.tree, prompt))
-            console.line()
+            print_tree(console, found.tree, prompt)
         order = sorted(range(len(choices)), key=lambda i: (i != found.index, -found.scores[i]))
         console.table(
             ("choice", "score", "log p, nats", "tokens"),

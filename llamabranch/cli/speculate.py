@@ -38,20 +38,21 @@ from .drafters import (
     note_translation,
     tree_sequences,
 )
+from .files import check_new_file, write_new_file
 from .interrupts import InterruptHandler
 from .options import (
     DRAFTING,
     OUTPUT,
+    ChatOptions,
     DraftOptions,
     Explain,
     ModelOptions,
-    OutputOptions,
     PromptArgument,
     RuntimeOptions,
     SamplingOptions,
     TextOptions,
+    TextOutputOptions,
 )
-from .prompts import apply_template
 from .reporting import EXIT_INTERRUPTED
 from .speculate_report import SpeculateReport
 
@@ -63,6 +64,7 @@ N_SEQ_MAX = 8  # what a context has by default; trees need more
 def speculate(
     *,
     given: PromptArgument,
+    chat: ChatOptions,
     models: ModelOptions,
     drafting: DraftOptions,
     draft_width: Annotated[
@@ -81,10 +83,20 @@ def speculate(
         bool,
         typer.Option(
             "--compare",
-            help="Also decode plainly: tokens a second, speedup, same text.",
+            help="Also decode plainly, in turn: tokens a second, speedup, and whether the text is the "
+            "same.",
             rich_help_panel=OUTPUT,
         ),
     ] = False,
+    compare_time: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="No pair of runs begins for --compare that would end later than this.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = 60.0,
     explain: Explain = False,
     top_logprobs: Annotated[
         int,
@@ -102,23 +114,27 @@ def speculate(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
-    output: OutputOptions,
+    output: TextOutputOptions,
 ) -> None:
     """Generate text with a draft model and show what the drafting did.
 
     With no options the bundled pair generates a story. The draft proposes several tokens, the target
-    checks them in one pass; the text is what the target would generate.
+    checks them in one pass; the text has the target's distribution. With a seed or at temperature 0 it is
+    the text of plain decoding where the context is batch-invariant; elsewhere rounding can change it.
+    On a pipe standard output is the text alone.
     """
     with output.console() as console, ExitStack() as stack:
         # Everything that can be wrong in the arguments is found before a model loads.
         config = _config_for_width(drafting.config(), draft_width)
+        if html is not None:
+            check_new_file(html)
         if top_logprobs and not output.as_json:
             raise typer.BadParameter("is printed with --json only", param_hint="--top-logprobs")
         seed = secrets.randbits(31) if compare_plain and text.seed is None else text.seed
         params = sampling.params(seed)
         grammar = text.parse_grammar()
         prompt = given.read()
-        target_name, drafters = models.resolve(console)
+        target_name, drafters = models.resolve(console, has_grammar=grammar is not None)
         if draft_width > 1 and not has_model(drafters):
             raise ConfigError("a token tree needs a draft model", hint="name one with --draft")
 
@@ -129,6 +145,7 @@ def speculate(
 
         target_options = options(n_target)
         target_options["load_mtp"] = MTP in drafters
+        target_options["chat_template"] = chat.template
         context = runtime.open(target_name, console, stack, **target_options)
         drafter = make_drafter(
             drafters,
@@ -138,7 +155,7 @@ def speculate(
         note_translation(drafter, context.model, console)
         params = sampling.without_eog(params, context.model)
         request = _Request(
-            prompt=apply_template(context, prompt) if sampling.chat else prompt,
+            prompt=chat.prompt_tokens(context.model, prompt),
             max_tokens=text.max_tokens,
             sampling=params,
             stop=text.stop_strings,
@@ -160,12 +177,13 @@ def speculate(
             if not output.as_json:
                 if drafters:
                     console.legend()
-                console.write(prompt, "dim")
+                if output.shows_prompt(console):
+                    console.write(chat.shown_prompt(prompt), "dim")
             show = None if output.as_json else console.emit
             first = run(lambda: request.start(speculator), show, interrupts)
             explanation, length = speculator.explain(), speculator.length.explain()
             if not output.as_json:
-                console.line("\n")
+                console.line("\n" * console.out.is_terminal)
             comparison = divergence = None
             if compare_plain and not first.interrupted:
                 comparison = compare(
@@ -173,6 +191,8 @@ def speculate(
                     lambda: request.start(speculator),
                     lambda: request.start(plain),
                     interrupts,
+                    compare_time,
+                    console.progress,
                 )
             if comparison is not None and same_text_expected:
                 divergence = request.divergence(context, comparison)
@@ -191,12 +211,12 @@ def speculate(
             machine=machine,
             n_threads=context.n_threads,
         )
-        if html is not None:
-            html.write_text(report.as_html(prompt), encoding="utf-8", errors="backslashreplace")
+        if html is not None:  # after the results are printed
+            stack.callback(write_new_file, html, report.as_html(prompt))
         if output.as_json:
             print_json(report.as_json())
         else:
-            report.print(console, explain=explain)
+            report.print(console.beside, explain=explain)
         if interrupts.requested:
             console.note("interrupted")
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -206,8 +226,8 @@ def speculate(
 class _Request:
     """A prompt and everything that determines what is generated from it."""
 
-    prompt: str | list[int]
-    max_tokens: int
+    prompt: list[int]
+    max_tokens: int | None
     sampling: SamplingParams
     stop: Sequence[str]
     grammar: Grammar | None
@@ -226,10 +246,9 @@ class _Request:
 
     def divergence(self, context: Context, compared: Comparison) -> Divergence | None:
         """Return the first difference of the two texts."""
-        prompt = self.prompt
         return first_divergence(
             context,
-            context.tokenize(prompt) if isinstance(prompt, str) else prompt,
+            self.prompt,
             compared.plain.tokens,
             compared.speculative.tokens,
             self.sampling,

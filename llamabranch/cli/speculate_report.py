@@ -6,12 +6,12 @@ import math
 from dataclasses import asdict, dataclass
 
 from llamabranch import Capabilities, Divergence, Model, Produced
-from llamabranch.bench import Interval, Machine, load_average
+from llamabranch.bench import Machine, load_average
 
 from ..pictures import page, table, tokens_picture
-from .compare import Comparison, Run, round_cost
+from .compare import LEAST_PAIRS, MOST_PAIRS, Comparison, Run, round_cost
 from .console import Console
-from .formats import interval_text, machine_text, number, stop_reasons_text
+from .formats import batch_invariance, interval_text, machine_text, number, stop_reasons_text
 
 __all__ = ["SpeculateReport"]
 
@@ -163,6 +163,8 @@ class SpeculateReport:
             ]
             if stats.stop_reasons:
                 rows.append(("drafts ended by", stop_reasons_text(stats)))
+            if self.same_text_expected:  # on this condition
+                rows.append(("batch-invariant", batch_invariance(self.capabilities)))
         return [*rows, ("tokens", str(len(self.first.tokens)))]
 
     def _compared(self, comparison: Comparison) -> list[tuple[str, str, str]]:
@@ -204,8 +206,9 @@ class SpeculateReport:
             )
         else:
             parts.append(
-                f"This context is not batch-invariant ({reason}): rounding "
-                "differences between batches can change the sampled token."
+                f"This context is not batch-invariant ({reason}): how logits are rounded depends on how "
+                "many tokens are decoded at once, drafts are verified several at a time, and "
+                "here that changed the token."
             )
         return " ".join(parts)
 
@@ -218,7 +221,7 @@ class SpeculateReport:
             return ""
         parts = []
         if verdict == "inconclusive":
-            parts.append(_inconclusive(comparison.interval))
+            parts.append(_inconclusive(comparison))
         elif verdict == "nothing drafted":
             parts.append(
                 "Inconclusive: nothing was drafted, so both are plain decoding and differ by noise and "
@@ -260,18 +263,28 @@ def _decided(found: Divergence) -> str:
     if math.isinf(found.gap):
         return "No small change of the logits changes one token into the other."
     return (
-        f"{by}: to change the token, logits must change by {found.gap:.3g} relative to each other; "
-        f"between decodes here they change by {found.difference:.3g}."
+        f"{by}: to change the token, logits must change by {found.gap:.3g} relative to each other "
+        f"(a factor of {math.exp(min(found.gap, 700.0)):.3g} in probability); between decodes here they "
+        f"change by {found.difference:.3g}."
     )
 
 
-def _inconclusive(interval: Interval) -> str:
+def _inconclusive(comparison: Comparison) -> str:
+    interval = comparison.interval
     pairs = "1 pair of runs was" if interval.n == 1 else f"{interval.n} pairs of runs were"
-    found = "fewer than 6 have no interval"
-    if not math.isnan(interval.low):
+    if math.isnan(interval.low):
+        found = "fewer than 3 have no interval"
+    else:
         found = f"their 95 % interval is {interval_text(interval)}"
+    text = f"Inconclusive: {pairs} timed, and {found}."
+    if interval.n < MOST_PAIRS:  # the time was over
+        n = LEAST_PAIRS if interval.n < LEAST_PAIRS else MOST_PAIRS
+        seconds = math.ceil(1.1 * n * comparison.pair_s)  # the times vary
+        return (
+            f"{text} For {n} pairs give more time (--compare-time {seconds}) or generate less "
+            "(--max-tokens)."
+        )
     return (
-        f"Inconclusive: {pairs} timed, and {found}. To decide whether drafting is faster, "
-        "stop other programs on the machine, generate more (--max-tokens), or measure with "
-        "`llamabranch bench`."
+        f"{text} The difference is smaller than the noise. To see it, stop other programs on the "
+        "machine, generate more (--max-tokens), or measure several prompts with `llamabranch bench`."
     )

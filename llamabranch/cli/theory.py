@@ -16,8 +16,8 @@ from llamabranch import theory as formulas
 
 from .bundles import with_bundles
 from .console import print_json
+from .jsonl import read_text
 from .options import DRAFT_LENGTH_NAMES, OutputOptions
-from .prompts import read_text
 
 LONGEST = 16  # the longest draft that is considered the best
 Number = TypeVar("Number", int, float)
@@ -79,7 +79,7 @@ def theory(
 ) -> None:
     """Print tokens a round, speedup and best draft length that the theory expects.
 
-    E is the tokens a round; "often seen" is a formula that is wrong, for comparison.
+    E is the tokens a round; "Amdahl" is Amdahl's law, too simple here, for comparison.
     """
     with output.console() as console:
         found = _Measured() if measured is None else _read(measured)
@@ -99,7 +99,7 @@ def theory(
                         {
                             "acceptance": row.acceptance,
                             "draft_length": row.draft_length,
-                            "often_seen": row.naive,
+                            "amdahl": row.naive,
                             "expected_tokens": row.expected_tokens,
                             "accepted_share": row.accepted_share,
                             "speedups": list(row.speedups),
@@ -117,7 +117,7 @@ def theory(
         headings = [f"c = {c:.3g}" for c in costs]
         console.line("Speedup over plain decoding, by the cost c of a draft step in target steps:")
         console.table(
-            ("a", "length", "often seen", "E", *headings, "accepted / drafted"),
+            ("a", "length", "Amdahl", "E", *headings, "accepted / drafted"),
             [
                 (
                     f"{row.acceptance:.3g}",

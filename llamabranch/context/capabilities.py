@@ -12,7 +12,7 @@ from ..errors import UnsupportedError
 from ..model import Model
 from ..native import ContextHandle, StateLayout
 from .decoder import Decoder
-from .kv_cache import KVCache
+from .kv_cache import MOST_WITH_WINDOW, KVCache
 from .params import INVARIANT_KV_TYPES
 
 __all__ = ["Capabilities", "of_sharing_head", "probe"]
@@ -23,7 +23,8 @@ class Capabilities:
     """What this context's memory can do; determined when it is created.
 
     Args:
-        can_truncate: the tail of a sequence can be dropped.
+        can_truncate: the tail of a sequence can be dropped, of any length. (A sequence restored from a
+            snapshot has only the end of a sliding window: a branch that drops more is decoded again.)
         can_share: sequences can share cells; otherwise (``kv_unified=False``) a fork copies them.
         sliding_window: size of the attention window in tokens, 0 if there is none.
         recurrent: some of the memory is a state instead of cells.
@@ -64,14 +65,20 @@ def probe(
     """
     # A head has attention only, whatever the trunk has whose file it is in.
     recurrent = model.memory_type in ("recurrent", "hybrid") and not is_head
-    # Without swa_full, llama.cpp reports a removal as done although cells that the window needs are
-    # gone already, and later decodes would attend to an incomplete window.
+    # llama.cpp reports a removal as done although cells that the window needs are gone already, and
+    # later decodes would attend to an incomplete window. They stay where the cache has them
+    # (``swa_full``) and can hold them (``KVCache.hold_window``).
     window = model.n_swa if model.memory_type == "sliding-window" else 0
     cache = KVCache(handle, n_seq_max)
     decoder = Decoder(handle, cache)
     decoder.decode_run(_tokens(model, 2), 0, "none")
     layout = StateLayout.learn(handle.state(0), n_tokens=2)
-    can_truncate = not (window and not swa_full) and cache.drop(0, 1)
+    can_truncate = cache.drop(0, 1)
+    if layout is not None and layout.is_cells_only:
+        window = 0  # no layer uses it
+    if window:
+        can_truncate &= swa_full and n_seq_max <= MOST_WITH_WINDOW
+        can_truncate &= layout is not None and layout.has_window
     cache.clear()
     invariant, reason = False, "not asked for"
     if batch_invariant is not False:

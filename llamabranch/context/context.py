@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self, Unpack
 
-from ..arguments import plain_int, real, shown, whole
+from ..arguments import instance, plain_int, real, shown, whole
 from ..errors import (
     BranchStateError,
     CapacityError,
@@ -39,7 +39,7 @@ from .saved_prefixes import SavedPrefixes
 from .sequence_ids import SequenceIds
 from .threads import ThreadTuner, ThreadWatch
 
-__all__ = ["Context"]
+__all__ = ["Context", "text_context"]
 
 Logits = npt.NDArray[np.float32]
 States = npt.NDArray[np.float32]
@@ -98,6 +98,10 @@ class Context:
         target: Context | None = None,
         **options: Unpack[ContextOptions],
     ) -> None:
+        instance("model", model, Model, "load a file with Model(path), or both with lb.load(path)")
+        if target is not None:
+            meant = "give the context that generates, for example lb.load(), not its model or name"
+            instance("target", target, Context, meant)
         given = ContextParams(**options) if params is None else replace(params, **options)
         if target is not None:
             given = _head_params(model, target, given)
@@ -182,6 +186,7 @@ class Context:
             n_seq_max,
             can_truncate=self.capabilities.can_truncate,
             keeps_order=self.capabilities.batch_invariant and target is None,
+            window=self.capabilities.sliding_window if self.capabilities.can_truncate else 0,
             state_layout=layout,
         )
         self._decoder = Decoder(
@@ -504,8 +509,7 @@ class Context:
         with self._lock:
             self._check_open()
             self._collect_forgotten()
-            keeps_less = self.capabilities.recurrent or bool(self.capabilities.sliding_window)
-            self._cache.audit(ends_only=keeps_less)
+            self._cache.audit(ends_only=not self.capabilities.can_truncate)
 
     def _check_raw(self, *seq_ids: int) -> list[int]:
         self._check_open()
@@ -648,7 +652,7 @@ class Context:
                 return
             partial = start > 0 or stop < length
             # A partial sliding window would accept the removal and then compute from missing cells.
-            if (partial and not self.capabilities.can_truncate) or not self._cache.drop(
+            if (partial and not self._cache.can_cut(seq_id, start)) or not self._cache.drop(
                 seq_id, start, 1 << 31 if stop >= length else stop
             ):
                 raise UnsupportedError(
@@ -703,6 +707,24 @@ class Context:
 
 class _Reading:
     """Holds a sequence in which tokens are decoded once more for their hidden states."""
+
+
+def text_context(name: str, value: object) -> Context:
+    """Return ``value`` if it is a context that texts are generated with.
+
+    Raises:
+        ConfigError: it is no context; names the argument.
+        UnsupportedError: it is that of a head, which computes nothing of its own.
+    """
+    hint = 'lb.load("model.gguf") returns one, and so does Context(model)'
+    context = instance(name, value, Context, hint)
+    if context.target is not None:
+        raise UnsupportedError(
+            f"{context.model.name} is open as a head of {context.target.model.name}: it drafts for that "
+            "context, and generates no text of its own",
+            hint="EagleDrafter(head) or MTPDrafter(head) drafts with it; generate with the target",
+        )
+    return context
 
 
 def _create(model: Model, native: NativeContextParams, target: Context | None) -> ContextHandle:

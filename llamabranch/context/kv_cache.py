@@ -18,12 +18,13 @@ from .cell_ledger import CellLedger, Usage
 from .cell_order import CellOrder
 from .hidden_states import HiddenStates
 
-__all__ = ["END", "MOVED", "KVCache"]
+__all__ = ["END", "MOST_WITH_WINDOW", "MOVED", "KVCache"]
 
 State = npt.NDArray[np.uint8]
 
 END = 1 << 31  # a position after all others
 MOVED = max_sequences() - 2  # holds the cells that are being moved, and nothing at other times
+MOST_WITH_WINDOW = max_sequences() // 2  # sequences whose window can be kept: each has a twin
 
 
 class KVCache:
@@ -39,6 +40,7 @@ class KVCache:
         can_truncate: whether this memory can drop the tail of a sequence.
         keeps_order: whether the cells of every sequence are kept in the order of its tokens, where
             sequences share cells.
+        window: size of a sliding window whose cells must all stay; 0 if there is none.
         state_layout: how llama.cpp serialises the state of a sequence; None if that is not known.
     """
 
@@ -49,6 +51,7 @@ class KVCache:
         *,
         can_truncate: bool = True,
         keeps_order: bool = False,
+        window: int = 0,
         state_layout: StateLayout | None = None,
     ) -> None:
         self.can_truncate = can_truncate
@@ -56,7 +59,9 @@ class KVCache:
         self.ledger = CellLedger(handle.n_ctx, n_seq_max)
         self.next_position = self.ledger.next_position
         self.first_position = self.ledger.first_position
-        self.append = self.ledger.append
+        self._window = window
+        self._held: dict[int, int] = {}  # up to which position the twin of a sequence has its cells
+        self.append = self._append_and_hold if window else self.ledger.append
         self.keepers: set[int] = set()  # the sequences of the prefix cache
         self.hidden: HiddenStates | None = None  # of its tokens, while a head reads them
         self._handle = handle
@@ -79,7 +84,7 @@ class KVCache:
             write_indices.setdefault(seq_id, []).append(clock + i)
         ledger.clock += len(seqs)
         for seq_id, written in write_indices.items():
-            ledger.append(seq_id, len(written), written)
+            self.append(seq_id, len(written), written)
 
     def adopt(
         self, leaves: Sequence[int], leaf: int, target: int, nodes: Sequence[int], n_nodes: int
@@ -97,11 +102,11 @@ class KVCache:
         try:
             self._handle.remove(target, -1, -1)
             self._handle.copy(leaf, target, 0, start + len(nodes))
-            ledger.append(target, len(nodes), [first + node for node in nodes])
+            self.append(target, len(nodes), [first + node for node in nodes])
         except BaseException:
             self._handle.remove(target, -1, -1)
             self._handle.copy(leaf, target, 0, start)
-            ledger.remove(target, start, END)
+            self._remove(target, start, END)
             raise
 
     # -- sharing and dropping ----------------------------------------------------------------------
@@ -122,9 +127,9 @@ class KVCache:
         try:
             self._handle.copy(source, target, start, end)
             self.ledger.copy(source, target, start, END if end == -1 else end)
+            self.hold_window(target)
         except BaseException:
-            self._handle.remove(target, 0, -1)
-            self.ledger.remove(target, 0, END)
+            self._remove(target, 0, END)
             raise
 
     def _copy(self, source: int, target: int, end: int) -> None:
@@ -158,17 +163,27 @@ class KVCache:
             self.order.reserve(seq_id, start, end)
         elif not self.is_unified:
             self._note_holes(seq_id, start, end)
-        stop = -1 if end == END else end
         try:
-            if not self._handle.remove(seq_id, start, stop):
+            if not self._remove(seq_id, start, end):
                 return False
-            self.ledger.remove(seq_id, start, end)
         except BaseException:  # cache and ledger must change together
-            if self._handle.remove(seq_id, start, stop):
-                self.ledger.remove(seq_id, start, end)
+            self._remove(seq_id, start, end)
             raise
         if self.order is not None:
             self.order.release_if_unneeded()
+        return True
+
+    def _remove(self, seq_id: int, start: int, end: int) -> bool:
+        """Remove positions from llama.cpp's memory and the ledger; may be repeated if interrupted."""
+        stop = -1 if end == END else end
+        if not self._handle.remove(seq_id, start, stop):
+            return False
+        held = self._held.get(seq_id, 0)
+        if start < held:
+            self._handle.remove(_twin(seq_id), start, stop)
+        self.ledger.remove(seq_id, start, end)
+        if start < held:
+            self._held[seq_id] = min(held, self.next_position(seq_id))
         return True
 
     def _note_holes(self, seq_id: int, start: int, end: int) -> None:
@@ -185,10 +200,21 @@ class KVCache:
         """
         if not self.can_truncate and self._handle.position_range(seq_id)[1] == start - 1:
             return True  # nothing was written
-        if self.can_truncate and self.drop(seq_id, start):
+        if self.can_cut(seq_id, start) and self.drop(seq_id, start):
             return True
         self.drop(seq_id, 0)
         return start == 0
+
+    def can_cut(self, seq_id: int, n: int) -> bool:
+        """Return whether a sequence can go on from its first ``n`` tokens, the others dropped.
+
+        With a sliding window, not if cells of the window before them are missing: the state of a
+        sequence, from which a snapshot is restored, has only those of the window at its end.
+        """
+        if not self._window or not n:
+            return self.can_truncate
+        first = max(0, self.first_position(seq_id), n - self._window + 1)
+        return self._handle.position_range(seq_id)[0] <= first
 
     def clear(self) -> None:
         """Drop everything; what the prefix cache keeps too."""
@@ -196,8 +222,46 @@ class KVCache:
         self.ledger.clear()
         self.keepers.clear()
         self._with_holes.clear()
+        self._held.clear()
         if self.order is not None:
             self.order.reset()
+
+    # -- sliding windows ---------------------------------------------------------------------------
+
+    # In layers with a sliding window llama.cpp writes new tokens into cells that one sequence alone
+    # owns and that lie outside its window, also with ``swa_full``: ``find_slot`` of llama-kv-cache.cpp.
+    # A sequence cut there, or a fork of its beginning, would attend to a window with tokens missing.
+    # A cell of two sequences is not reused, so each sequence has a twin, which owns the same cells before
+    # they leave the window. It takes no room: in the other layers these cells are needed anyway. A
+    # decode must be one micro-batch then, since nothing can be done between two of them.
+
+    def _append_and_hold(
+        self, seq_id: int, n: int, write_indices: Sequence[int] | None = None
+    ) -> None:
+        self.ledger.append(seq_id, n, write_indices)
+        self.hold_window(seq_id)
+
+    def hold_window(self, seq_id: int, n_more: int = 0) -> bool:
+        """Keep the cells that leave the window of a sequence before ``n_more`` tokens are decoded.
+
+        Returns:
+            False if some that leave it are not decoded yet, so that it is needed again before.
+        """
+        if not self._window:
+            return True
+        end = self.next_position(seq_id)
+        # The window moves with each token, or (chunked attention) by its size at once.
+        outside = (end + n_more) // self._window * self._window
+        held = self._held.get(seq_id, 0)
+        if held < outside and held < end:
+            try:
+                self._handle.copy(seq_id, _twin(seq_id), held, end)
+                self._held[seq_id] = end
+            except BaseException:
+                self._handle.remove(_twin(seq_id), held, -1)
+                self._held[seq_id] = held
+                raise
+        return outside <= end
 
     # -- states ------------------------------------------------------------------------------------
 
@@ -218,7 +282,7 @@ class KVCache:
             raise SnapshotError(f"llama.cpp cannot take the K/V: {reason}")
         if self._handle.position_range(seq_id)[1] != n_tokens - 1:
             raise SnapshotError("llama.cpp holds other positions than the snapshot has")
-        self.ledger.append(seq_id, n_tokens)
+        self.append(seq_id, n_tokens)
         return True
 
     # -- moving cells ------------------------------------------------------------------------------
@@ -227,6 +291,11 @@ class KVCache:
         """Count a sequence as one of the prefix cache, which may be beyond those of the context."""
         self.ledger.make_sequence(seq_id)
         self.keepers.add(seq_id)
+
+    @property
+    def n_seq_ids(self) -> int:
+        """How many sequences there can be, those of the prefix cache included."""
+        return MOST_WITH_WINDOW if self._window else MOVED
 
     @property
     def can_copy(self) -> bool:
@@ -326,7 +395,17 @@ class KVCache:
             theirs = self._handle.position_range(seq_id)
             if ends_only:
                 ours, theirs = (ours[1], ours[1]), (theirs[1], theirs[1])
+            elif self._window:
+                if self.can_cut(seq_id, ours[1] + 1):
+                    ours = (theirs[0], ours[1])  # a restored one has the window at its end only
+                if self._handle.position_range(_twin(seq_id))[1] >= self._held.get(seq_id, 0):
+                    raise DecodeError(f"cells that sequence {seq_id} has left are kept")
             if ours != theirs:
                 raise DecodeError(
                     f"sequence {seq_id} should hold positions {ours}, in llama.cpp it holds {theirs}"
                 )
+
+
+def _twin(seq_id: int) -> int:
+    """Return the sequence that keeps the cells of another one from being reused."""
+    return max_sequences() - 1 - seq_id

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigError
+from ..model import Model
 from ..native import core
 from ..sampling import Sampler
 from ..sampling.noise import DRAW
@@ -23,6 +24,37 @@ _NOTHING = np.empty(0, dtype=np.float32)
 _UNKNOWN = math.nan  # compared by identity: a measured value may be NaN too
 
 
+class Alternative(tuple[int, float]):
+    """One of the most probable tokens at a place: a pair (token, log-probability) that knows its text.
+
+    Attributes:
+        text: that of the token alone; bytes that are no character by themselves are shown as U+FFFD.
+    """
+
+    text: str
+
+    def __new__(cls, token: int, logprob: float, text: str = "") -> Alternative:
+        self = super().__new__(cls, (token, logprob))
+        self.text = text
+        return self
+
+    def __getnewargs__(self) -> tuple[int, float, str]:
+        return (*self, self.text)
+
+    def __repr__(self) -> str:
+        return f"({self.token}, {self.logprob!r}, {self.text!r})"
+
+    @property
+    def token(self) -> int:
+        """Its id."""
+        return self[0]
+
+    @property
+    def logprob(self) -> float:
+        """Its log-probability, nats."""
+        return self[1]
+
+
 class TokenScore(NamedTuple):
     """How a model rates a given token.
 
@@ -31,14 +63,14 @@ class TokenScore(NamedTuple):
         logprob: its log-probability, nats, under the model's own distribution.
         rank: 1 + how many tokens are more probable.
         entropy: of that distribution, nats.
-        alternatives: the requested number of most probable tokens: (token, log-probability), best first.
+        alternatives: the requested number of most probable tokens, best first.
     """
 
     token: int
     logprob: float
     rank: int
     entropy: float
-    alternatives: tuple[tuple[int, float], ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
 
 
 class LogitsRow:
@@ -97,9 +129,9 @@ class LogitsRow:
         """Return 1 + how many tokens have a larger logit than ``token``."""
         return 1 + int(np.count_nonzero(self.array > self.array[token]))
 
-    def score(self, token: int, top: int = 0) -> TokenScore:
-        """Return how the model rates ``token`` here, with the ``top`` most probable tokens."""
-        alternatives = tuple(self.top(top)) if top else ()
+    def score(self, token: int, model: Model, top: int = 0) -> TokenScore:
+        """Return how ``model`` rates ``token`` here, with the ``top`` most probable tokens."""
+        alternatives = self.alternatives(model, top)
         return TokenScore(
             token, self.logprob(token), self.rank(token), self.entropy(), alternatives
         )
@@ -109,6 +141,13 @@ class LogitsRow:
         if self._entropy is _UNKNOWN:
             self._measure()
         return self._entropy
+
+    def alternatives(self, model: Model, k: int) -> tuple[Alternative, ...]:
+        """Return the ``k`` most probable tokens as ``top`` does, with their texts."""
+        if not k:
+            return ()
+        piece = model.piece if model.has_text else lambda _: b""
+        return tuple(Alternative(t, p, piece(t).decode("utf-8", "replace")) for t, p in self.top(k))
 
     def top(self, k: int) -> list[tuple[int, float]]:
         """Return the ``k`` most probable tokens with their log-probabilities (nats), best first."""
@@ -145,7 +184,7 @@ class LogitsRow:
             if self.array[token] != self.array[token]:
                 raise ConfigError("no token can be drawn: the logits contain NaN")
             return token
-        compiled = sampler.row_sampler
+        compiled = sampler.current_row_sampler
         if compiled is not None:
             drawn = self._drawn
             if drawn is not None and drawn[0] is compiled and drawn[1] == seed:

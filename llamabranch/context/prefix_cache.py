@@ -19,7 +19,7 @@ from typing import Protocol
 
 from ..errors import SnapshotError
 from .decoder import Decoder
-from .kv_cache import END, MOVED, KVCache
+from .kv_cache import END, KVCache
 from .radix_tree import RadixTree
 from .saved_prefixes import SavedPrefixes, SavedText
 
@@ -46,7 +46,7 @@ class _ExtraSequences:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._free = list(range(cache.ledger.n_seq_max, MOVED))
+        self._free = list(range(cache.ledger.n_seq_max, cache.n_seq_ids))
 
     def lend(self, holder: object) -> int | None:
         if not self._free:

@@ -19,7 +19,7 @@ from ..context import Context
 from ..errors import ClosedError
 from ..sampling import SamplingParams
 from ..speculative import Drafter, SpeculativeConfig
-from .engine import Engine
+from .engine import AnyRequest, Engine
 from .request import EngineStats, Event, Request
 
 __all__ = ["AsyncEngine"]
@@ -90,7 +90,7 @@ class AsyncEngine:
         """Totals over all requests so far."""
         return self._engine.stats
 
-    async def generate(self, request: Request | str) -> AsyncIterator[Event]:
+    async def generate(self, request: AnyRequest) -> AsyncIterator[Event]:
         """Yield the events of a request: each token, and the result of each of its texts.
 
         If the task is cancelled or the iterator closed, the request is aborted: its sequences are free
@@ -193,19 +193,19 @@ class AsyncEngine:
             ends = self._ends
             if ends == "abort":
                 engine.core.abort_all()
-        failure: Exception | None = None
+        failure: BaseException | None = None
         events: list[Event] = []
         if engine.has_unfinished():
             try:
                 events = engine.step()
-            except Exception as error:  # also one of a user's drafter
+            except BaseException as error:  # also whatever a user's drafter raises
                 failure = error
         elif ends is not None:
             return False
         self._hand_over(events, failure)
         return failure is None or not engine.target.closed
 
-    def _hand_over(self, events: list[Event], failure: Exception | None) -> None:
+    def _hand_over(self, events: list[Event], failure: BaseException | None) -> None:
         batches: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, list[Event]]]] = {}
         by_name: dict[str, list[Event]] = {}
         for event in events:
@@ -262,7 +262,7 @@ class _Reader:
         self.loop = loop
         self.n_running = self.n_expected = n_texts
         self.is_paused = False
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self._limit = limit
         self._n_sent = 0  # counted by the thread
         self._n_read = 0  # counted by the task

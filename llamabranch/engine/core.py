@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter, sleep
 
 from ..branch import Branch, Produced
 from ..context import Context
 from ..context.logits import LogitsRow
-from ..errors import CacheFullError, CapacityError, LlamaBranchError
+from ..errors import CacheFullError, CapacityError, DecodeInterruptedError, LlamaBranchError
+from ..native.interrupts import HeldInterrupts
 from ..sampling import SamplingParams
-from ..speculative import Draft, Drafter, NullDrafter
+from ..sampling.noise import derive_seed
+from ..speculative import Draft, Drafter, GrammarDrafter, NullDrafter
 from ..speculative.config import SpeculativeConfig
 from ..speculative.drafters.base import NO_DRAFT, DraftRequest, DraftState, NullState
 from ..speculative.length.auto import draft_length
@@ -45,6 +48,9 @@ class EngineSettings:
     wait_s: float
     drafts: bool
     parallel: int | None = None
+    drafts_grammars: bool = (
+        False  # no drafter was asked for: grammars draft; ``drafts`` once one has
+    )
 
     def __post_init__(self) -> None:
         self.length = draft_length(self.config)
@@ -58,6 +64,21 @@ class EngineSettings:
         capabilities = self.target.capabilities
         chooses = capabilities.batch_invariant and capabilities.can_share and not self.drafts
         self.concurrency = Concurrency() if chooses else None
+        self.repeats = self.seed_given
+        self._n_draws = 0
+
+    def next_seed(self) -> int:
+        """Return the seed, or, if none was given, another one each time: first that one itself."""
+        n, self._n_draws = self._n_draws, self._n_draws + 1
+        return self.seed if self.repeats or not n else derive_seed(self.seed, n)
+
+    def draft_from_grammars(self) -> None:
+        """Draft texts that have a grammar from here on."""
+        self.drafter, self.drafts = GrammarDrafter.copying(), True
+        self.length, self.profile = PairProfile.open(
+            self.target, self.drafter, self.config, batched=True
+        )
+        self.concurrency = None
 
     def save_profile(self) -> None:
         """Keep what was learned about drafts for later runs."""
@@ -73,7 +94,8 @@ class EngineCore:
     Args:
         settings: those of the engine.
         reports_tokens: whether there are events for tokens, besides those for results.
-        remembers: whether ``abort`` also applies to a request that is added later.
+        expected: ids of requests that are not added yet, to which ``abort`` applies as well.
+        redraws: where the engine has no given seed: each request draws another text, not all together.
 
     Attributes:
         n_added: how many requests were added.
@@ -81,7 +103,12 @@ class EngineCore:
     """
 
     def __init__(
-        self, settings: EngineSettings, *, reports_tokens: bool = True, remembers: bool = False
+        self,
+        settings: EngineSettings,
+        *,
+        reports_tokens: bool = True,
+        expected: Collection[str] = (),
+        redraws: bool = False,
     ) -> None:
         self.settings = settings
         self.n_added = 0
@@ -89,12 +116,16 @@ class EngineCore:
         self._scheduler = Scheduler(settings.target)
         self._scheduler.limit = settings.parallel
         self._reports_tokens = reports_tokens
-        self._remembers = remembers
+        self._expected = expected
+        self._redraws = redraws
+        self._seed = settings.seed if redraws else settings.next_seed()
         self._wait = _SequenceWait(settings.target, settings.wait_s)
         self._added: deque[Submission] = deque()
-        self._aborted: dict[str, None] = {}  # in order
-        self._events: deque[Event] = deque()  # of an earlier step, still to be returned
+        self._aborted: deque[Submission] = deque()
+        self._aborted_ahead: set[str] = set()  # of those expected
+        self._events: list[Event] = []  # still to be returned
         self._failure: LlamaBranchError | None = None  # raised once those are
+        self._is_broken_off = False  # an exception has left a step in the middle
 
     # -- requests ------------------------------------------------------------------------------------
 
@@ -112,13 +143,15 @@ class EngineCore:
             settings.target.model,
             settings.sampling,
             settings.max_tokens,
-            settings.seed,
+            settings.next_seed() if self._redraws else self._seed,
             samples,
-            logprobs=self._reports_tokens,
+            reports_tokens=self._reports_tokens,
         )
         self.n_added += 1
         if samples:
             self._added.append(submission)
+            if name in self._aborted_ahead:
+                self._aborted.append(submission)
 
     def refuse(
         self, request: Request, name: str, samples: list[int], error: LlamaBranchError
@@ -129,22 +162,33 @@ class EngineCore:
             self._events.append(Event(name, i, result=refusal(request, name, i, error)))
 
     def abort(self, name: str) -> None:
-        """End a request at the next step; its results hold what was generated."""
-        self._aborted[name] = None
+        """End a request at the next step; its results hold what was generated.
+
+        An unknown id is ignored.
+        """
+        if name in self._expected:
+            self._aborted_ahead.add(name)
+        submission = self._find(name)  # also if it has just been added
+        if submission is not None and not submission.is_aborted:
+            submission.is_aborted = True
+            self._aborted.append(submission)
 
     def abort_all(self) -> None:
         """End all requests at the next step."""
-        while self._added:
-            self._scheduler.add(self._added.popleft())
-        self._aborted.update(dict.fromkeys(self._scheduler.names()))
+        self._aborted.extend(self._scheduler.unfinished() + list(self._added))
 
     def __contains__(self, name: str) -> bool:
         """Return whether a request of this id is unfinished."""
-        return name in self._scheduler or any(s.name == name for s in list(self._added))
+        return self._find(name) is not None
+
+    def _find(self, name: str) -> Submission | None:
+        """Return the unfinished request of this id."""
+        waiting = next((s for s in list(self._added) if s.name == name), None)
+        return waiting or self._scheduler.find(name)
 
     def pause(self, name: str) -> None:
         """Do not continue the texts of a request until ``resume``; others may take their cells."""
-        if name in self._scheduler:
+        if self._scheduler.find(name) is not None:
             self._scheduler.paused.add(name)
 
     def resume(self, name: str) -> None:
@@ -183,117 +227,153 @@ class EngineCore:
             DecodeError: the decode failed or was interrupted. The requests are as before; the next call
                 goes on with them.
         """
-        if self._failure is not None and not self._events:
-            failure, self._failure = self._failure, None
+        if self._failure is None or self._events:
+            self.advance()
+        failure = self._failure
+        if failure is not None and not self._events:
+            self._failure = None
             raise failure
-        start = perf_counter()
+        return self._take_events()
+
+    def drain(self) -> list[Event]:
+        """Run steps until all requests have ended; return their events. What it raises loses none.
+
+        Raises:
+            DecodeError: a decode failed. An interrupted one is repeated.
+        """
+        while self._added or not self._scheduler.is_idle:
+            self.advance()
+            failure, self._failure = self._failure, None
+            if failure is not None and not isinstance(failure, DecodeInterruptedError):
+                raise failure
+        return self._take_events()
+
+    def _take_events(self) -> list[Event]:
         try:
-            for event in self._step():
-                self._events.append(event)
-            if self._scheduler.no_sequence is None:
-                self._wait.reset()
-            elif not self._wait.poll():
-                for event in self._end_waiting(self._scheduler.no_sequence):
-                    self._events.append(event)
-        except LlamaBranchError as error:
-            self._drop_drafts()
-            if not self._events:
+            return self._events
+        finally:  # nothing can come between: they are returned, or kept for the next step
+            self._events = []
+
+    def advance(self) -> None:
+        """Run one step; ``step`` returns its events, and raises what it has met."""
+        start = perf_counter()
+        with HeldInterrupts() as held:
+            try:
+                if self._is_broken_off:
+                    self._recover()
+                self._is_broken_off = True
+                try:
+                    self._step()
+                except LlamaBranchError as error:
+                    self._drop_drafts()
+                    if held.caught is None:
+                        self._failure = error
+                self._is_broken_off = False
+            except BaseException:
+                self._recover()
                 raise
-            self._failure = error  # what has ended is reported first
-        except BaseException:
-            # Tokens of some texts may be lost: all are read again, up to what was reported of them.
-            self._scheduler.preempt_all()
-            raise
-        finally:
-            self.settings.stats.elapsed_s += perf_counter() - start
-        events = list(self._events)
-        self._events.clear()
-        return events
+            finally:
+                self.settings.stats.elapsed_s += perf_counter() - start
+
+    def _recover(self) -> None:
+        """Queue all texts again after a step that was broken off; they go on after their last token."""
+        ended = {(event.id, event.sample) for event in self._events if event.result is not None}
+        for submission in self._scheduler.unfinished():
+            for job in list(submission.jobs.values()):
+                if (job.name, job.sample) in ended:
+                    with suppress(Exception):
+                        self._scheduler.finish(job)
+        self._scheduler.rebuild()
+        self._is_broken_off = False
 
     def close(self) -> None:
         """Free all sequences; requests without a result get none."""
-        self._added.clear()
-        self._events.clear()
-        self._scheduler.close()
-        self.settings.save_profile()
+        with HeldInterrupts():
+            self._added.clear()
+            self._events.clear()
+            self._scheduler.close()
+            self.settings.save_profile()
 
-    def _step(self) -> Iterator[Event]:
-        scheduler, stats = self._scheduler, self.settings.stats
+    def _step(self) -> None:
+        self._schedule()
+        if self._scheduler.active:
+            batch = self._fill()
+            if batch.tokens:
+                self._run(batch)
+        if self._scheduler.no_sequence is None:
+            self._wait.reset()
+        elif not self._wait.poll():
+            self._end_waiting(self._scheduler.no_sequence)
+
+    def _schedule(self) -> None:
+        """Take what was added and aborted since the last step, and admit what there is room for."""
+        scheduler, settings = self._scheduler, self.settings
         while self._added:
-            scheduler.add(self._added.popleft())
-        if self._aborted:
-            yield from self._end_aborted()
-        learned = self.settings.concurrency
-        if learned is not None:
-            scheduler.limit = learned.limit or self.settings.parallel
+            scheduler.add(self._added[0])
+            self._added.popleft()
+        while self._aborted:
+            submission = self._aborted[0]
+            if scheduler.find(submission.name) is submission:
+                for job in scheduler.end(submission):
+                    self._end(job, "cancelled")
+            self._aborted.popleft()
+        if settings.concurrency is not None:
+            scheduler.limit = settings.concurrency.limit or settings.parallel
         if scheduler.n_queued:
             n_shared, n_cached = scheduler.n_shared, scheduler.n_cached
             for job, error in scheduler.admit():
-                reason = "capacity" if isinstance(error, CapacityError) else "error"
-                yield from self._end(job, reason, error)
-            stats.shared_prompt_tokens += scheduler.n_shared - n_shared
-            stats.cached_prompt_tokens += scheduler.n_cached - n_cached
-        if not scheduler.active:
-            return
-        batch = self._fill()
-        if not batch.tokens:
-            return
+                self._end(job, "capacity" if isinstance(error, CapacityError) else "error", error)
+            settings.stats.shared_prompt_tokens += scheduler.n_shared - n_shared
+            settings.stats.cached_prompt_tokens += scheduler.n_cached - n_cached
+
+    def _run(self, batch: Batch) -> None:
+        """Decode a batch and give each text what it has got."""
+        ctx, learned = self.settings.target, self.settings.concurrency
         # No drafter is called under the lock: another thread may generate on the drafter's context and
         # draft on this one, and each would wait for the other's lock.
         try:
-            with (
-                self.settings.target.lock
-            ):  # the logits are valid until the next decode of any thread
+            with ctx.lock:  # the logits are valid until the next decode of any thread
                 start = perf_counter()
                 rows = self._decode(batch)
                 verify_s = perf_counter() - start
                 outcomes = self._accept(batch, rows, verify_s)
         except CacheFullError as error:
-            yield from self._make_room(batch, error)
+            self._make_room(batch, error)
             return
-        yield from self._conclude(batch, outcomes, verify_s)
+        try:
+            self._conclude(batch, outcomes, verify_s)
+        except LlamaBranchError:  # of a drafter that cannot close a state: the others have accepted
+            self._recover()
+            raise
         if learned is not None:
-            ctx = self.settings.target
             learned.note_step(
                 batch.n_plans,
                 len(batch.parts),
                 sum(map(ctx.kv_cache.next_position, set(batch.seqs))),
                 perf_counter() - start,
                 most=min(ctx.n_seq_max, self.settings.parallel or ctx.n_seq_max),
-                waits=scheduler.n_queued > 0,
+                waits=self._scheduler.n_queued > 0,
             )
 
     # -- ends ----------------------------------------------------------------------------------------
 
-    def _end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> Iterator[Event]:
-        self._scheduler.finish(job)
-        yield from self._last_events(job, reason, error)
-
-    def _last_events(
-        self, job: Job, reason: str, error: LlamaBranchError | None = None
-    ) -> Iterator[Event]:
-        held = job.output.break_off()
-        if held is not None and self._reports_tokens:
-            yield Event(job.name, job.sample, emitted=held)
+    def _end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> None:
+        """Report the result of a text, and free what it holds."""
+        self._events += job.break_off()
         result = job.result(reason, error)
-        self.settings.stats.speculative.add(job.stats)
-        self.settings.stats.generated_tokens += len(result.tokens)
-        if self.settings.concurrency is not None and result.error is None:
-            self.settings.concurrency.note_end(result.num_prompt_tokens + len(result.tokens))
-        self.settings.save_profile()
-        yield Event(job.name, job.sample, result=result)
+        self._events.append(Event(job.name, job.sample, result=result))
+        self._scheduler.finish(job)
+        settings = self.settings
+        settings.stats.speculative.add(job.stats)
+        settings.stats.generated_tokens += len(result.tokens)
+        if settings.concurrency is not None and error is None:
+            settings.concurrency.note_end(result.num_prompt_tokens + len(result.tokens))
+        settings.save_profile()
 
-    def _end_aborted(self) -> Iterator[Event]:
-        for name in list(self._aborted):
-            if name in self._scheduler or not self._remembers:
-                del self._aborted[name]
-            for job in self._scheduler.take(name):
-                yield from self._last_events(job, "cancelled")
-
-    def _end_waiting(self, error: LlamaBranchError) -> Iterator[Event]:
+    def _end_waiting(self, error: LlamaBranchError) -> None:
         """End every waiting request with "capacity": others hold all sequences of the context."""
-        for job in self._scheduler.take_waiting():
-            yield from self._end(job, "capacity", error)
+        while (job := self._scheduler.head()) is not None:
+            self._end(job, "capacity", error)
 
     # -- the batch -----------------------------------------------------------------------------------
 
@@ -376,7 +456,7 @@ class EngineCore:
                 job.stream.set_draft(NO_DRAFT)
                 job.stream.state.observe(job.stream.branch.position)
 
-    def _make_room(self, batch: Batch, error: CacheFullError) -> Iterator[Event]:
+    def _make_room(self, batch: Batch, error: CacheFullError) -> None:
         """Retry without drafts, then preempt the newest request, then finish the last as "capacity"."""
         scheduler = self._scheduler
         self._drop_drafts()
@@ -384,7 +464,7 @@ class EngineCore:
             most = self.settings.target.n_ctx_seq
             for job, n, _ in batch.parts:
                 if job.branch is not None and job.branch.position + n > most:
-                    yield from self._end(job, "capacity", error)
+                    self._end(job, "capacity", error)
         elif batch.n_drafted:
             for job, n, _ in batch.parts:
                 if job.stream is not None and n > 1:
@@ -393,7 +473,7 @@ class EngineCore:
         elif scheduler.preempt() is not None:
             self.settings.stats.preemptions += 1
         else:
-            yield from self._end(scheduler.active[0], "capacity", error)
+            self._end(scheduler.active[0], "capacity", error)
 
     # -- after the decode ----------------------------------------------------------------------------
 
@@ -421,8 +501,8 @@ class EngineCore:
         batch: Batch,
         outcomes: list[list[Produced] | LlamaBranchError],
         verify_s: float,
-    ) -> Iterator[Event]:
-        """Update the draft states, begin texts whose prompt is complete, yield the emitted tokens."""
+    ) -> None:
+        """Update the draft states, begin texts whose prompt is complete, report the emitted tokens."""
         lengths = [job.stream.length for job, _, _ in batch.parts if job.stream is not None]
         for (job, n, _), outcome in zip(batch.parts, outcomes, strict=True):
             failed = outcome if isinstance(outcome, LlamaBranchError) else None
@@ -436,21 +516,27 @@ class EngineCore:
                         emitted = [] if job.n_uncached else self._begin_text(job)
                 except LlamaBranchError as error:
                     failed = error
-            shown = job.add(emitted)
-            if self._reports_tokens:
-                for one in shown:
-                    yield Event(job.name, job.sample, emitted=one)
+            if emitted:
+                self._emit(job, emitted)
             if job.output.finish_reason is not None:
                 if not job.n_uncached or job.stream is not None or failed is not None:
-                    yield from self._end(job, job.output.finish_reason)
+                    self._end(job, job.output.finish_reason)
             elif failed is not None:
-                yield from self._end(job, "error", failed)
+                self._end(job, "error", failed)
         if self.settings.drafts:
             # The time of a decode that also prefilled prompts is not comparable.
             is_pure = batch.n_plans == len(batch.parts)
             self.settings.length.learn_decode(
                 lengths, len(batch.tokens), verify_s if is_pure else math.nan
             )
+
+    def _emit(self, job: Job, emitted: list[Produced]) -> None:
+        """Add new tokens to a text, up to its end, and report those that have text to show."""
+        for one in emitted:
+            if job.output.finish_reason is not None:
+                break
+            self._events += job.emit(one)
+        job.note_token()
 
     def _append_prompt(self, job: Job, n: int, rows: list[LogitsRow]) -> None:
         """Append ``n`` decoded tokens of ``to_cache`` to the branch.
@@ -492,7 +578,12 @@ class EngineCore:
             seed_given=settings.seed_given or params.seed is not None,
             temperature=params.temperature,
         )
-        drafts = settings.drafts and job.output.finish_reason is None
+        has_grammar = branch.grammar is not None
+        if settings.drafts_grammars and not settings.drafts and has_grammar:
+            settings.draft_from_grammars()
+            self._scheduler.limit = settings.parallel
+        wanted = settings.drafts and (has_grammar or not settings.drafts_grammars)
+        drafts = wanted and job.output.finish_reason is None
         try:
             state = self._draft_state(job, branch, rule) if drafts else NullState()
         except CapacityError:  # without room for a draft state it decodes plainly

@@ -15,25 +15,32 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import closing, suppress
+from contextlib import closing
+from typing import cast
 
 from ..arguments import whole
 from ..branch.branch import random_seed
 from ..context import Context
+from ..context.context import text_context
 from ..errors import (
     ClosedError,
     ConfigError,
-    DecodeInterruptedError,
     LlamaBranchError,
     QueueFullError,
 )
+from ..model import is_chat
 from ..sampling import SamplingParams
 from ..speculative import Drafter, NullDrafter, SpeculativeConfig
+from ..speculative.drafters.base import checked_drafter
 from .core import EngineCore, EngineSettings
 from .request import EngineStats, Event, Request, Result
 
-__all__ = ["Engine"]
+__all__ = ["AnyRequest", "Engine"]
 
+Messages = Sequence[Mapping[str, object]]
+AnyRequest = Request | str | Messages
+# One conversation is an iterable of messages; one text is an iterable of str.
+Requests = Iterable[AnyRequest | Mapping[str, object]] | Request
 _Skip = Collection[tuple[str, int]]
 
 
@@ -50,12 +57,15 @@ class Engine:
 
     Args:
         target: the context that generates; at most its n_seq_max texts run at a time.
-        drafter: proposes the drafts; None = plain decoding. To draft for every text, a draft model's
+        drafter: proposes the drafts; None = plain decoding, except of texts with a grammar, for which
+            ``GrammarDrafter.copying()`` drafts. ``NullDrafter()`` = plain decoding of all texts. To draft for every text, a draft model's
             context needs as many sequences as the target.
         config: how much to draft; "auto" drafts as many tokens as raise the throughput of the batch.
         sampling: the settings of requests that give none.
         max_tokens: the limit of requests that give none.
-        seed: the seed from which those of requests without one are derived; None = a random one.
+        seed: the seed from which those of requests without one are derived: the same requests get the
+            same texts each time. None = each call of ``generate`` or ``stream``, and each request that is
+            added, draws others; a request with the ``seed`` of a result in its ``sampling`` repeats it.
         wait_s: how long to wait, in seconds, when others hold every sequence of the context and none of
             the engine's own requests is running; then the waiting requests end with "capacity". Only
             time in which nothing is decoded on the context counts; 0 = do not wait.
@@ -66,7 +76,8 @@ class Engine:
 
     Raises:
         ConfigError: a drafter of token trees, which cannot share a decode; an invalid limit, seed or
-            ``wait_s``.
+            ``wait_s``; an argument of another type.
+        UnsupportedError: ``target`` is the context of a head, or the drafter is a head for another model.
         VocabularyMismatchError: the drafter cannot draft for the target's vocabulary.
 
     Attributes:
@@ -90,11 +101,10 @@ class Engine:
     ) -> None:
         if isinstance(wait_s, bool) or not isinstance(wait_s, (int, float)) or not wait_s >= 0:
             raise ConfigError(f"wait_s must be a number of seconds of at least 0, not {wait_s!r}")
-        self.target = target
-        self.drafter: Drafter = drafter or NullDrafter()
+        self.target = text_context("target", target)
+        self.drafter = checked_drafter(drafter, target.model)
         if self.drafter.width > 1:
             raise ConfigError("token trees cannot share a decode: use a drafter of width 1")
-        self.drafter.check(target.model)
         self.config = config or SpeculativeConfig()
         self._max_waiting = None if max_waiting is None else whole("max_waiting", max_waiting, 0)
         self._settings = EngineSettings(
@@ -106,10 +116,11 @@ class Engine:
             seed=random_seed() if seed is None else whole("seed", seed),
             seed_given=seed is not None,
             wait_s=wait_s,
-            drafts=drafter is not None and target.capabilities.can_truncate,
+            drafts=not isinstance(self.drafter, NullDrafter) and target.capabilities.can_truncate,
+            drafts_grammars=drafter is None and target.capabilities.can_truncate,
             parallel=None if parallel is None else whole("parallel", parallel, 1),
         )
-        self.core = EngineCore(self._settings)
+        self.core = EngineCore(self._settings, redraws=True)
         self._adding = threading.Lock()
         self._is_closed = False
         # Every call of ``stream`` has a core of its own, with its own ids. A core that is
@@ -129,7 +140,7 @@ class Engine:
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        self._settings.seed = whole("seed", seed)
+        self._settings.seed, self._settings.repeats = whole("seed", seed), True
 
     def __enter__(self) -> Engine:
         return self
@@ -139,7 +150,7 @@ class Engine:
 
     # -- requests at any time ------------------------------------------------------------------------
 
-    def add_request(self, request: Request | str) -> str:
+    def add_request(self, request: AnyRequest) -> str:
         """Queue a request; return its id. From any thread.
 
         A request without an id gets its number among those added.
@@ -182,7 +193,8 @@ class Engine:
         """End a request at its next step; its result holds what it has generated. From any thread.
 
         It applies to a request that was added, and to every open ``stream`` that has an unfinished
-        request of this id; ids are unique only within one stream. All others ignore it.
+        request of this id, or a list of requests with one that is still to come; ids are unique only
+        within one stream. An unknown id is ignored.
         """
         self.core.abort(request_id)
         for core in [ref() for ref in list(self._streams)]:
@@ -201,16 +213,12 @@ class Engine:
         """
         with self._adding:
             self._is_closed = True
-        events: list[Event] = []
         if self.target.closed:
             self.core.close()
-            return events
+            return []
         if not drain:
             self.core.abort_all()
-        while self.core.has_unfinished:
-            with suppress(DecodeInterruptedError):  # the next step goes on
-                events += self.core.step()
-        return events
+        return self.core.drain()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -220,7 +228,7 @@ class Engine:
 
     def generate(
         self,
-        requests: Iterable[Request | str],
+        requests: Requests,
         *,
         on_event: Callable[[Event], None] | None = None,
         skip: _Skip = (),
@@ -228,7 +236,8 @@ class Engine:
         """Generate for all prompts; return one result for each text, in the order of the requests.
 
         Args:
-            requests: requests, or prompts as text; read as they are needed.
+            requests: requests or prompts (text, or messages for the model's chat template), read as they
+                are needed; a single one is a list of one.
             on_event: called with every event (a token, or the end of a text) as it happens.
             skip: texts not to generate, as (id, sample): those that exist already.
 
@@ -240,7 +249,7 @@ class Engine:
         order: dict[str, int] = {}
         results: list[Result] = []
         source = _Source(requests, skip, order)
-        core = self._open(reports_tokens=on_event is not None)
+        core = self._open(source, reports_tokens=on_event is not None)
         with closing(self._run(core, source)) as steps:  # also if ``on_event`` raises
             for events in steps:
                 for event in events:
@@ -250,9 +259,7 @@ class Engine:
                         results.append(event.result)
         return sorted(results, key=lambda r: (order.get(r.id, len(order)), r.sample))
 
-    def stream(
-        self, requests: Iterable[Request | str], *, skip: _Skip = ()
-    ) -> Generator[Event, None, None]:
+    def stream(self, requests: Requests, *, skip: _Skip = ()) -> Generator[Event, None, None]:
         """Yield every event (a token, or the end of a text) as it happens; ``skip`` as in ``generate``.
 
         Requests are read as they are needed: a few more than can run at a time. If reading them
@@ -264,7 +271,7 @@ class Engine:
             ConfigError: two requests with the same id, or no requests.
         """
         source = _Source(requests, skip)
-        return self._events(self._run(self._open(), source))
+        return self._events(self._run(self._open(source), source))
 
     @staticmethod
     def _events(steps: Generator[list[Event], None, None]) -> Generator[Event, None, None]:
@@ -272,13 +279,12 @@ class Engine:
             for events in steps:
                 yield from events
 
-    async def astream(
-        self, requests: Iterable[Request | str], *, skip: _Skip = ()
-    ) -> AsyncIterator[Event]:
+    async def astream(self, requests: Requests, *, skip: _Skip = ()) -> AsyncIterator[Event]:
         """Yield the events of ``stream`` without blocking the event loop: steps run in a thread."""
-        core = self._open()
+        source = _Source(requests, skip)
+        core = self._open(source)
         self.target.release_threads()
-        steps = self._run(core, _Source(requests, skip))
+        steps = self._run(core, source)
         step: asyncio.Future[list[Event] | None] | None = None
         try:
             while True:
@@ -294,9 +300,9 @@ class Engine:
                 await asyncio.gather(step, return_exceptions=True)
             await asyncio.to_thread(steps.close)
 
-    def _open(self, *, reports_tokens: bool = True) -> EngineCore:
+    def _open(self, source: _Source, *, reports_tokens: bool = True) -> EngineCore:
         self._check_open()
-        core = EngineCore(self._settings, reports_tokens=reports_tokens, remembers=True)
+        core = EngineCore(self._settings, reports_tokens=reports_tokens, expected=source.expected)
         self._streams.append(weakref.ref(core, self._streams.remove))
         return core
 
@@ -330,8 +336,8 @@ class _Source:
     """The requests of a job, read one by one.
 
     Args:
-        requests: requests, or prompts as text. Those of a sequence are checked at once, and begin in
-            the order of their priorities.
+        requests: requests or prompts, or a single one. Those of a sequence are checked at once, and begin
+            in the order of their priorities.
         skip: texts not to generate.
         order: gets the id of each request that is read, with its number.
 
@@ -340,36 +346,35 @@ class _Source:
 
     Attributes:
         failure: what reading has raised.
+        expected: the ids that were given at once and are not read yet.
     """
 
     def __init__(
         self,
-        requests: Iterable[Request | str],
+        requests: Requests,
         skip: _Skip,
         order: dict[str, int] | None = None,
     ) -> None:
-        one = (str, bytes, bytearray, memoryview, Request)
-        if isinstance(requests, (*one, Mapping)) or not isinstance(requests, Iterable):
-            raise ConfigError(
-                f"requests are a list of prompts or Requests, not {requests!r:.40}",
-                hint="put a single one into a list: [prompt]"
-                if isinstance(requests, one)
-                else None,
-            )
+        if isinstance(requests, (str, Request)) or is_chat(requests):
+            requests = [requests]
+        refused = (bytes, bytearray, memoryview, Mapping)
+        if isinstance(requests, refused) or not isinstance(requests, Iterable):
+            raise ConfigError(f"requests are prompts or Requests, not {requests!r:.40}")
+        given = cast(Iterable[AnyRequest], requests)
         self._skip = _skipped(skip)
         self._order = order
         self.failure: Exception | None = None
-        numbered: Iterable[tuple[int, Request | str]] = enumerate(requests)
-        if isinstance(requests, Sequence):
+        self.expected: set[str] = set()
+        numbered: Iterable[tuple[int, AnyRequest]] = enumerate(given)
+        if isinstance(given, Sequence):
             numbered = list(numbered)
-            seen: set[str] = set()
             for number, request in numbered:
                 name, _ = _identity(request, number)
-                if name in seen:
+                if name in self.expected:
                     raise ConfigError(f"two requests have the id {name!r}")
-                seen.add(name)
+                self.expected.add(name)
             numbered.sort(key=lambda pair: getattr(pair[1], "priority", 0))
-        self._numbered: Iterator[tuple[int, Request | str]] = iter(numbered)
+        self._numbered: Iterator[tuple[int, AnyRequest]] = iter(numbered)
 
     def feed(self, core: EngineCore) -> bool:
         """Add the next request to ``core``; False if there is none."""
@@ -395,23 +400,24 @@ class _Source:
             core.add(request, name, samples)
         except LlamaBranchError as error:
             core.refuse(request, name, samples, error)
+        self.expected.discard(name)  # once ``core`` knows it
         return True
 
 
-def _identity(request: Request | str, number: int) -> tuple[str, int]:
+def _identity(request: AnyRequest, number: int) -> tuple[str, int]:
     """Return the id of a request and how many texts it asks for."""
-    if isinstance(request, str):
+    if isinstance(request, str) or is_chat(request):
         return str(number), 1
     if not isinstance(request, Request):
         raise ConfigError(
-            f"a request is a Request or text, not {request!r:.40}",
+            f"a request is a Request or text, or messages, not {request!r:.40}",
             hint="give token ids as Request([1, 2, 3]), bytes as text: prompt.decode()",
         )
     return (str(number) if request.id is None else request.id), request.n
 
 
-def _as_request(request: Request | str) -> Request:
-    return Request(request) if isinstance(request, str) else request
+def _as_request(request: AnyRequest) -> Request:
+    return request if isinstance(request, Request) else Request(request)
 
 
 def _skipped(skip: Collection[tuple[str, int]]) -> frozenset[tuple[str, int]]:

@@ -11,11 +11,11 @@ from ..branch.output import OutputBuffer
 from ..context.logits import LogitsRow, TokenScore
 from ..errors import LlamaBranchError
 from ..model import Model
-from ..sampling import SamplingParams
+from ..sampling import Grammar, SamplingParams
 from ..sampling.noise import derive_seed, seed_from_text
 from ..speculative import SpeculativeStats
 from ..speculative.round import Stream
-from .request import Request, Result
+from .request import Event, Request, Result
 
 __all__ = ["Job", "Submission", "refusal"]
 
@@ -32,7 +32,8 @@ class Submission:
         model: tokenizes the prompt.
         sampling, max_tokens, seed: the engine's, for what the request leaves out.
         samples: the numbers of the texts to generate.
-        logprobs: whether somebody reads the tokens' log-probabilities; otherwise none are computed.
+        reports_tokens: whether there are events for tokens; without them, and unless the request asks for
+            them, no log-probabilities are computed.
 
     Raises:
         ConfigError: an empty prompt for a model without a beginning token, or a bad stop string.
@@ -40,8 +41,8 @@ class Submission:
 
     Attributes:
         samples: the numbers of the texts that have not begun.
-        n_unfinished: how many of its texts have no result yet.
-        queued: its texts that have begun and wait: the next one, and those that were preempted.
+        jobs: its texts that have begun and have no result yet, by their numbers.
+        is_aborted: whether they are to end at the next step.
     """
 
     def __init__(
@@ -55,18 +56,20 @@ class Submission:
         seed: int,
         samples: Iterable[int],
         *,
-        logprobs: bool = True,
+        reports_tokens: bool = True,
     ) -> None:
         self.request = request
         self.name = name
         self.number = number
         self.arrival = perf_counter()
-        self.prompt = model.prompt_tokens(request.prompt)
+        self.model = model
+        self.prompt = model.prompt_tokens(request.prompt, parse_special=request.parse_special)
         self.samples = deque(samples)
-        self.n_unfinished = len(self.samples)
-        self.queued: list[Job] = []
+        self.jobs: dict[int, Job] = {}
+        self.is_aborted = False
         params = request.sampling or sampling
-        logprobs = params.logprobs and (logprobs or request.top_logprobs is not None)
+        self.reports_tokens = reports_tokens
+        logprobs = params.logprobs and (reports_tokens or request.top_logprobs is not None)
         self._params = params.replace(logprobs=logprobs)
         params_seed = self._params.seed
         self._seed = derive_seed(seed, seed_from_text(name)) if params_seed is None else params_seed
@@ -80,9 +83,12 @@ class Submission:
 
     def next_job(self) -> Job:
         """Begin its next text."""
-        sample = self.samples.popleft()
+        sample = self.samples[0]
         seed = self._seed if sample == 0 else derive_seed(self._seed, sample)
-        return Job(self, sample, self._params.replace(seed=seed), self._max_tokens)
+        job = Job(self, sample, self._params.replace(seed=seed), self._max_tokens)
+        self.jobs[sample] = job
+        self.samples.popleft()
+        return job
 
 
 class Job:
@@ -100,7 +106,6 @@ class Job:
         key: its place in the queue; of the running jobs the one with the largest is preempted first.
         n_cached: prompt tokens that were in the cache when it was first admitted; None before.
         n_preempted: how often it was preempted.
-        pending: its last token, which is emitted but not yet decoded.
         scores: the ratings of the prompt's tokens so far, if they are asked for.
     """
 
@@ -126,9 +131,7 @@ class Job:
         self.shared: tuple[Job | None, int] = (None, 0)
         self.n_cached: int | None = None
         self.n_preempted = 0
-        self.pending: Produced | None = None
         self.scores: list[TokenScore | None] = [None]
-        self._details: list[Produced] = []
         self._admitted: float | None = None
         self._first: float | None = None
         self._last: float | None = None
@@ -166,7 +169,7 @@ class Job:
         k = self.request.prompt_logprobs or 0
         del self.scores[start + 1 :]
         for row, token in zip(rows, self.prompt[start + 1 :], strict=False):
-            self.scores.append(row.score(token, k))
+            self.scores.append(row.score(token, self.submission.model, k))
 
     def admit(self, branch: Branch, n_cached: int) -> None:
         """Give it a sequence that holds the first ``n_cached`` tokens of ``to_cache``."""
@@ -175,40 +178,58 @@ class Job:
             self._admitted = perf_counter()
             self.n_cached = n_cached
 
-    def add(self, emitted: Sequence[Produced]) -> list[Produced]:
-        """Add new tokens to the output; return those that have text to show."""
-        shown = []
-        for one in emitted:
-            if self.output.finish_reason is not None:
-                break
-            self.pending = one
-            text = self.output.add(one)
-            if text is not None:
-                shown.append(text)
-            if self.request.top_logprobs is not None and not one.is_stop:
-                self._details.append(one)
-        if emitted:
-            self._last = perf_counter()
-            if self._first is None:
-                self._first = self._last
-        return shown
+    @property
+    def pending(self) -> Produced | None:
+        """Its last token, which is emitted but not yet decoded; None before the first."""
+        return self.output.emitted[-1] if self.output.emitted else None
+
+    @property
+    def has_ended(self) -> bool:
+        """True once it has a result."""
+        return self.submission.jobs.get(self.sample) is not self
+
+    # Of the next two, one line does it all: what comes between two lines loses no event.
+
+    def emit(self, one: Produced) -> list[Event]:
+        """Add a token to the output; return the event of its text, if there is any."""
+        if not self.submission.reports_tokens:
+            self.output.add(one)
+            return []
+        return [Event(self.name, self.sample, it)] if (it := self.output.add(one)) else []
+
+    def break_off(self) -> list[Event]:
+        """End the text where it is; return the event of the text that was held back, if there is any."""
+        if not self.submission.reports_tokens:
+            self.output.break_off()
+            return []
+        return [Event(self.name, self.sample, it)] if (it := self.output.break_off()) else []
+
+    def note_token(self) -> None:
+        """Note that it got a token just now."""
+        self._last = perf_counter()
+        if self._first is None:
+            self._first = self._last
 
     def release(self) -> None:
         """Free the sequences it holds, that of its drafter included."""
-        if self.stream is not None:
-            self.stream.report()
-            self.stream.state.close()
-            self.stream = None
-        if self.branch is not None:
-            if not self.branch.ctx.closed:
-                self.branch.sequence.keep_cached(is_last=True)
-                self.branch.prune()
+        stream, branch = self.stream, self.branch
+        self.stream, self.shared = None, (None, 0)
+        try:
+            if stream is not None:
+                try:
+                    stream.report()
+                finally:
+                    stream.state.close()
+        finally:  # also if the drafter or the length fails, which may be a user's
+            if branch is not None and not branch.ctx.closed:
+                branch.sequence.keep_cached(is_last=True)
+                branch.prune()
             self.branch = None
-        self.shared = (None, 0)
 
     def result(self, reason: str, error: LlamaBranchError | None = None) -> Result:
         """Return its result, with ``reason`` as the finish reason."""
         self.stats.num_emitted_tokens = len(self.output.tokens)
+        grammar = self.request.grammar
         return Result(
             id=self.name,
             sample=self.sample,
@@ -225,9 +246,10 @@ class Job:
             queued_s=self._since_arrival(self._admitted),
             first_token_s=self._since_arrival(self._first),
             last_token_s=self._since_arrival(self._last),
-            logprobs=None if self.request.top_logprobs is None else self._details,
+            logprobs=None if self.request.top_logprobs is None else list(self.output.emitted),
             prompt_logprobs=None if self.request.prompt_logprobs is None else self.scores,
             emitted=tuple(self.output.emitted),
+            grammar=grammar if isinstance(grammar, Grammar) else None,
         )
 
     def _since_arrival(self, moment: float | None) -> float | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -36,8 +38,9 @@ class Request:
         sampling: settings; None = the engine's. Without a seed the request gets one derived from the
             engine's seed and its id, so that its text depends neither on the order of the requests nor
             on those it is batched with.
-        stop: a string, or several, that end the text; a result's ``text`` leaves them out, its ``tokens``
-            hold them.
+        stop: a string, or several, that end the text. They are compared with the generated text, in
+            which control tokens have none; a token that ends a turn ends the text by itself. A result's
+            ``text`` leaves them out, its ``tokens`` hold them.
         grammar: the grammar that the text must follow.
         n: how many texts to generate from one prefill; each but the first is drawn with a seed derived
             from the first's.
@@ -47,6 +50,8 @@ class Request:
         prompt_logprobs: None = no detail; k = the result's ``prompt_logprobs`` rates every token of the
             prompt, with the k most probable tokens. With ``max_tokens=0`` nothing else is done. Such a
             prompt is read whole, whatever the prefix cache has.
+        parse_special: whether control tokens written in a text prompt, such as ``<|im_start|>``, are
+            parsed; False for untrusted text. Those in messages never are.
 
     Raises:
         ConfigError: a value out of range.
@@ -62,6 +67,7 @@ class Request:
     priority: int = 0
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
+    parse_special: bool = True
 
     def __post_init__(self) -> None:
         is_bytes = isinstance(self.prompt, (bytes, bytearray, memoryview))
@@ -80,6 +86,8 @@ class Request:
         if any(not isinstance(one, str) for one in stop):
             raise ConfigError(f"stop must be a string or a list of strings, not {self.stop!r:.40}")
         object.__setattr__(self, "stop", stop)
+        if self.grammar is not None and not isinstance(self.grammar, (Grammar, str)):
+            raise ConfigError(f"grammar must be a Grammar or GBNF, not {self.grammar!r:.40}")
         object.__setattr__(self, "n", whole("n", self.n, 1))
         if self.n > _MOST_TEXTS:
             raise ConfigError(
@@ -88,6 +96,8 @@ class Request:
             )
         if self.id is not None and not isinstance(self.id, str):
             raise ConfigError(f"id must be a string, not {self.id!r}")
+        if not isinstance(self.parse_special, (bool, np.bool_)):
+            raise ConfigError(f"parse_special must be True or False, not {self.parse_special!r}")
         object.__setattr__(self, "priority", whole("priority", self.priority))
         for name in ("max_tokens", "top_logprobs", "prompt_logprobs"):
             value = getattr(self, name)
@@ -95,7 +105,7 @@ class Request:
                 object.__setattr__(self, name, whole(name, value, 0))
 
 
-@dataclass
+@dataclass(repr=False)
 class Result:
     """One generated text of a request, and how it ended.
 
@@ -115,6 +125,7 @@ class Result:
         logprobs: the tokens in detail, if the request has ``top_logprobs``.
         prompt_logprobs: a rating of each prompt token, if the request asked for it; None for the first
             token, which follows nothing.
+        grammar: of the request, for ``parsed``.
     """
 
     id: str
@@ -124,22 +135,47 @@ class Result:
     tokens: list[int]
     finish_reason: str
     seed: int
-    stats: SpeculativeStats = field(repr=False)
+    stats: SpeculativeStats
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     n_preempted: int = 0
     error: LlamaBranchError | None = None
-    emitted: Sequence[Produced] = field(default=(), repr=False, compare=False)
+    emitted: Sequence[Produced] = field(default=(), compare=False)
     queued_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
     logprobs: list[Produced] | None = None
     prompt_logprobs: list[TokenScore | None] | None = None
+    grammar: Grammar | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def parsed(self) -> object:
+        """What the text means under the request's grammar; None without one, or if the text was cut.
+
+        For a JSON schema a JSON value, or an instance of the type that the schema was made from; for other
+        grammars the text.
+
+        Raises:
+            ValueError: pydantic's own validation refuses the value.
+        """
+        if self.grammar is None or self.finish_reason != "stop":
+            return None
+        try:
+            return self.grammar.parse(self.text)
+        except json.JSONDecodeError:  # a stop string has cut it
+            return None
 
     @property
     def n_prompt(self) -> int:
         """``num_prompt_tokens``."""
         return self.num_prompt_tokens
+
+    def __repr__(self) -> str:
+        ended = self.finish_reason + ("" if self.error is None else f": {self.error}")
+        return (
+            f"<Result {self.id!r} sample {self.sample}: {reprlib.repr(self.text)}, "
+            f"{len(self.tokens)} tokens, {ended}>"
+        )
 
     def _repr_html_(self) -> str:
         what = "messages" if is_chat(self.prompt) else "tokens"
@@ -183,7 +219,7 @@ def _detail(token: Produced) -> dict[str, object]:
         "logprob": _finite(token.logprob),
         "entropy": _finite(token.entropy),
         "source": token.source,
-        "alternatives": [[t, _finite(p)] for t, p in token.alternatives],
+        "alternatives": [[a.token, _finite(a.logprob), a.text] for a in token.alternatives],
     }
 
 
@@ -193,7 +229,7 @@ def _rating(token: TokenScore) -> dict[str, object]:
         "logprob": _finite(token.logprob),
         "rank": token.rank,
         "entropy": _finite(token.entropy),
-        "alternatives": [[t, _finite(p)] for t, p in token.alternatives],
+        "alternatives": [[a.token, _finite(a.logprob), a.text] for a in token.alternatives],
     }
 
 

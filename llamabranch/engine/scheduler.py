@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 
 from ..branch import Branch
 from ..context import Context
@@ -52,20 +52,21 @@ class Scheduler:
     # -- the queue -----------------------------------------------------------------------------------
 
     def add(self, submission: Submission) -> None:
-        """Put the texts of a request into the queue."""
-        self._known[submission.name] = submission
-        self.n_waiting += 1
-        heapq.heappush(self._queue, (submission.key, submission))
+        """Put the texts of a request into the queue; a second call does nothing."""
+        if self._known.get(submission.name) is not submission:
+            self._known[submission.name] = submission
+            self.n_waiting += 1
+            heapq.heappush(self._queue, (submission.key, submission))
 
-    def __contains__(self, name: str) -> bool:
-        """Return whether a request of this id has unfinished texts."""
-        return name in self._known
+    def find(self, name: str) -> Submission | None:
+        """Return the request of this id that has unfinished texts, None if there is none."""
+        return self._known.get(name)
 
-    def names(self) -> list[str]:
-        """Return the ids of the unfinished requests, in the order in which they were added."""
-        return list(self._known)
+    def unfinished(self) -> list[Submission]:
+        """Return the unfinished requests in the order in which they were added."""
+        return list(self._known.values())
 
-    def _head(self) -> Job | None:
+    def head(self) -> Job | None:
         """Return the job that is next, without taking it; None if nothing waits."""
         while self._queue:
             _, first = self._queue[0]
@@ -81,10 +82,10 @@ class Scheduler:
                     heapq.heapreplace(self._queue, (first.key, first))
                 self._push(job)
                 continue
-            if self._known.get(first.name) is not first.submission:  # it was cancelled
-                self._pop()
+            if first.has_ended:
+                heapq.heappop(self._queue)
             elif first.name in self.paused:
-                self._pop()
+                heapq.heappop(self._queue)
                 self._parked.setdefault(first.name, []).append(first)
             else:
                 return first
@@ -92,14 +93,7 @@ class Scheduler:
 
     def _push(self, job: Job) -> None:
         """Put a text that has begun into the queue."""
-        job.submission.queued.append(job)
         heapq.heappush(self._queue, (job.key, job))
-
-    def _pop(self) -> None:
-        """Take the head, a text that has begun, from the queue."""
-        _, job = heapq.heappop(self._queue)
-        if isinstance(job, Job):
-            job.submission.queued.remove(job)
 
     def resume(self, name: str) -> None:
         """Continue the texts of a paused request."""
@@ -107,41 +101,45 @@ class Scheduler:
         for job in self._parked.pop(name, ()):
             self._push(job)
 
-    def take(self, name: str) -> list[Job]:
-        """Remove all unfinished texts of a request, free what they hold, and return them."""
-        submission = self._known.pop(name, None)
-        if submission is None:
-            return []
-        jobs = [job for job in self.active if job.name == name]
-        for job in jobs:
-            self.active.remove(job)
-            job.release()
-        jobs += submission.queued + self._parked.pop(name, [])
+    def end(self, submission: Submission) -> list[Job]:
+        """Begin the texts of an unfinished request that have not; return all that have no result."""
         if submission.samples:
             self.n_waiting -= 1
         while submission.samples:
-            jobs.append(submission.next_job())
-        self.paused.discard(name)
-        return jobs
-
-    def take_waiting(self) -> Iterator[Job]:
-        """Remove the waiting jobs one by one."""
-        job = self._head()
-        while job is not None:
-            self._pop()
-            yield job
-            job = self._head()
+            submission.next_job()
+        return list(submission.jobs.values())
 
     def finish(self, job: Job) -> None:
         """Remove a job that has ended, and free what it holds."""
+        submission = job.submission
+        submission.jobs.pop(job.sample, None)
+        if not (submission.jobs or submission.samples):
+            self._known.pop(submission.name, None)
+            self._parked.pop(submission.name, None)
+            self.paused.discard(submission.name)
         if job in self.active:
             self.active.remove(job)
         job.release()
-        submission = job.submission
-        submission.n_unfinished -= 1
-        if not submission.n_unfinished:
-            self._known.pop(submission.name, None)
-            self.paused.discard(submission.name)
+
+    def rebuild(self) -> None:
+        """Queue all unfinished texts again: a step was broken off, in the middle of anything."""
+        for submission in self._known.values():
+            for job in submission.jobs.values():
+                if job.branch is not None:
+                    job.n_preempted += 1
+                with suppress(Exception):  # of a user's drafter; what broke the step off is raised
+                    job.release()
+            if submission.samples and submission.samples[0] in submission.jobs:
+                submission.samples.popleft()  # it had just begun
+        self.active.clear()
+        self._parked.clear()
+        for name in [n for n, s in self._known.items() if not (s.jobs or s.samples)]:
+            del self._known[name]
+        begun = [job for s in self._known.values() for job in s.jobs.values()]
+        ahead = [s for s in self._known.values() if s.samples]
+        self._queue = [*((job.key, job) for job in begun), *((s.key, s) for s in ahead)]
+        heapq.heapify(self._queue)
+        self.n_waiting = len(ahead)
 
     @property
     def n_queued(self) -> int:
@@ -157,13 +155,13 @@ class Scheduler:
 
     def close(self) -> None:
         """Free all sequences and forget all requests."""
-        for job in self.active:
-            job.release()
-        self.active.clear()
+        self._known.clear()
         self._queue.clear()
         self._parked.clear()
-        self._known.clear()
         self.n_waiting = 0
+        with ExitStack() as releases:  # all of them, even if a drafter fails to close its state
+            while self.active:
+                releases.callback(self.active.pop().release)
 
     @property
     def is_idle(self) -> bool:
@@ -180,10 +178,10 @@ class Scheduler:
         """
         refused: list[tuple[Job, LlamaBranchError]] = []
         before, self.no_sequence = self.no_sequence, None
-        while (job := self._head()) is not None:
+        while (job := self.head()) is not None:
             n_tokens = job.n_to_cache
             if n_tokens > self._ctx.n_ctx_seq:
-                self._pop()
+                heapq.heappop(self._queue)
                 refused.append((job, self._too_long(n_tokens)))
                 continue
             if self.limit is not None and len(self.active) >= self.limit:
@@ -209,10 +207,10 @@ class Scheduler:
                 self.no_sequence = None if self.active else error
                 break
             except LlamaBranchError as error:  # its grammar or sampling settings are invalid
-                self._pop()
+                heapq.heappop(self._queue)
                 refused.append((job, error))
                 continue
-            self._pop()
+            heapq.heappop(self._queue)
             if shared is not None:
                 branch.sequence.share_prefix(shared.sequence, n_shared)
                 job.shared = (source, n_shared)
@@ -239,7 +237,7 @@ class Scheduler:
 
     def _too_long(self, need: int) -> CacheFullError:
         return CacheFullError(
-            f"the prompt needs {need} cells, a sequence of the context has {self._ctx.n_ctx_seq}",
+            f"the prompt has {need} tokens, the context has room for {self._ctx.n_ctx_seq}",
             hint="shorten the prompt, or open the context with a larger n_ctx",
         )
 
@@ -281,11 +279,6 @@ class Scheduler:
         job = max(self.active, key=lambda j: (j.name in self.paused, j.key))
         self._give_up(job)
         return job
-
-    def preempt_all(self) -> None:
-        """Free all sequences; every job waits, with all that it has generated."""
-        for job in list(self.active):
-            self._give_up(job)
 
     def _give_up(self, job: Job) -> None:
         self.active.remove(job)

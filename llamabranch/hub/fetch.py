@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError
+from .caches import find
 from .display import announce, progress_bar
-from .resolve import Absent, look_up
+from .resolve import hub_spec, look_up
+from .spec import HubSpec
 
 __all__ = ["download_allowed", "fetch", "is_offline", "obtain"]
 
@@ -23,6 +26,9 @@ def fetch(
     offline: bool | None = None,
 ) -> Path:
     """Return the path of a model, downloading it if it is not on this machine.
+
+    Of ``user/repo`` without a quantization the hub is asked for its files, and the one is chosen that
+    llama.cpp would take (Q4_K_M, else Q8_0, else the first), whatever is on this machine already.
 
     Downloads go into the Hugging Face cache, which llama.cpp and transformers share. A file gets its name
     only after its SHA-256 was checked; a download that was interrupted is continued by the next one.
@@ -41,7 +47,15 @@ def fetch(
         DownloadError: the hub cannot be reached or refuses, the bytes are wrong, or there is no room.
         UnsupportedError: huggingface_hub, the extra ``hub``, is not installed.
     """
-    return obtain(name, download=True, offline=offline, progress=progress)
+    found, spec = look_up(name), hub_spec(name)
+    if is_offline(offline) or spec is None or spec.tag or spec.file:
+        return obtain(name, download=True, offline=offline, progress=progress)
+    try:
+        return _download(spec, progress)
+    except UnsupportedError:
+        if isinstance(found, Path):
+            return found
+        raise
 
 
 def obtain(
@@ -64,7 +78,7 @@ def obtain(
         raise found.error(offline=True)
     if not download_allowed(download):
         raise found.error()
-    return _download(found, progress)
+    return _download(found.spec, progress)
 
 
 def is_offline(asked: bool | None = None) -> bool:
@@ -85,10 +99,12 @@ def download_allowed(asked: bool | None = None) -> bool:
     return asked
 
 
-def _download(absent: Absent, progress: Callable[[int, int], None] | None) -> Path:
+def _download(spec: HubSpec, progress: Callable[[int, int], None] | None) -> Path:
     from .download import download, plan_download
 
-    plan = plan_download(absent.spec)
+    plan = plan_download(spec)
+    if plan.missing and (local := find(replace(spec, file=plan.files[0].path, tag=None))):
+        return local.path
     if progress is not None or not plan.missing:
         return download(plan, progress)
     announce(plan)

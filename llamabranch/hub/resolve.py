@@ -15,7 +15,7 @@ from .caches import find, own_cache
 from .catalogue import DATA, CatalogueEntry, catalogue, nearest
 from .spec import HubSpec
 
-__all__ = ["Absent", "locate", "look_up", "resolve"]
+__all__ = ["Absent", "hub_spec", "locate", "look_up", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def look_up(name_or_path: str | os.PathLike[str]) -> Path | Absent:
         return _of_catalogue(entry)
     if path.is_dir():
         raise ConfigError(f"{text} is a folder, not a GGUF file", hint=_first_gguf(path))
-    spec = HubSpec.parse(text) if isinstance(name_or_path, str) else None
+    spec = hub_spec(name_or_path)
     if spec is not None:
         local = find(spec)
         return Absent(text, spec) if local is None else local.path
@@ -96,6 +96,17 @@ def look_up(name_or_path: str | os.PathLike[str]) -> Path | Absent:
         )
         + "; `llamabranch models` lists them",
     )
+
+
+def hub_spec(name_or_path: str | os.PathLike[str]) -> HubSpec | None:
+    """Return the repository that a name means; None for a path and for a name of ``models.txt``.
+
+    Raises:
+        ConfigError: as `HubSpec.parse`.
+    """
+    if not isinstance(name_or_path, str) or Path(name_or_path).expanduser().exists():
+        return None
+    return HubSpec.parse(name_or_path)
 
 
 def locate(entry: CatalogueEntry) -> Path | None:

@@ -1,29 +1,17 @@
-"""Conversations as prompts: messages, and the chat templates that turn them into text.
-
-Templates are Jinja programs from the GGUF, which anybody may have made. They run in Jinja's immutable
-sandbox, with the names that Hugging Face's templates use and nothing else. Jinja is imported when the
-first template is rendered.
-"""
+"""Conversations as prompts: what a message is."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 from ..errors import ConfigError, UnsupportedError
 from .text import TokenIds
 
-if TYPE_CHECKING:
-    from jinja2 import Template
-
-__all__ = ["ChatTemplate", "Message", "Prompt", "chat_messages", "is_chat", "plain_messages"]
+__all__ = ["Message", "Prompt", "chat_messages", "is_chat", "plain_messages"]
 
 Message = Mapping[str, object] | tuple[str, str]
 Prompt = str | TokenIds | Sequence[Mapping[str, object]]  # what a text is generated from
-
-_LONGEST = 1 << 24  # characters that a template may repeat a text to
 
 
 def is_chat(prompt: object) -> TypeGuard[Sequence[Mapping[str, object]]]:
@@ -110,115 +98,3 @@ def plain_messages(messages: Iterable[Mapping[str, object]]) -> list[tuple[str, 
             raise UnsupportedError("llama.cpp's built-in chat templates end at a NUL character")
         found.append((role, content))
     return found
-
-
-class _Refused(Exception):
-    """What a template raised itself: its reason not to take the messages."""
-
-
-class ChatTemplate:
-    """A compiled chat template.
-
-    Args:
-        source: its Jinja source.
-        special: texts of special tokens by the names that templates use: ``bos_token``, ...
-
-    Raises:
-        UnsupportedError: Jinja is not installed, or the source is no valid template.
-    """
-
-    def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        self._template = _compiled(source)
-        self._special = dict(special)
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        add_generation_prompt: bool,
-        variables: Mapping[str, object],
-    ) -> str:
-        """Return the text of a conversation.
-
-        Raises:
-            ConfigError: the template refuses the messages, with its reason.
-            UnsupportedError: it failed, or did what the sandbox forbids.
-        """
-        try:
-            return self._template.render(
-                {
-                    **self._special,
-                    "messages": [dict(message) for message in messages],
-                    "add_generation_prompt": add_generation_prompt,
-                    **variables,
-                }
-            )
-        except _Refused as error:
-            raise ConfigError(f"the model's chat template refuses the messages: {error}") from None
-        except Exception as error:  # whatever the program in the file does wrong
-            raise UnsupportedError(
-                f"the model's chat template failed: {type(error).__name__}: {error}"
-            ) from error
-
-
-def _compiled(source: str) -> Template:
-    try:
-        from jinja2 import TemplateError, nodes
-        from jinja2.exceptions import SecurityError
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.parser import Parser
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise UnsupportedError("chat templates need Jinja", hint="pip install jinja2") from None
-
-    class Generation(Extension):
-        """``{% generation %}``, which marks the assistant's text for training: rendered as it is."""
-
-        tags = {"generation"}  # noqa: RUF012  (as Jinja declares it)
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    class Environment(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"*", "**"})
-
-        def call_binop(self, context: object, operator: str, left: object, right: object) -> object:
-            sized = [len(x) for x in (left, right) if isinstance(x, (str, list, tuple))]
-            times = [x for x in (left, right) if isinstance(x, int)]
-            if operator == "**" or (sized and times and sized[0] * times[0] > _LONGEST):
-                raise SecurityError(f"{operator} could fill the memory")
-            return left * right  # type: ignore[operator]
-
-    def raise_exception(message: str) -> None:
-        raise _Refused(message)
-
-    environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals.update(
-        raise_exception=raise_exception,
-        strftime_now=lambda form: datetime.now().strftime(form),
-    )
-    try:
-        return environment.from_string(source)
-    except (TemplateError, RecursionError) as error:
-        raise UnsupportedError(f"the model's chat template is not valid Jinja: {error}") from None
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes < and > for HTML.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )

@@ -15,8 +15,10 @@ from ..errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedErro
 from ..native import ModelHandle, heads, uses_amx
 from ..native.gguf_check import check_header
 from ..native.gguf_reader import read_parts
-from .chat import ChatTemplate, Message, Prompt, chat_messages, is_chat, plain_messages
+from .chat import Message, Prompt, chat_messages, is_chat, plain_messages
+from .control_text import ControlText, ControlToken
 from .heads import FILES_OF_HEADS, head_kind, is_head_only, why_no_eagle, why_no_mtp
+from .templates import ChatTemplate
 from .text import TEXT_TYPES, TextDecoder, TokenIds, decode_utf8, token_list
 from .vocabulary import VocabularyReport, compare
 
@@ -37,12 +39,15 @@ class Model:
             Intel's AMX, where a build with GCC 12 aborted at the first decode.
         load_mtp: load the MTP layers too, if the file has any: a drafter in the model's own file. They
             are always loaded from a file that has nothing else.
+        chat_template: a chat template to use in place of the file's: its Jinja source, or the name of one
+            of llama.cpp's own, such as "chatml". None = the file's.
         progress: called with 0.0 to 1.0 while loading; an exception in it cancels the loading.
 
     Raises:
         ModelLoadError: no such file, not a GGUF, or one that llama.cpp cannot run; with the reason.
         UnsupportedError: ``load_mtp``, and this llama.cpp cannot compute them.
-        ConfigError: an invalid ``extra_buffers``, or ``n_gpu_layers`` is no 32-bit integer.
+        ConfigError: an invalid ``extra_buffers`` or ``chat_template``, or ``n_gpu_layers`` is no 32-bit
+            integer.
     """
 
     def __init__(
@@ -56,12 +61,16 @@ class Model:
         vocab_only: bool = False,
         extra_buffers: bool | str = "auto",
         load_mtp: bool = False,
+        chat_template: str | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
+        if not (chat_template is None or isinstance(chat_template, str)):
+            raise ConfigError(f"chat_template must be text or None, not {shown(chat_template)}")
         if extra_buffers not in (True, False, "auto"):
             raise ConfigError(f"extra_buffers must be 'auto', True or False, not {extra_buffers!r}")
         n_gpu_layers = whole("n_gpu_layers", n_gpu_layers, -(2**31), 2**31 - 1)
         self.path = Path(path)
+        self._given_template = chat_template
         header = check_header(self.path, vocab_only=vocab_only)
         load_mtp = bool(load_mtp) or head_kind(header) == "mtp-only"
         self._handle = ModelHandle(
@@ -293,12 +302,19 @@ class Model:
                 f"token {shown(token)} is not in the vocabulary (0 to {n_vocab - 1})"
             )
 
-    def prompt_tokens(self, prompt: Prompt) -> list[int]:
+    def prompt_tokens(self, prompt: Prompt, *, parse_special: bool = True) -> list[int]:
         """Return the token ids of a prompt, at least one.
 
-        Text starts with the BOS token if the model uses one; ids are used unchanged. Messages, a list of
-        mappings with ``role`` and ``content``, are written by ``apply_chat_template``. For an empty
-        prompt the BOS token is returned, or the EOS token if the model has no BOS.
+        Text starts with the BOS token if the model uses one, which it may write itself; ids are used
+        unchanged. Messages, a list of mappings with ``role`` and ``content``, are turned into tokens by
+        ``chat_tokens``. For an empty prompt the BOS token is returned, or the EOS token if the model has
+        no BOS.
+
+        Args:
+            prompt: text, token ids or messages.
+            parse_special: turn control tokens written in a text, such as ``<|im_start|>``, into their
+                ids, as llama.cpp's programs do. False for text from people who must not write any.
+                Those in the content of messages are never parsed.
 
         Raises:
             ConfigError: neither text nor ids nor messages, or an empty prompt for a model with neither
@@ -307,9 +323,11 @@ class Model:
             UnsupportedError: as in ``apply_chat_template``.
         """
         if is_chat(prompt):
-            tokens = self._tokenize_chat(self.apply_chat_template(prompt))
+            tokens = self.chat_tokens(prompt)
         elif isinstance(prompt, str):
-            tokens = self.tokenize(prompt)
+            tokens = self.tokenize(prompt, parse_special=parse_special)
+            if self.bos is not None and tokens[:2] == [self.bos] * 2 and self._adds_bos:
+                del tokens[0]  # the text begins with it
         elif isinstance(prompt, TEXT_TYPES) or not isinstance(prompt, Iterable):
             raise ConfigError(
                 f"a prompt must be text, a list of token ids or messages, not {prompt!r:.40}",
@@ -330,6 +348,10 @@ class Model:
             )
         return [token]
 
+    @property
+    def _adds_bos(self) -> bool:
+        return self._handle.flag("get_add_bos")
+
     def _need_text(self) -> None:
         if not self.has_text:
             raise TokenizeError(f"{self.name} has no vocabulary: use token ids instead of text")
@@ -343,7 +365,7 @@ class Model:
             text: any string.
             add_special: add BOS (or EOS) if the model was trained with it.
             parse_special: turn control tokens written in the text, such as ``<|im_start|>``, into their
-                ids.
+                ids. False as in llama.cpp's own functions; for a prompt, ``prompt_tokens`` parses them.
 
         Raises:
             TokenizeError: the model has no vocabulary, or llama.cpp cannot encode the text.
@@ -351,7 +373,7 @@ class Model:
         self._need_text()
         if not isinstance(text, str):
             raise TokenizeError(f"text must be str, not {type(text).__name__}")
-        if add_special and self.bos is None and self._handle.flag("get_add_bos"):
+        if add_special and self.bos is None and self._adds_bos:
             add_special = False  # BOS is requested, but does not exist: llama.cpp would abort
         try:
             data = text.encode("utf-8")
@@ -461,8 +483,9 @@ class Model:
 
     @property
     def chat_template(self) -> str | None:
-        """The model's own chat template (Jinja source), or None."""
-        return self.handle.chat_template()
+        """The chat template that was given, else the model's own (Jinja source), or None."""
+        own = self.handle.chat_template()
+        return own if self._given_template is None else self._given_template
 
     def apply_chat_template(
         self,
@@ -474,8 +497,12 @@ class Model:
     ) -> str:
         """Return the text of a conversation in the format of the model's template.
 
-        The template is run by Jinja in a sandbox. If Jinja cannot run it, llama.cpp's built-in template
-        of that model family is used, where there is one.
+        The template is run by Jinja in a sandbox, in a process of its own, with limits on time and
+        memory. If Jinja cannot run it, llama.cpp's built-in template of that model family is used, where
+        there is one.
+
+        As a prompt this text has the tokens of ``chat_tokens``, unless a message contains the text of a
+        control token: in a text nobody can tell it from the template's own, and it is parsed.
 
         Args:
             messages: mappings with ``role`` and ``content``, or pairs of both. Other keys, such as
@@ -488,25 +515,77 @@ class Model:
             ConfigError: invalid messages, or the template refuses them.
             UnsupportedError: the model has no template, or one that neither Jinja nor llama.cpp can run.
         """
-        given = chat_messages(messages)
+        if tools is not None:
+            variables["tools"] = list(tools)
+        return self._rendered(chat_messages(messages), add_generation_prompt, variables)
+
+    def chat_tokens(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: object,
+    ) -> list[int]:
+        """Return the token ids of a conversation in the format of the model's template.
+
+        Control tokens are those that the template writes. The text of one in a message, a tool or a
+        variable stays text, so that nobody ends a turn, or takes a role, by writing it. A template sees
+        another character in such a text, and does not find what it looks for there.
+
+        Arguments and errors are those of ``apply_chat_template``.
+
+        Raises:
+            ConfigError, UnsupportedError: as in ``apply_chat_template``.
+            TokenizeError: as in ``tokenize``.
+        """
+        if tools is not None:
+            variables["tools"] = list(tools)
+        control = self._control_text
+        (given, variables), stand_ins = control.guard(
+            (chat_messages(messages), variables), self._template.strings
+        )
+        text = self._rendered(given, add_generation_prompt, variables)
+        tokens = control.tokenize(
+            text,
+            stand_ins,
+            lambda part, parse: self.tokenize(part, add_special=False, parse_special=parse),
+        )
+        if self.bos is not None and self._adds_bos and tokens[:1] != [self.bos]:
+            tokens.insert(0, self.bos)
+        return tokens
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, object],
+    ) -> str:
         source = self.chat_template
         if source is None:
             raise UnsupportedError(
                 f"{self.name} has no chat template",
                 hint="give text instead: the model was probably not trained on conversations",
             )
-        if tools is not None:
-            variables["tools"] = list(tools)
+        if source in ModelHandle.chat_template_names():
+            if variables:
+                raise UnsupportedError(
+                    f"llama.cpp's own chat template {source!r} takes no variables"
+                )
+            text = self.handle.apply_chat_template(
+                source, plain_messages(messages), add_generation_prompt
+            )
+            if text is not None:
+                return text
         try:
-            template = self._compiled_template
-            return template.render(
-                given, add_generation_prompt=add_generation_prompt, variables=variables
+            return self._template.render(
+                messages, add_generation_prompt=add_generation_prompt, variables=variables
             )
         except UnsupportedError as error:
             if variables:
                 raise
             text = self.handle.apply_chat_template(
-                source, plain_messages(given), add_generation_prompt
+                source, plain_messages(messages), add_generation_prompt
             )
             if text is None:
                 raise UnsupportedError(
@@ -515,7 +594,7 @@ class Model:
             return text
 
     @cached_property
-    def _compiled_template(self) -> ChatTemplate:
+    def _template(self) -> ChatTemplate:
         special = {"bos_token": self.bos, "eos_token": self.eos}
         texts = {
             name: "" if token is None else self._handle.token_text(token).decode("utf-8", "replace")
@@ -523,12 +602,14 @@ class Model:
         }
         return ChatTemplate(self.chat_template or "", texts)
 
-    def _tokenize_chat(self, text: str) -> list[int]:
-        """Return the tokens of a rendered conversation, which may write the BOS token itself or not."""
-        tokens = self.tokenize(text, add_special=False, parse_special=True)
-        if self.bos is not None and self._handle.flag("get_add_bos") and tokens[:1] != [self.bos]:
-            tokens.insert(0, self.bos)
-        return tokens
+    @cached_property
+    def _control_text(self) -> ControlText:
+        return ControlText(
+            {
+                text: ControlToken(token, before, after)
+                for text, token, before, after in self.handle.control_tokens()
+            }
+        )
 
     # -- pairs -------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from llama_cpp import llama_cpp as C
 from ..errors import ConfigError, UsageError
 from . import core, heads, thread_teams
 from .handle import Handle, forkable_lock, generation
+from .interrupts import is_interrupted
 from .library import clear_log_lines, last_log_lines
 from .model import ModelHandle
 from .state_layout import State, with_streams, without_streams
@@ -314,7 +315,7 @@ class ContextHandle(Handle):
             not codes
         ):  # whatever is raised, the context must not be used before the decode returns
             try:
-                if interruption is not None:
+                if interruption is not None or is_interrupted():
                     self.stop()
                 finished.acquire(timeout=_POLL_S)
             except BaseException as error:
@@ -322,6 +323,8 @@ class ContextHandle(Handle):
         if interruption is not None:
             self.resume()
             raise interruption
+        if codes[0] == 0 and is_interrupted():  # it had ended before it could be stopped
+            self.resume()
         return codes[0]
 
     def stop(self) -> None:

@@ -65,7 +65,8 @@ typedef struct {
     int32_t n_bias;
     const int32_t *bias_ids;
     const float *bias;
-    float *biased;    /* (n_vocab): the row with its bias; unused without one */
+    const uint32_t *mask; /* (n_vocab) bits, 1 = the token is allowed; NULL: all are */
+    float *biased;    /* (n_vocab): the row with its mask and its bias; unused without them */
     float *maxima;    /* (n_vocab): of blocks, then a copy to select from */
     uint64_t *keys;   /* (2 n_vocab): candidates to sort */
     int32_t *ids;     /* (n_vocab): the candidates */
@@ -524,6 +525,19 @@ static int32_t draw(const lb_sampler *s, int32_t n, uint64_t key) {
 
 /* -- a row as a whole -------------------------------------------------------------------------------- */
 
+/* Copy a row; tokens that the mask does not allow get -inf. */
+LB_SIMD static void masked_copy(const float *x, int32_t n, const uint32_t *mask, float *out) {
+    for (int32_t start = 0; start < n; start += 32) {
+        uint32_t bits = mask[start / 32];
+        int32_t m = n - start < 32 ? n - start : 32;
+        if (bits == 0) {
+            for (int32_t l = 0; l < m; l++) out[start + l] = -INFINITY;
+        } else {
+            for (int32_t l = 0; l < m; l++) out[start + l] = bits >> l & 1 ? x[start + l] : -INFINITY;
+        }
+    }
+}
+
 /* Find the candidates of a row; measure it too if asked. Returns how many, 0: undecided. */
 static int32_t prepare(lb_sampler *s, const float *logits, int measured, lb_row *row) {
     int32_t n = s->n_vocab, size = block_size(n, s->top_k > 0 ? s->top_k : 256);
@@ -533,8 +547,9 @@ static int32_t prepare(lb_sampler *s, const float *logits, int measured, lb_row 
     const float *x = logits;
     float top = row->top;
     int32_t best = row->best;
-    if (s->n_bias > 0) {
-        memcpy(s->biased, logits, (size_t)n * sizeof *logits);
+    if (s->n_bias > 0 || s->mask) {
+        if (s->mask) masked_copy(logits, n, s->mask, s->biased);
+        else memcpy(s->biased, logits, (size_t)n * sizeof *logits);
         for (int32_t i = 0; i < s->n_bias; i++) s->biased[s->bias_ids[i]] += s->bias[i];
         x = s->biased;
         top = block_maxima(x, n, size, s->maxima);
@@ -627,6 +642,25 @@ LB_API const char *lb_variant(void) {
 LB_API void lb_softmax(const float *logits, int32_t n, float *probs) {
     float total = softmax_total(logits, n, logits[0]);
     for (int32_t i = 0; i < n; i++) probs[i] = expf(logits[i] - logits[0]) / total;
+}
+
+/* Write the pieces of all tokens one after the other, and the size of each, 0 for control tokens.
+ *
+ * ``to_piece`` is llama_token_to_piece. Returns the bytes needed; with too little room nothing more is
+ * written. */
+LB_API int64_t lb_pieces(
+    int32_t (*to_piece)(const void *, int32_t, char *, int32_t, int32_t, int8_t), const void *vocab,
+    int32_t n, char *out, int64_t room, int32_t *sizes
+) {
+    int64_t at = 0;
+    for (int32_t token = 0; token < n; token++) {
+        int64_t left = room - at;
+        int32_t most = left < 0 ? 0 : (left < INT32_MAX ? (int32_t)left : INT32_MAX);
+        int32_t size = to_piece(vocab, token, out + (left < 0 ? room : at), most, 0, 0);
+        sizes[token] = size < 0 ? -size : size;
+        at += sizes[token];
+    }
+    return at;
 }
 
 /* Measure n_rows rows of logits, (n_rows, n_vocab); return LB_UNDECIDED if one has best = -1. */

@@ -15,7 +15,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["RowSampler", "Stepper", "address_of", "available", "description", "measure", "softmax"]
+__all__ = [
+    "RowSampler", "Stepper", "address_of", "available", "description", "measure", "pieces", "softmax",
+]  # fmt: skip
 
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
@@ -42,6 +44,7 @@ class _Sampler(ctypes.Structure):
         ("n_bias", ctypes.c_int32),
         ("bias_ids", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("mask", ctypes.c_void_p),
         ("biased", ctypes.c_void_p),
         ("maxima", ctypes.c_void_p),
         ("keys", ctypes.c_void_p),
@@ -115,6 +118,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     library.lb_candidates.argtypes = [pointer, pointer, i32, pointer]
     library.lb_step.argtypes = [pointer, i32, i32, i32, pointer, u64, u64, i32, pointer]
     library.lb_softmax.argtypes = [pointer, i32, pointer]
+    library.lb_pieces.argtypes = [pointer, pointer, i32, pointer, ctypes.c_int64, pointer]
+    library.lb_pieces.restype = ctypes.c_int64
     return library, f"compiled ({variant})"
 
 
@@ -147,6 +152,30 @@ def softmax(logits: Logits) -> Logits:
     return probs
 
 
+def pieces(to_piece: int, vocab: int, n_vocab: int) -> list[bytes] | None:
+    """Return the piece of each token, b"" for control tokens; None without the compiled core.
+
+    Args:
+        to_piece: the address of llama_token_to_piece.
+        vocab: of the llama_vocab.
+        n_vocab: its size.
+    """
+    if _library is None:
+        return None
+    sizes = np.empty(n_vocab, dtype=np.int32)
+    room = 16 * n_vocab
+    while True:
+        text = np.empty(room, dtype=np.uint8)
+        needed = _library.lb_pieces(
+            to_piece, vocab, n_vocab, text.ctypes.data, room, sizes.ctypes.data
+        )
+        if needed <= room:
+            break
+        room = needed
+    joined, ends = text.tobytes(), np.cumsum(sizes).tolist()
+    return [joined[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
 def address_of(logits: Logits) -> tuple[int, Logits]:
     """Return the address of a row and the array there: a copy if ``logits`` is not in one piece."""
     if logits.dtype != np.float32 or not logits.flags.c_contiguous:
@@ -166,6 +195,7 @@ class RowSampler:
         top_p: 1 = off.
         min_p: 0 = off.
         bias: number to add to the logit of a token.
+        is_masked: whether ``use_mask`` will be called.
 
     Attributes:
         choice: what the last call found; see ``core.c``.
@@ -181,6 +211,7 @@ class RowSampler:
         top_p: float,
         min_p: float,
         bias: Mapping[int, float],
+        is_masked: bool = False,
     ) -> None:
         if _library is None:
             raise RuntimeError("the compiled core is not available")
@@ -190,7 +221,7 @@ class RowSampler:
             np.empty(n_vocab, dtype=np.float32),
             np.empty(n_vocab, dtype=np.float32),
             np.empty(2 * n_vocab, dtype=np.uint64),
-            np.empty(n_vocab if bias else 0, dtype=np.float32),
+            np.empty(n_vocab if bias or is_masked else 0, dtype=np.float32),
             np.fromiter(bias, dtype=np.int32),
             np.fromiter((float(value) for value in bias.values()), dtype=np.float32),
         )
@@ -217,6 +248,11 @@ class RowSampler:
         self._candidates = _library.lb_candidates
         self.at = ctypes.addressof(self._settings)
         self.out = ctypes.addressof(self.choice)
+
+    def use_mask(self, mask: npt.NDArray[np.uint32]) -> None:
+        """Allow only the tokens whose bits are 1 from here on, ((n_vocab + 31) // 32,)."""
+        self._mask = mask  # kept alive
+        self._settings.mask = mask.ctypes.data
 
     def sample(self, address: int, seed: int, position: int, purpose: int, measured: bool) -> int:
         """Draw from the row at ``address`` and measure it if asked; return the token, -1: undecided.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
@@ -12,7 +13,7 @@ import numpy as np
 from llama_cpp import llama_cpp as C
 
 from ..errors import ModelLoadError, TokenizeError
-from . import heads
+from . import core, heads
 from .handle import Handle
 from .library import clear_log_lines, last_log_lines, supports_gpu_offload
 from .thread_call import call_in_thread
@@ -25,6 +26,7 @@ _FILE_TYPES = {
     29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0",
     38: "MXFP4_MOE", 39: "NVFP4", 40: "Q1_0", 41: "Q2_0",
 }  # fmt: skip
+_LOOKS_LIKE_CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _VOCAB_TYPES = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 
 
@@ -170,6 +172,25 @@ class ModelHandle(Handle):
     def is_control(self, token: int) -> bool:
         return bool(C.llama_vocab_is_control(self.vocab, token))
 
+    def control_tokens(self) -> list[tuple[str, int, bool, bool]]:
+        """Return what ``parse_special`` parses: text, id, whether it drops spaces before and after it.
+
+        Some files mark control tokens as user-defined, which llama.cpp parses in any text. Those that
+        look like ``<|im_start|>`` count, as they do for llama.cpp's converter.
+        """
+        parsed = C.LLAMA_TOKEN_ATTR_CONTROL | C.LLAMA_TOKEN_ATTR_UNKNOWN
+        defined = C.LLAMA_TOKEN_ATTR_USER_DEFINED
+        found = []
+        for token in range(self.n_vocab):
+            attributes = C.llama_vocab_get_attr(self.vocab, token)
+            if not attributes & (parsed | defined):
+                continue
+            text = self.token_text(token).decode("utf-8", "replace")
+            if text and (attributes & parsed or _LOOKS_LIKE_CONTROL.fullmatch(text)):
+                before = bool(attributes & C.LLAMA_TOKEN_ATTR_LSTRIP)
+                found.append((text, token, before, bool(attributes & C.LLAMA_TOKEN_ATTR_RSTRIP)))
+        return found
+
     def token_text(self, token: int) -> bytes:
         """Return the token's text in the vocabulary (byte-level BPE: in its own byte alphabet)."""
         return C.llama_vocab_get_text(self.vocab, token) or b""
@@ -181,6 +202,26 @@ class ModelHandle(Handle):
             buffer = ctypes.create_string_buffer(-size)
             size = C.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, special)
         return buffer.raw[:size]
+
+    def pieces(self) -> list[bytes]:
+        """Return all pieces; those of control tokens as llguidance marks them: 0xFF and their text."""
+        found = core.pieces(_address_of(C._lib.llama_token_to_piece), self.vocab_address, self.n_vocab)
+        if found is None:
+            found = [self.piece(token, special=False) for token in range(self.n_vocab)]
+        for token, piece in enumerate(found):
+            if not piece and self.is_control(token):
+                found[token] = b"\xff" + self.piece(token, special=True)
+        return found
+
+    @property
+    def vocab_address(self) -> int:
+        """Where the llama_vocab lies, valid while the model is open."""
+        return ctypes.cast(self.vocab, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+
+    @property
+    def tokenize_address(self) -> int:
+        """Where the function llama_tokenize lies."""
+        return _address_of(C._lib.llama_tokenize)
 
     def tokenize(self, text: bytes, add_special: bool, parse_special: bool) -> list[int]:
         room = len(text) + 8
@@ -225,6 +266,13 @@ class ModelHandle(Handle):
         text = C.llama_model_chat_template(self.ptr, None)
         return None if text is None else text.decode("utf-8", "replace")
 
+    @staticmethod
+    def chat_template_names() -> frozenset[str]:
+        """Return the names of llama.cpp's own chat templates, which it takes in place of a source."""
+        names = (ctypes.c_char_p * C.llama_chat_builtin_templates(None, 0))()
+        C.llama_chat_builtin_templates(names, len(names))
+        return frozenset(name.decode() for name in names if name is not None)
+
     def apply_chat_template(
         self, template: str, messages: Sequence[tuple[str, str]], add_generation_prompt: bool
     ) -> str | None:
@@ -244,3 +292,7 @@ class ModelHandle(Handle):
             if n <= room:
                 return buffer.raw[:n].decode("utf-8", "replace")
             room = n
+
+
+def _address_of(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -117,6 +117,11 @@ class StateLayout:
         """True if the state is the cells of one cache without a window, and nothing else."""
         return [part.kind for part in self.parts] == [_CELLS]
 
+    @property
+    def has_window(self) -> bool:
+        """True if it is the cells of two caches, one of them with a window, and nothing else."""
+        return [part.kind for part in self.parts] == [_CELLS, _WINDOW]
+
     def with_owner(self, state: State) -> State:
         """Return a state of cells without an owner as llama.cpp restores it: one owner for each cell.
 

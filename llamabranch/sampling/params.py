@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import TypedDict
 
 from ..arguments import real, shown, whole
 from ..errors import ConfigError
 
-__all__ = ["SamplingParams"]
+__all__ = ["SamplingParams", "SamplingSettings"]
 
 _FLOAT_MAX = (2 - 2**-23) * 2.0**127
 
@@ -18,7 +20,7 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "temperature": (0.0, 1e4, False),
     "dynatemp_range": (0.0, 1e4, False),
     "dynatemp_exponent": (0.0, 1e4, False),
-    "top_k": (0, 2**31 - 1, False),
+    "top_k": (-1, 2**31 - 1, False),
     "top_p": (0.0, 1.0, True),
     "min_p": (0.0, 1.0, False),
     "typical_p": (0.0, 1.0, True),
@@ -35,11 +37,74 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "dry_penalty_last_n": (-1, 2**31 - 1, False),
     "min_keep": (1, 2**31 - 1, False),
 }
+# What other libraries set with the sampling settings, and what it is called here.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("max_tokens", "max_new_tokens", "n_predict"),
+        "give max_tokens to Request, generate or the Engine",
+    ),
+    "stop": "give stop to Request or generate",
+    "stop_token_ids": "give stop strings to Request or generate",
+    "n": "give n to Request, or fork the branch: fork_many(n)",
+    "best_of": "use best_of_n, or give n to Request",
+    **dict.fromkeys(
+        ("repetition_penalty", "penalty_repeat"), "repetition_penalty is repeat_penalty here"
+    ),
+    "repeat_last_n": "repeat_last_n is penalty_last_n here",
+    "typical": "typical is typical_p here",
+    "do_sample": "temperature=0 takes always the most probable token",
+    "ignore_eos": "set logit_bias={token: -inf} for each of the model's EOG tokens",
+    "grammar": "give grammar to Request or Branch.start",
+    "prompt_logprobs": "give prompt_logprobs to Request",
+    "top_logprobs": "give top_logprobs to Request or Speculator.generate",
+}
 _INTEGERS = {
     "top_k", "penalty_last_n", "dry_allowed_length", "dry_penalty_last_n", "min_keep",
 }  # fmt: skip
 
 
+class SamplingSettings(TypedDict, total=False):
+    """The fields of `SamplingParams` as keyword arguments, for editors and type checkers."""
+
+    temperature: float
+    dynatemp_range: float
+    dynatemp_exponent: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    top_n_sigma: float
+    xtc_probability: float
+    xtc_threshold: float
+    repeat_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    penalty_last_n: int
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: Sequence[str]
+    logit_bias: Mapping[int, float]
+    min_keep: int
+    seed: int | None
+    logprobs: bool
+
+
+def _names_unknown_settings(cls: type[SamplingParams]) -> type[SamplingParams]:
+    """Let the constructor raise ConfigError for an unknown setting, with where it goes."""
+    init: Callable[..., None] = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self: SamplingParams, *args: object, **settings: object) -> None:
+        _check_names(settings)
+        init(self, *args, **settings)
+
+    cls.__init__ = checked  # type: ignore[method-assign]
+    return cls
+
+
+@_names_unknown_settings
 @dataclass(frozen=True)
 class SamplingParams:
     """The sampling settings. Names, meaning, defaults and order are those of llama.cpp.
@@ -52,7 +117,7 @@ class SamplingParams:
         temperature: 0 = always the most probable token (greedy).
         dynatemp_range, dynatemp_exponent: dynamic temperature between temperature - range and
             temperature + range.
-        top_k: keep the k most probable; 0 = all.
+        top_k: keep the k most probable; 0 or -1 = all.
         top_p: keep the smallest set of tokens whose probability is at least this; 1 = off.
         min_p: drop tokens below min_p times the largest probability; 0 = off.
         typical_p: locally typical sampling; 1 = off.
@@ -69,7 +134,7 @@ class SamplingParams:
             without surprisals, which saves time for each token; the text is the same.
 
     Raises:
-        ConfigError: a value is out of range or not a number.
+        ConfigError: an unknown setting, or a value that is out of range or not a number.
     """
 
     temperature: float = 0.8
@@ -97,6 +162,8 @@ class SamplingParams:
     logprobs: bool = True
 
     def __post_init__(self) -> None:
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
         for name, (low, high, low_open) in _RANGES.items():
             given = getattr(self, name)
             value = whole(name, given) if name in _INTEGERS else real(name, given)
@@ -141,13 +208,7 @@ class SamplingParams:
         Raises:
             ConfigError: an unknown name or a bad value.
         """
-        known = {f.name for f in fields(self)}
-        unknown = sorted(set(changes) - known)
-        if unknown:
-            raise ConfigError(
-                f"unknown sampling setting {unknown[0]!r}",
-                hint="settings: " + ", ".join(sorted(known)),
-            )
+        _check_names(changes)
         return replace(self, **changes)  # type: ignore[arg-type]
 
     @property
@@ -162,4 +223,14 @@ class SamplingParams:
             self.repeat_penalty != 1.0
             or self.frequency_penalty != 0.0
             or self.presence_penalty != 0.0
+        )
+
+
+def _check_names(settings: Mapping[str, object]) -> None:
+    known = [f.name for f in fields(SamplingParams)]
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"unknown sampling setting {unknown[0]!r}",
+            hint=_ELSEWHERE.get(unknown[0]) or "settings: " + ", ".join(sorted(known)),
         )

@@ -18,9 +18,10 @@ import numpy.typing as npt
 from ..arguments import shown
 from ..errors import ConfigError, GrammarError
 from ..model import Model, TokenIds, token_list
-from ..native import CandidateBuffer, GrammarHandle, SamplerHandle, core, softmax_agrees
+from ..native import CandidateBuffer, SamplerHandle, core, softmax_agrees
 from .distribution import Distribution, candidates
 from .grammar import Grammar
+from .grammar.grammar import GrammarState
 from .noise import MIXTURE, uniform
 from .params import SamplingParams
 
@@ -64,8 +65,7 @@ class Sampler:
         self._truncation = self._build_truncation()
         self._xtc = self._build_xtc()
         self._temperature_step = self._build_temperature()
-        self._grammar_state = self._build_grammar()
-        self._grammar_done = False
+        self._grammar_state = None if grammar is None else grammar.start(model)
         self._buffer = CandidateBuffer(model.n_vocab)
         self._bias = self._build_bias()
         # If top-k is the first step, only the k largest logits need to go to llama.cpp.
@@ -91,11 +91,11 @@ class Sampler:
     def _is_common(self) -> bool:
         """Return True if the compiled core knows all settings in use."""
         p = self.params
-        unknown = (self._history, self._xtc, self._grammar_state)
+        unknown = (self._history, self._xtc)
         if self._greedy:
-            return self._truncation is None and unknown == (None, None, None)
+            return self._truncation is None and unknown == (None, None)
         return (
-            unknown == (None, None, None)
+            unknown == (None, None)
             and p.typical_p == 1.0
             and p.top_n_sigma <= 0.0
             and p.min_keep == 1
@@ -111,18 +111,6 @@ class Sampler:
             return None
         values = np.array([float(value) for value in bias.values()], dtype=np.float32)
         return np.array(list(bias), dtype=np.int64), values
-
-    def _build_grammar(self) -> GrammarHandle | None:
-        if self.grammar is None:
-            return None
-        if not self.model.has_text:
-            raise GrammarError("a grammar needs a model with a vocabulary")
-        for text in self.grammar.token_texts:
-            if len(self.model.handle.tokenize(text.encode(), False, True)) != 1:
-                raise GrammarError(
-                    f"the grammar refers to {text!r}, which is not one token of this vocabulary"
-                )
-        return GrammarHandle(self.model.handle, self.grammar.gbnf)
 
     def _build_history(self) -> SamplerHandle | None:
         p = self.params
@@ -222,7 +210,18 @@ class Sampler:
 
     @property
     def row_sampler(self) -> core.RowSampler | None:
-        """The compiled core for these settings; None where there is none, or it does not know them."""
+        """The compiled core for these settings whatever tokens come; None with a state, or without it."""
+        return self.current_row_sampler if self.is_stateless else None
+
+    @property
+    def current_row_sampler(self) -> core.RowSampler | None:
+        """The compiled core for the next token; None where there is none, or it does not know the settings.
+
+        Use it at once: copies of this sampler share it, each with its own mask of a grammar.
+
+        Raises:
+            GrammarError: the grammar is too complex at this position.
+        """
         if self._row_sampler is None and self._suits_core:
             p = self.params
             self._row_sampler = core.RowSampler(
@@ -232,7 +231,10 @@ class Sampler:
                 top_p=p.top_p,
                 min_p=p.min_p,
                 bias=p.logit_bias,
+                is_masked=self._grammar_state is not None,
             )
+        if self._row_sampler is not None and self._grammar_state is not None:
+            self._row_sampler.use_mask(self._grammar_state.mask())
         return self._row_sampler
 
     def distribution(self, logits: LogitsArray, position: int = 0, seed: int = 0) -> Distribution:
@@ -252,7 +254,7 @@ class Sampler:
             if logits[token] != logits[token]:
                 raise ConfigError("no token can be drawn: the logits contain NaN")
             return Distribution.point(token)
-        compiled = self.row_sampler
+        compiled = self.current_row_sampler
         if compiled is not None:
             address, logits = core.address_of(logits)
             found = compiled.candidates(address)
@@ -264,9 +266,9 @@ class Sampler:
             logits[tokens] += values
         buffer = self._buffer
         chosen = candidates(logits, self._first_k) if self._first_k else None
-        buffer.fill(logits if chosen is None else logits[chosen], chosen)
         if self._grammar_state is not None:
-            self._apply_grammar(self._grammar_state)
+            chosen = self._allowed(self._grammar_state, logits)
+        buffer.fill(logits if chosen is None else logits[chosen], chosen)
         if self._history is not None:
             self._history.apply(buffer)
             if self._overflows:
@@ -312,12 +314,8 @@ class Sampler:
             found[tokens] += values
         ids = np.flatnonzero(found > -np.inf).astype(np.int32)
         if masked and self._grammar_state is not None:
-            if self._grammar_done or not len(ids):
-                return ids[:0], found[:0]
-            self._buffer.fill(np.zeros(len(ids), dtype=np.float32), ids)
-            self._grammar_state.apply(self._buffer)
-            left, flags = self._buffer.read()
-            ids = left[flags > -np.inf]
+            mask = self._grammar_state.mask()
+            ids = ids[(mask[ids >> 5] >> (ids & 31).astype(np.uint32) & 1).astype(bool)]
         if self._history is not None and len(ids):
             self._buffer.fill(found[ids].astype(np.float32), ids)
             self._history.apply(self._buffer)
@@ -325,16 +323,17 @@ class Sampler:
             return ids, penalised.astype(np.float64)
         return ids, found[ids]
 
-    def _apply_grammar(self, state: GrammarHandle) -> None:
-        if self._grammar_done:
-            raise GrammarError("the grammar is complete: no token can follow")
-        state.apply(self._buffer)
-        # Truncation must not get an array without candidates: remove the masked tokens here.
-        ids, left = self._buffer.read()
-        keep = left > -np.inf
-        if not keep.any():
-            raise GrammarError("the grammar allows no token of this vocabulary here")
-        self._buffer.fill(left[keep], ids[keep])
+    def _allowed(self, state: GrammarState, logits: LogitsArray) -> npt.NDArray[np.intp]:
+        """Return the tokens that the grammar allows, ascending, without those of logit -inf."""
+        # Truncation must not get an array without candidates.
+        found = np.flatnonzero(np.unpackbits(state.mask().view(np.uint8), bitorder="little"))
+        found = found[logits[found] > -np.inf]
+        if not len(found):
+            raise GrammarError(
+                "the grammar allows no token of this vocabulary here, or only an EOG token that a bias "
+                "forbids"
+            )
+        return found
 
     def _drop_masked(self) -> None:
         """Remove masked tokens: XTC and dynamic temperature would count them as candidates."""
@@ -391,11 +390,7 @@ class Sampler:
     def allows(self, token: SupportsIndex) -> bool:
         """Return True unless the grammar forbids ``token`` at this position."""
         token = self.model.token_id(token)
-        if self._grammar_state is None:
-            return True
-        if self._grammar_done:
-            return False
-        return self._grammar_state.allows(token, self._buffer)
+        return self._grammar_state is None or self._grammar_state.allows(token)
 
     def accept(self, token: SupportsIndex) -> None:
         """Update the state with a generated token.
@@ -409,9 +404,20 @@ class Sampler:
                 text = self.model.piece(token)
                 raise GrammarError(f"the grammar does not allow token {token} ({text!r}) here")
             self._grammar_state.accept(token)
-            self._grammar_done = self.model.is_eog(token)
         if self._history is not None:
             self._history.accept(token)
+
+    def count_allowed(self, tokens: Iterable[int]) -> int:
+        """Return how many of ``tokens``, one after the other, the grammar allows."""
+        if self._grammar_state is None:
+            return sum(1 for _ in tokens)
+        state, n = self._grammar_state.clone(), 0
+        for token in tokens:
+            if not state.allows(token):
+                break
+            state.accept(token)
+            n += 1
+        return n
 
     def after(self, tokens: Iterable[int]) -> Sampler:
         """Return the sampler that has accepted ``tokens``: a copy where it has a state.

@@ -201,9 +201,10 @@ def generate(
     seed: int | None = None,
     sampling: SamplingParams | None = None,
     stop: Sequence[str] = (),
-    grammar: str | None = None,
+    grammar: Grammar | str | None = None,
     n: int = 1,
     chat: bool = False,
+    parse_special: bool = True,
     load: LoadOptions | None = None,
     **options: Unpack[JobOptions],
 ) -> JobReport:
@@ -215,7 +216,7 @@ def generate(
     Args:
         inputs: Parquet files or JSON lines: paths, folders, patterns or URIs that every node can read.
         output: a folder that every node can write to.
-        model, max_tokens, sampling, stop, grammar, n, chat: as for `Generate`.
+        model, max_tokens, sampling, stop, grammar, n, chat, parse_special: as for `Generate`.
         seed: the seed from which those of the rows are derived; None = a random one, kept in job.json.
         load: options of `lb.load` for the workers.
         options: how the job runs:
@@ -239,17 +240,18 @@ def generate(
         JobError: the job failed; with ``resume=True`` it goes on from there.
         UnsupportedError: Ray is not installed.
     """
-    if grammar is not None:
-        Grammar(grammar)
+    if isinstance(grammar, str):
+        grammar = Grammar(grammar)
     settings: dict[str, object] = {
         "max_tokens": None if max_tokens is None else whole("max_tokens", max_tokens, 0),
         "sampling": _plain(asdict(sampling or SamplingParams())),
         "stop": list(stop),
-        "grammar": grammar,
+        "grammar": None if grammar is None else grammar.as_dict(),
         "n": whole("n", n, 1),
         "chat": chat,
+        **({} if parse_special else {"parse_special": False}),
     }
-    layout = ("prompt", "max_tokens", "stop", "grammar", "seed")
+    layout = ("prompt", "max_tokens", "stop", "grammar", "seed", "parse_special")
     job = _Job("generate", inputs, output, model, settings, layout, load, options)
 
     def stage(worker: WorkerOptions, job_seed: int) -> dict[str, object]:
@@ -261,6 +263,7 @@ def generate(
             "grammar": grammar,
             "n": n,
             "chat": chat,
+            "parse_special": parse_special,
         }
 
     return job.run(Generate, stage, seed)
@@ -271,6 +274,7 @@ def score(
     output: str,
     *,
     model: str = hub.BUNDLED_TARGET,
+    parse_special: bool = True,
     load: LoadOptions | None = None,
     **options: Unpack[JobOptions],
 ) -> JobReport:
@@ -281,8 +285,10 @@ def score(
 
     Arguments and errors are those of `generate`.
     """
-    job = _Job("score", inputs, output, model, {}, ("text", "context"), load, options)
-    return job.run(Score, lambda worker, seed: {}, 0)
+    settings: dict[str, object] = {} if parse_special else {"parse_special": False}
+    layout = ("text", "context", "parse_special")
+    job = _Job("score", inputs, output, model, settings, layout, load, options)
+    return job.run(Score, lambda worker, seed: {"parse_special": parse_special}, 0)
 
 
 class _Job:

@@ -15,7 +15,7 @@ from ..arguments import whole
 from ..context import Context, TokenScore
 from ..engine import Request, Result
 from ..errors import ConfigError, LlamaBranchError
-from ..sampling import SamplingParams
+from ..sampling import Grammar, SamplingParams
 
 __all__ = [
     "PROBLEM",
@@ -62,17 +62,19 @@ class GenerateRows:
         max_tokens: the limit of rows without one.
         sampling: the settings; a row's ``seed`` replaces theirs.
         stop: strings that end a text, for rows that have none.
-        grammar: GBNF for rows that have none.
+        grammar: a grammar, or GBNF, for rows that have none.
         n: texts for each row; more than one gives columns of lists.
         chat: wrap each prompt in the model's chat template.
+        parse_special: parse control tokens written in a prompt; a row's own can turn it off.
     """
 
     max_tokens: int | None
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
-    grammar: str | None = None
+    grammar: Grammar | str | None = None
     n: int = 1
     chat: bool = False
+    parse_special: bool = True
 
     def prepare(self, context: Context, row: Record, name: str) -> Prepared:
         """Return the request of a row.
@@ -86,8 +88,7 @@ class GenerateRows:
         if self.chat:
             if not isinstance(prompt, str):
                 raise ConfigError("a chat prompt must be text")
-            text = context.model.apply_chat_template([("user", prompt)])
-            prompt = context.model.tokenize(text, add_special=False, parse_special=True)
+            prompt = context.model.prompt_tokens([{"role": "user", "content": prompt}])
         limit, seed, grammar = row.get("max_tokens"), row.get("seed"), row.get("grammar")
         stop = row.get("stop")
         if stop is not None and not isinstance(stop, (str, Sequence)):
@@ -106,6 +107,7 @@ class GenerateRows:
             stop=texts,
             grammar=grammar or self.grammar,
             n=self.n,
+            parse_special=_parses(row, self.parse_special),
         )
         return Prepared(request)
 
@@ -130,9 +132,15 @@ class GenerateRows:
 
 @dataclass(frozen=True)
 class ScoreRows:
-    """Rows with a text to score, and optionally a context that it continues, which is not scored."""
+    """Rows with a text to score, and optionally a context that it continues, which is not scored.
+
+    Args:
+        n: how many results a row has.
+        parse_special: parse control tokens written in the texts; a row's own can turn it off.
+    """
 
     n: int = 1
+    parse_special: bool = True
 
     def prepare(self, context: Context, row: Record, name: str) -> Prepared:
         """Return the request that scores a row.
@@ -145,11 +153,12 @@ class ScoreRows:
         text, before = row.get("text"), row.get("context")
         if not isinstance(text, str):
             raise ConfigError(f"a row needs a text to score, not {text!r:.40}")
+        parses = _parses(row, self.parse_special)
         if before is None:
-            tokens, start = context.model.prompt_tokens(text), 1
+            tokens, start = context.model.prompt_tokens(text, parse_special=parses), 1
         elif isinstance(before, str):
-            prefix = context.model.prompt_tokens(before)
-            own = context.tokenize(text, add_special=False)
+            prefix = context.model.prompt_tokens(before, parse_special=parses)
+            own = context.tokenize(text, add_special=False, parse_special=parses)
             if not own:
                 raise ConfigError("the text has no tokens")
             tokens, start = [*prefix, *own], len(prefix)
@@ -191,6 +200,13 @@ def _check(row: Record) -> None:
     problem = row.get(PROBLEM)
     if problem is not None:
         raise ConfigError(str(problem))
+
+
+def _parses(row: Record, default: bool) -> bool:
+    given = row.get("parse_special")
+    if given is not None and not isinstance(given, bool):
+        raise ConfigError(f"parse_special must be true or false, not {given!r:.40}")
+    return default and given is not False
 
 
 def _prompt(value: object) -> str | list[int]:

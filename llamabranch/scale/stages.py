@@ -22,7 +22,7 @@ from ..engine import Engine, Result
 from ..errors import ConfigError, LlamaBranchError, ModelLoadError
 from ..hub import obtain
 from ..loading import LoadOptions, load
-from ..sampling import SamplingParams
+from ..sampling import Grammar, SamplingParams
 from ..speculative import ModelDrafter
 from .ledger import MOST_DEATHS, Row
 from .placement import CoreClaim, cache_domains, claim_cores, lock_folder
@@ -254,10 +254,11 @@ class Generate(_Stage):
     """Continue the prompts of batches, for `ray.data.Dataset.map_batches`.
 
     A batch is a table with the columns ``id`` and ``prompt`` (text, or a list of token ids) and
-    optionally ``max_tokens``, ``stop``, ``grammar`` (GBNF) and ``seed``, which replace the settings below
-    for their row. The result has ``id``, the columns of ``keep``, and ``text``, ``tokens``,
-    ``finish_reason``, ``seed``, ``n_prompt_tokens``, ``error`` and ``batch_invariant``: whether the same
-    row gives the same bytes again. A row that fails has ``finish_reason`` "error", nothing is raised.
+    optionally ``max_tokens``, ``stop``, ``grammar`` (GBNF), ``seed`` and ``parse_special``, which replace
+    the settings below for their row. The result has ``id``, the columns of ``keep``, and ``text``,
+    ``tokens``, ``finish_reason``, ``seed``, ``n_prompt_tokens``, ``error`` and ``batch_invariant``:
+    whether the same row gives the same bytes again. A row that fails has ``finish_reason`` "error",
+    nothing is raised.
 
     Args:
         model: a path to a GGUF file, or a name that each node finds in its own cache or downloads.
@@ -265,9 +266,11 @@ class Generate(_Stage):
         seed: the seed from which each row's own is derived, together with its id.
         sampling: the settings.
         stop: strings that end a text.
-        grammar: GBNF that texts must follow.
+        grammar: a grammar, or GBNF, that texts must follow.
         n: texts for each row; with more than one the output columns are lists.
         chat: wrap each prompt in the model's chat template.
+        parse_special: parse control tokens written in a prompt, see ``Model.prompt_tokens``. A row can
+            turn it off, not on.
         id_column: the name of the column of ids, int64 or text.
         keep: input columns to keep in the output.
         worker: how a worker runs.
@@ -285,16 +288,23 @@ class Generate(_Stage):
         seed: int | None = None,
         sampling: SamplingParams | None = None,
         stop: Sequence[str] = (),
-        grammar: str | None = None,
+        grammar: Grammar | str | None = None,
         n: int = 1,
         chat: bool = False,
+        parse_special: bool = True,
         id_column: str = "id",
         keep: Sequence[str] = (),
         worker: WorkerOptions | None = None,
         **options: Unpack[LoadOptions],
     ) -> None:
         kind = GenerateRows(
-            max_tokens, sampling or SamplingParams(), tuple(stop), grammar, whole("n", n, 1), chat
+            max_tokens,
+            sampling or SamplingParams(),
+            tuple(stop),
+            grammar,
+            whole("n", n, 1),
+            chat,
+            parse_special,
         )
         super().__init__(
             model,
@@ -311,18 +321,19 @@ class Score(_Stage):
     """Score the texts of batches, for `ray.data.Dataset.map_batches`.
 
     A batch is a table with the columns ``id``, ``text`` and optionally ``context``, which the text
-    continues and which is not scored. The result has ``id``, the columns of ``keep``, and ``tokens``,
-    ``logprobs`` (nats), ``ranks``, ``logprob`` (their sum), ``n_tokens``, ``finish_reason``, ``error``
-    and ``batch_invariant``.
+    continues and which is not scored, and ``parse_special``. The result has ``id``, the columns of
+    ``keep``, and ``tokens``, ``logprobs`` (nats), ``ranks``, ``logprob`` (their sum), ``n_tokens``,
+    ``finish_reason``, ``error`` and ``batch_invariant``.
 
     Args:
-        model, id_column, keep, worker, options: as for `Generate`.
+        model, parse_special, id_column, keep, worker, options: as for `Generate`.
     """
 
     def __init__(
         self,
         model: str,
         *,
+        parse_special: bool = True,
         id_column: str = "id",
         keep: Sequence[str] = (),
         worker: WorkerOptions | None = None,
@@ -330,7 +341,7 @@ class Score(_Stage):
     ) -> None:
         super().__init__(
             model,
-            ScoreRows(),
+            ScoreRows(parse_special=parse_special),
             worker or WorkerOptions(),
             seed=0,
             id_column=id_column,

@@ -43,6 +43,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "seed": (int,),
     "grammar": (str,),
     "stop": (str, list),
+    "parse_special": (bool,),
 }
 
 
@@ -151,8 +152,9 @@ def normalize(rows: Iterable[Record], layout: Layout, ids: str) -> pyarrow.Table
 def _problem(name: str, value: object) -> str | None:
     """Return what is wrong with a value; the worker checks its range."""
     allowed = _KINDS[name]
-    if isinstance(value, bool) or not isinstance(value, allowed):
-        kinds = " or ".join({str: "text", int: "an integer", list: "a list"}[k] for k in allowed)
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+        names = {str: "text", int: "an integer", list: "a list", bool: "true or false"}
+        kinds = " or ".join(names[k] for k in allowed)
         return f"{name} must be {kinds}, not {value!r:.40}"
     inner, most = (int, 2**31) if name == "prompt" else (str, 0)
     if isinstance(value, list):
@@ -199,6 +201,7 @@ def _schema(records: Sequence[Record], layout: Layout, ids: str) -> pyarrow.Sche
         "seed": pa.int64(),
         "grammar": pa.string(),
         "stop": pa.list_(pa.string()),
+        "parse_special": pa.bool_(),
     }
     fields = [(layout.id_column, pa.int64() if ids == "int64" else pa.string())]
     fields += [(name, types[name]) for name in layout.columns]

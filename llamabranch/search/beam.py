@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ..arguments import finite, whole
+from ..arguments import bounded, whole
 from ..branch import Branch
 from ..errors import ConfigError, DecodeInterruptedError
 from ..model import stop_strings
 from .beams import Beams, Candidate
+from .checks import MOST_TEXTS, check_start, token_limit
 from .lines import Lines, OnStep
 from .node import SearchNode
 from .result import Hypothesis, SearchResult
@@ -44,7 +45,7 @@ def beam_search(
         beams: the number of beams.
         max_tokens: the most tokens of a text, an EOG token included; beams that reach it are finished.
         n: how many hypotheses to return, at most ``beams``.
-        length_penalty: above 0 it favours long texts, below 0 short ones.
+        length_penalty: above 0 it favours long texts, below 0 short ones; from -32 to 32.
         early_stopping: True = end when ``beams`` texts are finished; False = also when the best running
             beam, divided by its present length, is no better than the worst of them; "never" = only when
             no running beam can become better. Textbook beam search is "never" with ``length_penalty`` 0.
@@ -60,20 +61,21 @@ def beam_search(
         ConfigError: a value out of range. BranchStateError, SequencesExhaustedError, CacheFullError,
         DecodeError: all sequences are returned.
     """
-    beams = whole("beams", beams, 1)
-    max_tokens = whole("max_tokens", max_tokens, 1)
+    check_start(branch, on_step)
+    beams = whole("beams", beams, 1, MOST_TEXTS)
+    max_tokens = whole("max_tokens", token_limit(max_tokens), 1)
     n = whole("n", n, 1, beams)
     groups = whole("groups", groups, 1, beams)
-    length_penalty = finite("length_penalty", length_penalty)
-    diversity_penalty = finite("diversity_penalty", diversity_penalty)
+    # So that no power of a length overflows, or is 0.
+    length_penalty = bounded("length_penalty", length_penalty, -32, 32)
+    diversity_penalty = bounded("diversity_penalty", diversity_penalty, 0, 1e4)
     if beams % groups:
         raise ConfigError(f"{beams} beams cannot be divided into {groups} equal groups")
-    if diversity_penalty < 0 or (diversity_penalty and groups == 1):
+    if diversity_penalty and groups == 1:
         raise ConfigError(
-            "diversity_penalty must be at least 0, and needs several groups",
-            hint="for example beams=4, groups=2",
+            "diversity_penalty needs several groups", hint="for example beams=4, groups=2"
         )
-    if early_stopping not in (True, False, "never"):
+    if not isinstance(early_stopping, (bool, str)) or early_stopping not in (True, False, "never"):
         raise ConfigError(f"early_stopping must be True, False or 'never', not {early_stopping!r}")
     stop = stop_strings(stop)
     with Lines(branch, on_step) as lines:
@@ -84,6 +86,7 @@ def beam_search(
                 Beams(beams // groups, n_eog, max_tokens, length_penalty, early_stopping)
                 for _ in range(groups)
             ],
+            length_penalty,
             diversity_penalty,
             max_tokens,
             stop,
@@ -104,12 +107,14 @@ class _Search:
         self,
         lines: Lines,
         groups: list[Beams],
+        length_penalty: float,
         diversity_penalty: float,
         max_tokens: int,
         stop: Sequence[str],
     ) -> None:
         self._lines = lines
         self._groups = groups
+        self._length_penalty = length_penalty
         self._penalty = diversity_penalty
         self._max_tokens = max_tokens
         self._stop = stop
@@ -154,7 +159,7 @@ class _Search:
                     for best in offered
                 ]
             chosen = group.choose(offered)
-            nodes = self._nodes(self._running[i], continuations[i], chosen)
+            nodes = self._nodes(self._running[i], continuations[i], chosen, n_tokens)
             stops = [self._stops(node, n_tokens) for node in nodes]
             running = group.advance(chosen, stops, nodes)
             kept = [nodes[j] for j in running]
@@ -166,12 +171,13 @@ class _Search:
         parents: Sequence[SearchNode],
         continuations: Sequence[Scored],
         chosen: Sequence[Candidate],
+        n_tokens: int,
     ) -> list[SearchNode]:
         nodes = []
         for score, beam, token in chosen:
             logprob = continuations[beam].logprobs[token]
-            nodes.append(self._lines.child(parents[beam], [token], logprob))
-            nodes[-1].score = score
+            nodes.append(self._lines.child(parents[beam], [token], [logprob]))
+            nodes[-1].score = score / n_tokens**self._length_penalty
         return nodes
 
     def _stops(self, node: SearchNode, n_tokens: int) -> bool:

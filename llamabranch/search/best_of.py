@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from decimal import Decimal, InvalidOperation
 
-from ..arguments import function, real, whole
+from ..arguments import flag, function, real, whole
 from ..branch import Branch
 from ..errors import ConfigError
 from ..model import stop_strings
 from ..sampling.noise import uniform
 from ..speculative import Drafter
+from .checks import MOST_TEXTS, check_start, first_seed, token_limit
 from .continuations import Boundary, Continuation, Continuations, slot_seed
 from .lines import Lines, OnStep
 from .result import Hypothesis, SearchResult
 
 __all__ = ["best_of_n", "vote"]
+
+_NUMBER = re.compile(r"[+-]?(\d+|\d{1,3}(,\d{3})+)?(\.\d*)?([eE][+-]?\d+)?")
 
 
 def best_of_n(
@@ -55,13 +60,18 @@ def best_of_n(
         ConfigError: a value out of range. What ``score`` or ``reward`` raises; BranchStateError,
         CapacityError, DecodeError: all sequences are returned.
     """
-    n = whole("n", n, 1)
-    if reward is not None and score != "mean":
-        raise ConfigError("give either score or reward")
-    if not callable(score) and score not in ("mean", "sum"):
-        raise ConfigError(f"score must be 'mean', 'sum' or a function, not {score!r}")
+    check_start(branch, on_step, drafter)
+    n = whole("n", n, 1, MOST_TEXTS)
+    max_tokens = token_limit(max_tokens)
+    if not callable(score) and not (isinstance(score, str) and score in ("mean", "sum")):
+        raise ConfigError(f"score must be 'mean', 'sum' or a function, not {score!r:.40}")
+    if reward is not None:
+        function("reward", reward)
+        if score != "mean":
+            raise ConfigError("give either score or reward")
     if reject_every is not None:
         reject_every = whole("reject_every", reject_every, 1)
+    stop, seed = stop_strings(stop), first_seed(branch, seed)
 
     def score_of(line: Continuation) -> float:
         if reward is not None:
@@ -98,7 +108,7 @@ def best_of_n(
 
 def vote(
     branch: Branch,
-    answer: Callable[[str], str | None],
+    answer: Callable[[str], str | float | None],
     n: int = 16,
     max_tokens: int | None = 256,
     *,
@@ -113,7 +123,8 @@ def vote(
 
     Args:
         branch: has read the prompt; it is left as it is.
-        answer: the answer in a text; None = it has none and does not vote.
+        answer: a function that returns the answer in a text, as text or number; None = it has none and
+            does not vote.
         n: how many texts.
         max_tokens: the most tokens of each.
         adaptive: begin with two texts and double their number until the leading answer has
@@ -124,32 +135,39 @@ def vote(
     Returns:
         all texts, those with the most frequent answer first, the most probable of them at the front;
         ``score`` is the share of all texts that have the same answer, ``votes`` counts the answers. Of
-        equally frequent answers the seed decides which comes first.
+        equally frequent answers the seed decides which comes first. Numbers that are equal, such as 1
+        and 1.00, are one answer; ``answer_forms`` has the texts in which it was given.
 
     Raises:
         ConfigError: a value out of range. What ``answer`` raises; BranchStateError, CapacityError,
         DecodeError: all sequences are returned.
     """
-    n = whole("n", n, 1)
+    check_start(branch, on_step, drafter)
+    n = whole("n", n, 1, MOST_TEXTS)
+    max_tokens = token_limit(max_tokens)
+    flag("adaptive", adaptive)
     agreement = real("agreement", agreement)
     if not 0 < agreement <= 1:
         raise ConfigError(f"agreement must be above 0 and at most 1, not {agreement!r}")
     function("answer", answer)
-    first_seed = branch.seed if seed is None else whole("seed", seed)
+    stop, seed = stop_strings(stop), first_seed(branch, seed)
     found: list[tuple[Continuation, str | None]] = []
     with Lines(branch, on_step) as lines, Continuations(lines, drafter) as texts:
         wanted = min(2, n) if adaptive else n
         while True:
-            new = _start(lines, range(len(found), wanted), max_tokens, stop, first_seed)
+            new = _start(lines, range(len(found), wanted), max_tokens, stop, seed)
             texts.run(new)
-            found += [(line, answer(line.output.text)) for line in new]
-            votes = Counter(given for _, given in found if given is not None)
+            found += [(line, _text_of(answer(line.output.text))) for line in new]
+            forms = _forms(given for _, given in found if given is not None)
+            votes = {name: sum(texts_seen.values()) for name, texts_seen in forms.items()}
             most = max(votes.values(), default=0)
             if wanted == n or lines.is_cancelled or most >= agreement * len(found):
                 break
             wanted = min(n, 2 * wanted)
+    names = {form: name for name, texts_seen in forms.items() for form in texts_seen}
+    found = [(line, None if given is None else names[given]) for line, given in found]
     # The order of first appearance must not decide between equals: early texts are not better.
-    luck = {given: uniform(first_seed, n, index=i) for i, given in enumerate(sorted(votes))}
+    luck = {given: uniform(seed, n, index=i) for i, given in enumerate(sorted(votes))}
     ranked = sorted(votes, key=lambda given: (-votes[given], luck[given]))
     rank = {given: i for i, given in enumerate(ranked)}
     hypotheses = []
@@ -167,7 +185,42 @@ def vote(
         line.node.status = "finished" if is_first else "pruned"
     lines.root.prune_open()
     tally = {given: votes[given] for given in ranked}
-    return SearchResult(hypotheses, lines.stats, lines.root, votes=tally)
+    answers = {given: forms[given] for given in ranked}
+    return SearchResult(hypotheses, lines.stats, lines.root, votes=tally, answer_forms=answers)
+
+
+def _text_of(answer: object) -> str | None:
+    """Return an answer as text; a number as Python writes it."""
+    if answer is None or isinstance(answer, str):
+        return answer
+    return str(real("what answer returns, if it is not a text or None,", answer))
+
+
+def _forms(answers: Iterable[str]) -> dict[str, Counter[str]]:
+    """Return the different answers, each with the texts in which it was given and how often.
+
+    Numbers that are equal are one answer: 1, 1.00 and 1e0, and 1,000 and 1000. An answer is named by its
+    most frequent text; of equally frequent ones by the shortest, then by the first in the alphabet.
+    """
+    groups: dict[Decimal | str, Counter[str]] = {}
+    for text in answers:
+        groups.setdefault(_value(text), Counter())[text] += 1
+    named = (
+        (min(seen, key=lambda text: (-seen[text], len(text), text)), seen)
+        for seen in groups.values()
+    )
+    return dict(named)
+
+
+def _value(text: str) -> Decimal | str:
+    """Return the number that ``text`` is, or else ``text``."""
+    number = text.strip()
+    if not _NUMBER.fullmatch(number):
+        return text
+    try:
+        return Decimal(number.replace(",", ""))
+    except InvalidOperation:  # no digits, or an exponent of 20
+        return text
 
 
 def _start(
@@ -175,12 +228,10 @@ def _start(
     numbers: Sequence[int],
     max_tokens: int | None,
     stop: Sequence[str],
-    seed: int | None,
+    seed: int,
 ) -> list[Continuation]:
     """Return continuations of the root, one for each number."""
-    first = lines.branch.seed if seed is None else whole("seed", seed)
-    stop = stop_strings(stop)
-    return [Continuation(lines.root, slot_seed(first, i), max_tokens, stop) for i in numbers]
+    return [Continuation(lines.root, slot_seed(seed, i), max_tokens, stop) for i in numbers]
 
 
 def _number(value: object, what: str) -> float:

@@ -156,9 +156,6 @@ class Continuations:
     def __init__(self, lines: Lines, drafter: Drafter | None = None) -> None:
         self._lines = lines
         self._drafter: Drafter = drafter or NullDrafter()
-        if self._drafter.width > 1:
-            raise ConfigError("token trees cannot share a decode: use a drafter of width 1")
-        self._drafter.check(lines.ctx.model)
         self._drafts = drafter is not None and lines.ctx.capabilities.can_truncate
         self._length = (
             draft_length(SpeculativeConfig(rule=_RULE)) if self._drafts else FixedLength(0)
@@ -329,7 +326,7 @@ class Continuations:
         """End the segment of a text: make its node, keep its branch if it goes on."""
         lines = self._lines
         self._release(line, keep=not line.is_finished)
-        node = lines.child(line.node, line.tokens, sum(line.logprobs))
+        node = lines.child(line.node, line.tokens, line.logprobs)
         if line.is_finished:
             node.status = "finished"
         branch, line.branch = line.branch, None

@@ -44,17 +44,13 @@ class Lines:
     """
 
     def __init__(self, branch: Branch, on_step: OnStep | None = None) -> None:
-        if not isinstance(branch, Branch):
-            raise ConfigError(f"a search needs a Branch that has read the prompt, not {branch!r}")
-        if on_step is not None and not callable(on_step):
-            raise ConfigError(f"on_step must be callable, not {on_step!r}")
         self.branch = branch
         self.ctx = branch.ctx
         self.stats = SearchStats()
         self.is_cancelled = False
         with self.ctx.lock:
             branch.sequence.logits_row()
-            self.root = SearchNode(None, (), 0.0, pending=branch.sequence.pending)
+            self.root = SearchNode(None, (), 0.0, branch.text, branch.sequence.pending)
             self.capacity = self.ctx.n_seq_free
         if self.capacity < 1:
             raise SequencesExhaustedError(
@@ -83,14 +79,21 @@ class Lines:
         self._held.clear()
         self._lent.clear()
 
-    def child(self, parent: SearchNode, tokens: Sequence[int], logprob: float) -> SearchNode:
-        """Add a node that continues ``parent``; ``logprob`` is that of ``tokens``, nats."""
-        text, pending, model = "", parent.pending, self.ctx.model
-        for token in tokens:
+    def child(
+        self, parent: SearchNode, tokens: Sequence[int], logprobs: Sequence[float]
+    ) -> SearchNode:
+        """Add a node that continues ``parent``; ``logprobs`` are those of ``tokens``, nats."""
+        pending, model = parent.pending, self.ctx.model
+        pieces = []
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            piece = ""
             if not model.is_eog(token):
                 piece, pending = model.text_after(token, pending)
-                text += piece
-        return SearchNode(parent, tuple(tokens), parent.logprob + logprob, text, pending)
+            pieces.append((piece, logprob))
+        text = "".join(piece for piece, _ in pieces)
+        logprob = parent.logprob + sum(logprobs)
+        kept = tuple(pieces) if len(pieces) > 1 else ()
+        return SearchNode(parent, tuple(tokens), logprob, text, pending, kept)
 
     def end_step(self) -> bool:
         """Count a step and report it; return whether the search should end."""

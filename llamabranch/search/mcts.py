@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..arguments import finite, function, real, whole
+from ..arguments import bounded, choice, finite, function, whole
 from ..branch import Branch
 from ..errors import ConfigError, UsageError
 from ..model import stop_strings
 from ..speculative import Drafter
+from .checks import MOST_STEPS, MOST_TEXTS, check_start, first_seed, token_limit
 from .continuations import Boundary, Continuation, Continuations, slot_seed
 from .lines import Lines, OnStep
 from .node import SearchNode
@@ -85,23 +86,21 @@ class TreeSearch:
         drafter: Drafter | None = None,
         on_step: OnStep | None = None,
     ) -> None:
+        check_start(branch, on_step, drafter)
         if not callable(expand):
-            expand = whole("expand", expand, 1)
-        self._exploration = finite("exploration", exploration)
-        if self._exploration < 0:
-            raise ConfigError(f"exploration must be at least 0, not {exploration!r}")
-        if prior not in ("model", "uniform"):
-            raise ConfigError(f"prior must be 'model' or 'uniform', not {prior!r}")
+            expand = whole("expand", expand, 1, MOST_TEXTS)
+        self._exploration = bounded("exploration", exploration, 0, 1e9)
+        choice("prior", prior, ("model", "uniform"))
         self._is_uniform = prior == "uniform"
         self._boundary = Boundary.of(step)
-        self._max_tokens = whole("max_tokens", max_tokens, 1)
-        self._rollout_tokens = whole("rollout_tokens", rollout_tokens, 0)
+        self._max_tokens = whole("max_tokens", token_limit(max_tokens), 1)
+        self._rollout_tokens = whole("rollout_tokens", token_limit(rollout_tokens), 0)
         self._stop = stop_strings(stop)
+        self._seed = first_seed(branch, seed)
         self._expand = expand
         self.lines = Lines(branch, on_step)
         try:
             self._samples = Continuations(self.lines, drafter)
-            self._seed = branch.seed if seed is None else whole("seed", seed)
         except BaseException:
             self.lines.close()
             raise
@@ -130,7 +129,7 @@ class TreeSearch:
         counts as a visit, so that several asked together differ; a final text may come again.
         """
         found = []
-        for _ in range(whole("n", n, 1)):
+        for _ in range(whole("n", n, 1, MOST_TEXTS)):
             state = self._descend()
             text = state.text
             if self._rollout_tokens and not text.is_finished and state.moves != []:
@@ -153,7 +152,7 @@ class TreeSearch:
             UsageError: the node was not asked about. ConfigError: the value is not finite.
         """
         value = finite("the value", value)
-        state = self._states.get(node)
+        state = self._states.get(node) if isinstance(node, SearchNode) else None
         if state is None or not state.waiting:
             raise UsageError("tell() needs a node that ask() has returned, once for each time")
         text = state.waiting.pop(0)
@@ -170,7 +169,7 @@ class TreeSearch:
         """Return the ``n`` texts that were told the highest values; ``score`` is the value."""
         told = [state.best for state in self._states.values() if state.best is not None]
         told.sort(key=lambda pair: -pair[0])
-        best = told[: whole("n", n, 1)]
+        best = told[: whole("n", n, 1, MOST_TEXTS)]
         found = []
         for value, text in best:
             mean = text.node.score
@@ -227,7 +226,11 @@ class TreeSearch:
 
     def _given(self, state: _State, moves: Sequence[str]) -> list[_State]:
         """Score the moves that the user gives, all in one decode."""
-        if isinstance(moves, str) or any(not isinstance(m, str) or not m for m in moves):
+        if (
+            isinstance(moves, str)
+            or not isinstance(moves, Sequence)
+            or any(not isinstance(move, str) or not move for move in moves)
+        ):
             raise ConfigError("expand must return a list of texts that are not empty")
         model = self.lines.ctx.model
         tokens = [model.tokenize(move, add_special=False) for move in dict.fromkeys(moves)]
@@ -289,10 +292,10 @@ def tree_search(
         ConfigError: a value out of range, or a reward that is not finite. What ``reward`` or ``expand``
         raises; BranchStateError, CapacityError, DecodeError: all sequences are returned.
     """
-    iterations = whole("iterations", iterations, 1)
-    parallel = whole("parallel", parallel, 1)
-    n = whole("n", n, 1)
-    enough = math.inf if enough is None else real("enough", enough)
+    iterations = whole("iterations", iterations, 1, MOST_STEPS)
+    parallel = whole("parallel", parallel, 1, MOST_TEXTS)
+    n = whole("n", n, 1, MOST_TEXTS)
+    enough = math.inf if enough is None else bounded("enough", enough, -math.inf, math.inf)
     function("reward", reward)
     with TreeSearch(
         branch,

@@ -13,7 +13,8 @@ class SearchNode:
     Attributes:
         parent: the node it continues; None for the root, which is the prompt.
         tokens: the ids by which it continues its parent; empty for the root.
-        text: the text that these tokens complete.
+        text: the text that these tokens complete; of the root the prompt.
+        pieces: of each of its tokens the text that it completes, and its log p, nats.
         logprob: log p of all tokens from the root to here, nats, under the model's own distribution;
             that of an EOG token included.
         score: what the search compares: a score, a reward or a log-weight; NaN where there is none.
@@ -23,7 +24,8 @@ class SearchNode:
     """
 
     __slots__ = (
-        "children", "logprob", "n_visits", "parent", "pending", "score", "status", "text", "tokens",
+        "_pieces", "children", "logprob", "n_visits", "parent", "pending", "score", "status", "text",
+        "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -33,12 +35,14 @@ class SearchNode:
         logprob: float,
         text: str = "",
         pending: bytes = b"",
+        pieces: tuple[tuple[str, float], ...] = (),
     ) -> None:
         self.parent = parent
         self.tokens = tokens
         self.logprob = logprob
         self.text = text
         self.pending = pending  # the bytes of a character that is incomplete at its end
+        self._pieces = pieces
         self.score = float("nan")
         self.n_visits = 0
         self.status = "open"
@@ -48,6 +52,13 @@ class SearchNode:
 
     def __repr__(self) -> str:
         return f"<SearchNode {self.text!r}, {self.status}, {len(self.children)} children>"
+
+    @property
+    def pieces(self) -> tuple[tuple[str, float], ...]:
+        if len(self.tokens) > 1 and self._pieces:
+            return self._pieces
+        above = 0.0 if self.parent is None else self.parent.logprob
+        return ((self.text, self.logprob - above),) if self.tokens else ()
 
     @property
     def path(self) -> list[SearchNode]:

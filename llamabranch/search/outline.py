@@ -3,105 +3,102 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from ..pictures import Node, Token, tree
+from ..errors import ConfigError
+from ..pictures import Token, TreeLine, tree
 from .node import SearchNode
 
 __all__ = ["TreeLine", "outline", "tree_picture"]
 
-_MOST_ASIDE = 40  # pruned branches of a line that a picture lists
+_MOST_PRUNED = 40  # along a line of a picture
 
 
-@dataclass(frozen=True)
-class TreeLine:
-    """A part of a tree that goes on in one way only, pruned branches aside.
+def outline(root: SearchNode, *, prompt: str | None = None, most_pruned: int = 3) -> TreeLine:
+    """Return the tree below ``root`` as lines, for drawing; the first one is ``root``.
 
-    Attributes:
-        nodes: one after another; the last one is where it ends or divides.
-        pruned: the first nodes of the branches that were pruned along it, the most visited and then
-            the most probable first.
-        n_pruned: how many nodes they and all nodes below them are.
-        lines: how it goes on, best first.
+    Nodes that continue in one way only are one line. A pruned branch that is shown is a child of the line
+    that ends where it was given up, before what goes on there.
+
+    Args:
+        root: a node of a search.
+        prompt: the text to begin with; None = that of the root.
+        most_pruned: how many pruned branches are shown between two places where the tree divides: the
+            most visited, and then the most probable. The others are counted.
+
+    Returns:
+        the line of the root; the best of several continuations come first.
+
+    Raises:
+        ConfigError: not a node.
     """
-
-    nodes: list[SearchNode]
-    pruned: list[SearchNode]
-    n_pruned: int
-    lines: list[TreeLine]
-
-    @property
-    def text(self) -> str:
-        """The text of its nodes."""
-        return "".join(node.text for node in self.nodes)
-
-    @property
-    def logprob(self) -> float:
-        """Log p of its tokens, nats."""
-        above = self.nodes[0].parent
-        return self.nodes[-1].logprob - (0.0 if above is None else above.logprob)
+    if not isinstance(root, SearchNode):
+        raise ConfigError(f"the tree of a search is a SearchNode, not {root!r:.40}")
+    return _outline(root, prompt, most_pruned)[0]
 
 
-def outline(root: SearchNode) -> TreeLine:
-    """Return the tree below ``root`` as lines; the first one begins with ``root``."""
-    nodes, pruned = [root], []
-    while True:
-        at = nodes[-1]
-        going_on = [child for child in at.children if child.status != "pruned"]
-        pruned += [child for child in at.children if child.status == "pruned"]
-        if len(going_on) != 1 or at.status == "finished" or (at is root and at.parent is None):
-            break
-        nodes.append(going_on[0])
-    pruned.sort(key=lambda node: (-node.n_visits, -_own_logprob(node)))
-    n_pruned = sum(1 for node in pruned for _ in node.walk())
-    lines = [outline(child) for child in going_on]
-    lines.sort(key=lambda line: -_best(line))
-    return TreeLine(nodes, pruned, n_pruned, lines)
+def _outline(start: SearchNode, prompt: str | None, most_pruned: int) -> tuple[TreeLine, float]:
+    """Return the tree as lines, and the best score at their ends."""
+    chain = [start]
+    going_on = _going_on(start)
+    while len(going_on) == 1 and chain[-1].status != "finished" and chain[-1].parent is not None:
+        chain += going_on
+        going_on = _going_on(chain[-1])
+    heads = [child for node in chain for child in node.children if child.status == "pruned"]
+    heads.sort(key=lambda node: (-node.n_visits, -node.pieces[0][1]))
+    shown = set(heads[:most_pruned])
+    below = [_outline(child, None, most_pruned) for child in going_on]
+    below.sort(key=lambda found: -found[1])
+    score = chain[-1].score
+    best = below[0][1] if below else score if score == score else -math.inf
+    children = [line for line, _ in below]
+    part: list[SearchNode] = []  # from the end: a part ends where a branch that is shown was pruned
+    n_hidden = 0
+    for node in reversed(chain):
+        pruned = [child for child in node.children if child.status == "pruned"]
+        if part and not shown.isdisjoint(pruned):
+            children = [_line(part[::-1], None, children, n_hidden)]
+            part, n_hidden = [], 0
+        part.append(node)
+        children = [
+            _pruned(child) for child in heads if child in shown and child in pruned
+        ] + children
+        n_hidden += sum(child not in shown for child in pruned)
+    return _line(part[::-1], prompt, children, n_hidden), best
 
 
-def _best(line: TreeLine) -> float:
-    """Return the best score at the ends of a line."""
-    if line.lines:
-        return max(map(_best, line.lines))
-    score = line.nodes[-1].score
-    return score if score == score else -math.inf
+def _going_on(node: SearchNode) -> list[SearchNode]:
+    return [child for child in node.children if child.status != "pruned"]
 
 
-def _own_logprob(node: SearchNode) -> float:
-    return node.logprob - (0.0 if node.parent is None else node.parent.logprob)
+def _pruned(head: SearchNode) -> TreeLine:
+    """Return a branch that was given up, as far as it is one text."""
+    nodes = [head]
+    while len(nodes[-1].children) == 1:
+        nodes += nodes[-1].children
+    return _line(nodes, None, (), 0)
 
 
-def tree_picture(root: SearchNode, *, prompt: str = "", caption: str = "") -> str:
+def _line(
+    nodes: list[SearchNode], prompt: str | None, children: Sequence[TreeLine], n_hidden: int
+) -> TreeLine:
+    last = nodes[-1]
+    tokens = [Token(*piece) for node in nodes for piece in node.pieces]
+    if not tokens:
+        tokens = [Token(last.text if prompt is None else prompt)]
+    elif not tokens[-1].text:
+        tokens[-1] = Token("(end)", tokens[-1].logprob)
+    status = last.status if last.status != "open" else ""
+    if status == "pruned" and last.children:
+        tokens.append(Token("..."))
+    figures = []
+    if last.score == last.score:
+        figures.append(f"score {last.score:.3f}")
+    if last.n_visits and last.parent is not None:
+        figures.append(f"{last.n_visits} visit{'s' if last.n_visits > 1 else ''}")
+    return TreeLine(tokens, ", ".join(figures), children, status, n_hidden)
+
+
+def tree_picture(root: SearchNode, *, prompt: str | None = None, caption: str = "") -> str:
     """Return the tree as HTML: tokens coloured by probability, pruned branches to unfold."""
-    line = outline(root)
-    top = Node("", [Token(prompt)], [_picture(below) for below in line.lines], *_aside(line))
-    return tree([top], caption=caption)
-
-
-def _picture(line: TreeLine) -> Node:
-    tokens = [Token(node.text or "(end)", _mean(node)) for node in line.nodes]
-    children = [_picture(below) for below in line.lines]
-    return Node(_told(line.nodes[-1], line.logprob), tokens, children, *_aside(line))
-
-
-def _aside(line: TreeLine) -> tuple[list[Node], int]:
-    """Return the pruned branches of a line that are listed, and how many are not."""
-    listed = []
-    for node in line.pruned[:_MOST_ASIDE]:
-        logprob = _own_logprob(node)
-        listed.append(Node(_told(node, logprob), [Token(node.text or "(end)", _mean(node))]))
-    return listed, len(line.pruned) - len(listed)
-
-
-def _mean(node: SearchNode) -> float:
-    """Return the mean log-probability of a node's tokens, nats."""
-    return _own_logprob(node) / len(node.tokens) if node.tokens else math.nan
-
-
-def _told(node: SearchNode, logprob: float) -> str:
-    told = [f"{math.exp(min(0.0, logprob)):.1%}"]
-    if node.score == node.score:
-        told.append(f"score {node.score:.3f}")
-    if node.n_visits:
-        told.append(f"{node.n_visits} visits")
-    return ", ".join(told)
+    return tree([outline(root, prompt=prompt, most_pruned=_MOST_PRUNED)], caption=caption)

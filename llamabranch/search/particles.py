@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..arguments import real, whole
+from ..arguments import bounded, choice, flag, function, real, whole
 from ..branch import Branch
 from ..branch.sequence import TokenSequence
 from ..context.logits import LogitsRow
@@ -17,6 +17,7 @@ from ..errors import ConfigError, DecodeInterruptedError, GrammarError
 from ..model import Model, stop_strings
 from ..sampling import Distribution, SamplingParams
 from ..sampling.noise import RULE, uniform
+from .checks import MOST_TEXTS, check_start, first_seed, token_limit
 from .lines import Lines, OnStep
 from .node import SearchNode
 from .resampling import SCHEMES, ancestors, effective_size, log_mean
@@ -172,8 +173,9 @@ def smc(
     The target is the model's distribution of texts at the branch's temperature, conditioned on its
     grammar and multiplied with the potentials. Masking token by token (what ``Branch.generate`` does with
     a grammar) draws from another distribution: it never pays for having run into a corner. Here each
-    particle is weighted by the mass that the grammar left it. The weighted texts are unbiased: the mean
-    weight estimates the normalising constant, whatever the settings.
+    particle is weighted by the mass that the grammar left it. The weighted texts are properly weighted:
+    the mean weight is an unbiased estimate of the normalising constant, whatever the settings, and
+    normalised averages are consistent.
 
     Each step, every particle draws a token, its weight is multiplied with what the draw was worth, and if
     the weights have become too unequal, particles are resampled: heavy ones are forked, light ones go.
@@ -207,19 +209,18 @@ def smc(
         ConfigError: a value out of range, truncating settings, a proposal without a token of the target.
         What potentials raise; BranchStateError, CapacityError, DecodeError: all sequences are returned.
     """
-    n = whole("particles", particles, 1)
-    max_tokens = whole("max_tokens", max_tokens, 1)
-    threshold = real("threshold", threshold)
-    if not 0 <= threshold <= 1:
-        raise ConfigError(f"threshold must be from 0 to 1, not {threshold!r}")
-    if resampling not in SCHEMES:
-        raise ConfigError(
-            f"unknown resampling {resampling!r}", hint="schemes: " + ", ".join(SCHEMES)
-        )
-    if not isinstance(branch, Branch):
-        raise ConfigError(f"a search needs a Branch that has read the prompt, not {branch!r}")
+    check_start(branch, on_step)
+    n = whole("particles", particles, 1, MOST_TEXTS)
+    max_tokens = whole("max_tokens", token_limit(max_tokens), 1)
+    threshold = bounded("threshold", threshold, 0, 1)
+    choice("resampling", resampling, SCHEMES)
+    _check_potentials(potentials)
+    for name, given in (("critic", critic), ("proposal", proposal)):
+        if given is not None:
+            function(name, given)
+    flag("force_end", force_end)
     _check_support(branch.sampling)
-    seed = branch.seed if seed is None else whole("seed", seed)
+    stop, seed = stop_strings(stop), first_seed(branch, seed)
     with Lines(branch, on_step) as lines:
         return run_particles(
             lines,
@@ -232,8 +233,20 @@ def smc(
             threshold=threshold,
             resampling=resampling,
             force_end=force_end,
-            stop=stop_strings(stop),
+            stop=stop,
         )
+
+
+def _check_potentials(potentials: Sequence[Potential]) -> None:
+    """Raise ConfigError unless ``potentials`` is a list of objects with the methods of `Potential`."""
+    is_list = isinstance(potentials, Sequence) and not isinstance(potentials, (str, bytes))
+    for potential in potentials if is_list else [potentials]:
+        methods = (getattr(potential, name, None) for name in ("prefix", "complete"))
+        if not is_list or isinstance(potential, type) or not all(map(callable, methods)):
+            raise ConfigError(
+                f"potentials must be a list of Potential objects, not {potentials!r:.40}",
+                hint="for example potentials=[Mine()], where class Mine(lb.search.Potential)",
+            )
 
 
 def _check_support(params: SamplingParams) -> None:
@@ -391,7 +404,7 @@ def _moved(
     key = (token,)
     node = next((child for child in particle.node.children if child.tokens == key), None)
     if node is None:
-        node = lines.child(particle.node, key, after.logprob(token))
+        node = lines.child(particle.node, key, [after.logprob(token)])
     text = particle.text + node.text
     reason = None
     if weigh.model.is_eog(token) or completes_stop(node, stop):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from ..errors import UsageError
 from .node import SearchNode
 from .outline import tree_picture
 
@@ -82,6 +83,7 @@ class SearchResult:
         tree: the prompt; all that was looked at is below it.
         log_evidence: of ``smc``: the logarithm of the estimated normalising constant; None elsewhere.
         votes: of ``vote``: the number of texts for each answer, most first; empty elsewhere.
+        answer_forms: of ``vote``: for each answer the texts in which it was given, and how often.
     """
 
     hypotheses: list[Hypothesis]
@@ -89,14 +91,20 @@ class SearchResult:
     tree: SearchNode = field(repr=False)
     log_evidence: float | None = None
     votes: Mapping[str, int] = field(default_factory=dict)
+    answer_forms: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def best(self) -> Hypothesis:
         """The best hypothesis.
 
         Raises:
-            IndexError: there is none.
+            UsageError: there is none.
         """
+        if not self.hypotheses:
+            raise UsageError(
+                "the search has found no text",
+                hint="raise max_tokens, allow shorter texts in the grammar, or use more particles",
+            )
         return self.hypotheses[0]
 
     @property
@@ -123,6 +131,7 @@ class SearchResult:
             record["log_evidence"] = self.log_evidence
         if self.votes:
             record["votes"] = dict(self.votes)
+            record["answer_forms"] = {name: dict(seen) for name, seen in self.answer_forms.items()}
         if tree:
             record["tree"] = self.tree.as_dict()
         return record

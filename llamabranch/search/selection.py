@@ -10,10 +10,12 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
+from ..arguments import choice
 from ..branch import Branch
 from ..branch.sequence import TokenSequence
 from ..context.logits import LogitsRow
 from ..errors import ConfigError
+from .checks import check_start
 from .lines import Lines
 from .node import SearchNode
 from .result import SearchStats
@@ -84,18 +86,17 @@ def select(branch: Branch, choices: Sequence[str], *, method: str = "mean") -> S
         ConfigError: no choices, an empty one, or an unknown method. TokenizeError, BranchStateError,
         CapacityError, DecodeError: all sequences are returned.
     """
-    if method not in METHODS:
-        raise ConfigError(f"unknown method {method!r}", hint="methods: " + ", ".join(METHODS))
+    check_start(branch, None)
+    choice("method", method, METHODS)
     if isinstance(choices, (str, bytes)) or not isinstance(choices, Sequence) or not len(choices):
         raise ConfigError("choices must be a list of texts, at least one")
-    if any(not isinstance(choice, str) or not choice for choice in choices):
+    if any(not isinstance(text, str) or not text for text in choices):
         raise ConfigError("choices must be texts that are not empty")
     start = perf_counter()
+    tokens = [branch.ctx.model.tokenize(text, add_special=False) for text in choices]
+    if not all(tokens):
+        raise ConfigError("a choice has no tokens")
     with Lines(branch) as lines:
-        model = lines.ctx.model
-        tokens = [model.tokenize(choice, add_special=False) for choice in choices]
-        if not all(tokens):
-            raise ConfigError("a choice has no tokens")
         trie = Trie(lines, lines.root, tokens)
         trie.score()
         logprobs = trie.logprobs()

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..arguments import finite, function, real, whole
+from ..arguments import choice, finite, function, real, whole
 from ..branch import Branch
 from ..errors import ConfigError
 from ..model import stop_strings
 from ..sampling.noise import RULE, uniform
 from ..speculative import Drafter
+from .checks import MOST_STEPS, MOST_TEXTS, check_start, first_seed, token_limit
 from .continuations import Boundary, Continuation, Continuations, slot_seed
 from .lines import Lines, OnStep
 from .resampling import ancestors
@@ -77,35 +78,34 @@ def step_search(
         ConfigError: a value out of range, or a reward that is no finite number. What ``reward`` raises;
         BranchStateError, CapacityError, DecodeError: all sequences are returned.
     """
-    n = whole("n", n, 1)
-    if method not in STEP_METHODS:
-        raise ConfigError(f"unknown method {method!r}", hint="methods: " + ", ".join(STEP_METHODS))
-    beam_width = whole("beam_width", beam_width, 1)
+    check_start(branch, on_step, drafter)
+    function("reward", reward)
+    n = whole("n", n, 1, MOST_TEXTS)
+    choice("method", method, STEP_METHODS)
+    beam_width = whole("beam_width", beam_width, 1, MOST_TEXTS)
+    max_tokens = token_limit(max_tokens)
     if method in ("beam", "dvts") and n % beam_width:
         raise ConfigError(
             f"n ({n}) must be a multiple of beam_width ({beam_width})",
             hint="n / beam_width texts go on after each step",
         )
-    max_steps = whole("max_steps", max_steps, 1)
+    max_steps = whole("max_steps", max_steps, 1, MOST_STEPS)
     temperature = real(
         "temperature", _TEMPERATURES.get(method, 1.0) if temperature is None else temperature
     )
     if not 0 < temperature < math.inf:
-        raise ConfigError(f"temperature must be above 0, not {temperature!r}")
+        raise ConfigError(f"temperature must be finite and above 0, not {temperature!r}")
     boundary = Boundary.of(step) if entropy is None else Boundary(entropy=_limit(entropy))
-    function("reward", reward)
+    stop, seed = stop_strings(stop), first_seed(branch, seed)
 
     def score_of(line: Continuation) -> float:
         found = finite("what reward returns", reward(line.output.text))
         line.node.score = found
         return found
 
-    first = branch.seed if seed is None and isinstance(branch, Branch) else seed
     with Lines(branch, on_step) as lines, Continuations(lines, drafter) as texts:
-        first = whole("seed", first)
-        stop = stop_strings(stop)
         group = [
-            Continuation(lines.root, slot_seed(first, slot), max_tokens, stop) for slot in range(n)
+            Continuation(lines.root, slot_seed(seed, slot), max_tokens, stop) for slot in range(n)
         ]
         trees = [slot // beam_width for slot in range(n)]
         done: Scored = []
@@ -119,8 +119,8 @@ def step_search(
             at = (iteration + 1) * n  # the number of the next draw
             chosen: list[Continuation] = []
             if method == "particles":
-                for line, count in _resampled(scored, temperature, first, iteration):
-                    chosen += _copies(line, count, first, at + len(chosen))
+                for line, count in _resampled(scored, temperature, seed, iteration):
+                    chosen += _copies(line, count, seed, at + len(chosen))
             elif method == "dvts":
                 kept: list[int] = []
                 for tree in dict.fromkeys(trees):
@@ -129,7 +129,7 @@ def step_search(
                     if best[0].is_finished:
                         done.append(best)
                     else:
-                        chosen += _copies(best[0], beam_width, first, at + len(chosen))
+                        chosen += _copies(best[0], beam_width, seed, at + len(chosen))
                         kept += [tree] * beam_width
                 trees = kept
             else:
@@ -140,7 +140,7 @@ def step_search(
                 else:
                     counts = rebase_counts(open_ones, n - len(done), temperature)
                 for line, count in counts:
-                    chosen += _copies(line, count, first, at + len(chosen))
+                    chosen += _copies(line, count, seed, at + len(chosen))
             group = chosen
             lines.retain({line.node for line in group})
             if not group:
@@ -195,8 +195,9 @@ def _resampled(
     scored: Scored, temperature: float, seed: int, iteration: int
 ) -> list[tuple[Continuation, int]]:
     """Resample all texts by exp(reward / temperature)."""
-    log_weights = np.array([score for _, score in scored]) / temperature
-    weights = np.exp(log_weights - log_weights.max())
+    scores = np.array([score for _, score in scored])
+    with np.errstate(over="ignore"):  # to -inf
+        weights = np.exp((scores - scores.max()) / temperature)
     weights /= weights.sum()
     chosen = ancestors("systematic", weights, lambda i: uniform(seed, iteration, RULE, i))
     return [(scored[i][0], chosen.count(i)) for i in dict.fromkeys(chosen)]

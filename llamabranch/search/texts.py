@@ -21,7 +21,7 @@ def completes_stop(node: SearchNode, stops: Sequence[str]) -> bool:
     longest = max(map(len, stops)) - 1
     before = ""
     at = node.parent
-    while at is not None and len(before) < longest:
+    while at is not None and at.parent is not None and len(before) < longest:  # not the prompt
         before = at.text + before
         at = at.parent
     text = before[-longest:] + node.text if longest else node.text

@@ -34,7 +34,7 @@ class Trie:
             for token in text:
                 found = known.get((node, token))
                 if found is None:
-                    found = known[node, token] = lines.child(node, [token], 0.0)
+                    found = known[node, token] = lines.child(node, [token], [0.0])
                     self._mine[node].append(found)
                     self._mine[found] = []
                 path.append(found)

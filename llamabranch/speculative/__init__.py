@@ -20,6 +20,7 @@ from .drafters.base import Draft, Drafter, DraftState, NullDrafter
 from .drafters.chain import ChainDrafter
 from .drafters.copying import PromptLookupDrafter, SuffixDrafter
 from .drafters.function import FunctionDrafter
+from .drafters.grammar import GrammarDrafter
 from .drafters.heads import EagleDrafter, MTPDrafter
 from .drafters.model import ModelDrafter
 from .enumeration import enumerate_outcomes, rule_error
@@ -40,6 +41,7 @@ __all__ = [
     "EagleDrafter",
     "FunctionDrafter",
     "Generation",
+    "GrammarDrafter",
     "InferenceSession",
     "MTPDrafter",
     "ModelDrafter",

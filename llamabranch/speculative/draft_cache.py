@@ -86,7 +86,7 @@ class DraftCache:
         if not keep or branch.state == "pruned" or branch.ctx.closed:
             state.close()
             return
-        kept = _Kept(state, rule, branch.n_prompt, branch.seed, branch.sampling, branch.tokens)
+        kept = _Kept(state, rule, _prompt_end(branch), branch.seed, branch.sampling, branch.tokens)
         with self._lock:
             before = self._pop_free(branch)
             self._kept[branch] = kept
@@ -129,6 +129,11 @@ class DraftCache:
         return None if kept is None or kept.is_forked else kept.state
 
 
+def _prompt_end(branch: Branch) -> int:
+    """Return up to where a draft state must have read, not drafted, the text."""
+    return branch.n_prompt if branch.grammar is None else branch.sequence.answer_start
+
+
 @dataclass(eq=False)
 class _Kept:
     """A state, and the properties of its branch when it was given back."""
@@ -143,7 +148,7 @@ class _Kept:
 
     def fits(self, branch: Branch, rule: Rule) -> bool:
         """Return whether the state can draft for ``branch``: not once its prompt was cut short."""
-        return self.rule == rule and self.n_prompt == branch.n_prompt
+        return self.rule == rule and self.n_prompt == _prompt_end(branch)
 
     def draws_like(self, branch: Branch) -> bool:
         """Return whether the state drafts with the seed and the settings that ``branch`` has now."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ..branch import Branch, Produced
 from ..branch.verification import TargetDistributions, Verification
-from ..context.logits import LogitsRow
+from ..context.logits import Alternative, LogitsRow
 from ..errors import CapacityError, ConfigError, DecodeError, GrammarError
 from ..model import token_list
 from ..sampling import Distribution
@@ -200,9 +200,21 @@ class Stream:
         if draft is NO_DRAFT:
             return [pending.token]
         draft.cut(self._fitting(draft))
+        self._cut_refused(draft, pending.token)
         self.stats.draft_time_s += draft.seconds
         self.stats.draft_forward_passes += draft.n_decodes
         return [pending.token, *draft.tokens]
+
+    def _cut_refused(self, draft: Draft, pending: int) -> None:
+        """Drop the tokens from the first one on that the branch's grammar refuses.
+
+        Not those that were drawn at random for a rule that compares distributions: which of them are
+        dropped would depend on what was drawn, and bias the text. The rule rejects them.
+        """
+        sampler = self.branch.sequence.sampler
+        drawn = bool(draft.sources) and self.rule != "seeded"
+        if sampler.grammar is not None and draft.parents is None and not drawn:
+            draft.cut(max(0, sampler.count_allowed([pending, *draft.tokens]) - 1))
 
     def _fitting(self, draft: Draft) -> int:
         """Return how many of the draft's tokens the target can verify in one decode."""
@@ -260,8 +272,11 @@ class Stream:
             token, logprob, entropy = plan[i], math.nan, math.nan
             if branch.sequence.sampler.params.logprobs:
                 logprob, entropy = row.logprob(token), row.entropy()
+            is_forced = bool(draft.forced) and draft.forced[i - 1]
+            self.stats.num_forced_tokens += is_forced
+            source = "forced" if is_forced else "drafted"
             emitted.append(
-                Produced(token, text, False, logprob, entropy, "drafted", self._alternatives(row))
+                Produced(token, text, False, logprob, entropy, source, self._alternatives(row))
             )
         if draft.parents is None:
             is_complete = n == len(draft.tokens)
@@ -354,8 +369,8 @@ class Stream:
     def _emitted(self, token: Produced, row: LogitsRow, source: str) -> Produced:
         return Produced(*token[:5], source, self._alternatives(row))
 
-    def _alternatives(self, row: LogitsRow) -> tuple[tuple[int, float], ...]:
-        return tuple(row.top(self._n_alternatives)) if self._n_alternatives else ()
+    def _alternatives(self, row: LogitsRow) -> tuple[Alternative, ...]:
+        return row.alternatives(self.branch.ctx.model, self._n_alternatives)
 
     def _count(self, outcome: _Outcome, overhead_s: float) -> None:
         n_accepted, n_verified, verify_s, _ = outcome

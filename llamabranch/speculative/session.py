@@ -12,7 +12,7 @@ from ..model import Prompt
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from .config import SpeculativeConfig
-from .drafters.base import Drafter
+from .drafters.base import Drafter, NullDrafter
 from .round import finish_at
 from .speculator import Speculator
 from .stats import SpeculativeStats
@@ -25,8 +25,8 @@ class InferenceSession:
 
     Args:
         target: the context that generates.
-        prompt: text, token ids, or a branch to continue.
-        sampling, grammar: as for ``Branch.start``.
+        prompt: text, token ids, messages, or a branch to continue.
+        sampling, grammar, parse_special: as for ``Branch.start``.
         config: how much to draft when ``next_token`` is given a drafter.
         max_tokens: the most tokens to generate; None = until the model ends the text or the cache is
             full.
@@ -47,6 +47,7 @@ class InferenceSession:
         config: SpeculativeConfig | None = None,
         max_tokens: int | None = None,
         stop: str | Sequence[str] = (),
+        parse_special: bool = True,
     ) -> None:
         self.stats = SpeculativeStats()
         self._output = OutputBuffer(max_tokens, stop)
@@ -62,7 +63,9 @@ class InferenceSession:
                 raise ConfigError("the branch belongs to another context")
             self.branch = prompt
         else:
-            self.branch = Branch.start(target, prompt, grammar=grammar, sampling=sampling)
+            self.branch = Branch.start(
+                target, prompt, grammar=grammar, sampling=sampling, parse_special=parse_special
+            )
         self._base = self.branch.position
         self._emitted: list[Produced] = []  # by the last round, not yet returned
         self._pending: Produced | None = None
@@ -130,7 +133,7 @@ class InferenceSession:
     def _speculator(self, drafter: Drafter | None) -> Speculator:
         found = self._speculators.get(id(drafter))
         if found is None:
-            found = Speculator(self._target, drafter, self._config)
+            found = Speculator(self._target, drafter or NullDrafter(), self._config)
             self._speculators[id(drafter)] = found
         return found
 

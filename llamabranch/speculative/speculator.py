@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Generator, Iterator, Sequence
 from time import perf_counter
 
@@ -9,6 +10,7 @@ from ..arguments import whole
 from ..branch import Branch, Produced
 from ..branch.output import OutputBuffer
 from ..context import Context
+from ..context.context import text_context
 from ..errors import CapacityError, ConfigError, LlamaBranchError
 from ..model import Prompt
 from ..native import forkable_lock
@@ -17,7 +19,8 @@ from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from .config import SpeculativeConfig
 from .draft_cache import DraftCache
-from .drafters.base import Drafter, NullDrafter
+from .drafters.base import Drafter, NullDrafter, checked_drafter
+from .drafters.grammar import GrammarDrafter
 from .length.base import DraftLength, FixedLength
 from .pair_profile import PairProfile
 from .round import Stream, finish_at
@@ -34,10 +37,13 @@ class Speculator:
 
     Args:
         target: the context that generates.
-        drafter: proposes the drafts; None = plain decoding.
+        drafter: proposes the drafts; None = plain decoding, except of texts with a grammar, for which
+            ``GrammarDrafter.copying()`` drafts. ``NullDrafter()`` = plain decoding of all texts.
         config: how much to draft.
 
     Raises:
+        ConfigError: an argument of another type.
+        UnsupportedError: ``target`` is the context of a head, or the drafter is a head for another model.
         VocabularyMismatchError: the drafter cannot draft for the target's vocabulary.
 
     Attributes:
@@ -51,17 +57,30 @@ class Speculator:
         drafter: Drafter | None = None,
         config: SpeculativeConfig | None = None,
     ) -> None:
-        self.target = target
-        self.drafter: Drafter = drafter or NullDrafter()
-        self.drafter.check(target.model)
+        self.target = text_context("target", target)
+        self.drafter = checked_drafter(drafter, target.model)
         self.config = config or SpeculativeConfig()
         self.length: DraftLength = FixedLength(0)  # without a drafter nothing is drafted
         self._profile: PairProfile | None = None
         if not isinstance(self.drafter, NullDrafter):
             self.length, self._profile = PairProfile.open(target, self.drafter, self.config)
         self.stats = SpeculativeStats()
+        self._is_default = drafter is None
+        self._of_grammars: Speculator | None = None  # drafts where none was asked for
         self._drafts = DraftCache(self.drafter)
         self._lock = forkable_lock()
+
+    def _for(self, branch: Branch) -> Speculator:
+        """Return the speculator that continues ``branch``: this one, or one that drafts from a grammar."""
+        if not self._is_default or branch.grammar is None:
+            return self
+        if not self.target.capabilities.can_truncate:
+            return self
+        with self._lock:
+            if self._of_grammars is None:
+                self._of_grammars = Speculator(self.target, GrammarDrafter.copying(), self.config)
+                self._of_grammars.stats, self._of_grammars._lock = self.stats, self._lock
+            return self._of_grammars
 
     def rule_for(self, branch: Branch) -> str:
         """Return the name of the acceptance rule used for ``branch``, "auto" resolved."""
@@ -83,6 +102,7 @@ class Speculator:
         stop: str | Sequence[str] = (),
         grammar: Grammar | str | None = None,
         top_logprobs: int = 0,
+        parse_special: bool = True,
     ) -> Generation:
         """Start a generation; iterate over it, or call its ``finish()``.
 
@@ -93,7 +113,7 @@ class Speculator:
                 generation, and for those of branches forked from it.
             max_tokens: the most tokens to generate; None = until the model ends the text or the cache
                 is full.
-            sampling, grammar: as for ``Branch.start``.
+            sampling, grammar, parse_special: as for ``Branch.start``.
             stop: strings that end the text. ``text`` leaves them out; ``tokens``, and a branch that is
                 continued, hold the tokens that completed them.
             top_logprobs: how many alternatives to report with each token.
@@ -111,8 +131,14 @@ class Speculator:
                 raise ConfigError("the branch belongs to another context")
             branch = prompt
         else:
-            branch = Branch.start(self.target, prompt, grammar=grammar, sampling=sampling)
-        return Generation(self, branch, owned, output, top_logprobs)
+            branch = Branch.start(
+                self.target,
+                prompt,
+                grammar=grammar,
+                sampling=sampling,
+                parse_special=parse_special,
+            )
+        return Generation(self._for(branch), branch, owned, output, top_logprobs)
 
     def open_stream(
         self, branch: Branch, stats: SpeculativeStats, n_alternatives: int = 0
@@ -140,6 +166,8 @@ class Speculator:
 
     def explain(self) -> str:
         """Return a description of how it drafts, with the measurements behind it and the acceptance."""
+        if self._of_grammars is not None:
+            return self._of_grammars.explain()
         if isinstance(self.drafter, NullDrafter):
             return "plain decoding: there is no drafter"
         stats = SpeculativeStats()
@@ -162,6 +190,8 @@ class Speculator:
     def forget(self, branch: Branch) -> None:
         """Free the draft state that is kept for ``branch``, if there is one."""
         self._drafts.forget(branch)
+        if self._of_grammars is not None:
+            self._of_grammars.forget(branch)
 
 
 class Generation:
@@ -219,6 +249,10 @@ class Generation:
     def emitted(self) -> list[Produced]:
         """Each of ``tokens`` with its text, log-probability, entropy and source, a copy."""
         return list(self._output.emitted)
+
+    def __repr__(self) -> str:
+        ended = self.finish_reason or "running"
+        return f"<Generation {reprlib.repr(self.text)}, {len(self.tokens)} tokens, {ended}>"
 
     def _repr_html_(self) -> str:
         caption = f"{len(self.tokens)} tokens, seed {self.seed}, {self.finish_reason or 'running'}"

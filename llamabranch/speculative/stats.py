@@ -17,6 +17,7 @@ class SpeculativeStats:
     ``num_accepted_tokens`` those that were accepted (without the bonus or corrected token after them),
     ``num_accepted_tokens_per_pos[i]`` how often the (i+1)-th token of a draft was accepted, and
     ``num_tested_tokens_per_pos[i]`` how often it was tested: all tokens before it had been accepted.
+    ``num_forced_tokens`` counts those accepted that a grammar had forced.
     ``stop_reasons`` counts why drafts were not longer; ``target_s_by_n[n]`` is the time of all target
     decodes of n tokens, ``target_decodes_by_n[n]`` their number. Times in seconds.
     """
@@ -26,6 +27,7 @@ class SpeculativeStats:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_tested_tokens_per_pos: list[int] = field(default_factory=list)
+    num_forced_tokens: int = 0
     num_emitted_tokens: int = 0
     num_plain_steps: int = 0
     target_forward_passes: int = 0

@@ -361,6 +361,14 @@ def test_layouts_are_timed_side_by_side(cache: Path) -> None:
     assert set(results["1 x 20"]["compared"]) == both - {"Engine, own cells"}
 
 
+def test_kv_types_are_timed_and_compared(cache: Path) -> None:
+    results = program("kv_types", cache)["results"]
+    assert isinstance(results, dict)
+    (found,) = results.values()
+    assert set(found) == {"f16", "bf16", "q8_0"}
+    assert found["bf16"]["difference"] == found["q8_0"]["difference"] == 0
+
+
 def test_growth_draws_its_plots(cache: Path) -> None:
     results = program("growth", cache, "--plots", str(cache / "plots"))["results"]
     assert isinstance(results, dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import re
@@ -23,6 +24,7 @@ from llamabranch.errors import (
     SnapshotError,
     TokenizeError,
 )
+from llamabranch.sampling import SamplingSettings
 
 STORY = "Once upon a time there was a king who had"
 WARM = SamplingParams(temperature=1.0, seed=11)
@@ -322,22 +324,32 @@ def test_generate_checks_its_arguments_at_once(kind: str, ctx: Context) -> None:
         branch.generate(5, stop=5 if kind == "number" else [""])  # type: ignore[arg-type]
 
 
-def test_repr_shows_last_words_and_score(ctx: Context) -> None:
+def test_start_names_the_settings(ctx: Context) -> None:
+    """For editors and type checkers, which refuse the wrong name below."""
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert set(SamplingSettings.__annotations__) == names
+    with pytest.raises(ConfigError, match="unknown sampling setting 'heat'"):
+        Branch.start(ctx, STORY, heat=0.8)  # type: ignore[call-arg]
+    with Branch.start(ctx, STORY, temperature=0.5, seed=3) as branch:
+        assert branch.sampling == SamplingParams(temperature=0.5, seed=3)
+
+
+def test_repr_is_short_and_shows_last_words_and_perplexity(ctx: Context) -> None:
     with Branch.start(ctx, STORY, temperature=0.8, seed=1) as branch:
         assert repr(branch) == (
             f"<Branch seq {branch.seq_id}, {branch.position} tokens, ready: {branch.text!r}>"
-            if len(branch.text) <= 30
+            if len(branch.text) <= 24
             else repr(branch)
         )
         for _ in branch.generate(20):
             pass
         shown = repr(branch)
         words = re.findall(r"'(?:\.\.\.)?(.*)'", shown)[0]
-        assert 15 <= len(words) <= 30 and branch.text.endswith(words)
-        assert f"log p {branch.log_likelihood():.2f}" in shown
+        assert 12 <= len(words) <= 24 and branch.text.endswith(words)
         assert f"perplexity {branch.perplexity():.2f}" in shown
+        assert len(shown) <= 80
         branch.sequence.append_unscored([5], None)
-        assert "log p" not in repr(branch)
+        assert "perplexity" not in repr(branch)
     assert "pruned" in repr(branch)
 
 
@@ -382,14 +394,15 @@ def test_empty_prompt_begins_at_the_beginning(ctx: Context, toy: lb.Model) -> No
 def test_extend_returns_the_rows_of_its_tokens(ctx: Context) -> None:
     branch, other = (Branch.start(ctx, STORY, temperature=0.0) for _ in range(2))
     tokens = [9, 99, 999, 5]
-    rows = branch.extend(tokens)
+    rows = branch.extend(tokens, logits="all")
     assert len(rows) == 4
     for token, row in zip(tokens, rows, strict=True):
         other.commit(token)
         assert np.array_equal(other.logits, row)
     assert np.array_equal(branch.logits, rows[-1])
     assert branch.perplexity() == other.perplexity()
-    branch.extend(tokens, logits="last")
+    (last,) = branch.extend(tokens)
+    assert np.array_equal(branch.logits, last)
     assert all(not np.shares_memory(rows[0], row) for row in rows[1:])
 
 
@@ -758,7 +771,7 @@ def test_prompt_comes_before_what_is_generated(ctx: Context) -> None:
 
 def test_unknown_setting_takes_no_sequence(ctx: Context) -> None:
     with pytest.raises(ConfigError, match="temprature"):
-        Branch.start(ctx, STORY, temprature=0.5)
+        Branch.start(ctx, STORY, temprature=0.5)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="logit_bias"):
         Branch.start(ctx, STORY, logit_bias={5000: 1.0})
     with pytest.raises(TokenizeError):

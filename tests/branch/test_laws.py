@@ -420,7 +420,7 @@ def test_fork_keeps_parent_logits(ctx: Context) -> None:
 def test_batch_is_one_by_one(ctx: Context, other_ctx: Context) -> None:
     tokens = ctx.tokenize(STORY)
     whole = Branch.create(ctx)
-    rows = whole.extend(tokens)
+    rows = whole.extend(tokens, logits="all")
     single = Branch.create(other_ctx)
     for token, row in zip(tokens, rows, strict=True):
         single.extend([token])

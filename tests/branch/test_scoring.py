@@ -35,7 +35,7 @@ def by_numpy(
     with Branch.start(clean, prompt) as branch:
         rows = [branch.logits]
         if len(tokens) > 1:
-            rows += branch.extend(tokens[:-1])
+            rows += branch.extend(tokens[:-1], logits="all")
     wide = [row.astype(np.float64) for row in rows]
     return [row - row.max() - math.log(np.exp(row - row.max()).sum()) for row in wide]
 

@@ -693,7 +693,7 @@ def test_no_forged_state_harms_a_neighbour(architecture: str, tmp_path: Path) ->
         lb.Context(model, n_ctx=256, n_seq_max=4, n_batch=32, n_threads=1) as ctx,
     ):
         neighbour = lb.Branch.start(ctx, [2, 3, 4], seed=1)
-        expected = neighbour.fork().extend([5, 6])
+        expected = neighbour.fork().extend([5, 6], "all")
         snapshot = lb.Branch.start(ctx, [2, 4, 6, 8, 10, 12], seed=1).snapshot()
         rng = np.random.default_rng(8)
         refused = 0
@@ -711,7 +711,7 @@ def test_no_forged_state_harms_a_neighbour(architecture: str, tmp_path: Path) ->
                 assert np.isfinite(row).all() or architecture in ("mamba", "lfm2")
                 branch.prune()
         assert refused > 50
-        for row, again in zip(expected, neighbour.fork().extend([5, 6]), strict=True):
+        for row, again in zip(expected, neighbour.fork().extend([5, 6], "all"), strict=True):
             np.testing.assert_allclose(row, again, atol=rounding(ctx))
         ctx.audit()
 

@@ -89,6 +89,14 @@ def test_listed_draft_that_is_not_here_is_asked_for_first(target: Path) -> None:
     assert choose_draft("qwen3-4b", hub.resolve) == "me/drafts/fitting-Q8_0.gguf"
 
 
+def test_bundled_draft_is_offered_to_its_own_vocabulary_only(tmp_path: Path) -> None:
+    large = toys.write_llama(tmp_path / "large.gguf", vocab="bytes", n_layer=8, n_ff=8192)
+    assert large.stat().st_size > 4 * hub.resolve(hub.BUNDLED_DRAFT).stat().st_size
+    assert hub.BUNDLED_DRAFT not in [each.name for each in candidates(str(large))]
+    found = {each.name: each.drafts_by for each in candidates(hub.BUNDLED_TARGET)}
+    assert found[hub.BUNDLED_DRAFT] == "tokens"
+
+
 def test_inspect_lists_candidates_and_what_theory_expects_of_them(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

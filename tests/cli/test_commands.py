@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 from self_signal import signalled_at_decode
-from toys import CHAT_TEMPLATE, write_toy
+from toys import CHAT_TEMPLATE, write_split, write_toy
 from typer.testing import CliRunner, Result
 
 import llamabranch as lb
@@ -61,15 +62,16 @@ def run_json(*arguments: str) -> dict[str, object]:
 def test_speculate_tells_a_tale_with_no_options() -> None:
     result = run("speculate", "--max-tokens", "24")
     assert result.exit_code == 0, result.stderr
-    assert result.stdout.startswith("Once upon a time")
+    assert result.stdout.strip()
     for label in STATISTICS:
-        assert label in result.stdout
-    assert result.stderr == ""
+        assert label in result.stderr  # a pipe gets the text alone
+        assert label not in result.stdout
 
 
 @pytest.mark.filterwarnings("always::llamabranch.ContextLengthWarning")
 def test_warning_is_one_line_on_standard_error() -> None:
-    result = run("speculate", "--max-tokens", "2", "--draft", "none", "--n-ctx", "2048")
+    given = ("--max-tokens", "2", "--draft", "none", "--n-ctx", "2048")
+    result = run("speculate", *given, "--json")
     assert result.exit_code == 0, result.stderr
     assert result.stderr.startswith("warning: n_ctx=2048 is more than the 1024 tokens")
     assert result.stderr.count("\n") == 1
@@ -95,8 +97,15 @@ def test_speculate_colours_tokens_by_source_on_a_terminal() -> None:
 
 def test_speculate_streams_the_text_that_json_gives() -> None:
     arguments = ("A prince", "--max-tokens", "32", "--seed", "3")
-    shown = run("speculate", *arguments).stdout
-    assert shown.startswith("A prince" + str(run_json(*arguments)["text"]))
+    text = str(run_json(*arguments)["text"])
+    assert run("speculate", *arguments).stdout == text + "\n"
+    shown = run("speculate", *arguments, "--display-prompt").stdout
+    assert shown == "A prince" + text + "\n"
+    shown = run("speculate", *arguments, FORCE_COLOR="1", TERM="dumb", NO_COLOR="1").stdout
+    assert shown.startswith("A prince" + text + "\n\n")  # a terminal shows the table too
+    assert "tokens a second" in shown
+    hidden = run("speculate", *arguments, "--no-display-prompt", FORCE_COLOR="1", NO_COLOR="1")
+    assert hidden.stdout.startswith(text)
 
 
 def test_json_has_the_names_of_the_field() -> None:
@@ -160,12 +169,12 @@ def test_compare_without_a_seed_picks_one_and_prints_it() -> None:
 def test_compare_prints_speedup_and_says_why_when_it_is_below_one() -> None:
     result = run("speculate", "--compare", "--max-tokens", "40", "--seed", "7", *FIXED)
     assert result.exit_code == 0, result.stderr
-    lines = {line[:15].strip(): line.split()[-2:] for line in result.stdout.splitlines()}
+    lines = {line[:15].strip(): line.split()[-2:] for line in result.stderr.splitlines()}
     assert lines["same text"][-1] == "yes"
     speedup = float(lines["speedup"][0])
     # 1.00 may be a rounded 0.998.
     if speedup != 1:
-        assert ("c = " in result.stdout and "v(" in result.stdout) == (speedup < 1)
+        assert ("c = " in result.stderr and "v(" in result.stderr) == (speedup < 1)
 
 
 def test_round_cost_explains_a_loss_in_numbers() -> None:
@@ -189,7 +198,7 @@ def test_draft_none_decodes_plainly() -> None:
     plain = run_json("--draft", "none", *arguments)
     assert plain["tokens"] == run_json(*arguments, *FIXED)["tokens"]
     assert plain["stats"]["num_draft_tokens"] == 0  # type: ignore[index]
-    assert "iterations" not in run("speculate", "--draft", "none", *arguments).stdout
+    assert "iterations" not in run("speculate", "--draft", "none", *arguments).stderr
 
 
 def test_draft_length_bounds_what_a_round_drafts() -> None:
@@ -207,17 +216,17 @@ def test_draft_length_auto_gives_the_same_text() -> None:
 
 def test_draft_length_is_auto_unless_given_and_the_table_says_why_drafts_ended() -> None:
     arguments = ("speculate", "--max-tokens", "48", "--seed", "7")
-    shown = run(*arguments).stdout
+    shown = run(*arguments).stderr
     rows = {line[:17].strip(): line[17:].strip() for line in shown.splitlines()}
     for label in ("drafted", "accepted", "plain steps", "drafts ended by"):
         assert rows[label]
     assert int(rows["plain steps"]) > 0  # "auto" measures plain steps first
     assert "Draft length: always" not in shown
     assert "Draft length: " in shown
-    fixed = run(*arguments, *FIXED).stdout
+    fixed = run(*arguments, *FIXED).stderr
     assert "Draft length: always 4 tokens a draft" in fixed
     assert "length " in next(row for row in fixed.splitlines() if row.startswith("drafts ended by"))
-    assert "Draft length: " not in run(*arguments, "--draft", "none").stdout
+    assert "Draft length: " not in run(*arguments, "--draft", "none").stderr
 
 
 def test_entropy_stop_ends_drafts_early() -> None:
@@ -226,7 +235,7 @@ def test_entropy_stop_ends_drafts_early() -> None:
     assert isinstance(stats, dict)
     assert stats["num_draft_tokens"] == 0
     assert stats["draft_acceptance_rate"] is None
-    shown = run("speculate", *arguments).stdout
+    shown = run("speculate", *arguments).stderr
     assert [line.split()[-1] for line in shown.splitlines() if "accept rate" in line] == ["-"]
 
 
@@ -258,6 +267,26 @@ def test_chat_wraps_the_prompt_in_the_template(tmp_path: Path) -> None:
     assert with_template["tokens"] == plain.tokens
 
 
+@pytest.mark.parametrize("command", ["speculate", "generate", "search"])
+def test_chat_prints_the_answer_on_a_line_of_its_own(command: str, tmp_path: Path) -> None:
+    template = {"tokenizer.chat_template": CHAT_TEMPLATE}
+    model = write_toy(tmp_path / "chat.gguf", vocab="bytes", metadata=template)
+    arguments = (
+        "-p",
+        "Hi there",
+        "--target",
+        str(model),
+        "--draft",
+        "none",
+        "--seed",
+        "1",
+        "-n",
+        "4",
+    )
+    assert "Hi there\n" not in run(command, *arguments).stdout
+    assert "Hi there\n" in run(command, *arguments, "--chat").stdout
+
+
 def test_chat_without_a_template_fails() -> None:
     result = run("speculate", "Hi", "--chat")
     assert result.exit_code == 1
@@ -265,7 +294,8 @@ def test_chat_without_a_template_fails() -> None:
 
 
 def test_prompt_comes_from_standard_input() -> None:
-    result = run("speculate", "-", "--max-tokens", "4", stdin="The old king")
+    arguments = ("--max-tokens", "4", "--display-prompt")
+    result = run("speculate", "-", *arguments, stdin="The old king")
     assert result.stdout.startswith("The old king")
 
 
@@ -366,7 +396,7 @@ def test_rule_lossless_in_distribution_expects_no_equal_text(rule: str) -> None:
     answer = run_json(*arguments)
     assert (answer["rule"], answer["same_text_expected"]) == (rule, False)
     assert answer["divergence"] is None
-    shown = run("speculate", *arguments).stdout
+    shown = run("speculate", *arguments).stderr
     expected = f"same text: not expected (rule {rule} is lossless in distribution)"
     assert expected in shown.splitlines()
 
@@ -385,10 +415,10 @@ def test_rule_without_a_seed_is_block() -> None:
 
 def test_explain_is_printed_on_request_and_with_compare() -> None:
     arguments = ("speculate", "--max-tokens", "16", "--seed", "7", *FIXED)
-    assert "drafter: " not in run(*arguments).stdout
+    assert "drafter: " not in run(*arguments).stderr
     for option in ("--explain", "--compare"):
-        assert "drafter: tale-draft; always 4 tokens a draft" in run(*arguments, option).stdout
-    plain = run(*arguments, "--draft", "none", "--explain").stdout
+        assert "drafter: tale-draft; always 4 tokens a draft" in run(*arguments, option).stderr
+    plain = run(*arguments, "--draft", "none", "--explain").stderr
     assert "plain decoding: there is no drafter" in plain
 
 
@@ -440,8 +470,9 @@ def test_texts_that_differ_are_reported_with_place_and_gap(
     assert divergence["position"] == 5
     assert divergence["tokens"] == [0, tokens[5]]
     assert divergence["gap"] > 0
-    shown = run("speculate", *arguments).stdout
+    shown = run("speculate", *arguments).stderr
     assert "First difference at token 5: " in shown
+    assert f"(a factor of {math.exp(divergence['gap']):.3g} in probability)" in shown
     assert f"logits must change by {divergence['gap']:.3g} relative to each other" in shown
     assert (divergence["difference"], divergence["explained"]) == (0.0, False)
     assert "batch-invariant (checked" in shown
@@ -462,9 +493,15 @@ def test_texts_that_differ_by_more_than_rounding_are_a_bug_anywhere(
         "f16",
         *FIXED,
     )
-    shown = run("speculate", *arguments).stdout
+    shown = run("speculate", *arguments).stderr
     assert "not batch-invariant (the K/V type is f16, not bf16 or q8_0)" in shown
     assert "rounding of this size does not explain it: this is a bug in llamabranch" in shown
+
+
+@pytest.mark.parametrize(("given", "exact"), [((), True), (("--exact",), True), (("--fast",), False)])
+def test_fast_gives_up_exact_batches(given: tuple[str, ...], exact: bool) -> None:
+    shown = run_json("speculate", "--compare", "--max-tokens", "4", "--temperature", "0", *given, *FIXED)
+    assert shown["batch_invariant"] is exact
 
 
 # -- theory ----------------------------------------------------------------------------------------
@@ -485,7 +522,7 @@ def test_theory_json_holds_what_the_library_computes() -> None:
     (row,) = answer["table"]
     cost = 1.6  # v(4), between the points
     assert row["expected_tokens"] == pytest.approx(1 + 0.6 + 0.36 + 0.216)
-    assert row["often_seen"] == pytest.approx(1 / (0.4 + 0.2))
+    assert row["amdahl"] == pytest.approx(1 / (0.4 + 0.2))
     assert row["speedups"] == pytest.approx([2.176 / (0.3 + cost), 2.176 / (0.9 + cost)])
     for best in answer["best"]:
         speedups = [
@@ -667,7 +704,7 @@ def test_layers_for_the_gpu_have_the_name_of_llama_cpp() -> None:
         assert result.exit_code == 0, result.stderr
     assert run("speculate", "-ngl", "many").exit_code == 2
     result = run("speculate", "-m", "tale-target", "-md", "lookup", "-n", "2", "--explain")
-    assert "drafter: lookup" in result.stdout
+    assert "drafter: lookup" in result.stderr
     answer = json.loads(
         run("generate", "-m", "tale-draft", "-md", "none", "-p", "a", "--json").stdout
     )
@@ -687,7 +724,9 @@ def test_layers_for_the_gpu_have_the_name_of_llama_cpp() -> None:
             ("-ctv", "--kv-type"),
             ("-fa", "flash"),
         ),
-        *(("-np", "--parallel"), ("-tb", "--threads"), ("-ngld", "-ngl"), ("-ts", ""), ("-ot", "")),
+        *(("-ns", "--samples"), ("-tb", "--threads"), ("-ngld", "-ngl")),
+        *(("-ts", "--gpu-layers"), ("--color", "--no-color"), ("--mirostat", "--min-p")),
+        *(("--host", "no server"), ("--image", "not supported"), ("--reverse-prompt", "--stop")),
     ],
 )
 def test_other_options_of_llama_cpp_are_refused_by_name(
@@ -770,7 +809,17 @@ def test_standard_input_that_is_not_utf8_is_wrong_usage() -> None:
 def test_output_that_is_not_utf8_loses_nothing() -> None:
     def lines_of(*arguments: str) -> tuple[str, str]:
         done = subprocess.run(
-            [*COMMAND, "speculate", "Die Königin ♕", "-n", "8", "--seed", "1", *arguments],
+            [
+                *COMMAND,
+                "speculate",
+                "Die Königin ♕",
+                "-n",
+                "8",
+                "--seed",
+                "1",
+                "--display-prompt",
+                *arguments,
+            ],
             env={**os.environ, "PYTHONIOENCODING": "ascii"},
             capture_output=True,
             text=True,
@@ -890,6 +939,35 @@ def test_models_lists_every_entry_in_order_and_whole() -> None:
     assert lines[1].rstrip().endswith("yes")
 
 
+def test_models_of_a_folder_are_described_and_bad_files_named(tmp_path: Path) -> None:
+    whole = hub.resolve("tale-draft").read_bytes()
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "draft.gguf").write_bytes(whole)
+    (tmp_path / "cut.gguf").write_bytes(whole[:-1000])
+    (tmp_path / "text.gguf").write_text("a tale")
+    split = write_split(hub.resolve("tale-draft"), tmp_path)
+    lone = tmp_path / "lone-00001-of-00002.gguf"
+    lone.write_bytes(split.read_bytes())
+    result = run("models", "--local", str(tmp_path), "--json")
+    assert result.exit_code == 0, result.stderr
+    answer = json.loads(result.stdout)
+    described = {model["name"]: model for model in answer["models"]}
+    assert list(described) == ["more/draft.gguf", split.name]
+    assert len(described[split.name]["files"]) == 2
+    with lb.Model(tmp_path / "more" / "draft.gguf") as model:
+        for name in ("architecture", "n_params", "n_vocab", "vocab_type", "file_type"):
+            assert described["more/draft.gguf"][name] == getattr(model, name)
+    errors = {each["name"]: each["error"] for each in answer["failed"]}
+    assert set(errors) == {"cut.gguf", "text.gguf", lone.name}
+    assert "truncated" in errors["cut.gguf"]
+    shown = run("models", "--local", str(tmp_path))
+    assert shown.exit_code == 0
+    assert "more/draft.gguf" in shown.stdout and "Q8_0" in shown.stdout
+    assert "text.gguf: " in shown.stderr
+    for arguments in (("models", str(tmp_path)), ("models", "--local", str(tmp_path / "none"))):
+        assert run(*arguments).exit_code == 2
+
+
 def test_models_marks_what_is_present(tmp_path: Path) -> None:
     (tmp_path / "Qwen3-0.6B-Q8_0.gguf").touch()
     caches = {"LLAMABRANCH_CACHE": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "none")}
@@ -911,7 +989,16 @@ def test_version_and_help() -> None:
 
 def test_pipe_that_closes_early_ends_the_command_quietly() -> None:
     process = subprocess.Popen(
-        [*COMMAND, "speculate", "--max-tokens", "900", "--ignore-end", "--threads", "1"],
+        [
+            *COMMAND,
+            "speculate",
+            "--max-tokens",
+            "900",
+            "--ignore-end",
+            "--threads",
+            "1",
+            "--display-prompt",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -935,9 +1022,75 @@ def test_interrupt_prints_what_there_is_and_exits_with_130() -> None:
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    assert (seen + out).startswith("Once upon a time")
+    assert len(seen + out) > 60
     for label in STATISTICS:
-        assert label in out
+        assert label in err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
+@pytest.mark.parametrize("moment", ["atexit, first", "atexit, last", "threads", "modules", "sys"])
+def test_ctrl_c_in_the_last_moments_never_ends_the_process_by_the_signal(moment: str) -> None:
+    """Python restores the system's SIGINT handler before it frees its modules."""
+    program = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
+sys.argv = ["llamabranch", "theory", "--json"]
+moment = MOMENT
+def ctrl_c(kill=os.kill, pid=os.getpid()):
+    kill(pid, 2)
+class Late:
+    def __del__(self, ctrl_c=ctrl_c):
+        ctrl_c()
+import atexit, threading
+if moment == "atexit, last":
+    atexit.register(ctrl_c)
+from llamabranch.cli import main
+if moment == "atexit, first":
+    atexit.register(ctrl_c)
+elif moment == "threads":
+    threading._register_atexit(ctrl_c)
+elif moment == "modules":
+    sys.modules["late"] = Late()
+elif moment == "sys":
+    sys.late = Late()
+main()
+"""
+    command = [sys.executable, "-c", program.replace("MOMENT", repr(moment))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 130), done.stderr
+    assert done.stdout.startswith("{"), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
+def test_ctrl_c_at_any_moment_after_the_output_never_ends_the_process_by_the_signal() -> None:
+    for n_spins in range(0, 60_000, 10_000):  # some milliseconds, in steps
+        with subprocess.Popen(
+            [*COMMAND, "theory", "--json"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=_take_ctrl_c,
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            assert process.stdout.read(20)
+            for _ in range(n_spins):
+                pass
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=TIMEOUT_S)
+            assert process.returncode in (0, 130)
+
+
+def _take_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background ignores it
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows reads arguments as Unicode")
+def test_arguments_are_utf8_whatever_the_locale(tmp_path: Path) -> None:
+    page = tmp_path / "König.html"
+    done = subprocess.run(
+        [*COMMAND, "speculate", "König", "-n", "2", "--threads", "1", "--json", "--html", str(page)],
+        capture_output=True, check=False, env={**os.environ, "PYTHONUTF8": "0", "LC_ALL": "C"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "König" in page.read_text("utf-8")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")

@@ -47,30 +47,62 @@ def _starts(seconds: Sequence[float], log: list[str], name: str) -> Callable[[],
 
 
 def _compared(
-    drafted: Sequence[float], plain: Sequence[float], n_drafted: int = 20
+    drafted: Sequence[float],
+    plain: Sequence[float],
+    n_drafted: int = 20,
+    budget_s: float = 60.0,
+    shown: list[str] | None = None,
 ) -> tuple[Comparison, list[str]]:
     log: list[str] = []
+    progress: list[str] = [] if shown is None else shown
     found = compare(
         _run(drafted[0], n_drafted),
         _starts(drafted[1:], log, "drafted"),
         _starts(plain, log, "plain"),
         InterruptHandler(),
+        budget_s,
+        progress.append,
     )
     assert found is not None
     return found, log
 
 
-def test_short_runs_are_paired_twelve_times_in_both_orders() -> None:
-    found, log = _compared([0.1] * 12, [0.2] * 12)
+ONE_SLOWER = [0.1, *[0.2] * 11]  # of plain runs: the first pair disagrees with the others
+
+
+def test_pairs_that_disagree_are_run_twelve_times_in_both_orders() -> None:
+    shown: list[str] = []
+    found, log = _compared([0.15] * 12, ONE_SLOWER, shown=shown)
     assert log[:5] == ["plain", "plain", "drafted", "drafted", "plain"]
     assert log.count("drafted") == 11
     assert log.count("plain") == 12
     assert found.interval.n == 12
     assert found.verdict == "faster"
+    assert shown[2] == "comparing: pair 3 of 12, speedup 1.00 so far"
+    assert shown[-1] == ""
 
 
-def test_long_runs_are_not_repeated_and_decide_nothing() -> None:
-    found, log = _compared([3.0], [9.0])
+def test_seven_pairs_that_agree_are_enough() -> None:
+    for drafted, verdict in ((0.1, "faster"), (0.3, "slower")):
+        found, log = _compared([drafted] * 12, [0.2] * 12)
+        assert log.count("plain") == found.interval.n == 7
+        assert found.verdict == verdict
+
+
+def test_runs_of_seconds_get_a_verdict_within_the_time() -> None:
+    found, log = _compared([3.0, 3.1, 2.9, 3.0, 3.0], [9.0] * 5)
+    assert log.count("plain") == 5  # a sixth pair would end after 60 seconds
+    assert found.interval.n == 5
+    assert 2.8 < found.interval.low < 3.0 < found.interval.high < 3.2
+    assert found.verdict == "faster"
+    found, log = _compared([3.0, 4.0, 2.5, 3.0, 3.0], [2.8, 3.5, 3.0, 3.3, 3.0], budget_s=32)
+    assert log.count("plain") == 5
+    assert found.verdict == "inconclusive"
+    assert found.interval.low < 1 < found.interval.high
+
+
+def test_runs_longer_than_the_time_are_not_repeated_and_decide_nothing() -> None:
+    found, log = _compared([3.0], [9.0], budget_s=6)
     assert log == ["plain"]
     assert found.speedup == pytest.approx(3.0)
     assert found.verdict == "inconclusive"
@@ -119,8 +151,11 @@ def test_noise_is_called_inconclusive_with_what_to_do(
     assert answer["speedup_interval"] == {
         "median": pytest.approx(1.2), "low": pytest.approx(0.9), "high": pytest.approx(1.5), "n": 12,
     }  # fmt: skip
-    shown, answer = _printed(_compared([3.0], [9.0])[0], target, capsys)
-    assert "1 pair of runs was timed, and fewer than 6 have no interval" in shown
+    assert "generate more (--max-tokens)" in shown  # the same number of longer pairs
+    shown, answer = _printed(_compared([3.0], [9.0], budget_s=6)[0], target, capsys)
+    assert "1 pair of runs was timed, and fewer than 3 have no interval" in shown
+    assert "For 6 pairs give more time (--compare-time 80) or generate less (--max-tokens)" in shown
+    assert "generate more" not in shown
     assert answer["speedup_interval"]["low"] is None  # type: ignore[index]
 
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import typer
+from toys import CHAT_TEMPLATE, write_toy
 from typer.testing import CliRunner, Result
 
+import llamabranch as lb
 from llamabranch import hub
 from llamabranch.cli import app
+from llamabranch.cli.app import COMMANDS, load_command
+from llamabranch.cli.llama_cpp import REFUSED
 from llamabranch.cli.options import DRAFT_LENGTH_NAMES
+from llamabranch.cli.parsing import options_named
 
 TARGET, DRAFT = str(hub.resolve(hub.BUNDLED_TARGET)), str(hub.resolve(hub.BUNDLED_DRAFT))
 
@@ -30,7 +36,7 @@ def run_json(*arguments: str) -> dict[str, object]:
 
 
 def commands() -> dict[str, typer.core.TyperCommand]:
-    return dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    return {name: load_command(name) for name in COMMANDS}
 
 
 def test_command_line_of_llama_cpp_gives_the_text_of_ours(tmp_path: Path) -> None:
@@ -53,7 +59,7 @@ def test_command_line_of_llama_cpp_gives_the_text_of_ours(tmp_path: Path) -> Non
     assert ours["tokens"] == short["tokens"] == long["tokens"]
 
 
-@pytest.mark.parametrize("name", sorted(commands()))
+@pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_a_short_option_means_the_same_in_every_command(name: str) -> None:
     meant: dict[str, str] = {}
     for command in commands().values():
@@ -177,3 +183,182 @@ def test_help_names_one_long_name_and_lists_the_others() -> None:
     for name in ("--gamma", "--ctx-size", "--n-predict", "--temp"):
         assert name in others.split()[-1] or f"{name}," in others
         assert name not in options.replace("--temperature", "").split()
+
+
+# -- llama.cpp's options -----------------------------------------------------------------------------
+
+OPTIONS = Path(__file__).with_name("llama_cpp_options.txt")  # of llama-cli and llama-server
+SHORT = ("-t", "1", "-c", "256", "-d", "none")
+
+
+def names_of(command: str) -> set[str]:
+    params = commands()[command].params
+    return {option for p in params for option in (*p.opts, *p.secondary_opts)}
+
+
+def test_every_option_of_llama_cpp_is_taken_or_refused_with_a_hint() -> None:
+    known = names_of("generate") | names_of("speculate") | {"--help", "-h"}
+    for name in OPTIONS.read_text("utf-8").split():
+        assert name in known or REFUSED.get(name), name
+
+
+def test_hints_name_options_that_exist() -> None:
+    for name, hint in REFUSED.items():
+        assert options_named(hint) <= names_of("generate") | {"--help"}, (name, hint)
+        for command, rest in re.findall(r"`llamabranch ([a-z]*)(.*?)`", hint):
+            options = set(re.findall(r"--[a-z-]+", rest))
+            assert options <= (names_of(command) if command else {"--version"}), (name, hint)
+
+
+def test_what_is_suggested_for_an_unknown_option_exists() -> None:
+    for option in ("--colour", "--colors", "--temprature", "--flash-atn", "--mirostatt"):
+        said = " ".join(run("speculate", option).stderr.replace("│", " ").split())
+        assert f"No such option: {option}" in said
+        assert options_named(said.split(option, 1)[1].split("Usage")[0]) <= names_of("speculate")
+
+
+def test_minus_one_is_a_random_seed_and_no_limit() -> None:
+    given = ("Once", *SHORT, "--temp", "1.5")
+    seeds = {run_json("speculate", *given, "-n", "4", "-s", "-1")["seed"] for _ in range(2)}
+    assert len(seeds) == 2 and -1 not in seeds
+    limited = run_json("speculate", *given, "-n", "-1", "-s", "1", "--ignore-eos")
+    assert limited["finish_reason"] == "capacity"
+    assert run("speculate", "-n", "0").exit_code == run("speculate", "-n", "-3").exit_code == 2
+    assert "needs a limit" in run("search", "-n", "-1").stderr
+
+
+@pytest.mark.filterwarnings("ignore::llamabranch.ContextLengthWarning")  # at its very end
+def test_context_of_zero_tokens_is_the_trained_length() -> None:
+    with lb.Model(hub.resolve(hub.BUNDLED_TARGET), vocab_only=True) as model:
+        n_ctx = int(model.metadata["llama.context_length"])
+    given = ("Once", "-t", "1", "-d", "none", "-n", "-1", "-s", "1", "--ignore-eos")
+    tokens = run_json("speculate", *given, "-c", "0")["tokens"]
+    assert isinstance(tokens, list)
+    assert n_ctx - 4 <= len(tokens) <= n_ctx
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        (
+            "--typical 0.9 --top-n-sigma 2 --xtc-probability 0.5 --xtc-threshold 0.2",
+            {"typical_p": 0.9, "top_n_sigma": 2, "xtc_probability": 0.5, "xtc_threshold": 0.2},
+        ),
+        (
+            "--presence-penalty 1 --frequency-penalty 0.5 --repeat-penalty 1.1 --repeat-last-n 20",
+            {
+                "presence_penalty": 1, "frequency_penalty": 0.5, "repeat_penalty": 1.1,
+                "penalty_last_n": 20,
+            },
+        ),
+        (
+            "--dry-multiplier 2 --dry-base 1.2 --dry-allowed-length 1 --dry-penalty-last-n 30 "
+            "--dry-sequence-breaker x --dry-sequence-breaker none --dry-sequence-breaker e",
+            {
+                "dry_multiplier": 2, "dry_base": 1.2, "dry_allowed_length": 1,
+                "dry_penalty_last_n": 30, "dry_sequence_breakers": ("e",),
+            },
+        ),
+        (
+            "--dynatemp-range 0.7 --dynatemp-exp 2 -l 300+4.5 --logit-bias 301-inf",
+            {"dynatemp_range": 0.7, "dynatemp_exponent": 2, "logit_bias": {300: 4.5, 301: -float("inf")}},
+        ),
+    ],
+    ids=["truncation", "penalties", "dry", "temperature and bias"],
+)  # fmt: skip
+def test_samplers_of_llama_cpp_are_those_of_the_library(
+    options: str, settings: dict[str, object]
+) -> None:
+    prompt = "Once upon a time there was a king and a king and a king"
+    given = (prompt, *SHORT, "-n", "24", "-s", "3", "--temp", "1.2")
+    found = run_json("speculate", *given, *options.split())["tokens"]
+    sampling = lb.SamplingParams(temperature=1.2, seed=3).replace(**settings)
+    with lb.load(n_ctx=256, n_threads=1) as ctx:
+        expected = lb.Speculator(ctx).generate(prompt, max_tokens=24, sampling=sampling).finish()
+    assert found == expected.tokens
+    assert found != run_json("speculate", *given)["tokens"]
+
+
+def test_logit_bias_that_is_none_is_refused() -> None:
+    for text in ("5", "a+1", "5+x", "+1"):
+        result = run("speculate", "-l", text)
+        assert result.exit_code == 2
+        assert "--logit-bias" in result.stderr
+
+
+def test_escapes_are_processed_on_request_in_what_the_command_line_holds() -> None:
+    given = (*SHORT, "-n", "4", "-s", "1")
+    plain = run_json("speculate", "a\nb\tc\\d\\q\x41", *given)["tokens"]
+    assert run_json("speculate", r"a\nb\tc\\d\q\x41", "-e", *given)["tokens"] == plain
+    assert run_json("speculate", "-p", r"a\nb\tc\\d\q\x41", *given, "-e")["tokens"] == plain
+    assert run_json("speculate", r"a\nb\tc\\d\q\x41", "--no-escape", *given)["tokens"] != plain
+    result = run_json("generate", "-p", r"a\nb", "-e", "--stop", r"\x20", *given)["results"]
+    assert isinstance(result, list)
+    assert result[0]["prompt"] == "a\nb"
+    assert " " not in result[0]["text"]
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    template = {"tokenizer.chat_template": CHAT_TEMPLATE}
+    path = tmp_path_factory.mktemp("chat") / "chat.gguf"
+    return write_toy(path, vocab="bytes", metadata=template)
+
+
+def test_system_prompt_and_template_are_taken(chat_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "system.txt"
+    file.write_text("Be brief.\n")
+    source = tmp_path / "template.jinja"
+    source.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    given = ("Hi", "-m", str(chat_model), *SHORT, "-n", "8", "-s", "1")
+
+    def tokens(prompt: list[int]) -> list[int]:
+        sampling = lb.SamplingParams(seed=1)
+        return lb.Speculator(ctx).generate(prompt, max_tokens=8, sampling=sampling).finish().tokens
+
+    messages = [("system", "Be brief."), ("user", "Hi")]
+    with lb.load(chat_model, n_ctx=256, n_threads=1) as ctx:
+        written = [{"role": role, "content": content} for role, content in messages]
+        expected = tokens(ctx.model.prompt_tokens(written))
+        for option in (
+            ("-sys", "Be brief."),
+            ("-sysf", str(file)),
+            ("--chat", "-sys", "Be brief."),
+        ):
+            assert run_json("speculate", *given, *option)["tokens"] == expected
+        own = tokens(ctx.tokenize("<Be brief.><Hi>", parse_special=True))
+    result = run_json(
+        "generate", "-p", *given, "-sys", "Be brief.", "--chat-template-file", str(source)
+    )
+    with lb.load(chat_model, chat_template=source.read_text(), n_ctx=256) as ctx:
+        assert ctx.model.apply_chat_template(messages) == "<Be brief.><Hi>"
+    with lb.load(chat_model, chat_template="llama2", n_ctx=256) as ctx:
+        assert "[INST]" in ctx.model.apply_chat_template(messages)
+    by_text = run_json(
+        "speculate", *given, "-sys", "Be brief.", "--chat-template", source.read_text()
+    )
+    assert by_text["tokens"] == own
+    assert result["failed"] == 0
+    both = run("speculate", *given, "-sys", "a", "-sysf", str(file))
+    assert both.exit_code == 2
+    assert "exclude each other" in both.stderr
+
+
+def test_batch_sizes_and_ways_to_load_are_taken() -> None:
+    given = ("Once upon a time", "-s", "1", "-n", "8", *SHORT)
+    plain = run_json("speculate", *given)["tokens"]
+    loaded = run_json("speculate", *given, "-b", "64", "-ub", "16", "--mlock", "--no-mmap")
+    assert loaded["tokens"] == plain
+    result = run("speculate", *given, "-b", "4")
+    assert result.exit_code == 2
+    assert "n_batch" in result.stderr
+
+
+def test_a_pipe_gets_the_texts_alone_in_the_order_of_the_prompts() -> None:
+    given = ("-p", "Once", "The old", "A", "-s", "2", "-n", "9", "--parallel", "2", *SHORT)
+    results = run_json("generate", *given)["results"]
+    assert isinstance(results, list)
+    texts = [record["text"] for record in sorted(results, key=lambda record: str(record["id"]))]
+    assert run("generate", *given).stdout == "\n\n".join(texts) + "\n"
+    shown = run("generate", *given, "--display-prompt").stdout
+    assert f"[1] The old{texts[1]}\n\n" in shown

@@ -111,9 +111,19 @@ def test_what_cannot_be_scored_is_an_error(arguments: tuple[str, ...], message: 
 @pytest.mark.parametrize(
     "line",
     ["[]", "{", '{"text": 5}', '{"context": "a"}', '{"context": "a", "continuations": [5]}',
-     '{"text": "a", "x": 1}', '{"text": "a", "context": "b"}'],
+     '{"text": "a", "x": 1}', '{"text": "a", "context": "b"}', '{"text": "\\ud83d"}',
+     '{"text": "a", "id": true}', '{"text": "a", "id": [1]}'],
 )  # fmt: skip
 def test_bad_line_is_named(line: str) -> None:
     result = run("--input", "-", stdin='{"text": "a b"}\n' + line)
     assert result.exit_code == 2
     assert "line 2: invalid item" in result.stderr
+    assert result.stdout == ""
+
+
+def test_all_bad_lines_are_named_before_a_model_loads(tmp_path: Path) -> None:
+    path = tmp_path / "items.jsonl"
+    path.write_text('\ufeff{"text": "a"}\n[]\n{\n', encoding="utf-8")
+    result = run("--input", str(path), "--target", "no-such-model")
+    assert result.exit_code == 2
+    assert "2 lines are invalid: 2, 3" in result.stderr

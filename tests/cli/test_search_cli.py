@@ -40,14 +40,14 @@ def test_every_method_prints_its_best_text_and_its_cost(method: str) -> None:
         given += ["--reward", REWARD, "--iterations", "4"]
     result = run("search", PROMPT, *given, "--tree")
     assert result.exit_code == 0, result.stderr
-    assert result.stdout.startswith(PROMPT + "\n")  # the root of the tree
-    assert "score " in result.stdout
-    assert " decodes of " in result.stdout
+    assert result.stderr.startswith(PROMPT + "\n")  # the root of the tree
+    assert "score " in result.stderr
+    assert " decodes of " in result.stderr
     found = answer("search", PROMPT, *given)
     assert found["method"] == method
     assert found["prompt"] == PROMPT
     assert found["interrupted"] is False
-    assert PROMPT + found["hypotheses"][0]["text"] in result.stdout
+    assert result.stdout == found["hypotheses"][0]["text"] + "\n"  # a pipe gets the text alone
     assert found["stats"]["decodes"] >= 5 or method == "smc"
     assert "tree" not in found
     assert "children" in answer("search", PROMPT, *given, "--tree")["tree"]
@@ -84,7 +84,7 @@ def test_page_has_the_results_and_the_tree(tmp_path: Path) -> None:
 
 def test_a_long_tree_is_cut_and_what_is_hidden_is_counted() -> None:
     result = run("search", PROMPT, "-n", "40", "-w", "8", "--tree")
-    drawn = result.stdout.split("score ")[0].splitlines()
+    drawn = result.stderr.split("score ")[0].splitlines()
     assert len(drawn) < 60
     assert any("more given up" in line for line in drawn)
 
@@ -93,7 +93,28 @@ def test_votes_are_counted_by_the_answers_that_the_expression_finds() -> None:
     given = ["--method", "vote", "-n", "6", "-w", "5", "--seed", "1", "--answer", r"^\W*(\w+)"]
     found = answer("search", PROMPT, *given)
     assert sum(found["votes"].values()) <= 5
-    assert "votes: " in run("search", PROMPT, *given).stdout
+    assert "votes: " in run("search", PROMPT, *given).stderr
+
+
+def test_equal_numbers_are_one_vote(tmp_path: Path) -> None:
+    grammar = tmp_path / "one.gbnf"
+    grammar.write_text('root ::= " 1" ("." "0")? "\\n"')
+    given = ["--method", "vote", "-n", "6", "-w", "12", "--seed", "1", "--grammar", str(grammar)]
+    printed = run("search", PROMPT, *given).stderr
+    assert "also" in printed and sum(answer("search", PROMPT, *given)["votes"].values()) == 12
+    assert len(answer("search", PROMPT, *given)["votes"]) == 1
+
+
+def test_a_search_that_finds_no_text_fails(tmp_path: Path) -> None:
+    grammar = tmp_path / "long.gbnf"
+    grammar.write_text('root ::= "x"{40}')
+    given = ["--method", "smc", "-n", "3", "--grammar", str(grammar), "--seed", "1"]
+    result = run("search", PROMPT, *given)
+    assert result.exit_code == 1
+    assert "found no text" in result.stderr and "--max-tokens" in result.stderr
+    result = run("search", PROMPT, *given, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["hypotheses"] == []
 
 
 def test_particles_are_not_truncated_and_have_an_evidence() -> None:
@@ -116,7 +137,8 @@ def test_a_draft_changes_no_text() -> None:
 
 
 def test_prompts_may_come_from_standard_input() -> None:
-    assert "Once upon a time" in run("search", "-", "-n", "2", stdin="Once upon a time").stdout
+    given = ["-n", "2", "--display-prompt"]
+    assert "Once upon a time" in run("search", "-", *given, stdin="Once upon a time").stdout
     assert run("select", "-", " a", " b", stdin="Once").exit_code == 0
 
 

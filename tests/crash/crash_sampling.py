@@ -56,7 +56,7 @@ refuses(
     **{f"gbnf_{name}": lambda w, g=gbnf: _use_grammar(w, g) for name, gbnf in GRAMMARS.items()},
     not_text=lambda w: Grammar(5),  # type: ignore[arg-type]
     schema_not_json=lambda w: Grammar.from_json_schema("{"),
-    schema_unknown_type=lambda w: _use_grammar(w, Grammar.from_json_schema({"type": "bogus"}).gbnf),
+    schema_unknown_type=lambda w: _use_grammar(w, Grammar.from_json_schema({"type": "bogus"})),
     schema_missing_reference=lambda w: Grammar.from_json_schema({"$ref": "#/nowhere"}),
     schema_remote_reference=lambda w: Grammar.from_json_schema({"$ref": "https://localhost:1/x"}),
     schema_is_a_list=lambda w: Grammar.from_json_schema("[1]"),
@@ -198,7 +198,7 @@ refuses(
     bias_token_minus_one=lambda w: Branch.create(w.ctx, SamplingParams(logit_bias={-1: 1.0})),
     bias_token_n_vocab=lambda w: Branch.create(w.ctx, SamplingParams(logit_bias={258: 1.0})),
     steer_token=lambda w: w.root.steer({1 << 40: 1.0}),
-    unknown_setting=lambda w: Branch.start(w.ctx, "a", heat=1.0),
+    unknown_setting=lambda w: Branch.start(w.ctx, "a", heat=1.0),  # type: ignore[call-arg]
     raw_bias_token=lambda w: w.ctx.sample(SamplingParams(logit_bias={999: 1.0})),
 )
 

@@ -227,7 +227,7 @@ def committed(world: World, settings: Settings) -> Outcome:
     for token in (300, 16, 400):
         branch.commit(token)
     numbers["sum of logits"] = float(branch.logits.sum())
-    rows = branch.extend([500, 600, 700])
+    rows = branch.extend([500, 600, 700], logits="all")
     numbers |= {f"logit {i}": float(row.max()) for i, row in enumerate(rows)}
     numbers["perplexity"] = branch.perplexity("prompt")
     for i, (token, probability) in enumerate(branch.distribution().top(5)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import sys
 import tracemalloc
 from collections.abc import Iterator, Sequence
@@ -121,6 +122,110 @@ def test_id_is_free_again_once_its_request_has_ended(ctx: Context) -> None:
     engine.add_request(Request("The wolf", id="a", max_tokens=3))
     assert results_of(run(engine))["a"].finish_reason == "length"
     assert_clean(ctx)
+
+
+def test_abort_of_an_unknown_id_does_nothing(ctx: Context) -> None:
+    engine = Engine(ctx, seed=1)
+    for i in range(1000):
+        engine.abort(str(i))
+    engine.abort("a")
+    engine.add_request(Request("The wolf", id="a", max_tokens=3))
+    assert results_of(run(engine))["a"].finish_reason == "length"
+    engine.abort("a")  # too late
+    engine.add_request(Request("The wolf", id="a", max_tokens=3))
+    assert results_of(run(engine))["a"].finish_reason == "length"
+
+    def late() -> Iterator[Request]:
+        engine.abort("b")  # not known: it is still to be read
+        yield Request("The wolf", id="b", max_tokens=3)
+
+    results = [e.result for e in engine.stream(late()) if e.result is not None]
+    assert [r.finish_reason for r in results] == ["length"]
+    assert_clean(ctx)
+
+
+def test_abort_in_the_step_in_which_a_request_ends_is_not_kept(ctx: Context) -> None:
+    """As a call from another thread may be; here it comes from a drafter."""
+    engine: Engine
+
+    def function(tokens: list[int], k: int) -> list[int]:
+        engine.abort("a")
+        return []
+
+    engine = Engine(ctx, lb.FunctionDrafter(function), seed=1, sampling=GREEDY)
+    engine.add_request(Request("The wolf", id="a", max_tokens=2))
+    events = run(engine)
+    engine.add_request(Request("The wolf", id="a", max_tokens=1))
+    ended = [e.result.finish_reason for e in events + run(engine) if e.result is not None]
+    assert ended == ["length", "length"]
+    assert_clean(ctx)
+
+
+def test_engine_without_a_seed_draws_another_text_each_time(ctx: Context) -> None:
+    request = Request("Once upon a time", max_tokens=24)
+    engine = Engine(ctx)
+    results = [*engine.generate(request), *engine.generate([request])]
+    for _ in range(2):
+        engine.add_request(Request("Once upon a time", id="a", max_tokens=24))
+        results += results_of(run(engine)).values()
+    assert len({r.seed for r in results}) == 4
+    assert len({tuple(r.tokens) for r in results}) == 4  # equal by chance: 1 in 10^12
+    for result in results:
+        repeated = Request(
+            "Once upon a time", max_tokens=24, sampling=SamplingParams(seed=result.seed)
+        )
+        assert engine.generate(repeated)[0].tokens == result.tokens
+    seeded = Engine(ctx, seed=engine.seed)
+    assert seeded.generate(request)[0].tokens == results[0].tokens
+    assert seeded.generate(request)[0].tokens == results[0].tokens
+
+
+def test_single_prompt_and_conversations_are_requests(tmp_path: Path) -> None:
+    template: dict[str, toys.Value | None] = {"tokenizer.chat_template": toys.CHAT_TEMPLATE}
+    path = toys.write_llama(tmp_path / "chat.gguf", vocab="bytes", metadata=template)
+    with lb.load(path, n_threads=1, n_ctx=512) as ctx:
+        check_prompts(Engine(ctx, seed=1, max_tokens=4))
+
+
+def check_prompts(engine: Engine) -> None:
+    chat = [{"role": "user", "content": "The wolf"}]
+    for single, prompts in (
+        ("The wolf", ["The wolf"]),
+        (Request("The wolf"), [Request("The wolf")]),
+        (chat, [Request(chat)]),
+        ([chat, chat], [Request(chat), Request(chat)]),
+    ):
+        found, expected = engine.generate(single), engine.generate(prompts)
+        assert [r.tokens for r in found] == [r.tokens for r in expected]
+        assert all(r.error is None for r in found)
+    name = engine.add_request(chat)
+    assert results_of(run(engine))[name].tokens == engine.generate(Request(chat, id=name))[0].tokens
+
+
+def test_result_is_short_to_read(ctx: Context) -> None:
+    (result,) = Engine(ctx, seed=1, max_tokens=200).generate("Once upon a time")
+    assert len(repr(result)) < 120
+    (failed,) = Engine(ctx).generate("once " * 2000)
+    n = len(ctx.tokenize("once " * 2000))
+    assert f"the prompt has {n} tokens" in repr(failed)
+    assert f"has room for {ctx.n_ctx}" in repr(failed)
+
+
+def test_alternatives_carry_their_text(ctx: Context) -> None:
+    request = Request("The wolf", max_tokens=3, top_logprobs=4, prompt_logprobs=2)
+    (result,) = Engine(ctx, seed=1).generate(request)
+    rated = [*(result.logprobs or ()), *(s for s in result.prompt_logprobs or () if s is not None)]
+    assert len(rated) >= 4
+    for one in rated:
+        for alternative in one.alternatives:
+            token, logprob = alternative
+            assert (alternative.token, alternative.logprob) == (token, logprob)
+            piece = ctx.model.piece(token).decode("utf-8", "replace")
+            assert alternative.text == piece
+            kept = pickle.loads(pickle.dumps(alternative))
+            assert (kept, kept.text) == (alternative, piece)
+    first = result.as_dict()["logprobs"][0]["alternatives"][0]  # type: ignore[index]
+    assert first == [*rated[0].alternatives[0], rated[0].alternatives[0].text]
 
 
 def test_invalid_request_is_refused_at_once(ctx: Context) -> None:

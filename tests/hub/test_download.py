@@ -156,6 +156,32 @@ def test_new_commit_of_main_is_what_offline_finds_afterwards(hub: FakeHub) -> No
     assert lb.resolve(f"{REPOSITORY}:Q8_0") == new != old
 
 
+def test_repository_alone_is_what_llama_cpp_takes_whatever_is_here(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q4_k_m = "tale-Q4_K_M.gguf"
+    hub.add("me/both", {Q8_0: DATA, q4_k_m: b"small", F16: b"large"})
+    here = lb.fetch("me/both:F16")
+    assert lb.fetch("me/both", offline=True) == lb.resolve("me/both") == here
+    assert lb.fetch("me/both").name == q4_k_m
+    assert lb.resolve("me/both").name == q4_k_m
+    sent = hub.sent
+    assert lb.fetch("me/both").name == q4_k_m
+    assert hub.sent == sent  # asked again, not sent again
+    hub.add("me/other", {Q8_0: DATA, F16: b"large"})
+    assert lb.fetch("me/other:F16").name == F16
+    assert lb.fetch("me/other").name == Q8_0
+    # In another program's folder it is on this machine too.
+    place = Path(os.environ["HOME"]) / ".lmstudio/models/me/third" / Q8_0
+    place.parent.mkdir(parents=True)
+    place.write_bytes(b"theirs")
+    hub.add("me/third", {Q8_0: b"ours", F16: b"large"})
+    assert lb.fetch("me/third:F16").name == F16
+    assert lb.fetch("me/third") == place
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert lb.fetch("me/both").name == q4_k_m
+
+
 def test_name_of_the_catalogue_downloads_its_file(hub: FakeHub) -> None:
     hub.add("Qwen/Qwen3-0.6B-GGUF", {"Qwen3-0.6B-Q8_0.gguf": b"weights", "b-Q4_K_M.gguf": b""})
     assert lb.fetch("qwen3-0.6b").read_bytes() == b"weights"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import toys
 
 import llamabranch as lb
 from llamabranch import ConfigError, UnsupportedError
+from llamabranch.model import templates
 
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
 RENDERED = (
@@ -120,7 +120,6 @@ def test_template_refuses_messages_with_its_reason(open_model: Open) -> None:
         "{{ messages[0].update(role='x') }}",
         "{{ 'x' * 999999999999 }}",
         "{{ [1] * 999999999999 }}",
-        "{{ 9 ** 999999999 }}",
         "{% for i in range(999999999) %}{% endfor %}",
         "{{ lipsum.__globals__['os'].system('true') }}",
         "{{ messages[0].missing.deeper }}",
@@ -148,24 +147,16 @@ def test_built_in_template_replaces_one_that_jinja_cannot_run(open_model: Open) 
         model.apply_chat_template([("user", "a\0b")])
 
 
-def test_without_jinja_the_built_in_template_is_used(
+def test_without_an_interpreter_to_start_the_built_in_template_is_used(
     open_model: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known, unknown = open_model(toys.CHAT_TEMPLATE), open_model("{{ messages[0].role }}")
-    real = builtins.__import__
-
-    def absent(name: str, *args: Any, **kwargs: Any) -> object:
-        if name.split(".")[0] == "jinja2":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    for name in [name for name in sys.modules if name.split(".")[0] == "jinja2"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(builtins, "__import__", absent)
+    monkeypatch.setattr(templates, "_worker", None)
+    monkeypatch.setattr(sys, "executable", "")
     assert render(known) == RENDERED
     with pytest.raises(UnsupportedError) as caught:
         render(unknown)
-    assert "jinja2" in str(caught.value.hint)
+    assert "interpreter" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from llamabranch.errors import (
     UnsupportedError,
     VocabularyMismatchError,
 )
+from llamabranch.loading import LoadOptions
 
 TEXTS = [
     "",
@@ -330,3 +331,10 @@ def test_contexts_of_one_model_are_independent(target: lb.Model) -> None:
         assert np.array_equal(one.logits(), before)
         assert one.kv_cache_size(0) == 3
         assert two.kv_cache_size(0) == 2
+
+
+def test_help_of_load_names_every_option() -> None:
+    assert lb.load.__doc__ is not None
+    known = LoadOptions.__annotations__
+    assert {"n_ctx", "n_gpu_layers"} <= set(known)
+    assert [name for name in known if f"``{name}``" not in lb.load.__doc__] == []

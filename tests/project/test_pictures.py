@@ -81,7 +81,10 @@ def test_any_tokens_give_a_harmless_picture(
     tokens: list[pictures.Token], prompt: str, caption: str
 ) -> None:
     read(pictures.tokens_picture(tokens, prompt=prompt, caption=caption))
-    read(pictures.tree([pictures.Node(caption, tokens, [pictures.Node(prompt, tokens)])]))
+    pruned = pictures.TreeLine(tokens, prompt, status="pruned")
+    below = pictures.TreeLine(tokens, prompt, [pruned], n_hidden=2)
+    read(pictures.tree([pictures.TreeLine(tokens, caption, [pruned, below, below])]))
+    read(pictures.tree([pictures.TreeLine(tokens, caption, [below])]))
     read(pictures.page(caption, pictures.table([(prompt, caption)])))
     read(pictures.bars([(prompt, 0.5), (caption, 0.0)]))
 
@@ -131,8 +134,10 @@ def test_branch_and_store_draw_themselves_in_every_state(ctx: lb.Context) -> Non
     assert "Once upon a time" in reader.text
     assert ctx.model.detokenize(left.generated) in reader.text
     shown = read(store._repr_html_()).text
-    assert shown.index(repr(root)) < shown.index(repr(left)) < shown.index(repr(right))
-    assert ctx.model.detokenize(right.generated) in shown
+    texts = [ctx.model.detokenize(branch.generated) for branch in (left, right)]
+    assert shown.index("Once upon a time") < shown.index(texts[0]) < shown.index(texts[1])
+    assert f"log p {left.log_likelihood():.2f}, ready" in shown
+    assert read(store.tree()._repr_html_()).text in shown
     with lb.Branch.create(ctx) as empty:
         read(empty._repr_html_())
     left.prune()
@@ -202,5 +207,5 @@ def test_speculate_writes_a_page(tmp_path: Path) -> None:
     assert "accept rate" in reader.text
     assert ("name", "color-scheme") in reader.attributes
     refused = CliRunner().invoke(app, ["speculate", *arguments[:-1], str(tmp_path / "no" / "x")])
-    assert refused.exit_code == 1
+    assert refused.exit_code == 2
     assert refused.stderr.splitlines()[0].startswith("error: ")

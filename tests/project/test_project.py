@@ -185,6 +185,16 @@ def test_the_page_of_the_command_line_has_a_section_for_each_command_and_no_othe
     assert set(_sections()) == set(_commands())
 
 
+def _groups(section: str) -> dict[str, str]:
+    """Return the tables of options of several commands that a section links to, by their anchors."""
+    text = (ROOT / "docs" / "cli.md").read_text("utf-8")
+    found = {
+        heading.lower().replace(" ", "-"): table
+        for heading, table in re.findall(r"^### (\w+ options)\n(.*?)(?=^##)", text, re.M | re.S)
+    }
+    return {anchor: found[anchor] for anchor in re.findall(r"\(#([a-z]+-options)\)", section)}
+
+
 @pytest.mark.parametrize("name", sorted(_commands()))
 def test_options_of_a_command_are_those_of_its_section(name: str) -> None:
     section = _sections()[name]
@@ -195,6 +205,12 @@ def test_options_of_a_command_are_those_of_its_section(name: str) -> None:
         if option.startswith("-")
     }
     named = set(re.findall(r"`(--?[a-z][a-z-]*)", section))
+    for anchor, table in _groups(section).items():
+        listed = set(re.findall(r"`(--?[a-z][a-z-]*)", "".join(_first_cells(table))))
+        if anchor in ("model-options", "prompt-options"):  # not every command drafts or chats
+            listed &= options
+        assert listed and listed <= options, f"{name} lacks some of the {anchor}"
+        named |= listed
     for option, names in _other_names().items():
         if option in options:
             assert option in named and not names & named, "other names have a table of their own"
@@ -211,11 +227,15 @@ def test_options_of_a_command_are_those_of_its_section(name: str) -> None:
     assert named <= known | {"--help"}, "docs/cli.md names options that do not exist"
 
 
+def _first_cells(section: str) -> list[str]:
+    return re.findall(r"^\| (`-.*?) \|", section, re.MULTILINE)
+
+
 @pytest.mark.parametrize("name", sorted(_commands()))
 def test_option_tables_name_only_options_of_the_command(name: str) -> None:
     params = _commands()[name].params
     options = {option for p in params for option in (*p.opts, *p.secondary_opts)}
-    for row in re.findall(r"^\| (`-.*?) \|", _sections()[name], re.MULTILINE):
+    for row in _first_cells(_sections()[name]):
         assert set(re.findall(r"`(-.+?)`", row)) <= options, f"{name} has no {row}"
 
 

@@ -1,7 +1,6 @@
-"""A grammar is checked before llama.cpp parses it: the reason is in the error, at its place.
+"""Grammars: errors with their reason, GBNF as llama.cpp reads it, masks, choices, expressions, limits.
 
-llama.cpp's parser writes its reason to standard error, past the log callback. That the check and the
-parser agree is tried with grammars that are cut, spliced and mutated.
+That our reading of GBNF and llama.cpp's agree is tried with grammars that are cut, spliced and mutated.
 """
 
 from __future__ import annotations
@@ -9,12 +8,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 import llamabranch as lb
 from llamabranch import Grammar, Sampler, SamplingParams
 from llamabranch.errors import GrammarError
 from llamabranch.native import GrammarHandle
+from llamabranch.sampling.grammar.sampler_matcher import SamplerMatcher
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,54 @@ def test_token_that_the_vocabulary_lacks_is_refused_with_its_name(
     assert capfd.readouterr().err == ""
 
 
+def _walk(text: str, model: lb.Model, rng: random.Random) -> int:
+    """Follow random texts in llguidance and in llama.cpp; compare all masks. Return how many."""
+    grammar = Grammar(text)
+    if not grammar.guidance:
+        return 0
+    ours, theirs, n, token = grammar.start(model), SamplerMatcher(model, text, ()), 0, 0
+    for n in range(1, 9):
+        mask = ours.mask()
+        # Which bytes of a character may follow its first llama.cpp does not check: it takes overlong forms
+        # and surrogates.
+        is_inside = token >= 2 and model.piece(token) >= b"\x80"
+        if is_inside:
+            assert not (mask & ~theirs.mask()).any(), text
+        else:
+            assert np.array_equal(_without_invalid(mask), _without_invalid(theirs.mask())), (text, n)
+        choices = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        if not len(choices):
+            break
+        token = int(rng.choice(choices.tolist()))
+        ours.accept(token)
+        theirs.accept(token)
+    return n
+
+
+def _without_invalid(mask: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
+    """Return a mask of the byte tokens without bytes that begin no character: 80 to C1, F5 to FF."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return np.concatenate((bits[: 2 + 0x80], bits[2 + 0xC2 : 2 + 0xF5]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_llguidance_follows_gbnf_as_llama_cpp_does(
+    seed: int, toy: lb.Model, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rng = random.Random(seed)
+    n = sum(_walk(text, toy, rng) for text in [*VALID[:4], VALID[4]] for _ in range(6))
+    for _ in range(150):
+        text = _mutated(rng)
+        try:
+            grammar = Grammar(text)
+        except GrammarError:
+            continue
+        if not grammar.token_texts and "<[" not in text:
+            n += _walk(text, toy, rng)
+    capfd.readouterr()
+    assert n > 100
+
+
 def test_left_recursion_that_llama_cpp_overlooks_is_refused() -> None:
     """``b`` can be empty through ``c``: llama.cpp looks only one rule deep, and would loop forever."""
     with pytest.raises(GrammarError, match="left recursion"):
@@ -85,6 +135,27 @@ VALID = [
     "root ::= a a\na ::= b{2,} c{ 1 , 4 }\nb ::= [-a] | [a-]\nc ::= (((. .) | !<[3]>)) <[5]>",
     '\n\nroot   ::=  root-2|\n "z"\nroot-2 ::= [x] root-2 | \n',
 ]
+
+
+PIECES = [
+    '"', "[", "]", "(", ")", "|", "*", "+", "?", "{2}", "{,", "{1,", "}", "::=", "\n", "\\", "#", "-", "^",
+    "a", "root", " ", ".", '""', "<[3]>", "!", "<", ">", "é", "\\x4", "ws",
+]  # fmt: skip
+
+
+def _mutated(rng: random.Random) -> str:
+    """Return one of VALID after some changes; often it is still a grammar."""
+    changes: list[Callable[[str, int], str]] = [
+        lambda s, i: s[:i] + rng.choice(PIECES) + s[i:],
+        lambda s, i: s[:i] + s[i + 1 :],
+        lambda s, i: s[:i],
+        lambda s, i: s[:i] + s[i : i + 6] + s[i:],
+        lambda s, i: s[:i] + "\n" + rng.choice(VALID),
+    ]
+    text = rng.choice(VALID)
+    for _ in range(rng.randint(1, 3)):
+        text = rng.choice(changes)(text, rng.randrange(len(text) + 1))
+    return text
 
 
 def _agrees(text: str, model: lb.Model) -> bool:
@@ -117,53 +188,9 @@ def test_check_and_llama_cpp_agree_on_mutated_grammars(
     seed: int, toy: lb.Model, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rng = random.Random(seed)
-    pieces = [
-        '"',
-        "[",
-        "]",
-        "(",
-        ")",
-        "|",
-        "*",
-        "+",
-        "?",
-        "{2}",
-        "{,",
-        "{1,",
-        "}",
-        "::=",
-        "\n",
-        "\\",
-    ]
-    pieces += [
-        "#",
-        "-",
-        "^",
-        "a",
-        "root",
-        " ",
-        ".",
-        '""',
-        "<[3]>",
-        "!",
-        "<",
-        ">",
-        "é",
-        "\\x4",
-        "ws",
-    ]
     taken = 0
-    mutations: list[Callable[[str, int], str]] = [
-        lambda s, i: s[:i] + rng.choice(pieces) + s[i:],
-        lambda s, i: s[:i] + s[i + 1 :],
-        lambda s, i: s[:i],
-        lambda s, i: s[:i] + s[i : i + 6] + s[i:],
-        lambda s, i: s[:i] + "\n" + rng.choice(VALID),
-    ]
     for _ in range(250):
-        text = rng.choice(VALID)
-        for _ in range(rng.randint(1, 3)):
-            text = rng.choice(mutations)(text, rng.randrange(len(text) + 1))
+        text = _mutated(rng)
         taken += bool(text.strip()) and _agrees(text, toy)
     capfd.readouterr()  # what the parser prints
     assert 20 < taken < 230

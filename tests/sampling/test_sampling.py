@@ -767,3 +767,27 @@ def test_processed_scores_are_those_after_bias_grammar_and_penalties(small_toy: 
     assert again.tolist() == ids.tolist()
     with pytest.raises(ConfigError):
         free.processed(row[:3])
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_tokens", "Request"),
+        ("stop", "Request"),
+        ("n", "Request"),
+        ("repetition_penalty", "repeat_penalty"),
+        ("nonsense", "settings: dry_allowed_length"),
+    ],
+)
+def test_setting_that_goes_elsewhere_is_named(name: str, hint: str) -> None:
+    given: dict[str, Any] = {name: 1}
+    for make in (SamplingParams, SamplingParams().replace):
+        with pytest.raises(ConfigError, match=f"unknown sampling setting '{name}'") as caught:
+            make(**given)
+        assert hint in (caught.value.hint or "")
+
+
+def test_top_k_of_minus_one_is_no_limit() -> None:
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+    with pytest.raises(ConfigError):
+        SamplingParams(top_k=-2)

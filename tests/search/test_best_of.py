@@ -213,6 +213,18 @@ def test_the_most_frequent_answer_wins(ctx: Context) -> None:
         )
 
 
+def test_equal_numbers_are_one_answer(ctx: Context) -> None:
+    given: list[Any] = ["1", "1.00", "1,000", "1e3", "one", "1.00", None, " 1", 1000.0, "1,00"]
+    with Branch.start(ctx, STORY, sampling=WARM) as root:
+        answers = iter(given)
+        found = search.vote(root, lambda _: next(answers), len(given), 2)
+    assert found.votes == {"1.00": 4, "1e3": 3, "one": 1, "1,00": 1}
+    assert found.answer_forms["1.00"] == {"1": 1, "1.00": 2, " 1": 1}
+    assert found.answer_forms["1e3"] == {"1,000": 1, "1e3": 1, "1000.0": 1}
+    assert found.best.score == 4 / len(given)
+    assert found.as_dict()["answer_forms"] == found.answer_forms
+
+
 def test_adaptive_votes_stop_at_agreement(ctx: Context) -> None:
     with Branch.start(ctx, "The", temperature=1.0, seed=2) as root:
         agreed = search.vote(root, lambda text: "same", 16, 4, adaptive=True)

@@ -1,43 +1,101 @@
-"""The outline of a tree: every node once, pruned or going on; its picture shows all of it."""
+"""The outline of a tree: every text once, pruned branches where they were given up; its picture."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+
+import pytest
 
 from llamabranch import Branch, Context, search
-from llamabranch.search import SearchNode, TreeLine, outline
+from llamabranch.pictures import TreeLine
+from llamabranch.search import SearchNode, outline
+
+STORY = "Once upon a time"
 
 
-def every_line(line: TreeLine) -> Iterator[TreeLine]:
-    yield line
-    for below in line.lines:
-        yield from every_line(below)
+def text_and_children(line: TreeLine) -> tuple[str, list[str]]:
+    return line.text, [child.text for child in line.children]
 
 
-def test_each_node_is_in_one_line_or_pruned_from_one(ctx: Context) -> None:
-    with Branch.start(ctx, "Once upon a time") as branch:
+def test_every_text_is_drawn_below_what_it_continues(ctx: Context) -> None:
+    with Branch.start(ctx, STORY) as branch:
         found = search.beam_search(branch, 4, 16, n=3)
-    lines = list(every_line(outline(found.tree)))
-    listed = [node for line in lines for node in line.nodes]
-    given_up = [node for line in lines for head in line.pruned for node in head.walk()]
-    assert len(listed) == len(set(listed))
-    assert {*listed, *given_up} == set(found.tree.walk())
-    assert sum(line.n_pruned for line in lines) == len(given_up)
-    assert all(node.status == "pruned" for node in given_up)
-    ends = [line.nodes[-1] for line in lines if not line.lines]
-    assert {h.node for h in found.hypotheses} == set(ends)
-    assert ends[0] is found.best.node  # the best comes first
-    assert sum(len(line.text) for line in lines) >= len(found.text)
+    top = outline(found.tree, most_pruned=10_000)
+    assert top.text == STORY and math.isnan(top.probability)
+    drawn: dict[str, str] = {}  # the text up to each line: its status
+    waiting = [("", top)]
+    while waiting:
+        above, line = waiting.pop()
+        assert line.n_hidden == 0
+        drawn[above + line.text] = line.status
+        waiting += [(above + line.text, child) for child in line.children]
+    given_up = [text for text, status in drawn.items() if status == "pruned"]
+    heads = [
+        STORY + node.path_text
+        for node in found.tree.walk()
+        if node.status == "pruned" and node.parent is not None and node.parent.status != "pruned"
+    ]
+    assert len(heads) == len(given_up) > 10
+    assert all(any(text.startswith(head) for text in given_up) for head in heads)
+    ends = [text for text, status in drawn.items() if status == "finished"]
+    assert sorted(ends) == sorted(STORY + h.text for h in found.hypotheses)
+
+
+def test_the_best_comes_first_and_scores_are_of_one_kind(ctx: Context) -> None:
+    with Branch.start(ctx, STORY) as branch:
+        found = search.beam_search(branch, 4, 12, n=4, length_penalty=0.7)
+    line = outline(found.tree, most_pruned=0)
+    while line.children:
+        line = line.children[0]
+    assert line.status == "finished" and line.figures == f"score {found.best.score:.3f}"
+    for node in found.tree.walk():
+        if node.tokens:
+            assert node.score == pytest.approx(node.logprob / len(node.path) ** 0.7)
+
+
+def test_a_line_begins_with_the_probability_of_its_first_token(ctx: Context) -> None:
+    with Branch.start(ctx, STORY, temperature=1.0, seed=2) as branch:
+        found = search.step_search(branch, len, 4, step=3, max_steps=3, max_tokens=9)
+        for line in outline(found.tree).children:
+            first = ctx.tokenize(line.text, add_special=False)[0]
+            if ctx.detokenize([first]) == line.tokens[0].text:
+                assert line.probability == pytest.approx(math.exp(branch.log_probs()[first]))
+    for node in found.tree.walk():
+        assert "".join(text for text, _ in node.pieces) == (node.text if node.tokens else "")
+        if node.parent is not None:
+            total = sum(logprob for _, logprob in node.pieces)
+            assert node.parent.logprob + total == pytest.approx(node.logprob)
+
+
+def test_pruned_branches_are_below_their_parent() -> None:
+    root = SearchNode(None, (), 0.0, "Prompt")
+    a = SearchNode(root, (1,), -0.5, " a")
+    b = SearchNode(a, (2,), -1.0, " b")
+    c = SearchNode(b, (3,), -1.5, " c")
+    c.status = "finished"
+    for parent, token, logprob in ((a, 8, -3.0), (b, 9, -2.0), (b, 7, -9.0)):
+        SearchNode(parent, (token,), logprob, f" x{token}").status = "pruned"
+    (line,) = outline(root, most_pruned=2).children
+    assert text_and_children(line) == (" a", [" x8", " b"])
+    assert text_and_children(line.children[1]) == (" b", [" x9", " c"])
+    assert line.children[1].n_hidden == 1
+    assert line.probability == pytest.approx(math.exp(-0.5))
+    (line,) = outline(root, most_pruned=0).children
+    assert text_and_children(line) == (" a b c", []) and line.n_hidden == 3
+    picture = search.tree_picture(root)
+    places = [picture.index(text) for text in ("Prompt", " a<", " x8<", " b<", " x9<", " c<")]
+    assert places == sorted(places)
 
 
 def test_a_picture_has_every_text_and_counts_what_was_given_up(ctx: Context) -> None:
-    with Branch.start(ctx, "Once upon a time") as branch:
+    with Branch.start(ctx, STORY) as branch:
         found = search.beam_search(branch, 2, 6)
     picture = search.tree_picture(found.tree, prompt="Once")
     for node in found.best.node.path:
         assert node.text.strip() in picture
     assert "given up" in picture
     assert f"score {found.best.score:.3f}" in picture
+    assert STORY not in picture and STORY in search.tree_picture(found.tree)
 
 
 def test_only_some_of_many_are_listed() -> None:
@@ -45,9 +103,18 @@ def test_only_some_of_many_are_listed() -> None:
     for token in range(100):
         child = SearchNode(root, (token,), -1.0 - token, f"<{token}>")
         child.status = "pruned" if token else "finished"
-    line = outline(root)
-    assert len(line.pruned) == line.n_pruned == 99
-    assert [node.tokens[0] for node in line.pruned[:2]] == [1, 2]  # the most probable first
+    line = outline(root, most_pruned=2)
+    assert (len(line.children), line.n_hidden) == (3, 97)
+    assert [child.text for child in line.children[:2]] == ["<1>", "<2>"]  # the most probable first
     picture = search.tree_picture(root)
     assert "&lt;1&gt;" in picture and "&lt;99&gt;" not in picture
     assert "99 given up" in picture and "and 59 more" in picture
+
+
+def test_a_stop_string_is_not_found_in_the_prompt(ctx: Context) -> None:
+    """The root knows the text of the prompt, for drawing; a stop string must not begin there."""
+    with Branch.start(ctx, "He said: and") as branch:
+        plain = search.beam_search(branch, 2, 6)
+        stopped = search.beam_search(branch, 2, 6, stop="and" + plain.text[:2])
+    assert stopped.text == plain.text
+    assert stopped.tree.text == "He said: and"

@@ -15,7 +15,7 @@ from failing import check_every_failure
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Distribution, search
-from llamabranch.errors import ConfigError
+from llamabranch.errors import ConfigError, UsageError
 from llamabranch.search import particles as module
 from llamabranch.search.lines import Lines
 from llamabranch.search.particles import Following
@@ -416,3 +416,12 @@ def test_settings_that_truncate_are_refused(ctx: Context, settings: dict[str, An
         pytest.raises(ConfigError),
     ):
         search.smc(root, 2, 3)
+
+
+def test_without_a_text_there_is_no_best_one(ctx: Context) -> None:
+    """No particle can end: the estimate of the evidence is 0, and there is nothing to choose from."""
+    with Branch.start(ctx, STORY, sampling=PLAIN, grammar='root ::= "x"{40}') as root:
+        found = search.smc(root, 3, 2)
+    assert found.hypotheses == [] and found.log_evidence == -math.inf and found.text == ""
+    with pytest.raises(UsageError, match="no text"):
+        _ = found.best

@@ -650,6 +650,45 @@ def test_head_begins_after_the_tokens_whose_states_are_not_known(
 # -- what does not fit -----------------------------------------------------------------------------------
 
 
+def test_the_context_of_a_head_generates_no_text(eagle: Pair) -> None:
+    head = eagle.drafter.ctx
+    for refused in (
+        lambda: lb.Branch.create(head),
+        lambda: lb.Branch.start(head, "a"),
+        lambda: lb.Engine(head),
+        lambda: lb.Speculator(head),
+        lambda: lb.InferenceSession(head, "a"),
+        lambda: lb.ModelDrafter(head),
+    ):
+        with pytest.raises(lb.UnsupportedError, match="drafts for that context"):
+            refused()
+    eagle.audit()
+
+
+def test_what_is_no_context_and_no_drafter_is_named(eagle: Pair) -> None:
+    ctx: Any = eagle.ctx
+    name: Any = "tale-eagle"
+    for argument, refused in (
+        ("target", lambda: lb.load(name, target=ctx.model)),
+        ("target", lambda: lb.load(name, target=name)),
+        ("target", lambda: lb.Context(eagle.drafter.ctx.model, target=name)),
+        ("model", lambda: lb.Context(name)),
+        ("ctx", lambda: lb.EagleDrafter(name)),
+        ("ctx", lambda: lb.ModelDrafter(name)),
+        ("target", lambda: lb.MTPDrafter(name)),
+        ("drafter", lambda: lb.Speculator(ctx, ctx)),
+        ("drafter", lambda: lb.Engine(ctx, ctx)),
+        ("drafter", lambda: lb.InferenceSession(ctx, "a").next_token(ctx)),
+        ("chain", lambda: lb.ChainDrafter([ctx])),
+        ("target", lambda: lb.Speculator(name)),
+        ("target", lambda: lb.Engine(ctx.model)),
+        ("ctx", lambda: lb.Branch.start(ctx.model, "a")),
+    ):
+        with pytest.raises(lb.ConfigError, match=f"{argument} must be a "):
+            refused()
+    eagle.audit()
+
+
 def test_head_without_its_target_is_refused() -> None:
     with lb.Model(HEAD) as head, pytest.raises(lb.UnsupportedError, match="beside its target"):
         lb.Context(head)

@@ -187,7 +187,7 @@ def test_page_prints_the_table_the_code_makes() -> None:
         ]
         for row in table()
     ]
-    assert rows("| a | γ | often seen") == made
+    assert rows("| a | γ | Amdahl") == made
 
 
 def test_page_prints_the_best_lengths_the_code_finds() -> None:

@@ -1,10 +1,8 @@
-"""A parser for GBNF that accepts what llama.cpp's parser accepts. Pure Python.
+"""A parser for GBNF that accepts what llama.cpp's parser accepts, and its translation to Lark. Pure Python.
 
-It follows llama.cpp's parser step by step, so that a grammar is checked before llama.cpp reads it, for
-two
-reasons: llama.cpp prints its errors to standard error instead of its log, and some grammars that it
-    accepts
-make it hang or overflow its stack. These are rejected, too.
+It follows llama.cpp's parser step by step, so an error has its line, column and reason. Grammars that
+llama.cpp accepts and that make it hang or overflow its stack are rejected, too: those that name tokens
+run on its own sampler.
 """
 
 from __future__ import annotations
@@ -14,17 +12,20 @@ from collections.abc import Callable, Iterable
 
 from ...errors import GrammarError
 
-__all__ = ["Gbnf"]
+__all__ = ["NO_FORCING", "Gbnf"]
+
+NO_FORCING = '{"no_forcing": true}'  # texts that are certain may be split into any tokens
 
 _MAX_DEPTH = 200
 _MAX_REPEAT = 2000
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
-_ESCAPED = set('tnr\\"[]-')
+_ESCAPED = {"t": "\t", "n": "\n", "r": "\r", **{c: c for c in '\\"[]-'}}
 _WORD = re.compile(r"[a-zA-Z0-9-]*")
 _HEX = re.compile(r"[0-9a-fA-F]*")
 _INT = re.compile(r"[0-9]*")
 _SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
 _LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
+_REFERENCE = re.compile("@([0-9]+)@")  # to a rule, in its translation
 
 # A sequence of symbols: the number of a rule, or None for a character or a token.
 Sequence = list[int | None]
@@ -34,7 +35,8 @@ class Gbnf:
     """A GBNF grammar that llama.cpp accepts, as the rules that its parser creates.
 
     ``rules`` maps each rule's number to its alternatives, ``token_texts`` lists the tokens written as
-    ``<text>``: each must be one token of the vocabulary.
+    ``<text>``: each must be one token of the vocabulary. ``names_tokens`` is True if it refers to any
+    token, by its text or its id.
 
     Raises:
         GrammarError: with line, column and reason.
@@ -49,6 +51,8 @@ class Gbnf:
         self._end = 0  # one above the highest number of a defined rule
         self.rules: dict[int, list[Sequence]] = {}
         self.token_texts: list[str] = []
+        self.names_tokens = False
+        self._translations: dict[int, str] = {}  # of the rules that have names
         self._skip(_LINES)
         while self._next():
             self._rule()
@@ -120,21 +124,24 @@ class Gbnf:
         number = self._number_of(name)
         self._expect("::=")
         self._skip(_LINES)
-        self._define(number, self._alternatives(nested=False))
+        ways, self._translations[number] = self._alternatives(nested=False)
+        self._define(number, ways)
         if self._next() not in ("\r", "\n", ""):
             raise self._fail(f"expected a new line or the end, found {self._next()!r}")
         self._skip(_LINES)
 
-    def _alternatives(self, nested: bool) -> list[Sequence]:
+    def _alternatives(self, nested: bool) -> tuple[list[Sequence], str]:
+        """Read alternatives; return them, and their translation."""
         found = [self._sequence(nested)]
         while self._next() == "|":
             self._at += 1
             self._skip(_LINES)
             found.append(self._sequence(nested))
-        return found
+        return [sequence for sequence, _ in found], " | ".join(text for _, text in found)
 
-    def _sequence(self, nested: bool) -> Sequence:
+    def _sequence(self, nested: bool) -> tuple[Sequence, str]:
         sequence: Sequence = []
+        items: list[str] = []  # their translations
         last = 0  # where the item starts that a repetition would repeat
         n_rules = 1  # the number of rules in that item
         while c := self._next():
@@ -154,6 +161,7 @@ class Gbnf:
                         f"the repetition makes {n_rules} rules, above the limit of {_MAX_REPEAT}",
                         at,
                     )
+                items[-1] = f"({items[-1]}{{{low},{'' if high is None else high}}})"
                 item = sequence[last:]
                 if low == 0:
                     del sequence[last:]
@@ -167,28 +175,37 @@ class Gbnf:
                     sequence.append(number)
                 continue
             if c == "(":
-                sequence, last, n_rules = self._group(sequence, nested)
+                sequence, last, n_rules = self._group(sequence, items, nested)
                 continue
             start = len(sequence)
             if c == '"':
-                sequence.extend(self._literal())
+                literal = self._literal()
+                sequence.extend([None] * len(literal))
+                items.append(f"({' '.join(f'/{one}/' for one in literal)})" if literal else "")
             elif c == "[":
-                sequence.extend(self._set())
+                matched = self._set()
+                sequence.extend([None] if matched else [])
+                items.append(matched)
             elif c in "<!":
                 self._token()
                 sequence.append(None)
+                items.append("")
             elif c == ".":
                 self._at += 1
                 sequence.append(None)
+                items.append(r"/[^\x{0}]/")
             elif name := self._skip(_WORD):
                 sequence.append(self._number_of(name))
+                items.append(f"(@{sequence[-1]}@)")
             else:
                 break
             self._blank(nested)
             last, n_rules = start, 1
-        return sequence
+        return sequence, " ".join(filter(None, items)) or '""'
 
-    def _group(self, sequence: Sequence, nested: bool) -> tuple[Sequence, int, int]:
+    def _group(
+        self, sequence: Sequence, items: list[str], nested: bool
+    ) -> tuple[Sequence, int, int]:
         at = self._at
         self._depth += 1
         if self._depth > _MAX_DEPTH:
@@ -199,7 +216,9 @@ class Gbnf:
         self._skip(_LINES)
         before = self._n_symbols
         number = self._new()
-        self._define(number, self._alternatives(nested=True))
+        ways, translation = self._alternatives(nested=True)
+        self._define(number, ways)
+        items.append(f"({translation})")
         self._depth -= 1
         n_rules = max(1, self._n_symbols - before)
         self._expect(")")
@@ -228,52 +247,58 @@ class Gbnf:
             raise self._fail(f"a repetition is above the limit of {_MAX_REPEAT}", at)
         return least, most
 
-    def _literal(self) -> Sequence:
+    def _literal(self) -> list[str]:
+        """Read a string; return its characters as regular expressions."""
         at = self._at
         self._at += 1
-        found: Sequence = []
+        found: list[str] = []
         while self._next() != '"':
             if not self._next():
                 raise self._fail("the string does not end", at)
-            self._character()
-            found.append(None)
+            found.append(self._character())
         self._at += 1
         return found
 
-    def _set(self) -> Sequence:
+    def _set(self) -> str:
+        """Read a set; return its translation, "" where it matches the empty text, as llama.cpp does."""
         at = self._at
         self._at += 1
+        found: list[str] = []
+        opening = "/["
         if self._next() == "^":
             self._at += 1
-        found: Sequence = []
+            opening = r"/[^\x{0}"  # a NUL ends the text for llama.cpp
         while self._next() != "]":
             if not self._next():
                 raise self._fail("the set does not end", at)
-            self._character()
-            found = [None]  # a set matches one character
+            found.append(self._character())
             if self._next() == "-" and self._next(1) != "]":
                 self._at += 1
                 if not self._next():
                     raise self._fail("the set does not end", at)
-                self._character()
+                found[-1] += f"-{self._character()}"
         self._at += 1
-        return found
+        return f"{opening}{''.join(found)}]/" if found else ""
 
-    def _character(self) -> None:
+    def _character(self) -> str:
+        """Read a character; return it as a regular expression."""
         if self._next() != "\\":
             self._at += 1
-            return
+            return f"\\x{{{ord(self._text[self._at - 1]):x}}}"
         kind = self._next(1)
         if kind not in _HEX_DIGITS and (not kind or kind not in _ESCAPED):
             raise self._fail(f"unknown escape \\{kind}")
         self._at += 2
-        if kind in _HEX_DIGITS:
-            match = _HEX.match(self._text, self._at, self._at + _HEX_DIGITS[kind])
-            if match is None or len(match.group()) < _HEX_DIGITS[kind]:
-                raise self._fail(f"expected {_HEX_DIGITS[kind]} hexadecimal digits after \\{kind}")
-            self._at = match.end()
+        if kind not in _HEX_DIGITS:
+            return f"\\x{{{ord(_ESCAPED[kind]):x}}}"
+        match = _HEX.match(self._text, self._at, self._at + _HEX_DIGITS[kind])
+        if match is None or len(match.group()) < _HEX_DIGITS[kind]:
+            raise self._fail(f"expected {_HEX_DIGITS[kind]} hexadecimal digits after \\{kind}")
+        self._at = match.end()
+        return f"\\x{{{match.group()}}}"
 
     def _token(self) -> None:
+        self.names_tokens = True
         if self._next() == "!":
             self._at += 1
         at = self._at
@@ -313,6 +338,36 @@ class Gbnf:
             f"the grammar has left recursion: {where} can begin with itself",
             hint="write the repetition with * or +, or put something before it",
         )
+
+    @property
+    def lark(self) -> str:
+        """The same grammar in llguidance's dialect of Lark.
+
+        Without recursion it is one terminal, a regular expression. Else every character is a terminal of
+        its own: longer ones would be matched greedily. Texts that are forced may be split into any
+        tokens, as llama.cpp allows it.
+        """
+        reached, is_recursive = self._reached()
+        name = r"r\1" if is_recursive else r"R\1"
+        lines = [f"%llguidance {NO_FORCING}", f"start: @{self.root}@"]
+        lines += [f"@{number}@: {self._translations[number]}" for number in reached]
+        return _REFERENCE.sub(name, "\n".join(lines))
+
+    def _reached(self) -> tuple[list[int], bool]:
+        """Return the rules with names that the start symbol needs, and whether one contains itself."""
+        uses = {
+            number: [int(n) for n in _REFERENCE.findall(text)]
+            for number, text in self._translations.items()
+        }
+        reached, todo = [self.root], [self.root]
+        while todo:
+            for number in uses[todo.pop()]:
+                if number not in reached:
+                    reached.append(number)
+                    todo.append(number)
+        component = _components({number: uses[number] for number in reached})
+        is_recursive = len(set(component.values())) < len(reached)
+        return reached, is_recursive or any(number in uses[number] for number in reached)
 
     @property
     def endless(self) -> bool:

@@ -1,55 +1,245 @@
-"""GBNF grammars, and their creation from JSON schemas."""
+"""What the generated text must follow: a JSON schema, a regular expression, a choice, Lark or GBNF."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...errors import GrammarError
-from .gbnf import Gbnf
-from .json_schema import gbnf_of_schema
+from ...errors import ConfigError, GrammarError
+from . import schema as json_schemas
+from ...model import Model
+from .gbnf import NO_FORCING, Gbnf
+from .guidance import Matcher, check_grammar, lark_grammar, regex_grammar, schema_grammar
+from .sampler_matcher import SamplerMatcher
 
-__all__ = ["Grammar"]
+__all__ = ["Grammar", "GrammarState"]
+
+GrammarState = Matcher | SamplerMatcher
+
+_KINDS = ("gbnf", "json_schema", "regex", "choice", "lark")
+_UNSUPPORTED = re.compile(r'Unimplemented keys: \["([^"]*)"')
+_MOST_BYTES = 1 << 20
+_WHITESPACE = ("single", "none", "any")
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """A GBNF grammar that the generated text must follow; its start symbol is ``root``.
+    """A grammar that the generated text must follow from its beginning to its end.
+
+    Use ``from_json_schema``, ``from_regex``, ``from_choices`` and ``from_lark`` for what is not GBNF.
+
+    Args:
+        source: the text of the grammar; of a choice, a JSON list.
+        kind: "gbnf" (its start symbol is ``root``), "json_schema", "regex", "choice" or "lark".
+        whitespace: of a JSON schema; see ``from_json_schema``.
 
     Raises:
-        GrammarError: empty; a syntax error (with line, column and reason); nested too deep; repetitions
-            that llama.cpp cannot expand. Whether a token written as ``<text>`` exists is checked when a
-            branch uses the grammar.
+        GrammarError: it does not parse, with the reason; it needs something that is not supported, or
+            more than 1 MiB; no text satisfies it. Whether a token that it names exists is checked when a
+            branch uses it.
     """
 
-    gbnf: str
-    token_texts: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    source: str
+    kind: str = "gbnf"
+    whitespace: str = "single"
+    model: type | None = field(default=None, compare=False, repr=False)
+    token_texts: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
+    guidance: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.gbnf, str) or not self.gbnf.strip():
+        if self.kind not in _KINDS:
+            raise ConfigError(f"unknown kind of grammar {self.kind!r}: use one of {_KINDS}")
+        if self.whitespace not in _WHITESPACE:
+            raise ConfigError(f"whitespace must be one of {_WHITESPACE}, not {self.whitespace!r}")
+        if not isinstance(self.source, str) or not self.source.strip():
             raise GrammarError("a grammar must be a string that is not empty")
         try:
-            self.gbnf.encode("utf-8")
+            n_bytes = len(self.source.encode("utf-8"))
         except UnicodeEncodeError as error:
             raise GrammarError(f"the grammar is not valid Unicode: {error}") from error
-        if "\0" in self.gbnf:
+        if n_bytes > _MOST_BYTES:
             raise GrammarError(
-                "the grammar contains a NUL character: llama.cpp would stop reading there"
+                f"the grammar has {n_bytes} bytes, above the limit of {_MOST_BYTES}",
+                hint="leave out what does not constrain the text, such as descriptions",
             )
-        object.__setattr__(self, "token_texts", tuple(Gbnf(self.gbnf).token_texts))
+        if "\0" in self.source:
+            raise GrammarError("the grammar contains a NUL character")
+        object.__setattr__(self, "guidance", self._compile())
+
+    def _compile(self) -> str:
+        """Return the grammar as llguidance reads it; "" = llama.cpp's sampler has to follow it."""
+        if self.kind == "gbnf":
+            return self._compile_gbnf()
+        if self.kind == "json_schema":
+            schema = json_schemas.parse(self.source)
+            try:
+                found = schema_grammar(json_schemas.closed(schema), self.whitespace)
+                check_grammar(found)
+            except GrammarError:
+                found = schema_grammar(schema, self.whitespace)
+                try:
+                    check_grammar(found)
+                except GrammarError as error:
+                    raise _named(error, schema) from error
+            return found
+        elif self.kind == "regex":
+            found = regex_grammar(self.source)
+        elif self.kind == "choice":
+            found = regex_grammar("|".join(map(_literal, _choices(self.source))))
+        else:
+            found = lark_grammar(self.source)
+        check_grammar(found)
+        return found
+
+    def _compile_gbnf(self) -> str:
+        parsed = Gbnf(self.source)
+        object.__setattr__(self, "token_texts", tuple(parsed.token_texts))
+        if parsed.names_tokens:
+            return ""
+        found = lark_grammar(parsed.lark)
+        try:
+            check_grammar(found)
+        except GrammarError:  # for instance a range that is empty: llama.cpp takes it
+            return ""
+        return found
 
     @classmethod
-    def from_json_schema(cls, schema: str | Mapping[str, object]) -> Grammar:
-        """Return a grammar for JSON texts that are valid against the schema.
+    def from_json_schema(
+        cls, schema: str | Mapping[str, object] | type, *, whitespace: str = "single"
+    ) -> Grammar:
+        """Return a grammar for JSON texts that are valid against a schema.
+
+        Args:
+            schema: a JSON schema as text or object; or a pydantic model, a TypedDict or a dataclass, for
+                which pydantic must be installed. ``parse`` then returns an instance.
+            whitespace: "single" = a space after each comma and colon, as ``json.dumps`` writes it;
+                "none"; "any" = whatever JSON allows between its tokens, so that a text may be long.
 
         Raises:
-            GrammarError: not a schema, one that no text satisfies, or one with an unsupported keyword,
+            GrammarError: not a schema, one that no text satisfies, or one with something unsupported,
                 which the message names.
+            ConfigError: pydantic is missing, or cannot describe the type.
         """
+        model = None
+        if isinstance(schema, type):
+            model, schema = schema, json_schemas.of_type(schema)
         if not isinstance(schema, str):
             try:
-                schema = json.dumps(schema)
+                schema = json.dumps(schema, ensure_ascii=False)
             except (TypeError, ValueError, RecursionError) as error:
                 raise GrammarError(f"the JSON schema is not JSON: {error}") from error
-        return cls(gbnf_of_schema(schema))
+        return cls(schema, "json_schema", whitespace, model)
+
+    @classmethod
+    def from_regex(cls, pattern: str) -> Grammar:
+        r"""Return a grammar for texts that match a regular expression as a whole.
+
+        Args:
+            pattern: in the syntax of Rust's ``regex``, which is Python's without look-around, backward
+                references and word boundaries; ``\d`` is an ASCII digit. ``^`` at the beginning and ``$``
+                at the end may be given.
+
+        Raises:
+            GrammarError: it does not parse, or nothing matches it.
+        """
+        return cls(pattern, "regex")
+
+    @classmethod
+    def from_choices(cls, choices: Sequence[str]) -> Grammar:
+        """Return a grammar for exactly these texts.
+
+        Raises:
+            GrammarError: no choice, or an empty one.
+        """
+        given = [choices] if isinstance(choices, str) else list(choices)
+        return cls(json.dumps(given, ensure_ascii=False), "choice")
+
+    @classmethod
+    def from_lark(cls, lark: str) -> Grammar:
+        """Return the grammar of a text in llguidance's dialect of Lark; its start symbol is ``start``.
+
+        Raises:
+            GrammarError: it does not parse.
+        """
+        return cls(lark, "lark")
+
+    @classmethod
+    def from_dict(cls, given: str | Mapping[str, object]) -> Grammar:
+        """Return the grammar that ``as_dict`` describes, or that of a GBNF text.
+
+        Raises:
+            GrammarError, ConfigError: see the class.
+        """
+        if isinstance(given, str):
+            return cls(given)
+        fields = {name: given.get(name) for name in ("source", "kind", "whitespace")}
+        if set(given) - set(fields) or not all(isinstance(v, str) for v in fields.values()):
+            raise ConfigError(f"not the description of a grammar: {given!r:.60}")
+        return cls(**{name: str(value) for name, value in fields.items()})
+
+    def as_dict(self) -> str | dict[str, str]:
+        """Return JSON types that describe it: for GBNF its text."""
+        if self.kind == "gbnf":
+            return self.source
+        return {"source": self.source, "kind": self.kind, "whitespace": self.whitespace}
+
+    def start(self, model: Model, *, forcing: bool = False) -> GrammarState:
+        """Return the state of this grammar before the first token.
+
+        Args:
+            model: whose tokens it matches.
+            forcing: a GBNF grammar too follows the tokenizer where the text is certain.
+
+        Raises:
+            GrammarError: the model has no text, the grammar names a token that the vocabulary lacks, or
+                no text satisfies it.
+        """
+        if not model.has_text:
+            raise GrammarError("a grammar needs a model with a vocabulary")
+        if not self.guidance:
+            return SamplerMatcher(model, self.source, self.token_texts)
+        is_split = forcing and self.kind == "gbnf"
+        return Matcher(model, self.guidance.replace(NO_FORCING, "{}") if is_split else self.guidance)
+
+    def parse(self, text: str) -> object:
+        """Return what a complete text of a JSON schema means: a JSON value, or an instance of its type.
+
+        For other grammars it returns the text.
+
+        Raises:
+            ValueError: the text is incomplete, or pydantic's own validation refuses it.
+        """
+        if self.kind != "json_schema":
+            return text
+        return json.loads(text) if self.model is None else json_schemas.validate(self.model, text)
+
+
+def _named(error: GrammarError, schema: dict[str, object]) -> GrammarError:
+    """Return an error that says where the first unsupported keyword is; else ``error``."""
+    found = _UNSUPPORTED.search(str(error))
+    keyword = "oneOf" if "oneOf constraints" in str(error) else found[1] if found else ""
+    path = json_schemas.path_to(keyword, schema) if keyword else None
+    if path is None:
+        return error
+    hint = "use anyOf where the parts exclude each other anyway" if keyword == "oneOf" else None
+    return GrammarError(f"the JSON-schema keyword {keyword!r} at {path} is not supported", hint=hint)
+
+
+def _choices(source: str) -> list[str]:
+    try:
+        found = json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"the choices are not a JSON list: {error}") from error
+    if not isinstance(found, list) or not found:
+        raise GrammarError("a choice needs a list of texts, at least one")
+    for one in found:
+        if not isinstance(one, str) or not one:
+            raise GrammarError(f"a choice must be a text that is not empty, not {one!r:.40}")
+    return found
+
+
+def _literal(text: str) -> str:
+    """Return a regular expression that only ``text`` matches."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)

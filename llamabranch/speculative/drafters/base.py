@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
+from ...arguments import instance
 from ...branch import Branch
 from ...model import Model
 from ...sampling import Distribution
@@ -27,6 +28,7 @@ __all__ = [
     "Drafter",
     "NullDrafter",
     "NullState",
+    "checked_drafter",
     "propose",
 ]
 
@@ -52,6 +54,7 @@ class Draft:
             raise the throughput), "end" (nothing can follow), "capacity" (no room), "no evidence" or
             "off" (the drafter was not used).
         drafter: the name of the drafter that made it.
+        forced: for each token whether a grammar allowed no other text; empty = none of them.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -63,6 +66,7 @@ class Draft:
     n_decodes: int = 0
     stopped: str = "length"
     drafter: str = ""
+    forced: list[bool] = field(default_factory=list)
 
     @property
     def n_steps(self) -> int:
@@ -71,7 +75,7 @@ class Draft:
 
     def cut(self, n: int) -> None:
         """Keep the first ``n`` tokens; a tree with one leaf left is a chain."""
-        del self.tokens[n:], self.sources[n:]
+        del self.tokens[n:], self.sources[n:], self.forced[n:]
         if self.parents is not None:
             chain = list(range(-1, len(self.tokens) - 1))
             self.parents = None if self.parents[:n] == chain else self.parents[:n]
@@ -109,6 +113,20 @@ class DraftState(Protocol):
         """Free the sequences and the memory that the state holds."""
 
 
+def checked_drafter(drafter: Drafter | None, target: Model) -> Drafter:
+    """Return the drafter, one that drafts nothing for None, once it is known to fit ``target``.
+
+    Raises:
+        ConfigError: it is no drafter.
+        UnsupportedError, VocabularyMismatchError: it cannot draft for ``target``.
+    """
+    if drafter is None:
+        return NullDrafter()
+    hint = "ModelDrafter(ctx) drafts with the model of a context"
+    instance("drafter", drafter, Drafter, hint).check(target)  # type: ignore[type-abstract]
+    return drafter
+
+
 def propose(state: DraftState, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
     """Return the draft of ``state``; measure its time and ask the length if the state did not.
 
@@ -123,7 +141,7 @@ def propose(state: DraftState, tokens: Sequence[int], length: DraftLength, limit
     parents = None if draft.parents is None else list(draft.parents)
     draft = replace(  # the state may keep the draft it returned
         draft, tokens=list(draft.tokens), sources=list(draft.sources), parents=parents,
-        entropies=[], seconds=seconds,
+        entropies=[], seconds=seconds, forced=list(draft.forced),
     )  # fmt: skip
     if not length.consider(draft.drafter):
         draft.cut(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from ...arguments import instance
 from ...branch import Branch
 from ...errors import ConfigError
 from ...model import Model
@@ -24,12 +25,14 @@ class ChainDrafter(Drafter):
         drafters: at least one, in the order in which they are tried.
 
     Raises:
-        ConfigError: an empty list.
+        ConfigError: an empty list, or something that is no drafter.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         if not drafters:
             raise ConfigError("a chain needs at least one drafter")
+        for one in drafters:
+            instance("a drafter of a chain", one, Drafter)  # type: ignore[type-abstract]
         self.drafters = tuple(drafters)
 
     @property

@@ -20,6 +20,7 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
+from ...arguments import instance
 from ...branch import Branch
 from ...context import Context
 from ...context.decode_times import context_key
@@ -131,6 +132,7 @@ class EagleDrafter(_HeadDrafter):
     def __init__(
         self, ctx: Context, sampling: SamplingParams | None = None, *, width: int = 1
     ) -> None:
+        instance("ctx", ctx, Context, 'EagleDrafter(Context(Model("head.gguf"), target=ctx))')
         if ctx.target is None or not ctx.model.target_layers:
             raise ConfigError(
                 f"{ctx.model.name} is not open as an EAGLE-3 head",
@@ -170,12 +172,16 @@ class MTPDrafter(_HeadDrafter):
         sampling: the settings of the draws; None = the request's.
 
     Raises:
+        ConfigError: not a context.
         UnsupportedError: the target has no MTP layers that can be computed, with the reason.
     """
 
     ahead = 0
 
     def __init__(self, target: Context, sampling: SamplingParams | None = None) -> None:
+        instance(
+            "target", target, Context, "give the context that generates, for example lb.load()"
+        )
         is_open = target.target is not None and not target.model.target_layers
         self.ctx = target if is_open else Context(target.model, target=target)
         self.sampling = sampling
@@ -234,7 +240,7 @@ class HeadState:
         self.seed = target.seed
         self._drafter = drafter
         self._ctx = drafter.ctx
-        self._n_prompt = target.n_prompt
+        self._n_prompt = target.sequence.answer_start  # where a grammar begins
         self._sampler = self._new_sampler(drafter.settings(target), target.grammar)
         # How many tokens the sampler has accepted; None if it must accept all of them again.
         self._n_accepted: int | None = None

@@ -8,6 +8,7 @@ from time import perf_counter
 
 from ...branch import Branch, BranchStore
 from ...context import Context
+from ...context.context import text_context
 from ...context.decode_times import context_key
 from ...context.logits import LogitsRow
 from ...errors import CapacityError, GrammarError, VocabularyMismatchError
@@ -41,7 +42,8 @@ class ModelDrafter(Drafter):
         translate: whether to draft through the text if the vocabularies differ.
 
     Raises:
-        ConfigError: an invalid width.
+        ConfigError: not a context, or an invalid width.
+        UnsupportedError: the context of a head.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class ModelDrafter(Drafter):
         translate: bool = True,
     ) -> None:
         self._width = tree_width(width)
-        self.ctx = ctx
+        self.ctx = text_context("ctx", ctx)
         self.sampling = sampling
         self.translate = translate
 
@@ -135,7 +137,7 @@ class ModelState:
 
     def __init__(self, drafter: ModelDrafter, branch: Branch, target: Branch, rule: str) -> None:
         self.branch = branch
-        self.n_prompt = target.n_prompt
+        self.n_prompt = target.sequence.answer_start  # where a grammar begins
         self._name = drafter.name
         self._drafter = drafter
         self._rule = rule

@@ -1,0 +1,189 @@
+"""The texts of control tokens: found in rendered conversations, and made harmless in what messages hold.
+
+llama.cpp turns every text of a control token into that token, whoever wrote it: a message that contains
+``<|im_end|>`` could end its turn and begin another one, in a role of its choice. So before a template is
+rendered, a character of each such text in a message is replaced by a stand-in, a character that occurs
+nowhere else. What the template writes itself is then told from what it was given, wherever it puts it.
+
+A template sees the stand-in too: what it does with a control token's text in a message, such as cutting a
+reasoning part off, it does not do. A control token that a template builds around a value itself, as
+``'<|' + role + '|>'``, is the template's own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar, cast
+
+__all__ = ["ControlText", "ControlToken", "StandIns"]
+
+Given = TypeVar("Given")
+StandIns = Mapping[int, str]  # what each stand-in stands for, as `str.translate` takes it
+
+
+class ControlToken(NamedTuple):
+    """A control token, and whether llama.cpp drops white space before and after it."""
+
+    token: int
+    strips_before: bool
+    strips_after: bool
+
+
+class ControlText:
+    """Finds the texts of a vocabulary's control tokens.
+
+    Args:
+        tokens: the control tokens by their texts.
+    """
+
+    def __init__(self, tokens: Mapping[str, ControlToken]) -> None:
+        self._tokens = tokens
+        self._ids = frozenset(control.token for control in tokens.values())
+        pattern = _one_of(sorted(tokens)) if tokens else "(?!)"
+        self._exact = re.compile(pattern)
+        # Templates can change the case. The look-ahead finds texts that overlap, too.
+        self._alike = re.compile(f"(?=({pattern}))", re.IGNORECASE)
+        lower = [text.lower() for text in tokens]
+        self._texts = sorted(lower)
+        self._reversed = sorted(text[::-1] for text in lower)
+        self._first = frozenset(text[0] for text in lower)
+        self._last = frozenset(text[-1] for text in lower)
+        self._longest = max(map(len, lower), default=0)
+
+    # -- what is given to a template ---------------------------------------------------------------
+
+    def guard(self, value: Given, cuts: Iterable[str]) -> tuple[Given, StandIns]:
+        """Return JSON types in which no text can become a control token, and the stand-ins in them.
+
+        Args:
+            value: what a template is given.
+            cuts: strings at which the template may cut texts, or which it may take out of them.
+        """
+        chosen: dict[str, str] = {}
+        removed = re.compile(
+            "|".join([r"\s+", *map(re.escape, sorted(cuts, key=len, reverse=True))])
+        )
+
+        def guarded(value: object, key: str) -> object:
+            if isinstance(value, str):
+                if key != "content" and value.isidentifier():  # a role, a type, the name of a tool
+                    return value
+                places = self._places(value, removed)
+                return _replaced(value, places, stand_in) if places else value
+            if isinstance(value, Mapping):
+                return {guarded(name, ""): guarded(one, str(name)) for name, one in value.items()}
+            if isinstance(value, (list, tuple)):
+                return type(value)(guarded(one, key) for one in value)
+            return value
+
+        def stand_in(character: str) -> str:
+            if character not in chosen:
+                used = json.dumps([value, *cuts], ensure_ascii=False, skipkeys=True, default=_plain)
+                free = (
+                    c for c in map(chr, range(0xF0000, 0xFFFFE)) if c not in used
+                )  # private use
+                chosen[character] = next(c for c in free if c not in chosen.values())
+            return chosen[character]
+
+        found = cast(Given, guarded(value, ""))
+        return found, {ord(mark): character for character, mark in chosen.items()}
+
+    def _places(self, text: str, removed: re.Pattern[str]) -> set[int]:
+        """Return which characters to replace so that ``text`` becomes, or completes, no control token."""
+        places = {match.start() for match in self._alike.finditer(text)}
+        start, end = len(text) - len(text.lstrip()), len(text.rstrip())
+        if start >= end:
+            return places
+        # A beginning at its end, or an end at its beginning, may be completed by what is beside it.
+        for i in range(max(start, end - self._longest), end):
+            if text[i].lower() in self._first and _has_prefix(self._texts, text[i:end].lower()):
+                places.add(end - 1)
+        for i in range(start, min(end, start + self._longest)):
+            if text[i].lower() in self._last:
+                tail = text[start : i + 1].lower()[::-1]
+                if _has_prefix(self._reversed, tail):
+                    places.add(start)
+        # "<|im_<think>end|>" becomes one when <think> is taken out.
+        opens = [i for i, character in enumerate(text) if character.lower() in self._first]
+        if opens:
+            joined = removed.sub("", text)
+            if len(self._alike.findall(joined)) > len(self._alike.findall(text)):
+                places.update(opens)
+        return places
+
+    # -- what a template returns -------------------------------------------------------------------
+
+    def tokenize(
+        self, text: str, stand_ins: StandIns, tokenize: Callable[[str, bool], list[int]]
+    ) -> list[int]:
+        """Return the tokens of a rendered conversation.
+
+        Args:
+            text: the text with its stand-ins.
+            stand_ins: what they stand for.
+            tokenize: turns a text into tokens; control tokens in it are parsed if the flag is set.
+        """
+        restored = text.translate(stand_ins)
+        own = list(self._exact.finditer(text))
+        if [match.span() for match in own] == [m.span() for m in self._exact.finditer(restored)]:
+            return tokenize(restored, True)
+        tokens: list[int] = []
+        at, strips = 0, False
+        for match in [
+            *own,
+            None,
+        ]:  # as llama.cpp does it: the text between control tokens by itself
+            piece = text[at : match.start() if match else None]
+            control = self._tokens[match.group()] if match else None
+            piece = piece.lstrip(_SPACE) if strips else piece
+            piece = piece.rstrip(_SPACE) if control and control.strips_before else piece
+            found = tokenize(piece.translate(stand_ins), False) if piece else []
+            if not self._ids.isdisjoint(
+                found
+            ):  # user-defined ones are parsed in any text: cut it there
+                parts = re.split(f"(?<=[{''.join(map(chr, stand_ins))}])", piece)
+                found = [t for part in parts for t in tokenize(part.translate(stand_ins), False)]
+            tokens += found
+            if match and control:
+                tokens.append(control.token)
+                at, strips = match.end(), control.strips_after
+        return tokens
+
+
+def _plain(value: object) -> object:
+    return dict(value) if isinstance(value, Mapping) else repr(value)
+
+
+_SPACE = " \t\n\v\f\r"  # as C's isspace
+
+
+def _has_prefix(ordered: Sequence[str], prefix: str) -> bool:
+    """Return whether a text of a sorted list begins with ``prefix``."""
+    at = bisect_left(ordered, prefix)
+    return at < len(ordered) and ordered[at].startswith(prefix)
+
+
+def _replaced(text: str, places: Iterable[int], stand_in: Callable[[str], str]) -> str:
+    characters = list(text)
+    for i in places:
+        characters[i] = stand_in(characters[i])
+    return "".join(characters)
+
+
+def _one_of(texts: Sequence[str]) -> str:
+    """Return a pattern for the longest of some sorted texts; common beginnings are compared once."""
+    first, last = texts[0], texts[-1]
+    n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    start = first[:n]
+    by_next: dict[str, list[str]] = {}
+    for text in texts:
+        if text != start:
+            by_next.setdefault(text[len(start)], []).append(text[len(start) :])
+    found = re.escape(start)
+    if by_next:
+        choice = "|".join(_one_of(rest) for rest in by_next.values())
+        found += f"(?:{choice}){'?' if start in texts else ''}"
+    return found

@@ -1,0 +1,135 @@
+"""Renders chat templates: the program of a process of its own, which imports nothing of this package.
+
+It reads requests and writes replies, one JSON object a line, until its input ends. Templates run in
+Jinja's immutable sandbox, with the names that Hugging Face's templates use and nothing else. The sandbox
+keeps them from files and from Python; time and memory are limited from outside (``templates.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from datetime import datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+__all__ = ["main"]
+
+_LONGEST = 1 << 24  # characters of a rendered text: more tokens than any context has
+
+
+class _Refused(Exception):
+    """What a template raised itself: its reason not to take the messages."""
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> Template:
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %}``, which marks the assistant's text for training: rendered as it is."""
+
+        tags = {"generation"}  # noqa: RUF012  (as Jinja declares it)
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise _Refused(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(
+        raise_exception=raise_exception,
+        strftime_now=lambda form: datetime.now().strftime(form),
+    )
+    return environment.from_string(source)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes < and > for HTML.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _reply(source: str, variables: Mapping[str, object]) -> dict[str, str]:
+    """Return the ``text``, or why there is none: ``missing``, ``invalid``, ``refused``, ``failed``."""
+    try:
+        from jinja2 import TemplateError
+    except ImportError as error:
+        return {"missing": str(error)}
+    try:
+        template = _compiled(source)
+    except (TemplateError, RecursionError) as error:
+        return {"invalid": str(error)}
+    try:
+        text = template.render(variables)
+    except _Refused as error:
+        return {"refused": str(error)}
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever the program in the file does wrong
+        return {"failed": f"{type(error).__name__}: {error}"}
+    if len(text) > _LONGEST:
+        return {"failed": f"its text has {len(text)} characters, more than {_LONGEST}"}
+    return {"text": text}
+
+
+def _limits(memory_bytes: int, cpu_s: int) -> Callable[[], None]:
+    """Limit the memory of this process; return what limits the processor time of the next request.
+
+    Nothing is limited where the system cannot. The time counts only for a template that runs on when the
+    process that asked has ended: that process is stricter.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows
+        return lambda: None
+
+    def limit(what: int, value: int) -> None:
+        _, most = resource.getrlimit(what)
+        with suppress(ValueError, OSError):
+            resource.setrlimit(what, (value if most < 0 else min(value, most), most))
+
+    limit(resource.RLIMIT_AS, memory_bytes)
+    return lambda: limit(resource.RLIMIT_CPU, int(time.process_time()) + cpu_s)
+
+
+def main(lines: Iterable[str], memory_bytes: int, cpu_s: int) -> None:
+    """Answer each line of requests on standard output."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    limit_time = _limits(memory_bytes, cpu_s)
+    for line in lines:
+        limit_time()
+        request = json.loads(line)
+        sys.stdout.write(json.dumps(_reply(request["source"], request["variables"])) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.path += sys.argv[3:]  # where Jinja is: this interpreter was started without site packages
+    main(sys.stdin, int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,236 @@
+"""Chat templates: rendered in a process of their own, with limits on time and memory.
+
+A template is a Jinja program from the GGUF, which anybody may have made. A single expression can run
+without end or fill the memory, inside one operator of Python's where no thread can stop it. So a worker
+process (`template_worker`) renders, one for all models, started with the first template and stopped with
+this process; a template that exceeds a limit ends the worker, and the next one starts another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import threading
+import weakref
+from ast import literal_eval
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from time import monotonic
+
+from ..errors import ConfigError, UnsupportedError
+from ..native import forkable_lock
+
+__all__ = ["ChatTemplate"]
+
+_LIMIT_S = 10.0  # an ordinary conversation takes some milliseconds
+_MEMORY_BYTES = 1 << 30
+_START_S = 60.0  # on a busy machine
+_POLL_S = 0.2
+_STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
+
+
+class ChatTemplate:
+    """A chat template.
+
+    Args:
+        source: its Jinja source.
+        special: texts of special tokens by the names that templates use: ``bos_token``, ...
+        limit_s: the most seconds that a rendering may take.
+    """
+
+    def __init__(
+        self, source: str, special: Mapping[str, str], *, limit_s: float = _LIMIT_S
+    ) -> None:
+        self._source = source
+        self._special = dict(special)
+        self._limit_s = limit_s
+
+    @cached_property
+    def strings(self) -> frozenset[str]:
+        """The string literals in its source: where it can cut, or join, the texts it is given."""
+        found = set()
+        for literal in _STRING.findall(self._source):
+            try:
+                found.add(str(literal_eval(literal)))
+            except (ValueError, SyntaxError):
+                found.add(literal[1:-1])
+        return frozenset(found - {""})
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, object],
+    ) -> str:
+        """Return the text of a conversation.
+
+        Raises:
+            ConfigError: the template refuses the messages, with its reason; or a message or variable is
+                no JSON type.
+            UnsupportedError: Jinja is not installed, the source is no valid template, it failed, did
+                what the sandbox forbids, or took too much time or memory.
+        """
+        given = {
+            **self._special,
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            **variables,
+        }
+        try:
+            request = json.dumps({"source": self._source, "variables": given}, default=_plain)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"messages and variables must be JSON types: {error}") from None
+        reply = _ask(request.encode("ascii"), self._limit_s)
+        if "refused" in reply:
+            raise ConfigError(f"the model's chat template refuses the messages: {reply['refused']}")
+        if "missing" in reply:
+            raise UnsupportedError("chat templates need Jinja", hint="pip install jinja2")
+        if "invalid" in reply:
+            raise UnsupportedError(
+                f"the model's chat template is not valid Jinja: {reply['invalid']}"
+            )
+        if "text" not in reply:
+            raise UnsupportedError(f"the model's chat template failed: {reply['failed']}")
+        return reply["text"]
+
+
+def _plain(value: object) -> object:
+    """Return what JSON writes for a mapping or sequence of another type."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview)):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is none")
+
+
+# -- the worker ------------------------------------------------------------------------------------
+
+
+class _Worker:
+    """A running worker process; stopped when it is not used any more, and at exit."""
+
+    def __init__(self) -> None:
+        found = [find_spec(name) for name in ("jinja2", "markupsafe")]
+        origins = [spec.origin for spec in found if spec is not None and spec.origin is not None]
+        # Jinja without MarkupSafe, or the other way round, is no Jinja.
+        folders = [str(Path(each).parents[1]) for each in origins] if len(origins) == 2 else []
+        program = Path(__file__).with_name("template_worker.py")
+        self.pid = os.getpid()
+        self._process = subprocess.Popen(
+            # -I -S: neither the environment, nor the working folder, nor .pth files have a say.
+            [sys.executable, "-I", "-S", str(program), str(_MEMORY_BYTES), "60", *folders],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self._stop = weakref.finalize(self, _stop, self._process, self.pid)
+        if self.ask(b'{"source": "", "variables": {}}', _START_S) is None:  # it also imports Jinja
+            raise UnsupportedError(
+                "the process that renders chat templates cannot be started",
+                hint=f"{sys.executable} must be a Python interpreter",
+            )
+
+    @property
+    def is_running(self) -> bool:
+        """False once it has ended, and in a child by fork(): it is the parent's."""
+        return self.pid == os.getpid() and self._stop.alive and self._process.poll() is None
+
+    def ask(self, request: bytes, limit_s: float) -> dict[str, str] | None:
+        """Return the reply; None if a limit, or something else, has ended the worker."""
+        process = self._process
+        stdin, stdout = process.stdin, process.stdout
+        if stdin is None or stdout is None:  # both are pipes
+            return None
+        answered = threading.Event()
+        watch = threading.Thread(
+            target=_watch,
+            args=(process, answered, limit_s),
+            name="chat-template-limit",
+            daemon=True,
+        )
+        try:
+            watch.start()
+            with suppress(OSError):  # it has ended: there is no reply either
+                stdin.write(request + b"\n")
+                stdin.flush()
+            line = stdout.readline()
+            reply: dict[str, str] | None = json.loads(line) if line.endswith(b"\n") else None
+        except (
+            BaseException
+        ):  # Ctrl-C too: what it may still write must not answer the next request
+            self._stop()
+            raise
+        finally:
+            answered.set()
+        if reply is None:
+            self._stop()
+        return reply
+
+
+def _stop(process: subprocess.Popen[bytes], pid: int) -> None:
+    if pid == os.getpid():
+        process.kill()
+    else:  # a child of fork(): it is the parent's
+        process.returncode = 0
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(OSError):  # of what could not be written any more
+                pipe.close()
+    process.wait()
+
+
+def _watch(process: subprocess.Popen[bytes], answered: threading.Event, limit_s: float) -> None:
+    """Kill the process if it has not answered after ``limit_s``, or takes too much memory until then."""
+    end = monotonic() + limit_s
+    while (left := end - monotonic()) > 0:
+        if answered.wait(min(left, _POLL_S)):
+            return
+        if _resident_bytes(process.pid) > _MEMORY_BYTES:
+            break
+    if not answered.is_set():
+        process.kill()
+
+
+def _resident_bytes(pid: int) -> int:
+    """Return the memory of a process where its system does not limit it, as macOS; else 0."""
+    if platform.system() in ("Linux", "Windows"):
+        return 0
+    shown = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, check=False)
+    return 1024 * int(shown.stdout or 0)
+
+
+_lock = forkable_lock()
+_worker: _Worker | None = None
+
+
+def _ask(request: bytes, limit_s: float) -> dict[str, str]:
+    global _worker
+    with _lock:
+        if _worker is None or not _worker.is_running:
+            _worker = None
+            if getattr(sys, "frozen", False) or not sys.executable:
+                raise UnsupportedError(
+                    "chat templates need a Python interpreter that can be started",
+                    hint="in a frozen application write the conversation as text",
+                )
+            try:
+                _worker = _Worker()
+            except OSError as error:
+                raise UnsupportedError(
+                    f"the process that renders chat templates cannot be started: {error}"
+                ) from error
+        reply = _worker.ask(request, limit_s)
+    if reply is None:
+        raise UnsupportedError(
+            f"the model's chat template was stopped: it took more than {limit_s:g} s or "
+            f"{_MEMORY_BYTES >> 20} MiB"
+        )
+    return reply

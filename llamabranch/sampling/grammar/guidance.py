@@ -1,0 +1,194 @@
+"""The only door to llguidance: grammars in its form, one tokenizer for each model, matchers.
+
+It is imported when the first grammar is made. A failure inside it becomes a GrammarError.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import GrammarError
+from ...native import forkable_lock
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from ...model import Model
+
+__all__ = [
+    "Matcher",
+    "check_grammar",
+    "lark_grammar",
+    "regex_grammar",
+    "schema_grammar",
+]
+
+T = TypeVar("T")
+Mask = npt.NDArray[np.uint32]
+
+_SEPARATORS = {"single": (", ", ": "), "none": (",", ":"), "any": (",", ":")}
+# The inside of JSON strings: masks of these are computed once, when the tokenizer is made.
+_SLICES = [r'[^"\\\x00-\x1F\x7F]{1,10}', r'[^"\\\x00-\x1F\x7F]+']
+_MOST_REASON = 300
+
+_tokenizers: weakref.WeakKeyDictionary[Model, LLTokenizer] = weakref.WeakKeyDictionary()
+_lock = forkable_lock()
+
+
+def schema_grammar(schema: dict[str, object], whitespace: str) -> str:
+    """Return the grammar of a JSON schema."""
+    from llguidance import LLMatcher
+
+    item, key = _SEPARATORS[whitespace]
+    options = {
+        "whitespace_flexible": whitespace == "any", "item_separator": item, "key_separator": key,
+    }  # fmt: skip
+    text = json.dumps(schema, ensure_ascii=False)
+    return _guarded(lambda: LLMatcher.grammar_from_json_schema(text, overrides=options))
+
+
+def regex_grammar(pattern: str) -> str:
+    """Return the grammar of a regular expression."""
+    from llguidance import LLMatcher
+
+    return _guarded(lambda: LLMatcher.grammar_from_regex(pattern))
+
+
+def lark_grammar(lark: str) -> str:
+    """Return the grammar of a text in llguidance's dialect of Lark."""
+    from llguidance import LLMatcher
+
+    return _guarded(lambda: LLMatcher.grammar_from_lark(lark))
+
+
+def check_grammar(grammar: str) -> None:
+    """Raise GrammarError unless llguidance accepts ``grammar``."""
+    from llguidance import LLMatcher
+
+    reason = _guarded(lambda: LLMatcher.validate_grammar(grammar))
+    if reason:
+        raise _refusal(reason)
+
+
+def _guarded(call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except ValueError as error:
+        raise _refusal(str(error)) from error
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":  # of Rust: it is no Exception
+            raise _refusal(f"llguidance failed: {error}") from None
+        raise
+
+
+def _refusal(reason: str) -> GrammarError:
+    text = reason.split("\n<state>")[0].strip()
+    if len(text) > _MOST_REASON:
+        text = text[: _MOST_REASON - 3] + "..."
+    if text.startswith("NoExtension"):
+        text = "no text satisfies it"
+    return GrammarError(f"the grammar is refused: {text}")
+
+
+def _tokenizer(model: Model) -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    with _lock:
+        found = _tokenizers.get(model)
+        if found is None:
+            handle = model.handle
+            found = _guarded(
+                lambda: LLTokenizer.from_llamacpp(  # type: ignore[attr-defined]
+                    tokens=handle.pieces(),
+                    vocab_ptr=handle.vocab_address,
+                    tokenize_fptr=handle.tokenize_address,
+                    eos_token=list(model.eog_tokens),
+                    slices=_SLICES,
+                )
+            )
+            _tokenizers[model] = found
+        return found
+
+
+class Matcher:
+    """The state of a grammar after the tokens accepted so far.
+
+    Args:
+        model: whose tokens it matches.
+        grammar: one that ``check_grammar`` accepts.
+
+    Raises:
+        GrammarError: the grammar names a token that the vocabulary lacks, or no text satisfies it.
+    """
+
+    def __init__(self, model: Model, grammar: str) -> None:
+        from llguidance import LLMatcher
+
+        tokenizer = _tokenizer(model)
+        self._model = model
+        self._mask: Mask | None = None
+        self._is_ended = False  # by an EOG token
+        self._matcher: LLMatcher = _guarded(lambda: LLMatcher(tokenizer, grammar, log_level=0))
+        self._check()
+
+    def mask(self) -> Mask:
+        """Return which tokens may come next, one bit each, uint32 ((V + 31) // 32,); do not change it.
+
+        EOG tokens are among them where the text may end, and nowhere else. Where the text that follows is
+        certain, this is only the token with which the tokenizer would begin it.
+
+        Raises:
+            GrammarError: the grammar is too complex at this position.
+        """
+        if self._mask is None:
+            mask = np.zeros((self._model.n_vocab + 31) // 32, dtype=np.uint32)
+            if not self._is_ended:
+                self._model.handle  # noqa: B018  (raises ClosedError: the tokenizer needs the model)
+                address, size = mask.ctypes.data, mask.nbytes
+                _guarded(lambda: self._matcher.unsafe_compute_mask_ptr(address, size))
+                self._check()
+            self._mask = mask
+        return self._mask
+
+    def allows(self, token: int) -> bool:
+        """Return whether ``token`` may come next, also where the tokenizer would not choose it."""
+        if self._is_ended:
+            return False
+        if self._model.is_eog(token):
+            return self._matcher.is_accepting()
+        return not self._matcher.is_stopped() and self._matcher.validate_tokens([token]) == 1
+
+    def accept(self, token: int) -> None:
+        """Advance by a token that is allowed."""
+        self._mask = None
+        if self._model.is_eog(token):
+            self._is_ended = True
+            return
+        _guarded(lambda: self._matcher.consume_token(token))
+        self._check()
+
+    def forced(self) -> list[int]:
+        """Return the tokens of the text that must come next; [] where there is a choice."""
+        if self._is_ended or self._matcher.is_stopped():
+            return []
+        self._model.handle  # noqa: B018  (raises ClosedError: the tokenizer needs the model)
+        found = _guarded(self._matcher.compute_ff_tokens)
+        self._check()
+        return found
+
+    def clone(self) -> Matcher:
+        """Return an independent copy with the same state."""
+        twin = object.__new__(Matcher)
+        twin.__dict__.update(self.__dict__)
+        twin._matcher = self._matcher.deep_copy()
+        return twin
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise _refusal(self._matcher.get_error())

@@ -1,0 +1,49 @@
+"""The arguments that several searches have, checked before a search takes or decodes anything."""
+
+from __future__ import annotations
+
+from ..arguments import whole
+from ..branch import Branch
+from ..errors import ConfigError
+from ..speculative import Drafter
+from .lines import OnStep
+
+__all__ = ["MOST_STEPS", "MOST_TEXTS", "check_start", "first_seed", "token_limit"]
+
+MOST_TEXTS = 100_000  # at a time; each takes a few kilobytes, as in an engine's request
+MOST_STEPS = 1_000_000  # iterations
+_MOST_TOKENS = 2**31 - 1
+
+
+def check_start(branch: Branch, on_step: OnStep | None, drafter: Drafter | None = None) -> None:
+    """Raise unless a search may start from ``branch``.
+
+    Raises:
+        ConfigError: no branch, no function, or no drafter. BranchStateError, ClosedError: the branch
+            cannot be used. VocabularyMismatchError: the drafter cannot draft for its model.
+    """
+    if not isinstance(branch, Branch):
+        raise ConfigError(f"a search needs a Branch that has read the prompt, not {branch!r:.40}")
+    if on_step is not None and not callable(on_step):
+        raise ConfigError(f"on_step must be callable, not {on_step!r:.40}")
+    branch.sequence.check_usable()
+    if drafter is None:
+        return
+    if not isinstance(drafter, Drafter):
+        raise ConfigError(
+            f"drafter must be a Drafter, not {drafter!r:.40}",
+            hint="for example lb.PromptLookupDrafter(), or lb.ModelDrafter(context)",
+        )
+    if drafter.width > 1:
+        raise ConfigError("token trees cannot share a decode: use a drafter of width 1")
+    drafter.check(branch.ctx.model)
+
+
+def first_seed(branch: Branch, seed: int | None) -> int:
+    """Return the seed of a search: ``seed``, or that of the branch."""
+    return branch.seed if seed is None else whole("seed", seed)
+
+
+def token_limit(max_tokens: int | None, low: int = 0) -> int | None:
+    """Return ``max_tokens`` as int, None = without a limit."""
+    return None if max_tokens is None else whole("max_tokens", max_tokens, low, _MOST_TOKENS)

@@ -1,0 +1,204 @@
+"""A drafter of what a grammar forces, with another drafter where the grammar leaves a choice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from time import perf_counter
+
+from ...branch import Branch
+from ...errors import ConfigError, GrammarError
+from ...model import Model
+from ...native.draft_loop import StopRule
+from ...sampling import Distribution
+from ...sampling.grammar.grammar import GrammarState
+from ..length.base import DraftLength, RoundReport
+from .base import Draft, Drafter, DraftState, NullState
+from .copying import SuffixDrafter
+
+__all__ = ["GrammarDrafter"]
+
+
+class GrammarDrafter(Drafter):
+    """Drafts the text that the grammar of a branch forces: keys, punctuation, the rest of a constant.
+
+    Where the grammar leaves a choice, ``values`` drafts on: with a copying drafter, values come from the
+    prompt. After these tokens follows what is forced next, and so on. What the grammar refuses is left
+    out. On a branch without a grammar ``values`` drafts alone.
+
+    Args:
+        values: drafts where the grammar leaves a choice; None = the draft ends there.
+
+    Raises:
+        ConfigError: ``values`` proposes trees.
+    """
+
+    def __init__(self, values: Drafter | None = None) -> None:
+        if values is not None and values.width > 1:
+            raise ConfigError("a grammar continues a chain of tokens: use a drafter of width 1")
+        self.values = values
+
+    @classmethod
+    def copying(cls) -> GrammarDrafter:
+        """Return the drafter that is used where a grammar is given and no drafter: "grammar+suffix"."""
+        return cls(SuffixDrafter(min_match=1, shared_tokens=0))
+
+    @property
+    def name(self) -> str:
+        """ "grammar", or "grammar+" and the name of ``values``."""
+        return "grammar" if self.values is None else f"grammar+{self.values.name}"
+
+    def check(self, target: Model) -> None:
+        """Raise VocabularyMismatchError if ``values`` cannot draft for ``target``."""
+        if self.values is not None:
+            self.values.check(target)
+
+    def start(self, target: Branch, rule: str) -> DraftState:
+        """Return a new state, with one of ``values``."""
+        values = NullState() if self.values is None else self.values.start(target, rule)
+        if target.grammar is None:
+            return values
+        try:
+            state = target.grammar.start(target.ctx.model, forcing=True)
+        except BaseException:
+            values.close()
+            raise
+        return _ForcedState(self.name, state, target.n_prompt, values)
+
+
+class _ForcedState:
+    """A grammar's state after the tokens from ``start`` to ``n_seen``, and the state of ``values``."""
+
+    def __init__(self, name: str, grammar: GrammarState, start: int, values: DraftState) -> None:
+        self._name = name
+        self._first = grammar  # before any token
+        self._grammar = grammar.clone()
+        self._start = self._n_seen = start
+        self._values = values
+
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+        draft = Draft(drafter=self._name, stopped="off")
+        start = perf_counter()
+        if length.consider(self._name):
+            try:
+                self._fill(draft, tokens, length, limit)
+            except GrammarError:  # the target raises it if it gets there
+                draft.stopped = "end"
+        draft.seconds = perf_counter() - start
+        return draft
+
+    def _fill(
+        self, draft: Draft, tokens: Sequence[int], length: DraftLength, limit: int
+    ) -> None:
+        for token in tokens[self._n_seen :]:
+            _accept(self._grammar, token)
+            self._n_seen += 1
+        grammar = self._grammar.clone()
+        draft.stopped = "length"
+        while len(draft.tokens) < limit:
+            forced = grammar.forced()[: limit - len(draft.tokens)]
+            for token in forced:
+                draft.entropies.append(0.0)
+                if not length.goes_on(len(draft.tokens), 0.0):
+                    draft.stopped = length.reason
+                    return
+                grammar.accept(token)
+                draft.tokens.append(token)
+                draft.forced.append(True)
+                if draft.sources:
+                    draft.sources.append(Distribution.point(token))
+            if not forced and not self._add_values(draft, tokens, grammar, length, limit):
+                return
+
+    def _add_values(
+        self,
+        draft: Draft,
+        tokens: Sequence[int],
+        grammar: GrammarState,
+        length: DraftLength,
+        limit: int,
+    ) -> bool:
+        """Add what ``values`` proposes and the grammar allows; return whether the draft may go on."""
+        n = len(draft.tokens)
+        rest = _Rest(length, n)
+        found = self._values.propose([*tokens, *draft.tokens], rest, limit - n)
+        draft.stopped = found.stopped
+        draft.n_decodes += found.n_decodes
+        draft.n_read += found.n_read
+        if found.sources and not draft.sources:
+            draft.sources = [Distribution.point(token) for token in draft.tokens]
+        for i, token in enumerate(found.tokens):
+            # Cutting a token that was drawn at random would bias the text: the rule has to reject it.
+            is_allowed = grammar.allows(token)
+            if not is_allowed and not found.sources:
+                draft.stopped = "end"
+                break
+            draft.entropies.append(found.entropies[i] if found.entropies else math.nan)
+            draft.tokens.append(token)
+            draft.forced.append(False)
+            if draft.sources:
+                draft.sources.append(found.sources[i])
+            if not is_allowed:
+                return False
+            grammar.accept(token)
+        else:
+            draft.entropies += found.entropies[len(found.tokens) :]
+            return bool(found.tokens) and found.stopped in ("no evidence", "end")
+        return False
+
+    def observe(self, n_tokens: int) -> None:
+        self._values.observe(n_tokens)
+        if n_tokens < self._n_seen:
+            self._grammar, self._n_seen = self._first.clone(), self._start
+
+    def fork(self, target: Branch) -> DraftState:
+        twin = _ForcedState(self._name, self._first, self._start, self._values.fork(target))
+        twin._grammar, twin._n_seen = self._grammar.clone(), self._n_seen
+        return twin
+
+    def close(self) -> None:
+        self._values.close()
+
+
+def _accept(grammar: GrammarState, token: int) -> None:
+    if not grammar.allows(token):
+        raise GrammarError(f"the grammar does not allow token {token} here")
+    grammar.accept(token)
+
+
+class _Rest:
+    """A draft length for the rest of a draft that has ``n`` tokens already."""
+
+    def __init__(self, length: DraftLength, n: int) -> None:
+        self._length = length
+        self._n = n
+        self.limit = length.limit - n
+        self.reads_entropy = length.reads_entropy
+
+    @property
+    def reason(self) -> str:
+        return self._length.reason
+
+    def stream(self, *, shares_decode: bool = False) -> DraftLength:
+        return _Rest(self._length.stream(shares_decode=shares_decode), self._n)
+
+    def plain_steps(self, n_behind: int) -> int:
+        return 0
+
+    def consider(self, drafter: str) -> bool:
+        return True
+
+    def goes_on(self, n_drafted: int, entropy: float) -> bool:
+        return self._length.goes_on(self._n + n_drafted, entropy)
+
+    def stop_rule(self, n_drafted: int) -> StopRule | None:
+        return self._length.stop_rule(self._n + n_drafted)
+
+    def learn(self, report: RoundReport) -> None:
+        self._length.learn(report)
+
+    def learn_decode(self, streams: Sequence[DraftLength], n_tokens: int, verify_s: float) -> None:
+        self._length.learn_decode(streams, n_tokens, verify_s)
+
+    def explain(self) -> str:
+        return self._length.explain()

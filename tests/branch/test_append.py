@@ -1,0 +1,231 @@
+"""Text that a branch reads after it has generated: the next message of a conversation.
+
+The laws: a branch with appended text is, to the bit, one that has read the same tokens from the start;
+rewinding, forking and saving it give what they give without the append.
+"""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch import Branch, BranchStore, Context
+from llamabranch.errors import BranchStateError, CacheFullError, ConfigError, TokenizeError
+
+STORY = "The king's daughter was very"
+NEXT = " The king said:"
+WORDS = 'root ::= " " [a-z]{2,9} "."'
+
+
+def answer(branch: Branch, n: int = 8) -> str:
+    return "".join(token.text for token in branch.generate(n))
+
+
+@pytest.mark.parametrize("settings", [{}, {"repeat_penalty": 1.3}], ids=["plain", "penalties"])
+def test_turns_equal_reading_the_same_tokens_from_the_start(
+    settings: dict[str, float], ctx: Context, other_ctx: Context
+) -> None:
+    branch = Branch.start(ctx, STORY, seed=4, repeat_penalty=settings.get("repeat_penalty", 1.0))
+    for _ in range(3):
+        assert answer(branch)
+        branch.append(NEXT)
+        again = Branch.start(other_ctx, branch.tokens, sampling=branch.sampling)
+        assert np.array_equal(branch.logits, again.logits)
+        with branch.fork() as fork:
+            assert answer(fork, 12) == answer(again, 12)
+        again.prune()
+
+
+def test_appended_tokens_are_not_generated_and_have_no_score(ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY, temperature=0.8, seed=1)
+    first, second = list(branch.generate(5)), []
+    n = branch.position
+    added = ctx.tokenize(NEXT, add_special=False)
+    branch.append(NEXT)
+    assert branch.tokens[n:] == added
+    assert branch.generated == [t.token for t in first]
+    assert branch.perplexity() == pytest.approx(
+        math.exp(-sum(t.logprob for t in first) / len(first))
+    )
+    fork = branch.fork()
+    assert fork.log_likelihood("fork") == 0.0
+    with pytest.raises(BranchStateError, match="since the fork"):
+        fork.perplexity("fork")
+    second = list(fork.generate(5))
+    assert fork.generated == [t.token for t in first + second]
+    assert fork.log_likelihood() == pytest.approx(sum(t.logprob for t in first + second))
+    assert fork.log_likelihood("fork") == pytest.approx(sum(t.logprob for t in second))
+    assert NEXT in fork.text and fork.n_prompt == branch.n_prompt
+
+
+def test_it_continues_after_an_end(small_toy: lb.Model) -> None:
+    with Context(small_toy, n_ctx=128, n_threads=1) as ctx:
+        end = min(ctx.model.eog_tokens)
+        branch = Branch.start(ctx, [3, 4], seed=1, logit_bias={end: 100.0})
+        assert list(branch.generate(5)) == [] and branch.is_stop
+        branch.append([end, 5])
+        assert (branch.state, branch.is_stop, branch.finish_reason) == ("ready", False, None)
+        assert branch.tokens == [3, 4, end, 5] and branch.n_prompt == 4
+        branch.steer({end: -math.inf})
+        assert len(list(branch.generate(5))) == 5
+
+
+def test_a_grammar_holds_for_each_answer(ctx: Context, other_ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY, grammar=WORDS, seed=2, repeat_penalty=1.2)
+    first = answer(branch, 40)
+    assert first.endswith(".") and branch.is_stop
+    branch.append(NEXT)
+    again = Branch.start(other_ctx, branch.tokens, grammar=WORDS, sampling=branch.sampling)
+    saved = branch.snapshot()
+    second = answer(branch, 40)
+    assert second == answer(again, 40)
+    assert second.startswith(" ") and second.endswith(".")
+    assert answer(Branch.restore(other_ctx, saved), 40) == second
+    assert branch.text == STORY + first + NEXT + second
+    branch.resample(branch.sampling.replace(temperature=0.5))  # replays the tokens
+
+
+def test_rewinding_through_appended_text(ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY, grammar=WORDS, seed=2)
+    answer(branch, 2)
+    states = []
+    for _ in range(2):
+        branch.append(NEXT)
+        answer(branch, 3)
+    expected = branch.tokens
+    for position in range(branch.position, branch.n_prompt - 1, -1):
+        branch.rewind(position)
+        states.append((branch.generated, branch.log_likelihood(), branch.produce()))
+    for generated, log_likelihood, _ in states:
+        assert len(generated) <= 8 and log_likelihood <= 0.0
+    assert branch.generated == [] and branch.sequence.appended == []
+    answer(branch, 2)
+    branch.append(NEXT)
+    cut = branch.position - 1  # inside what was appended
+    branch.rewind(cut)
+    assert branch.generated == states[-3][0]
+    branch.append(expected[cut : cut + 1])  # joins it
+    assert len(branch.sequence.appended) == 1
+    answer(branch, 3)
+    branch.append(NEXT)
+    answer(branch, 3)
+    assert branch.tokens == expected
+    assert (branch.generated, branch.log_likelihood()) == states[0][:2]
+
+
+def test_a_saved_branch_knows_what_was_appended(ctx: Context, tmp_path: Path) -> None:
+    branch = Branch.start(ctx, STORY, grammar=WORDS, seed=6)
+    answer(branch, 30)
+    branch.append(NEXT)
+    answer(branch, 2)
+    branch.save(tmp_path / "a.branch")
+    again = Branch.load(ctx, tmp_path / "a.branch")
+    assert again.generated == branch.generated
+    assert again.perplexity() == branch.perplexity()
+    assert again.produce() == branch.produce()
+    again.rewind(branch.n_prompt)
+    assert again.generated == []
+
+
+def test_a_store_appends_to_many_at_once(ctx: Context) -> None:
+    root = Branch.start(ctx, STORY, temperature=0.9, seed=3)
+    children, store = root.fork_many(3), BranchStore(ctx)
+    for _ in range(4):
+        store.step(children)
+    twins = [child.fork() for child in children]
+    tokens = ctx.tokenize(NEXT, add_special=False)
+    store.append(dict.fromkeys(children, tokens))
+    for child, twin in zip(children, twins, strict=True):
+        twin.append(NEXT)
+        assert np.array_equal(child.logits, twin.logits)
+        assert child.generated == twin.generated == child.tokens[root.position : root.position + 4]
+
+
+@pytest.mark.parametrize("grammar", [None, WORDS])
+def test_drafts_after_appended_text_change_nothing(
+    grammar: str | None, ctx: Context, draft: lb.Model
+) -> None:
+    with Context(draft, n_ctx=512, n_threads=1) as drafting:
+        speculator = lb.Speculator(ctx, lb.ModelDrafter(drafting))
+        plain = Branch.start(ctx, STORY, grammar=grammar, seed=5)
+        drafted = Branch.start(ctx, STORY, grammar=grammar, seed=5)
+        for _ in range(3):
+            text = answer(plain, 12)
+            assert speculator.generate(drafted, max_tokens=12).finish().text == text
+            plain.append(NEXT)
+            drafted.append(NEXT)
+        assert plain.tokens == drafted.tokens
+        assert plain.generated == drafted.generated
+
+
+def test_memory_that_cannot_be_cut(tmp_path: Path) -> None:
+    with (
+        lb.Model(toys.write_mamba(tmp_path / "mamba.gguf")) as model,
+        Context(model, n_ctx=256, n_threads=1) as ctx,
+    ):
+        branch = Branch.start(ctx, [5, 6, 7], temperature=0.8, seed=1)
+        list(branch.generate(4))
+        branch.append([8, 9, 10])
+        list(branch.generate(3))
+        again = Branch.start(ctx, branch.tokens[:10], seed=1)
+        branch.rewind(10)
+        assert np.allclose(branch.logits, again.logits, atol=1e-3)
+        assert branch.generated == branch.tokens[3:7]
+
+
+def test_what_cannot_be_appended_changes_nothing(ctx: Context) -> None:
+    branch = Branch.start(ctx, STORY, temperature=0.8, seed=1)
+    answer(branch, 4)
+    other = Branch.start(ctx, [7] * 600)
+    before = branch.tokens, branch.generated, branch.finish_reason, ctx.usage()
+    for wrong, error in (
+        ("", ConfigError),
+        ([], ConfigError),
+        ([1 << 40], TokenizeError),
+        (b"abc", TokenizeError),
+        (5, TokenizeError),
+        ([5] * 600, CacheFullError),
+    ):
+        with pytest.raises(error):
+            branch.append(wrong)  # type: ignore[arg-type]
+        assert (branch.tokens, branch.generated, branch.finish_reason, ctx.usage()) == before
+    with pytest.raises(BranchStateError, match="prefill comes before") as raised:
+        branch.prefill([5])
+    assert "append" in str(raised.value.hint)
+    other.prune()
+    branch.prune()
+    with pytest.raises(BranchStateError, match="pruned"):
+        branch.append(NEXT)
+
+
+def test_control_tokens_in_appended_text_are_parsed_unless_told_otherwise(ctx: Context) -> None:
+    end = min(ctx.model.eog_tokens)
+    name = ctx.model.handle.token_text(end).decode()
+    branch = Branch.start(ctx, STORY)
+    branch.append(f"{name} Then")
+    assert branch.tokens[branch.n_prompt - len(ctx.tokenize(" Then", add_special=False)) - 1] == end
+    before = branch.position
+    branch.append(name, parse_special=False)
+    assert end not in branch.tokens[before:]
+
+
+def test_many_tokens_take_the_memory_of_few(target: lb.Model) -> None:
+    """`extend` kept all rows of logits in memory before it returned any."""
+    tokens = [int(t) for t in np.random.default_rng(3).integers(10, 4000, 450)]
+    with Context(target, n_ctx=1024, n_batch=64, n_threads=1) as ctx:
+        branch = Branch.start(ctx, STORY)
+        plain = branch.fork()
+        tracemalloc.start()
+        (row,) = branch.extend(tokens, logits="last")
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 100 * ctx.n_vocab * 4
+        rows = plain.extend(tokens, logits="all")
+        assert len(rows) == 450 and np.array_equal(rows[-1], row)
+        assert plain.log_likelihood() == branch.log_likelihood()

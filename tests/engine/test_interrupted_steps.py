@@ -1,0 +1,305 @@
+"""A step that is interrupted anywhere loses nothing: the next ones go on, to the same results.
+
+Each place is a line of the package that a step passes. Ctrl-C is a real signal, sent at that place: what
+its handler raises comes at the end of the step. Other exceptions are raised at once, in any line of the
+engine, and in any call of a drafter.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch import Context, Draft, Engine, Event, Request, SamplingParams, SpeculativeConfig
+from llamabranch.speculative.drafters.base import DraftState
+from llamabranch.speculative.length.base import DraftLength
+
+PACKAGE = Path(lb.__file__).parent
+WARM = SamplingParams(temperature=0.8)
+NO_END = WARM.replace(logit_bias={1: -math.inf})  # it never draws the EOG token
+TALE = "Once upon a time there was a king"
+Place = tuple[str, int]  # file, line
+Seen = dict[tuple[str, int], tuple[list[int], str, str, int]]
+MOST_STEPS = 400
+
+REQUESTS = [
+    Request(TALE, id="a", max_tokens=30, n=2, sampling=NO_END, top_logprobs=1),
+    Request(TALE[::-1] * 2, id="b", max_tokens=34, sampling=NO_END),
+    Request("xyz" * 200, id="long"),  # longer than the cache
+    Request("The wolf", id="rated", max_tokens=2, sampling=WARM, prompt_logprobs=1),
+    Request("the " * 20, id="c", max_tokens=50, sampling=NO_END, priority=-1),
+    Request("A king " * 10, id="d", max_tokens=90, sampling=NO_END),
+    Request("stops", id="e", sampling=WARM, stop=["\x00\x00", "e"]),
+    Request("none", id="f", max_tokens=0),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lb.Model]:
+    """A random model whose step takes a fraction of a millisecond."""
+    path = tmp_path_factory.mktemp("toy") / "tiny.gguf"
+    toys.write_llama(path, vocab="bytes", weights="q8_0", n_layer=1, n_embd=32, n_head=1, n_ff=32)
+    with lb.Model(path) as opened:
+        yield opened
+
+
+def open_context(model: lb.Model, cells: str) -> Context:
+    """Open a context in which not all texts have room, so that some are preempted."""
+    unified = cells == "unified"
+    return Context(
+        model,
+        n_ctx=256 if unified else 4 * 256,
+        n_seq_max=4,
+        n_batch=32,
+        n_threads=1,
+        batch_invariant=True,
+        kv_unified=unified,
+        prefix_cache=unified,
+    )
+
+
+@pytest.fixture(params=["unified", "own cells"])
+def small_ctx(model: lb.Model, request: pytest.FixtureRequest) -> Iterator[Context]:
+    with open_context(model, request.param) as context:
+        yield context
+        context.audit()
+
+
+class Interrupter:
+    """Does ``act`` once, when a step reaches line ``target``; notes which lines it passes."""
+
+    def __init__(self, files: Path, act: Callable[[], None], target: Place | None = None) -> None:
+        self.files = str(files)
+        self.act = act
+        self.target = target
+        self.passed: dict[Place, None] = {}
+        self.done = False
+
+    def __call__(self, frame: FrameType, event: str, _arg: object) -> Interrupter | None:
+        if self.done or not frame.f_code.co_filename.startswith(self.files):
+            return None
+        if event == "line":
+            place = frame.f_code.co_filename, frame.f_lineno
+            self.passed[place] = None
+            if place == self.target and not self.done:
+                self.done = True
+                self.act()
+        return self
+
+
+def outcome(
+    ctx: Context,
+    interrupter: Interrupter | None,
+    error: type[BaseException],
+    drafter: lb.Drafter | None = None,
+) -> Seen:
+    """Run the requests, interrupted at the place of ``interrupter``; return what came of them."""
+    drafter = drafter or lb.PromptLookupDrafter()
+    engine = Engine(ctx, drafter, SpeculativeConfig(draft_k=3), seed=5)
+    for request in REQUESTS:
+        engine.add_request(request)
+    events: list[Event] = []
+    for n_steps in range(MOST_STEPS):
+        if not engine.has_unfinished():
+            break
+        if n_steps == 12:
+            engine.abort("d")
+        if interrupter is not None and not interrupter.done:
+            sys.settrace(interrupter)
+        try:
+            found = engine.step()
+        except error:
+            continue
+        finally:
+            sys.settrace(None)
+        events += found
+    else:
+        pytest.fail("the engine does not come to an end")
+    seen: Seen = {}
+    for event in events:
+        if event.result is not None:
+            result = event.result
+            assert (result.id, result.sample) not in seen, "a text ended twice"
+            its = [e.emitted for e in events if (e.id, e.sample) == (result.id, result.sample)]
+            shown = [one for one in its if one is not None]
+            assert [one.token for one in shown if not one.is_stop] == result.tokens
+            assert "".join(one.text for one in shown) == result.text
+            n_rated = len(result.prompt_logprobs or ()) + len(result.logprobs or ())
+            tokens = [] if result.id == "d" else result.tokens  # aborted after some steps
+            text = "" if result.id == "d" else result.text
+            seen[result.id, result.sample] = tokens, text, result.finish_reason, n_rated
+    undisturbed = interrupter is not None and not interrupter.done
+    assert engine.stats.preemptions or not (undisturbed and ctx.capabilities.can_share)
+    engine.close()
+    prefixes = ctx.prefix_cache
+    if prefixes is not None:
+        prefixes.clear()
+    assert ctx.usage().cells_used == 0
+    assert ctx.n_seq_free == ctx.n_seq_max
+    return seen
+
+
+def places(ctx: Context, files: Path) -> tuple[list[Place], Seen]:
+    """Return all lines under ``files`` that the steps pass, and the results."""
+    recorder = Interrupter(files, lambda: None, ("", 0))
+    expected = outcome(ctx, recorder, KeyboardInterrupt)
+    assert len(expected) == len(REQUESTS) + 1
+    return list(recorder.passed), expected
+
+
+def failures(
+    ctx: Context, files: Path, act: Callable[[], None], every: int, error: type[BaseException]
+) -> list[str]:
+    """Return every place at which ``act`` changes a result, with what goes wrong."""
+    found = []
+    passed, expected = places(ctx, files)
+    assert len(passed) > 300
+    for file, line in passed[::every]:
+        where = f"{Path(file).relative_to(PACKAGE)}:{line}"
+        interrupter = Interrupter(files, act, (file, line))
+        try:
+            seen = outcome(ctx, interrupter, error)
+            if seen != expected:
+                found.append(f"{where}: {[k for k in expected if seen.get(k) != expected[k]]}")
+        except (Exception, pytest.fail.Exception) as failure:
+            found.append(f"{where}: {type(failure).__name__}: {failure}"[:300])
+    return found
+
+
+def ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+class Injected(BaseException):
+    """No error of the package, and nothing that is caught by mistake."""
+
+
+def injected() -> None:
+    raise Injected
+
+
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 97])
+def test_ctrl_c_anywhere_in_a_step_loses_nothing(small_ctx: Context, every: int) -> None:
+    assert not failures(small_ctx, PACKAGE, ctrl_c, every, KeyboardInterrupt)
+
+
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 29])
+def test_exception_anywhere_in_the_engine_loses_nothing(small_ctx: Context, every: int) -> None:
+    assert not failures(small_ctx, PACKAGE / "engine", injected, every, Injected)
+
+
+class Failing(lb.Drafter):
+    """A drafter of whose calls number ``at`` raises ``error``, after or before it has done its work."""
+
+    def __init__(self, at: int, error: BaseException) -> None:
+        self.inner = lb.PromptLookupDrafter()
+        self.at = at
+        self.error = error
+        self.n_calls = 0
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    def check(self, target: lb.Model) -> None:
+        pass
+
+    def count(self) -> None:
+        self.n_calls += 1
+        if self.n_calls == self.at:
+            raise self.error
+
+    def start(self, target: lb.Branch, rule: str) -> DraftState:
+        self.count()
+        return FailingState(self, self.inner.start(target, rule))
+
+
+class FailingState:
+    """The state of a `Failing` drafter."""
+
+    def __init__(self, drafter: Failing, inner: DraftState) -> None:
+        self.drafter = drafter
+        self.inner = inner
+
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+        draft = self.inner.propose(tokens, length, limit)
+        self.drafter.count()
+        return draft
+
+    def observe(self, n_tokens: int) -> None:
+        self.drafter.count()
+        self.inner.observe(n_tokens)
+
+    def fork(self, target: lb.Branch) -> DraftState:
+        self.drafter.count()
+        return FailingState(self.drafter, self.inner.fork(target))
+
+    def close(self) -> None:
+        self.drafter.count()
+        self.inner.close()
+
+
+@pytest.mark.parametrize("error", [Injected(), KeyboardInterrupt(), ValueError("no")], ids=repr)
+def test_drafter_that_raises_anything_at_any_call_costs_no_result(
+    model: lb.Model, error: BaseException
+) -> None:
+    with open_context(model, "unified") as ctx:
+        unharmed = Failing(0, error)
+        expected = outcome(ctx, None, KeyboardInterrupt, unharmed)
+        assert unharmed.n_calls > 60
+        for at in range(1, unharmed.n_calls, 7):
+            assert outcome(ctx, None, type(error), Failing(at, error)) == expected, at
+        ctx.audit()
+
+
+def test_handler_of_ctrl_c_is_the_users_again_after_a_step(model: lb.Model) -> None:
+    """It runs at once, even in a step, and may be replaced there; what it raises comes at the end."""
+    seen: list[object] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        seen.append(signal.getsignal(signal.SIGINT))
+        raise TimeoutError
+
+    def function(tokens: list[int], k: int) -> list[int]:
+        if not seen:
+            signal.raise_signal(signal.SIGINT)
+            assert len(seen) == 1
+        return []
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with open_context(model, "unified") as ctx:
+            drafter = lb.FunctionDrafter(function)
+            engine = Engine(ctx, drafter, SpeculativeConfig(draft_k=2), seed=1, sampling=NO_END)
+            engine.add_request("a king")
+            with pytest.raises(TimeoutError):
+                while engine.has_unfinished():
+                    engine.step()
+            assert signal.getsignal(signal.SIGINT) is handler
+            assert [e.result for e in engine.close(drain=True)][-1] is not None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_interrupted_close_keeps_the_events_for_the_next_one(model: lb.Model) -> None:
+    def function(tokens: list[int], k: int) -> list[int]:
+        if len(tokens) == len(TALE) + 4:  # with the BOS token: in the third step
+            signal.raise_signal(signal.SIGINT)
+        return []
+
+    with open_context(model, "unified") as ctx:
+        drafter = lb.FunctionDrafter(function)
+        engine = Engine(ctx, drafter, SpeculativeConfig(draft_k=2), max_tokens=6, sampling=NO_END)
+        engine.add_request(TALE)
+        with pytest.raises(KeyboardInterrupt):
+            engine.close(drain=True)
+        events = engine.close(drain=True)
+        assert [e.emitted is not None for e in events] == [True] * 6 + [False]

@@ -1,0 +1,243 @@
+"""Wrong arguments of every search: a typed error before anything is decoded or taken."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import llamabranch as lb
+from llamabranch import Branch, search
+from llamabranch.errors import ConfigError, LlamaBranchError
+
+STORY = "Once upon a time"
+Values = tuple[object, ...]
+
+NOT_POSITIVE: Values = (
+    0,
+    -1,
+    2.5,
+    math.nan,
+    math.inf,
+    True,
+    "3",
+    None,
+    [3],
+    np.array([1, 2]),
+    -(2**63),
+    1 << 9000,
+)
+COUNT: Values = (*NOT_POSITIVE, 10**9, 2**63)
+TOKENS: Values = (-1, 2.5, math.nan, True, "3", [3], 2**31, 2**63, 1 << 9000)
+LIMIT: Values = (0, *TOKENS, None)
+NUMBER: Values = ("1", None, True, [1], 1j, np.array([1.0, 2.0]), math.nan)
+FUNCTION: Values = (-1, 1, "len", [], True, object())
+STOP: Values = (5, True, b"x", [""], "", [1], ["a", None], {"a": 1}, object(), np.array(["a"]))
+SEED: Values = (1.5, "1", True, [1], math.nan)
+DRAFTER: Values = (-1, 1, "lookup", True, [], object(), lb.PromptLookupDrafter)
+FLAG: Values = (0, 1, "yes", None, [], np.array([True]))
+NAME: Values = ("", "best", 1, True, None, [], ["mean"], np.array(["beam", "mean"]), b"mean")
+SHARED: dict[str, Values] = {
+    "on_step": FUNCTION, "stop": STOP, "seed": SEED, "drafter": DRAFTER, "max_tokens": TOKENS,
+}  # fmt: skip
+BRANCH: Values = (None, 1, "Once", [1, 2], Branch, object())
+BIG: Values = (10**400, math.inf)
+
+
+def score(text: object) -> float:
+    return 1.0
+
+
+BEAM: dict[str, Values] = {
+    "beams": COUNT, "max_tokens": LIMIT, "n": (*NOT_POSITIVE, 5, 2**63), "groups": (*NOT_POSITIVE, 3, 5),
+    "length_penalty": (*NUMBER, *BIG, 33.0, -33.0, 1e308, -1e308),
+    "early_stopping": ("always", 0, 1, None, 1.0, [], np.array([True, False])),
+    "diversity_penalty": (*NUMBER, *BIG, -1.0, 0.5, 1e5),  # 0.5: there is one group
+}  # fmt: skip
+VOTE: dict[str, Values] = {
+    "answer": (*FUNCTION, None),
+    "n": COUNT,
+    "adaptive": FLAG,
+    "agreement": (*NUMBER, *BIG, 0, -1, 1.5),
+}
+BEST: dict[str, Values] = {
+    "n": COUNT, "score": (1, None, "best", [], np.array(["mean"]), b"sum"), "reward": FUNCTION,
+    "reject_every": (0, -1, 2.5, True, "3", [1]),
+}  # fmt: skip
+STEPS: dict[str, Values] = {
+    "reward": (*FUNCTION, None), "n": COUNT, "method": NAME, "beam_width": (*COUNT, 3),
+    "max_steps": COUNT, "step": ("", 0, -1, 2.5, True, None, b"x", []),
+    "entropy": (-1.0, math.nan, "1", True, []), "temperature": (0, -1, math.nan, math.inf, "1", True),
+}  # fmt: skip
+SMC: dict[str, Values] = {
+    "particles": COUNT, "max_tokens": LIMIT,
+    "potentials": (-1, None, "ab", [1], [None], search.Potential(), [search.Potential], score, {"a": 1}),
+    "critic": FUNCTION, "proposal": FUNCTION, "threshold": (*NUMBER, -0.1, 1.1, *BIG),
+    "resampling": NAME, "force_end": FLAG,
+}  # fmt: skip
+EXPAND: Values = (0, -1, 2.5, True, None, "ab", [], 10**9, 2**63)
+MCTS: dict[str, Values] = {
+    "expand": EXPAND, "exploration": (*NUMBER, *BIG, -1, 1e10), "prior": NAME, "step": STEPS["step"],
+    "max_tokens": LIMIT, "rollout_tokens": (-1, 2.5, True, "3", None, 2**63),
+}  # fmt: skip
+SELECT: dict[str, Values] = {
+    "choices": (None, "ab", b"ab", 5, [], [""], [1], ["a", ""], ["a", "\ud800"], {"a": 1}, iter(["a"])),
+    "method": NAME,
+}  # fmt: skip
+
+Call = Callable[..., object]
+SEARCHES: dict[str, tuple[Call, dict[str, Any], dict[str, Values]]] = {
+    "beam_search": (search.beam_search, {}, BEAM),
+    "best_of_n": (search.best_of_n, {}, BEST),
+    "vote": (search.vote, {"answer": str}, VOTE),
+    "step_search": (search.step_search, {"reward": score}, STEPS),
+    "smc": (search.smc, {}, SMC),
+    "select": (search.select, {"choices": [" there"]}, SELECT),
+    "tree_search": (
+        search.tree_search, {"reward": score},
+        MCTS | {"reward": (*FUNCTION, None), "iterations": COUNT, "n": NOT_POSITIVE, "parallel": COUNT,
+                "enough": ("1", True, [1], math.nan)},
+    ),
+    "TreeSearch": (search.TreeSearch, {}, MCTS),
+}  # fmt: skip
+
+
+def cases() -> list[Any]:
+    found = []
+    for name, (call, _, own) in SEARCHES.items():
+        parameters = inspect.signature(call).parameters
+        shared = {key: value for key, value in SHARED.items() if key in parameters}
+        tables = {"branch": BRANCH} | shared | own
+        assert tables.keys() == parameters.keys() - {"self"}, name  # no argument is left out
+        found += [
+            pytest.param(name, key, values, id=f"{name}-{key}") for key, values in tables.items()
+        ]
+    return found
+
+
+@pytest.mark.parametrize(("name", "argument", "values"), cases())
+def test_a_wrong_argument_is_a_typed_error_before_anything_happens(
+    name: str, argument: str, values: Values, shared_branch: Branch
+) -> None:
+    call, needed, _ = SEARCHES[name]
+    branch, ctx = shared_branch, shared_branch.ctx
+    before = ctx.decoder.n_decodes, ctx.usage(), ctx.n_seq_free, branch.tokens
+    for value in values:
+        given = needed | {"branch": branch, argument: value}
+        with pytest.raises((ConfigError, lb.TokenizeError)) as raised:
+            call(given.pop("branch"), **given)
+        assert str(raised.value)
+        assert (ctx.decoder.n_decodes, ctx.usage(), ctx.n_seq_free, branch.tokens) == before
+
+
+@pytest.fixture(scope="module")
+def shared_branch(target: lb.Model) -> Any:
+    with lb.Context(target, n_ctx=512, n_seq_max=6, n_threads=1) as ctx:
+        settings = lb.SamplingParams(seed=1, top_k=0, top_p=1.0, min_p=0.0)  # smc refuses others
+        branch = Branch.start(ctx, STORY, sampling=settings)
+        branch.fork().prune()
+        yield branch
+        ctx.audit()
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+@pytest.mark.parametrize("state", ["pruned", "empty", "closed"])
+def test_a_branch_that_cannot_be_continued(name: str, state: str, target: lb.Model) -> None:
+    call, needed, _ = SEARCHES[name]
+    with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
+        branch = Branch.create(ctx, lb.SamplingParams(top_k=0, top_p=1.0, min_p=0.0))
+        if state == "pruned":
+            branch.prune()
+        if state == "closed":
+            ctx.close()
+        before = ctx.decoder.n_decodes
+        with pytest.raises(lb.UsageError):
+            call(branch, **needed)
+        assert ctx.decoder.n_decodes == before
+
+
+def test_a_drafter_must_suit_the_target(shared_branch: Branch) -> None:
+    class Other(lb.PromptLookupDrafter):
+        def check(self, target: lb.Model) -> None:
+            raise lb.VocabularyMismatchError("another vocabulary")
+
+    drafters: list[tuple[lb.Drafter, type[LlamaBranchError]]] = [
+        (Other(), lb.VocabularyMismatchError),
+        (lb.ModelDrafter(shared_branch.ctx, width=2), ConfigError),
+    ]
+    before = shared_branch.ctx.decoder.n_decodes
+    for drafter, error in drafters:
+        with pytest.raises(error):
+            search.best_of_n(shared_branch, 2, drafter=drafter)
+    assert shared_branch.ctx.decoder.n_decodes == before
+
+
+def test_trees_are_asked_and_drawn_with_what_they_know(shared_branch: Branch) -> None:
+    with search.TreeSearch(shared_branch, 2, max_tokens=4) as tree:
+        for n in COUNT:
+            with pytest.raises(ConfigError):
+                tree.ask(n)  # type: ignore[arg-type]
+        for n in NOT_POSITIVE:
+            with pytest.raises(ConfigError):
+                tree.result(n)  # type: ignore[arg-type]
+        ((node, _),) = tree.ask()
+        for wrong in (None, 1, "a", [], object(), search.SearchNode(None, (), 0.0)):
+            with pytest.raises(lb.UsageError):
+                tree.tell(wrong, 1.0)  # type: ignore[arg-type]
+        for value in (None, "1", math.nan, math.inf, True):
+            with pytest.raises(ConfigError):
+                tree.tell(node, value)  # type: ignore[arg-type]
+    for wrong in (None, 1, "a", []):
+        with pytest.raises(ConfigError):
+            search.outline(wrong)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError):
+            search.tree_picture(wrong)  # type: ignore[arg-type]
+
+
+WRONG_NUMBERS = (None, "1", math.nan, [1], True, 1j, np.array([1.0, 2.0]))
+RETURNS: dict[str, Callable[[Branch, object], object]] = {
+    "best_of_n reward": lambda b, value: search.best_of_n(b, 2, 2, reward=lambda _: value),  # type: ignore[arg-type, return-value]
+    "best_of_n score": lambda b, value: search.best_of_n(b, 2, 2, score=lambda _: value),  # type: ignore[arg-type, return-value]
+    "step_search": lambda b, value: search.step_search(b, lambda _: value, step=1, max_tokens=2),  # type: ignore[arg-type, return-value]
+    "tree_search": lambda b, value: search.tree_search(b, lambda _: value, 2, max_tokens=2),  # type: ignore[arg-type, return-value]
+    "critic": lambda b, value: search.smc(b, 2, 2, critic=lambda _: value),  # type: ignore[arg-type, return-value]
+}
+
+
+@pytest.mark.parametrize("name", RETURNS)
+def test_what_functions_return_is_checked(name: str, shared_branch: Branch) -> None:
+    before = shared_branch.ctx.usage(), shared_branch.ctx.n_seq_free
+    for value in WRONG_NUMBERS:
+        with pytest.raises(ConfigError):
+            RETURNS[name](shared_branch, value)
+        assert (shared_branch.ctx.usage(), shared_branch.ctx.n_seq_free) == before
+
+
+def test_what_answer_and_expand_return_is_checked(shared_branch: Branch) -> None:
+    for value in ([1], {"a": 1}, True, 1j, b"1", object()):
+        with pytest.raises(ConfigError, match="what answer returns"):
+            search.vote(shared_branch, lambda _, value=value: value, 2, 2)  # type: ignore[misc]
+    for moves in (None, 5, "ab", [""], [1], iter(["a"])):
+        with pytest.raises(ConfigError, match="expand must return"):
+            search.tree_search(shared_branch, score, 2, expand=lambda _, moves=moves: moves)  # type: ignore[misc]
+    shared_branch.ctx.audit()
+
+
+@pytest.mark.parametrize("method", ["rebase", "particles"])
+def test_the_coldest_temperature_of_rewards_takes_the_best(
+    method: str, shared_branch: Branch
+) -> None:
+    found = search.step_search(
+        shared_branch, len, 4, method=method, temperature=5e-324, step=2, max_steps=3, max_tokens=8
+    )
+    assert found.best.score >= max(h.score for h in found.hypotheses)
+
+
+def test_lengths_are_penalised_within_the_limits(shared_branch: Branch) -> None:
+    for penalty in (-32, 32):
+        found = search.beam_search(shared_branch, 2, 40, length_penalty=penalty)
+        assert math.isfinite(found.best.score) and found.best.score != 0.0

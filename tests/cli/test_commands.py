@@ -498,9 +498,13 @@ def test_texts_that_differ_by_more_than_rounding_are_a_bug_anywhere(
     assert "rounding of this size does not explain it: this is a bug in llamabranch" in shown
 
 
-@pytest.mark.parametrize(("given", "exact"), [((), True), (("--exact",), True), (("--fast",), False)])
+@pytest.mark.parametrize(
+    ("given", "exact"), [((), True), (("--exact",), True), (("--fast",), False)]
+)
 def test_fast_gives_up_exact_batches(given: tuple[str, ...], exact: bool) -> None:
-    shown = run_json("speculate", "--compare", "--max-tokens", "4", "--temperature", "0", *given, *FIXED)
+    shown = run_json(
+        "speculate", "--compare", "--max-tokens", "4", "--temperature", "0", *given, *FIXED
+    )
     assert shown["batch_invariant"] is exact
 
 

@@ -249,12 +249,17 @@ def test_a_kept_text_longer_than_the_window_serves_its_beginnings(n: int, tmp_pa
         Context(model, n_ctx=256, n_seq_max=2, n_threads=1, prefix_cache=True) as ctx,
         Context(model, n_ctx=256, n_seq_max=1, n_threads=1) as clean,
     ):
-        Branch.start(ctx, others[:20]).prune()  # its cells come first, and are free below the others
+        Branch.start(
+            ctx, others[:20]
+        ).prune()  # its cells come first, and are free below the others
         Branch.start(ctx, tokens).prune()
         prefixes_of(ctx).evict(20)
         Branch.start(ctx, others[20:90]).prune()
         n_hit = prefixes_of(ctx).n_hit_tokens
-        with Branch.start(ctx, [*tokens[:n], 7]) as branch, Branch.start(clean, branch.tokens) as again:
+        with (
+            Branch.start(ctx, [*tokens[:n], 7]) as branch,
+            Branch.start(clean, branch.tokens) as again,
+        ):
             assert prefixes_of(ctx).n_hit_tokens - n_hit == n
             assert np.abs(branch.logits - again.logits).max() < 0.05
             ctx.audit()

@@ -109,8 +109,12 @@ def _fields() -> list[Case]:
     return cases
 
 
-_ADDRESS = obj({"street": _S, "zip": text(pattern="^[0-9]{5}$"), "country": {"enum": ["DE", "FR"]}},
-               "street", "zip", additionalProperties=False)
+_ADDRESS = obj(
+    {"street": _S, "zip": text(pattern="^[0-9]{5}$"), "country": {"enum": ["DE", "FR"]}},
+    "street",
+    "zip",
+    additionalProperties=False,
+)
 _WHOLE: list[Case] = [
     # as pydantic writes them
     ({"$defs": {"Address": _ADDRESS, "Kind": {"enum": ["a", "b"], "type": "string", "title": "Kind"}},

@@ -84,7 +84,10 @@ def _walk(text: str, model: lb.Model, rng: random.Random) -> int:
         if is_inside:
             assert not (mask & ~theirs.mask()).any(), text
         else:
-            assert np.array_equal(_without_invalid(mask), _without_invalid(theirs.mask())), (text, n)
+            assert np.array_equal(_without_invalid(mask), _without_invalid(theirs.mask())), (
+                text,
+                n,
+            )
         choices = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         if not len(choices):
             break

@@ -277,10 +277,9 @@ def generate(
             max_tokens=text.max_tokens,
             seed=settings.seed if settings.seed_given else None,
         )
-        if (
-            settings.seed is not None
-        ):  # a resumed job continues with the seed that was picked for it
-            engine.seed = settings.seed
+        # A resumed job continues with the seed that was picked for it. Once a seed is set, that of each
+        # request depends on it and the request's id alone, not on how many requests came before.
+        engine.seed = engine.seed if settings.seed is None else settings.seed
         if file is not None:
             file.open(context.model, engine.seed)
         report = GenerateReport(

@@ -514,6 +514,7 @@ def test_openai_batch_is_answered_in_its_shape(tmp_path: Path) -> None:
         },
     ]
     path.write_text("\n".join(map(json.dumps, given)))
+    arguments: tuple[str, ...]
     arguments = ("--input", str(path), "--seed", "1", "--target", str(tmp_path / "chat.gguf"))
     write_toy(tmp_path / "chat.gguf", metadata={"tokenizer.chat_template": CHAT_TEMPLATE})
     arguments = (*arguments, "--draft", "none", "--output", str(out), "--n-ctx", "1024")

@@ -89,7 +89,7 @@ def _measure(model: lb.Model, kv_type: str, length: int, threads: int, times: _T
 def _report(model: lb.Model, length: int, measured: dict[str, _Times]) -> dict[str, object]:
     base = measured.get("f16")
     rows = []
-    numbers = {}
+    numbers: dict[str, object] = {}
     for kv_type, times in measured.items():
         read, decode = statistics.median(times.read), statistics.median(times.decode)
         ratios = ["-", "-"]

@@ -19,11 +19,15 @@ _START_S = 60.0
 
 
 class Answer(NamedTuple):
-    """A completion: its tokens, the prompt tokens that were evaluated, seconds to the first token."""
+    """A completion: its tokens, the prompt tokens that were evaluated, seconds to the first token.
+
+    ``generating_s``: seconds of the tokens alone, as the server counts them.
+    """
 
     n_tokens: int
     n_evaluated: int
     first_s: float
+    generating_s: float
 
 
 class LlamaServer:
@@ -59,15 +63,15 @@ class LlamaServer:
         except OSError:
             return False
 
-    def generate(self, prompt: Sequence[int], n_tokens: int) -> Answer:
-        """Continue token ids greedily, with the prompt cache.
+    def generate(self, prompt: Sequence[int], n_tokens: int, **more: object) -> Answer:
+        """Continue token ids, greedily unless ``more`` fields of the request say otherwise.
 
         Raises:
             ToolError: another answer than a stream of tokens.
         """
         body = {
             "prompt": list(prompt), "n_predict": n_tokens, "temperature": 0.0, "stream": True,
-            "cache_prompt": True,
+            "cache_prompt": True, **more,
         }  # fmt: skip
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
         start, first_s = perf_counter(), 0.0
@@ -79,7 +83,9 @@ class LlamaServer:
             found = json.loads(line[6:])
             if found.get("stop"):
                 timings = found["timings"]
-                return Answer(int(timings["predicted_n"]), int(timings["prompt_n"]), first_s)
+                generating_s = float(timings["predicted_ms"]) / 1000
+                n, n_prompt = int(timings["predicted_n"]), int(timings["prompt_n"])
+                return Answer(n, n_prompt, first_s, generating_s)
         raise ToolError("llama-server gives no answer")
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from llamabranch import (
 
 from .bundles import with_bundles
 from .console import Console, print_json
-from .drafters import MTP, drafting_contexts, make_drafter, note_translation
+from .drafters import COPYING, MTP, drafting_contexts, make_drafter, note_translation
 from .generate_report import GenerateReport
 from .interrupts import InterruptHandler
 from .job_survey import JobSurvey
@@ -242,9 +242,14 @@ def generate(
 
         job = job.measured(models.find(target_name), runtime.n_ctx)
         given = runtime.n_ctx is not None
-        n_own = None if drafters or kv_unified or given else job.cells_per_text(parallel)
-        if kv_unified is None:
+        n_own = None
+        if kv_unified is False:
+            n_own = job.most_cells_per_text(parallel)
+        elif kv_unified is None and not given and all(name in COPYING for name in drafters):
+            n_own = job.cells_per_text(parallel)
             kv_unified = n_own is None
+        elif kv_unified is None:
+            kv_unified = True
         if runtime.n_ctx is None and (parallel > 1 or job.n_ctx > _LEAST_CELLS):
             n_ctx = max(
                 _LEAST_CELLS, _CELLS_PER_TEXT * parallel, (n_own or 0) * parallel, job.n_ctx

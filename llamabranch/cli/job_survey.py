@@ -148,6 +148,10 @@ class JobSurvey:
             return None
         return _whole_steps(self._longest + 8)
 
+    def most_cells_per_text(self, n_texts: int) -> int:
+        """Return how many cells the longest text needs, or as many as ``n_texts`` may have each."""
+        return min(self.n_ctx, max(_STEP, _MOST_CELLS // n_texts // _STEP * _STEP))
+
     @property
     def n_ctx(self) -> int:
         """The size of a context in which the longest text has room."""

@@ -278,9 +278,7 @@ class Decoder:
             longest = max(longest, start + len(tokens) + most)
         if longest > self._n_trained or n_first >= self._most_loop or n >= self._most_loop:
             return None
-        if not all(
-            cache.hold_window(s, len(t) + most) for s, t in zip(seqs, unread, strict=True)
-        ):
+        if not all(cache.hold_window(s, len(t) + most) for s, t in zip(seqs, unread, strict=True)):
             return None
         features = None
         if read is not None and n_first:

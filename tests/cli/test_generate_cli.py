@@ -913,9 +913,12 @@ def test_context_is_as_large_as_the_prompt_needs(tmp_path: Path) -> None:
         assert message in result.output + result.stderr
 
 
-def test_layout_changes_no_text() -> None:
-    common = ["--prompts", "The fox", "The wolf", "-n", "12", "--seed", "3", "--draft", "none"]
+@pytest.mark.parametrize("draft", ["none", "tale-draft"])
+def test_layout_changes_no_text(draft: str) -> None:
+    """Cells of their own are as many as the longest text needs, with a drafter too."""
+    prompts = ["The fox", "The wolf " * 300]
+    common = ["--prompts", *prompts, "-n", "12", "--seed", "3", "--draft", draft]
     found = []
     for option in ("--kv-unified", "--no-kv-unified"):
-        found.append(texts(run_json(*common, option, "--parallel", "2")))
+        found.append(texts(run_json(*common, option, "--parallel", "4", "-t", "1")))
     assert found[0] == found[1]

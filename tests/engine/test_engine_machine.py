@@ -24,7 +24,6 @@ from hypothesis.stateful import (
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Engine, Event, Request, SamplingParams
-from llamabranch.context.params import ContextOptions
 from llamabranch.errors import CapacityError, DecodeInterruptedError
 
 N_CELLS = 256
@@ -33,7 +32,9 @@ SAMPLINGS = (
     SamplingParams(temperature=0.9, seed=3),
     SamplingParams(temperature=0.9, seed=4, repeat_penalty=1.3),
 )
-IN_F32: ContextOptions = {"kv_type": "f32", "flash_attention": False}  # that one uses f16
+# By whether there is a window: flash attention uses f16.
+KV_TYPE: tuple[str, str] = ("auto", "f32")
+FLASH_ATTENTION: tuple[str | bool, str | bool] = ("auto", False)
 GRAMMAR = "root ::= [^\\x00] root?"
 STEMS = [[2 + (7 * i + 3 * k) % 200 for i in range(90)] for k in range(3)]
 
@@ -59,7 +60,8 @@ class EngineMachine(RuleBasedStateMachine):
             n_batch=48,
             n_threads=1,
             batch_invariant=not self.window,
-            **(IN_F32 if self.window else {}),
+            kv_type=KV_TYPE[self.window],
+            flash_attention=FLASH_ATTENTION[self.window],
             prefix_cache=self.cached,
             cache_ram=100_000 if self.cached and not self.window else 0,
             kv_unified=self.unified,
@@ -219,7 +221,6 @@ def test_every_text_is_that_of_its_request_alone(which: str) -> None:
     Its memory is not batch-invariant, but in f32 all roundings are far below what changes a draw.
     """
     window = which.startswith("window")
-    options: ContextOptions = IN_F32 if window else {}
     with tempfile.TemporaryDirectory() as folder:
         write = toys.write_gemma3 if window else toys.write_llama
         path = write(
@@ -228,7 +229,14 @@ def test_every_text_is_that_of_its_request_alone(which: str) -> None:
         )  # fmt: skip
         with (
             lb.Model(path) as model,
-            Context(model, n_ctx=N_CELLS, n_seq_max=1, n_threads=1, **options) as clean,
+            Context(
+                model,
+                n_ctx=N_CELLS,
+                n_seq_max=1,
+                n_threads=1,
+                kv_type=KV_TYPE[window],
+                flash_attention=FLASH_ATTENTION[window],
+            ) as clean,
             Context(model, n_ctx=N_CELLS, n_seq_max=4, n_threads=1) as draft_ctx,
         ):
             members = {

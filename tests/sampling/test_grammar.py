@@ -5,12 +5,17 @@ That our reading of GBNF and llama.cpp's agree is tried with grammars that are c
 
 from __future__ import annotations
 
+import json
+import pickle
 import random
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import toys
 
 import llamabranch as lb
 from llamabranch import Grammar, Sampler, SamplingParams
@@ -197,3 +202,237 @@ def test_check_and_llama_cpp_agree_on_mutated_grammars(
         taken += bool(text.strip()) and _agrees(text, toy)
     capfd.readouterr()  # what the parser prints
     assert 20 < taken < 230
+
+
+# -- other kinds -----------------------------------------------------------------------------------
+
+
+def _accepts(model: lb.Model, grammar: Grammar, text: str) -> bool:
+    tokens = model.tokenize(text, add_special=False)
+    sampler = Sampler(model, SamplingParams(), grammar)
+    return sampler.count_allowed([*tokens, 1]) == len(tokens) + 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "valid", "invalid"),
+    [
+        ("[a-z]+", ["a", "abc"], ["", "A", "a1"]),
+        (r"^\d{3}-\d{2}$", ["123-45"], ["12-345", "x123-45", "123-456"]),
+        ("yes|no", ["yes", "no"], ["yesno", "y"]),
+        (r"a/b\.c", ["a/b.c"], ["a/bxc"]),
+        (r"\p{Lu}\p{Ll}*", ["Éa"], ["éa"]),
+        ("(?:ab){2,3}", ["abab", "ababab"], ["ab", "abababab"]),
+        ("a?", ["", "a"], ["aa"]),
+    ],
+)
+def test_expression_matches_the_whole_text(
+    pattern: str, valid: list[str], invalid: list[str], toy: lb.Model
+) -> None:
+    grammar = Grammar.from_regex(pattern)
+    assert all(_accepts(toy, grammar, text) for text in valid)
+    assert not any(_accepts(toy, grammar, text) for text in invalid)
+
+
+def test_choices_are_exact_texts(toy: lb.Model) -> None:
+    choices = ["red", "red and blue", 'a "quote" \\ / [x]{2}', "line\nbreak", "é€😀", " "]
+    grammar = Grammar.from_choices(choices)
+    assert all(_accepts(toy, grammar, text) for text in choices)
+    for text in ("", "re", "redd", "red and", "a quote", "line", "  ", "é"):
+        assert not _accepts(toy, grammar, text)
+
+
+def test_lark_is_llguidance_s(toy: lb.Model) -> None:
+    grammar = Grammar.from_lark('start: "(" NAME ("," NAME)* ")"\nNAME: /[a-z]+/')
+    assert _accepts(toy, grammar, "(a,bc)")
+    assert not _accepts(toy, grammar, "(a,)")
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar('root ::= "a" | "b"'), Grammar.from_choices(["a", "b"]), Grammar.from_regex("a|b"),
+        Grammar.from_lark('start: "a"'), Grammar.from_json_schema({"enum": [1]}, whitespace="none"),
+    ],
+    ids=lambda grammar: grammar.kind,
+)  # fmt: skip
+def test_grammar_is_the_same_after_json_and_pickle(grammar: Grammar) -> None:
+    assert Grammar.from_dict(json.loads(json.dumps(grammar.as_dict()))) == grammar
+    assert pickle.loads(pickle.dumps(grammar)) == grammar
+
+
+# -- masks -----------------------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["king", "wolf", "witch"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
+    "required": ["name", "kind", "age"],
+}
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [Grammar.from_json_schema(SCHEMA), Grammar.from_regex(r"(\w+ ){2,4}\."), Grammar(VALID[0])],
+    ids=["schema", "regex", "gbnf"],
+)
+def test_mask_is_what_the_matcher_answers_token_by_token(
+    grammar: Grammar, target: lb.Model
+) -> None:
+    """Where the text is certain, the mask is the tokenizer's own first token of it instead."""
+    rng = random.Random(3)
+    state = grammar.start(target)
+    n_forced = 0
+    for _ in range(25):
+        bits = np.unpackbits(state.mask().view(np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits[: target.n_vocab]).tolist()
+        assert not bits[target.n_vocab :].any()
+        forced = state.forced()
+        if forced:
+            n_forced += 1
+            assert allowed == forced[:1]
+        else:
+            assert allowed == [token for token in range(target.n_vocab) if state.allows(token)]
+        if not allowed:
+            break
+        token = rng.choice([t for t in allowed if not target.is_eog(t)] or allowed)
+        state.accept(token)
+        if target.is_eog(token):
+            assert not state.mask().any()
+    assert (n_forced > 3) == (grammar.kind == "json_schema")
+
+
+def test_end_tokens_are_allowed_exactly_where_the_text_may_end(target: lb.Model) -> None:
+    state = Grammar.from_regex("[ab]{2,4}").start(target)
+    (a,) = target.tokenize("a", add_special=False)[-1:]
+    for n in range(5):
+        bits = np.unpackbits(state.mask().view(np.uint8), bitorder="little")
+        ends = {token for token in target.eog_tokens if bits[token]}
+        assert ends == (set(target.eog_tokens) if n >= 2 else set())
+        assert all(state.allows(token) == (n >= 2) for token in target.eog_tokens)
+        if n < 4:
+            state.accept(a)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0), SamplingParams(seed=1), SamplingParams(top_p=0.7, seed=2),
+        SamplingParams(top_k=0, top_p=1.0, min_p=0.0, temperature=1.3), SamplingParams(top_k=3),
+        SamplingParams(logit_bias={5: 2.0, 82: -3.0}), SamplingParams(repeat_penalty=1.3, typical_p=0.9),
+    ],
+)  # fmt: skip
+def test_draw_is_from_the_masked_row_before_anything_is_truncated(
+    params: SamplingParams, target: lb.Model
+) -> None:
+    """The reference has no grammar: every other token has a bias of -inf."""
+    rng = np.random.default_rng(5)
+    sampler = Sampler(target, params, Grammar.from_json_schema(SCHEMA))
+    for position in range(20):
+        row = rng.normal(0, 3, target.n_vocab).astype(np.float32)
+        found = sampler.distribution(row, position, 7)
+        mask = sampler.processed(np.zeros(target.n_vocab))[0]
+        hidden = np.full(target.n_vocab, -np.inf)
+        hidden[mask] = 0.0
+        bias = {t: float(hidden[t]) + params.logit_bias.get(t, 0.0) for t in range(target.n_vocab)}
+        plain = Sampler(target, params.replace(logit_bias=bias))
+        plain._history = sampler._history
+        expected = plain.distribution(row, position, 7)
+        assert found.dense(target.n_vocab) == pytest.approx(
+            expected.dense(target.n_vocab), abs=1e-6
+        )
+        sampler.accept(found.draw(3, position))
+
+
+def test_copies_of_a_sampler_keep_their_own_place(target: lb.Model) -> None:
+    sampler = Sampler(target, SamplingParams(temperature=0.0), Grammar.from_choices(["ab", "cd"]))
+    row = np.zeros(target.n_vocab, dtype=np.float32)
+    sampler.distribution(row)
+    copies = {}
+    for letter in "ac":
+        copies[letter] = sampler.clone()
+        copies[letter].accept(target.tokenize(letter, add_special=False)[-1])
+    texts = {c: target.piece(s.distribution(row).argmax()) for c, s in copies.items()}
+    assert texts == {"a": b"b", "c": b"d"}
+
+
+def test_tokenizer_is_made_once_and_freed_with_its_model(tmp_path: Path) -> None:
+    with lb.Model(toys.write_llama(tmp_path / "bytes.gguf", vocab="bytes")) as model:
+        state = Grammar.from_choices(["ab", "cd"]).start(model)
+    with pytest.raises(lb.ClosedError):
+        state.mask()
+
+
+# -- what is not accepted ----------------------------------------------------------------------------
+
+_DEEP: dict[str, Any] = {"type": "integer"}
+for _ in range(200):
+    _DEEP = {"type": "array", "items": _DEEP}
+
+HOSTILE: dict[str, Callable[[], Grammar]] = {
+    "schema without end": lambda: Grammar.from_json_schema(
+        {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    ),
+    "schema of 200 levels": lambda: Grammar.from_json_schema(_DEEP),
+    "schema of 5 MB": lambda: Grammar.from_json_schema(
+        {"properties": {f"property {i:06d}": {"type": "string"} for i in range(120_000)}}
+    ),
+    "brackets": lambda: Grammar.from_json_schema("[" * 1_000_000),
+    "too many properties": lambda: Grammar.from_json_schema(
+        {"properties": {f"p{i}": {"type": "string"} for i in range(30_000)}}
+    ),
+    "parts multiplied": lambda: Grammar.from_json_schema({"allOf": [
+        {"anyOf": [{"properties": {f"p{i}": {"const": j}}} for j in range(8)]} for i in range(8)
+    ]}),
+    "expression of 5 MB": lambda: Grammar.from_regex("a" * 5_000_000),
+    "expression of 50,000 levels": lambda: Grammar.from_regex("(" * 50_000 + "a" + ")" * 50_000),
+    "expression that nothing matches": lambda: Grammar.from_regex(r"[^\s\S]"),
+    "expression that does not parse": lambda: Grammar.from_regex("(a"),
+    "lark of 100,000 levels": lambda: Grammar.from_lark("start: " + "(" * 100_000 + '"a"' + ")" * 100_000),
+    "lark without end": lambda: Grammar.from_lark('start: start "a"'),
+    "lark without rules": lambda: Grammar.from_lark("nothing"),
+    "lark of an unknown name": lambda: Grammar.from_lark("start: foo"),
+    "NUL": lambda: Grammar.from_regex("a\0"),
+    "no choice": lambda: Grammar.from_choices([]),
+    "an empty choice": lambda: Grammar.from_choices(["a", ""]),
+    "no text": lambda: Grammar.from_regex("  "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_bad_grammar_is_an_error_at_once(
+    name: str, toy: lb.Model, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(GrammarError) as caught:
+        Sampler(toy, SamplingParams(), HOSTILE[name]())
+    assert len(str(caught.value)) < 500
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "lark", ["start: <nothing>", "start: <[9999999]>", "start: <|nothing|> /a/"]
+)
+def test_token_that_a_lark_grammar_names_must_exist(
+    lark: str, toy: lb.Model, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(GrammarError):
+        Sampler(toy, SamplingParams(), Grammar.from_lark(lark))
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "pattern", ["((a{1,1000}){1,1000}){1,1000}", "(.*a){1,500}.{1,500}", "[ab]*a[ab]{30}"]
+)
+def test_expression_that_explodes_neither_hangs_nor_takes_all_memory(
+    pattern: str, toy: lb.Model
+) -> None:
+    """Either it is refused, or its states are made as they are needed."""
+    try:
+        sampler = Sampler(toy, SamplingParams(), Grammar.from_regex(pattern))
+        for position in range(60):
+            row = np.random.default_rng(position).normal(0, 1, toy.n_vocab).astype(np.float32)
+            sampler.accept(sampler.distribution(row).draw(1, position))
+    except GrammarError:
+        pass

@@ -77,12 +77,11 @@ class Grammar:
             try:
                 found = schema_grammar(json_schemas.closed(schema), self.whitespace)
                 check_grammar(found)
-            except GrammarError:
-                found = schema_grammar(schema, self.whitespace)
-                try:
-                    check_grammar(found)
-                except GrammarError as error:
+            except GrammarError as error:
+                if "Unsatisfiable" not in str(error):
                     raise _named(error, schema) from error
+                found = schema_grammar(schema, self.whitespace)  # it needs other properties
+                check_grammar(found)
             return found
         elif self.kind == "regex":
             found = regex_grammar(self.source)
@@ -201,7 +200,9 @@ class Grammar:
         if not self.guidance:
             return SamplerMatcher(model, self.source, self.token_texts)
         is_split = forcing and self.kind == "gbnf"
-        return Matcher(model, self.guidance.replace(NO_FORCING, "{}") if is_split else self.guidance)
+        return Matcher(
+            model, self.guidance.replace(NO_FORCING, "{}") if is_split else self.guidance
+        )
 
     def parse(self, text: str) -> object:
         """Return what a complete text of a JSON schema means: a JSON value, or an instance of its type.
@@ -224,7 +225,9 @@ def _named(error: GrammarError, schema: dict[str, object]) -> GrammarError:
     if path is None:
         return error
     hint = "use anyOf where the parts exclude each other anyway" if keyword == "oneOf" else None
-    return GrammarError(f"the JSON-schema keyword {keyword!r} at {path} is not supported", hint=hint)
+    return GrammarError(
+        f"the JSON-schema keyword {keyword!r} at {path} is not supported", hint=hint
+    )
 
 
 def _choices(source: str) -> list[str]:

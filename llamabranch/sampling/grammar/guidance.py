@@ -136,6 +136,8 @@ class Matcher:
         self._is_ended = False  # by an EOG token
         self._matcher: LLMatcher = _guarded(lambda: LLMatcher(tokenizer, grammar, log_level=0))
         self._check()
+        if not self.mask().any():
+            raise _refusal("no text satisfies it")
 
     def mask(self) -> Mask:
         """Return which tokens may come next, one bit each, uint32 ((V + 31) // 32,); do not change it.

@@ -108,7 +108,10 @@ def _exclude_each_other(ways: list[object]) -> bool:
         found = _values(way)
         if not found or any(value in seen or value.split(" ")[0] in seen for value in found):
             return False
-        if any(value in _TYPES.values() and any(s.startswith(value + " ") for s in seen) for value in found):
+        if any(
+            value in _TYPES.values() and any(s.startswith(value + " ") for s in seen)
+            for value in found
+        ):
             return False
         seen.update(found)
     return True

@@ -87,9 +87,7 @@ class _ForcedState:
         draft.seconds = perf_counter() - start
         return draft
 
-    def _fill(
-        self, draft: Draft, tokens: Sequence[int], length: DraftLength, limit: int
-    ) -> None:
+    def _fill(self, draft: Draft, tokens: Sequence[int], length: DraftLength, limit: int) -> None:
         for token in tokens[self._n_seen :]:
             _accept(self._grammar, token)
             self._n_seen += 1

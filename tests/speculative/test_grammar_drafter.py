@@ -1,0 +1,262 @@
+"""Drafts of what a grammar forces: the same text as plain decoding, in fewer decodes.
+
+Contexts are batch-invariant, so texts are compared with ==.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from drafts import FIXED
+
+import llamabranch as lb
+from llamabranch import (
+    Branch,
+    ChainDrafter,
+    Context,
+    Engine,
+    Grammar,
+    GrammarDrafter,
+    GrammarError,
+    ModelDrafter,
+    NullDrafter,
+    PromptLookupDrafter,
+    Request,
+    SamplingParams,
+    SpeculativeConfig,
+    Speculator,
+    SuffixDrafter,
+)
+from llamabranch.speculative.length.base import FixedLength
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name_of_the_hero": {"type": "string", "maxLength": 16},
+        "kind": {"enum": ["a king of the north", "a wolf", "a witch"]},
+        "is_brave": {"type": "boolean"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 200},
+    },
+    "required": ["name_of_the_hero", "kind", "is_brave", "age"],
+}
+JSON = Grammar.from_json_schema(SCHEMA)
+GRAMMARS = {
+    "schema": JSON,
+    "regex": Grammar.from_regex(r"The (king|wolf) of the forest is [a-z]{3,9} and \d{1,3} years old\."),
+    "gbnf": Grammar('root ::= line line\nline ::= "The old " [a-z]+ " said: " [a-z ]{4,12} ".\\n"'),
+    "recursive gbnf": Grammar('root ::= "[" ("item of " [a-c] | root) ", and so on]"'),
+    "lark": Grammar.from_lark('start: "list of: " W ("; then " W)~2 "."\nW: /[a-z]{2,6}/'),
+    "token": Grammar("root ::= <[82]> [a-z]{3}"),
+}  # fmt: skip
+PROMPT = "The hero, a king of the north called Gerda, was 12 years old. As JSON: "
+LONG = SpeculativeConfig(draft_k=12)
+SETTINGS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "seeded": SamplingParams(temperature=0.9, seed=4),
+    "penalties": SamplingParams(temperature=0.7, repeat_penalty=1.2, seed=2),
+}
+
+
+def drafters(draft_ctx: Context) -> dict[str, lb.Drafter]:
+    return {
+        "grammar": GrammarDrafter(),
+        "grammar+suffix": GrammarDrafter.copying(),
+        "grammar+lookup": GrammarDrafter(PromptLookupDrafter(min_ngram=1)),
+        "grammar+model": GrammarDrafter(ModelDrafter(draft_ctx)),
+        "grammar+suffix+model": GrammarDrafter(
+            ChainDrafter([SuffixDrafter(shared_tokens=0), ModelDrafter(draft_ctx)])
+        ),
+    }
+
+
+def plain(ctx: Context, grammar: Grammar, params: SamplingParams) -> list[int]:
+    with Branch.start(ctx, PROMPT, sampling=params, grammar=grammar) as branch:
+        return [token.token for token in branch.generate(60) if not token.is_stop]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_drafted_text_is_the_plain_one(
+    name: str, settings: str, ctx: Context, draft_ctx: Context
+) -> None:
+    grammar, params = GRAMMARS[name], SETTINGS[settings]
+    expected = plain(ctx, grammar, params)
+    for which, drafter in drafters(draft_ctx).items():
+        for config in (LONG, SpeculativeConfig()):
+            found = Speculator(ctx, drafter, config).generate(
+                PROMPT, sampling=params, grammar=grammar, max_tokens=60
+            )
+            assert found.finish().tokens == expected, which
+            assert found.stats.num_forced_tokens == sum(t.source == "forced" for t in found.emitted)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_rules_of_distributions_accept_what_is_forced(
+    rule: str, ctx: Context, draft_ctx: Context
+) -> None:
+    config = SpeculativeConfig(draft_k=12, rule=rule)
+    for which, drafter in drafters(draft_ctx).items():
+        found = Speculator(ctx, drafter, config).generate(
+            PROMPT, sampling=SamplingParams(temperature=0.9), grammar=JSON, max_tokens=80
+        )
+        assert isinstance(JSON.parse(found.finish().text), dict), which
+        assert found.stats.num_forced_tokens > 10
+
+
+def test_all_that_is_forced_is_accepted(ctx: Context) -> None:
+    found = Speculator(ctx, GrammarDrafter(), LONG).generate(
+        PROMPT, sampling=SETTINGS["greedy"], grammar=JSON, max_tokens=80
+    )
+    stats = found.finish().stats
+    assert stats.draft_acceptance_rate == 1.0
+    assert stats.num_forced_tokens == stats.num_accepted_tokens > 0.4 * len(found.tokens)
+    assert stats.target_forward_passes < 0.65 * len(found.tokens)
+    assert JSON.parse(found.text)["is_brave"] in (True, False)  # type: ignore[index]
+
+
+class Refused(lb.Drafter):
+    """Drafts one token that is right, if it can, and then nonsense."""
+
+    name = "refused"
+
+    def check(self, target: lb.Model) -> None: ...
+
+    def start(self, target: Branch, rule: str) -> lb.DraftState:
+        return self  # type: ignore[return-value]
+
+    def propose(self, tokens: Sequence[int], length: object, limit: int) -> lb.Draft:
+        return lb.Draft(tokens=[300, 301, 302, 303][:limit])
+
+    def observe(self, n_tokens: int) -> None: ...
+
+    def fork(self, target: Branch) -> lb.DraftState:
+        return self  # type: ignore[return-value]
+
+    def close(self) -> None: ...
+
+
+def test_tokens_that_the_grammar_refuses_are_not_verified(ctx: Context) -> None:
+    found = Speculator(ctx, Refused(), FIXED).generate(
+        PROMPT, sampling=SETTINGS["greedy"], grammar=Grammar.from_choices(["123 456 789"])
+    )
+    assert found.finish().text == "123 456 789"
+    assert found.stats.num_draft_tokens == 0
+    assert set(found.stats.target_decodes_by_n) == {1}
+
+
+def test_copied_value_follows_what_is_forced(ctx: Context) -> None:
+    """The prompt has the same record, so the draft goes on through keys and values."""
+    record = '{"name_of_the_hero": "Gerda", "kind": "a wolf", "is_brave": true, "age": 12}'
+    state = GrammarDrafter(SuffixDrafter(min_match=1, shared_tokens=0)).start
+    with Branch.start(ctx, f"{record}\n{record}\n", grammar=JSON) as branch:
+        first = branch.ctx.model.tokenize('{"', add_special=False)[:1]
+        draft = state(branch, "seeded").propose([*branch.tokens, *first], FixedLength(64), 40)
+    text = ctx.model.detokenize([*first, *draft.tokens])
+    assert record.startswith(text)
+    assert len(text) > 40
+    assert True in draft.forced
+    assert False in draft.forced
+    assert len(draft.forced) == len(draft.tokens)
+
+
+@pytest.mark.parametrize("asked", [None, "plain"])
+def test_grammar_drafts_where_no_drafter_was_asked_for(asked: str | None, ctx: Context) -> None:
+    drafter = None if asked is None else NullDrafter()
+    speculator = Speculator(ctx, drafter, LONG)
+    params = SETTINGS["greedy"]
+    free = speculator.generate(PROMPT, sampling=params, max_tokens=12).finish()
+    assert free.stats.num_draft_tokens == 0
+    found = speculator.generate(PROMPT, sampling=params, grammar=JSON, max_tokens=60).finish()
+    assert found.tokens == plain(ctx, JSON, params)
+    assert (found.stats.num_forced_tokens > 0) == (asked is None)
+    assert speculator.stats.num_emitted_tokens == len(free.tokens) + len(found.tokens)
+
+    engine = Engine(ctx, drafter, LONG, sampling=params, max_tokens=60)
+    free_again, json = engine.generate([PROMPT, Request(PROMPT, grammar=JSON)])
+    assert free_again.tokens[:12] == free.tokens
+    assert free_again.stats.num_draft_tokens == 0
+    assert json.tokens == found.tokens
+    assert (json.stats.num_forced_tokens > 0) == (asked is None)
+
+
+def test_engine_gives_each_request_its_own_grammar(ctx: Context) -> None:
+    grammars = list(GRAMMARS.values())
+    params = SamplingParams(temperature=0.8, seed=5)
+    expected = [plain(ctx, grammar, params) for grammar in grammars]
+    requests = [Request(PROMPT, grammar=g, sampling=params, max_tokens=60) for g in grammars]
+    for config in (LONG, SpeculativeConfig()):
+        results = Engine(ctx, None, config).generate(requests)
+        assert [result.tokens for result in results] == expected
+        for result, grammar in zip(results, grammars, strict=True):
+            done = result.finish_reason == "stop"
+            assert result.parsed == (grammar.parse(result.text) if done else None)
+
+
+def test_text_goes_on_in_the_middle_of_a_value(ctx: Context, tmp_path: Path) -> None:
+    """Through forks, rewinds, a file, another context, a session and a speculator."""
+    params = SETTINGS["seeded"]
+    expected = plain(ctx, JSON, params)
+    with Branch.start(ctx, PROMPT, sampling=params, grammar=JSON) as branch:
+        start = branch.position
+        for n in range(3, len(expected), 9):
+            branch.rewind(start)
+            for token in expected[:n]:
+                branch.commit(token)
+            branch.save(tmp_path / "branch")
+            with branch.fork() as child:
+                assert [t.token for t in child.generate(60) if not t.is_stop] == expected[n:]
+                child.rewind(start + n // 2)
+                assert [t.token for t in child.generate(60) if not t.is_stop] == expected[n // 2 :]
+            with Branch.load(ctx, tmp_path / "branch") as loaded:
+                assert loaded.grammar == JSON
+                found = Speculator(ctx, None, LONG).generate(loaded)
+                assert found.finish().tokens == expected[n:]
+            with pytest.raises(GrammarError):
+                branch.commit(0)
+    with lb.InferenceSession(ctx, PROMPT, sampling=params, grammar=JSON) as session:
+        said: list[int] = []
+        while (event := session.next_token([GrammarDrafter(), None][len(said) % 2])) is not None:
+            said += [] if event.is_stop else [event.token]
+    assert said == expected
+
+
+def test_state_is_kept_for_the_next_generation_and_for_forks(ctx: Context) -> None:
+    params = SETTINGS["seeded"]
+    expected = plain(ctx, JSON, params)
+    speculator = Speculator(ctx, GrammarDrafter.copying(), LONG)
+    with Branch.start(ctx, PROMPT, sampling=params, grammar=JSON) as branch:
+        said = speculator.generate(branch, max_tokens=9).finish().tokens
+        with branch.fork() as child:
+            assert said + speculator.generate(child).finish().tokens == expected
+        branch.rewind(branch.position - 4)
+        assert said[:-4] + speculator.generate(branch).finish().tokens == expected
+
+
+def test_searches_stay_within_a_grammar(ctx: Context) -> None:
+    for state in (0, 6):
+        untruncated = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
+        with Branch.start(ctx, PROMPT, sampling=untruncated, grammar=JSON) as branch:
+            for _ in range(state):
+                branch.step()
+            begun = ctx.model.detokenize(branch.generated)
+            found = lb.search.beam_search(branch, 3, 80, n=3).hypotheses
+            found += lb.search.smc(branch, 3, 80, seed=2).hypotheses
+        texts = [one.text for one in found if one.finish_reason == "stop"]
+        assert len(texts) >= 4
+        for text in texts:
+            assert set(JSON.parse(begun + text)) == set(SCHEMA["properties"])  # type: ignore[call-overload]
+
+
+def test_draft_model_of_another_vocabulary_and_missing_grammar() -> None:
+    assert GrammarDrafter().name == "grammar"
+    assert GrammarDrafter.copying().name == "grammar+suffix"
+    with pytest.raises(lb.ConfigError, match="width 1"):
+        GrammarDrafter(_Wide())
+
+
+class _Wide(NullDrafter):
+    @property
+    def width(self) -> int:
+        return 2

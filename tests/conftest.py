@@ -54,16 +54,16 @@ def listed(name: str) -> dict[str, int]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what `slow.txt` lists as slow, and what `no_numbers.txt` does not list as `numbers`."""
     slow, no_numbers = listed("slow.txt"), listed("no_numbers.txt")
-    n_seen: Counter[str] = Counter()
+    n_seen: Counter[tuple[Path, str]] = Counter()
     for item in items:
         path = item.path.relative_to(HERE)
         names = {f"{folder}/" for folder in path.parts[:-1]} | {path.name}
         if isinstance(item, pytest.Function):
-            names.add(item.originalname)
+            names |= {item.originalname, f"{path.name}::{item.originalname}"}
         for name in names & slow.keys():
-            if slow[name] == 0 or n_seen[name] % slow[name]:
+            if slow[name] == 0 or n_seen[path, name] % slow[name]:
                 item.add_marker(pytest.mark.slow)
-            n_seen[name] += 1
+            n_seen[path, name] += 1
         if not names & no_numbers.keys():
             item.add_marker(pytest.mark.numbers)
 

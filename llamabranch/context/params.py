@@ -95,7 +95,8 @@ class ContextParams:
         kv_type: "f16", "bf16", "q8_0", ...; "auto" is bf16 where that makes the context
             batch-invariant and f16 elsewhere.
         batch_invariant: "auto" turns it on where it is possible, True raises UnsupportedError elsewhere.
-            False: "auto" K/V is f16, which reads long prompts faster, in down to half the time.
+            False: "auto" K/V is f16, which reads long prompts faster: in half the time on some
+            processors.
         swa_full: keep the K/V of all positions in sliding-window layers, so that they can be rewound.
         offload_kqv: keep the cache on the GPU if the model is there.
         kv_unified: one cache for all sequences, in which forks share cells. False: each sequence has

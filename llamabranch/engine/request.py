@@ -152,8 +152,8 @@ class Result:
     def parsed(self) -> object:
         """What the text means under the request's grammar; None without one, or if the text was cut.
 
-        For a JSON schema a JSON value, or an instance of the type that the schema was made from; for other
-        grammars the text.
+        For a JSON schema a JSON value, or an instance of the type that the schema was made from; for
+        other grammars the text.
 
         Raises:
             ValueError: pydantic's own validation refuses the value.

@@ -282,6 +282,7 @@ def test_chat_prints_the_answer_on_a_line_of_its_own(command: str, tmp_path: Pat
         "1",
         "-n",
         "4",
+        "--display-prompt",
     )
     assert "Hi there\n" not in run(command, *arguments).stdout
     assert "Hi there\n" in run(command, *arguments, "--chat").stdout

@@ -32,6 +32,9 @@ SAMPLINGS = (
     SamplingParams(temperature=0.9, seed=3),
     SamplingParams(temperature=0.9, seed=4, repeat_penalty=1.3),
 )
+# By whether there is a window: flash attention uses f16.
+KV_TYPE: tuple[str, str] = ("auto", "f32")
+FLASH_ATTENTION: tuple[str | bool, str | bool] = ("auto", False)
 GRAMMAR = "root ::= [^\\x00] root?"
 STEMS = [[2 + (7 * i + 3 * k) % 200 for i in range(90)] for k in range(3)]
 
@@ -57,8 +60,8 @@ class EngineMachine(RuleBasedStateMachine):
             n_batch=48,
             n_threads=1,
             batch_invariant=not self.window,
-            kv_type="f32" if self.window else "auto",
-            flash_attention=False if self.window else "auto",  # it computes in f16
+            kv_type=KV_TYPE[self.window],
+            flash_attention=FLASH_ATTENTION[self.window],
             prefix_cache=self.cached,
             cache_ram=100_000 if self.cached and not self.window else 0,
             kv_unified=self.unified,
@@ -231,8 +234,8 @@ def test_every_text_is_that_of_its_request_alone(which: str) -> None:
                 n_ctx=N_CELLS,
                 n_seq_max=1,
                 n_threads=1,
-                kv_type="f32" if window else "auto",
-                flash_attention=False if window else "auto",
+                kv_type=KV_TYPE[window],
+                flash_attention=FLASH_ATTENTION[window],
             ) as clean,
             Context(model, n_ctx=N_CELLS, n_seq_max=4, n_threads=1) as draft_ctx,
         ):

@@ -13,7 +13,7 @@ from contextlib import closing
 
 import pytest
 from digests import pack, record
-from digests.cases import CASES, CHANGED, SAMPLING
+from digests.cases import CASES, SAMPLING
 from digests.library import DATA, World
 from digests.older import ARCHIVE, Older
 
@@ -61,11 +61,7 @@ ONE_OF_EACH = _one_of_each()
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=() if n in ONE_OF_EACH else pytest.mark.slow, id=n)
-        for n in CASES
-        if n not in CHANGED
-    ],
+    [pytest.param(n, marks=() if n in ONE_OF_EACH else pytest.mark.slow, id=n) for n in CASES],
 )
 def test_generates_what_version_0_1_generates(
     name: str, world: World, older: Older, of_0_1: record.Record

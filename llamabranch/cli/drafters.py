@@ -50,7 +50,9 @@ COPYING: dict[str, Callable[[], Drafter]] = {
 }
 
 MTP = "mtp"  # the target's own MTP layers
-GRAMMAR = "grammar"  # what the text's grammar forces, and what follows in the chain where it does not
+GRAMMAR = (
+    "grammar"  # what the text's grammar forces, and what follows in the chain where it does not
+)
 
 
 def parse_draft(given: str, find: Callable[[str], Path] = hub.resolve) -> tuple[str, ...]:

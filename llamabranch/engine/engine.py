@@ -51,7 +51,8 @@ class Engine:
     Args:
         target: the context that generates; at most its n_seq_max texts run at a time.
         drafter: proposes the drafts; None = plain decoding, except of texts with a grammar, for which
-            ``GrammarDrafter.copying()`` drafts. ``NullDrafter()`` = plain decoding of all texts. To draft for every text, a draft model's
+            ``GrammarDrafter.copying()`` drafts. ``NullDrafter()`` = plain decoding of all texts.
+            To draft for every text, a draft model's
             context needs as many sequences as the target.
         config: how much to draft; "auto" drafts as many tokens as raise the throughput of the batch.
         sampling: the settings of requests that give none.

@@ -184,7 +184,9 @@ class ModelHandle(Handle):
 
     def pieces(self) -> list[bytes]:
         """Return all pieces; those of control tokens as llguidance marks them: 0xFF and their text."""
-        found = core.pieces(_address_of(C._lib.llama_token_to_piece), self.vocab_address, self.n_vocab)
+        found = core.pieces(
+            _address_of(C._lib.llama_token_to_piece), self.vocab_address, self.n_vocab
+        )
         if found is None:
             found = [self.piece(token, special=False) for token in range(self.n_vocab)]
         for token, piece in enumerate(found):

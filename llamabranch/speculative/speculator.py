@@ -68,7 +68,7 @@ class Speculator:
         self._lock = forkable_lock()
 
     def _for(self, branch: Branch) -> Speculator:
-        """Return the speculator that continues ``branch``: this one, or one that drafts from a grammar."""
+        """Return the one that continues ``branch``: this one, or one that drafts from its grammar."""
         if not self._is_default or branch.grammar is None:
             return self
         if not self.target.capabilities.can_truncate:

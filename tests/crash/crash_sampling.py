@@ -56,7 +56,7 @@ refuses(
     **{f"gbnf_{name}": lambda w, g=gbnf: _use_grammar(w, g) for name, gbnf in GRAMMARS.items()},
     not_text=lambda w: Grammar(5),  # type: ignore[arg-type]
     schema_not_json=lambda w: Grammar.from_json_schema("{"),
-    schema_unknown_type=lambda w: _use_grammar(w, Grammar.from_json_schema({"type": "bogus"})),
+    schema_unknown_type=lambda w: Grammar.from_json_schema({"type": "bogus"}),
     schema_missing_reference=lambda w: Grammar.from_json_schema({"$ref": "#/nowhere"}),
     schema_remote_reference=lambda w: Grammar.from_json_schema({"$ref": "https://localhost:1/x"}),
     schema_is_a_list=lambda w: Grammar.from_json_schema("[1]"),

@@ -688,11 +688,13 @@ CASES: dict[str, Case] = {
 }
 
 # Cases whose texts changed on purpose after 0.1, and why: they are not compared.
-_SCHEMAS = "JSON schemas are followed by llguidance: other whitespace, keys as the tokenizer splits them"
+_SCHEMAS = (
+    "JSON schemas are followed by llguidance: other whitespace, keys as the tokenizer splits them"
+)
 CHANGED: dict[str, str] = {
     name: _SCHEMAS if "JSON" in name else f"{_SCHEMAS}; only the text of the request with PAIRS (10)"
     for name in CASES
-    if "grammar" in name and "JSON" in name
+    if ("grammar" in name and "JSON" in name)
     or name.startswith("engine/mixed")
     or name in ("engine/greedy", "engine/few sequences", "engine/small batches")
 }  # fmt: skip

@@ -76,6 +76,7 @@ def _is_of_form(value: str, form: str) -> bool:
 
 def _ecma(pattern: str) -> str:
     """Return a pattern of a schema for Python: its classes are those of ECMAScript."""
+
     def of_python(found: re.Match[str]) -> str:
         if found[0][0] == "[":
             return found[0].replace(r"\d", "0-9").replace(r"\w", "a-zA-Z0-9_")
@@ -118,7 +119,9 @@ def fits(value: Any, schema: Any, document: Any) -> bool:
         checks.append(all(inner(value, s) for s in schema["allOf"]))
     if isinstance(value, str):
         checks.append(schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", math.inf))
-        checks.append("pattern" not in schema or re.search(_ecma(schema["pattern"]), value) is not None)
+        checks.append(
+            "pattern" not in schema or re.search(_ecma(schema["pattern"]), value) is not None
+        )
         checks.append("format" not in schema or _is_of_form(value, schema["format"]))
     if _IS["number"](value):
         checks.append("multipleOf" not in schema or value % schema["multipleOf"] == 0)
@@ -302,6 +305,7 @@ def test_text_is_json_that_fits_the_schema(schema: Any, toy: lb.Model) -> None:
         text = _walk(toy, grammar, seed)
         assert fits(json.loads(text), schema, schema), text
 
+
 def _accepts(model: lb.Model, grammar: Grammar, text: str) -> bool:
     """Return whether a grammar accepts exactly ``text``."""
     sampler = Sampler(model, _ALL, grammar)
@@ -320,7 +324,26 @@ def test_integers_between_bounds_are_exactly_those(toy: lb.Model) -> None:
                     Grammar.from_json_schema(schema)
                 continue
             grammar = Grammar.from_json_schema(schema)
-            for n in (-130, -100, -99, -13, -12, -11, -2, -1, 0, 1, 6, 7, 8, 98, 99, 100, 101, 1105):
+            for n in (
+                -130,
+                -100,
+                -99,
+                -13,
+                -12,
+                -11,
+                -2,
+                -1,
+                0,
+                1,
+                6,
+                7,
+                8,
+                98,
+                99,
+                100,
+                101,
+                1105,
+            ):
                 fits_both = (least is None or n >= least) and (most is None or n <= most)
                 assert _accepts(toy, grammar, str(n)) == fits_both, (schema, n)
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...errors import ConfigError, GrammarError
-from . import schema as json_schemas
 from ...model import Model
+from . import schema as json_schemas
 from .gbnf import NO_FORCING, Gbnf
 from .guidance import Matcher, check_grammar, lark_grammar, regex_grammar, schema_grammar
 from .sampler_matcher import SamplerMatcher
@@ -83,7 +83,7 @@ class Grammar:
                 found = schema_grammar(schema, self.whitespace)  # it needs other properties
                 check_grammar(found)
             return found
-        elif self.kind == "regex":
+        if self.kind == "regex":
             found = regex_grammar(self.source)
         elif self.kind == "choice":
             found = regex_grammar("|".join(map(_literal, _choices(self.source))))
@@ -176,7 +176,7 @@ class Grammar:
         fields = {name: given.get(name) for name in ("source", "kind", "whitespace")}
         if set(given) - set(fields) or not all(isinstance(v, str) for v in fields.values()):
             raise ConfigError(f"not the description of a grammar: {given!r:.60}")
-        return cls(**{name: str(value) for name, value in fields.items()})
+        return cls(str(fields["source"]), str(fields["kind"]), str(fields["whitespace"]))
 
     def as_dict(self) -> str | dict[str, str]:
         """Return JSON types that describe it: for GBNF its text."""
@@ -200,7 +200,9 @@ class Grammar:
         if not self.guidance:
             return SamplerMatcher(model, self.source, self.token_texts)
         is_split = forcing and self.kind == "gbnf"
-        return Matcher(model, self.guidance.replace(NO_FORCING, "{}") if is_split else self.guidance)
+        return Matcher(
+            model, self.guidance.replace(NO_FORCING, "{}") if is_split else self.guidance
+        )
 
     def parse(self, text: str) -> object:
         """Return what a complete text of a JSON schema means: a JSON value, or an instance of its type.
@@ -223,7 +225,9 @@ def _named(error: GrammarError, schema: dict[str, object]) -> GrammarError:
     if path is None:
         return error
     hint = "use anyOf where the parts exclude each other anyway" if keyword == "oneOf" else None
-    return GrammarError(f"the JSON-schema keyword {keyword!r} at {path} is not supported", hint=hint)
+    return GrammarError(
+        f"the JSON-schema keyword {keyword!r} at {path} is not supported", hint=hint
+    )
 
 
 def _choices(source: str) -> list[str]:

@@ -108,7 +108,10 @@ def _exclude_each_other(ways: list[object]) -> bool:
         found = _values(way)
         if not found or any(value in seen or value.split(" ")[0] in seen for value in found):
             return False
-        if any(value in _TYPES.values() and any(s.startswith(value + " ") for s in seen) for value in found):
+        if any(
+            value in _TYPES.values() and any(s.startswith(value + " ") for s in seen)
+            for value in found
+        ):
             return False
         seen.update(found)
     return True
@@ -141,9 +144,9 @@ def closed(schema: dict[str, object]) -> dict[str, object]:
         properties, required = part.get("properties"), part.get("required", [])
         if id(part) in combined or not isinstance(properties, dict) or not properties:
             continue
-        if isinstance(required, list) and all(name in properties for name in required):
-            if not any(name in part for name in _OPEN):
-                part["additionalProperties"] = False
+        is_declared = isinstance(required, list) and all(name in properties for name in required)
+        if is_declared and not any(name in part for name in _OPEN):
+            part["additionalProperties"] = False
     return schema
 
 
@@ -202,7 +205,7 @@ def _needs(part: dict[str, object], document: dict[str, object]) -> list[list[ob
     if part.get("type") == "array" and isinstance(least, int) and least > 0:
         first = part.get("prefixItems")
         needed += first[:least] if isinstance(first, list) else [part.get("items")]
-    groups = [[one] for one in needed if isinstance(one, dict)]
+    groups: list[list[object]] = [[one] for one in needed if isinstance(one, dict)]
     for name in ("anyOf", "oneOf"):
         ways = part.get(name)
         if isinstance(ways, list) and ways and all(isinstance(way, dict) for way in ways):

@@ -87,9 +87,7 @@ class _ForcedState:
         draft.seconds = perf_counter() - start
         return draft
 
-    def _fill(
-        self, draft: Draft, tokens: Sequence[int], length: DraftLength, limit: int
-    ) -> None:
+    def _fill(self, draft: Draft, tokens: Sequence[int], length: DraftLength, limit: int) -> None:
         for token in tokens[self._n_seen :]:
             _accept(self._grammar, token)
             self._n_seen += 1
@@ -174,10 +172,7 @@ class _Rest:
         self._n = n
         self.limit = length.limit - n
         self.reads_entropy = length.reads_entropy
-
-    @property
-    def reason(self) -> str:
-        return self._length.reason
+        self.reason = length.reason
 
     def stream(self, *, shares_decode: bool = False) -> DraftLength:
         return _Rest(self._length.stream(shares_decode=shares_decode), self._n)
@@ -189,7 +184,9 @@ class _Rest:
         return True
 
     def goes_on(self, n_drafted: int, entropy: float) -> bool:
-        return self._length.goes_on(self._n + n_drafted, entropy)
+        goes_on = self._length.goes_on(self._n + n_drafted, entropy)
+        self.reason = self._length.reason
+        return goes_on
 
     def stop_rule(self, n_drafted: int) -> StopRule | None:
         return self._length.stop_rule(self._n + n_drafted)

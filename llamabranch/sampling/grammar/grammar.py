@@ -219,6 +219,8 @@ class Grammar:
 
 def _named(error: GrammarError, schema: dict[str, object]) -> GrammarError:
     """Return an error that says where the first unsupported keyword is; else ``error``."""
+    if "recursion limit" in str(error):
+        return GrammarError("the JSON schema is nested too deep")
     found = _UNSUPPORTED.search(str(error))
     keyword = "oneOf" if "oneOf constraints" in str(error) else found[1] if found else ""
     path = json_schemas.path_to(keyword, schema) if keyword else None

@@ -62,7 +62,9 @@ def parse(source: str) -> dict[str, object]:
     """
     try:
         schema = json.loads(source)
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise GrammarError("the JSON schema is nested too deep") from None
+    except ValueError as error:
         raise GrammarError(f"the JSON schema is not JSON: {error}") from error
     if schema is True:
         return {}

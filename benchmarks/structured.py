@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -18,7 +19,7 @@ from time import perf_counter
 import numpy as np
 
 import llamabranch as lb
-from llamabranch.bench import Sample, Series, Spread, interleave
+from llamabranch.bench import Maker, Sample, Series, Spread, Work, interleave
 
 from .llama_server import LlamaServer
 from .llama_tools import ToolError, build_server
@@ -45,14 +46,14 @@ SCHEMA = {
     "additionalProperties": False,
 }  # fmt: skip
 TEXTS = (
-    "Maria Lindqvist is a 42 year old marine biologist who lives in Gothenburg. She enjoys sailing, chess "
-    "and baking bread with her two sons. Her address is maria.lindqvist@example.org.",
-    "At 67, the former railway engineer Otto Baumgartner spends his days in Innsbruck painting landscapes "
-    "and repairing clocks. He has no children and no e-mail address.",
-    "Chiara Benedetti, 23, studies architecture in Bologna and plays volleyball and the violin. You can "
-    "write to chiara@studenti.example.it.",
-    "Our neighbour Samuel Okafor, aged 35, runs his own bakery in Leeds. After work he coaches a football "
-    "team in which his daughter plays (samuel@okafor-bread.example).",
+    "Maria Lindqvist is a 42 year old marine biologist who lives in Gothenburg. She enjoys sailing, "
+    "chess and baking bread with her two sons. Her address is maria.lindqvist@example.org.",
+    "At 67, the former railway engineer Otto Baumgartner spends his days in Innsbruck painting "
+    "landscapes and repairing clocks. He has no children and no e-mail address.",
+    "Chiara Benedetti, 23, studies architecture in Bologna and plays volleyball and the violin. "
+    "You can write to chiara@studenti.example.it.",
+    "Our neighbour Samuel Okafor, aged 35, runs his own bakery in Leeds. After work he coaches a "
+    "football team in which his daughter plays (samuel@okafor-bread.example).",
     "Ingrid Solheim retired last year, at 61, as head nurse of the hospital of Bergen. She knits, hikes "
     "and sings in a choir; her three children live abroad.",
     "Yuki Tanaka, a 29 year old translator from Osaka, works for herself. She collects stamps and grows "
@@ -61,12 +62,12 @@ TEXTS = (
     "for his wife and their son. His mail is p.delacroix@lycee.example.fr.",
     "The student Amina Rahimi, 20 years old, moved to Rotterdam to study medicine; she swims and draws. "
     "She has no children. amina.rahimi@uni.example.nl reaches her.",
-    "Carlos Mendoza is employed as a bus driver in Valencia. He is 48, has four children, and spends his "
-    "weekends fishing, dancing and playing the guitar.",
-    "Dr. Helena Novak, 39, a self-employed dentist in Prague, rides horses and restores old furniture. She "
-    "and her twins answer mail at helena@novak-dental.example.cz.",
+    "Carlos Mendoza is employed as a bus driver in Valencia. He is 48, has four children, and spends "
+    "his weekends fishing, dancing and playing the guitar.",
+    "Dr. Helena Novak, 39, a self-employed dentist in Prague, rides horses and restores old furniture. "
+    "She and her twins answer mail at helena@novak-dental.example.cz.",
 )
-DRAFTERS = {
+DRAFTERS: dict[str, tuple[Callable[[], lb.Drafter], int | str]] = {
     "plain": (lb.NullDrafter, 0),
     "grammar, auto": (lb.GrammarDrafter, "auto"),
     "grammar+suffix, auto": (lb.GrammarDrafter.copying, "auto"),
@@ -96,7 +97,8 @@ def main() -> None:
 
 def _draws(settings: Settings) -> dict[str, object]:
     """Compare the draw of a token with and without a grammar, for vocabularies of three sizes."""
-    rows, found = [], {}
+    rows: list[tuple[str, ...]] = []
+    found: dict[str, object] = {}
     grammar = lb.Grammar.from_json_schema(SCHEMA)
     for n_vocab in VOCABULARIES[: 1 if settings.quick else None]:
         path = cached_wide(settings.cache, n_vocab)
@@ -143,7 +145,7 @@ def _extraction(settings: Settings, ctx: lb.Context, temperature: float) -> dict
     decodes: dict[str, list[int]] = {}
     parsed: dict[str, list[object]] = {}
 
-    def work(name: str, run: int) -> object:
+    def work(name: str, run: int) -> Work:
         drafter, length = DRAFTERS.get(name, (lb.NullDrafter, 0))
         config = lb.SpeculativeConfig(draft_k=length)
         speculator = lb.Speculator(ctx, drafter(), config)
@@ -162,11 +164,11 @@ def _extraction(settings: Settings, ctx: lb.Context, temperature: float) -> dict
 
         return generate
 
-    makers = {name: partial(work, name) for name in ("free text", *DRAFTERS)}
+    makers: dict[str, Maker] = {name: partial(work, name) for name in ("free text", *DRAFTERS)}
     server = _server(settings, ctx)
     if server is not None:
 
-        def ask(run: int) -> object:
+        def ask(run: int) -> Work:
             def generate(i: int) -> Sample:
                 answer = server.generate(
                     ctx.model.tokenize(prompts[i]), settings.tokens, json_schema=SCHEMA,
@@ -178,12 +180,13 @@ def _extraction(settings: Settings, ctx: lb.Context, temperature: float) -> dict
 
         makers["llama-server"] = ask
     try:
-        series = interleave(makers, n_runs=settings.runs, n_items=len(prompts))  # type: ignore[arg-type]
+        series = interleave(makers, n_runs=settings.runs, n_items=len(prompts))
     finally:
         if server is not None:
             server.close()
     plain = series["plain"]
-    rows, found = [], {}
+    rows: list[tuple[str, ...]] = []
+    found: dict[str, object] = {}
     for name, each in series.items():
         same, n = each.same_texts(plain) if name in DRAFTERS else (0, 0)
         its = sum(decodes.get(name, []))
@@ -224,7 +227,8 @@ def _server(settings: Settings, ctx: lb.Context) -> LlamaServer | None:
 
 def _compile_all(schemas: list[object]) -> dict[str, object]:
     """Compile every schema of a list; count what is refused, by reason."""
-    seconds, refused = [], {}
+    seconds: list[float] = []
+    refused: dict[str, int] = {}
     for schema in schemas:
         start = perf_counter()
         try:

@@ -251,7 +251,10 @@ def _grammar(data: Mapping[str, object]) -> lb.Grammar | None:
                 f"json_schema must be an object or the name of a file, not {schema!r:.40}"
             )
         if isinstance(schema, str) and not schema.lstrip().startswith("{"):
-            schema = read_text(Path(schema))
+            try:
+                schema = Path(schema).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"cannot read the schema {schema!r:.80}: {error}") from None
         return lb.Grammar.from_json_schema(schema)
     if data.get("regex") is not None:
         return lb.Grammar.from_regex(str(data["regex"]))

@@ -48,9 +48,8 @@ class EngineSettings:
     wait_s: float
     drafts: bool
     parallel: int | None = None
-    drafts_grammars: bool = (
-        False  # no drafter was asked for: grammars draft; ``drafts`` once one has
-    )
+    # No drafter was asked for, so grammars draft; ``drafts`` once one has.
+    drafts_grammars: bool = False
 
     def __post_init__(self) -> None:
         self.length = draft_length(self.config)

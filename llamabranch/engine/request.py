@@ -150,7 +150,7 @@ class Result:
 
     @property
     def parsed(self) -> object:
-        """What the text means under the request's grammar; None without one, or if the text was cut.
+        """What the text means under the request's grammar; None without one, or if it was cut.
 
         For a JSON schema a JSON value, or an instance of the type that the schema was made from; for
         other grammars the text.

@@ -215,7 +215,7 @@ class Sampler:
 
     @property
     def current_row_sampler(self) -> core.RowSampler | None:
-        """The compiled core for the next token; None where there is none, or it does not know the settings.
+        """The compiled core for the next token; None where there is none, or not for these settings.
 
         Use it at once: copies of this sampler share it, each with its own mask of a grammar.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -841,14 +842,14 @@ def test_output_that_is_not_utf8_loses_nothing() -> None:
     assert "PYTHONIOENCODING=utf-8" in err
 
 
-@pytest.mark.parametrize("depth", [200, 20_000])
+@pytest.mark.parametrize("depth", [20, 200, 20_000])
 def test_schema_that_nests_too_deep_is_wrong_usage(depth: int, tmp_path: Path) -> None:
     path = tmp_path / "schema.json"
     inside, ends = '{"type": "array", "items": ' * depth, "}" * depth
     path.write_text(inside + '{"type": "integer"}' + ends, encoding="utf-8")
     result = run("speculate", "--json-schema", str(path), "-n", "4")
-    assert result.exit_code == (0 if depth == 200 else 2), result.output
-    if depth > 200:
+    assert result.exit_code == (0 if depth == 20 else 2), result.output
+    if depth > 20:
         assert result.stderr == "error: the JSON schema is nested too deep\n"
 
 
@@ -1109,3 +1110,15 @@ def test_interrupt_with_json_writes_what_there_is_and_exits_with_130() -> None:
     answer = json.loads(process.stdout)
     assert answer["finish_reason"] is None
     assert answer["tokens"]
+
+
+def test_text_follows_an_expression_or_a_choice() -> None:
+    options = ("-p", "The king", "-n", "20", "--seed", "3")
+    text = str(run_json(*options, "--regex", r" is \d{2} years old\.")["text"])
+    assert re.fullmatch(r" is \d{2} years old\.", text)
+    choices = [" yes, he is", " no, he is not"]
+    found = run_json(*options, "--choice", choices[0], "--choice", choices[1])
+    assert found["text"] in choices
+    result = run("speculate", "--regex", "a", "--choice", "b")
+    assert result.exit_code == 2
+    assert "--regex and --choice exclude each other" in result.output.replace("\n", " ")

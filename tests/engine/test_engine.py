@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import json
 import math
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
@@ -16,14 +17,17 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
+import pydantic
 import pytest
 import toys
 from drafts import FIXED
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rounding import rounding
+from typing_extensions import TypedDict
 
 import llamabranch as lb
 from llamabranch import (
@@ -1206,3 +1210,26 @@ def test_cancelling_takes_waiting_and_running_requests_once(ctx: Context) -> Non
     assert len(ended) == 24
     cancelled = {name for (name, _), reason in ended.items() if reason == "cancelled"}
     assert cancelled == {"r00", "r13"}
+
+
+def test_result_is_parsed_by_the_type_it_was_made_for(ctx: Context) -> None:
+    class Hero(pydantic.BaseModel):
+        name: Annotated[str, pydantic.Field(max_length=8)]
+        brave: bool
+
+    class Wolf(TypedDict):
+        teeth: Literal[1, 2, 3]
+
+    grammars = [
+        lb.Grammar.from_json_schema(Hero), lb.Grammar.from_json_schema(Wolf),
+        lb.Grammar.from_json_schema({"enum": ["a", None]}), lb.Grammar.from_choices(["yes", "no"]), None,
+    ]  # fmt: skip
+    requests = [lb.Request("The hero: ", grammar=g, max_tokens=80 if g else 4) for g in grammars]
+    hero, wolf, value, choice, free = Engine(ctx, seed=1).generate(requests)
+    assert isinstance(hero.parsed, Hero)
+    assert wolf.parsed == json.loads(wolf.text)
+    assert value.parsed in ("a", None)
+    assert choice.parsed == choice.text in ("yes", "no")
+    assert free.parsed is None
+    (cut,) = Engine(ctx, seed=1).generate([lb.Request("A", grammar=grammars[0], max_tokens=3)])
+    assert (cut.finish_reason, cut.parsed) == ("length", None)

@@ -99,7 +99,8 @@ def _fields() -> list[Case]:
         schema = {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
             "$id": "https://example.org/field.json", "title": "Record", "id": "record",
-            "_format": "x", "x-order": 3, **obj({"value": annotated}, "value", additionalProperties=False),
+            "_format": "x", "x-order": 3,
+            **obj({"value": annotated}, "value", additionalProperties=False),
         }  # fmt: skip
         cases.append((
             schema, [{"value": v} for v in valid],
@@ -145,18 +146,20 @@ _WHOLE: list[Case] = [
      [{"n": 3}], [{"n": "3"}]),
     # a tool call
     (obj({"name": {"const": "get_weather"}, "arguments": obj(
-        {"city": _S, "unit": {"enum": ["celsius", "fahrenheit"]}, "days": {"type": "integer", "minimum": 1,
-                                                                            "maximum": 7}},
+        {"city": _S, "unit": {"enum": ["celsius", "fahrenheit"]}, "days": {
+            "type": "integer", "minimum": 1, "maximum": 7}},
         "city", additionalProperties=False)}, "name", "arguments", additionalProperties=False),
      [{"name": "get_weather", "arguments": {"city": "Paris"}},
       {"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius", "days": 7}}],
      [{"name": "get_time", "arguments": {"city": "Paris"}},
       {"name": "get_weather", "arguments": {"city": "Paris", "days": 8}}]),
     # a few of ours
-    (arr(obj({"start": _I, "end": _I, "label": {"enum": ["PER", "LOC", "ORG"]}}, "start", "end", "label")),
+    (arr(obj({"start": _I, "end": _I, "label": {"enum": ["PER", "LOC", "ORG"]}},
+             "start", "end", "label")),
      [[], [{"start": 0, "end": 4, "label": "PER"}]], [[{"start": 0, "end": 4, "label": "X"}], {}]),
     (obj({"answer": {"enum": ["yes", "no"]}, "why": text(maxLength=20)}, "answer", "why"),
-     [{"answer": "no", "why": "because"}], [{"answer": "maybe", "why": ""}, {"answer": "no", "why": "x" * 21}]),
+     [{"answer": "no", "why": "because"}],
+     [{"answer": "maybe", "why": ""}, {"answer": "no", "why": "x" * 21}]),
     (obj({"reasoning": arr(_S, minItems=1, maxItems=3), "result": _N}, "reasoning", "result"),
      [{"reasoning": ["a"], "result": 0.5}], [{"reasoning": [], "result": 1}, {"result": 1}]),
 ]  # fmt: skip

@@ -124,7 +124,7 @@ class Refused(lb.Drafter):
     def check(self, target: lb.Model) -> None: ...
 
     def start(self, target: Branch, rule: str) -> lb.DraftState:
-        return self  # type: ignore[return-value]
+        return self
 
     def propose(self, tokens: Sequence[int], length: object, limit: int) -> lb.Draft:
         return lb.Draft(tokens=[300, 301, 302, 303][:limit])
@@ -132,7 +132,7 @@ class Refused(lb.Drafter):
     def observe(self, n_tokens: int) -> None: ...
 
     def fork(self, target: Branch) -> lb.DraftState:
-        return self  # type: ignore[return-value]
+        return self
 
     def close(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""A parser for GBNF that accepts what llama.cpp's parser accepts, and its translation to Lark. Pure Python.
+"""A parser for GBNF that accepts what llama.cpp's parser accepts, and its translation to Lark.
 
 It follows llama.cpp's parser step by step, so an error has its line, column and reason. Grammars that
 llama.cpp accepts and that make it hang or overflow its stack are rejected, too: those that name tokens

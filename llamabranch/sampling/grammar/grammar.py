@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...errors import ConfigError, GrammarError
-from . import schema as json_schemas
 from ...model import Model
+from . import schema as json_schemas
 from .gbnf import NO_FORCING, Gbnf
 from .guidance import Matcher, check_grammar, lark_grammar, regex_grammar, schema_grammar
 from .sampler_matcher import SamplerMatcher
@@ -83,7 +83,7 @@ class Grammar:
                 found = schema_grammar(schema, self.whitespace)  # it needs other properties
                 check_grammar(found)
             return found
-        elif self.kind == "regex":
+        if self.kind == "regex":
             found = regex_grammar(self.source)
         elif self.kind == "choice":
             found = regex_grammar("|".join(map(_literal, _choices(self.source))))
@@ -176,7 +176,7 @@ class Grammar:
         fields = {name: given.get(name) for name in ("source", "kind", "whitespace")}
         if set(given) - set(fields) or not all(isinstance(v, str) for v in fields.values()):
             raise ConfigError(f"not the description of a grammar: {given!r:.60}")
-        return cls(**{name: str(value) for name, value in fields.items()})
+        return cls(str(fields["source"]), str(fields["kind"]), str(fields["whitespace"]))
 
     def as_dict(self) -> str | dict[str, str]:
         """Return JSON types that describe it: for GBNF its text."""
@@ -219,6 +219,8 @@ class Grammar:
 
 def _named(error: GrammarError, schema: dict[str, object]) -> GrammarError:
     """Return an error that says where the first unsupported keyword is; else ``error``."""
+    if "recursion limit" in str(error):
+        return GrammarError("the JSON schema is nested too deep")
     found = _UNSUPPORTED.search(str(error))
     keyword = "oneOf" if "oneOf constraints" in str(error) else found[1] if found else ""
     path = json_schemas.path_to(keyword, schema) if keyword else None

@@ -18,6 +18,7 @@ from ...native import forkable_lock
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
     from ...model import Model
 
@@ -46,7 +47,7 @@ def schema_grammar(schema: dict[str, object], whitespace: str) -> str:
     from llguidance import LLMatcher
 
     item, key = _SEPARATORS[whitespace]
-    options = {
+    options: JsonCompileOptions = {
         "whitespace_flexible": whitespace == "any", "item_separator": item, "key_separator": key,
     }  # fmt: skip
     text = json.dumps(schema, ensure_ascii=False)

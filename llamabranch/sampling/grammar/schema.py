@@ -62,7 +62,9 @@ def parse(source: str) -> dict[str, object]:
     """
     try:
         schema = json.loads(source)
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise GrammarError("the JSON schema is nested too deep") from None
+    except ValueError as error:
         raise GrammarError(f"the JSON schema is not JSON: {error}") from error
     if schema is True:
         return {}
@@ -144,9 +146,9 @@ def closed(schema: dict[str, object]) -> dict[str, object]:
         properties, required = part.get("properties"), part.get("required", [])
         if id(part) in combined or not isinstance(properties, dict) or not properties:
             continue
-        if isinstance(required, list) and all(name in properties for name in required):
-            if not any(name in part for name in _OPEN):
-                part["additionalProperties"] = False
+        is_declared = isinstance(required, list) and all(name in properties for name in required)
+        if is_declared and not any(name in part for name in _OPEN):
+            part["additionalProperties"] = False
     return schema
 
 
@@ -205,7 +207,7 @@ def _needs(part: dict[str, object], document: dict[str, object]) -> list[list[ob
     if part.get("type") == "array" and isinstance(least, int) and least > 0:
         first = part.get("prefixItems")
         needed += first[:least] if isinstance(first, list) else [part.get("items")]
-    groups = [[one] for one in needed if isinstance(one, dict)]
+    groups: list[list[object]] = [[one] for one in needed if isinstance(one, dict)]
     for name in ("anyOf", "oneOf"):
         ways = part.get(name)
         if isinstance(ways, list) and ways and all(isinstance(way, dict) for way in ways):

@@ -18,6 +18,8 @@ from .copying import SuffixDrafter
 
 __all__ = ["GrammarDrafter"]
 
+_NAME = "grammar"  # of drafts that begin with what is forced
+
 
 class GrammarDrafter(Drafter):
     """Drafts the text that the grammar of a branch forces: keys, punctuation, the rest of a constant.
@@ -48,6 +50,12 @@ class GrammarDrafter(Drafter):
         """ "grammar", or "grammar+" and the name of ``values``."""
         return "grammar" if self.values is None else f"grammar+{self.values.name}"
 
+    @property
+    def profile_keys(self) -> dict[str, str]:
+        """That of what is forced, and those of ``values``."""
+        mine = {_NAME: f"{type(self).__module__}.{type(self).__qualname__}"}
+        return mine if self.values is None else {**mine, **self.values.profile_keys}
+
     def check(self, target: Model) -> None:
         """Raise VocabularyMismatchError if ``values`` cannot draft for ``target``."""
         if self.values is not None:
@@ -63,35 +71,44 @@ class GrammarDrafter(Drafter):
         except BaseException:
             values.close()
             raise
-        return _ForcedState(self.name, state, target.n_prompt, values)
+        return _ForcedState(state, target.n_prompt, values)
 
 
 class _ForcedState:
     """A grammar's state after the tokens from ``start`` to ``n_seen``, and the state of ``values``."""
 
-    def __init__(self, name: str, grammar: GrammarState, start: int, values: DraftState) -> None:
-        self._name = name
+    def __init__(self, grammar: GrammarState, start: int, values: DraftState) -> None:
         self._first = grammar  # before any token
         self._grammar = grammar.clone()
         self._start = self._n_seen = start
         self._values = values
 
     def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
-        draft = Draft(drafter=self._name, stopped="off")
         start = perf_counter()
-        if length.consider(self._name):
-            try:
-                self._fill(draft, tokens, length, limit)
-            except GrammarError:  # the target raises it if it gets there
-                draft.stopped = "end"
-        draft.seconds = perf_counter() - start
-        return draft
+        try:
+            for token in tokens[self._n_seen :]:
+                _accept(self._grammar, token)
+                self._n_seen += 1
+            grammar = self._grammar.clone()
+            if grammar.forced():
+                draft = Draft(drafter=_NAME, stopped="off")
+                if length.consider(_NAME):
+                    self._fill(draft, tokens, grammar, length, limit)
+                draft.seconds = perf_counter() - start
+                return draft
+        except GrammarError:  # the target raises it if it gets there
+            return Draft(drafter=_NAME, stopped="end")
+        # What a draft begins with decides whose costs and acceptance it is judged by.
+        return self._values.propose(tokens, length, limit)
 
-    def _fill(self, draft: Draft, tokens: Sequence[int], length: DraftLength, limit: int) -> None:
-        for token in tokens[self._n_seen :]:
-            _accept(self._grammar, token)
-            self._n_seen += 1
-        grammar = self._grammar.clone()
+    def _fill(
+        self,
+        draft: Draft,
+        tokens: Sequence[int],
+        grammar: GrammarState,
+        length: DraftLength,
+        limit: int,
+    ) -> None:
         draft.stopped = "length"
         while len(draft.tokens) < limit:
             forced = grammar.forced()[: limit - len(draft.tokens)]
@@ -105,8 +122,11 @@ class _ForcedState:
                 draft.forced.append(True)
                 if draft.sources:
                     draft.sources.append(Distribution.point(token))
-            if not forced and not self._add_values(draft, tokens, grammar, length, limit):
-                return
+            if not forced:
+                goes_on = self._add_values(draft, tokens, grammar, length, limit)
+                length.consider(_NAME)
+                if not goes_on:
+                    return
 
     def _add_values(
         self,
@@ -150,7 +170,7 @@ class _ForcedState:
             self._grammar, self._n_seen = self._first.clone(), self._start
 
     def fork(self, target: Branch) -> DraftState:
-        twin = _ForcedState(self._name, self._first, self._start, self._values.fork(target))
+        twin = _ForcedState(self._first, self._start, self._values.fork(target))
         twin._grammar, twin._n_seen = self._grammar.clone(), self._n_seen
         return twin
 
@@ -172,10 +192,7 @@ class _Rest:
         self._n = n
         self.limit = length.limit - n
         self.reads_entropy = length.reads_entropy
-
-    @property
-    def reason(self) -> str:
-        return self._length.reason
+        self.reason = length.reason
 
     def stream(self, *, shares_decode: bool = False) -> DraftLength:
         return _Rest(self._length.stream(shares_decode=shares_decode), self._n)
@@ -184,10 +201,12 @@ class _Rest:
         return 0
 
     def consider(self, drafter: str) -> bool:
-        return True
+        return self._length.consider(drafter)
 
     def goes_on(self, n_drafted: int, entropy: float) -> bool:
-        return self._length.goes_on(self._n + n_drafted, entropy)
+        goes_on = self._length.goes_on(self._n + n_drafted, entropy)
+        self.reason = self._length.reason
+        return goes_on
 
     def stop_rule(self, n_drafted: int) -> StopRule | None:
         return self._length.stop_rule(self._n + n_drafted)

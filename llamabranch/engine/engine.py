@@ -359,7 +359,10 @@ class _Source:
             requests = [requests]
         refused = (bytes, bytearray, memoryview, Mapping)
         if isinstance(requests, refused) or not isinstance(requests, Iterable):
-            raise ConfigError(f"requests are prompts or Requests, not {requests!r:.40}")
+            raise ConfigError(
+                f"requests are prompts or Requests, not {requests!r:.40}",
+                hint="give text, a conversation, a Request, or a list of these; decode bytes first",
+            )
         given = cast(Iterable[AnyRequest], requests)
         self._skip = _skipped(skip)
         self._order = order

@@ -329,10 +329,9 @@ class Sampler:
         found = np.flatnonzero(np.unpackbits(state.mask().view(np.uint8), bitorder="little"))
         found = found[logits[found] > -np.inf]
         if not len(found):
-            raise GrammarError(
-                "the grammar allows no token of this vocabulary here, or only an EOG token that a bias "
-                "forbids"
-            )
+            if not state.mask().any():
+                raise GrammarError("the grammar is complete: no token may follow")
+            raise GrammarError("all tokens that the grammar allows here have a logit of -inf")
         return found
 
     def _drop_masked(self) -> None:

@@ -28,7 +28,7 @@ SMALL = """
 import sys
 from llamabranch.cli import compare, demo
 from llamabranch.cli.app import main
-demo.N_PROMPT, demo.N_STEPS, demo.N_TOKENS, compare._N_PAIRS = 100, 8, 24, 1
+demo.N_PROMPT, demo.N_STEPS, demo.N_TOKENS, compare.MOST_PAIRS = 100, 8, 24, 1
 sys.argv[0] = "llamabranch"
 main()
 """
@@ -40,7 +40,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llamabranch.cli.demo.N_PROMPT", 100)
     monkeypatch.setattr("llamabranch.cli.demo.N_STEPS", 8)
     monkeypatch.setattr("llamabranch.cli.demo.N_TOKENS", 24)
-    monkeypatch.setattr("llamabranch.cli.compare._N_PAIRS", 1)
+    monkeypatch.setattr("llamabranch.cli.compare.MOST_PAIRS", 1)
 
 
 def run(*arguments: str) -> Result:

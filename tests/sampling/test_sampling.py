@@ -524,7 +524,7 @@ def test_bias_for_a_token_that_does_not_exist_is_refused(small_toy: lb.Model) ->
         {"temperature": True},
         {"dynatemp_range": -1.0},
         {"dynatemp_exponent": -1.0},
-        {"top_k": -1},
+        {"top_k": -2},
         {"top_k": 2.5},
         {"top_k": 2**31},
         {"top_p": 0.0},

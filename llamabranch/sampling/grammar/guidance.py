@@ -149,10 +149,10 @@ class Matcher:
         Raises:
             GrammarError: the grammar is too complex at this position.
         """
+        self._model.handle  # noqa: B018  (raises ClosedError: the tokenizer needs the model)
         if self._mask is None:
             mask = np.zeros((self._model.n_vocab + 31) // 32, dtype=np.uint32)
             if not self._is_ended:
-                self._model.handle  # noqa: B018  (raises ClosedError: the tokenizer needs the model)
                 address, size = mask.ctypes.data, mask.nbytes
                 _guarded(lambda: self._matcher.unsafe_compute_mask_ptr(address, size))
                 self._check()

@@ -114,6 +114,14 @@ class CapacityError(LlamaBranchError):
 class CacheFullError(CapacityError):
     """The K/V cache has no free cell."""
 
+    @classmethod
+    def of_prompt(cls, n_prompt: int, n_ctx: int) -> CacheFullError:
+        """Return the error of a prompt of ``n_prompt`` tokens that no context of ``n_ctx`` can hold."""
+        return cls(
+            f"the prompt has {n_prompt} tokens, the context has room for {n_ctx}",
+            hint="shorten the prompt, or open the context with a larger n_ctx",
+        )
+
 
 class QueueFullError(CapacityError):
     """As many requests wait as ``max_waiting`` allows."""

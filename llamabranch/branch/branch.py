@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ..arguments import whole
 from ..context import Context, TokenScore
 from ..context.context import text_context
-from ..errors import BranchStateError, ConfigError, LlamaBranchError
+from ..errors import BranchStateError, CacheFullError, ConfigError, LlamaBranchError
 from ..model import Prompt, TokenIds, token_list
 from ..pictures import Token, tokens_picture
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingSettings
@@ -114,6 +114,8 @@ class Branch:
         branch = cls.create(ctx, params, grammar)
         try:
             tokens = ctx.model.prompt_tokens(prompt, parse_special=parse_special)
+            if len(tokens) > ctx.n_ctx_seq:
+                raise CacheFullError.of_prompt(len(tokens), ctx.n_ctx_seq)
             n_cached = branch.sequence.take_cached(tokens[:-1])
             branch.prefill(tokens[n_cached:])
             branch.sequence.keep_cached()

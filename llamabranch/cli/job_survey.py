@@ -10,7 +10,7 @@ import numpy as np
 
 from llamabranch import CacheFullError, ConfigError, LlamaBranchError, Model, Request
 
-from .prompts import digest
+from .prompts import digest, trained_length
 
 __all__ = ["JobSurvey"]
 
@@ -108,8 +108,7 @@ class JobSurvey:
         if self.n_needed <= min(_SHORT, n_ctx or _SHORT):
             return self
         with Model(path, vocab_only=True) as model:
-            trained = model.metadata.get(f"{model.architecture}.context_length", "")
-            most = n_ctx or (int(trained) if trained.isdigit() else float("inf"))
+            most = n_ctx or trained_length(model) or float("inf")
 
             def length(request: Request) -> float:
                 about = _n_prompt(request)

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -21,7 +21,13 @@ from llamabranch import ConfigError, SamplingParams, hub
 
 from .console import Console
 from .jsonl import read_text
-from .prompts import PromptSource, read_prompt_file, read_prompts, read_standard_input
+from .prompts import (
+    PromptSource,
+    read_prompt_file,
+    read_prompts,
+    read_standard_input,
+    trained_length,
+)
 from .reporting import reporting_errors
 
 if TYPE_CHECKING:
@@ -56,6 +62,10 @@ __all__ = [
     "Threads",
     "one_prompt",
 ]
+
+_DEFAULT_N_CTX = 2048  # of the library, unless the model was trained for less
+_N_CTX_STEP = 256
+_TEMPLATE = 32  # tokens: a chat template's end, and what a draft may need more
 
 # The headings of --help.
 MODELS = "Models"
@@ -863,18 +873,50 @@ class RuntimeOptions(LoadingOptions):
             options["kv_type"] = self.kv_type
         return options
 
+    def with_room(
+        self, name: str, text: str, n_more: int | None, chat: ChatOptions
+    ) -> RuntimeOptions:
+        """Return these with room for a prompt and ``n_more`` tokens (None: 2,048) after it.
+
+        Where ``--n-ctx`` was not given and the default is too short, the context gets what they need,
+        up to what the model was trained for. Its vocabulary is read if the prompt may be too long.
+
+        Raises:
+            CacheFullError: the prompt alone is longer than ``--n-ctx``, or than the model's trained
+                length.
+        """
+        n_more = _DEFAULT_N_CTX if n_more is None else n_more
+        n_bytes = len(text.encode("utf-8", "replace"))  # a token has one at least
+        if n_bytes + n_more + _TEMPLATE <= (self.n_ctx or _DEFAULT_N_CTX):
+            return self
+        path = hub.resolve(name)
+        with lb.Model(path, vocab_only=True, chat_template=chat.template) as model:
+            n_prompt = len(chat.prompt_tokens(model, text))
+            trained = trained_length(model)
+        most = self.n_ctx or trained
+        if most is not None and n_prompt > most:
+            told = "--n-ctx is" if self.n_ctx else "the model is made for"
+            raise lb.CacheFullError(
+                f"the prompt has {n_prompt:,} tokens, {told} {most:,}",
+                hint="shorten the prompt, or raise --n-ctx",
+            )
+        needed = -(-(n_prompt + n_more + _TEMPLATE) // _N_CTX_STEP) * _N_CTX_STEP
+        if self.n_ctx is not None or needed <= _DEFAULT_N_CTX:
+            return self
+        return replace(self, n_ctx=needed if trained is None else min(needed, trained))
+
     def open(
         self, name: str, console: Console, stack: ExitStack, **more: Unpack[LoadOptions]
     ) -> Context:
         """As in the base class; with ``--n-ctx 0`` the context has the model's trained length."""
         if self.n_ctx == 0 and "n_ctx" not in more:
             with lb.Model(hub.resolve(name), vocab_only=True) as model:
-                trained = model.metadata.get(f"{model.architecture}.context_length", "0")
-            if not int(trained):
+                trained = trained_length(model)
+            if trained is None:
                 raise ConfigError(
                     f"{name} does not tell the length it was trained for", hint="--n-ctx N sets one"
                 )
-            more["n_ctx"] = int(trained)
+            more["n_ctx"] = trained
         return super().open(name, console, stack, **more)
 
     def open_draft(

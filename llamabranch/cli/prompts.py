@@ -21,7 +21,7 @@ from llamabranch import ConfigError
 from .jsonl import is_unicode, read_requests, read_text
 
 if TYPE_CHECKING:
-    from llamabranch import Request, SamplingParams
+    from llamabranch import Model, Request, SamplingParams
 
 _INVALID = "surrogateescape"  # bytes that are not UTF-8 make one line invalid, not the file
 
@@ -31,7 +31,14 @@ __all__ = [
     "read_prompt_file",
     "read_prompts",
     "read_standard_input",
+    "trained_length",
 ]
+
+
+def trained_length(model: Model) -> int | None:
+    """Return the context length that a model was trained for; None if its file does not tell."""
+    found = model.metadata.get(f"{model.architecture}.context_length", "")
+    return int(found) if found.isdigit() and int(found) else None
 
 
 def read_prompt_file(path: Path) -> str:

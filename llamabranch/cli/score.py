@@ -16,7 +16,14 @@ from .bundles import with_bundles
 from .console import Console, print_json
 from .formats import number
 from .jsonl import InvalidLines, parse_json, parse_lines, read_text, text_id
-from .options import REQUESTS, OutputOptions, ParseSpecial, RuntimeOptions, TargetOptions
+from .options import (
+    REQUESTS,
+    ChatOptions,
+    OutputOptions,
+    ParseSpecial,
+    RuntimeOptions,
+    TargetOptions,
+)
 from .prompts import read_prompt_file, read_standard_input
 from .ray_jobs import RAY, RayOptions, finish_job, job_paths
 
@@ -114,6 +121,11 @@ def score(
         if not items:
             raise ConfigError("there is no text", hint="give a text, --file or --input")
         models.find(models.target_name)
+        longest = max(
+            ((item.context or "") + text for item in items for text in item.texts), key=len
+        )
+        special = ChatOptions(parse_special=parse_special)
+        runtime = runtime.with_room(models.target_name, longest, 0, special)
         ctx = runtime.open(models.target_name, console, stack)
         found: list[dict[str, object]] = []
         for item in items:

@@ -198,8 +198,10 @@ def search(
         n_sequences = max(2, min(method.n + 1, method.sequences))
         if method.method == "mcts":
             n_sequences = method.sequences
-        if runtime.n_ctx is None:
-            runtime = replace(runtime, n_ctx=max(_LEAST_CELLS, _CELLS_PER_TEXT * n_sequences))
+        n_cells = max(_LEAST_CELLS, _CELLS_PER_TEXT * n_sequences)
+        sized = runtime.with_room(target_name, prompt, text.max_tokens, chat)
+        if runtime.n_ctx is None:  # a long prompt has cells of its own, which all texts share
+            runtime = replace(runtime, n_ctx=n_cells + (sized.n_ctx or 0))
         context = runtime.open(
             target_name,
             console,

@@ -16,6 +16,7 @@ from .console import print_json
 from .options import (
     OUTPUT,
     REQUESTS,
+    ChatOptions,
     OutputOptions,
     ParseSpecial,
     RuntimeOptions,
@@ -94,6 +95,8 @@ def select(
             raise ConfigError("a choice must not be empty")
         name = models.target_name
         models.find(name)
+        special = ChatOptions(parse_special=parse_special)
+        runtime = runtime.with_room(name, "".join((prompt, *choices)), 0, special)
         context = runtime.open(name, console, stack, n_seq_max=_SEQUENCES)
         found = choose(
             Branch.start(context, prompt, parse_special=parse_special), choices, method=method

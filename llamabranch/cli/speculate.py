@@ -138,6 +138,7 @@ def speculate(
         if draft_width > 1 and not has_model(drafters):
             raise ConfigError("a token tree needs a draft model", hint="name one with --draft")
 
+        runtime = runtime.with_room(target_name, prompt, text.max_tokens, chat)
         n_target, n_draft = tree_sequences(config, draft_width) if draft_width > 1 else (0, 0)
 
         def options(n_sequences: int) -> LoadOptions:

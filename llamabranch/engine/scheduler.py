@@ -182,7 +182,7 @@ class Scheduler:
             n_tokens = job.n_to_cache
             if n_tokens > self._ctx.n_ctx_seq:
                 heapq.heappop(self._queue)
-                refused.append((job, self._too_long(n_tokens)))
+                refused.append((job, CacheFullError.of_prompt(n_tokens, self._ctx.n_ctx_seq)))
                 continue
             if self.limit is not None and len(self.active) >= self.limit:
                 if self._park_paused():
@@ -234,12 +234,6 @@ class Scheduler:
             return True
         free = self._ctx.kv_cache.n_free - sum(other.n_uncached + 1 for other in self.active)
         return n <= free
-
-    def _too_long(self, need: int) -> CacheFullError:
-        return CacheFullError(
-            f"the prompt has {need} tokens, the context has room for {self._ctx.n_ctx_seq}",
-            hint="shorten the prompt, or open the context with a larger n_ctx",
-        )
 
     def _best_prefix(self, job: Job) -> tuple[Job | None, int]:
         """Return the active job that shares the longest prefix with the prompt, and how many tokens.

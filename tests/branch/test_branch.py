@@ -783,3 +783,13 @@ def test_unknown_setting_takes_no_sequence(ctx: Context) -> None:
 def test_seeds_are_integers(seed: object, ctx: Context) -> None:
     with pytest.raises(ConfigError, match="seed"):
         Branch.start(ctx, STORY).reseed(seed)  # type: ignore[arg-type]
+
+
+def test_prompt_longer_than_the_context_is_told_with_both_lengths(ctx: Context) -> None:
+    room = ctx.n_ctx_seq
+    with pytest.raises(
+        lb.CacheFullError, match=f"has {room + 1} tokens, the context has room for {room}"
+    ):
+        Branch.start(ctx, [5] * (room + 1))
+    assert ctx.usage().cells_used == 0
+    assert ctx.n_seq_free == ctx.n_seq_max

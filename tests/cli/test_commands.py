@@ -1122,3 +1122,33 @@ def test_text_follows_an_expression_or_a_choice() -> None:
     result = run("speculate", "--regex", "a", "--choice", "b")
     assert result.exit_code == 2
     assert "--regex and --choice exclude each other" in result.output.replace("\n", " ")
+
+
+LONG_TEXT = "The king was old. " * 400
+
+
+@pytest.mark.parametrize("n_ctx", [None, "256"])
+@pytest.mark.parametrize(
+    "command",
+    [("speculate", "-n", "4"), ("search", "-n", "4"), ("score",), ("select",)],
+    ids=lambda c: c[0],
+)
+def test_prompt_that_is_too_long_is_refused_before_the_model_loads(
+    command: tuple[str, ...], n_ctx: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("llamabranch.load", load)
+    name, *options = command
+    given = [name, LONG_TEXT, *([" Old"] if name == "select" else []), *options]
+    result = run(*given, *([] if n_ctx is None else ["--n-ctx", n_ctx]))
+    assert result.exit_code == 1
+    most = "the model is made for 1,024" if n_ctx is None else "--n-ctx is 256"
+    assert re.search(rf"the prompt has [\d,]+ tokens, {most}", result.stderr.replace("\n", " "))
+
+
+def test_context_is_as_large_as_a_long_prompt_needs(tmp_path: Path) -> None:
+    path = write_toy(tmp_path / "long.gguf", vocab="bytes", n_ctx_train=8192)
+    result = run("speculate", "a" * 3000, "-m", str(path), "--draft", "none", "-n", "4", "-t", "1")
+    assert result.exit_code == 0, result.stderr

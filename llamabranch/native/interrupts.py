@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # signal.signal takes 20 times as long
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from time import monotonic
@@ -38,7 +39,7 @@ class HeldInterrupts:
         self.is_over = False
 
     def __enter__(self) -> HeldInterrupts:
-        if threading.current_thread() is threading.main_thread():
+        if _in_main_thread():
             outer = _active()
             if outer is not None:
                 return outer
@@ -82,10 +83,15 @@ class HeldInterrupts:
 
 def is_interrupted() -> bool:
     """Return whether a ``HeldInterrupts`` of this thread holds something."""
-    if threading.current_thread() is not threading.main_thread():
+    if not _in_main_thread():
         return False
     held = _active()
     return held is not None and held.caught is not None
+
+
+def _in_main_thread() -> bool:
+    # While the interpreter ends, generators may still be closed, but `threading` is cleared already.
+    return not sys.is_finalizing() and threading.current_thread() is threading.main_thread()
 
 
 def _active() -> HeldInterrupts | None:

@@ -331,7 +331,7 @@ class Sampler:
         if not len(found):
             if not state.mask().any():
                 raise GrammarError("the grammar is complete: no token may follow")
-            raise GrammarError("all tokens that the grammar allows here have a logit of -inf")
+            raise GrammarError("the grammar allows no token here but some whose logit is -inf")
         return found
 
     def _drop_masked(self) -> None:

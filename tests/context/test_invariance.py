@@ -95,7 +95,7 @@ def test_blocks_of_tokens(shared: Context, alone: Alone) -> None:
     for n in range(1, 17):
         tokens = branch.tokens
         block = random_tokens(rng, n)
-        for i, row in enumerate(branch.extend(block)):
+        for i, row in enumerate(branch.extend(block, "all")):
             assert np.array_equal(row, alone.logits(tokens + block[: i + 1])), (n, i)
 
 

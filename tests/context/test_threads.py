@@ -289,7 +289,8 @@ import llamabranch as lb
 faulthandler.dump_traceback_later(240, exit=True)  # a deadlock ends here, with where each thread waits
 sys.setswitchinterval(1e-6)
 target, draft = (lb.Model(path) for path in sys.argv[1:3])
-left, right = (lb.Context(m, n_ctx=512, n_seq_max=4, n_threads=1) for m in (target, draft))
+# Three texts and their drafts, two of the other side with theirs.
+left, right = (lb.Context(m, n_ctx=512, n_seq_max=6, n_threads=1) for m in (target, draft))
 config = lb.SpeculativeConfig(draft_k=3)
 warm = lb.SamplingParams(temperature=0.8, seed=2)
 start = threading.Barrier(2)

@@ -177,7 +177,7 @@ def test_installed_drafter_is_named_by_draft() -> None:
         assert result.exit_code == 0, result.stderr
         assert result.stdout.split("\n\n")[0] in plain.stdout
         assert (
-            "repeat" in CliRunner().invoke(app, [*arguments, "--draft", draft, "--explain"]).stdout
+            "repeat" in CliRunner().invoke(app, [*arguments, "--draft", draft, "--explain"]).stderr
         )
 
 

@@ -132,7 +132,9 @@ def fatal(number: int, ids: Collection[int], *, once: Path | None = None) -> typ
                 if request.id in names and not (once is not None and once.exists()):
                     if once is not None:
                         once.touch()
-                    os.kill(os.getpid(), number)
+                    # In this thread, as an abort is: Ray's handler of SIGABRT takes seconds on some
+                    # machines, and another thread would go on meanwhile and deliver the row.
+                    signal.raise_signal(number)
                 return future
 
             self._engine.submit = submit_or_die  # type: ignore[method-assign]

@@ -14,7 +14,9 @@ __all__ = ["rounding"]
 
 N_TOKENS = 120
 FACTOR = 4  # a test compares more rows than are measured here
-LEAST = 0.02  # recurrent states amplify rounding along a text; a wrong state moves logits by several
+LEAST = (
+    0.02  # recurrent states amplify rounding along a text; a wrong state moves logits by several
+)
 
 
 def rounding(ctx: Context) -> float:

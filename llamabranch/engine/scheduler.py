@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 from ..branch import Branch
 from ..context import Context
@@ -159,9 +159,15 @@ class Scheduler:
         self._queue.clear()
         self._parked.clear()
         self.n_waiting = 0
-        with ExitStack() as releases:  # all of them, even if a drafter fails to close its state
+        self._release_active()
+
+    def _release_active(self) -> None:
+        try:
             while self.active:
-                releases.callback(self.active.pop().release)
+                self.active.pop().release()
+        finally:  # the others too, if a drafter fails to close its state
+            if self.active:
+                self._release_active()
 
     @property
     def is_idle(self) -> bool:

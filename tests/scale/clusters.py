@@ -168,7 +168,7 @@ def small_disk(folder: Path, n_files: int) -> Any:
     return SmallDisk(str(folder), n_files)
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 90.0) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 240.0) -> Any:
     """Return what ``condition`` returns once that is true."""
     end = time.monotonic() + seconds
     while not (found := condition()):

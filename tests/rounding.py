@@ -19,11 +19,11 @@ LEAST = (
 )
 
 
-def rounding(ctx: Context) -> float:
+def rounding(ctx: Context, least: float = LEAST) -> float:
     """Return how far apart right logits of contexts like ``ctx`` may be.
 
     Measured in a fresh context, as the largest difference between the rows of one text decoded in
-    batches of several sizes; at least `LEAST`.
+    batches of several sizes; at least ``least``.
     """
     tokens = [2 + 7 * i % (ctx.model.n_vocab - 2) for i in range(N_TOKENS)]
     with Context(ctx.model, ctx.params, prefix_cache=False) as fresh:
@@ -36,4 +36,4 @@ def rounding(ctx: Context) -> float:
             fresh.kv_cache_remove(0)
             runs.append(np.stack(rows))
     moved = max(float(np.abs(run - runs[0]).max()) for run in runs)
-    return max(LEAST, FACTOR * moved)
+    return max(least, FACTOR * moved)

@@ -49,7 +49,7 @@ _BY_HINT: dict[str, str] = {
     "-lcs --lookup-cache-static -lcd --lookup-cache-dynamic": (
         "--draft suffix copies from the text itself and keeps no file"
     ),
-    "--kv-unified-per-slot": "--n-ctx is for all texts at a time, --parallel says how many",
+    "--kv-unified-per-slot": "--n-ctx is for all texts at a time, --parallel is their number",
     "--keep --context-shift --no-context-shift": _SWAPPED,
     "-gan --grp-attn-n -gaw --grp-attn-w": "self-extend is not supported; " + _SWAPPED,
     "--swa-full": "sliding-window layers keep the K/V of all positions already",

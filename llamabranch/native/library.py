@@ -116,6 +116,6 @@ def supports_gpu_offload() -> bool:
 set_log_level(os.environ.get("LLAMABRANCH_LOG") or "none")
 C.llama_log_set(_on_log, ctypes.c_void_p(0))
 C.llama_backend_init()
-# At exit llama.cpp may still log while Python is being torn down: a callback that does nothing is
+# At exit llama.cpp may still log while Python ends: a callback that does nothing is
 # installed last, after the handles are freed (atexit runs in reverse order of registration).
 atexit.register(C.llama_log_set, _discard, ctypes.c_void_p(0))

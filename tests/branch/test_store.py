@@ -198,7 +198,7 @@ def test_branches_of_recurrent_memory_are_restored_too(
         assert fresh.position == 0
         for branch, token, row in zip((one, two), before, logits, strict=True):
             assert branch.produce().token == token
-            assert np.allclose(branch.logits, row, atol=rounding(ctx))
+            assert np.allclose(branch.logits, row, atol=rounding(ctx, 1e-3))
         BranchStore(ctx).step([one, two])
         ctx.audit()
 

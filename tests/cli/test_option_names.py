@@ -166,6 +166,8 @@ def test_help_is_wrapped_at_the_width_of_the_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", width)
     monkeypatch.setenv("TERMINAL_WIDTH", width)
+    # Typer reads that variable once, when the first help of the process is printed.
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", int(width))
     shown = run("speculate", "--help").stdout
     above = shown.split("╭")[0]
     lines = [line.rstrip() for line in above.splitlines()]

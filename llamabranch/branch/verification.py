@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..context import Context
+from ..context.batch import decode_run
 from ..context.logits import LogitsRow, note_measures
 from ..errors import UnsupportedError
 from ..native import verify
@@ -211,7 +212,7 @@ class Verification:
                 seq.catch_up()
                 with_fork = self._begin_trial(1)
                 try:
-                    self.rows = seq.ctx.decoder.decode_run(self._tokens, with_fork.seqs[0], "all")
+                    self.rows = decode_run(seq.ctx.decoder, self._tokens, with_fork.seqs[0], "all")
                 except BaseException:
                     self.abandon()
                     raise
@@ -310,7 +311,7 @@ class Verification:
                     row.detach()
                 trial.end()
                 kept = [self._tokens[i] for i in path]
-                return seq.ctx.decoder.decode_run(kept, seq.seq_id, "last")[-1]
+                return decode_run(seq.ctx.decoder, kept, seq.seq_id, "last")[-1]
         finally:
             trial.end()
         return rows[-1]

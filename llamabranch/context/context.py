@@ -26,6 +26,7 @@ from ..model import Model, TokenIds, token_list
 from ..native import ContextHandle, HeadOf, NativeContextParams, heads, max_sequences
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base
+from .batch import decode_run
 from .capabilities import Capabilities, of_sharing_head, probe
 from .cell_ledger import Usage
 from .compaction import rewrite_in_order
@@ -404,7 +405,7 @@ class Context:
         holder = _Reading()
         other = self.lease(holder)
         try:
-            self._decoder.decode_run(tokens, other, "none")
+            decode_run(self._decoder, tokens, other, "none")
             hidden.set_all(seq_id, hidden.all_of(other))
         finally:
             self.return_lease(other)
@@ -557,7 +558,7 @@ class Context:
                     f"sequence {seq_id} ends at position {end}, so tokens cannot go to {shown(position)}",
                     hint=f"decode at position {end}, or remove positions with kv_cache_remove first",
                 )
-            self._keep_last_rows(self._decoder.decode_run(tokens, seq_id, logits))
+            self._keep_last_rows(decode_run(self._decoder, tokens, seq_id, logits))
 
     def _keep_last_rows(self, rows: list[LogitsRow]) -> None:
         for row in self._last_rows:

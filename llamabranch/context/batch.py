@@ -2,8 +2,8 @@
 
 A batch takes *runs*: tokens that go to the end of a sequence, and which of their logits are wanted. They
 are decoded in the order in which they were added, together if they fit into one decode, else in as few
-decodes as possible; if one of these fails, none of the runs is in the cache. What comes back are the wanted
-rows of each run. Tokens must be valid, and the caller holds the context's lock.
+decodes as possible; if one of these fails, none of the runs is in the cache. What comes back are the
+wanted rows of each run. Tokens must be valid, and the caller holds the context's lock.
 """
 
 from __future__ import annotations

@@ -27,12 +27,12 @@ def test_runs_get_their_rows_however_small_a_decode_is(
     target: Model, n_batch: int, n_rows: int
 ) -> None:
     alone = []
-    with Context(target, 256, n_seq_max=4, batch_invariant=False) as ctx:
+    with Context(target, n_ctx=256, n_threads=1, n_seq_max=4) as ctx:
         for seq_id, tokens in TEXTS.items():
             with ctx.lock:
                 rows = decode_run(ctx.decoder, tokens, seq_id, WANTS[seq_id])
                 alone.append([row.best for row in rows])
-    with Context(target, 256, n_seq_max=4, n_batch=n_batch, n_outputs_max=n_rows) as ctx:
+    with Context(target, n_ctx=256, n_threads=1, n_seq_max=4, n_batch=n_batch, n_outputs_max=n_rows) as ctx:
         assert rows_of(ctx, WANTS) == alone
         assert [len(rows) for rows in alone] == [13, 1, 20, 0]
         sizes = [ctx.kv_cache.next_position(seq_id) for seq_id in TEXTS]
@@ -40,18 +40,18 @@ def test_runs_get_their_rows_however_small_a_decode_is(
 
 
 def test_as_few_decodes_as_possible(target: Model) -> None:
-    with Context(target, 256, n_seq_max=4, n_batch=10, n_outputs_max=10) as ctx:
+    with Context(target, n_ctx=256, n_threads=1, n_seq_max=4, n_batch=10, n_outputs_max=10) as ctx:
         before = ctx.decoder.n_decodes
         rows_of(ctx, dict.fromkeys(TEXTS, "last"))
         assert ctx.decoder.n_decodes - before == 4  # 36 tokens
-    with Context(target, 256, n_seq_max=4, n_batch=10, n_outputs_max=4) as ctx:
+    with Context(target, n_ctx=256, n_threads=1, n_seq_max=4, n_batch=10, n_outputs_max=4) as ctx:
         before = ctx.decoder.n_decodes
         rows_of(ctx, dict.fromkeys(TEXTS, "all"))
         assert ctx.decoder.n_decodes - before == 9  # 36 rows
 
 
 def test_rows_are_read_as_they_are_computed(target: Model) -> None:
-    with Context(target, 256, n_seq_max=4, n_batch=8, n_outputs_max=4) as ctx:
+    with Context(target, n_ctx=256, n_threads=1, n_seq_max=4, n_batch=8, n_outputs_max=4) as ctx:
         read: list[tuple[int, int]] = []
         batch = Batch()
         for seq_id, tokens in TEXTS.items():
@@ -62,7 +62,7 @@ def test_rows_are_read_as_they_are_computed(target: Model) -> None:
 
 
 def test_all_runs_or_none(target: Model) -> None:
-    with Context(target, 256, n_seq_max=4, n_batch=8) as ctx:
+    with Context(target, n_ctx=256, n_threads=1, n_seq_max=4, n_batch=8) as ctx:
         with ctx.lock:
             decode_run(ctx.decoder, [5] * 230, 3, "none")
             batch = Batch()

@@ -738,7 +738,7 @@ def _create(model: Model, native: NativeContextParams, target: Context | None) -
                 f"{model.name} shares the memory of its target, and opening it would empty that",
                 hint="open it before anything is decoded, or prune all branches first",
             )
-        head = HeadOf(target.decoder.handle, uses_mtp=not model.target_layers)
+        head = HeadOf(target.decoder.handle, not model.target_layers, model.shares_memory)
         return ContextHandle(model.handle, native, head)
 
 

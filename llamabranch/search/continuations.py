@@ -378,10 +378,11 @@ class Continuations:
         drafter, root = self._joint.drafter, self._lines.branch
         if self._root_state is None and drafter is not None:
             with suppress(CapacityError):  # without room for it texts are decoded plainly
-                state = drafter.start(root, _RULE)
-                propose(state, root.tokens, FixedLength(1), 1)
-                state.observe(root.position)
-                self._root_state = state
+                self._root_state = state = drafter.start(root, _RULE)
+                pending = root.produce()
+                if not pending.is_stop:  # a draft follows a token that is not decoded yet
+                    propose(state, [*root.tokens, pending.token], FixedLength(1), 1)
+                    state.observe(root.position)
         return self._root_state
 
     def _give_way(self, newest: Continuation | None) -> None:

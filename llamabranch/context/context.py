@@ -245,10 +245,11 @@ class Context:
 
     def close(self) -> None:
         """Free the context; branches on it raise ClosedError from now on. Idempotent."""
+        self._decoder.handle.close_children()  # heads: not under this lock, they have their own
         with self._lock:
             self._decoder.close()
-            if self._owns_model:
-                self.model.close()
+        if self._owns_model:
+            self.model.close()
 
     def __enter__(self) -> Self:
         return self

@@ -23,7 +23,14 @@ from ..errors import (
     UnsupportedError,
 )
 from ..model import Model, TokenIds, token_list
-from ..native import ContextHandle, HeadOf, NativeContextParams, heads, max_sequences
+from ..native import (
+    ContextHandle,
+    HeadOf,
+    NativeContextParams,
+    StateLayout,
+    heads,
+    max_sequences,
+)
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base
 from .batch import decode_run
@@ -104,27 +111,12 @@ class Context:
             meant = "give the context that generates, for example lb.load(), not its model or name"
             instance("target", target, Context, meant)
         given = ContextParams(**options) if params is None else replace(params, **options)
-        if target is not None:
+        if target is None:
+            _check_trunk(model)
+        else:
             given = _head_params(model, target, given)
-        elif model.architecture == "eagle3" and not model.vocab_only:
-            raise UnsupportedError(
-                f"{model.name} is an EAGLE-3 head: it computes only beside its target",
-                hint="give the target's context: Context(head, target=ctx)",
-            )
-        elif model.vocab_only or not model.can_generate:
-            kind = "only its vocabulary is loaded" if model.vocab_only else "it predicts no tokens"
-            hint = None
-            if model.n_mtp_layers and not model.vocab_only:
-                kind += ", its MTP layers compute only beside their target"
-                hint = "give the target's context: Context(head, target=ctx)"
-            raise UnsupportedError(f"cannot create a context for {model.name}: {kind}", hint=hint)
         resolved = given.resolve(model)
-        trained = given.trained_length(model)
-        # Many cells for several sequences are usually meant for many texts, otherwise for a long one.
-        n_ctx = given.n_ctx if given.n_seq_max in (None, 1) else None
-        if trained is not None and n_ctx is not None and n_ctx > trained:
-            warn_of_length(f"n_ctx={n_ctx} is", trained, n_ctx)
-            trained = None  # warn only once
+        trained = _trained_length(given, model)
         tuner = ThreadTuner(
             model,
             given.n_threads,
@@ -149,32 +141,8 @@ class Context:
         self._owns_model = owns_model
         self._lock = handle.lock
         try:
-            if target is not None and model.shares_memory:  # trials need memory
-                self.capabilities = of_sharing_head(target.capabilities)
-                layout, n_decodes = None, 0
-            else:
-                tuner.tune(handle)
-                self.capabilities, layout, n_decodes = probe(
-                    handle,
-                    model,
-                    n_seq_max,
-                    kv_type=resolved.kv_type,
-                    flash_attention=resolved.flash_attention,
-                    swa_full=resolved.swa_full,
-                    batch_invariant=resolved.batch_invariant,
-                    is_head=target is not None,
-                )
-            self._encoder = None
-            if target is not None:
-                if not self.capabilities.can_truncate and not model.shares_memory:
-                    raise UnsupportedError(
-                        "a head must be able to drop what it has drafted", hint="leave swa_full out"
-                    )
-                self._encoder = self._open_head(handle, target)
-            if not handle.kv_unified and (layout is None or not layout.is_cells_only):
-                raise UnsupportedError(
-                    "kv_unified=False: llama.cpp writes K/V in an unknown form, so forks cannot copy it"
-                )
+            layout, n_decodes = self._probe(handle, resolved, tuner)
+            self._encoder = None if target is None else self._open_head(handle, target)
         except BaseException:
             handle.close()
             raise
@@ -182,11 +150,52 @@ class Context:
         self.params = replace(
             resolved, n_threads=tuner.n_threads, n_threads_batch=tuner.n_threads_batch
         )
+        self._open_memory(handle, layout, n_decodes, trained, tuner)
+        self._leases = SequenceIds(n_seq_max)
+        self.prefix_cache = None
+        if resolved.prefix_cache:
+            self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
+        self._last_rows: list[LogitsRow] = []
+        self.release_threads()
+
+    def _probe(
+        self, handle: ContextHandle, resolved: ContextParams, tuner: ThreadTuner
+    ) -> tuple[StateLayout | None, int]:
+        """Learn what it can do; return the layout of its states, and how often it decoded for that."""
+        model, target = self.model, self.target
+        if target is not None and model.shares_memory:  # trials need memory
+            self.capabilities = of_sharing_head(target.capabilities)
+            return None, 0
+        tuner.tune(handle)
+        self.capabilities, layout, n_decodes = probe(
+            handle,
+            model,
+            self.n_seq_max,
+            kv_type=resolved.kv_type,
+            flash_attention=resolved.flash_attention,
+            swa_full=resolved.swa_full,
+            batch_invariant=resolved.batch_invariant,
+            is_head=target is not None,
+        )
+        if not handle.kv_unified and (layout is None or not layout.is_cells_only):
+            raise UnsupportedError(
+                "kv_unified=False: llama.cpp writes K/V in an unknown form, so forks cannot copy it"
+            )
+        return layout, n_decodes
+
+    def _open_memory(
+        self,
+        handle: ContextHandle,
+        layout: StateLayout | None,
+        n_decodes: int,
+        trained: int | None,
+        tuner: ThreadTuner,
+    ) -> None:
         self._cache = KVCache(
             handle,
-            n_seq_max,
+            self.n_seq_max,
             can_truncate=self.capabilities.can_truncate,
-            keeps_order=self.capabilities.batch_invariant and target is None,
+            keeps_order=self.capabilities.batch_invariant and self.target is None,
             window=self.capabilities.sliding_window if self.capabilities.can_truncate else 0,
             state_layout=layout,
         )
@@ -196,18 +205,16 @@ class Context:
             self._reclaim,
             n_decodes=n_decodes,
             n_trained=trained,
-            watch=ThreadWatch.of(handle, model, tuner),
-            eog_tokens=sorted(model.eog_tokens),
+            watch=ThreadWatch.of(handle, self.model, tuner),
+            eog_tokens=sorted(self.model.eog_tokens),
         )
-        self._leases = SequenceIds(n_seq_max)
-        self.prefix_cache = None
-        if resolved.prefix_cache:
-            self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
-        self._last_rows: list[LogitsRow] = []
-        self.release_threads()
 
     def _open_head(self, handle: ContextHandle, target: Context) -> heads.Encoder | None:
         """Let the target keep its hidden states; return the head's encoder, if it has one."""
+        if not self.capabilities.can_truncate and not self.model.shares_memory:
+            raise UnsupportedError(
+                "a head must be able to drop what it has drafted", hint="leave swa_full out"
+            )
         layers = self.model.target_layers or (target.model.n_layer,)
         reader = weakref.ref(handle)
 
@@ -741,6 +748,34 @@ def _create(model: Model, native: NativeContextParams, target: Context | None) -
             )
         head = HeadOf(target.decoder.handle, not model.target_layers, model.shares_memory)
         return ContextHandle(model.handle, native, head)
+
+
+def _trained_length(given: ContextParams, model: Model) -> int | None:
+    """Return the length beyond which a decode warns; warn at once if ``given`` asks for more."""
+    trained = given.trained_length(model)
+    # Many cells for several sequences are usually meant for many texts, otherwise for a long one.
+    n_ctx = given.n_ctx if given.n_seq_max in (None, 1) else None
+    if trained is None or n_ctx is None or n_ctx <= trained:
+        return trained
+    warn_of_length(f"n_ctx={n_ctx} is", trained, n_ctx)
+    return None  # warn only once
+
+
+def _check_trunk(model: Model) -> None:
+    """Raise UnsupportedError unless ``model`` generates by itself."""
+    hint = "give the target's context: Context(head, target=ctx)"
+    if model.architecture == "eagle3" and not model.vocab_only:
+        raise UnsupportedError(
+            f"{model.name} is an EAGLE-3 head: it computes only beside its target", hint=hint
+        )
+    if model.vocab_only or not model.can_generate:
+        kind = "only its vocabulary is loaded" if model.vocab_only else "it predicts no tokens"
+        is_head = bool(model.n_mtp_layers) and not model.vocab_only
+        if is_head:
+            kind += ", its MTP layers compute only beside their target"
+        raise UnsupportedError(
+            f"cannot create a context for {model.name}: {kind}", hint=hint if is_head else None
+        )
 
 
 def _head_params(model: Model, target: Context, given: ContextParams) -> ContextParams:

@@ -71,6 +71,7 @@ class EngineCore:
         redraws: where the engine has no given seed: each request draws another text, not all together.
 
     Attributes:
+        learning: what it drafts with and learns from.
         n_added: how many requests were added.
         is_abandoned: nobody reads the events any more.
     """
@@ -89,7 +90,7 @@ class EngineCore:
         self.n_added = 0
         self.is_abandoned = False
         self._settings = settings
-        self._learning = learning
+        self.learning = learning
         self._seeds = seeds
         self._stats = stats
         self._scheduler = Scheduler(settings.target)
@@ -268,7 +269,7 @@ class EngineCore:
             self._added.clear()
             self._events.clear()
             self._scheduler.close()
-            self._learning.save()
+            self.learning.save()
 
     def _step(self) -> None:
         start = perf_counter()
@@ -287,7 +288,7 @@ class EngineCore:
         Returns:
             the texts that go on, and those whose prompt is read.
         """
-        scheduler, concurrency = self._scheduler, self._learning.concurrency
+        scheduler, concurrency = self._scheduler, self.learning.concurrency
         while self._added:
             scheduler.add(self._added[0])
             self._added.popleft()
@@ -318,7 +319,7 @@ class EngineCore:
         streams = [
             (job.stream, job.output.draft_limit) for job in running if job.stream is not None
         ]
-        step = self._learning.joint.run(streams, reading)
+        step = self.learning.joint.run(streams, reading)
         self._stats.target_forward_passes += step.n_tokens > 0
         self._stats.draft_forward_passes += step.n_draft_decodes
         return step
@@ -364,7 +365,7 @@ class EngineCore:
             seed_given=settings.seed_given or params.seed is not None,
             temperature=params.temperature,
         )
-        drafts = self._learning.drafts_for(branch) and job.output.finish_reason is None
+        drafts = self.learning.drafts_for(branch) and job.output.finish_reason is None
         # So the drafter, too, reads a shared prompt only once.
         source, n_shared = job.shared
         if source is not None and (
@@ -373,7 +374,7 @@ class EngineCore:
             or source.stream.rule != rule
         ):
             source = None
-        stream = self._learning.joint.open(
+        stream = self.learning.joint.open(
             branch,
             rule,
             job.stats,
@@ -403,14 +404,14 @@ class EngineCore:
         self._scheduler.finish(job)
         self._stats.speculative.add(job.stats)
         self._stats.generated_tokens += len(result.tokens)
-        concurrency = self._learning.concurrency
+        concurrency = self.learning.concurrency
         if concurrency is not None and error is None:
             concurrency.note_end(result.num_prompt_tokens + len(result.tokens))
-        self._learning.save()
+        self.learning.save()
 
     def _learn(self, n_running: int, jobs: list[Job], seconds: float) -> None:
         """Learn from a decode how many texts should run at a time."""
-        concurrency = self._learning.concurrency
+        concurrency = self.learning.concurrency
         if concurrency is not None:
             ctx = self._settings.target
             concurrency.note_step(

@@ -205,11 +205,8 @@ class Job:
         self.stream, self.shared = None, (None, 0)
         try:
             if stream is not None:
-                try:
-                    stream.report()
-                finally:
-                    stream.state.close()
-        finally:  # also if the drafter or the length fails, which may be a user's
+                stream.close()
+        finally:  # also if the drafter fails, which may be a user's
             if branch is not None and not branch.ctx.closed:
                 branch.sequence.keep_cached(is_last=True)
                 branch.prune()

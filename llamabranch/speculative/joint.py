@@ -24,7 +24,7 @@ from ..branch.sequence import TokenSequence
 from ..context import Context
 from ..context.batch import Batch
 from ..context.logits import LogitsRow
-from ..errors import CacheFullError, CapacityError, DecodeError, LlamaBranchError
+from ..errors import CacheFullError, CapacityError, LlamaBranchError
 from .drafters.base import NO_DRAFT, Drafter, DraftRequest, DraftState, NullState
 from .length.base import DraftLength
 from .round import Stream
@@ -133,8 +133,11 @@ class Joint:
         """Run a step of one stream by itself; return what it emits, at most ``limit`` + 1 tokens."""
         if stream.pending is None:
             return [stream.begin()]
-        if stream.skips_draft:
-            emitted = stream.step()
+        if stream.skips_draft():
+            with self._ctx.lock:
+                start = perf_counter()
+                rows = stream.decode()
+                emitted = stream.accept(rows, perf_counter() - start)
             stream.conclude()
             return emitted
         step = self._run([(stream, limit)], ())
@@ -229,9 +232,6 @@ class Joint:
         """Decode pending tokens, drafts and texts together; let each take its rows."""
         ctx = self._ctx
         alone = streams[0] if len(streams) == 1 and not readers else None
-        if alone is not None and not alone.n_drafted:
-            self._decode_plain(step, alone)
-            return
         batch, texts = self._pack(streams, readers)
         members = (*streams, *readers)
         expiring = [row for member in members for row in member.sequence.expiring_rows()]
@@ -255,19 +255,6 @@ class Joint:
                         if isinstance(error, CapacityError):  # memory that decodes again to accept
                             raise
                     outcome.error = error
-
-    @staticmethod
-    def _decode_plain(step: Step, stream: Stream) -> None:
-        """Decode the pending token of the only stream: the compiled core draws in the same call."""
-        outcome = step.outcomes[0]
-        try:
-            outcome.emitted = stream.step()
-        except (CapacityError, DecodeError):
-            raise
-        except LlamaBranchError as error:  # nothing can be drawn
-            outcome.error = error
-        step.n_tokens = outcome.n_tokens = 1
-        step.verify_s = stream.plain_s
 
     def _pack(
         self, streams: Sequence[Stream], readers: Sequence[Reader]

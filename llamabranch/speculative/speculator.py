@@ -324,9 +324,7 @@ def _run(
             finally:
                 speculator.close_stream(stream, keep=not owned)
     except LlamaBranchError as error:
-        if isinstance(error, CapacityError):
-            output.finish_reason = "capacity"
-        held = output.break_off()
+        held = output.break_off("capacity" if isinstance(error, CapacityError) else None)
         if held is not None and is_consumed:  # a generator that is being closed may not yield
             output.elapsed_s += perf_counter() - start
             try:

@@ -316,10 +316,13 @@ class EngineCore:
 
     def _run(self, running: list[Job], reading: list[Job]) -> Step:
         """Draft, decode once, and give each text what it has got."""
+        joint = self.learning.joint
         streams = [
-            (job.stream, job.output.draft_limit) for job in running if job.stream is not None
+            (job.stream, job.output.draft_limit if joint.drafter else 0)
+            for job in running
+            if job.stream is not None
         ]
-        step = self.learning.joint.run(streams, reading)
+        step = joint.run(streams, reading)
         self._stats.target_forward_passes += step.n_tokens > 0
         self._stats.draft_forward_passes += step.n_draft_decodes
         return step
@@ -366,23 +369,17 @@ class EngineCore:
             temperature=params.temperature,
         )
         drafts = self.learning.drafts_for(branch) and job.output.finish_reason is None
-        # So the drafter, too, reads a shared prompt only once.
-        source, n_shared = job.shared
-        if source is not None and (
-            source.request.grammar != job.request.grammar
-            or source.stream is None
-            or source.stream.rule != rule
+        like, (source, n_shared) = None, job.shared
+        if (
+            source is not None
+            and source.stream is not None
+            and source.stream.rule == rule
+            and source.request.grammar == job.request.grammar
         ):
-            source = None
-        stream = self.learning.joint.open(
-            branch,
-            rule,
-            job.stats,
-            job.request.top_logprobs or 0,
-            drafts=drafts,
-            like=None if source is None or source.stream is None else source.stream.state,
-        )
-        if source is not None:
+            like = source.stream.state  # so the drafter, too, reads a shared prompt only once
+        top = job.request.top_logprobs or 0
+        stream = self.learning.joint.open(branch, rule, job.stats, top, drafts=drafts, like=like)
+        if like is not None:
             stream.state.observe(n_shared)
         job.begin(stream)
         if stream.pending is not None or job.output.finish_reason is not None:
@@ -417,7 +414,7 @@ class EngineCore:
             concurrency.note_step(
                 n_running,
                 len(jobs),
-                sum(job.branch.position for job in jobs if job.branch is not None),
+                sum(len(job.branch.sequence.tokens) for job in jobs if job.branch is not None),
                 seconds,
                 most=min(ctx.n_seq_max, self._settings.parallel or ctx.n_seq_max),
                 waits=self._scheduler.n_queued > 0,

@@ -57,6 +57,7 @@ class Stream:
     """A branch being continued, the state that drafts for it, and its pending token.
 
     Attributes:
+        sequence: that of the branch.
         pending: the last emitted token, which is not yet decoded; None before the first.
     """
 
@@ -70,13 +71,14 @@ class Stream:
         n_alternatives: int = 0,
     ) -> None:
         self.branch = branch
+        self.sequence: TokenSequence = branch.sequence
         self.state = state
         self.length = length
         self.stats = stats
         self.pending: Produced | None = None
         self.rule = rule
         self._n_alternatives = n_alternatives
-        self._draft = Draft()
+        self._draft = NO_DRAFT
         # Tokens the draft state has been given; it gets the others with its next call.
         self._n_seen = 0
         self._n_plain_left = 0  # plain steps to take before it is called again
@@ -177,11 +179,6 @@ class Stream:
         while parents and len(set(range(len(parents))) - set(parents)) > room:
             parents = parents[:-1]
         return len(parents)
-
-    @property
-    def sequence(self) -> TokenSequence:
-        """That of its branch."""
-        return self.branch.sequence
 
     @property
     def plan(self) -> list[int]:

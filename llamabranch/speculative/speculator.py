@@ -66,7 +66,8 @@ class Speculator:
         self._profile: PairProfile | None = None
         if not isinstance(self.drafter, NullDrafter):
             self.length, self._profile = PairProfile.open(target, self.drafter, self.config)
-        self.joint = Joint(target, self.length, self.drafter)
+        is_plain = isinstance(self.drafter, NullDrafter)
+        self.joint = Joint(target, self.length, None if is_plain else self.drafter)
         self.stats = SpeculativeStats()
         self._is_default = drafter is None
         self._of_grammars: Speculator | None = None  # drafts where none was asked for

@@ -233,7 +233,7 @@ class Joint:
         """Decode pending tokens, drafts and texts together; let each take its rows."""
         ctx = self._ctx
         alone = streams[0] if len(streams) == 1 and not readers else None
-        members = (*streams, *readers)
+        members: tuple[Stream | Reader, ...] = (*streams, *readers)
         if alone is None:
             batch, texts = self._pack(streams, readers)
             expiring = [row for member in members for row in member.sequence.expiring_rows()]

@@ -34,7 +34,7 @@ from ..native import (
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base
 from .batch import decode_run
-from .capabilities import Capabilities, of_sharing_head, probe
+from .capabilities import Capabilities, Trial, of_sharing_head, probe
 from .cell_ledger import Usage
 from .compaction import rewrite_in_order
 from .decoder import Decoder
@@ -117,18 +117,8 @@ class Context:
             given = _head_params(model, target, given)
         resolved = given.resolve(model)
         trained = _trained_length(given, model)
-        tuner = ThreadTuner(
-            model,
-            given.n_threads,
-            given.n_threads_batch,
-            changes_logits=model.memory_type != "recurrent" and resolved.threads_change_logits,
-        )
+        resolved, handle, tuner, trial = _open(model, resolved, given, target)
         native = resolved.native()
-        native = replace(native, n_threads=tuner.n_threads, n_threads_batch=tuner.n_threads_batch)
-        handle = _create(model, native, target)
-        if not handle.has_memory:
-            handle.close()
-            raise UnsupportedError(f"{model.name} has no memory: it cannot generate")
         self.model = model
         self.target = target
         self.kv_type = resolved.kv_type
@@ -141,7 +131,11 @@ class Context:
         self._owns_model = owns_model
         self._lock = handle.lock
         try:
-            layout, n_decodes = self._probe(handle, resolved, tuner)
+            self.capabilities, layout, n_decodes = trial
+            if not handle.kv_unified and (layout is None or not layout.is_cells_only):
+                raise UnsupportedError(
+                    "kv_unified=False: llama.cpp writes K/V in an unknown form, so forks cannot copy it"
+                )
             self._encoder = None if target is None else self._open_head(handle, target)
         except BaseException:
             handle.close()
@@ -157,31 +151,6 @@ class Context:
             self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
         self._last_rows: list[LogitsRow] = []
         self.release_threads()
-
-    def _probe(
-        self, handle: ContextHandle, resolved: ContextParams, tuner: ThreadTuner
-    ) -> tuple[StateLayout | None, int]:
-        """Learn what it can do; return the layout of its states, and how often it decoded for that."""
-        model, target = self.model, self.target
-        if target is not None and model.shares_memory:  # trials need memory
-            self.capabilities = of_sharing_head(target.capabilities)
-            return None, 0
-        tuner.tune(handle)
-        self.capabilities, layout, n_decodes = probe(
-            handle,
-            model,
-            self.n_seq_max,
-            kv_type=resolved.kv_type,
-            flash_attention=resolved.flash_attention,
-            swa_full=resolved.swa_full,
-            batch_invariant=resolved.batch_invariant,
-            is_head=target is not None,
-        )
-        if not handle.kv_unified and (layout is None or not layout.is_cells_only):
-            raise UnsupportedError(
-                "kv_unified=False: llama.cpp writes K/V in an unknown form, so forks cannot copy it"
-            )
-        return layout, n_decodes
 
     def _open_memory(
         self,
@@ -734,6 +703,69 @@ def text_context(name: str, value: object) -> Context:
             hint="EagleDrafter(head) or MTPDrafter(head) drafts with it; generate with the target",
         )
     return context
+
+
+def _open(
+    model: Model, resolved: ContextParams, given: ContextParams, target: Context | None
+) -> tuple[ContextParams, ContextHandle, ThreadTuner, Trial]:
+    """Create the native context and try out what it can do; twice where that changes its parameters.
+
+    Batches that are not exact get the K/V type that is faster, and with ``batch_invariant=True`` no more
+    rows at once than are exact.
+    """
+    first = resolved
+    reason = ""
+    while True:
+        tuner = ThreadTuner(
+            model,
+            given.n_threads,
+            given.n_threads_batch,
+            changes_logits=model.memory_type != "recurrent" and resolved.threads_change_logits,
+        )
+        params = replace(resolved, n_threads=tuner.n_threads, n_threads_batch=tuner.n_threads_batch)
+        handle = _create(model, params.native(), target)
+        try:
+            if not handle.has_memory:
+                raise UnsupportedError(f"{model.name} has no memory: it cannot generate")
+            if target is not None and model.shares_memory:  # trials need memory
+                return resolved, handle, tuner, (of_sharing_head(target.capabilities), None, 0)
+            trial = probe(handle, model, params, is_head=target is not None)
+            found = trial[0]
+            if not found.batch_invariant and resolved is first:
+                again = _adapted(resolved, given, found)
+                if again is not None:
+                    handle.close()
+                    resolved, reason = again, found.batch_invariant_reason
+                    continue
+            tuner.tune(handle)
+        except BaseException:
+            handle.close()
+            raise
+        if reason and not found.batch_invariant:
+            trial = (replace(found, batch_invariant_reason=reason), *trial[1:])
+        return resolved, handle, tuner, trial
+
+
+def _adapted(
+    resolved: ContextParams, given: ContextParams, found: Capabilities
+) -> ContextParams | None:
+    """Return the parameters for a model whose batches are not exact as they are; None = these.
+
+    Raises:
+        UnsupportedError: ``batch_invariant=True`` is not possible.
+    """
+    if resolved.batch_invariant is True:
+        rows = found.exact_rows
+        if rows > 1 and (resolved.kv_unified or rows >= (resolved.n_seq_max or 1)):
+            return replace(resolved, n_ubatch=rows)
+        raise UnsupportedError(
+            f"this context cannot be batch-invariant: {found.batch_invariant_reason}",
+            hint="it takes weights on the CPU of a type that llama.cpp computes alike in all batches, "
+            "such as Q8_0 or Q4_0, kv_type bf16 or q8_0, and flash attention",
+        )
+    if given.kv_type == "auto" and resolved.kv_type != "f16":
+        return replace(resolved, kv_type="f16")
+    return None
 
 
 def _create(model: Model, native: NativeContextParams, target: Context | None) -> ContextHandle:

@@ -120,7 +120,7 @@ def _begin(ctx: Context, waiting: list[_Continuation], group: list[_Continuation
 
 def _decode(ctx: Context, group: list[_Continuation], top: int) -> None:
     decoder = ctx.decoder
-    size = min(decoder.handle.n_chunk, ctx.n_outputs_max)
+    size = min(decoder.n_chunk, ctx.n_outputs_max)
     for chunk in _chunks(group, size):
         tokens: list[int] = []
         seqs: list[int] = []

@@ -372,7 +372,7 @@ class TokenSequence:
         scored = sampler.params.logprobs
         surprisals = [-self.logits_row().logprob(tokens[0]) if scored and n else math.nan]
         self.catch_up()
-        size = min(self._decoder.handle.n_chunk, self.ctx.n_outputs_max)
+        size = min(self._decoder.n_chunk, self.ctx.n_outputs_max)
         if len(tokens) > size:
             self._decoder.make_room(len(tokens))
         rows: list[LogitsRow] = []

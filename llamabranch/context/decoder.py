@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ..errors import CacheFullError, ConfigError, DecodeError, DecodeInterruptedError
 from ..native import ContextHandle, heads
+from ..native.context import DecodeHook
 from ..native.draft_loop import DraftLoop, DraftStream
 from ..sampling import Sampler
 from ..sampling.noise import DRAW
@@ -24,6 +25,7 @@ from .kv_cache import END, KVCache
 from .logits import LogitsRow
 from .params import warn_of_length
 from .threads import ThreadWatch
+from .timing import seconds_by_size
 
 __all__ = ["Decoder", "HeadInput"]
 
@@ -87,6 +89,22 @@ class Decoder:
         self._eog_tokens = eog_tokens
         self._loop: DraftLoop | None = None
         self._most_loop = 0  # tokens of a decode in it; a larger one is made in Python
+
+    @property
+    def n_chunk(self) -> int:
+        """The most tokens of a decode that can be interrupted."""
+        return self.handle.n_chunk
+
+    def hook(self, around: DecodeHook | None) -> DecodeHook | None:
+        """Let ``around`` call each decode from now on (see ``ContextHandle``); return the one before."""
+        before, self.handle.around = self.handle.around, around
+        return before
+
+    @property
+    def most_hidden(self) -> int:
+        """The most numbers that the hidden states of one token can have, of all layers together."""
+        handle = self.handle
+        return handle.n_layer * handle.n_embd + handle.n_embd_out
 
     def check_open(self) -> None:
         """Raise ClosedError if the context is closed."""
@@ -264,9 +282,8 @@ class Decoder:
             )
             return None if found is None else [found[order.index(i)] for i in range(n)]
         if self._loop is None:
-            self._loop = DraftLoop(
-                handle.stepper, handle.n_vocab, self._eog_tokens, handle.draft_head
-            )
+            head = heads.DraftHead.of(handle) if handle.is_head else None
+            self._loop = DraftLoop(handle.stepper, handle.n_vocab, self._eog_tokens, head)
             self._most_loop = min(handle.n_watched, handle.n_chunk, handle.n_outputs_max)
         n_first = longest = 0
         seqs, starts = [], {}
@@ -548,6 +565,20 @@ class Decoder:
     def use_mtp_layer(self, number: int) -> None:
         """Compute with another MTP layer from the next decode on; 0 = the first, which is the default."""
         heads.use_mtp_layer(self.handle, number)
+
+    def time_sizes(self, sizes: Sequence[int], limit_s: float) -> dict[int, float]:
+        """Return the seconds of decodes by their number of tokens, in about ``limit_s``, two at most.
+
+        Only while nothing has been decoded, else {}; afterwards the memory is as it was.
+        """
+        handle = self.handle
+        if self._cache.ledger.clock:
+            return {}
+        largest = min(handle.n_batch, handle.n_outputs_max, handle.n_ctx_seq)
+        try:
+            return seconds_by_size(handle, [n for n in sizes if n <= largest], limit_s)
+        finally:
+            handle.clear()
 
     def encode(self, encoder: heads.Encoder, features: States) -> States:
         """Return the states that a head's encoder makes of ``features``, float32 (n, n_embd), a copy.

@@ -20,7 +20,7 @@ from ..speculative import Draft, Drafter, GrammarDrafter, NullDrafter
 from ..speculative.config import SpeculativeConfig
 from ..speculative.drafters.base import NO_DRAFT, DraftRequest, DraftState, NullState
 from ..speculative.length.auto import draft_length
-from ..speculative.pair_profile import PairProfile
+from ..speculative.profile import PairProfile
 from ..speculative.round import Stream
 from ..speculative.rules import Rule, choose_rule, rule_name
 from .batch import Batch

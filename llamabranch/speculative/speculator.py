@@ -22,7 +22,7 @@ from .draft_cache import DraftCache
 from .drafters.base import Drafter, NullDrafter, checked_drafter
 from .drafters.grammar import GrammarDrafter
 from .length.base import DraftLength, FixedLength
-from .pair_profile import PairProfile
+from .profile import PairProfile
 from .round import Stream, finish_at
 from .rules import Rule, choose_rule, rule_name
 from .stats import SpeculativeStats

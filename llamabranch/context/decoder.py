@@ -27,7 +27,7 @@ from .params import warn_of_length
 from .threads import ThreadWatch
 from .timing import seconds_by_size
 
-__all__ = ["Decoder", "HeadInput"]
+__all__ = ["DecodeHook", "Decoder", "HeadInput"]
 
 States = npt.NDArray[np.float32]
 

@@ -99,10 +99,12 @@ class HeadOf:
     Attributes:
         target: the context whose hidden states are read.
         uses_mtp: compute the MTP layers of the model instead of its trunk.
+        shares_memory: its decodes read the K/V of the target, so both have one lock.
     """
 
     target: ContextHandle
     uses_mtp: bool
+    shares_memory: bool
 
 
 class ContextHandle(Handle):
@@ -156,7 +158,9 @@ class ContextHandle(Handle):
             params.ctx_other = head.target.ptr
         _check_threads(max(options.n_threads, options.n_threads_batch))
         clear_log_lines()
-        self.lock = forkable_lock()
+        self.lock = (
+            head.target.lock if head is not None and head.shares_memory else forkable_lock()
+        )
         self._stop = bytearray(2)
         stop, lock = self._stop, self.lock
 

@@ -151,7 +151,7 @@ class TokenSequence:
         self.is_pruned = True
         self.set_row(None)
         if not self._is_given:
-            self.ctx.return_lease(self.seq_id)
+            self.ctx.sequences.give_back(self.seq_id)
 
     # -- logits ------------------------------------------------------------------------------------
 

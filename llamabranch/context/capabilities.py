@@ -14,7 +14,7 @@ from ..native import ContextHandle, StateLayout
 from .batch import decode_run
 from .decoder import Decoder
 from .kv_cache import MOST_WITH_WINDOW, KVCache
-from .params import INVARIANT_KV_TYPES
+from .params import INVARIANT_KV_TYPES, ContextParams
 
 __all__ = ["Capabilities", "of_sharing_head", "probe"]
 
@@ -47,11 +47,8 @@ def probe(
     handle: ContextHandle,
     model: Model,
     n_seq_max: int,
+    params: ContextParams,
     *,
-    kv_type: str,
-    flash_attention: bool | str,
-    swa_full: bool,
-    batch_invariant: bool | str,
     is_head: bool = False,
 ) -> tuple[Capabilities, StateLayout | None, int]:
     """Run short trials on the empty context and leave it empty.
@@ -78,19 +75,19 @@ def probe(
     if layout is not None and layout.is_cells_only:
         window = 0  # no layer uses it
     if window:
-        can_truncate &= swa_full and n_seq_max <= MOST_WITH_WINDOW
+        can_truncate &= params.swa_full and n_seq_max <= MOST_WITH_WINDOW
         can_truncate &= layout is not None and layout.has_window
     cache.clear()
     invariant, reason = False, "not asked for"
-    if batch_invariant is not False:
-        reason = _why_not_invariant(model, kv_type, flash_attention)
+    if params.batch_invariant is not False:
+        reason = _why_not_invariant(model, params)
         if not reason:  # a short self-check cannot refute the rule: f16 differs after 500 tokens
             difference = _batch_difference(decoder, cache, model)
             if difference == 0.0:
                 invariant, reason = True, "checked: the self-check's logits are equal to the bit"
             else:
                 reason = f"self-check: logits differ by up to {difference:.2g} between batches"
-        if batch_invariant is True and not invariant:
+        if params.batch_invariant is True and not invariant:
             raise UnsupportedError(
                 f"this context cannot be batch-invariant: {reason}",
                 hint="use Q8_0 weights on the CPU, kv_type bf16 or q8_0, and flash attention",
@@ -120,13 +117,13 @@ def _tokens(model: Model, n: int) -> list[int]:
     return [(7 * i + 3) % model.n_vocab for i in range(n)]
 
 
-def _why_not_invariant(model: Model, kv_type: str, flash_attention: bool | str) -> str:
+def _why_not_invariant(model: Model, params: ContextParams) -> str:
     """Return the rule that excludes exact batches, "" if none does."""
     if model.file_type != "Q8_0":
         return f"the weights are {model.file_type}, not Q8_0"
-    if kv_type not in INVARIANT_KV_TYPES:
-        return f"the K/V type is {kv_type}, not bf16 or q8_0"
-    if flash_attention is False:
+    if params.kv_type not in INVARIANT_KV_TYPES:
+        return f"the K/V type is {params.kv_type}, not bf16 or q8_0"
+    if params.flash_attention is False:
         return "flash attention is off"
     if model.on_gpu:
         return "layers may run on a GPU"

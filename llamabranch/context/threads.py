@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import PerformanceWarning, warn
 from ..model import Model
 from ..native import ContextHandle, available_cores
 from ..profile import is_off, machine_key, read_entry, write_entries
+from .params import ContextParams
 from .timing import stopped_after, trial_decode
 
 __all__ = ["ThreadTuner", "ThreadWatch", "candidates"]
@@ -86,6 +87,10 @@ class ThreadTuner:
             None  # measured seconds of a decode of one token; None if not measured
         )
         self.n_threads_batch = n_threads if n_threads_batch is None else n_threads_batch
+
+    def filled(self, params: ContextParams) -> ContextParams:
+        """Return ``params`` with the numbers that were chosen."""
+        return replace(params, n_threads=self.n_threads, n_threads_batch=self.n_threads_batch)
 
     def tune(self, handle: ContextHandle) -> None:
         """Choose, on an empty context that was created with these numbers; it is empty afterwards."""

@@ -32,7 +32,9 @@ def test_runs_get_their_rows_however_small_a_decode_is(
             with ctx.lock:
                 rows = decode_run(ctx.decoder, tokens, seq_id, WANTS[seq_id])
                 alone.append([row.best for row in rows])
-    with Context(target, n_ctx=256, n_threads=1, n_seq_max=4, n_batch=n_batch, n_outputs_max=n_rows) as ctx:
+    with Context(
+        target, n_ctx=256, n_threads=1, n_seq_max=4, n_batch=n_batch, n_outputs_max=n_rows
+    ) as ctx:
         assert rows_of(ctx, WANTS) == alone
         assert [len(rows) for rows in alone] == [13, 1, 20, 0]
         sizes = [ctx.kv_cache.next_position(seq_id) for seq_id in TEXTS]

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toys
-from llamabranch.proofs.divergence import Logits, _Decision
 
 import llamabranch as lb
 from llamabranch import Branch, Context, Divergence, SamplingParams
 from llamabranch.errors import GrammarError
+from llamabranch.proofs.divergence import Logits, _Decision
 from llamabranch.sampling import Sampler
 
 OPEN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}

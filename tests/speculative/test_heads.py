@@ -23,7 +23,7 @@ import llamabranch as lb
 from llamabranch.cli import app
 from llamabranch.errors import DecodeInterruptedError
 from llamabranch.native import draft_loop, heads, staging
-from llamabranch.speculative.drafters.head import HeadState
+from llamabranch.speculative.drafters.head import HeadState, target_states
 from llamabranch.speculative.length.base import FixedLength
 
 DATA = Path(lb.__file__).parent / "data"
@@ -213,7 +213,7 @@ def test_snapshot_continues_with_a_head(pair: Pair, tmp_path: Path) -> None:
     with lb.Branch.load(pair.ctx, tmp_path / "branch.lb") as restored:
         n_decodes = pair.ctx.decoder.n_decodes
         tokens = restored.tokens
-        pair.ctx.hidden_states(restored.sequence.seq_id, tokens, 0)
+        target_states(pair.ctx, restored.sequence.seq_id, tokens, 0)
         assert pair.ctx.decoder.n_decodes == n_decodes
         generation = speculator.generate(restored, max_tokens=10)
         assert generation.finish().tokens == wanted
@@ -338,11 +338,11 @@ def test_hidden_states_are_kept_only_while_a_head_reads_them(target: lb.Model) -
         with pytest.raises(lb.ConfigError, match="another head"):
             lb.Context(lb.Model(HEAD), target=ctx)
         with lb.Branch.start(ctx, "Once") as branch:
-            assert ctx.hidden_states(branch.sequence.seq_id, branch.tokens, 0).shape[1] == 3 * 256
+            assert target_states(ctx, branch.sequence.seq_id, branch.tokens, 0).shape[1] == 3 * 256
             head.close()
             branch.step()
             with pytest.raises(lb.UnsupportedError, match="no hidden states"):
-                ctx.hidden_states(branch.sequence.seq_id, branch.tokens, 0)
+                target_states(ctx, branch.sequence.seq_id, branch.tokens, 0)
         with lb.Context(lb.Model(HEAD), target=ctx):
             pass
 
@@ -375,7 +375,7 @@ def test_compaction_keeps_the_hidden_states(target: lb.Model) -> None:
         lb.Context(lb.Model(HEAD), target=ctx),
         lb.Branch.start(ctx, "Once upon a time") as branch,
     ):
-        before = ctx.hidden_states(branch.sequence.seq_id, branch.tokens, 0)
+        before = target_states(ctx, branch.sequence.seq_id, branch.tokens, 0)
         assert ctx.compact()
         found = ctx.kv_cache.hidden
         assert found is not None
@@ -410,7 +410,7 @@ def test_text_with_trees_is_that_of_plain_decoding(trees: Pair, width: int, sett
         assert found.stats.num_draft_tokens > 2 * found.stats.num_drafts
         # What the head read of accepted nodes is what a decode of the text alone gives.
         kept, again = (
-            trees.ctx.hidden_states(each.sequence.seq_id, each.tokens[:-1], 0)
+            target_states(trees.ctx, each.sequence.seq_id, each.tokens[:-1], 0)
             for each in (branch, twin)
         )
         assert np.allclose(kept, again, rtol=1e-3, atol=1e-3)
@@ -922,7 +922,7 @@ def test_layers_without_memory_of_their_own_leave_the_targets_alone(
         before = ctx.usage()
         for call in (
             lambda: head.decode([2], 0),
-            lambda: head.lease(branch),
+            lambda: head.sequences.lease(branch),
             lambda: head.kv_seq_copy(0, 1),
             lambda: head.kv_cache_remove(0),
             lambda: head.kv_seq_keep(0),
@@ -1072,7 +1072,7 @@ def test_wrong_widths_are_refused_before_llama_cpp(eagle: Pair) -> None:
         np.zeros((0, 768), np.float32),
     ):
         with pytest.raises((lb.ConfigError, ValueError)):
-            head.encode(features)  # type: ignore[arg-type]
+            head.decoder.encode(features)  # type: ignore[arg-type]
     with pytest.raises(lb.ConfigError, match="no layer 6"):
         heads.extract_layers(eagle.ctx.decoder.handle, [6], True)
 

@@ -497,7 +497,9 @@ def test_order_of_the_rules_on_a_pair_of_large_vocabulary() -> None:
                 drafted = [q.draw(seed, i) for i in range(4)]
             else:
                 drafted = [q.draw(draft_seed(seed, 0), i, DRAFT) for i in range(4)]
-            total += apply_rule(rule, drafted, [q] * 4, lambda i: p, seed=seed, position=0).n_accepted
+            total += apply_rule(
+                rule, drafted, [q] * 4, lambda i: p, seed=seed, position=0
+            ).n_accepted
         mean[rule] = total / 300
     assert mean["block"] >= mean["token"] > mean["seeded"] > 1.0
 

@@ -403,7 +403,7 @@ class Decoder:
         """Free cells for ``n`` tokens, if any can be freed; True if the decode may be tried again."""
         if not self.handle.kv_unified:  # others cannot give cells to a sequence
             return False
-        if not self.cache.n_reserved and not self.cache.keepers:
+        if not self.cache.n_reserved and not self.cache.prefix_seq_ids:
             return False
         for row in expiring:
             row.detach()
@@ -582,7 +582,7 @@ class Decoder:
     def make_room(self, n: int) -> None:
         """Free reserved and cached cells if ``n`` cells would not be free otherwise."""
         cache = self.cache
-        if (cache.n_reserved or cache.keepers) and cache.n_vacant < n:
+        if (cache.n_reserved or cache.prefix_seq_ids) and cache.n_vacant < n:
             self._make_room(n, ())
 
 

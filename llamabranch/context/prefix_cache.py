@@ -57,7 +57,7 @@ class _ExtraSequences:
         return seq_id
 
     def give_back(self, seq_id: int) -> None:
-        self._cache.keepers.discard(seq_id)
+        self._cache.prefix_seq_ids.discard(seq_id)
         heapq.heappush(self._free, seq_id)
 
     def take_over(self, seq_id: int, holder: object) -> bool:
@@ -80,7 +80,7 @@ class LeasedSequences:
 
     def give_back(self, seq_id: int) -> None:
         """Take back an emptied sequence."""
-        self._cache.keepers.discard(seq_id)
+        self._cache.prefix_seq_ids.discard(seq_id)
         self._sequences.give_back(seq_id)
 
     def take_over(self, seq_id: int, holder: object) -> bool:

@@ -52,7 +52,7 @@ class SequenceIds:
     @property
     def n_cached(self) -> int:
         """How many of the leased sequences are the prefix cache's, which gives them up if asked."""
-        return sum(1 for seq_id in self._cache.keepers if seq_id < self.n_seq_max)
+        return sum(1 for seq_id in self._cache.prefix_seq_ids if seq_id < self.n_seq_max)
 
     @property
     def n_held(self) -> int:

@@ -286,9 +286,7 @@ class ContextHandle(Handle):
             run()
         except BaseException as error:  # raised by a signal handler; the thread has started
             interruption = error
-        while (
-            not codes
-        ):  # whatever is raised, the context must not be used before the decode returns
+        while not codes:  # whatever is raised: the context must not be used before it returns
             try:
                 if interruption is not None or is_interrupted():
                     self.stop()
@@ -416,9 +414,7 @@ def _close_at_exit(handle: ContextHandle) -> None:
     """Close contexts before everything else at exit: a daemon thread may still be decoding."""
     if not _open:
         atexit.unregister(_close_all)
-        atexit.register(
-            _close_all
-        )  # registered after weakref.finalize's hook, so it runs before it
+        atexit.register(_close_all)  # after weakref.finalize's hook, so it runs before that
     _open.add(handle)
 
 

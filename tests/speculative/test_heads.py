@@ -23,6 +23,7 @@ import llamabranch as lb
 from llamabranch.cli import app
 from llamabranch.errors import DecodeInterruptedError
 from llamabranch.native import draft_loop, heads, staging
+from llamabranch.speculative.drafters.base import DraftRequest
 from llamabranch.speculative.drafters.head import HeadState, target_states
 from llamabranch.speculative.length.base import FixedLength
 
@@ -166,6 +167,39 @@ def test_streams_of_an_engine_get_their_text_alone(pair: Pair) -> None:
     assert results == {r.id: r.tokens for r in alone.generate(list(PROMPTS))}
     assert pair.drafter.ctx.usage().cells_used == 0
     pair.audit()
+
+
+def test_drafts_of_several_texts_share_decodes(pair: Pair) -> None:
+    decoder = pair.drafter.ctx.decoder
+    branches, requests, alone = [], [], []
+    for prompt in PROMPTS:
+        tokens = pair.ctx.tokenize(prompt)
+        branches.append(branch := lb.Branch.create(pair.ctx, SETTINGS["greedy"]))
+        branch.prefill(tokens[:-1])
+        state = pair.drafter.start(branch, "seeded")
+        before = decoder.n_decodes
+        alone.append((state.propose(tokens, FixedLength(3), 3).tokens, decoder.n_decodes - before))
+        state.observe(0)
+        requests.append(DraftRequest(state, tokens, FixedLength(3), 3))
+    before = decoder.n_decodes
+    drafts = pair.drafter.propose_many(requests)
+    assert decoder.n_decodes - before == max(n for _, n in alone)
+    assert [draft.tokens for draft in drafts] == [tokens for tokens, _ in alone]
+    for request, branch in zip(requests, branches, strict=True):
+        request.state.close()
+        branch.prune()
+
+
+def test_forgotten_branch_gives_its_sequences_back(pair: Pair) -> None:
+    """The state that is kept for its next generation must not keep the branch."""
+    speculator, n_free = pair.speculator(), pair.ctx.n_seq_free
+    branch = lb.Branch.start(pair.ctx, PROMPTS[0], sampling=SETTINGS["greedy"])
+    speculator.generate(branch, max_tokens=6).finish()
+    assert pair.ctx.n_seq_free < n_free
+    del branch
+    gc.collect()
+    assert pair.ctx.n_seq_free == n_free
+    assert pair.drafter.ctx.usage().cells_used == 0
 
 
 def test_forks_continue_with_the_state_of_their_parent(pair: Pair) -> None:

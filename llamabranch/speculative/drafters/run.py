@@ -198,9 +198,7 @@ class DraftRun(ABC):
             if self._state.model.is_eog(token):
                 return self._end("end")
             if len(draft.tokens) >= self.limit:
-                self.is_done = (
-                    True  # it is decoded with the text that is new next time, if accepted
-                )
+                self.is_done = True  # the next draft decodes it with the new text, if accepted
                 return None
             self.accept(token)
         except GrammarError:  # a dead end of the grammar: the target raises it if it gets there

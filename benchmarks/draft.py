@@ -136,7 +136,9 @@ def _text(ctx: lb.Context, prompt: str, params: lb.SamplingParams, n: int) -> Te
     branch = lb.Branch.start(ctx, prompt, sampling=params)
     n_prompt = branch.position
     list(branch.generate(n))
-    return Text(branch, branch.tokens, n_prompt, target_states(ctx, branch.seq_id, branch.tokens, 0))
+    return Text(
+        branch, branch.tokens, n_prompt, target_states(ctx, branch.seq_id, branch.tokens, 0)
+    )
 
 
 # -- the loops -------------------------------------------------------------------------------------

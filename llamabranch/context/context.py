@@ -31,7 +31,7 @@ from ..native import (
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base
 from .batch import decode_run
-from .capabilities import Capabilities, of_sharing_head, probe
+from .capabilities import Capabilities, Trial, of_sharing_head, probe
 from .cell_ledger import Usage
 from .compaction import rewrite_in_order
 from .decoder import Decoder
@@ -104,11 +104,8 @@ class Context:
         given = _given_params(model, target, params, options)
         resolved = given.resolve(model)
         trained = _trained_length(model, given)
-        changes_logits = model.memory_type != "recurrent" and resolved.threads_change_logits
-        threads = given.n_threads, given.n_threads_batch
-        tuner = ThreadTuner(model, *threads, changes_logits=changes_logits)
-        native = tuner.filled(resolved).native()
-        handle = _create(model, native, target)
+        resolved, handle, tuner, trial = _open(model, resolved, given, target)
+        native = resolved.native()
         self.model, self.target = model, target
         self.kv_type = resolved.kv_type
         self.n_ctx = handle.n_ctx
@@ -120,7 +117,7 @@ class Context:
         self._owns_model = owns_model
         self._lock = handle.lock
         try:
-            layout, n_decodes = self._probe(handle, tuner, resolved)
+            self.capabilities, layout, n_decodes = trial
             encoder = None if target is None else _open_head(handle, model, target)
         except BaseException:
             handle.close()
@@ -151,29 +148,6 @@ class Context:
             self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
         self._last_rows: list[LogitsRow] = []
         self.release_threads()
-
-    def _probe(
-        self, handle: ContextHandle, tuner: ThreadTuner, params: ContextParams
-    ) -> tuple[StateLayout | None, int]:
-        """Find out the capabilities; return the layout of states, and how many decodes that took."""
-        layout, n_decodes = None, 0
-        if self.target is not None and self.model.shares_memory:  # trials need memory
-            self.capabilities = of_sharing_head(self.target.capabilities)
-        else:
-            tuner.tune(handle)
-            is_head = self.target is not None
-            self.capabilities, layout, n_decodes = probe(
-                handle, self.model, self.n_seq_max, params, is_head=is_head
-            )
-            if is_head and not self.capabilities.can_truncate:
-                raise UnsupportedError(
-                    "a head must be able to drop what it has drafted", hint="leave swa_full out"
-                )
-        if not handle.kv_unified and (layout is None or not layout.is_cells_only):
-            raise UnsupportedError(
-                "kv_unified=False: llama.cpp writes K/V in an unknown form, so forks cannot copy it"
-            )
-        return layout, n_decodes
 
     def _open_prefix_cache(self, cache_ram: int) -> PrefixCache:
         if cache_ram and not self._cache.can_copy:
@@ -614,6 +588,78 @@ def _trained_length(model: Model, given: ContextParams) -> int | None:
         return trained
     warn_of_length(f"n_ctx={n_ctx} is", trained, n_ctx)
     return None  # warn only once
+
+
+def _open(
+    model: Model, resolved: ContextParams, given: ContextParams, target: Context | None
+) -> tuple[ContextParams, ContextHandle, ThreadTuner, Trial]:
+    """Create the native context and try out what it can do; twice where that changes its parameters.
+
+    Batches that are not exact get the K/V type that is faster, and with ``batch_invariant=True`` no more
+    rows at once than are exact.
+    """
+    first = resolved
+    reason = ""
+    while True:
+        changes_logits = model.memory_type != "recurrent" and resolved.threads_change_logits
+        threads = given.n_threads, given.n_threads_batch
+        tuner = ThreadTuner(model, *threads, changes_logits=changes_logits)
+        params = tuner.filled(resolved)
+        handle = _create(model, params.native(), target)
+        try:
+            if target is not None and model.shares_memory:  # trials need memory
+                _check_copies(handle, None)
+                return resolved, handle, tuner, (of_sharing_head(target.capabilities), None, 0)
+            trial = probe(handle, model, params, is_head=target is not None)
+            found = trial[0]
+            if not found.batch_invariant and resolved is first:
+                again = _adapted(resolved, given, found)
+                if again is not None:
+                    handle.close()
+                    resolved, reason = again, found.batch_invariant_reason
+                    continue
+            if target is not None and not found.can_truncate:
+                raise UnsupportedError(
+                    "a head must be able to drop what it has drafted", hint="leave swa_full out"
+                )
+            _check_copies(handle, trial[1])
+            tuner.tune(handle)
+        except BaseException:
+            handle.close()
+            raise
+        if reason and not found.batch_invariant:
+            trial = (replace(found, batch_invariant_reason=reason), *trial[1:])
+        return resolved, handle, tuner, trial
+
+
+def _check_copies(handle: ContextHandle, layout: StateLayout | None) -> None:
+    """Raise UnsupportedError where sequences have cells of their own, and these cannot be copied."""
+    if not handle.kv_unified and (layout is None or not layout.is_cells_only):
+        raise UnsupportedError(
+            "kv_unified=False: llama.cpp writes K/V in an unknown form, so forks cannot copy it"
+        )
+
+
+def _adapted(
+    resolved: ContextParams, given: ContextParams, found: Capabilities
+) -> ContextParams | None:
+    """Return the parameters for a model whose batches are not exact as they are; None = these.
+
+    Raises:
+        UnsupportedError: ``batch_invariant=True`` is not possible.
+    """
+    if resolved.batch_invariant is True:
+        rows = found.exact_rows
+        if rows > 1 and (resolved.kv_unified or rows >= (resolved.n_seq_max or 1)):
+            return replace(resolved, n_ubatch=rows)
+        raise UnsupportedError(
+            f"this context cannot be batch-invariant: {found.batch_invariant_reason}",
+            hint="it takes weights on the CPU of a type that llama.cpp computes alike in all batches, "
+            "such as Q8_0 or Q4_0, kv_type bf16 or q8_0, and flash attention",
+        )
+    if given.kv_type == "auto" and resolved.kv_type != "f16":
+        return replace(resolved, kv_type="f16")
+    return None
 
 
 def _create(model: Model, native: NativeContextParams, target: Context | None) -> ContextHandle:

@@ -73,13 +73,14 @@ class Model:
         self._given_template = chat_template
         header = check_header(self.path, vocab_only=vocab_only)
         load_mtp = bool(load_mtp) or head_kind(header) == "mtp-only"
+        self.extra_buffers = not uses_amx() if extra_buffers == "auto" else bool(extra_buffers)
         options = ModelOptions(
             n_gpu_layers=n_gpu_layers,
             use_mmap=use_mmap,
             use_mlock=use_mlock,
             check_tensors=check_tensors,
             vocab_only=vocab_only,
-            use_extra_bufts=not uses_amx() if extra_buffers == "auto" else bool(extra_buffers),
+            use_extra_bufts=self.extra_buffers,
             load_mtp=load_mtp,
         )
         self._handle = ModelHandle(self.path, options, progress)

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from ..model import Model
 from ..native import engine_versions, system_info
+from ..profile import is_off, read_entry, write_entries
 from .decoder import Decoder
 from .kv_cache import KVCache
-from .machine_profile import is_off, read_entry, write_entry
 
 __all__ = ["exact_rows"]
 
@@ -60,7 +60,7 @@ def exact_rows(
             sizes = _FEW if is_part else _SIZES
             kept = _measure(decoder, cache, model, sizes, _FEW_ALONE if is_part else _ALONE)
             if key is not None:
-                write_entry(_SECTION, key, {"rows": kept})
+                write_entries([(_SECTION, key, {"rows": kept})])
         known[setting] = kept
     return known[setting] or decoder.handle.n_batch
 

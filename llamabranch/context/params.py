@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from ..arguments import real, whole
 from ..errors import ConfigError, ContextLengthWarning, UnsupportedError, warn
 from ..model import Model
-from ..native import NativeContextParams, max_sequences
+from ..native import NativeContextParams, available_cores, max_sequences
 from ..native.context import FLASH_ATTENTION, KV_TYPES, ROPE_SCALING
 
 __all__ = [
     "INVARIANT_KV_TYPES",
     "ContextOptions",
     "ContextParams",
-    "available_cores",
     "warn_of_length",
 ]
 
@@ -29,13 +27,6 @@ _STEP = 256  # llama.cpp rounds the cells of a cache up to a multiple of this
 # With these and flash attention on, attention does not depend on the batch: f16 takes another path from
 # 512 cells on, and with 64 rows. The weights are measured: exactness.py.
 INVARIANT_KV_TYPES = ("bf16", "q8_0")
-
-
-def available_cores() -> int:
-    """Return the number of cores this process may use; more threads than cores are many times slower."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def warn_of_length(what: str, trained: int, n_ctx: int) -> None:
@@ -272,13 +263,13 @@ class ContextParams:
             n_outputs_max=n_outputs_max,
             n_threads=self.n_threads or available_cores(),
             n_threads_batch=self.n_threads_batch or self.n_threads or available_cores(),
-            flash_attention=FLASH_ATTENTION[self.flash_attention],
+            flash_attn_type=FLASH_ATTENTION[self.flash_attention],
             type_k=KV_TYPES[self.kv_type],
             type_v=KV_TYPES[self.kv_type],
             swa_full=self.swa_full,
             offload_kqv=self.offload_kqv,
             kv_unified=self.kv_unified,
-            rope_scaling=ROPE_SCALING[self.rope_scaling],
+            rope_scaling_type=ROPE_SCALING[self.rope_scaling],
             rope_freq_base=self.rope_freq_base,
             rope_freq_scale=self.rope_freq_scale,
             yarn_ext_factor=self.yarn_ext_factor,

@@ -8,7 +8,7 @@ from ..speculative import Drafter, GrammarDrafter, NullDrafter
 from ..speculative.config import SpeculativeConfig
 from ..speculative.joint import Joint
 from ..speculative.length.auto import draft_length
-from ..speculative.pair_profile import PairProfile
+from ..speculative.profile import PairProfile
 from .concurrency import Concurrency
 
 __all__ = ["Learning"]

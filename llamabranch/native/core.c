@@ -937,8 +937,8 @@ LB_API int lb_accept(lb_acceptance *v, double *work) {
 /* Whether a stream goes on, or why not. */
 enum { LB_GOES_ON = 0, LB_FULL_LENGTH = 1, LB_STOPPED = 2, LB_EOG = 3, LB_TO_PYTHON = 4 };
 
-/* One stream's draft. What ends it: ``limit`` tokens, an EOG token, an entropy above ``most_entropy``, and,
- * where there are ``costs``, that no longer draft would raise the throughput: see ``pays``. */
+/* One stream's draft. What ends it: ``limit`` tokens, an EOG token, an entropy above ``most_entropy``,
+ * ``most_tokens``, and, where there are ``costs``, that no longer draft would raise the throughput: see ``pays``. */
 typedef struct {
     lb_sampler *sampler;
     const float *row;    /* the logits after its last token; NULL before the first decode */
@@ -957,6 +957,7 @@ typedef struct {
     int32_t n_costs;
     int32_t is_probe;    /* the first token is drawn anyway */
     int32_t n_edges;
+    int32_t most_tokens; /* of the draft, whatever the entropy */
     const double *costs; /* (n_costs): seconds of a round by its length; NULL: not looked at */
     const double *edges; /* (n_edges): of the buckets of entropy */
     const double *acceptance; /* (n_edges + 1) */
@@ -1004,10 +1005,9 @@ static int pays(const lb_stream *s, double acceptance) {
     return 0;
 }
 
-/* Return whether to draw the next token at this entropy. Python decides in the same way, afterwards, and its
- * word is final. */
+/* Return whether to draw the next token at this entropy, as ``StopRule.reason`` does in Python. */
 static int goes_on(lb_stream *s, double entropy) {
-    if (entropy > s->most_entropy) return 0;
+    if (entropy > s->most_entropy || s->n_drafted >= s->most_tokens) return 0;
     if (s->costs) {
         int32_t bucket = 0;
         while (bucket < s->n_edges && s->edges[bucket] <= entropy) bucket++;

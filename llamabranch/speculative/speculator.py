@@ -23,7 +23,7 @@ from .drafters.base import Drafter, NullDrafter, checked_drafter
 from .drafters.grammar import GrammarDrafter
 from .joint import Joint
 from .length.base import DraftLength, FixedLength
-from .pair_profile import PairProfile
+from .profile import PairProfile
 from .round import Stream, finish_at
 from .rules import Rule, choose_rule, rule_name
 from .stats import SpeculativeStats

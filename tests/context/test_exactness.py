@@ -1,4 +1,4 @@
-"""Exactness by measurement: where a context claims that batches are exact they are, for weights of many types.
+"""Exactness by measurement: where batches are claimed to be exact they are, for weights of many types.
 
 A toy wide enough for K-quants, quantized by llama.cpp. Which types are exact depends on the processor
 and on how llama.cpp was built: the tests ask the context, and attack what it claims.
@@ -36,7 +36,9 @@ N_BATCHES = 500
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("quantized")
-    source = toys.write_toy(folder / "F32.gguf", weights="f32", vocab=512, n_embd=256, n_ff=512, seed=5)
+    source = toys.write_toy(
+        folder / "F32.gguf", weights="f32", vocab=512, n_embd=256, n_ff=512, seed=5
+    )
     params = llama_cpp.llama_model_quantize_default_params()
     params.nthread = 1
     files = {}
@@ -59,7 +61,7 @@ def tokens_of(seq: int) -> list[int]:
 
 
 def test_claims_hold_in_random_batches(model: lb.Model) -> None:
-    """500 batches of 1 to 64 rows, or as many as are claimed: prompts and single tokens of six sequences."""
+    """500 batches of 1 to 64 rows, or as many as are claimed: texts and tokens of six sequences."""
     options = {"n_ctx": 1024, "n_seq_max": N_SEQ, "n_threads": 1, "kv_type": "bf16"}
     alone = {}
     with Context(model, **options) as ctx:

@@ -46,7 +46,7 @@ def learned(drafter: str) -> AutoLength:
     for i in range(12):
         length.learn(RoundReport.plain(1, 1.0, 0.05))
         entropies = [0.1 + 0.3 * ((i + j) % 9) for j in range(4)]
-        length.learn(RoundReport(drafter, True, entropies, 4, (i * 5) % 5, 5, 0.5, 1.6, 0.1, 1))
+        length.learn(RoundReport(drafter, True, entropies, 4, (i * 3) % 5, 5, 0.5, 1.6, 0.1, 1))
     return length
 
 
@@ -127,6 +127,25 @@ def test_loop_drafts_what_steps_draft(
         ):
             assert ids == its_ids
             assert np.allclose(logprobs, its_logprobs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("how_long", ["entropy", "auto", "new_auto"])
+def test_what_the_loop_ends_has_ended(
+    how_long: str, ctx: Context, draft_ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The length is not asked again about tokens that the loop has drawn or refused."""
+    drafter = ModelDrafter(draft_ctx)
+    length = LENGTHS[how_long](drafter.name)
+
+    def goes_on(n_drafted: int, entropy: float) -> bool:
+        raise AssertionError(f"asked after {n_drafted} tokens")
+
+    monkeypatch.setattr(length, "goes_on", goes_on)
+    with Branch.start(ctx, TALE, sampling=SETTINGS["default"]) as branch:
+        state = drafter.start(branch, "seeded")
+        seen = rounds(state, draft_ctx, [*branch.tokens, 299], length)
+        state.close()
+    assert {each.counts[2] for each in seen} & {"entropy", "goodput"}
 
 
 def test_end_tokens_end_a_draft(small_toy: lb.Model) -> None:

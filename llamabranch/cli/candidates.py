@@ -86,7 +86,7 @@ def candidates(target: str) -> list[Candidate]:
                 found.append(Candidate(name, each, _size(each), way, name == listed))
     if listed is not None and not any(each.listed for each in found):
         (entry,) = (entry for entry in hub.catalogue() if entry.name == listed)
-        if hub.locate(entry) is None:
+        if entry.path is None:
             found.append(Candidate(listed, None, entry.size_bytes, "unknown", True))
     return sorted(found, key=lambda each: (each.drafts_by == "text", not each.listed))
 
@@ -141,7 +141,7 @@ def _present(listed: str | None) -> dict[str, Path]:
     """Return the models on this machine by name: one name for each file."""
     named: dict[str, Path] = {}
     for entry in hub.catalogue():
-        path = hub.locate(entry)
+        path = entry.path
         if path is not None and (entry.name == listed or entry.role == "draft"):
             named[entry.name] = path
     known = {path.resolve() for path in named.values()}

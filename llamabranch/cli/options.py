@@ -162,9 +162,9 @@ class HubOptions:
         """Return the file of a model, downloaded if it must be and may be.
 
         Raises:
-            ConfigError, DownloadError, UnsupportedError: as `llamabranch.hub.obtain`.
+            ConfigError, DownloadError, UnsupportedError: as `llamabranch.hub.resolve`.
         """
-        return hub.obtain(name, download=self.download, offline=True if self.offline else None)
+        return hub.resolve(name, download=self.download, offline=True if self.offline else None)
 
 
 @dataclass(frozen=True)
@@ -261,8 +261,10 @@ class ModelOptions(TargetOptions):
     def _default_draft(target: str) -> str:
         """Return the draft that models.txt lists for the target if it is here, else "auto"."""
         listed = hub.draft_for(target)
-        is_here = listed is not None and isinstance(hub.look_up(listed), Path)
-        return listed if listed is not None and is_here else "auto"
+        for entry in hub.catalogue():
+            if entry.name == listed and entry.path is not None:
+                return entry.name
+        return "auto"
 
 
 @dataclass(frozen=True)

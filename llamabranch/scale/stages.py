@@ -20,7 +20,7 @@ from ..arguments import whole
 from ..context import Context
 from ..engine import Engine, Result
 from ..errors import ConfigError, LlamaBranchError, ModelLoadError
-from ..hub import obtain
+from ..hub import resolve
 from ..loading import LoadOptions, load
 from ..sampling import Grammar, SamplingParams
 from ..speculative import ModelDrafter
@@ -394,7 +394,7 @@ class _Gate:
 
 def _open(model: str, options: LoadOptions) -> Context:
     # Two workers of a node download a model once: the cache has a lock for each file.
-    return load(obtain(model, download=True), **options)
+    return load(resolve(model, download=True), **options)
 
 
 def _assigned() -> tuple[float | None, float]:

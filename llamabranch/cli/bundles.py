@@ -22,8 +22,8 @@ def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
     """Return ``command`` with the fields of its bundles as parameters, for Typer to read.
 
     A parameter whose type is a dataclass is a bundle: each of its fields becomes an option, declared by
-    the field's annotation, under the heading that the bundle's class names as ``panel`` unless the field
-    names another. The command gets the bundle, built from the options that were given.
+    the field's annotation, under the heading that the class which declares it names as ``panel`` unless
+    the field names another. The command gets the bundle, built from the options that were given.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[Parameter] = []
@@ -55,14 +55,18 @@ def _paragraphs(text: str) -> str:
 
 def _parameters(bundle: type) -> Iterator[Parameter]:
     hints = get_type_hints(bundle, include_extras=True)
-    panel = getattr(bundle, "panel", None)
+    panels = {
+        name: getattr(kind, "panel", None)
+        for kind in reversed(bundle.__mro__)
+        for name in vars(kind).get("__annotations__", ())
+    }
     for field in fields(bundle):
         default = Parameter.empty if field.default is MISSING else field.default
         yield Parameter(
             field.name,
             Parameter.KEYWORD_ONLY,
             default=default,
-            annotation=_under(panel, hints[field.name]),
+            annotation=_under(panels[field.name], hints[field.name]),
         )
 
 

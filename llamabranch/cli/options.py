@@ -46,6 +46,7 @@ __all__ = [
     "RUNTIME",
     "ChatOptions",
     "DraftOptions",
+    "DraftedOptions",
     "Explain",
     "HubOptions",
     "LoadingOptions",
@@ -59,6 +60,7 @@ __all__ = [
     "TargetOptions",
     "TextOptions",
     "TextOutputOptions",
+    "TextSettings",
     "Threads",
     "one_prompt",
 ]
@@ -381,7 +383,7 @@ class DraftOptions:
         typer.Option(
             *DRAFT_LENGTH_NAMES,
             metavar="N|auto",
-            help="Tokens to draft a round; auto drafts as many as pay, and none where none pays.",
+            help="Tokens to draft a round; auto drafts as many as raise throughput, possibly none.",
         ),
     ] = "auto"
     rule: Annotated[
@@ -738,6 +740,16 @@ class TextOptions:
         if self.regex is not None:
             return lb.Grammar.from_regex(self.regex)
         return lb.Grammar.from_choices(self.choice) if self.choice else None
+
+
+@dataclass(frozen=True)
+class DraftedOptions(ModelOptions, DraftOptions):
+    """The target, what drafts for it, and how."""
+
+
+@dataclass(frozen=True)
+class TextSettings(TextOptions, SamplingOptions):
+    """All that determines a text."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -17,7 +17,7 @@ from .reporting import EXIT_FAILURE
 if TYPE_CHECKING:
     from llamabranch.scale import JobOptions, JobReport, Progress
 
-__all__ = ["RAY", "RayOptions", "finish_job", "job_paths"]
+__all__ = ["RayOptions", "finish_job", "job_paths"]
 
 RAY = "On a Ray cluster"
 
@@ -26,6 +26,8 @@ RAY = "On a Ray cluster"
 class RayOptions:
     """Where a job runs, and on how much."""
 
+    panel: ClassVar[str] = RAY
+
     ray: Annotated[
         str | None,
         typer.Option(
@@ -33,46 +35,32 @@ class RayOptions:
             metavar="ADDRESS|local",
             help="Run as a job on a Ray cluster (auto: this machine's, or RAY_ADDRESS; local: one that "
             "is started for it). --input is then Parquet or JSON lines, --output a folder.",
-            rich_help_panel=RAY,
         ),
     ] = None
     workers: Annotated[
         str,
-        typer.Option(
-            metavar="N|LEAST:MOST", help="Worker processes, with --ray.", rich_help_panel=RAY
-        ),
+        typer.Option(metavar="N|LEAST:MOST", help="Worker processes, with --ray."),
     ] = "1"
     cpus_per_worker: Annotated[
         float,
-        typer.Option(min=0, help="CPUs, and threads, of each worker.", rich_help_panel=RAY),
+        typer.Option(min=0, help="CPUs, and threads, of each worker."),
     ] = 1.0
-    gpus_per_worker: Annotated[
-        float, typer.Option(min=0, help="GPUs of each worker.", rich_help_panel=RAY)
-    ] = 0.0
+    gpus_per_worker: Annotated[float, typer.Option(min=0, help="GPUs of each worker.")] = 0.0
     block_rows: Annotated[
         int,
-        typer.Option(
-            min=1, help="Rows that are written, or repeated, together.", rich_help_panel=RAY
-        ),
+        typer.Option(min=1, help="Rows that are written, or repeated, together."),
     ] = 512
     price: Annotated[
         float | None,
-        typer.Option(
-            min=0, help="Of one worker for one hour: shows the cost.", rich_help_panel=RAY
-        ),
+        typer.Option(min=0, help="Of one worker for one hour: shows the cost."),
     ] = None
     job_format: Annotated[
         str,
-        typer.Option(
-            "--format", metavar="parquet|jsonl", help="Of the results.", rich_help_panel=RAY
-        ),
+        typer.Option("--format", metavar="parquet|jsonl", help="Of the results."),
     ] = "parquet"
     keep: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A column of the input that the output has too; may be repeated.",
-            rich_help_panel=RAY,
-        ),
+        typer.Option(help="A column of the input that the output has too; may be repeated."),
     ] = None
 
     def options(self, console: Console, *, resume: bool, streams: int) -> JobOptions:

@@ -252,6 +252,19 @@ class BatchOutput(TextOutputOptions):
 
     explain: Explain = False
 
+    def show(self, report: GenerateReport, interrupted: bool) -> None:
+        """Print the totals; exit as they ask for."""
+        if self.as_json:
+            print_json(report.as_json(interrupted))
+        else:
+            report.print(explain=self.explain)
+        if interrupted:
+            more = "" if report.file is None else "; --resume continues from here"
+            report.console.note("interrupted" + more)
+            raise typer.Exit(EXIT_INTERRUPTED)
+        if report.n_failed:
+            raise typer.Exit(EXIT_FAILURE)
+
 
 @with_bundles
 def generate(
@@ -325,15 +338,7 @@ def generate(
             chat=chat.is_on,
         )
         interrupted = _run(shown, text, chat)
-        if output.as_json:
-            print_json(shown.as_json(interrupted))
-        else:
-            shown.print(explain=output.explain)
-        if interrupted:
-            console.note("interrupted" + ("" if file is None else "; --resume continues from here"))
-            raise typer.Exit(EXIT_INTERRUPTED)
-        if shown.n_failed:
-            raise typer.Exit(EXIT_FAILURE)
+        output.show(shown, interrupted)
 
 
 def _generate_on_ray(

@@ -609,7 +609,9 @@ class SamplingOptions:
             ConfigError: a value out of range.
         """
         special = ("dry_sequence_breakers", "logit_bias", "ignore_eos")
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in special}
+        values = {
+            f.name: getattr(self, f.name) for f in fields(SamplingOptions) if f.name not in special
+        }
         if self.dry_sequence_breakers is not None:
             given = self.dry_sequence_breakers
             # As in llama.cpp: "none" forgets those before it.

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from llamabranch import Branch, ConfigError, Drafter, LlamaBranchError, SamplingParams
+from llamabranch import Branch, ConfigError, Context, Drafter, LlamaBranchError, SamplingParams
 from llamabranch.search import (
     SearchResult,
     SearchStats,
@@ -35,9 +35,8 @@ from .options import (
     ModelOptions,
     PromptArgument,
     RuntimeOptions,
-    SamplingOptions,
-    TextOptions,
     TextOutputOptions,
+    TextSettings,
 )
 from .reporting import EXIT_INTERRUPTED
 from .search_report import print_tree, search_page, stats_text
@@ -47,6 +46,7 @@ NEED_REWARD = ("steps", "mcts")
 NEED_LIMIT = ("beam", "smc", "mcts")  # of tokens: they weigh or compare texts by their lengths
 _CELLS_PER_TEXT = 256
 _LEAST_CELLS = 2048
+_NONE_HINT = "raise --max-tokens, or allow shorter texts in the grammar; for smc also raise --width"
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class MethodOptions:
         ),
     ] = 33
 
-    def check(self) -> None:
+    def check(self, max_tokens: int | None) -> None:
         """Raise ConfigError for what cannot be searched with."""
         if self.method not in WIDTHS:
             raise ConfigError(
@@ -129,11 +129,22 @@ class MethodOptions:
             re.compile(self.answer)
         except re.error as error:
             raise ConfigError(f"--answer is no regular expression: {error}") from None
+        if max_tokens is None and self.method in NEED_LIMIT:
+            raise ConfigError(
+                f"--method {self.method} needs a limit", hint="--max-tokens N, at least 1"
+            )
 
     @property
     def n(self) -> int:
         """The width, or the method's default."""
         return self.width or WIDTHS[self.method]
+
+    @property
+    def n_sequences(self) -> int:
+        """The sequences of the cache that the search can use."""
+        if self.method == "mcts":
+            return self.sequences
+        return max(2, min(self.n + 1, self.sequences))
 
     def boundary(self) -> str | int:
         """Return where a step ends."""
@@ -154,6 +165,21 @@ class MethodOptions:
         return params.replace(**kept)
 
 
+@dataclass(frozen=True)
+class SearchOutput(TextOutputOptions):
+    """What is shown of a search."""
+
+    panel: ClassVar[str] = OUTPUT
+
+    tree: Annotated[bool, typer.Option("--tree", help="Draw the tree of the search.")] = False
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Also write a page: the results and the tree of the search."
+        ),
+    ] = None
+
+
 @with_bundles
 def search(
     *,
@@ -161,22 +187,9 @@ def search(
     chat: ChatOptions,
     method: MethodOptions,
     models: ModelOptions,
-    text: TextOptions,
-    sampling: SamplingOptions,
+    text: TextSettings,
     runtime: RuntimeOptions,
-    tree: Annotated[
-        bool,
-        typer.Option("--tree", help="Draw the tree of the search.", rich_help_panel=OUTPUT),
-    ] = False,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Also write a page: the results and the tree of the search.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    output: TextOutputOptions,
+    output: SearchOutput,
 ) -> None:
     """Search for the best continuation: beams, samples, votes, particles, steps, or a tree.
 
@@ -184,41 +197,32 @@ def search(
     pipe standard output is the text alone.
     """
     with output.console() as console, ExitStack() as stack:
-        if html is not None:
-            check_new_file(html)
+        if output.html is not None:
+            check_new_file(output.html)
         grammar = text.parse_grammar()
-        method.check()
-        if text.max_tokens is None and method.method in NEED_LIMIT:
-            raise ConfigError(
-                f"--method {method.method} needs a limit", hint="--max-tokens N, at least 1"
-            )
-        params = method.params(sampling.params(text.seed))
-        prompt = given.read()
-        target_name, drafters = replace(models, draft=models.draft or "none").resolve(console)
-        n_sequences = max(2, min(method.n + 1, method.sequences))
-        if method.method == "mcts":
-            n_sequences = method.sequences
-        n_cells = max(_LEAST_CELLS, _CELLS_PER_TEXT * n_sequences)
-        sized = runtime.with_room(target_name, prompt, text.max_tokens, chat)
+        method.check(text.max_tokens)
+        params, prompt = method.params(text.params(text.seed)), given.read()
+        target, drafters = replace(models, draft=models.draft or "none").resolve(console)
+        n_sequences = method.n_sequences
+        sized = runtime.with_room(target, prompt, text.max_tokens, chat)
         if runtime.n_ctx is None:  # a long prompt has cells of its own, which all texts share
+            n_cells = max(_LEAST_CELLS, _CELLS_PER_TEXT * n_sequences)
             runtime = replace(runtime, n_ctx=n_cells + (sized.n_ctx or 0))
         context = runtime.open(
-            target_name,
+            target,
             console,
             stack,
             n_seq_max=n_sequences,
             load_mtp=MTP in drafters,
             chat_template=chat.template,
         )
-        drafter = make_drafter(
-            drafters,
-            lambda name: runtime.open_draft(
-                name, context, console, stack, n_seq_max=n_sequences + 1
-            ),
-            width=1,
-        )
+
+        def open_draft(name: str) -> Context:
+            return runtime.open_draft(name, context, console, stack, n_seq_max=n_sequences + 1)
+
+        drafter = make_drafter(drafters, open_draft, width=1)
         note_translation(drafter, context.model, console)
-        params = sampling.without_eog(params, context.model)
+        params = text.without_eog(params, context.model)
         start = chat.prompt_tokens(context.model, prompt)
         branch = Branch.start(context, start, sampling=params, grammar=grammar)
         with InterruptHandler([context, *drafting_contexts(drafter)]) as interrupts:
@@ -230,48 +234,35 @@ def search(
                 return interrupts.requested
 
             try:
-                result = _run(
-                    method,
-                    branch,
-                    text,
-                    drafter if drafters else None,
-                    on_step,
-                    sampling.ignore_eos,
-                )
+                result = _run(method, branch, text, drafter if drafters else None, on_step)
             finally:
                 console.progress("")
-            interrupted = interrupts.requested
-        if html is not None:
+        if output.html is not None:
             page = search_page(result, prompt, context.model.name, method.best)
-            stack.callback(write_new_file, html, page)  # after the results are printed
+            stack.callback(write_new_file, output.html, page)  # after the results are printed
         if output.as_json:
-            record = result.as_dict(tree=tree)
-            print_json(
-                {"prompt": prompt, "method": method.method, "seed": branch.seed, **record}
-                | {"interrupted": interrupted}
-            )
+            record = {"prompt": prompt, "method": method.method, "seed": branch.seed}
+            record |= {**result.as_dict(tree=output.tree), "interrupted": interrupts.requested}
+            print_json(record)
         else:
             before = chat.shown_prompt(prompt) if output.shows_prompt(console) else ""
-            _print(console, prompt, before, result, method.best, tree)
-        if interrupted:
+            _print(console, prompt, before, result, method.best, output.tree)
+        if interrupts.requested:
             console.note("interrupted: the best so far")
             raise typer.Exit(EXIT_INTERRUPTED)
         if not result.hypotheses:
             raise LlamaBranchError(
-                "the search has found no text: none can be complete within "
-                f"{text.max_tokens} tokens",
-                hint="raise --max-tokens, or allow shorter texts in the grammar; for smc also more "
-                "particles (--width)",
+                f"the search has found no text: none can be complete within {text.max_tokens} tokens",
+                hint=_NONE_HINT,
             )
 
 
 def _run(
     method: MethodOptions,
     branch: Branch,
-    text: TextOptions,
+    text: TextSettings,
     drafter: Drafter | None,
     on_step: Callable[[SearchStats], bool],
-    ignore_eos: bool,
 ) -> SearchResult:
     n, most, stop = method.n, text.max_tokens, text.stop_strings
     limit = most or 0  # checked: it is given where it must be
@@ -290,7 +281,7 @@ def _run(
         )
     if method.method == "smc":
         # A text that may not end by itself cannot be weighted by the probability that it does.
-        return smc(branch, n, limit, force_end=not ignore_eos, stop=stop, on_step=on_step)
+        return smc(branch, n, limit, force_end=not text.ignore_eos, stop=stop, on_step=on_step)
     if method.method == "best-of":
         return best_of_n(
             branch, n, most, reward=reward, stop=stop, drafter=drafter, on_step=on_step

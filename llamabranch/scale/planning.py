@@ -128,7 +128,6 @@ def measure(context: Context) -> tuple[float, float, int]:
     seconds(filling, n_read, 1, 1)  # reads the weights from disk, too
     rates = {}
     for n in {*(2**i for i in range(context.n_seq_max.bit_length())), context.n_seq_max}:
-        spent = seconds(n, 8, n_written + 1) - seconds(n, 8, 1)
-        rates[n] = n * n_written / max(spent, 1e-9)
+        rates[n] = n * n_written / max(seconds(n, 8, n_written + 1) - seconds(n, 8, 1), 1e-9)
     streams = max(rates, key=lambda n: rates[n])
     return rates[streams], n_read / seconds(1, n_read, 1), streams

@@ -12,7 +12,7 @@ import toys
 
 import llamabranch as lb
 from llamabranch import SamplingParams, SpeculativeConfig
-from llamabranch.bench import PairBench
+from llamabranch.bench import PairBench, Sweep
 from llamabranch.context import decode_times
 from llamabranch.context.decode_times import context_key, measure_decode_times
 from llamabranch.context.machine_profile import machine_key, write_entry
@@ -420,7 +420,7 @@ def test_bench_keeps_the_times_it_measures(
     def run(lengths: tuple[int | str, ...]) -> dict[str, Any]:
         bench = PairBench(
             ctx, lambda: lb.ModelDrafter(draft_ctx), [ctx.tokenize(PROMPT)], WARM,
-            lengths=lengths, n_tokens=16, n_runs=1, n_pairs=1, verify_s=0.0,
+            Sweep(lengths, n_tokens=16, n_runs=1, n_pairs=1, verify_s=0.0),
         )  # fmt: skip
         report = bench.run()
         found: dict[str, Any] = sections(profile)["decode_times"][times_key(ctx)]

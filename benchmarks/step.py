@@ -605,7 +605,9 @@ def _forks(ctx: lb.Context, root: lb.Branch, n: int) -> Part:
         return _timed(clock, lambda: root.fork().prune(), n)
 
 
-def _timed(clock: CallClock, work: Callable[[], object], n: int, warm_up: int = 3) -> Part:
+def _timed(
+    clock: CallClock | DecodeClock, work: Callable[[], object], n: int, warm_up: int = 3
+) -> Part:
     theirs, ours = [], []
     for i in range(warm_up + n):
         before, start = clock.seconds, perf_counter()

@@ -2,6 +2,7 @@
 
 # ruff: isort: skip_file
 
+from . import proofs as proofs
 from . import scale as scale
 from . import search as search
 from . import theory as theory
@@ -68,6 +69,12 @@ from .native import (
     set_log_level as set_log_level,
     system_info as system_info,
 )
+from .proofs import (
+    Divergence as Divergence,
+    enumerate_outcomes as enumerate_outcomes,
+    first_divergence as first_divergence,
+    rule_error as rule_error,
+)
 from .sampling import (
     Distribution as Distribution,
     Sampler as Sampler,
@@ -79,7 +86,6 @@ from .sampling.grammar import (
 from .speculative import (
     Acceptance as Acceptance,
     ChainDrafter as ChainDrafter,
-    Divergence as Divergence,
     Draft as Draft,
     Drafter as Drafter,
     DraftLength as DraftLength,
@@ -99,9 +105,6 @@ from .speculative import (
     Speculator as Speculator,
     SuffixDrafter as SuffixDrafter,
     block_rule as block_rule,
-    enumerate_outcomes as enumerate_outcomes,
-    first_divergence as first_divergence,
-    rule_error as rule_error,
     token_rule as token_rule,
 )
 

@@ -11,7 +11,7 @@ from ..context import Context
 from ..errors import DecodeInterruptedError
 from ..sampling import SamplingParams
 from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats
-from ..speculative.pair_profile import keep_decode_times
+from ..speculative.profile import keep_decode_times
 from .costs import draft_cost, verify_times
 from .timing import Interval, Maker, Series, Spread, Stopped, interleave
 from .workloads import never, plain, speculative

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from llamabranch import Context, Model, VocabularyReport, hub
+from llamabranch import Context, Model, hub
+from llamabranch.model import VocabularyReport
 
 from .bundles import with_bundles
 from .candidates import ACCEPTANCES, Candidate, Gain, candidates, measure

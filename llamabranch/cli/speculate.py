@@ -15,7 +15,6 @@ from llamabranch import (
     Branch,
     ConfigError,
     Context,
-    Divergence,
     Drafter,
     Generation,
     Grammar,
@@ -23,9 +22,9 @@ from llamabranch import (
     SamplingParams,
     SpeculativeConfig,
     Speculator,
-    first_divergence,
 )
 from llamabranch.bench import Machine
+from llamabranch.proofs import Divergence, first_divergence
 
 from ..loading import LoadOptions
 from .bundles import with_bundles

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from llamabranch import Capabilities, Divergence, Model, Produced
+from llamabranch import Capabilities, Model, Produced
 from llamabranch.bench import Machine, load_average
+from llamabranch.proofs import Divergence
 
 from ..pictures import page, table, tokens_picture
 from .compare import LEAST_PAIRS, MOST_PAIRS, Comparison, Run, round_cost

@@ -72,7 +72,6 @@ class EngineCore:
 
     Attributes:
         n_added: how many requests were added.
-        is_abandoned: nobody reads the events any more.
     """
 
     def __init__(
@@ -87,7 +86,6 @@ class EngineCore:
         redraws: bool = False,
     ) -> None:
         self.n_added = 0
-        self.is_abandoned = False
         self._settings = settings
         self._learning = learning
         self._seeds = seeds

@@ -158,9 +158,7 @@ class ContextHandle(Handle):
             params.ctx_other = head.target.ptr
         _check_threads(max(options.n_threads, options.n_threads_batch))
         clear_log_lines()
-        self.lock = (
-            head.target.lock if head is not None and head.shares_memory else forkable_lock()
-        )
+        self.lock = head.target.lock if head is not None and head.shares_memory else forkable_lock()
         self._stop = bytearray(2)
         stop, lock = self._stop, self.lock
 

@@ -133,6 +133,28 @@ def test_reference_has_every_public_name_once() -> None:
     assert sorted(directives) == sorted(expected)
 
 
+def test_every_module_has_tests_that_contributing_names() -> None:
+    """A module's tests have its name, or the table of CONTRIBUTING.md names them."""
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    table = text.split("## Which tests are a module's")[1].split("\n## ")[0]
+    named: set[tuple[str, str]] = set()
+    for room, cell in re.findall(r"^\| `llamabranch/(\w*)/?` \| (.+) \|$", table, re.MULTILINE):
+        for entry in cell.split("; "):
+            modules, files = entry.split(": ")
+            for file in re.findall(r"`(.+?)`", files):
+                assert (ROOT / "tests" / f"{file}.py").is_file(), file
+            named |= {(room, name) for name in re.findall(r"`(.+?)`", modules)}
+    unnamed: set[tuple[str, str]] = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.stem.startswith("__") or "data" in path.parts:
+            continue
+        room = path.relative_to(PACKAGE).parts[0] if path.parent != PACKAGE else ""
+        if not list((ROOT / "tests" / room).rglob(f"test_{path.stem}.py")) or not room:
+            unnamed.add((room, path.stem))
+    assert named >= unnamed, "no test has their name"
+    assert all(list((PACKAGE / room).rglob(f"{name}.py")) for room, name in named)
+
+
 def test_site_has_every_document() -> None:
     nav = (ROOT / "mkdocs.yml").read_text("utf-8")
     for path in (ROOT / "docs").rglob("*.md"):

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from typing import cast
 
 from typing_extensions import Unpack
 
 from .. import hub
-from ..arguments import whole
 from ..loading import LoadOptions
-from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
+from .rows import GenerateRows, RowOptions
 from .run import JobRun, plain
 from .settings import JobOptions, JobReport
-from .stages import Generate, Score, WorkerOptions
+from .stages import Generate, Score
 
 __all__ = ["generate", "score"]
+
+
+class _GenerateOptions(RowOptions, JobOptions, total=False):
+    """The keywords of `generate`."""
 
 
 def generate(
@@ -24,16 +28,9 @@ def generate(
     output: str,
     *,
     model: str = hub.BUNDLED_TARGET,
-    max_tokens: int | None = 128,
     seed: int | None = None,
-    sampling: SamplingParams | None = None,
-    stop: Sequence[str] = (),
-    grammar: Grammar | str | None = None,
-    n: int = 1,
-    chat: bool = False,
-    parse_special: bool = True,
     load: LoadOptions | None = None,
-    **options: Unpack[JobOptions],
+    **options: Unpack[_GenerateOptions],
 ) -> JobReport:
     """Continue the prompts of files on a Ray cluster; each row's result is written exactly once.
 
@@ -67,33 +64,23 @@ def generate(
         JobError: the job failed; with ``resume=True`` it goes on from there.
         UnsupportedError: Ray is not installed.
     """
-    if isinstance(grammar, str):
-        grammar = Grammar(grammar)
+    of_rows = RowOptions.__annotations__
+    given = {name: value for name, value in options.items() if name in of_rows}
+    rows = GenerateRows.of(cast(RowOptions, given))
     settings: dict[str, object] = {
-        "max_tokens": None if max_tokens is None else whole("max_tokens", max_tokens, 0),
-        "sampling": plain(asdict(sampling or SamplingParams())),
-        "stop": list(stop),
-        "grammar": None if grammar is None else grammar.as_dict(),
-        "n": whole("n", n, 1),
-        "chat": chat,
-        **({} if parse_special else {"parse_special": False}),
+        "max_tokens": rows.max_tokens,
+        "sampling": plain(asdict(rows.sampling)),
+        "stop": list(rows.stop),
+        "grammar": rows.grammar.as_dict() if isinstance(rows.grammar, Grammar) else None,
+        "n": rows.n,
+        "chat": rows.chat,
+        **({} if rows.parse_special else {"parse_special": False}),
     }
     layout = ("prompt", "max_tokens", "stop", "grammar", "seed", "parse_special")
-    job = JobRun("generate", inputs, output, model, settings, layout, load, options)
-
-    def stage(worker: WorkerOptions, job_seed: int) -> dict[str, object]:
-        return {
-            "max_tokens": max_tokens,
-            "seed": job_seed,
-            "sampling": sampling,
-            "stop": tuple(stop),
-            "grammar": grammar,
-            "n": n,
-            "chat": chat,
-            "parse_special": parse_special,
-        }
-
-    return job.run(Generate, stage, seed)
+    of_job = cast(JobOptions, {k: v for k, v in options.items() if k not in of_rows})
+    job = JobRun("generate", inputs, output, model, settings, layout, load, of_job)
+    arguments = {field.name: getattr(rows, field.name) for field in fields(rows)}
+    return job.run(Generate, lambda worker, job_seed: {**arguments, "seed": job_seed}, seed)
 
 
 def score(

@@ -22,12 +22,20 @@ from ..engine import Engine, Result
 from ..errors import ConfigError, LlamaBranchError, ModelLoadError
 from ..hub import resolve
 from ..loading import LoadOptions, load
-from ..sampling import Grammar, SamplingParams
 from ..speculative import ModelDrafter
 from .ledger import MOST_DEATHS, Row
 from .placement import CoreClaim, cache_domains, claim_cores, lock_folder
 from .resident import ResidentEngine, end_process
-from .rows import GenerateRows, Prepared, Record, RowKind, ScoreRows, describe, error_record
+from .rows import (
+    GenerateRows,
+    Prepared,
+    Record,
+    RowKind,
+    RowOptions,
+    ScoreRows,
+    describe,
+    error_record,
+)
 from .tables import output_table, read_rows
 
 if TYPE_CHECKING:
@@ -250,6 +258,10 @@ class _Stage:
         end_process(reason)
 
 
+class _GenerateOptions(RowOptions, LoadOptions, total=False):
+    """The keywords of `Generate`."""
+
+
 class Generate(_Stage):
     """Continue the prompts of batches, for `ray.data.Dataset.map_batches`.
 
@@ -262,15 +274,15 @@ class Generate(_Stage):
 
     Args:
         model: a path to a GGUF file, or a name that each node finds in its own cache or downloads.
-        max_tokens: the most tokens of a row.
+        max_tokens: the most tokens of a row (128); None = no limit.
         seed: the seed from which each row's own is derived, together with its id.
         sampling: the settings.
         stop: strings that end a text.
         grammar: a grammar, or GBNF, that texts must follow.
-        n: texts for each row; with more than one the output columns are lists.
-        chat: wrap each prompt in the model's chat template.
-        parse_special: parse control tokens written in a prompt, see ``Model.prompt_tokens``. A row can
-            turn it off, not on.
+        n: texts for each row (1); with more than one the output columns are lists.
+        chat: wrap each prompt in the model's chat template (False).
+        parse_special: parse control tokens written in a prompt (True), see ``Model.prompt_tokens``. A
+            row can turn it off, not on.
         id_column: the name of the column of ids, int64 or text.
         keep: input columns to keep in the output.
         worker: how a worker runs.
@@ -284,36 +296,21 @@ class Generate(_Stage):
         self,
         model: str,
         *,
-        max_tokens: int | None = 128,
         seed: int | None = None,
-        sampling: SamplingParams | None = None,
-        stop: Sequence[str] = (),
-        grammar: Grammar | str | None = None,
-        n: int = 1,
-        chat: bool = False,
-        parse_special: bool = True,
         id_column: str = "id",
         keep: Sequence[str] = (),
         worker: WorkerOptions | None = None,
-        **options: Unpack[LoadOptions],
+        **options: Unpack[_GenerateOptions],
     ) -> None:
-        kind = GenerateRows(
-            max_tokens,
-            sampling or SamplingParams(),
-            tuple(stop),
-            grammar,
-            whole("n", n, 1),
-            chat,
-            parse_special,
-        )
+        of_rows = RowOptions.__annotations__
         super().__init__(
             model,
-            kind,
+            GenerateRows.of(cast(RowOptions, {k: v for k, v in options.items() if k in of_rows})),
             worker or WorkerOptions(),
             seed=seed,
             id_column=id_column,
             keep=keep,
-            options=options,
+            options=cast(LoadOptions, {k: v for k, v in options.items() if k not in of_rows}),
         )
 
 

@@ -61,7 +61,7 @@ def candidates(target: str) -> list[Candidate]:
 
     First the draft that models.txt lists, then the models of the same vocabulary on this machine, from
     those of about a tenth of the target's size on, then those that could draft through the text. The
-    bundled draft is none of the latter: it knows fairy tales only.
+    bundled draft is left out of the latter: it knows fairy tales only.
     """
     path, listed = hub.resolve(target), hub.draft_for(target)
     size = _size(path)
@@ -92,7 +92,7 @@ def candidates(target: str) -> list[Candidate]:
 
 
 def choose_draft(target: str, obtain: Callable[[str], Path]) -> str | None:
-    """Return the name of the fittest draft, None if there is none.
+    """Return the name of the fittest draft, or None.
 
     One that models.txt lists and that is not here is passed to ``obtain``, which may download it.
     """

@@ -106,7 +106,7 @@ class JobOptions(RayOptions):
         grammar: Grammar | None,
         invalid: InvalidLines,
     ) -> Iterator[Request]:
-        """Yield the requests of a source, with what the command line says for all of them."""
+        """Yield the requests of a source, with the settings that the command line gives for all of them."""
         for request in source.requests(text.params(), invalid.add):
             yield replace(
                 request,

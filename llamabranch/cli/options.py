@@ -356,7 +356,7 @@ class PromptArgument:
 
 
 def one_prompt(argument: str | None, option: str | None, file: Path | None) -> str | None:
-    """Return the prompt that was given in one of three ways, None if there is none.
+    """Return the prompt that was given in one of three ways, or None.
 
     Raises:
         ConfigError: more than one was given, or it cannot be read.
@@ -462,7 +462,7 @@ class ChatOptions:
 
     @property
     def system(self) -> str | None:
-        """The system message, None if there is none.
+        """The system message, or None.
 
         Raises:
             ConfigError: it was given twice, or its file cannot be read.
@@ -475,7 +475,7 @@ class ChatOptions:
 
     @property
     def template(self) -> str | None:
-        """The chat template that was given, as `llamabranch.load` takes it, None if there is none.
+        """The chat template that was given, as `llamabranch.load` takes it, or None.
 
         Raises:
             ConfigError: it was given twice, or its file cannot be read.
@@ -531,7 +531,7 @@ class SamplingOptions:
         typer.Option(
             "--top-n-sigma",
             "--top-nsigma",
-            help="Keep logits within so many standard deviations of the largest; -1 is off.",
+            help="Keep logits within N standard deviations of the largest; -1 is off.",
         ),
     ] = DEFAULTS.top_n_sigma
     xtc_probability: Annotated[
@@ -543,7 +543,7 @@ class SamplingOptions:
     ] = DEFAULTS.xtc_threshold
     dynatemp_range: Annotated[
         float,
-        typer.Option(help="Vary the temperature by so much with the entropy; 0 is off."),
+        typer.Option(help="Vary the temperature by up to this much with the entropy; 0 is off."),
     ] = DEFAULTS.dynatemp_range
     dynatemp_exponent: Annotated[
         float,
@@ -721,7 +721,7 @@ class TextOptions:
         return tuple(self.stop or ())
 
     def parse_grammar(self) -> Grammar | None:
-        """Return the grammar that these options describe, None if there is none.
+        """Return the grammar that these options describe, or None.
 
         Raises:
             ConfigError, GrammarError: the file cannot be read, or the grammar is invalid.

@@ -100,12 +100,12 @@ class MethodOptions:
         str,
         typer.Option(
             metavar="TEXT|N",
-            help="steps, mcts: where a step ends: at a text, or after so many tokens.",
+            help="steps, mcts: where a step ends: at a text, or after N tokens.",
         ),
     ] = r"\n"
     iterations: Annotated[
         int,
-        typer.Option(min=1, help="steps: at most so many; mcts: texts evaluated."),
+        typer.Option(min=1, help="steps: at most N steps; mcts: texts evaluated."),
     ] = 40
     sequences: Annotated[
         int,

@@ -33,7 +33,7 @@ class SpeculateReport:
         machine: as it was before the run.
         n_threads: threads of the target.
         comparison: with plain decoding, if requested.
-        divergence: the first difference of texts that should be the same, None where there is none.
+        divergence: the first difference of texts that should be the same, or None.
         with_logprobs: whether the JSON lists every token.
     """
 

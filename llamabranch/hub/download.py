@@ -2,7 +2,7 @@
 
 huggingface_hub (the extra ``hub``) does it; it is imported when something is downloaded and not before.
 `hf_hub_download` gives each file its place and its names. What it leaves out is done here: the disk is
-checked for all files before the first begins, a download that was interrupted goes on where it ended
+checked for all files before the first begins, an interrupted download is resumed
 (`hf_hub_download` begins anew), and the SHA-256 of a file is checked before the file gets its name. A
 file of more than 50 GB, which the hub sends through Xet only, `hf_hub_download` downloads as a whole: it
 has its name a moment before the SHA-256 is checked, and loses it if that is wrong.

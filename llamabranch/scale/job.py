@@ -61,7 +61,7 @@ def generate(
 
     Raises:
         ConfigError: an invalid setting or input, an output that belongs to another job.
-        JobError: the job failed; with ``resume=True`` it goes on from there.
+        JobError: the job failed; ``resume=True`` continues it.
         UnsupportedError: Ray is not installed.
     """
     of_rows = RowOptions.__annotations__

@@ -151,25 +151,25 @@ class _Stage:
         records: dict[int, Record] = {}
         everything = range(len(rows))
         deaths = await self._deaths(ids)
-        lots: dict[int, list[int]] = {}
+        groups: dict[int, list[int]] = {}
         for i in everything:
-            lots.setdefault(min(deaths[i][0], MOST_DEATHS), []).append(i)
-        for i in lots.pop(MOST_DEATHS, ()):
+            groups.setdefault(min(deaths[i][0], MOST_DEATHS), []).append(i)
+        for i in groups.pop(MOST_DEATHS, ()):
             why = deaths[i][1] or "it was killed, or llama.cpp aborted it"
             text = (
                 f"its worker process died {deaths[i][0]} times while it ran, at last alone: {why}"
             )
             records[i] = error_record(self._kind, text)
             await self._end([ids[i]], [records[i]], [])
-        if 0 in lots:
+        if 0 in groups:
             async with self._gate.shared():
-                await self._run(lots[0], rows, ids, records)
+                await self._run(groups[0], rows, ids, records)
         # The rows of a batch that has killed its worker: first some at a time, then one by one.
         for n_deaths, size in ((1, self._n_streams), (2, 1)):
-            lot = lots.get(n_deaths, [])
-            for start in range(0, len(lot), size):
+            group = groups.get(n_deaths, [])
+            for start in range(0, len(group), size):
                 async with self._gate.exclusive():
-                    await self._run(lot[start : start + size], rows, ids, records)
+                    await self._run(group[start : start + size], rows, ids, records)
         kept = [{name: row.get(name) for name in (self._id_column, *self._keep)} for row in rows]
         invariant = self._context.capabilities.batch_invariant
         found = [{**kept[i], **records[i], "batch_invariant": invariant} for i in everything]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import typer
 
@@ -14,7 +14,7 @@ from llamabranch import ConfigError, Context, Drafter, LlamaBranchError
 from llamabranch.bench import Machine, PairBench, Sweep, load_average, profile_in_use
 
 from .bench_report import FILES, BenchReport
-from .bundles import with_bundles
+from .bundles import option, with_bundles
 from .console import Console, print_json
 from .drafters import MTP, drafting_models, is_model, make_drafter, note_translation
 from .files import check_new_file
@@ -46,37 +46,25 @@ class SizeOptions:
 
     panel: ClassVar[str] = REQUESTS
 
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens",
-            "--predict",
-            "--n-predict",
-            "-n",
-            min=1,
-            help="Tokens for each prompt. Default: 64.",
-        ),
-    ] = None
-    runs: Annotated[
-        int | None, typer.Option(min=1, help="How often everything is measured. Default: 3.")
-    ] = None
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick",
-            help="One prompt, one run, 16 tokens, lengths 1, 2 and auto: does it run? The times mean "
-            "little.",
-        ),
-    ] = False
-    longest: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=64,
-            help="The longest draft of the sweep. Default: 8.",
-            rich_help_panel=DRAFTING,
-        ),
-    ] = None
+    max_tokens: int | None = option(
+        None,
+        "Tokens for each prompt. Default: 64.",
+        "--max-tokens",
+        "--predict",
+        "--n-predict",
+        "-n",
+        min=1,
+    )
+    runs: int | None = option(None, "How often everything is measured. Default: 3.", min=1)
+    quick: bool = option(
+        False,
+        "One prompt, one run, 16 tokens, lengths 1, 2 and auto: does it run? The times mean "
+        "little.",
+        "--quick",
+    )
+    longest: int | None = option(
+        None, "The longest draft of the sweep. Default: 8.", min=1, max=64, rich_help_panel=DRAFTING
+    )
 
     def sweep(self) -> Sweep:
         """Return what is compared, and how often."""
@@ -94,15 +82,13 @@ class SizeOptions:
 class BenchOutput(OutputOptions):
     """Where the results go."""
 
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="DIR",
-            help="Write bench.json, speed.png and acceptance.png into this folder.",
-        ),
-    ] = None
+    folder: Path | None = option(
+        None,
+        "Write bench.json, speed.png and acceptance.png into this folder.",
+        "--output",
+        "-o",
+        metavar="DIR",
+    )
 
     def check(self) -> None:
         """Make the folder; raise ConfigError for what cannot be written or is there already."""

@@ -6,23 +6,22 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import typer
 
 from llamabranch import (
     ConfigError,
-    Context,
     DecodeInterruptedError,
-    Drafter,
     Engine,
     Grammar,
     Request,
 )
 
-from .bundles import with_bundles
+from ..loading import LoadOptions
+from .bundles import option, with_bundles
 from .console import Console, print_json
-from .drafters import COPYING, MTP, drafting_contexts, make_drafter, note_translation
+from .drafters import COPYING, drafting_contexts, open_pair
 from .generate_report import GenerateReport
 from .interrupts import InterruptHandler
 from .job_survey import JobSurvey
@@ -58,46 +57,29 @@ class JobOptions(RayOptions):
 
     panel: ClassVar[str] = REQUESTS
 
-    output_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Append each result to this file as it ends, one JSON object a line.",
-        ),
-    ] = None
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Skip the texts that are in --output already.")
-    ] = False
-    skip_invalid: Annotated[
-        bool,
-        typer.Option(
-            "--skip-invalid",
-            help="Leave out lines of --input that are no requests; they are named on standard error.",
-        ),
-    ] = False
-    in_order: Annotated[
-        bool,
-        typer.Option(
-            "--in-order", help="Give the results in the order of the prompts, not as they end."
-        ),
-    ] = False
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Add the statistics of drafting to each result.")
-    ] = False
-    samples: Annotated[
-        int, typer.Option(min=1, help="Texts for each prompt, from one prefill.")
-    ] = 1
-    top_logprobs: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Give each token with its log-probability and the N most probable ones."
-        ),
-    ] = None
-    prompt_logprobs: Annotated[
-        int | None,
-        typer.Option(min=0, help="Score the prompts' tokens, with the N most probable ones."),
-    ] = None
+    output_file: Path | None = option(
+        None,
+        "Append each result to this file as it ends, one JSON object a line.",
+        "--output",
+        "-o",
+    )
+    resume: bool = option(False, "Skip the texts that are in --output already.", "--resume")
+    skip_invalid: bool = option(
+        False,
+        "Leave out lines of --input that are no requests; they are named on standard error.",
+        "--skip-invalid",
+    )
+    in_order: bool = option(
+        False, "Give the results in the order of the prompts, not as they end.", "--in-order"
+    )
+    stats: bool = option(False, "Add the statistics of drafting to each result.", "--stats")
+    samples: int = option(1, "Texts for each prompt, from one prefill.", min=1)
+    top_logprobs: int | None = option(
+        None, "Give each token with its log-probability and the N most probable ones.", min=0
+    )
+    prompt_logprobs: int | None = option(
+        None, "Score the prompts' tokens, with the N most probable ones.", min=0
+    )
 
     def requests(
         self,
@@ -106,7 +88,7 @@ class JobOptions(RayOptions):
         grammar: Grammar | None,
         invalid: InvalidLines,
     ) -> Iterator[Request]:
-        """Yield the requests of a source, with the settings that the command line gives for all of them."""
+        """Yield the requests of a source, with the settings of the command line."""
         for request in source.requests(text.params(), invalid.add):
             yield replace(
                 request,
@@ -153,13 +135,9 @@ class BatchModels(DraftedOptions):
 
     panel: ClassVar[str] = DRAFTING
 
-    auto_regressive: Annotated[
-        bool,
-        typer.Option(
-            "--auto-regressive",
-            help="Decode plainly, without a draft: the same as --draft none.",
-        ),
-    ] = False
+    auto_regressive: bool = option(
+        False, "Decode plainly, without a draft: the same as --draft none.", "--auto-regressive"
+    )
 
     def resolve(
         self, console: Console, *, has_grammar: bool = False
@@ -175,35 +153,24 @@ class BatchOptions(RuntimeOptions):
 
     panel: ClassVar[str] = RUNTIME
 
-    prefix_cache: Annotated[
-        bool,
-        typer.Option(
-            "--prefix-cache",
-            help="Keep the K/V of finished texts for prompts that begin like them.",
-        ),
-    ] = False
-    cache_ram: Annotated[
-        int,
-        typer.Option(
-            "--cache-ram",
-            "-cram",
-            min=0,
-            metavar="MIB",
-            help="Host memory in MiB for evicted prefix K/V; turns --prefix-cache on.",
-        ),
-    ] = 0
-    parallel: Annotated[
-        int,
-        typer.Option("--parallel", "-np", min=1, max=255, help="Texts at a time at most."),
-    ] = 8
-    kv_unified: Annotated[
-        bool | None,
-        typer.Option(
-            "--kv-unified/--no-kv-unified",
-            "-kvu/-no-kvu",
-            help="One KV cache for all texts, or a part for each.  [default: by their lengths]",
-        ),
-    ] = None
+    prefix_cache: bool = option(
+        False, "Keep the K/V of finished texts for prompts that begin like them.", "--prefix-cache"
+    )
+    cache_ram: int = option(
+        0,
+        "Host memory in MiB for evicted prefix K/V; turns --prefix-cache on.",
+        "--cache-ram",
+        "-cram",
+        min=0,
+        metavar="MIB",
+    )
+    parallel: int = option(8, "Texts at a time at most.", "--parallel", "-np", min=1, max=255)
+    kv_unified: bool | None = option(
+        None,
+        "One KV cache for all texts, or a part for each.  [default: by their lengths]",
+        "--kv-unified/--no-kv-unified",
+        "-kvu/-no-kvu",
+    )
 
     def sized(self, job: JobSurvey, drafters: tuple[str, ...]) -> BatchOptions:
         """Return them with the size and the layout of the cache that the job needs, unless given."""
@@ -220,30 +187,17 @@ class BatchOptions(RuntimeOptions):
             n_ctx = max(_LEAST_CELLS, per_text * self.parallel, job.n_ctx)
         return replace(self, n_ctx=n_ctx, kv_unified=kv_unified)
 
-    def open_both(
-        self, target: str, drafters: tuple[str, ...], console: Console, stack: ExitStack,
-        chat_template: str | None,
-    ) -> tuple[Context, Drafter]:  # fmt: skip
-        """Open the target and what drafts for it."""
+    def contexts(self, chat_template: str | None) -> tuple[LoadOptions, LoadOptions]:
+        """Return the options of the target's context and of those that draft for it."""
         keeps = self.prefix_cache or self.cache_ram > 0
-        context = self.open(
-            target,
-            console,
-            stack,
-            n_seq_max=self.parallel,
-            prefix_cache=keeps,
+        draft = LoadOptions(n_seq_max=self.parallel, prefix_cache=keeps)
+        target = LoadOptions(
+            **draft,
             cache_ram=self.cache_ram << 20,
             kv_unified=self.kv_unified,
-            load_mtp=MTP in drafters,
             chat_template=chat_template,
         )
-
-        def open_draft(name: str) -> Context:
-            return self.open_draft(
-                name, context, console, stack, n_seq_max=self.parallel, prefix_cache=keeps
-            )
-
-        return context, make_drafter(drafters, open_draft, width=1)
+        return target, draft
 
 
 @dataclass(frozen=True)
@@ -313,11 +267,11 @@ def generate(
                 job.output_file, settings, survey.requests(), resume=job.resume, stats=job.stats
             )
             settings = stack.enter_context(file).job
-        target, drafters = models.resolve(console, has_grammar=bool(with_grammar))
-        survey = survey.measured(models.find(target), runtime.n_ctx)
-        runtime = runtime.sized(survey, drafters)
-        context, drafter = runtime.open_both(target, drafters, console, stack, chat.template)
-        note_translation(drafter, context.model, console)
+        names = models.resolve(console, has_grammar=bool(with_grammar))
+        survey = survey.measured(models.find(names[0]), runtime.n_ctx)
+        runtime = runtime.sized(survey, names[1])
+        opened = runtime.contexts(chat.template)
+        context, drafter = open_pair(runtime, names, console, stack, *opened)
         seed = settings.seed if settings.seed_given else None
         engine = Engine(
             context, drafter, config, sampling=params, max_tokens=text.max_tokens, seed=seed

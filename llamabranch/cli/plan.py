@@ -10,13 +10,9 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from .bundles import with_bundles
+from .bundles import option, with_bundles
 from .console import print_json
 from .options import OutputOptions, RuntimeOptions, TargetOptions
-
-
-def _option(text: str, *names: str, least: int = 0, most: int | None = None) -> object:
-    return typer.Option(*names, help=text, min=least, max=most)
 
 
 @dataclass(frozen=True)
@@ -25,18 +21,18 @@ class JobSizeOptions:
 
     panel: ClassVar[str] = "The job"
 
-    rows: Annotated[int, _option("How many rows.", least=1)]
-    prompt_tokens: Annotated[float, _option("Tokens of a prompt.")] = 200.0
-    output_tokens: Annotated[float, _option("Tokens of a text.")] = 128.0
-    shared_tokens: Annotated[float, _option("Of these, those other prompts begin with.")] = 0.0
-    rows_per_prefix: Annotated[float, _option("Rows that begin alike.", least=1)] = 1.0
-    workers: Annotated[int, _option("Worker processes.", least=1)] = 1
-    price: Annotated[float | None, _option("Of one worker for one hour.")] = None
-    mtbf_h: Annotated[float | None, _option("Hours between a worker's deaths.", "--mtbf")] = None
-    block_rows: Annotated[int | None, _option("Of a block. Default: the best.", least=1)] = None
-    decode_per_s: Annotated[float | None, _option("Tokens/s generated.", "--decode-rate")] = None
-    prefill_per_s: Annotated[float | None, _option("Tokens/s read.", "--prefill-rate")] = None
-    streams: Annotated[int, _option("Texts at a time, at most.", least=1, most=255)] = 16
+    rows: Annotated[int, typer.Option(help="How many rows.", min=1)]
+    prompt_tokens: float = option(200.0, "Tokens of a prompt.")
+    output_tokens: float = option(128.0, "Tokens of a text.")
+    shared_tokens: float = option(0.0, "Of these, those other prompts begin with.")
+    rows_per_prefix: float = option(1.0, "Rows that begin alike.", min=1)
+    workers: int = option(1, "Worker processes.", min=1)
+    price: float | None = option(None, "Of one worker for one hour.")
+    mtbf_h: float | None = option(None, "Hours between a worker's deaths.", "--mtbf")
+    block_rows: int | None = option(None, "Of a block. Default: the best.", min=1)
+    decode_per_s: float | None = option(None, "Tokens/s generated.", "--decode-rate")
+    prefill_per_s: float | None = option(None, "Tokens/s read.", "--prefill-rate")
+    streams: int = option(16, "Texts at a time, at most.", min=1, max=255)
 
 
 @with_bundles

@@ -13,7 +13,7 @@ import typer
 
 from llamabranch import Branch, BranchStore, ConfigError, Context, TokenScore
 
-from .bundles import with_bundles
+from .bundles import option, with_bundles
 from .console import Console, print_json
 from .formats import number
 from .jsonl import InvalidLines, parse_json, parse_lines, read_text, text_id
@@ -53,28 +53,22 @@ class TextArguments:
             rich_help_panel="Arguments",
         ),
     ] = None
-    context: Annotated[
-        str | None, typer.Option("--context", help="Text before each TEXT, not scored.")
-    ] = None
-    files: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--file",
-            "-f",
-            help="A file whose whole text is scored, without its last newline; may be repeated.",
-        ),
-    ] = None
-    input_file: Annotated[
-        str | None,
-        typer.Option(
-            "--input",
-            "-i",
-            metavar="FILE|-",
-            help="A file of JSON objects, one a line, with text, or context and continuations; "
-            "- is standard input.",
-        ),
-    ] = None
-    top: Annotated[int, typer.Option(min=0, help="Show the N most probable tokens.")] = 0
+    context: str | None = option(None, "Text before each TEXT, not scored.", "--context")
+    files: list[Path] | None = option(
+        None,
+        "A file whose whole text is scored, without its last newline; may be repeated.",
+        "--file",
+        "-f",
+    )
+    input_file: str | None = option(
+        None,
+        "A file of JSON objects, one a line, with text, or context and continuations; "
+        "- is standard input.",
+        "--input",
+        "-i",
+        metavar="FILE|-",
+    )
+    top: int = option(0, "Show the N most probable tokens.", min=0)
     parse_special: ParseSpecial = True
 
 
@@ -82,10 +76,8 @@ class TextArguments:
 class ScoreJobOptions(RayOptions):
     """A job on Ray, and where its results go."""
 
-    output_folder: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The folder of the results.")
-    ] = None
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the job in --output.")] = False
+    output_folder: Path | None = option(None, "The folder of the results.", "--output", "-o")
+    resume: bool = option(False, "Continue the job in --output.", "--resume")
 
 
 @with_bundles

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import typer
 
-from llamabranch import Branch, ConfigError, Context, Drafter, LlamaBranchError, SamplingParams
+from llamabranch import Branch, ConfigError, Drafter, LlamaBranchError, SamplingParams
 from llamabranch.search import (
     SearchResult,
     SearchStats,
@@ -24,9 +24,10 @@ from llamabranch.search import (
     vote,
 )
 
-from .bundles import with_bundles
+from ..loading import LoadOptions
+from .bundles import option, with_bundles
 from .console import Console, print_json
-from .drafters import MTP, drafting_contexts, make_drafter, note_translation
+from .drafters import drafting_contexts, open_pair
 from .files import check_new_file, write_new_file
 from .interrupts import InterruptHandler
 from .options import (
@@ -55,64 +56,38 @@ class MethodOptions:
 
     panel: ClassVar[str] = "Search"
 
-    method: Annotated[
-        str,
-        typer.Option(metavar="|".join(WIDTHS), help="How to search."),
-    ] = "beam"
-    width: Annotated[
-        int | None,
-        typer.Option(
-            "--width",
-            "-w",
-            min=1,
-            help="Beams, texts, particles, texts of a step, or moves; by default "
-            + ", ".join(f"{n} ({name})" for name, n in WIDTHS.items())
-            + ".",
-        ),
-    ] = None
-    best: Annotated[int, typer.Option(min=1, help="How many results to print.")] = 1
-    length_penalty: Annotated[
-        float,
-        typer.Option(help="beam: above 0 favours long texts, below 0 short ones."),
-    ] = 1.0
-    groups: Annotated[int, typer.Option(min=1, help="beam: groups of beams.")] = 1
-    diversity_penalty: Annotated[
-        float,
-        typer.Option(help="beam: nats for a token of an earlier group."),
-    ] = 0.0
-    reward: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COMMAND",
-            help="best-of, steps, mcts: a program that reads a text from standard input and prints "
-            "a number, higher is better.",
-        ),
-    ] = None
-    answer: Annotated[
-        str,
-        typer.Option(
-            metavar="REGEX",
-            help="vote: what finds the answer in a text; the last match counts, and of it the "
-            "first group.",
-        ),
-    ] = r"-?\d+(?:\.\d+)?"
-    step: Annotated[
-        str,
-        typer.Option(
-            metavar="TEXT|N",
-            help="steps, mcts: where a step ends: at a text, or after N tokens.",
-        ),
-    ] = r"\n"
-    iterations: Annotated[
-        int,
-        typer.Option(min=1, help="steps: at most N steps; mcts: texts evaluated."),
-    ] = 40
-    sequences: Annotated[
-        int,
-        typer.Option(
-            min=2, max=256, help="Sequences of the cache; a wider search decodes in waves."
-        ),
-    ] = 33
+    method: str = option("beam", "How to search.", metavar="|".join(WIDTHS))
+    width: int | None = option(
+        None,
+        "Beams, texts, particles, texts of a step, or moves; by default "
+        + ", ".join(f"{n} ({name})" for name, n in WIDTHS.items())
+        + ".",
+        "--width",
+        "-w",
+        min=1,
+    )
+    best: int = option(1, "How many results to print.", min=1)
+    length_penalty: float = option(1.0, "beam: above 0 favours long texts, below 0 short ones.")
+    groups: int = option(1, "beam: groups of beams.", min=1)
+    diversity_penalty: float = option(0.0, "beam: nats for a token of an earlier group.")
+    reward: str | None = option(
+        None,
+        "best-of, steps, mcts: a program that reads a text from standard input and prints "
+        "a number, higher is better.",
+        metavar="COMMAND",
+    )
+    answer: str = option(
+        r"-?\d+(?:\.\d+)?",
+        "vote: what finds the answer in a text; the last match counts, and of it the first group.",
+        metavar="REGEX",
+    )
+    step: str = option(
+        r"\n", "steps, mcts: where a step ends: at a text, or after N tokens.", metavar="TEXT|N"
+    )
+    iterations: int = option(40, "steps: at most N steps; mcts: texts evaluated.", min=1)
+    sequences: int = option(
+        33, "Sequences of the cache; a wider search decodes in waves.", min=2, max=256
+    )
 
     def check(self, max_tokens: int | None) -> None:
         """Raise ConfigError for what cannot be searched with."""
@@ -171,13 +146,10 @@ class SearchOutput(TextOutputOptions):
 
     panel: ClassVar[str] = OUTPUT
 
-    tree: Annotated[bool, typer.Option("--tree", help="Draw the tree of the search.")] = False
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Also write a page: the results and the tree of the search."
-        ),
-    ] = None
+    tree: bool = option(False, "Draw the tree of the search.", "--tree")
+    html: Path | None = option(
+        None, "Also write a page: the results and the tree of the search.", metavar="FILE"
+    )
 
 
 @with_bundles
@@ -208,20 +180,14 @@ def search(
         if runtime.n_ctx is None:  # a long prompt has cells of its own, which all texts share
             n_cells = max(_LEAST_CELLS, _CELLS_PER_TEXT * n_sequences)
             runtime = replace(runtime, n_ctx=n_cells + (sized.n_ctx or 0))
-        context = runtime.open(
-            target,
+        context, drafter = open_pair(
+            runtime,
+            (target, drafters),
             console,
             stack,
-            n_seq_max=n_sequences,
-            load_mtp=MTP in drafters,
-            chat_template=chat.template,
+            LoadOptions(n_seq_max=n_sequences, chat_template=chat.template),
+            LoadOptions(n_seq_max=n_sequences + 1),
         )
-
-        def open_draft(name: str) -> Context:
-            return runtime.open_draft(name, context, console, stack, n_seq_max=n_sequences + 1)
-
-        drafter = make_drafter(drafters, open_draft, width=1)
-        note_translation(drafter, context.model, console)
         params = text.without_eog(params, context.model)
         start = chat.prompt_tokens(context.model, prompt)
         branch = Branch.start(context, start, sampling=params, grammar=grammar)

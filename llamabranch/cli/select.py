@@ -12,7 +12,7 @@ import typer
 from llamabranch import Branch, ConfigError
 from llamabranch.search import select as choose
 
-from .bundles import with_bundles
+from .bundles import option, with_bundles
 from .console import print_json
 from .options import (
     REQUESTS,
@@ -43,26 +43,18 @@ class ChoiceArguments:
             rich_help_panel="Arguments",
         ),
     ] = None
-    prompt_option: Annotated[
-        str | None,
-        typer.Option("--prompt", "-p", help="The prompt: all arguments are choices then."),
-    ] = None
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--file", "-f", help="A file whose text is the prompt, without its last newline."
-        ),
-    ] = None
-    more_choices: Annotated[
-        list[str] | None, typer.Option("--choice", help="A text that may follow.")
-    ] = None
-    method: Annotated[
-        str,
-        typer.Option(
-            metavar="mean|greedy|contrast|sum|bytes",
-            help="How a choice is scored from the log-probabilities of its tokens.",
-        ),
-    ] = "mean"
+    prompt_option: str | None = option(
+        None, "The prompt: all arguments are choices then.", "--prompt", "-p"
+    )
+    file: Path | None = option(
+        None, "A file whose text is the prompt, without its last newline.", "--file", "-f"
+    )
+    more_choices: list[str] | None = option(None, "A text that may follow.", "--choice")
+    method: str = option(
+        "mean",
+        "How a choice is scored from the log-probabilities of its tokens.",
+        metavar="mean|greedy|contrast|sum|bytes",
+    )
     parse_special: ParseSpecial = True
 
 
@@ -70,7 +62,7 @@ class ChoiceArguments:
 class TreeOutput(OutputOptions):
     """How the choices are shown."""
 
-    tree: Annotated[bool, typer.Option("--tree", help="Draw the choices as a tree.")] = False
+    tree: bool = option(False, "Draw the choices as a tree.", "--tree")
 
 
 @with_bundles

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import typer
 
@@ -15,7 +15,6 @@ from llamabranch import (
     Branch,
     ConfigError,
     Context,
-    Drafter,
     Generation,
     Grammar,
     NullDrafter,
@@ -27,15 +26,13 @@ from llamabranch.bench import Machine
 from llamabranch.proofs import Divergence, first_divergence
 
 from ..loading import LoadOptions
-from .bundles import with_bundles
+from .bundles import option, with_bundles
 from .compare import Comparison, compare, run
 from .console import Console, print_json
 from .drafters import (
-    MTP,
     drafting_contexts,
     has_model,
-    make_drafter,
-    note_translation,
+    open_pair,
     tree_sequences,
 )
 from .files import check_new_file, write_new_file
@@ -64,14 +61,9 @@ class TreeModels(DraftedOptions):
 
     panel: ClassVar[str] = DRAFTING
 
-    draft_width: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=16,
-            help="Candidates at each position of a draft; above 1 the draft is a tree.",
-        ),
-    ] = 1
+    draft_width: int = option(
+        1, "Candidates at each position of a draft; above 1 the draft is a tree.", min=1, max=16
+    )
 
     def config(self) -> SpeculativeConfig:
         """As in the base class; a tree needs the rule seeded."""
@@ -82,6 +74,16 @@ class TreeModels(DraftedOptions):
             raise ConfigError(f"token trees need the rule seeded, not {config.rule!r}")
         return replace(config, rule="seeded")
 
+    def contexts(
+        self, config: SpeculativeConfig, chat_template: str | None
+    ) -> tuple[LoadOptions, LoadOptions]:
+        """Return the options of both contexts, with as many sequences as trees need."""
+        is_tree = self.draft_width > 1
+        both = tree_sequences(config, self.draft_width) if is_tree else (0, 0)
+        target, draft = (LoadOptions(n_seq_max=n) if n > N_SEQ_MAX else LoadOptions() for n in both)
+        target["chat_template"] = chat_template
+        return target, draft
+
 
 @dataclass(frozen=True)
 class SpeculateOutput(TextOutputOptions):
@@ -89,33 +91,24 @@ class SpeculateOutput(TextOutputOptions):
 
     panel: ClassVar[str] = OUTPUT
 
-    compare_plain: Annotated[
-        bool,
-        typer.Option(
-            "--compare",
-            help="Also decode plainly, in turn: tokens a second, speedup, and whether the text is the "
-            "same.",
-        ),
-    ] = False
-    compare_time: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help="No pair of runs begins for --compare that would end later than this.",
-        ),
-    ] = 60.0
+    compare_plain: bool = option(
+        False,
+        "Also decode plainly, in turn: tokens a second, speedup, and whether the text is the same.",
+        "--compare",
+    )
+    compare_time: float = option(
+        60.0,
+        "No pair of runs begins for --compare that would end later than this.",
+        min=0,
+        metavar="SECONDS",
+    )
     explain: Explain = False
-    top_logprobs: Annotated[
-        int,
-        typer.Option(min=0, help="With --json: list each token with this many alternatives."),
-    ] = 0
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Also write a page: tokens by source, probability and entropy."
-        ),
-    ] = None
+    top_logprobs: int = option(
+        0, "With --json: list each token with this many alternatives.", min=0
+    )
+    html: Path | None = option(
+        None, "Also write a page: tokens by source, probability and entropy.", metavar="FILE"
+    )
 
     def check(self) -> None:
         """Raise for what cannot be written or is not printed."""
@@ -162,7 +155,10 @@ def speculate(
         if models.draft_width > 1 and not has_model(drafters):
             raise ConfigError("a token tree needs a draft model", hint="name one with --draft")
         runtime = runtime.with_room(target, prompt, text.max_tokens, chat)
-        context, drafter = _open(runtime, target, drafters, models, config, chat, console, stack)
+        options = models.contexts(config, chat.template)
+        context, drafter = open_pair(
+            runtime, (target, drafters), console, stack, *options, width=models.draft_width
+        )
         params = text.without_eog(params, context.model)
         request = _Request(
             chat.prompt_tokens(context.model, prompt), text.max_tokens, params, text.stop_strings,
@@ -212,30 +208,6 @@ def speculate(
         if interrupts.requested:
             console.note("interrupted")
             raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _open(
-    runtime: RuntimeOptions, target: str, drafters: tuple[str, ...], models: TreeModels,
-    config: SpeculativeConfig, chat: ChatOptions, console: Console, stack: ExitStack,
-) -> tuple[Context, Drafter]:  # fmt: skip
-    """Open the target and what drafts for it, with as many sequences as trees need."""
-    width = models.draft_width
-    n_target, n_draft = tree_sequences(config, width) if width > 1 else (0, 0)
-
-    def options(n_sequences: int) -> LoadOptions:
-        return LoadOptions(n_seq_max=n_sequences) if n_sequences > N_SEQ_MAX else LoadOptions()
-
-    target_options = options(n_target)
-    target_options["load_mtp"] = MTP in drafters
-    target_options["chat_template"] = chat.template
-    context = runtime.open(target, console, stack, **target_options)
-    drafter = make_drafter(
-        drafters,
-        lambda name: runtime.open_draft(name, context, console, stack, **options(n_draft)),
-        width,
-    )
-    note_translation(drafter, context.model, console)
-    return context, drafter
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class HubSpec:
         Returns None for a word or a path.
 
         Raises:
-            ConfigError: ``hf:`` is followed by something else, a mark is given twice, or a tag and a file are given.
+            ConfigError: something else follows ``hf:``; two tags, two revisions, or a tag and a file.
         """
         found = _SPEC.fullmatch(text)
         if found is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -433,11 +433,9 @@ class ChatOptions:
         Raises:
             ConfigError: it was given twice, or its file cannot be read.
         """
-        if self.system_prompt_file is None:
-            return self.system_prompt
-        if self.system_prompt is not None:
-            raise ConfigError("--system-prompt and --system-prompt-file exclude each other")
-        return read_prompt_file(self.system_prompt_file)
+        return _either(
+            self.system_prompt, self.system_prompt_file, read_prompt_file, "--system-prompt"
+        )
 
     @property
     def template(self) -> str | None:
@@ -446,11 +444,7 @@ class ChatOptions:
         Raises:
             ConfigError: it was given twice, or its file cannot be read.
         """
-        if self.chat_template_file is None:
-            return self.chat_template
-        if self.chat_template is not None:
-            raise ConfigError("--chat-template and --chat-template-file exclude each other")
-        return read_text(self.chat_template_file)
+        return _either(self.chat_template, self.chat_template_file, read_text, "--chat-template")
 
     def prompt_tokens(self, model: Model, prompt: str) -> list[int]:
         """Return the tokens of a prompt, as a user's turn in the chat template where that is on.
@@ -467,6 +461,17 @@ class ChatOptions:
     def shown_prompt(self, prompt: str) -> str:
         """Return a prompt as it is printed before its text: in a chat on a line of its own."""
         return f"{prompt}\n" if self.is_on else prompt
+
+
+def _either(
+    text: str | None, file: Path | None, read: Callable[[Path], str], name: str
+) -> str | None:
+    """Return a text that is given by itself or in a file, or None."""
+    if file is None:
+        return text
+    if text is not None:
+        raise ConfigError(f"{name} and {name}-file exclude each other")
+    return read(file)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,12 @@ def test_public_names_are_sorted_and_exist(name: str) -> None:
     assert not [public for public in names if not hasattr(module, public)]
 
 
+def test_top_of_the_package_has_what_most_programs_need() -> None:
+    """The rest is in its rooms: ``lb.speculative``, ``lb.proofs``, ``lb.hub``, ``lb.model`` and so on."""
+    names = [n for n in llamabranch.__all__ if not inspect.ismodule(getattr(llamabranch, n))]
+    assert len(names) <= 66
+
+
 @pytest.mark.parametrize("name", sorted(llamabranch.__all__))
 def test_public_name_is_documented(name: str) -> None:
     value = getattr(llamabranch, name)

@@ -42,6 +42,7 @@ from llamabranch.bench import (
 from llamabranch.context.logits import LogitsRow
 from llamabranch.sampling import Sampler
 from llamabranch.sampling.noise import DRAW
+from llamabranch.speculative.drafters.head import target_states
 from llamabranch.speculative.length.base import FixedLength
 
 from .prompts import PROMPTS, long_prompt
@@ -296,7 +297,9 @@ def _text(ctx: lb.Context, prompt: str, params: lb.SamplingParams, n: int) -> Te
     branch = lb.Branch.start(ctx, prompt, sampling=params)
     n_prompt = branch.position
     list(branch.generate(n))
-    return Text(branch, branch.tokens, n_prompt, ctx.hidden_states(branch.seq_id, branch.tokens, 0))
+    return Text(
+        branch, branch.tokens, n_prompt, target_states(ctx, branch.seq_id, branch.tokens, 0)
+    )
 
 
 def _bare(drafter: Drafter, text: Text, rung: str) -> Sample:
@@ -326,7 +329,7 @@ def _bare(drafter: Drafter, text: Text, rung: str) -> Sample:
             handle.remove(0, start - ahead, -1)
         else:
             if rung == ENCODE:
-                ctx.encode(text.features[start - 1 : end - 1])
+                ctx.decoder.encode(text.features[start - 1 : end - 1])
             decode(tokens[start:end], start - ahead)
             for i in range(K - 1):
                 decode([tokens[start]], end - ahead + i)

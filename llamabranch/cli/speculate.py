@@ -151,14 +151,12 @@ def speculate(
         output.check()
         seed = secrets.randbits(31) if output.compare_plain and text.seed is None else text.seed
         params, grammar, prompt = text.params(seed), text.parse_grammar(), given.read()
-        target, drafters = models.resolve(console, has_grammar=grammar is not None)
+        target, drafters = names = models.resolve(console, has_grammar=grammar is not None)
         if models.draft_width > 1 and not has_model(drafters):
             raise ConfigError("a token tree needs a draft model", hint="name one with --draft")
         runtime = runtime.with_room(target, prompt, text.max_tokens, chat)
-        options = models.contexts(config, chat.template)
-        context, drafter = open_pair(
-            runtime, (target, drafters), console, stack, *options, width=models.draft_width
-        )
+        opened, width = models.contexts(config, chat.template), models.draft_width
+        context, drafter = open_pair(runtime, names, console, stack, *opened, width=width)
         params = text.without_eog(params, context.model)
         request = _Request(
             chat.prompt_tokens(context.model, prompt), text.max_tokens, params, text.stop_strings,
@@ -170,11 +168,10 @@ def speculate(
         machine = Machine.now()
         with InterruptHandler([context, *drafting_contexts(drafter)]) as interrupts:
             _warm_up(request, speculator, output.compare_plain, interrupts)
-            if not output.as_json:
-                if drafters:
-                    console.legend()
-                if output.shows_prompt(console):
-                    console.write(chat.shown_prompt(prompt), "dim")
+            if drafters and not output.as_json:
+                console.legend()
+            if output.shows_prompt(console) and not output.as_json:
+                console.write(chat.shown_prompt(prompt), "dim")
             show = None if output.as_json else console.emit
             first = run(lambda: request.start(speculator), show, interrupts)
             explanation, length = speculator.explain(), speculator.length.explain()

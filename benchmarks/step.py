@@ -86,8 +86,12 @@ def ladder(
     caption: str, loops: Mapping[str, Callable[[int], Sample]], runs: int, n_items: int
 ) -> dict[str, object]:
     """Time the loops in turn, print what each takes more than the one before, return it for JSON."""
+
+    def maker(loop: Callable[[int], Sample]) -> Callable[[int], Callable[[int], Sample]]:
+        return lambda run: loop
+
     series = interleave(
-        {name: (lambda run, loop=loop: loop) for name, loop in loops.items()},
+        {name: maker(loop) for name, loop in loops.items()},
         n_runs=runs,
         n_items=n_items,
     )
@@ -255,7 +259,7 @@ def drafted(settings: Settings, args: argparse.Namespace) -> dict[str, object]:
         target = stack.enter_context(settings.context(settings.target))
         draft = stack.enter_context(settings.context(settings.draft))
         head = stack.enter_context(lb.load(args.head, target=target, n_threads=settings.threads))
-        contestants = {
+        contestants: dict[str, tuple[Drafter, tuple[str, ...]]] = {
             "draft": (lb.ModelDrafter(draft), (DECODE, TEXT, DRAFT)),
             "head": (lb.EagleDrafter(head), (DECODE, TEXT, ENCODE, DRAFT)),
         }

@@ -194,7 +194,7 @@ class BatchOptions(RuntimeOptions):
         target = LoadOptions(
             **draft,
             cache_ram=self.cache_ram << 20,
-            kv_unified=self.kv_unified,
+            kv_unified=self.kv_unified is not False,
             chat_template=chat_template,
         )
         return target, draft
@@ -248,7 +248,7 @@ def generate(
             finish_job(console, report, as_json=output.as_json)
             return
         source, invalid = prompts.read(), InvalidLines()
-        with_grammar = []
+        with_grammar: list[Request] = []
 
         def read() -> Iterator[Request]:
             for request in job.requests(source, text, grammar, invalid):

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -254,7 +255,7 @@ def _warm_up(
     if plain:
         contestants.append(Speculator(speculator.target, NullDrafter(), config))
     for each in contestants:
-        run(lambda each=each: request.start(each, N_WARM_UP_TOKENS), None, interrupts)
+        run(partial(request.start, each, N_WARM_UP_TOKENS), None, interrupts)
 
 
 def _rule_in_effect(speculator: Speculator, sampling: SamplingParams) -> str:

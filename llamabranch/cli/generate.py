@@ -21,11 +21,12 @@ from llamabranch import (
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .console import Console, print_json
-from .drafters import COPYING, drafting_contexts, open_pair
+from .drafters import COPYING, drafting_contexts
 from .generate_report import GenerateReport
 from .interrupts import InterruptHandler
 from .job_survey import JobSurvey
 from .jsonl import InvalidLines
+from .opening import open_pair
 from .options import (
     DRAFTING,
     REQUESTS,

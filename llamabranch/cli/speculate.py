@@ -33,11 +33,11 @@ from .console import Console, print_json
 from .drafters import (
     drafting_contexts,
     has_model,
-    open_pair,
     tree_sequences,
 )
 from .files import check_new_file, write_new_file
 from .interrupts import InterruptHandler
+from .opening import open_pair
 from .options import (
     DRAFTING,
     OUTPUT,

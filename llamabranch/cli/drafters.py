@@ -60,7 +60,7 @@ def parse_draft(given: str, find: Callable[[str], Path] = hub.resolve) -> tuple[
 
     ``lookup``, ``suffix``, ``grammar``, ``mtp``, ``none`` and the names of installed drafters are never
     file names; a file may have a + in its name.
-    ``find`` gets the name of each model, to raise where there is none.
+    ``find`` is called with the name of each model, and raises if there is no such model.
 
     Raises:
         ConfigError: a model that is not on this machine, or an invalid chain.
@@ -79,7 +79,7 @@ def parse_draft(given: str, find: Callable[[str], Path] = hub.resolve) -> tuple[
         if part.isdecimal() and not Path(part).exists():
             raise ConfigError(
                 f"--draft names what drafts, not {part}",
-                hint=f"--draft-length {part} drafts so many tokens",
+                hint=f"--draft-length {part} drafts that many tokens",
             )
         if part != MTP and is_model(part):
             find(part)

@@ -207,8 +207,8 @@ class Context:
 
         Each thread that decodes keeps helpers waiting for its next decode. If another one decodes
         meanwhile, there are more of them than cores, and all wait for each other: a small decode takes
-        ten times as long, until the first thread calls this or ends. A new context, an ``AsyncEngine``
-        and ``Engine.astream`` do it in the thread that creates them.
+        ten times as long, until the first thread calls this or ends. A new context and an ``AsyncEngine``
+        do it in the thread that creates them.
         """
         self._decoder.handle.release_threads()
 

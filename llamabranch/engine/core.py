@@ -73,7 +73,6 @@ class EngineCore:
     Attributes:
         learning: what it drafts with and learns from.
         n_added: how many requests were added.
-        is_abandoned: nobody reads the events any more.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class EngineCore:
         redraws: bool = False,
     ) -> None:
         self.n_added = 0
-        self.is_abandoned = False
         self._settings = settings
         self.learning = learning
         self._seeds = seeds

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import weakref
 from collections.abc import (
-    AsyncIterator,
     Callable,
     Collection,
     Generator,
@@ -54,7 +52,7 @@ class Engine:
     share decodes with the running texts.
 
     Requests come one at a time (``add_request``, ``step``), or all of a job together (``generate``,
-    ``stream``, ``astream``); both at once is possible. On a context with a prefix cache, prompts and
+    ``stream``); both at once is possible. On a context with a prefix cache, prompts and
     finished texts stay readable for later requests.
 
     Args:
@@ -201,8 +199,6 @@ class Engine:
             if core is not None:
                 core.abort(request_id)
 
-    cancel = abort
-
     def close(self, *, drain: bool = False) -> list[Event]:
         """Accept no more requests; end those that were added, and return their last events.
 
@@ -279,27 +275,6 @@ class Engine:
             for events in steps:
                 yield from events
 
-    async def astream(self, requests: Requests, *, skip: _Skip = ()) -> AsyncIterator[Event]:
-        """Yield the events of ``stream`` without blocking the event loop: steps run in a thread."""
-        source = _Source(requests, skip)
-        core = self._open(source)
-        self.target.release_threads()
-        steps = self._run(core, source)
-        step: asyncio.Future[list[Event] | None] | None = None
-        try:
-            while True:
-                step = asyncio.ensure_future(asyncio.to_thread(next, steps, None))
-                events = await asyncio.shield(step)
-                if events is None:
-                    return
-                for event in events:
-                    yield event
-        finally:
-            core.is_abandoned = True
-            if step is not None:  # the thread of a cancelled task may be in the middle of a step
-                await asyncio.gather(step, return_exceptions=True)
-            await asyncio.to_thread(steps.close)
-
     def _open(self, source: _Source, *, reports_tokens: bool = True) -> EngineCore:
         self._check_open()
         core = self._new_core(reports_tokens=reports_tokens, expected=source.expected)
@@ -310,7 +285,7 @@ class Engine:
         """Yield the events of each step until ``source`` and all requests have ended."""
         ahead = max(2, self.target.n_seq_max)  # requests that wait, besides those that run
         try:
-            while not core.is_abandoned:
+            while True:
                 while core.n_ahead < ahead and source.feed(core):
                     pass
                 if not core.has_unfinished:

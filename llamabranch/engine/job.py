@@ -132,7 +132,7 @@ class Job:
         shared: the job whose cells its prompt begins with, and the number of those tokens.
         key: its place in the queue; of the running jobs the one with the largest is preempted first.
         n_cached: prompt tokens that were in the cache when it was first admitted; None before.
-        n_preempted: how often it was preempted.
+        num_preemptions: how often it was preempted.
         scores: the ratings of the prompt's tokens so far, if they are asked for.
     """
 
@@ -158,7 +158,7 @@ class Job:
         self.stream: Stream | None = None
         self.shared: tuple[Job | None, int] = (None, 0)
         self.n_cached: int | None = None
-        self.n_preempted = 0
+        self.num_preemptions = 0
         self.scores: list[TokenScore | None] = [None]
         self._admitted: float | None = None
         self._first: float | None = None
@@ -191,7 +191,7 @@ class Job:
     def preempt(self) -> None:
         """Take its sequences: it waits to be admitted again."""
         self._check(JobState.WAITING)
-        self.n_preempted += 1
+        self.num_preemptions += 1
         self._release(JobState.WAITING)
 
     def end(self) -> None:
@@ -310,7 +310,7 @@ class Job:
             stats=self.stats,
             num_prompt_tokens=len(self.prompt),
             num_cached_tokens=self.n_cached or 0,
-            n_preempted=self.n_preempted,
+            num_preemptions=self.num_preemptions,
             error=error,
             queued_s=self._since_arrival(self._admitted),
             first_token_s=self._since_arrival(self._first),

@@ -134,7 +134,9 @@ def test_differences_where_nothing_is_claimed_are_explained(model: lb.Model) -> 
             with Branch.start(ctx, prompt, sampling=params) as branch:
                 plain = [t.token for t in branch.generate(60)]
             drafted = lb.Speculator(ctx, drafter).generate(prompt, max_tokens=60, sampling=params)
-            found = lb.first_divergence(ctx, prompt, plain, drafted.finish().tokens, params, 3)
+            found = lb.proofs.first_divergence(
+                ctx, prompt, plain, drafted.finish().tokens, params, 3
+            )
             assert found is None or found.gap <= allowed, found
 
 

@@ -143,7 +143,7 @@ def test_text_is_that_of_plain_decoding(
             world.ctx.tokenize(PROMPT),
             [[t.token for t in e] for e in (expected, emitted)],
         )
-        found = lb.first_divergence(world.ctx, prompt, *texts, params, params.seed or 0)
+        found = lb.proofs.first_divergence(world.ctx, prompt, *texts, params, params.seed or 0)
         assert found is not None
         assert found.gap <= world.rounding
         return

@@ -291,8 +291,8 @@ def test_urgent_texts_are_preempted_last(target: lb.Model, other_ctx: Context) -
         for request in requests:
             result = found[str(request.id)]
             assert result.tokens == alone(other_ctx, request, result)
-        assert found["3"].n_preempted == 0
-        assert found["0"].n_preempted > 0
+        assert found["3"].num_preemptions == 0
+        assert found["0"].num_preemptions > 0
         assert_clean(ctx)
 
 

@@ -90,9 +90,12 @@ def test_room_imports_from_floors_below_only(path: Path) -> None:
             "bench",
             "hub",
             "loading",
+            "model",
             "pictures",
+            "proofs",
             "scale",
             "search",
+            "speculative",
             "startup",
             "theory",
         }, "the command line uses the public API"

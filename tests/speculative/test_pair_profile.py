@@ -12,7 +12,7 @@ import toys
 
 import llamabranch as lb
 from llamabranch import SamplingParams, SpeculativeConfig
-from llamabranch.bench import PairBench
+from llamabranch.bench import PairBench, Sweep
 from llamabranch.profile import machine_key, write_entries
 from llamabranch.speculative import profile as pair_profile
 from llamabranch.speculative.length.acceptance import AcceptanceCounts
@@ -423,7 +423,7 @@ def test_bench_keeps_the_times_it_measures(
     def run(lengths: tuple[int | str, ...]) -> dict[str, Any]:
         bench = PairBench(
             ctx, lambda: lb.ModelDrafter(draft_ctx), [ctx.tokenize(PROMPT)], WARM,
-            lengths=lengths, n_tokens=16, n_runs=1, n_pairs=1, verify_s=0.0,
+            Sweep(lengths, n_tokens=16, n_runs=1, n_pairs=1, verify_s=0.0),
         )  # fmt: skip
         report = bench.run()
         found: dict[str, Any] = sections(profile)["decode_times"][times_key(ctx)]

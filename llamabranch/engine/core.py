@@ -550,7 +550,7 @@ class EngineCore:
             job.score(rows, start)
         row = rows[-1] if rows and n == job.n_uncached else None
         tokens = job.to_cache[start : start + n]
-        n_prompt = max(0, len(job.prompt) - start)
+        n_prompt = max(0, job.n_read - start)
         if n_prompt:
             branch.sequence.append_prompt(tokens[:n_prompt], row if n <= n_prompt else None)
         if n > n_prompt:

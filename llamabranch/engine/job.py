@@ -75,6 +75,7 @@ class Submission:
         self._seed = derive_seed(seed, seed_from_text(name)) if params_seed is None else params_seed
         self._max_tokens = max_tokens if request.max_tokens is None else request.max_tokens
         OutputBuffer(self._max_tokens, request.stop)  # raises for a bad stop string
+        model.check_tokens(request.stop_tokens)
 
     @property
     def key(self) -> Key:
@@ -99,6 +100,7 @@ class Job:
 
     Attributes:
         prompt: its token ids.
+        n_read: how many of them come before those that were generated: all, unless it continues a text.
         output: the tokens and the text generated so far.
         branch: the sequence it holds; None while it waits.
         stream: its speculative rounds; None until the prompt is decoded.
@@ -122,9 +124,10 @@ class Job:
         self.name = submission.name
         self.sample = sample
         self.prompt = submission.prompt
+        self.n_read = len(self.prompt) - request.continues
         self.sampling = sampling
         self.key: Key = request.priority, submission.number, sample
-        self.output = OutputBuffer(max_tokens, request.stop)
+        self.output = OutputBuffer(max_tokens, request.stop, request.stop_tokens)
         self.stats = SpeculativeStats()
         self.branch: Branch | None = None
         self.stream: Stream | None = None
@@ -174,6 +177,8 @@ class Job:
     def admit(self, branch: Branch, n_cached: int) -> None:
         """Give it a sequence that holds the first ``n_cached`` tokens of ``to_cache``."""
         self.branch = branch
+        if self.needs_scores:  # those before ``logprobs_from`` are left out
+            self.scores += [None] * (n_cached + 1 - len(self.scores))
         if self._admitted is None:
             self._admitted = perf_counter()
             self.n_cached = n_cached
@@ -230,6 +235,8 @@ class Job:
         """Return its result, with ``reason`` as the finish reason."""
         self.stats.num_emitted_tokens = len(self.output.tokens)
         grammar = self.request.grammar
+        unrated = max(1, min(self.request.logprobs_from, len(self.prompt)))
+        scores = [None] * unrated + self.scores[unrated:]
         return Result(
             id=self.name,
             sample=self.sample,
@@ -242,12 +249,13 @@ class Job:
             num_prompt_tokens=len(self.prompt),
             num_cached_tokens=self.n_cached or 0,
             n_preempted=self.n_preempted,
+            stop_reason=self.output.stop_reason,
             error=error,
             queued_s=self._since_arrival(self._admitted),
             first_token_s=self._since_arrival(self._first),
             last_token_s=self._since_arrival(self._last),
             logprobs=None if self.request.top_logprobs is None else list(self.output.emitted),
-            prompt_logprobs=None if self.request.prompt_logprobs is None else self.scores,
+            prompt_logprobs=None if self.request.prompt_logprobs is None else scores,
             emitted=tuple(self.output.emitted),
             grammar=grammar if isinstance(grammar, Grammar) else None,
         )

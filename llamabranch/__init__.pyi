@@ -4,6 +4,7 @@
 
 from . import scale as scale
 from . import search as search
+from . import serve as serve
 from . import theory as theory
 from .branch import (
     Branch as Branch,

@@ -44,6 +44,7 @@ __all__ = [
     "OUTPUT",
     "REQUESTS",
     "RUNTIME",
+    "CacheRam",
     "ChatOptions",
     "DraftOptions",
     "Explain",
@@ -51,16 +52,21 @@ __all__ = [
     "LoadingOptions",
     "ModelOptions",
     "OutputOptions",
+    "Parallel",
     "ParseSpecial",
     "PromptArgument",
     "PromptOptions",
     "RuntimeOptions",
     "SamplingOptions",
     "TargetOptions",
+    "TemplateOptions",
     "TextOptions",
     "TextOutputOptions",
     "Threads",
+    "UnifiedCache",
+    "limit",
     "one_prompt",
+    "seed_given",
 ]
 
 _DEFAULT_N_CTX = 2048  # of the library, unless the model was trained for less
@@ -136,6 +142,40 @@ ParseSpecial = Annotated[
 Threads = Annotated[
     int | None,
     typer.Option("--threads", "-t", min=1, help="CPU threads.", rich_help_panel=RUNTIME),
+]
+
+CacheRam = Annotated[
+    int,
+    typer.Option(
+        "--cache-ram",
+        "-cram",
+        min=0,
+        metavar="MIB",
+        help="Host memory in MiB for evicted prefix K/V; turns the prefix cache on.",
+        rich_help_panel=RUNTIME,
+    ),
+]
+
+Parallel = Annotated[
+    int,
+    typer.Option(
+        "--parallel",
+        "-np",
+        min=1,
+        max=255,
+        help="Texts at a time at most.",
+        rich_help_panel=RUNTIME,
+    ),
+]
+
+UnifiedCache = Annotated[
+    bool | None,
+    typer.Option(
+        "--kv-unified/--no-kv-unified",
+        "-kvu/-no-kvu",
+        help="One KV cache for all texts, or a part for each.  [default: chosen]",
+        rich_help_panel=RUNTIME,
+    ),
 ]
 
 
@@ -409,10 +449,40 @@ class DraftOptions:
 
 
 @dataclass(frozen=True)
-class ChatOptions:
-    """How a prompt becomes tokens: as it is, or as a message of a conversation."""
+class TemplateOptions:
+    """The chat template."""
 
     panel: ClassVar[str] = REQUESTS
+
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JINJA|NAME",
+            help="A chat template in place of the target's, or the name of one of llama.cpp's own, such "
+            "as chatml.",
+        ),
+    ] = None
+    chat_template_file: Annotated[
+        Path | None, typer.Option(help="A file with a chat template, as --chat-template.")
+    ] = None
+
+    @property
+    def template(self) -> str | None:
+        """The chat template that was given, as `llamabranch.load` takes it, None if there is none.
+
+        Raises:
+            ConfigError: it was given twice, or its file cannot be read.
+        """
+        if self.chat_template_file is None:
+            return self.chat_template
+        if self.chat_template is not None:
+            raise ConfigError("--chat-template and --chat-template-file exclude each other")
+        return read_text(self.chat_template_file)
+
+
+@dataclass(frozen=True)
+class ChatOptions(TemplateOptions):
+    """How a prompt becomes tokens: as it is, or as a message of a conversation."""
 
     chat: Annotated[
         bool,
@@ -434,17 +504,6 @@ class ChatOptions:
             "-sysf",
             help="A file whose text is the system message, without its last newline.",
         ),
-    ] = None
-    chat_template: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JINJA|NAME",
-            help="A chat template in place of the target's, or the name of one of llama.cpp's own, such "
-            "as chatml; turns --chat on.",
-        ),
-    ] = None
-    chat_template_file: Annotated[
-        Path | None, typer.Option(help="A file with a chat template, as --chat-template.")
     ] = None
     parse_special: ParseSpecial = True
 
@@ -468,19 +527,6 @@ class ChatOptions:
         if self.system_prompt is not None:
             raise ConfigError("--system-prompt and --system-prompt-file exclude each other")
         return read_prompt_file(self.system_prompt_file)
-
-    @property
-    def template(self) -> str | None:
-        """The chat template that was given, as `llamabranch.load` takes it, None if there is none.
-
-        Raises:
-            ConfigError: it was given twice, or its file cannot be read.
-        """
-        if self.chat_template_file is None:
-            return self.chat_template
-        if self.chat_template is not None:
-            raise ConfigError("--chat-template and --chat-template-file exclude each other")
-        return read_text(self.chat_template_file)
 
     def prompt_tokens(self, model: Model, prompt: str) -> list[int]:
         """Return the tokens of a prompt, as a user's turn in the chat template where that is on.
@@ -641,7 +687,7 @@ def _parse_bias(text: str) -> tuple[int, float]:
     )
 
 
-def _limit(value: int | None) -> int | None:
+def limit(value: int | None) -> int | None:
     """Return the number of tokens, None for llama.cpp's -1 and -2: no limit but the context's."""
     if value in (None, -1, -2):
         return None
@@ -650,7 +696,7 @@ def _limit(value: int | None) -> int | None:
     return value
 
 
-def _given_seed(value: int | None) -> int | None:
+def seed_given(value: int | None) -> int | None:
     """Return the seed, None for llama.cpp's -1: a random one."""
     return None if value == -1 else value
 
@@ -668,7 +714,7 @@ class TextOptions:
             "--predict",
             "--n-predict",
             "-n",
-            callback=_limit,
+            callback=limit,
             help="Tokens to generate; -1: until the model ends the text or the context is full.",
         ),
     ] = 128
@@ -677,7 +723,7 @@ class TextOptions:
         typer.Option(
             "--seed",
             "-s",
-            callback=_given_seed,
+            callback=seed_given,
             help="With a seed the text is that of plain decoding, whatever the draft, in a "
             "batch-invariant context; -1 is a random one.",
         ),

@@ -109,8 +109,8 @@ class AsyncEngine:
     async def steps(self, request: AnyRequest) -> AsyncGenerator[list[Event], None]:
         """Yield the events of a request as ``generate`` does, all that have come at once as one list.
 
-        A list is what a step gave, or several steps if they were not read meanwhile: one thread switch and
-        one turn of the event loop for all the tokens of a draft.
+        A list is what a step gave, or several steps if they were not read meanwhile: one thread switch
+        for all the tokens of a draft.
 
         Raises:
             Exception: as ``generate``.

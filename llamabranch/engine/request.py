@@ -41,8 +41,8 @@ class Request:
         stop: a string, or several, that end the text. They are compared with the generated text, in
             which control tokens have none; a token that ends a turn ends the text by itself. A result's
             ``text`` leaves them out, its ``tokens`` hold them.
-        stop_tokens: ids of tokens that end the text, besides the model's EOG tokens; unlike those they are
-            part of ``tokens`` and of the text.
+        stop_tokens: ids of tokens that end the text, besides the model's EOG tokens; unlike those they
+            are part of ``tokens`` and of the text.
         grammar: the grammar that the text must follow.
         n: how many texts to generate from one prefill; each but the first is drawn with a seed derived
             from the first's.

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from . import branches, chat, completions, native, utilities
+from . import branches, chat, completions, utilities
 from .errors import HttpError
 from .exchange import Exchange
 from .security import Guard
@@ -30,8 +30,8 @@ _ROUTES: list[tuple[str, str, Handler]] = [
     ("POST", "/chat/completions", chat.chat),
     ("POST", "/v1/chat/completions/input_tokens", chat.input_tokens),
     ("POST", "/chat/completions/input_tokens", chat.input_tokens),
-    ("POST", "/completion", native.completion),
-    ("POST", "/completions", native.completion),
+    ("POST", "/completion", completions.completion),
+    ("POST", "/completions", completions.completion),
     ("GET", "/v1/models", utilities.models),
     ("GET", "/v1/models/{name:path}", utilities.models),
     ("GET", "/models", utilities.models),
@@ -43,7 +43,7 @@ _ROUTES: list[tuple[str, str, Handler]] = [
     ("POST", "/tokenize", utilities.tokenize),
     ("POST", "/detokenize", utilities.detokenize),
     ("GET", "/tokenizer_info", utilities.tokenizer_info),
-    ("POST", "/apply-template", utilities.apply_template),
+    ("POST", "/apply-template", chat.input_tokens),
     ("POST", "/v1/branches", branches.create),
     ("GET", "/v1/branches", branches.listing),
     ("GET", "/v1/branches/{id}", branches.get),

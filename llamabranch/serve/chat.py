@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
 
 import msgspec
 
-from ..engine import Request
+from .counters import timings
 from .errors import HttpError
 from .exchange import Exchange
 from .fields import TextFields, limit_of
-from .generation import (
-    Choice,
-    Update,
-    all_choices,
-    begun,
-    detail,
-    finish_reason,
-    stop_reason,
-    total_timings,
-    updates,
-    usage,
-)
-from .requests import requests_of
+from .generation import Choice, Update, answer, chunk_ends, usage
+from .requests import check_top, engine_requests
 from .service import Service
-from .tools import CallParser, Tools
+from .tools import CallParser, Tools, whole_calls
 
-__all__ = ["TemplateFields", "chat", "conversation", "input_tokens"]
+__all__ = ["ChatFields", "chat", "conversation", "input_tokens"]
 
-_MOST_LOGPROBS = 20
 _REFUSED = ("functions", "function_call", "audio", "web_search_options")
+_RESERVED = {"messages", "tools", "add_generation_prompt"}
 
 
-class TemplateFields(TextFields, kw_only=True):
-    """The body of a request: what the prompt is made from, and what is asked for."""
+class ChatFields(TextFields, kw_only=True):
+    """The body of a request."""
 
     messages: list[dict[str, object]]
     tools: list[dict[str, object]] | None = None
@@ -52,75 +40,50 @@ class TemplateFields(TextFields, kw_only=True):
     web_search_options: object = None
 
 
-_decode = msgspec.json.Decoder(TemplateFields).decode
+_decode = msgspec.json.Decoder(ChatFields).decode
 
 
 async def chat(call: Exchange, service: Service) -> None:
     """Answer a request."""
     fields = await call.json(_decode)
-    for name in _REFUSED:
-        if getattr(fields, name) is not None:
-            raise HttpError(400, f"{name} is not supported", param=name)
-    if fields.modalities not in (None, ["text"]):
-        raise HttpError(400, "only text is generated", param="modalities")
-    n = 1 if fields.n is None else fields.n
-    if n < 1:
-        raise HttpError(400, f"n must be at least 1, not {n}", param="n")
-    top = fields.top_logprobs or 0
-    if not 0 <= top <= _MOST_LOGPROBS:
-        raise HttpError(400, f"top_logprobs must be 0 to {_MOST_LOGPROBS}", param="top_logprobs")
-    if fields.top_logprobs and not fields.logprobs:
-        raise HttpError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    refused = [name for name in _REFUSED if getattr(fields, name) is not None]
+    refused += ["modalities"] if fields.modalities not in (None, ["text"]) else []
+    if refused:
+        raise HttpError(400, f"{refused[0]} is not supported", param=refused[0])
+    top = check_top(fields.top_logprobs)
+    if top and not fields.logprobs:
+        raise HttpError(400, "top_logprobs needs logprobs", param="top_logprobs")
     tools = Tools(fields.tools or (), fields.tool_choice)
     tokens = await service.in_thread(lambda: conversation(service, fields, tools))
-    limit = (
-        fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+    limits = [fields.max_completion_tokens, fields.max_tokens, fields.n_predict]
+    asked = next((limit for limit in limits if limit is not None), service.settings.max_tokens)
+    requests = await engine_requests(
+        service, fields, [tokens], n=1 if fields.n is None else fields.n,
+        max_tokens=limit_of(asked), top_logprobs=(top or 0) if fields.logprobs else None,
+        schema=tools.schema() if tools.forced else None,
+    )  # fmt: skip
+    await answer(
+        call, service, requests, _Writer(service, fields, tools), stream=bool(fields.stream)
     )
-    given = fields.n_predict if limit is None else limit
-    max_tokens = service.settings.max_tokens if given is None else limit_of(given)
-    requests = await requests_of(
-        service,
-        fields,
-        [tokens],
-        n=n,
-        max_tokens=max_tokens,
-        top_logprobs=top if fields.logprobs else None,
-        grammar=tools.schema() if tools.forced else None,
-    )
-    answer = _Answer(service, fields, tools)
-    if fields.stream:
-        await _stream(call, answer, requests)
-        return
-    choices = await all_choices(service, requests)
-    body: dict[str, object] = {
-        **service.head("chatcmpl", "chat.completion"),
-        "choices": [answer.choice(choice) for choice in choices],
-        "usage": usage(choices),
-        "timings": total_timings(choices),
-    }
-    if fields.verbose:
-        body["__verbose"] = {"prompt": service.model.detokenize(tokens, special=True)}
-    await call.reply(body)
 
 
-def conversation(service: Service, fields: TemplateFields, tools: Tools) -> list[int]:
+def conversation(service: Service, fields: ChatFields, tools: Tools) -> list[int]:
     """Return the tokens of a conversation; a last message of the assistant is continued."""
     messages: Sequence[Mapping[str, object]] = fields.messages
-    model = service.model
-    prefill = ""
+    model, prefill = service.model, ""
     if fields.continue_final_message is not False and fields.add_generation_prompt:
         ends = [message.get("role") == "assistant" for message in messages[-2:]]
         if ends == [True, True]:
             raise HttpError(400, "the conversation ends with two answers", param="messages")
         if ends[-1:] == [True] and not messages[-1].get("tool_calls"):
             content = messages[-1].get("content")
-            prefill = _text(content)
+            parts = content if isinstance(content, list) else [{"text": content or ""}]
+            prefill = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
             messages = messages[:-1]
     variables = dict(fields.chat_template_kwargs or {})
-    if set(variables) & {"messages", "tools", "add_generation_prompt"}:
-        raise HttpError(
-            400, "chat_template_kwargs holds other variables", param="chat_template_kwargs"
-        )
+    if set(variables) & _RESERVED:
+        told = f"chat_template_kwargs must not hold {', '.join(sorted(_RESERVED))}"
+        raise HttpError(400, told, param="chat_template_kwargs")
     knows_tools = "tools" in (model.chat_template or "")
     if tools.is_used and not knows_tools:
         messages = tools.told(messages)
@@ -133,123 +96,94 @@ def conversation(service: Service, fields: TemplateFields, tools: Tools) -> list
     return tokens + model.tokenize(prefill, add_special=False) if prefill else tokens
 
 
-def _text(content: object) -> str:
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return content if isinstance(content, str) else ""
-
-
 async def input_tokens(call: Exchange, service: Service) -> None:
-    """Count the tokens of a conversation."""
+    """Count the tokens of a conversation, or write it as a prompt (``/apply-template``)."""
     fields = await call.json(_decode)
     tools = Tools(fields.tools or (), fields.tool_choice)
     tokens = await service.in_thread(lambda: conversation(service, fields, tools))
-    await call.reply({"object": "response.input_tokens", "input_tokens": len(tokens)})
+    text = service.model.detokenize(tokens, special=True)
+    await call.reply({"input_tokens": len(tokens), "prompt": text, "tokens": tokens})
 
 
-async def _stream(call: Exchange, answer: _Answer, requests: Sequence[Request]) -> None:
-    service, fields = answer.service, answer.fields
-    head = service.head("chatcmpl", "chat.completion.chunk")
-    parsers: dict[int, CallParser] = {}
-    ended: list[Choice] = []
-    async with aclosing(await begun(updates(service, requests))) as steps:
-        await call.start_stream()
-        async for step in steps:
-            events = []
-            for update in step:
-                index = update.choice.index
-                if index not in parsers:
-                    parsers[index] = CallParser(answer.tools)
-                    role: dict[str, object] = {"role": "assistant", "content": None}
-                    events.append({**head, "choices": [_chunk(index, role, None)]})
-                events += [{**head, **each} for each in answer.chunks(update, parsers[index])]
-                if update.result is not None:
-                    ended.append(update.choice)
-            await call.event(*events)
-        options = fields.stream_options
-        if options is not None and options.include_usage:
-            end = {"choices": [], "usage": usage(ended), "timings": total_timings(ended)}
-            await call.event({**head, **end})
-        await call.end_stream()
-
-
-def _chunk(
-    index: int, delta: dict[str, object], reason: str | None, logprobs: object = None
-) -> dict[str, object]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-
-
-class _Answer:
+class _Writer:
     """Writes texts as OpenAI's messages."""
 
-    def __init__(self, service: Service, fields: TemplateFields, tools: Tools) -> None:
-        self.service = service
-        self.fields = fields
-        self.tools = tools
+    def __init__(self, service: Service, fields: ChatFields, tools: Tools) -> None:
+        self._service = service
+        self._fields = fields
+        self._tools = tools
+        kind = "chat.completion.chunk" if fields.stream else "chat.completion"
+        self._head = service.head("chatcmpl", kind)
+        self._parsers: dict[int, CallParser] = {}
 
-    def _logprobs(self, update: Update) -> dict[str, object] | None:
-        if not self.fields.logprobs:
-            return None
-        details = map(detail, update.tokens)
-        more = bool(self.fields.token_details)
-        return {"content": self.service.vocabulary.chat_logprobs(details, more=more)}
-
-    def choice(self, choice: Choice) -> dict[str, object]:
-        """Return the JSON of a text."""
-        update = choice.whole
-        parser = CallParser(self.tools)
-        content, parts = parser.feed(update.text, last=True)
-        message: dict[str, object] = {"role": "assistant", "content": content or None}
-        if not parts:
-            message["content"] = content
-        else:
-            message["tool_calls"] = _joined(parts)
-        reason = "tool_calls" if parser.n_calls else finish_reason(update.result)
+    def body(self, choices: Sequence[Choice]) -> object:
+        """Return all messages."""
         found = {
-            "index": choice.index,
+            **self._head,
+            "choices": [self._message(choice.whole) for choice in choices],
+            **usage(choices),
+        }
+        if self._fields.verbose:
+            prompt = self._service.model.detokenize(choices[0].prompt, special=True)
+            found["__verbose"] = {"prompt": prompt}
+        return found
+
+    def events(self, update: Update) -> list[dict[str, object]]:
+        """Return chunks: the role first, then content or calls, then the reason of the end."""
+        index, result = update.choice.index, update.result
+        parser = self._parsers.get(index)
+        deltas: list[dict[str, object]] = []
+        if parser is None:
+            parser = self._parsers[index] = CallParser(self._tools)
+            deltas.append({"role": "assistant", "content": None})
+        content, parts = parser.feed(update.text, last=result is not None)
+        logprobs = self._logprobs(update) if update.tokens else None
+        n_before = len(deltas)
+        if content or (logprobs is not None and not parts):
+            deltas.append({"content": content})
+        deltas += [{"tool_calls": [part]} for part in parts]
+        chunks: list[dict[str, object]] = [
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            for delta in deltas
+        ]
+        if len(chunks) > n_before:
+            chunks[n_before] |= {"logprobs": logprobs, **self._ids(update, with_prompt=False)}
+        if result is not None:
+            reason = "tool_calls" if parser.n_calls else update.finish_reason
+            end: dict[str, object] = {"delta": {}, "logprobs": None, "finish_reason": reason}
+            chunks.append({"index": index, **end, "stop_reason": update.stop_reason})
+        events: list[dict[str, object]] = [{**self._head, "choices": [each]} for each in chunks]
+        if self._fields.timings_per_token and result is not None:
+            events[-1]["timings"] = timings(result)
+        return events
+
+    def last_events(self, choices: Sequence[Choice]) -> list[dict[str, object]]:
+        """Return the usage, if it is asked for."""
+        return chunk_ends(self._head, choices, include_usage=self._fields.includes_usage)
+
+    def _message(self, update: Update) -> dict[str, object]:
+        parser = CallParser(self._tools)
+        content, parts = parser.feed(update.text, last=True)
+        message: dict[str, object] = {"role": "assistant", "content": content}
+        if parts:
+            message |= {"content": content or None, "tool_calls": whole_calls(parts)}
+        return {
+            "index": update.choice.index,
             "message": message,
             "logprobs": self._logprobs(update),
-            "finish_reason": reason,
-            "stop_reason": stop_reason(update.result),
+            "finish_reason": "tool_calls" if parser.n_calls else update.finish_reason,
+            "stop_reason": update.stop_reason,
+            **self._ids(update, with_prompt=True),
         }
-        if self.fields.return_token_ids:
-            found["token_ids"] = [token.token for token in update.tokens]
-            found["prompt_token_ids"] = list(choice.request.prompt)
-        return found
 
-    def chunks(self, update: Update, parser: CallParser) -> list[dict[str, object]]:
-        """Return the chunks of what a step has brought for a text."""
-        index, result = update.choice.index, update.result
-        logprobs = self._logprobs(update) if update.tokens else None
-        content, parts = parser.feed(update.text, last=result is not None)
-        deltas: list[dict[str, object]] = [{"tool_calls": [part]} for part in parts]
-        if content or (logprobs is not None and not parts):
-            deltas.insert(0, {"content": content})
-        found: list[dict[str, object]] = []
-        for i, delta in enumerate(deltas):
-            chunk = _chunk(index, delta, None, logprobs if i == 0 else None)
-            if self.fields.return_token_ids and i == 0:
-                chunk["token_ids"] = [token.token for token in update.tokens]
-            found.append({"choices": [chunk]})
-        if result is not None:
-            reason = "tool_calls" if parser.n_calls else finish_reason(result)
-            last = _chunk(index, {}, reason)
-            last["stop_reason"] = stop_reason(result)
-            end: dict[str, object] = {"choices": [last]}
-            if self.fields.timings_per_token:
-                end["timings"] = total_timings([update.choice])
-            found.append(end)
-        return found
+    def _ids(self, update: Update, *, with_prompt: bool) -> dict[str, object]:
+        if not self._fields.return_token_ids:
+            return {}
+        found: dict[str, object] = {"token_ids": [token.token for token in update.tokens]}
+        return found | ({"prompt_token_ids": update.choice.prompt} if with_prompt else {})
 
-
-def _joined(parts: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-    """Return whole calls from the parts of a stream."""
-    calls: list[dict[str, object]] = []
-    for part in parts:
-        if "id" in part:
-            calls.append({key: value for key, value in part.items() if key != "index"})
-            continue
-        function, more = calls[-1]["function"], part["function"]
-        if isinstance(function, dict) and isinstance(more, dict):
-            function["arguments"] += more["arguments"]
-    return calls
+    def _logprobs(self, update: Update) -> dict[str, object] | None:
+        if not self._fields.logprobs:
+            return None
+        more = bool(self._fields.token_details)
+        return {"content": self._service.vocabulary.chat_logprobs(update.tokens, more=more)}

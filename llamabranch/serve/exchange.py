@@ -72,8 +72,8 @@ class Exchange:
         return dict(parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True))
 
     def path_param(self, name: str) -> str:
-        """Return a parameter of the path."""
-        return str(self.scope["path_params"][name])
+        """Return a parameter of the path; "" if the path has none."""
+        return str(self.scope["path_params"].get(name, ""))
 
     # -- running -------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class Exchange:
             return
         self._reason = self._reason or "failed"  # a disconnect is no news any more
         if self._is_stream:
-            await self.event(error.body)
+            await self.event([error.body])
             await self._close()
         elif not self.status:
             await self.reply(error.body, error.status, error.headers)
@@ -187,10 +187,11 @@ class Exchange:
         ]
         await self._send({"type": "http.response.start", "status": 200, "headers": own})
 
-    async def event(self, *events: object) -> None:
-        """Send events, in one piece; a client that does not take them in time is given up."""
+    async def event(self, events: Iterable[object]) -> None:
+        """Send events in one piece; a client that does not take them in time is given up."""
         data = b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
-        await self._write(data)
+        if data:
+            await self._write(data)
 
     async def end_stream(self) -> None:
         """Send the event that ends a stream."""

@@ -27,7 +27,6 @@ _SAME = (
     "dry_sequence_breakers", "min_keep",
 )  # fmt: skip
 _OTHERS = {"repetition_penalty": "repeat_penalty", "repeat_last_n": "penalty_last_n"}
-_BIAS_LIMIT = 1e6  # llama-server's clients write false for "never"
 
 
 class SamplingFields(Struct, kw_only=True):
@@ -94,15 +93,13 @@ class SamplingFields(Struct, kw_only=True):
         given = self.logit_bias or {}
         found: dict[int, float] = {}
         for key, value in given.items() if isinstance(given, dict) else given:
-            added = -math.inf if value is False else float(value)
+            added = -math.inf if value is False else float(value)  # false: never
             if isinstance(key, int) or key.strip().lstrip("-").isdecimal():
                 tokens = [int(key)]
             else:
                 tokens = model.tokenize(key, add_special=False)
             model.check_tokens(tokens)
-            found.update(
-                dict.fromkeys(tokens, max(-_BIAS_LIMIT, added) if added > -math.inf else added)
-            )
+            found |= dict.fromkeys(tokens, added)
         return found
 
 
@@ -164,6 +161,17 @@ class TextFields(SamplingFields, kw_only=True):
         """The stop strings; empty ones, which llama-server's clients send, end nothing."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return tuple(text for text in given if text)
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the text must follow a grammar."""
+        given = (self.response_format, self.json_schema, self.structured_outputs)
+        return bool(self.grammar) or any(each is not None for each in given)
 
     def text_grammar(self) -> Grammar | None:
         """Return the grammar that the text must follow, None if there is none. It may take a while.

@@ -1,73 +1,85 @@
-"""The texts of one HTTP request: engine requests, one for each prompt, and what comes of them."""
+"""The texts of one HTTP request: engine requests, one for each prompt, and the answer made of them."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ..branch import Produced
-from ..engine import Event, Request, Result
+from ..engine import Request, Result
 from .counters import timings
 from .errors import HttpError, http_error
+from .exchange import Exchange
 from .service import Service
-from .vocabulary import Detail
 
-__all__ = [
-    "Choice",
-    "Update",
-    "all_choices",
-    "begun",
-    "detail",
-    "finish_reason",
-    "stop_reason",
-    "total_timings",
-    "updates",
-    "usage",
-]
+__all__ = ["Choice", "Update", "Writer", "all_choices", "answer", "chunk_ends", "usage"]
+
+
+@dataclass
+class Update:
+    """What a step has brought for a text; or all of it.
+
+    Attributes:
+        choice: the text; it may be ahead of the update.
+        offset: characters of the text before it; 0 for the first.
+        fresh: tokens, and pieces of text without one.
+        result: where the text ends with it.
+    """
+
+    choice: Choice
+    offset: int = 0
+    fresh: list[Produced] = field(default_factory=list)
+    result: Result | None = None
+    is_first: bool = False
+
+    @property
+    def text(self) -> str:
+        """Its text."""
+        return "".join(one.text for one in self.fresh)
+
+    @property
+    def tokens(self) -> list[Produced]:
+        """Its tokens."""
+        return [one for one in self.fresh if one.token >= 0 and not one.is_stop]
+
+    @property
+    def finish_reason(self) -> str | None:
+        """OpenAI's: "stop", "length", or None before the end."""
+        if self.result is None:
+            return None
+        return "stop" if self.result.finish_reason == "stop" else "length"
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """vLLM's: the stop string or token; "capacity" where the cache could hold no more."""
+        if self.result is None:
+            return None
+        is_full = self.result.finish_reason == "capacity"
+        return "capacity" if is_full else self.result.stop_reason
 
 
 @dataclass
 class Choice:
-    """One text of a request.
-
-    Attributes:
-        index: its number among those of the request.
-        request: its prompt and settings.
-        emitted: its tokens so far, and pieces of text without one.
-        result: once it has ended.
-    """
+    """One text of a request: its number, its prompt and settings, what was emitted, how it ended."""
 
     index: int
     request: Request
     emitted: list[Produced] = field(default_factory=list)
-    text: str = ""
     result: Result | None = None
 
-    def add(self, event: Event) -> Produced | None:
-        """Add what an event brings; return it if it has a token or a text.
-
-        Raises:
-            HttpError: the text failed.
-        """
-        if event.emitted is not None:
-            self.text += event.emitted.text
-            self.emitted.append(event.emitted)
-            return event.emitted
-        self.result = event.result
-        result = event.result
-        if result is not None and result.finish_reason in ("error", "cancelled"):
-            raise http_error(result.error or HttpError(503, "the server is shutting down"))
-        if result is not None and result.error is not None and not result.tokens:
-            raise http_error(result.error)  # the prompt did not fit beside others
-        return None
+    @property
+    def prompt(self) -> list[int]:
+        """The prompt's token ids."""
+        return [token for token in self.request.prompt if isinstance(token, int)]
 
     @property
     def whole(self) -> Update:
         """All of it, once it has ended."""
-        return Update(self, 0, self.emitted, self.result)
+        return Update(self, 0, self.emitted, self.result, True)
 
     @property
     def mean_logprob(self) -> float:
@@ -76,48 +88,61 @@ class Choice:
         return math.fsum(token.logprob for token in tokens) / max(1, len(tokens))
 
 
-@dataclass
-class Update:
-    """What a step has brought for a text. The text itself may be ahead of it.
+class Writer(Protocol):
+    """Writes texts in the form that an endpoint has."""
 
-    Attributes:
-        choice: the text.
-        offset: characters of the text before it.
-        fresh: tokens, and pieces of text without one.
-        result: where the text ended with it.
-    """
+    def body(self, choices: Sequence[Choice]) -> object:
+        """Return an answer in one piece."""
 
-    choice: Choice
-    offset: int = 0
-    fresh: list[Produced] = field(default_factory=list)
-    result: Result | None = None
+    def events(self, update: Update) -> list[dict[str, object]]:
+        """Return the events of a stream for what a step has brought."""
 
-    @property
-    def text(self) -> str:
-        """The new text."""
-        return "".join(one.text for one in self.fresh)
-
-    @property
-    def tokens(self) -> list[Produced]:
-        """The new tokens."""
-        return [one for one in self.fresh if one.token >= 0 and not one.is_stop]
+    def last_events(self, choices: Sequence[Choice]) -> list[dict[str, object]]:
+        """Return the events that end a stream."""
 
 
-async def updates(
-    service: Service, requests: Sequence[Request]
-) -> AsyncGenerator[list[Update], None]:
-    """Yield what comes of requests, for each step, or several, the changes of each text together.
+async def answer(
+    call: Exchange, service: Service, requests: Sequence[Request], writer: Writer, *, stream: bool
+) -> None:
+    """Generate the texts of requests and send them, as they come or in one piece.
+
+    A stream begins with its first text: what is refused before is an answer with a status of its own.
 
     Raises:
         HttpError, LlamaBranchError: a request is refused, or a text failed.
     """
-    n_before = 0
-    sources = []
-    for request in requests:
-        sources.append(_of_one(service, request, n_before))
-        n_before += request.n
-    source = sources[0] if len(sources) == 1 else _merged(sources)
-    async with aclosing(source) as found:
+    if not stream:
+        await call.reply(writer.body(await all_choices(service, requests)))
+        return
+    ended: dict[int, Choice] = {}
+    async with aclosing(_updates(service, requests)) as steps:
+        async for step in steps:
+            if not call.status:
+                await call.start_stream()
+            await call.event([event for update in step for event in writer.events(update)])
+            ended |= {u.choice.index: u.choice for u in step if u.result is not None}
+    await call.event(writer.last_events([ended[index] for index in sorted(ended)]))
+    await call.end_stream()
+
+
+async def all_choices(service: Service, requests: Sequence[Request]) -> list[Choice]:
+    """Return all texts of requests once they have ended, in order."""
+    found: dict[int, Choice] = {}
+    async with aclosing(_updates(service, requests)) as steps:
+        async for step in steps:
+            found |= {update.choice.index: update.choice for update in step}
+    return [found[index] for index in sorted(found)]
+
+
+async def _updates(
+    service: Service, requests: Sequence[Request]
+) -> AsyncGenerator[list[Update], None]:
+    """Yield what comes of requests, for each step, or several, the changes of each text together."""
+    sources = [
+        _of_one(service, request, sum(before.n for before in requests[:i]))
+        for i, request in enumerate(requests)
+    ]
+    async with aclosing(sources[0] if len(sources) == 1 else _merged(sources)) as found:
         async for each in found:
             yield each
 
@@ -126,17 +151,31 @@ async def _of_one(
     service: Service, request: Request, first: int
 ) -> AsyncGenerator[list[Update], None]:
     choices = [Choice(first + i, request) for i in range(request.n)]
+    offsets = [0] * request.n
     async with aclosing(service.steps(request)) as steps:
         async for events in steps:
             changed: dict[int, Update] = {}
             for event in events:
-                choice = choices[event.sample]
-                update = changed.setdefault(event.sample, Update(choice, len(choice.text)))
-                emitted = choice.add(event)
-                if emitted is not None:
-                    update.fresh.append(emitted)
-                update.result = choice.result
+                n, choice = event.sample, choices[event.sample]
+                if n not in changed:
+                    is_first = not choice.emitted
+                    changed[n] = Update(choice, offsets[n], is_first=is_first)
+                if event.emitted is not None:
+                    choice.emitted.append(event.emitted)
+                    changed[n].fresh.append(event.emitted)
+                    offsets[n] += len(event.emitted.text)
+                if event.result is not None:
+                    _check(event.result)
+                    choice.result = changed[n].result = event.result
             yield list(changed.values())
+
+
+def _check(result: Result) -> None:
+    """Raise if a text has failed, or found no room for its prompt."""
+    if result.finish_reason in ("error", "cancelled"):
+        raise http_error(result.error or HttpError(503, "the server is shutting down"))
+    if result.error is not None and not result.tokens:
+        raise http_error(result.error)
 
 
 async def _merged(
@@ -150,10 +189,9 @@ async def _merged(
             async with aclosing(source):
                 async for each in source:
                     await queue.put(each)
+            await queue.put(None)
         except Exception as error:
             await queue.put(error)
-        else:
-            await queue.put(None)
 
     tasks = [asyncio.ensure_future(pump(source)) for source in sources]
     n_left = len(sources)
@@ -172,76 +210,26 @@ async def _merged(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def all_choices(service: Service, requests: Sequence[Request]) -> list[Choice]:
-    """Return all texts of requests once they have ended, in order."""
-    found: dict[int, Choice] = {}
-    async with aclosing(updates(service, requests)) as steps:
-        async for step in steps:
-            for update in step:
-                found[update.choice.index] = update.choice
-    return [found[index] for index in sorted(found)]
-
-
-async def begun(
-    steps: AsyncGenerator[list[Update], None],
-) -> AsyncGenerator[list[Update], None]:
-    """Wait for the first step and return an iterator that begins with it.
-
-    So whatever is wrong with a request is known before the answer begins.
-    """
-    first = await anext(steps, None)
-
-    async def chained() -> AsyncGenerator[list[Update], None]:
-        async with aclosing(steps):
-            if first is not None:
-                yield first
-            async for step in steps:
-                yield step
-
-    return chained()
-
-
-def finish_reason(result: Result | None) -> str | None:
-    """Return OpenAI's reason for an end, "stop" or "length"; None before the end."""
-    if result is None:
-        return None
-    return "stop" if result.finish_reason == "stop" else "length"
-
-
-def stop_reason(result: Result | None) -> str | int | None:
-    """Return vLLM's: the stop string or token; "capacity" where the cache could hold no more."""
-    if result is None:
-        return None
-    return "capacity" if result.finish_reason == "capacity" else result.stop_reason
-
-
-def detail(token: Produced) -> Detail:
-    """Return a token with what is told about it."""
-    return Detail(token.token, token.logprob, token.entropy, token.source, token.alternatives)
-
-
 def usage(choices: Iterable[Choice]) -> dict[str, object]:
-    """Return OpenAI's ``usage`` of texts that have ended."""
-    n_completion, prompts, n_cached = 0, {}, {}
-    for choice in choices:
-        result = choice.result
-        if result is not None:
-            n_completion += len(result.tokens)
-            prompts[id(choice.request)] = result.num_prompt_tokens
-            if result.sample == 0:
-                n_cached[id(choice.request)] = result.num_cached_tokens
+    """Return OpenAI's ``usage``, and llama-server's ``timings`` of the first text."""
+    results = [(choice, choice.result) for choice in choices if choice.result is not None]
+    prompts = {id(choice.request): found.num_prompt_tokens for choice, found in results}
     n_prompt = sum(prompts.values())
+    n_completion = sum(len(found.tokens) for _, found in results)
+    n_cached = sum(found.num_cached_tokens for _, found in results if found.sample == 0)
     return {
-        "prompt_tokens": n_prompt,
-        "completion_tokens": n_completion,
-        "total_tokens": n_prompt + n_completion,
-        "prompt_tokens_details": {"cached_tokens": sum(n_cached.values())},
+        "usage": {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_completion,
+            "total_tokens": n_prompt + n_completion,
+            "prompt_tokens_details": {"cached_tokens": n_cached},
+        },
+        "timings": timings(results[0][1]) if results else {},
     }
 
 
-def total_timings(choices: Iterable[Choice]) -> Mapping[str, object]:
-    """Return llama-server's ``timings``, of the first text; there are none before its end."""
-    for choice in choices:
-        if choice.result is not None:
-            return timings(choice.result)
-    return {}
+def chunk_ends(
+    head: dict[str, object], choices: Sequence[Choice], *, include_usage: bool
+) -> list[dict[str, object]]:
+    """Return the event that ends a stream of OpenAI's, if it is asked for."""
+    return [{**head, "choices": [], **usage(choices)}] if include_usage else []

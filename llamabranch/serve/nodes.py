@@ -1,24 +1,24 @@
 """Branches as immutable nodes.
 
-A node is a list of token ids with the settings to continue it. Whether its K/V is in the cache is a matter
-of time only: what was evicted is decoded again when it is needed, and since batches are exact, no result
-depends on that. So there are no locks, and sequences cannot run out. A node keeps the tokens that it adds
-to its parent's; a tree that nobody uses is deleted after a while.
+A node is a list of token ids with the settings to continue it. Whether its K/V is in the cache is a
+matter of time only: what was evicted is decoded again when it is needed. Since batches are exact, no
+result depends on that; so there are no locks, and sequences cannot run out. A node keeps the tokens that
+it adds to its parent's; a tree that nobody uses is deleted after a while.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
+from uuid import uuid4
 
 import msgspec
+from msgspec import Struct
 
-from ..engine import Request
 from ..errors import ConfigError
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
@@ -34,18 +34,15 @@ class Node:
     """A text that can be continued.
 
     Attributes:
-        id: its name.
         parent: the node whose first ``start`` tokens it begins with; None for a root.
         own: its tokens after those.
         n_read: tokens that were read, not generated: the grammar begins after them.
         sampling: settings, with a seed.
         finish_reason: how its generation ended; None where none did.
-        used: when it, or a node below it, was last used.
-        children: the nodes that begin with it.
         next: entropy and the most probable tokens after it, once they are known.
+        used: when it, or a node below it, was last used.
     """
 
-    id: str
     parent: Node | None
     start: int
     own: array[int]
@@ -53,9 +50,10 @@ class Node:
     sampling: SamplingParams
     grammar: Grammar | None = None
     finish_reason: str | None = None
-    used: float = 0.0
+    id: str = field(default_factory=lambda: f"br-{uuid4().hex}")
     children: list[Node] = field(default_factory=list)
     next: dict[str, object] | None = None
+    used: float = 0.0
 
     @property
     def position(self) -> int:
@@ -65,7 +63,7 @@ class Node:
     @property
     def tokens(self) -> list[int]:
         """All its token ids."""
-        parts: list[array[int]] = []
+        parts: list[Sequence[int]] = []
         node: Node | None = self
         end = self.position
         while node is not None:
@@ -75,27 +73,37 @@ class Node:
         return [token for part in reversed(parts) for token in part]
 
     @property
-    def root(self) -> Node:
-        """The node without a parent that it comes from."""
-        node = self
-        while node.parent is not None:
-            node = node.parent
-        return node
+    def continues(self) -> int:
+        """How many of its last tokens were generated."""
+        return max(0, min(self.position - self.n_read, self.position - 1))
 
-    def subtree(self) -> Iterator[Node]:
-        """Yield it and all nodes below."""
-        left = [self]
-        while left:
-            node = left.pop()
-            yield node
-            left += node.children
+    def subtree(self) -> list[Node]:
+        """Return it and all nodes below, parents first."""
+        found = [self]
+        for node in found:  # grows meanwhile
+            found += node.children
+        return found
 
-    def request(self, tokens: Sequence[int] | None = None, **more: object) -> Request:
-        """Return a request that continues it, or ``tokens`` of it."""
-        prompt = self.tokens if tokens is None else list(tokens)
-        continues = max(0, min(len(prompt) - self.n_read, len(prompt) - 1))
-        given = {"sampling": self.sampling, "grammar": self.grammar, "continues": continues, **more}
-        return Request(prompt, **given)  # type: ignore[arg-type]
+
+class SavedNode(Struct):
+    """A node in the file."""
+
+    id: str
+    parent: str | None
+    start: int
+    own: list[int]
+    n_read: int
+    sampling: dict[str, object]
+    bias: list[tuple[int, float | None]]  # JSON has no minus infinity
+    grammar: str | dict[str, object] | None
+    finish_reason: str | None
+
+
+class SavedNodes(Struct):
+    """The file."""
+
+    fingerprint: str
+    nodes: list[SavedNode]
 
 
 class Branches:
@@ -121,19 +129,15 @@ class Branches:
     def __getitem__(self, name: str) -> Node:
         node = self._nodes.get(name)
         if node is None:
-            raise HttpError(
-                404,
-                f"there is no branch {name[:100]!r}: it was deleted, or {self._ttl_s:g} s without use",
-                param="id",
-            )
+            told = f"there is no branch {name[:100]!r}: it was deleted, or {self._ttl_s:g} s without use"
+            raise HttpError(404, told, param="id")
         self._touch(node)
         return node
 
     def _touch(self, node: Node) -> None:
-        now = monotonic()
         above: Node | None = node
         while above is not None:
-            above.used = now
+            above.used = monotonic()
             above = above.parent
 
     def all(self) -> list[Node]:
@@ -147,19 +151,14 @@ class Branches:
         Raises:
             HttpError: they may not.
         """
-        if len(self._nodes) + n > self._most:
-            self._expire()
+        self._expire()
         if len(self._nodes) + n > self._most:
             raise HttpError(
                 429,
                 f"there are {len(self._nodes)} branches, {self._most} may exist: delete some, or wait "
                 f"until some have not been used for {self._ttl_s:g} s",
                 kind="branch_quota_exceeded",
-                more={
-                    "branches": len(self._nodes),
-                    "max_branches": self._most,
-                    "ttl_s": self._ttl_s,
-                },
+                more={"branches": len(self), "max_branches": self._most, "ttl_s": self._ttl_s},
             )
 
     def _expire(self) -> None:
@@ -167,13 +166,12 @@ class Branches:
         for node in [node for node in self._nodes.values() if node.used < oldest]:
             self._remove(node)
 
-    def add(self, node: Node) -> Node:
-        """Keep a new node; return it."""
+    def add(self, node: Node) -> None:
+        """Keep a new node."""
         self._nodes[node.id] = node
         if node.parent is not None:
             node.parent.children.append(node)
         self._touch(node)
-        return node
 
     def delete(self, node: Node, *, subtree: bool) -> int:
         """Delete a node, with all below if asked for; return how many.
@@ -182,11 +180,10 @@ class Branches:
             HttpError: others begin with it.
         """
         if node.children and not subtree:
-            raise HttpError(
-                409, f"{len(node.children)} branches begin with it: ?subtree=true deletes them too"
-            )
-        gone = list(node.subtree())
-        for each in reversed(gone):
+            told = f"{len(node.children)} branches begin with it: ?subtree=true deletes them too"
+            raise HttpError(409, told)
+        gone = node.subtree()
+        for each in gone:
             self._remove(each)
         return len(gone)
 
@@ -201,28 +198,14 @@ class Branches:
         """Write them to the folder, if there is one."""
         if self._file is None:
             return
-        nodes = [
-            {
-                "id": node.id,
-                "parent": None if node.parent is None else node.parent.id,
-                "start": node.start,
-                "own": list(node.own),
-                "n_read": node.n_read,
-                "sampling": {
-                    **asdict(node.sampling), "logit_bias": list(node.sampling.logit_bias.items()),
-                },
-                "grammar": None if node.grammar is None else node.grammar.as_dict(),
-                "finish_reason": node.finish_reason,
-            }
-            for node in self.all()
-        ]  # fmt: skip
+        saved = SavedNodes(self._fingerprint, [_saved(node) for node in self.all()])
         self._file.parent.mkdir(parents=True, exist_ok=True)
         new = self._file.with_suffix(".new")
-        new.write_text(json.dumps({"fingerprint": self._fingerprint, "nodes": nodes}), "utf-8")
+        new.write_bytes(msgspec.json.encode(saved))
         os.replace(new, self._file)
 
     def load(self) -> int:
-        """Read those of the folder; return how many.
+        """Read those of the folder, if they are the same model's; return how many.
 
         Raises:
             ConfigError: the file is not one that a server wrote.
@@ -230,29 +213,38 @@ class Branches:
         if self._file is None or not self._file.exists():
             return 0
         try:
-            found = json.loads(self._file.read_text("utf-8"))
-            if found["fingerprint"] != self._fingerprint:
-                return 0
-            for given in found["nodes"]:
-                self.add(self._read(given))
-        except (OSError, ValueError, LookupError, TypeError) as error:
+            found = msgspec.json.decode(self._file.read_bytes(), type=SavedNodes)
+            for saved in found.nodes if found.fingerprint == self._fingerprint else ():
+                parent = None if saved.parent is None else self._nodes[saved.parent]
+                self.add(_restored(saved, parent))
+        except (OSError, msgspec.MsgspecError, LookupError, OverflowError) as error:
             raise ConfigError(
                 f"{self._file} cannot be read: {error}", hint="delete it, or name another folder"
             ) from None
-        return len(found["nodes"])
+        return len(self)
 
-    def _read(self, given: dict[str, object]) -> Node:
-        sampling = dict(msgspec.convert(given["sampling"], dict[str, object]))
-        bias = msgspec.convert(sampling.pop("logit_bias"), list[tuple[int, float]])
-        grammar = msgspec.convert(given["grammar"], str | dict[str, object] | None)
-        parent = given["parent"]
-        return Node(
-            str(given["id"]),
-            None if parent is None else self._nodes[str(parent)],
-            msgspec.convert(given["start"], int),
-            array("i", msgspec.convert(given["own"], list[int])),
-            msgspec.convert(given["n_read"], int),
-            SamplingParams(logit_bias=dict(bias)).replace(**sampling),
-            None if grammar is None else Grammar.from_dict(grammar),
-            None if given["finish_reason"] is None else str(given["finish_reason"]),
-        )
+
+def _saved(node: Node) -> SavedNode:
+    sampling = msgspec.to_builtins(node.sampling)
+    bias = [(t, b if b > float("-inf") else None) for t, b in node.sampling.logit_bias.items()]
+    return SavedNode(
+        node.id, None if node.parent is None else node.parent.id, node.start, list(node.own),
+        node.n_read, {**sampling, "logit_bias": {}}, bias,
+        None if node.grammar is None else dict_or_text(node.grammar), node.finish_reason,
+    )  # fmt: skip
+
+
+def dict_or_text(grammar: Grammar) -> str | dict[str, object]:
+    """Return the description of a grammar."""
+    found = grammar.as_dict()
+    return found if isinstance(found, str) else dict(found)
+
+
+def _restored(saved: SavedNode, parent: Node | None) -> Node:
+    bias = {token: float("-inf") if added is None else added for token, added in saved.bias}
+    grammar = None if saved.grammar is None else Grammar.from_dict(saved.grammar)
+    sampling = SamplingParams().replace(**{**saved.sampling, "logit_bias": bias})
+    own = array("i", saved.own)
+    return Node(
+        parent, saved.start, own, saved.n_read, sampling, grammar, saved.finish_reason, saved.id
+    )

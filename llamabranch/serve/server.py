@@ -1,4 +1,4 @@
-"""The server: a socket, an event loop, a model that is loaded meanwhile, and an end that loses nothing."""
+"""A socket, an event loop, a model that is loaded meanwhile, and an end that loses nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import uvicorn
@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..engine import AsyncEngine
 from ..errors import ConfigError
+from ..startup import quit_interrupted
 from .app import make_app
 from .service import Service
 from .settings import ServeSettings
@@ -32,6 +33,7 @@ class Server:
     Args:
         open_engine: loads the model and returns its engine; called in a thread of its own.
         settings: where to listen, and the limits.
+        ready: called with the URL and the name of the model, once that is loaded.
         log: gets lines for people.
 
     Raises:
@@ -46,9 +48,11 @@ class Server:
         self,
         open_engine: Callable[[], AsyncEngine],
         settings: ServeSettings,
+        ready: Callable[[str, str], None] | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
         self.settings = settings
+        self._ready = ready
         self.service: Service | None = None
         self._open_engine = open_engine
         self._log = log
@@ -101,12 +105,14 @@ class Server:
             loop.close()
 
     @contextlib.contextmanager
-    def _signals(self):
+    def _signals(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
         def on_signal(_number: int, _frame: FrameType | None) -> None:
+            if self.service is None:  # nothing is lost while the model loads
+                quit_interrupted()
             self.stop()
 
         before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -129,10 +135,10 @@ class Server:
         try:
             engine = await asyncio.to_thread(self._open_engine)
             service = Service(engine, self.settings)
-            n_branches = service.branches.load()
+            service.branches.load()
             self.service = service
-            more = f", {n_branches} branches" if n_branches else ""
-            self._log(f"serving {service.names[0]} on {self.url}{more}")
+            if self._ready is not None:
+                self._ready(self.url, service.names[0])
             while not self._stops.is_set() and not serving.done():
                 await asyncio.sleep(_POLL_S)
             await self._drain(service)
@@ -160,7 +166,7 @@ class Server:
 
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
-    def capture_signals(self):
+    def capture_signals(self) -> Iterator[None]:
         """Leave signals to ``Server``."""
         yield
 

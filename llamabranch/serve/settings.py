@@ -25,8 +25,8 @@ class ServeSettings:
         api_keys: clients must send one of them; none = everybody is served.
         allow_origins: origins of web pages that may call it, such as ``https://example.org``; "localhost"
             = every page of this machine, "*" = every page.
-        allowed_hosts: names by which it may be called, besides ``host`` and localhost: what an HTTP client
-            sends as ``Host``. Addresses are always accepted.
+        allowed_hosts: names by which it may be called, besides ``host`` and localhost: what a client
+            sends as ``Host``. Addresses pass.
         alias: the name of the model for clients, or several, with commas between; None = its own.
         parallel: texts at a time; more wait.
         max_queue: requests that may wait; one more is refused with 429.

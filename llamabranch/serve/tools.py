@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from .errors import HttpError
 
-__all__ = ["CallParser", "Tools", "tool_call"]
+__all__ = ["CallParser", "Tools", "whole_calls"]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PROMPT = (
@@ -86,14 +86,24 @@ class Tools:
         return [{"role": "system", "content": text}, *found]
 
 
-def tool_call(name: str, arguments: str, index: int | None = None) -> dict[str, object]:
-    """Return OpenAI's form of a call; ``index`` is for streams."""
-    call = {
-        "id": f"call_{uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
-    return call if index is None else {"index": index, **call}
+def _call(name: str, arguments: str, index: int) -> dict[str, object]:
+    function = {"name": name, "arguments": arguments}
+    return {
+        "index": index, "id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function,
+    }  # fmt: skip
+
+
+def whole_calls(parts: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+    """Return whole calls from the parts of a stream."""
+    calls: list[dict[str, object]] = []
+    for part in parts:
+        if "id" in part:
+            calls.append({key: value for key, value in part.items() if key != "index"})
+            continue
+        function, more = calls[-1]["function"], part["function"]
+        if isinstance(function, dict) and isinstance(more, dict):
+            function["arguments"] += more["arguments"]
+    return calls
 
 
 class CallParser:
@@ -140,7 +150,7 @@ class CallParser:
             self._name = str(json.loads(head[1]))
             self._held = self._held[head.end() :]
             self.n_calls = 1
-            parts.append(tool_call(self._name, "", 0))
+            parts.append(_call(self._name, "", 0))
         # The last character closes the object around the arguments.
         more, self._held = self._held[:-1], self._held[-1:]
         if last and self._held != "}":
@@ -151,7 +161,7 @@ class CallParser:
 
     def _found(self, text: str) -> list[dict[str, object]]:
         parts = re.findall(rf"{_OPEN}(.*?)(?:{_CLOSE}|$)", text, re.DOTALL) or [text]
-        calls = []
+        calls: list[dict[str, object]] = []
         for part in parts:
             try:
                 found = json.loads(part)
@@ -162,6 +172,6 @@ class CallParser:
             if not isinstance(name, str) or arguments is None:
                 return []
             text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            calls.append(tool_call(name, text, len(calls)))
+            calls.append(_call(name, text, len(calls)))
         self.n_calls = len(calls)
         return calls

@@ -1,31 +1,16 @@
-"""How tokens are written in answers."""
+"""How tokens and their log-probabilities are written in answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
+from ..branch import Produced
 from ..context import TokenScore
 from ..model import Model
 
-__all__ = ["Detail", "Vocabulary", "finite"]
+__all__ = ["Vocabulary"]
 
-_LOWEST = -9999.0  # for a log-probability of minus infinity, as OpenAI writes it
-
-
-class Detail(NamedTuple):
-    """A token with what is told about it."""
-
-    token: int
-    logprob: float | None
-    entropy: float
-    source: str
-    alternatives: Sequence[tuple[int, float]]
-
-
-def finite(value: float) -> float:
-    """Return a log-probability as JSON can hold it."""
-    return value if value > _LOWEST else _LOWEST
+_LOWEST = -9999.0  # stands for minus infinity, as with OpenAI
 
 
 class Vocabulary:
@@ -39,94 +24,106 @@ class Vocabulary:
         self._model = model
         self._known: dict[int, tuple[bytes, str]] = {}
 
-    def raw(self, token: int) -> bytes:
-        """Return the bytes of a token; of a control token those of its name."""
-        return self._entry(token)[0]
+    def entry(self, token: int) -> tuple[bytes, str]:
+        """Return the bytes and the text of a token; of a control token those of its name.
 
-    def text(self, token: int) -> str:
-        """Return the text of a token; bytes that are no characters become U+FFFD."""
-        return self._entry(token)[1]
-
-    def _entry(self, token: int) -> tuple[bytes, str]:
+        In a text, bytes that are no characters are U+FFFD.
+        """
         found = self._known.get(token)
         if found is None:
             piece = self._model.piece(token)
-            if not piece:
-                piece = self._model.detokenize([token], special=True).encode()
+            piece = piece or self._model.detokenize([token], special=True).encode()
             found = self._known[token] = piece, piece.decode("utf-8", "replace")
         return found
 
-    def key(self, token: int, *, as_id: bool = False) -> str:
-        """Return a name of a token that is a text of its own.
+    def name(self, token: int | None) -> str | None:
+        """Return the text of a token, None of none."""
+        return None if token is None else self.entry(token)[1]
 
-        Parts of characters are written as ``bytes:\\xe2\\x80``, as OpenAI does: they would all be U+FFFD.
-        """
+    def _key(self, token: int, as_id: bool) -> str:
+        """Return a text that no other token has; for parts of characters as OpenAI writes them."""
+        raw, text = self.entry(token)
         if as_id:
             return f"token_id:{token}"
-        raw = self.raw(token)
-        try:
-            return raw.decode("utf-8")
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-    # -- log-probabilities -----------------------------------------------------------------------------
+        is_text = raw == text.encode()
+        return text if is_text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def completion_logprobs(
-        self, details: Iterable[Detail], offset: int, *, as_ids: bool, more: bool
+        self,
+        rated: Iterable[tuple[int, Produced | TokenScore | None]],
+        offset: int,
+        n_top: int,
+        *,
+        as_ids: bool,
+        more: bool,
     ) -> dict[str, object]:
-        """Return OpenAI's ``logprobs`` of a completion; the text of the first token is at ``offset``."""
-        tokens: list[str] = []
-        offsets: list[int] = []
-        logprobs: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        found = list(details)
-        for each in found:
-            tokens.append(self.key(each.token, as_id=as_ids))
-            offsets.append(offset)
-            offset += len(self.text(each.token))
-            logprobs.append(None if each.logprob is None else finite(each.logprob))
-            top = {self.key(token, as_id=as_ids): finite(p) for token, p in each.alternatives}
-            tops.append(None if each.logprob is None else top)
-        answer: dict[str, object] = {
-            "tokens": tokens,
-            "token_logprobs": logprobs,
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
-        if more:
-            answer["entropies"] = [each.entropy for each in found]
-            answer["sources"] = [each.source for each in found]
-        return answer
+        """Return OpenAI's ``logprobs`` of a completion.
 
-    def chat_logprobs(self, details: Iterable[Detail], *, more: bool) -> list[dict[str, object]]:
-        """Return OpenAI's ``logprobs.content`` of a message."""
-        found = []
-        for each in details:
-            item = self._item(each.token, each.logprob or 0.0)
-            item["top_logprobs"] = [self._item(token, p) for token, p in each.alternatives]
+        Args:
+            rated: ids of tokens, with what is known of them; None for a prompt's first.
+            offset: where the text of the first begins.
+            n_top: how many of the most probable tokens are told.
+            as_ids: write tokens as ``token_id:N``.
+            more: tell entropies and sources too.
+        """
+        found: dict[str, list[object]] = {
+            "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
+        }  # fmt: skip
+        if more:
+            found |= {"entropies": [], "sources": []}
+        for token, score in rated:
+            found["tokens"].append(self._key(token, as_ids))
+            found["text_offset"].append(offset)
+            offset += len(self.entry(token)[1])
+            found["token_logprobs"].append(None if score is None else _finite(score.logprob))
+            top = () if score is None else score.alternatives[:n_top]
+            names = {self._key(other, as_ids): _finite(p) for other, p in top}
+            found["top_logprobs"].append(None if score is None else names)
             if more:
-                item |= {"entropy": each.entropy, "source": each.source}
-            found.append(item)
-        return found
+                found["entropies"].append(None if score is None else score.entropy)
+                found["sources"].append(score.source if isinstance(score, Produced) else "prompt")
+        return dict(found)
+
+    def chat_logprobs(self, tokens: Iterable[Produced], *, more: bool) -> list[dict[str, object]]:
+        """Return OpenAI's ``logprobs.content`` of a message; ``more``: entropies and sources too."""
+        return [
+            self._item(each.token, each.logprob)
+            | {"top_logprobs": self.top(each.alternatives)}
+            | ({"entropy": each.entropy, "source": each.source} if more else {})
+            for each in tokens
+        ]
+
+    def top(self, alternatives: Iterable[tuple[int, float]]) -> list[dict[str, object]]:
+        """Return tokens with their log-probabilities."""
+        return [self._item(token, logprob) for token, logprob in alternatives]
+
+    def rated(self, score: TokenScore) -> dict[str, object]:
+        """Return a given token with its rating."""
+        more = {"rank": score.rank, "entropy": score.entropy, "top": self.top(score.alternatives)}
+        return self._item(score.token, score.logprob) | more
 
     def _item(self, token: int, logprob: float) -> dict[str, object]:
-        raw, text = self._entry(token)
-        return {"id": token, "token": text, "bytes": list(raw), "logprob": finite(logprob)}
+        raw, text = self.entry(token)
+        return {"id": token, "token": text, "bytes": list(raw), "logprob": _finite(logprob)}
 
     def prompt_logprobs(self, scores: Iterable[TokenScore | None]) -> list[object]:
-        """Return vLLM's ``prompt_logprobs``: of each token by its id, with its rank and text."""
-        found: list[object] = []
-        for score in scores:
-            if score is None:
-                found.append(None)
-                continue
-            ranked = {
-                str(token): self._ranked(token, p, rank)
+        """Return vLLM's ``prompt_logprobs``: tokens by their ids, with rank and text."""
+
+        def ranked(token: int, logprob: float, rank: int) -> dict[str, object]:
+            text = self.entry(token)[1]
+            return {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
+
+        return [
+            None
+            if score is None
+            else {
+                str(token): ranked(token, p, rank)
                 for rank, (token, p) in enumerate(score.alternatives, 1)
             }
-            ranked[str(score.token)] = self._ranked(score.token, score.logprob, score.rank)
-            found.append(ranked)
-        return found
+            | {str(score.token): ranked(score.token, score.logprob, score.rank)}
+            for score in scores
+        ]
 
-    def _ranked(self, token: int, logprob: float, rank: int) -> dict[str, object]:
-        return {"logprob": finite(logprob), "rank": rank, "decoded_token": self.text(token)}
+
+def _finite(value: float) -> float:
+    return value if value > _LOWEST else _LOWEST

@@ -116,7 +116,7 @@ async def _one(service: Service, prompt: object, add_special: bool) -> list[int]
             part = part["prompt_string"]
         if isinstance(part, str):
             tokens += await service.tokenize(part, add_special=add_special and i == 0)
-        elif isinstance(part, int) and not isinstance(part, bool):
+        elif isinstance(part, int) and _is_id(part) and isinstance(prompt, list):
             tokens.append(part)
         else:
             told = "prompt must be a text, a list of token ids, or a list of these"

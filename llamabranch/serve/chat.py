@@ -13,7 +13,7 @@ from .fields import TextFields, limit_of
 from .generation import Choice, Update, answer, chunk_ends, usage
 from .requests import check_top, engine_requests
 from .service import Service
-from .tools import CallParser, Tools, whole_calls
+from .tools import CallParser, Tools, whole_calls, without_calls
 
 __all__ = ["ChatFields", "chat", "conversation", "input_tokens"]
 
@@ -84,7 +84,10 @@ def conversation(service: Service, fields: ChatFields, tools: Tools) -> list[int
     if set(variables) & _RESERVED:
         told = f"chat_template_kwargs must not hold {', '.join(sorted(_RESERVED))}"
         raise HttpError(400, told, param="chat_template_kwargs")
-    knows_tools = "tools" in (model.chat_template or "")
+    template = model.chat_template or ""
+    knows_tools = "tools" in template
+    if "tool_calls" not in template:
+        messages = [without_calls(message) for message in messages]
     if tools.is_used and not knows_tools:
         messages = tools.told(messages)
     tokens = model.chat_tokens(

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from .errors import HttpError
 
-__all__ = ["CallParser", "Tools", "whole_calls"]
+__all__ = ["CallParser", "Tools", "whole_calls", "without_calls"]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PROMPT = (
@@ -70,20 +70,22 @@ class Tools:
         ]
         return {"anyOf": calls}
 
-    def told(self, messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    def told(self, messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
         """Return messages that describe the tools, for a template that does not."""
-        found = []
-        for message in messages:
-            calls = message.get("tool_calls")
-            plain = {key: value for key, value in message.items() if key != "tool_calls"}
-            if calls and not message.get("content"):
-                plain["content"] = json.dumps(calls, ensure_ascii=False)
-            found.append(plain)
         text = _PROMPT.format(tools=json.dumps(self.given, ensure_ascii=False))
-        if found and found[0].get("role") == "system":
-            found[0]["content"] = f"{found[0].get('content') or ''}\n\n{text}"
-            return found
-        return [{"role": "system", "content": text}, *found]
+        if messages and messages[0].get("role") == "system":
+            first, *rest = messages
+            return [{**first, "content": f"{first.get('content') or ''}\n\n{text}"}, *rest]
+        return [{"role": "system", "content": text}, *messages]
+
+
+def without_calls(message: Mapping[str, object]) -> Mapping[str, object]:
+    """Return a message with its calls as text, for a template that does not write them."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    plain = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**plain, "content": plain.get("content") or json.dumps(calls, ensure_ascii=False)}
 
 
 def _call(name: str, arguments: str, index: int) -> dict[str, object]:

@@ -109,7 +109,6 @@ def test_given_text_is_scored(api: Any, ctx: lb.Context) -> None:
     logprobs = found["logprobs"]
     assert found["text"] == text
     assert logprobs["token_logprobs"] == [None, *(score.logprob for score in scores)]
-    assert logprobs["text_offset"] == [text.index(t) for t in ()] or logprobs["text_offset"][0] == 0
     assert "".join(logprobs["tokens"]) == text
     tops = [sorted(top.values(), reverse=True) for top in logprobs["top_logprobs"][1:]]
     assert tops == [[p for _, p in score.alternatives] for score in scores]
@@ -238,6 +237,7 @@ def test_prompt_over_the_context_tells_by_how_much(api: Any) -> None:
     assert error["n_ctx"] == 1024 < error["n_prompt_tokens"]
 
 
+@pytest.mark.filterwarnings("ignore::llamabranch.ContextLengthWarning")
 def test_end_of_the_cache_is_a_length(api: Any, ctx: lb.Context) -> None:
     prompt = (ctx.model.prompt_tokens("Once upon a time ") * 300)[:1000]
     (found,) = choices(api, prompt=prompt, max_tokens=500, ignore_eos=True, **WARM)

@@ -10,7 +10,7 @@ from .counters import timings
 from .errors import HttpError
 from .exchange import Exchange
 from .fields import TextFields, limit_of
-from .generation import Choice, Update, answer, chunk_ends, usage
+from .generation import Choice, Update, answer, usage
 from .requests import check_top, engine_requests
 from .service import Service
 from .tools import CallParser, Tools, whole_calls, without_calls
@@ -162,7 +162,8 @@ class _Writer:
 
     def last_events(self, choices: Sequence[Choice]) -> list[dict[str, object]]:
         """Return the usage, if it is asked for."""
-        return chunk_ends(self._head, choices, include_usage=self._fields.includes_usage)
+        event = {**self._head, "choices": [], **usage(choices)}
+        return [event] if self._fields.includes_usage else []
 
     def _message(self, update: Update) -> dict[str, object]:
         parser = CallParser(self._tools)

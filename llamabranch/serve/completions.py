@@ -14,7 +14,7 @@ from .counters import timings
 from .errors import HttpError
 from .exchange import Exchange
 from .fields import TextFields, limit_of
-from .generation import Choice, Update, answer, chunk_ends, usage
+from .generation import Choice, Update, answer, usage
 from .requests import check_top, engine_requests, infill, prompt_tokens
 from .service import Service
 
@@ -110,7 +110,8 @@ class _Writer:
 
     def last_events(self, choices: Sequence[Choice]) -> list[dict[str, object]]:
         """Return the usage, if it is asked for."""
-        return chunk_ends(self._head, choices, include_usage=self._fields.includes_usage)
+        event = {**self._head, "choices": [], **usage(choices)}
+        return [event] if self._fields.includes_usage else []
 
     def _part(self, update: Update, index: int) -> dict[str, object]:
         fields, words, model = self._fields, self._service.vocabulary, self._service.model

@@ -7,6 +7,7 @@ answers; then the request's task is cancelled, and the engine frees its sequence
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Iterable
 from time import perf_counter
 from typing import TypeVar
@@ -23,6 +24,7 @@ T = TypeVar("T")
 Headers = Iterable[tuple[bytes, bytes]]
 
 _JSON = b"application/json"
+_log = logging.getLogger("llamabranch.serve")
 
 
 class Exchange:
@@ -92,7 +94,10 @@ class Exchange:
                 await self._fail(HttpError(504, f"the request took more than {limit:g} s"))
             self.note = self._reason
         except Exception as error:
-            await self._fail(http_error(error))
+            found = http_error(error)
+            if found.status == 500:
+                _log.error("%s %s failed", self.scope["method"], self.scope["path"], exc_info=error)
+            await self._fail(found)
         finally:
             if timer is not None:
                 timer.cancel()

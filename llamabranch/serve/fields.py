@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from functools import lru_cache
 
 from msgspec import Struct
@@ -18,7 +19,7 @@ from ..sampling.grammar import Grammar
 from .errors import HttpError
 from .settings import ServeSettings
 
-__all__ = ["ResponseFormat", "SamplingFields", "StructuredOutputs", "TextFields", "limit_of"]
+__all__ = ["SamplingFields", "StructuredOutputs", "TextFields", "compiled", "limit_of"]
 
 _SAME = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability",
@@ -26,6 +27,7 @@ _SAME = (
     "frequency_penalty", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
     "dry_sequence_breakers", "min_keep",
 )  # fmt: skip
+_ID = re.compile(r"-?[0-9]{1,10}")
 _OTHERS = {"repetition_penalty": "repeat_penalty", "repeat_last_n": "penalty_last_n"}
 
 
@@ -94,7 +96,7 @@ class SamplingFields(Struct, kw_only=True):
         found: dict[int, float] = {}
         for key, value in given.items() if isinstance(given, dict) else given:
             added = -math.inf if value is False else float(value)  # false: never
-            if isinstance(key, int) or key.strip().lstrip("-").isdecimal():
+            if isinstance(key, int) or _ID.fullmatch(key):
                 tokens = [int(key)]
             else:
                 tokens = model.tokenize(key, add_special=False)
@@ -167,59 +169,49 @@ class TextFields(SamplingFields, kw_only=True):
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    @property
-    def has_grammar(self) -> bool:
-        """Whether the text must follow a grammar."""
-        given = (self.response_format, self.json_schema, self.structured_outputs)
-        return bool(self.grammar) or any(each is not None for each in given)
+    def grammars(self) -> list[tuple[str, str]]:
+        """Return the kind and the source of each grammar that is asked for.
+
+        Raises:
+            HttpError: an unknown type of format, or one without its schema.
+        """
+        outputs = self.structured_outputs or StructuredOutputs()
+        asked: list[tuple[str, object]] = [
+            ("json_schema", self._format()), ("json_schema", self.json_schema),
+            ("gbnf", self.grammar or None), ("json_schema", outputs.json),
+            ("regex", outputs.regex), ("choice", outputs.choice), ("gbnf", outputs.grammar),
+        ]  # fmt: skip
+        return [
+            (kind, source if isinstance(source, str) else json.dumps(source))
+            for kind, source in asked
+            if source is not None
+        ]
+
+    def _format(self) -> object:
+        """Return the schema of ``response_format``, None if there is none."""
+        given = self.response_format
+        if given is None or given.type == "text":
+            return None
+        if given.type == "json_object":
+            return {"type": "object"} if given.schema is None else given.schema
+        schema = given.schema if given.json_schema is None else given.json_schema.schema
+        if given.type == "json_schema" and schema is not None:
+            return schema
+        told = f"response_format of type {given.type[:40]!r} is unknown, or lacks its schema"
+        raise HttpError(400, told, param="response_format")
 
     def text_grammar(self) -> Grammar | None:
         """Return the grammar that the text must follow, None if there is none. It may take a while.
 
         Raises:
             GrammarError, ConfigError: it is invalid.
-            HttpError: an unknown type of format, or more than one grammar.
+            HttpError: more than one is asked for.
         """
-        found = [
-            *self._formats(),
-            *([] if self.json_schema is None else [("json_schema", json.dumps(self.json_schema))]),
-            *([("gbnf", self.grammar)] if self.grammar else []),
-            *self._structured(),
-        ]
+        found = self.grammars()
         if len(found) > 1:
-            raise HttpError(
-                400, "give one of response_format, json_schema, grammar", param="grammar"
-            )
+            told = "give one of response_format, json_schema, grammar and structured_outputs"
+            raise HttpError(400, told, param="grammar")
         return compiled(*found[0]) if found else None
-
-    def _formats(self) -> list[tuple[str, str]]:
-        given = self.response_format
-        if given is None or given.type == "text":
-            return []
-        schema: object = {"type": "object"} if given.schema is None else given.schema
-        if given.type == "json_schema":
-            schema = given.schema if given.json_schema is None else given.json_schema.schema
-            if schema is None:
-                raise HttpError(
-                    400, "response_format needs json_schema.schema", param="response_format"
-                )
-        elif given.type != "json_object":
-            raise HttpError(
-                400, f"unknown type of response_format: {given.type!r}", param="response_format"
-            )
-        return [("json_schema", json.dumps(schema))]
-
-    def _structured(self) -> list[tuple[str, str]]:
-        given = self.structured_outputs
-        if given is None:
-            return []
-        schema = given.json if isinstance(given.json, str) else json.dumps(given.json)
-        found = [
-            ("json_schema", schema if given.json is not None else None), ("regex", given.regex),
-            ("choice", None if given.choice is None else json.dumps(given.choice)),
-            ("gbnf", given.grammar),
-        ]  # fmt: skip
-        return [(kind, source) for kind, source in found if source is not None]
 
 
 @lru_cache(maxsize=64)

@@ -16,7 +16,7 @@ from .errors import HttpError, http_error
 from .exchange import Exchange
 from .service import Service
 
-__all__ = ["Choice", "Update", "Writer", "all_choices", "answer", "chunk_ends", "usage"]
+__all__ = ["Choice", "Update", "Writer", "all_choices", "answer", "usage"]
 
 
 @dataclass
@@ -226,10 +226,3 @@ def usage(choices: Iterable[Choice]) -> dict[str, object]:
         },
         "timings": timings(results[0][1]) if results else {},
     }
-
-
-def chunk_ends(
-    head: dict[str, object], choices: Sequence[Choice], *, include_usage: bool
-) -> list[dict[str, object]]:
-    """Return the event that ends a stream of OpenAI's, if it is asked for."""
-    return [{**head, "choices": [], **usage(choices)}] if include_usage else []

@@ -95,7 +95,7 @@ class SavedNode(Struct):
     n_read: int
     sampling: dict[str, object]
     bias: list[tuple[int, float | None]]  # JSON has no minus infinity
-    grammar: str | dict[str, object] | None
+    grammar: str | dict[str, str] | None
     finish_reason: str | None
 
 
@@ -230,14 +230,8 @@ def _saved(node: Node) -> SavedNode:
     return SavedNode(
         node.id, None if node.parent is None else node.parent.id, node.start, list(node.own),
         node.n_read, {**sampling, "logit_bias": {}}, bias,
-        None if node.grammar is None else dict_or_text(node.grammar), node.finish_reason,
+        None if node.grammar is None else node.grammar.as_dict(), node.finish_reason,
     )  # fmt: skip
-
-
-def dict_or_text(grammar: Grammar) -> str | dict[str, object]:
-    """Return the description of a grammar."""
-    found = grammar.as_dict()
-    return found if isinstance(found, str) else dict(found)
 
 
 def _restored(saved: SavedNode, parent: Node | None) -> Node:

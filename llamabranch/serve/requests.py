@@ -68,7 +68,7 @@ async def engine_requests(
     if schema is not None:
         source = msgspec.json.encode(schema).decode()
         grammar = await service.in_thread(lambda: compiled("json_schema", source))
-    elif fields.has_grammar:
+    elif fields.grammars():
         grammar = await service.in_thread(fields.text_grammar)
     return [
         Request(

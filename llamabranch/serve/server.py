@@ -126,7 +126,7 @@ class Server:
         app = make_app(self, self.settings, self._log)
         config = uvicorn.Config(
             app, http=_Protocol, loop="none", ws="none", lifespan="off", log_config=None,
-            access_log=False, server_header=False, timeout_keep_alive=75,
+            access_log=False, log_level="critical", server_header=False, timeout_keep_alive=75,
             timeout_graceful_shutdown=1,
         )  # fmt: skip
         server = _Uvicorn(config)

@@ -219,6 +219,7 @@ def test_seeds_repeat_texts_and_no_seed_does_not(api: Any) -> None:
         ({"prompt": "x", "json_schema": {"type": "hiccup"}}, 400, ""),
         ({"prompt": "x", "response_format": {"type": "sound"}}, 400, "sound"),
         ({"prompt": "x", "grammar": 'root ::= "a"', "json_schema": {}}, 400, "one of"),
+        ({"prompt": "x", "response_format": {"type": "json_schema"}}, 400, "schema"),
         ({"prompt": "x", "branch_id": "br-none"}, 404, "br-none"),
         ({"prompt": "word " * 3000}, 400, "context"),
     ],

@@ -56,7 +56,7 @@ bench: install-dev
 	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
 
 bench-quick: install-dev
-	$(BIN)/python -m benchmarks.run --no-padded --no-peers --only step decode peers batch --prompts 3 --runs 3 $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.run --no-padded --no-peers --only step-plain decode peers batch --prompts 3 --runs 3 $(BENCH_ARGS)
 
 lint: install-dev
 	$(BIN)/ruff check .

@@ -3,15 +3,15 @@
 prompts.py      the prompts
 report.py       settings, tables, the JSON line: hardware, versions, models
 drafters.py     an adversarial drafter, whose tokens are always wrong
-costs.py        the time of a plain step: llama_decode, sampling, bookkeeping
 llama_tools.py  llama.cpp's own programs: build, run, parse
 llama_python.py the Llama class of llama-cpp-python
 padded.py       padded models: the output of a small model at the cost of a larger one
 wide.py         a model with a large vocabulary and almost no layers
 search_hf.py    beam search of transformers, in an interpreter of its own
-decode.py, speculative.py, peers.py, fork.py, batch.py, growth.py, hotpath.py, sampling.py, search.py,
-resident.py, structured.py, run.py
-                the programs
+step.py         the cost of a step: part by part, by folder, as a context grows
+decode.py, speculative.py, peers.py, fork.py, batch.py, sampling.py, search.py, resident.py, layouts.py,
+kv_types.py, structured.py, run.py
+                the other programs
 
 The code that times (interleaved runs, medians, ratios within a run) is ``llamabranch.bench``, which the
 command ``llamabranch bench`` uses too.

@@ -14,11 +14,11 @@ import llamabranch as lb
 from llamabranch.bench import Maker, Sample, Series, interleave, plain, seed_of, speculative
 
 from . import llama_tools
-from .costs import StepCost, step_cost
 from .llama_python import LlamaPython
 from .llama_tools import LlamaTools
 from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, percent, pm, series_json, table, title
+from .step import StepCost, step_cost
 
 CEILING, SAME_KV = "llama-bench", "llama-bench, our K/V type"
 OURS = ("Branch.generate", "Speculator, no drafter")

@@ -22,7 +22,7 @@ class AdversarialDrafter(lb.Drafter):
     def check(self, target: lb.Model) -> None:
         """Accept any target."""
 
-    def start(self, target: lb.Branch, rule: str) -> lb.DraftState:
+    def start(self, target: lb.Branch, rule: str) -> lb.speculative.DraftState:
         """Return the draft state of a stream."""
         return _AdversarialState(target.ctx.model)
 
@@ -31,8 +31,10 @@ class _AdversarialState:
     def __init__(self, model: lb.Model) -> None:
         self._model = model
 
-    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> lb.Draft:
-        draft = lb.Draft(drafter=AdversarialDrafter.name)
+    def propose(
+        self, tokens: Sequence[int], length: DraftLength, limit: int
+    ) -> lb.speculative.Draft:
+        draft = lb.speculative.Draft(drafter=AdversarialDrafter.name)
         if not length.consider(draft.drafter):
             draft.stopped = "off"
             return draft
@@ -55,7 +57,7 @@ class _AdversarialState:
     def observe(self, n_tokens: int) -> None:
         return None
 
-    def fork(self, target: lb.Branch) -> lb.DraftState:
+    def fork(self, target: lb.Branch) -> lb.speculative.DraftState:
         return self
 
     def close(self) -> None:

@@ -18,9 +18,9 @@ from time import perf_counter
 import llamabranch as lb
 from llamabranch.bench import DecodeClock, Spread
 
-from .costs import StepCost, step_cost
-from .prompts import PROMPTS
+from .prompts import long_prompt
 from .report import Settings, emit, number, parser, percent, table, title
+from .step import StepCost, step_cost
 
 GROWTH = 256  # cells for the tokens generated after the prefix
 
@@ -44,12 +44,6 @@ def main() -> None:
         emit("fork", settings, {"target": ctx.model}, results, kv_type=ctx.kv_type)
 
 
-def prompt_of(ctx: lb.Context, n: int) -> list[int]:
-    """Return ``n`` tokens of text."""
-    tokens = [token for prompt in PROMPTS for token in ctx.tokenize(" " + prompt)]
-    return (tokens * (n // len(tokens) + 1))[:n]
-
-
 # -- the prefix grows ------------------------------------------------------------------------------
 
 
@@ -57,7 +51,7 @@ def _by_cells(
     ctx: lb.Context, cells: Sequence[int], settings: Settings, n_forks: int
 ) -> list[dict[str, object]]:
     found = []
-    tokens = prompt_of(ctx, max(cells))
+    tokens = long_prompt(ctx, max(cells))
     with lb.Branch.start(ctx, tokens[: cells[0]], temperature=0.0, seed=1) as root:
         prefill_s = 0.0
         for n in cells:
@@ -223,7 +217,7 @@ def _by_branches(
     store = lb.BranchStore(ctx)
     n_steps = min(settings.tokens, GROWTH // 4)
     for n in branches:
-        with lb.Branch.start(ctx, prompt_of(ctx, 128), sampling=sampling) as root:
+        with lb.Branch.start(ctx, long_prompt(ctx, 128), sampling=sampling) as root:
             children = root.fork_many(n)
             forks = []
             for _ in range(n_forks):

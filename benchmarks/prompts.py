@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["PROMPTS"]
+import llamabranch as lb
+
+__all__ = ["PROMPTS", "long_prompt"]
 
 PROMPTS: tuple[str, ...] = (
     "Once upon a time there was a miller who had nothing left but his mill and one grey goose.",
@@ -26,3 +28,9 @@ PROMPTS: tuple[str, ...] = (
     "The giant was not wicked, but he was very hungry, and he had lost his spectacles.",
     "On the day that the twins were born, three strange women came to the house,",
 )
+
+
+def long_prompt(ctx: lb.Context, n: int) -> list[int]:
+    """Return ``n`` tokens of text: the prompts, again and again."""
+    tokens = [token for prompt in PROMPTS for token in ctx.tokenize(" " + prompt)]
+    return (tokens * (n // len(tokens) + 1))[:n]

@@ -103,13 +103,10 @@ def _steps(args: argparse.Namespace) -> Iterator[Step]:
         "search",
         "fork",
         "sampling",
-        "step",
-        "draft",
-        "hotpath",
     ):
         yield Step(program, program, ())
-    # With the draft model: 32,768 cells are filled sooner, and our share of a step is larger.
-    yield Step("growth", "growth", ("--target", args.draft))
+    for part in ("plain", "drafted", "folders", "growth"):
+        yield Step(f"step-{part}", "step", ("--only", part))
     if args.no_padded:
         return
     for padded in QUICK if args.quick else PADDED:

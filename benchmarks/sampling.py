@@ -16,8 +16,8 @@ import llamabranch as lb
 from llamabranch.bench import Spread, median_time
 from llamabranch.context.logits import LogitsRow
 
-from .costs import step_cost
 from .report import Settings, emit, number, parser, table, title
+from .step import step_cost
 from .wide import cached_wide
 
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}

@@ -266,10 +266,9 @@ def _smc(settings: Settings, ctx: lb.Context, particles: Sequence[int]) -> dict[
 
 def _timed(ctx: lb.Context, work: Callable[[], object]) -> tuple[int, float, float]:
     """Return the tokens decoded while ``work`` runs, its seconds, and those inside llama_decode."""
-    handle = ctx.decoder.handle
-    decode, inside, tokens = handle.decode, 0.0, 0
+    inside, tokens = 0.0, 0
 
-    def watched(n: int) -> int:
+    def watched(decode: Callable[[int], int], n: int) -> int:
         nonlocal inside, tokens
         start = perf_counter()
         code = decode(n)
@@ -277,13 +276,13 @@ def _timed(ctx: lb.Context, work: Callable[[], object]) -> tuple[int, float, flo
         tokens += n
         return code
 
-    handle.decode = watched  # type: ignore[method-assign]
+    before = ctx.decoder.hook(watched)
     try:
         start = perf_counter()
         work()
         return tokens, perf_counter() - start, inside
     finally:
-        del handle.decode
+        ctx.decoder.hook(before)
 
 
 def _makers(works: Mapping[str, Work]) -> dict[str, Maker]:

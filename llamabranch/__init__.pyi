@@ -2,9 +2,13 @@
 
 # ruff: isort: skip_file
 
+from . import hub as hub
+from . import model as model
+from . import proofs as proofs
 from . import scale as scale
 from . import search as search
 from . import serve as serve
+from . import speculative as speculative
 from . import theory as theory
 from .branch import (
     Branch as Branch,
@@ -52,8 +56,6 @@ from .errors import (
     VocabularyMismatchError as VocabularyMismatchError,
 )
 from .hub import (
-    CatalogueEntry as CatalogueEntry,
-    catalogue as catalogue,
     fetch as fetch,
     resolve as resolve,
 )
@@ -62,8 +64,6 @@ from .loading import (
 )
 from .model import (
     Model as Model,
-    TextDecoder as TextDecoder,
-    VocabularyReport as VocabularyReport,
 )
 from .native import (
     set_log_level as set_log_level,
@@ -78,13 +78,8 @@ from .sampling.grammar import (
     Grammar as Grammar,
 )
 from .speculative import (
-    Acceptance as Acceptance,
     ChainDrafter as ChainDrafter,
-    Divergence as Divergence,
-    Draft as Draft,
     Drafter as Drafter,
-    DraftLength as DraftLength,
-    DraftState as DraftState,
     EagleDrafter as EagleDrafter,
     FunctionDrafter as FunctionDrafter,
     Generation as Generation,
@@ -94,16 +89,10 @@ from .speculative import (
     MTPDrafter as MTPDrafter,
     NullDrafter as NullDrafter,
     PromptLookupDrafter as PromptLookupDrafter,
-    RandomSource as RandomSource,
     SpeculativeConfig as SpeculativeConfig,
     SpeculativeStats as SpeculativeStats,
     Speculator as Speculator,
     SuffixDrafter as SuffixDrafter,
-    block_rule as block_rule,
-    enumerate_outcomes as enumerate_outcomes,
-    first_divergence as first_divergence,
-    rule_error as rule_error,
-    token_rule as token_rule,
 )
 
 __all__: list[str]

@@ -15,7 +15,7 @@ from .native import set_log_level
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-from .hub import BUNDLED_TARGET, obtain
+from .hub import BUNDLED_TARGET, resolve
 from .hub.catalogue import nearest
 
 __all__ = ["LoadOptions", "load"]
@@ -96,7 +96,7 @@ def load(
     if target is not None:
         hint = "give the context that generates, for example lb.load(), not its model or name"
         instance("target", target, Context, hint)
-    path = obtain(BUNDLED_TARGET if name_or_path is None else name_or_path, download=download)
+    path = resolve(BUNDLED_TARGET if name_or_path is None else name_or_path, download=download)
     model = Model(
         path,
         progress=progress,

@@ -131,7 +131,7 @@ class RandomLoad:
             nonlocal patience
             patience -= 1
             if victim is not None and patience == 0:
-                engine.cancel(victim)
+                engine.abort(victim)
 
         results = engine.generate(requests, on_event=on_event)
         assert len(results) == sum(request.n for request in requests)

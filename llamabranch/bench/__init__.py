@@ -16,7 +16,7 @@ from .machine import (
     processor_flags,
     profile_in_use,
 )
-from .pair import Cell, PairBench, PairReport
+from .pair import Cell, PairBench, PairReport, Sweep
 from .plotting import Curve, save_plot
 from .timing import (
     Interval,
@@ -46,6 +46,7 @@ __all__ = [
     "Series",
     "Spread",
     "Stopped",
+    "Sweep",
     "Total",
     "Work",
     "draft_cost",

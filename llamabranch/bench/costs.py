@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from ..context import Context
+from ..context.decoder import DecodeHook
 from ..speculative import SpeculativeStats
 from .timing import Spread, Stopped
 from .workloads import never
@@ -15,18 +16,11 @@ __all__ = ["CallClock", "DecodeClock", "draft_cost", "verify_costs", "verify_tim
 
 
 class CallClock:
-    """Adds up the seconds inside some methods of one object, from ``__enter__`` to ``__exit__``.
+    """Adds up the seconds inside some methods of one object, from ``__enter__`` to ``__exit__``."""
 
-    ``synchronize`` is called and timed after each call, for methods that return before their work is
-    done.
-    """
-
-    def __init__(
-        self, owner: object, *names: str, synchronize: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, owner: object, *names: str) -> None:
         self._owner = owner
         self._names = names
-        self._synchronize = synchronize
         self.seconds = 0.0
         self.n_calls = 0
 
@@ -39,7 +33,6 @@ class CallClock:
         def timed(*arguments: object) -> object:
             start = perf_counter()
             result = inner(*arguments)
-            self._synchronize()
             self.seconds += perf_counter() - start
             self.n_calls += 1
             return result
@@ -51,12 +44,28 @@ class CallClock:
             del vars(self._owner)[name]
 
 
-class DecodeClock(CallClock):
-    """Adds up the seconds inside ``llama_decode``, until the logits are available."""
+class DecodeClock:
+    """Adds up the seconds of decodes until their logits are there, from ``__enter__`` to ``__exit__``."""
 
     def __init__(self, ctx: Context) -> None:
-        handle = ctx.decoder.handle
-        super().__init__(handle, "decode", synchronize=handle.synchronize)
+        self._decoder = ctx.decoder
+        self._before: DecodeHook | None = None
+        self.seconds = 0.0
+        self.n_calls = 0
+
+    def __enter__(self) -> DecodeClock:
+        self._before = self._decoder.hook(self._timed)
+        return self
+
+    def _timed(self, decode: Callable[[int], int], n: int) -> int:
+        start = perf_counter()
+        code = decode(n) if self._before is None else self._before(decode, n)
+        self.seconds += perf_counter() - start
+        self.n_calls += 1
+        return code
+
+    def __exit__(self, *_: object) -> None:
+        self._decoder.hook(self._before)
 
 
 def verify_costs(

@@ -9,9 +9,8 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..context.machine_profile import profile_path
-from ..context.params import available_cores
-from ..native import engine_versions, system_info
+from ..native import available_cores, engine_versions, system_info
+from ..profile import profile_path
 
 __all__ = [
     "Machine",

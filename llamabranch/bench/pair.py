@@ -11,12 +11,12 @@ from ..context import Context
 from ..errors import DecodeInterruptedError
 from ..sampling import SamplingParams
 from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats
-from ..speculative.pair_profile import keep_decode_times
+from ..speculative.profile import keep_decode_times
 from .costs import draft_cost, verify_times
 from .timing import Interval, Maker, Series, Spread, Stopped, interleave
 from .workloads import never, plain, speculative
 
-__all__ = ["Cell", "PairBench", "PairReport"]
+__all__ = ["Cell", "PairBench", "PairReport", "Sweep"]
 
 RULES = ("seeded", "token", "block")
 _PLAIN = "plain"
@@ -169,6 +169,25 @@ class PairReport:
         return self.confirmed if self.verdict == "faster" else None
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """What is compared, and how often.
+
+    Args:
+        lengths: draft lengths: numbers and "auto".
+        n_tokens: tokens for each prompt.
+        n_runs: how often everything is measured.
+        n_pairs: the smallest number of texts for the final comparison with plain decoding.
+        verify_s: the smallest number of seconds for measuring v(n).
+    """
+
+    lengths: Sequence[int | str] = (*range(1, 9), "auto")
+    n_tokens: int = 64
+    n_runs: int = 3
+    n_pairs: int = 12
+    verify_s: float = 2.0
+
+
 class PairBench:
     """Compares speculative with plain decoding over several prompts, in interleaved runs.
 
@@ -177,11 +196,7 @@ class PairBench:
         drafter: returns a new drafter; None = measure the target only.
         prompts: token ids of each prompt.
         sampling: the settings; each run sets its own seed.
-        lengths: draft lengths: numbers and "auto".
-        n_tokens: tokens for each prompt.
-        n_runs: how often everything is measured.
-        n_pairs: the smallest number of texts for the final comparison with plain decoding.
-        verify_s: the smallest number of seconds for measuring v(n).
+        sweep: what is compared, and how often.
         progress: called with a description of the current step.
         stop: called between tokens; True ends the measurement.
     """
@@ -192,12 +207,8 @@ class PairBench:
         drafter: Callable[[], Drafter] | None,
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams,
+        sweep: Sweep | None = None,
         *,
-        lengths: Sequence[int | str] = (*range(1, 9), "auto"),
-        n_tokens: int = 64,
-        n_runs: int = 3,
-        n_pairs: int = 12,
-        verify_s: float = 2.0,
         progress: Callable[[str], None] = lambda text: None,
         stop: Callable[[], bool] = never,
     ) -> None:
@@ -205,11 +216,7 @@ class PairBench:
         self._drafter = drafter
         self._prompts = prompts
         self._sampling = sampling
-        self._lengths = lengths
-        self._n_tokens = n_tokens
-        self._n_runs = n_runs
-        self._n_pairs = n_pairs
-        self._verify_s = verify_s
+        self._sweep = sweep or Sweep()
         self._progress = progress
         self._stop = stop
 
@@ -227,11 +234,11 @@ class PairBench:
         except (Stopped, DecodeInterruptedError):
             report.stopped = True
             return report
-        sweep = [(k, "seeded") for k in self._lengths] if self._drafter else []
+        sweep = [(k, "seeded") for k in self._sweep.lengths] if self._drafter else []
         report.plain, report.lengths = self._measure("draft lengths", sweep)
         if self._sampling.temperature > 0 and report.fixed and not self._stop():
             k = max(report.fixed, key=lambda cell: cell.speedup.median).length
-            chosen = [k] if "auto" not in self._lengths else [k, "auto"]
+            chosen = [k] if "auto" not in self._sweep.lengths else [k, "auto"]
             settings = [(length, rule) for length in chosen for rule in RULES]
             _, report.rules = self._measure("rules", settings)
         candidate = report.candidate
@@ -242,16 +249,18 @@ class PairBench:
 
     def _confirm(self, candidate: Cell) -> Cell | None:
         """Measure a setting again, with seeds that were not used to choose it."""
-        n_runs = max(self._n_runs, math.ceil(self._n_pairs / len(self._prompts)))
+        n_runs = max(self._sweep.n_runs, math.ceil(self._sweep.n_pairs / len(self._prompts)))
         setting = (candidate.length, candidate.rule)
-        _, cells = self._measure("the fastest", [setting], n_runs=n_runs, first_run=self._n_runs)
+        _, cells = self._measure(
+            "the fastest", [setting], n_runs=n_runs, first_run=self._sweep.n_runs
+        )
         return cells[0] if cells else None
 
     def _verify_times(self) -> dict[int, list[float]]:
         target = self._target
         if not target.capabilities.can_truncate:
             return {}
-        longest = max((k for k in self._lengths if isinstance(k, int)), default=1)
+        longest = max((k for k in self._sweep.lengths if isinstance(k, int)), default=1)
         sizes = range(1, longest + 2)
         self._progress(f"a target decode of 1 to {longest + 1} tokens")
         n_prefix = max(1, min(128, target.n_ctx_seq - longest - 2))
@@ -260,13 +269,13 @@ class PairBench:
             sizes,
             n_prefix=n_prefix,
             repeats=_N_REPEATS,
-            least_s=self._verify_s,
+            least_s=self._sweep.verify_s,
             stop=self._stop,
         )
 
     def _warm_up(self) -> None:
         self._progress("warming up")
-        longest = max((k for k in self._lengths if isinstance(k, int)), default=1)
+        longest = max((k for k in self._sweep.lengths if isinstance(k, int)), default=1)
         for maker in self._makers([(longest, "seeded")] if self._drafter else [], 8).values():
             maker(-1)(0)
 
@@ -277,10 +286,10 @@ class PairBench:
         n_runs: int | None = None,
         first_run: int = 0,
     ) -> tuple[Series, list[Cell]]:
-        makers = self._makers(settings, self._n_tokens)
+        makers = self._makers(settings, self._sweep.n_tokens)
         found = interleave(
             {name: _from_run(first_run, maker) for name, maker in makers.items()},
-            n_runs=self._n_runs if n_runs is None else n_runs,
+            n_runs=self._sweep.n_runs if n_runs is None else n_runs,
             n_items=len(self._prompts),
             warm_up=False,
             progress=lambda text: self._progress(f"{what}: {text}" if text else ""),

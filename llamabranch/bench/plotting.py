@@ -7,10 +7,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from ..errors import ConfigError, UnsupportedError
 from .timing import Spread
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["Curve", "save_plot"]
 
@@ -63,26 +66,7 @@ def save_plot(
     figure = Figure(figsize=(8, 5), layout="constrained")
     plot = figure.add_subplot()
     for number, curve in enumerate(curves):
-        colour = f"C{(number if curve.colour is None else curve.colour) % 10}"
-        points = [y if isinstance(y, Spread) else Spread(y, y, y) for y in curve.y]
-        known = [(x, y) for x, y in zip(curve.x, points, strict=True) if not math.isnan(y.median)]
-        xs, ys = [x for x, _ in known], [y.median for _, y in known]
-        if curve.computed:
-            plot.plot(xs, ys, _DASHES[number % len(_DASHES)], color=colour, label=curve.label)
-            continue
-        bars = [[y.median - y.low for _, y in known], [y.high - y.median for _, y in known]]
-        plot.errorbar(
-            xs,
-            ys,
-            yerr=bars,
-            fmt=_MARKERS[number % len(_MARKERS)] + "-",
-            # Each is drawn over those before it, and thinner: equal ones stay visible.
-            markersize=5.0 + 0.9 * (len(curves) - 1 - number),
-            linewidth=1.3 + 0.4 * (len(curves) - 1 - number),
-            capsize=3,
-            color=colour,
-            label=curve.label,
-        )
+        _draw(plot, curve, number, len(curves) - 1 - number)
     if level is not None:
         plot.axhline(level, color="grey", linewidth=0.8)
     if log:
@@ -103,3 +87,25 @@ def save_plot(
         figure.savefig(path, dpi=120)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error}") from None
+
+
+def _draw(plot: Axes, curve: Curve, number: int, n_later: int) -> None:
+    colour = f"C{(number if curve.colour is None else curve.colour) % 10}"
+    points = [y if isinstance(y, Spread) else Spread(y, y, y) for y in curve.y]
+    known = [(x, y) for x, y in zip(curve.x, points, strict=True) if not math.isnan(y.median)]
+    xs, ys = [x for x, _ in known], [y.median for _, y in known]
+    if curve.computed:
+        plot.plot(xs, ys, _DASHES[number % len(_DASHES)], color=colour, label=curve.label)
+        return
+    plot.errorbar(
+        xs,
+        ys,
+        yerr=[[y.median - y.low for _, y in known], [y.high - y.median for _, y in known]],
+        fmt=_MARKERS[number % len(_MARKERS)] + "-",
+        # Each is drawn over those before it, and thinner: equal ones stay visible.
+        markersize=5.0 + 0.9 * n_later,
+        linewidth=1.3 + 0.4 * n_later,
+        capsize=3,
+        color=colour,
+        label=curve.label,
+    )

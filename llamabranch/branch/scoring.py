@@ -1,16 +1,16 @@
 """Rating given tokens after sequences, many continuations in shared decodes.
 
 The tokens are decoded in place, or on leased sequences that share the cells before them, and dropped
-again.
-Each row of logits is read as soon as it is computed; none is kept.
+again. Each row of logits is read as soon as it is computed; none is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ..context import Context
-from ..context.logits import TokenScore
+from ..context.batch import Batch
+from ..context.logits import LogitsRow, TokenScore
 from ..errors import SequencesExhaustedError
 from .sequence import TokenSequence
 
@@ -25,12 +25,11 @@ class _Continuation:
         self.tokens = tokens
         self.scores: list[TokenScore] = []
         self.seq_id = -1  # where it is decoded
-        self.n_decoded = 0
 
     @property
     def n_left(self) -> int:
-        """How many of its tokens must still be decoded: the last one need not."""
-        return len(self.tokens) - 1 - self.n_decoded
+        """How many of its tokens must be decoded: the last one need not."""
+        return len(self.tokens) - 1
 
     def lease(self) -> None:
         """Lease a sequence and give it the cells before the tokens.
@@ -85,7 +84,7 @@ def score_all(
         finally:
             for item in group:
                 item.end()
-        waiting = [item for item in waiting if item.n_left]
+        waiting = waiting[len(group) :]
     return [item.scores for item in items]
 
 
@@ -119,36 +118,15 @@ def _begin(ctx: Context, waiting: list[_Continuation], group: list[_Continuation
 
 
 def _decode(ctx: Context, group: list[_Continuation], top: int) -> None:
-    decoder = ctx.decoder
-    size = min(decoder.handle.n_chunk, ctx.n_outputs_max)
-    for chunk in _chunks(group, size):
-        tokens: list[int] = []
-        seqs: list[int] = []
-        for item, start, end in chunk:
-            tokens += item.tokens[start:end]
-            seqs += [item.seq_id] * (end - start)
-        rows = iter(decoder.decode(tokens, seqs, [True] * len(tokens)))
-        for item, start, end in chunk:
-            for token in item.tokens[start + 1 : end + 1]:
-                item.scores.append(next(rows).score(token, item.sequence.ctx.model, top))
-            item.n_decoded = end
-
-
-def _chunks(
-    group: list[_Continuation], size: int
-) -> Iterator[list[tuple[_Continuation, int, int]]]:
-    """Yield decodes of at most ``size`` tokens: continuations with the range of their tokens."""
-    chunk: list[tuple[_Continuation, int, int]] = []
-    room = size
+    """Decode the tokens of a group but for the last of each, and rate those that follow."""
+    batch = Batch()
+    following: list[tuple[_Continuation, int]] = []
     for item in group:
-        start, last = 0, len(item.tokens) - 1
-        while start < last:
-            end = min(last, start + room)
-            chunk.append((item, start, end))
-            room -= end - start
-            start = end
-            if not room:
-                yield chunk
-                chunk, room = [], size
-    if chunk:
-        yield chunk
+        batch.add(item.seq_id, item.tokens[:-1], "all")
+        following += [(item, token) for token in item.tokens[1:]]
+
+    def read(first: int, rows: list[LogitsRow]) -> None:
+        for row, (item, token) in zip(rows, following[first : first + len(rows)], strict=True):
+            item.scores.append(row.score(token, ctx.model, top))
+
+    batch.decode(ctx.decoder, read=read)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..context import Context
+from ..context.batch import Batch, decode_run
 from ..context.logits import LogitsRow
 from ..errors import BranchStateError, ConfigError
 from ..model.text import decode_utf8
@@ -166,7 +167,7 @@ class TokenSequence:
         if not self.tokens:
             raise BranchStateError("the branch is empty: it has no logits", hint="prefill it first")
         self.truncate(len(self.tokens) - 1)
-        row = self._decoder.decode_run(self.tokens[-1:], self.seq_id, "last")[0]
+        row = decode_run(self._decoder, self.tokens[-1:], self.seq_id, "last")[0]
         self.set_row(row)
         return row
 
@@ -236,7 +237,7 @@ class TokenSequence:
     ) -> list[LogitsRow]:
         """Decode ``tokens`` at the end; if that fails the cache is as before."""
         self.catch_up()
-        return self._decoder.decode_run(tokens, self.seq_id, logits, expiring)
+        return decode_run(self._decoder, tokens, self.seq_id, logits, expiring)
 
     def truncate(self, position: int) -> None:
         """Make the cache hold exactly the first ``position`` tokens; nothing else changes."""
@@ -257,7 +258,7 @@ class TokenSequence:
             self._cache.share(parent.seq_id, self.seq_id)
             done = parent.position
         if done < position:
-            self._decoder.decode_run(self.tokens[done:position], self.seq_id, "none")
+            decode_run(self._decoder, self.tokens[done:position], self.seq_id, "none")
 
     # -- tokens ------------------------------------------------------------------------------------
 
@@ -372,31 +373,27 @@ class TokenSequence:
         scored = sampler.params.logprobs
         surprisals = [-self.logits_row().logprob(tokens[0]) if scored and n else math.nan]
         self.catch_up()
-        size = min(self._decoder.handle.n_chunk, self.ctx.n_outputs_max)
-        if len(tokens) > size:
-            self._decoder.make_room(len(tokens))
-        rows: list[LogitsRow] = []
+        last: list[LogitsRow] = []
         kept: list[npt.NDArray[np.float32]] = []
-        try:
-            for low in range(0, len(tokens), size):
-                rows = self._decoder.decode_run(tokens[low : low + size], self.seq_id, "all")
-                following = tokens[low + 1 : low + size + 1]
-                for row, token in zip(rows, following, strict=False):
-                    surprisals.append(-row.logprob(token) if scored else math.nan)
-                kept += [row.array.copy() for row in rows if keeps_all]
-        except BaseException:
-            if self._cache.next_position(self.seq_id) > n:
-                self._cache.cut(self.seq_id, n)
-            raise
+
+        def read(first: int, rows: list[LogitsRow]) -> None:
+            for row, token in zip(rows, tokens[first + 1 : first + len(rows) + 1], strict=False):
+                surprisals.append(-row.logprob(token) if scored else math.nan)
+            kept.extend(row.array.copy() for row in rows if keeps_all)
+            last[:] = rows[-1:]
+
+        batch = Batch()
+        batch.add(self.seq_id, tokens, "all")
+        batch.decode(self._decoder, read=read)
         try:
             for token, surprisal in zip(tokens, surprisals, strict=True):
                 self.append_accepted(token, surprisal)
             self.use_sampler(sampler)
-            self.set_row(rows[-1])
+            self.set_row(last[0])
         except BaseException:
             self.forget(n)
             raise
-        return kept or [rows[-1].array.copy()]
+        return kept or [last[0].array.copy()]
 
     def append_unscored(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
         """Append decoded tokens without surprisals; ``row`` follows them, if it was kept."""

@@ -138,8 +138,7 @@ class Snapshot:
                 about.origin.check(ctx)
                 if sizes.n_logits > ctx.n_vocab:
                     raise SnapshotError("the snapshot's logits do not fit the vocabulary")
-                handle = ctx.decoder.handle
-                if sizes.width > handle.n_layer * handle.n_embd + handle.n_embd_out:
+                if sizes.width > ctx.decoder.most_hidden:
                     raise SnapshotError("the snapshot's hidden states do not fit the model")
                 _check_room(ctx, sizes.n_tokens, sizes.n_state)
             return about

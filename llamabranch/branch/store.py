@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import SupportsIndex
 
 from ..arguments import whole
 from ..context import Context, TokenScore
+from ..context.batch import Batch
 from ..context.logits import LogitsRow
 from ..errors import BranchStateError, ConfigError
 from ..model import TokenIds, token_list
 from ..pictures import tree
 from .branch import Branch
 from .scoring import score_all
+from .sequence import TokenSequence
 from .token import Produced
 from .tree import DEFAULT_COLUMNS, BranchTree, tree_lines
 
@@ -36,14 +37,7 @@ class BranchStore:
             ConfigError: a branch of another context, or no tokens for one.
             BranchStateError, TokenizeError, CacheFullError, DecodeError: no branch has changed.
         """
-        with self._ctx.lock:
-            work = {branch: token_list(tokens) for branch, tokens in prompts.items()}
-            for branch, tokens in work.items():
-                self._check(branch)
-                branch.sequence.check_prefill(tokens)
-            rows = self._decode(work)
-            for branch, tokens in work.items():
-                branch.sequence.append_prompt(tokens, rows[branch])
+        self._read(prompts, TokenSequence.check_prefill)
 
     def append(self, texts: Mapping[Branch, TokenIds]) -> None:
         """Append tokens that each branch reads, as `Branch.append`, in as few decodes as possible.
@@ -52,11 +46,18 @@ class BranchStore:
             ConfigError: a branch of another context, or no tokens for one.
             BranchStateError, TokenizeError, CacheFullError, DecodeError: no branch has changed.
         """
+        self._read(texts, TokenSequence.check_read)
+
+    def _read(
+        self,
+        texts: Mapping[Branch, TokenIds],
+        check: Callable[[TokenSequence, Sequence[int]], None],
+    ) -> None:
         with self._ctx.lock:
             work = {branch: token_list(tokens) for branch, tokens in texts.items()}
             for branch, tokens in work.items():
                 self._check(branch)
-                branch.sequence.check_read(tokens)
+                check(branch.sequence, tokens)
             rows = self._decode(work)
             for branch, tokens in work.items():
                 branch.sequence.append_prompt(tokens, rows[branch])
@@ -200,37 +201,12 @@ class BranchStore:
             raise BranchStateError("the branch is pruned")
 
     def _decode(self, work: Mapping[Branch, Sequence[int]]) -> dict[Branch, LogitsRow]:
-        """Decode all tokens, packed to n_batch; return each branch's last row."""
+        """Decode all tokens; return each branch's last row."""
         if not work:
             return {}
-        decoder, cache = self._ctx.decoder, self._ctx.kv_cache
-        size = self._ctx.n_batch
-        starts = {branch.seq_id: branch.position for branch in work}
-        packed = list(
-            chain.from_iterable(
-                ((branch, token, i == len(tokens) - 1) for i, token in enumerate(tokens))
-                for branch, tokens in work.items()
-            )
-        )
+        batch = Batch()
+        for branch, tokens in work.items():
+            batch.add(branch.seq_id, tokens)
         expiring = [row for branch in work for row in branch.sequence.expiring_rows()]
-        rows: dict[Branch, LogitsRow] = {}
-        if len(packed) > size:
-            decoder.make_room(len(packed))
-        try:
-            for low in range(0, len(packed), size):
-                for row in rows.values():
-                    row.detach()
-                pack = packed[low : low + size]
-                new = decoder.decode(
-                    [token for _, token, _ in pack],
-                    [branch.seq_id for branch, _, _ in pack],
-                    [last for _, _, last in pack],
-                    expiring if len(packed) <= size else (),
-                )
-                rows.update(zip((b for b, _, last in pack if last), new, strict=True))
-        except BaseException:
-            for seq_id, start in starts.items():
-                if cache.next_position(seq_id) > start:
-                    cache.cut(seq_id, start)
-            raise
-        return rows
+        rows = batch.decode(self._ctx.decoder, expiring)
+        return {branch: its[-1] for branch, its in zip(work, rows, strict=True)}

@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..context import Context
+from ..context.batch import decode_run
 from ..context.logits import LogitsRow, note_measures
 from ..errors import UnsupportedError
-from ..native import verify
+from ..native import acceptance
 from ..sampling import Distribution, Sampler
 from .sequence import TokenSequence
 
@@ -63,7 +64,7 @@ class TargetDistributions:
         wanted = sampler.params.logprobs
         return self._rows[i].draw(sampler, self._seed, self._position(i), measured=wanted)
 
-    def verify(self, rule: str, sources: Sequence[Distribution]) -> tuple[int, int] | None:
+    def accepted(self, rule: str, sources: Sequence[Distribution]) -> tuple[int, int] | None:
         """Apply a rule to the tokens after the first, a chain, in one call of the compiled core.
 
         Args:
@@ -75,7 +76,7 @@ class TargetDistributions:
         """
         sampler, rows = self._samplers[-1], self._rows
         compiled = sampler.row_sampler
-        if compiled is None or not verify.available:
+        if compiled is None or not acceptance.available:
             return None
         drafted, first, size = self._tokens[1:], rows[0].address, rows[0].array.nbytes
         if any(row.address != first + i * size for i, row in enumerate(rows)):
@@ -85,7 +86,7 @@ class TargetDistributions:
         arrays = [(source.ids, source.logweights) for source in sources]
         if not all(map(_suits_core, arrays)):
             return None
-        found = verify.verify(
+        found = acceptance.accept_rows(
             compiled,
             first,
             drafted,
@@ -205,13 +206,13 @@ class Verification:
             if self._is_tree:
                 self.rows = self._decode_tree()
             elif seq.ctx.capabilities.can_truncate or len(self._tokens) == 1:
-                self.rows = seq.decode_run(self._tokens, "all")
+                self.rows = seq.decode_run(self._tokens, "all", seq.expiring_rows())
             else:
                 # This memory cannot drop a tail, so the verification runs on a fork.
                 seq.catch_up()
                 with_fork = self._begin_trial(1)
                 try:
-                    self.rows = seq.ctx.decoder.decode_run(self._tokens, with_fork.seqs[0], "all")
+                    self.rows = decode_run(seq.ctx.decoder, self._tokens, with_fork.seqs[0], "all")
                 except BaseException:
                     self.abandon()
                     raise
@@ -257,15 +258,18 @@ class Verification:
             if trial is not None:
                 trial.end()
 
-    def accept(self, path: Sequence[int]) -> list[str]:
+    def accept(self, path: Sequence[int], surprisal: float = math.nan) -> list[str]:
         """Append the tokens numbered ``path``, drop the others from memory.
+
+        Args:
+            path: the numbers of the tokens, in order.
+            surprisal: that of the first of them, nats; the row it was drawn from may be overwritten.
 
         Returns:
             the text that each completed.
         """
         seq = self._sequence
         with seq.ctx.lock:
-            row = seq.row
             start = len(seq.tokens)
             texts = []
             if self._targets is not None:
@@ -275,11 +279,11 @@ class Verification:
             kept_rows = [self.rows[i] for i in path]
             scored = seq.sampler.params.logprobs
             try:
+                row = None
                 for i, after in zip(path, kept_rows, strict=True):
                     token = self._tokens[i]
-                    # The engine's decode has overwritten the row its pending token was drawn from.
-                    known = scored and row is not None and row.is_valid
-                    surprisal = -row.logprob(token) if row is not None and known else math.nan
+                    if row is not None:
+                        surprisal = -row.logprob(token) if scored else math.nan
                     texts.append(seq.append_accepted(token, surprisal))
                     row = after
                 seq.use_sampler(sampler)
@@ -310,7 +314,7 @@ class Verification:
                     row.detach()
                 trial.end()
                 kept = [self._tokens[i] for i in path]
-                return seq.ctx.decoder.decode_run(kept, seq.seq_id, "last")[-1]
+                return decode_run(seq.ctx.decoder, kept, seq.seq_id, "last")[-1]
         finally:
             trial.end()
         return rows[-1]

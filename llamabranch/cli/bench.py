@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import ClassVar
 
 import typer
 
 from llamabranch import ConfigError, Context, Drafter, LlamaBranchError
-from llamabranch.bench import Machine, PairBench, load_average, profile_in_use
+from llamabranch.bench import Machine, PairBench, Sweep, load_average, profile_in_use
 
 from .bench_report import FILES, BenchReport
-from .bundles import with_bundles
-from .console import print_json
+from .bundles import option, with_bundles
+from .console import Console, print_json
 from .drafters import MTP, drafting_models, is_model, make_drafter, note_translation
 from .files import check_new_file
 from .interrupts import InterruptHandler
 from .options import (
     DRAFTING,
-    OUTPUT,
     REQUESTS,
     ChatOptions,
     ModelOptions,
@@ -40,61 +40,96 @@ PROMPTS = (
 )
 
 
+@dataclass(frozen=True)
+class SizeOptions:
+    """How much is measured."""
+
+    panel: ClassVar[str] = REQUESTS
+
+    max_tokens: int | None = option(
+        None,
+        "Tokens for each prompt. Default: 64.",
+        "--max-tokens",
+        "--predict",
+        "--n-predict",
+        "-n",
+        min=1,
+    )
+    runs: int | None = option(None, "How often everything is measured. Default: 3.", min=1)
+    quick: bool = option(
+        False,
+        "One prompt, one run, 16 tokens, lengths 1, 2 and auto: does it run? The times mean "
+        "little.",
+        "--quick",
+    )
+    longest: int | None = option(
+        None, "The longest draft of the sweep. Default: 8.", min=1, max=64, rich_help_panel=DRAFTING
+    )
+
+    def sweep(self) -> Sweep:
+        """Return what is compared, and how often."""
+        quick = self.quick
+        return Sweep(
+            lengths=(*range(1, (self.longest or (2 if quick else 8)) + 1), "auto"),
+            n_tokens=self.max_tokens or (16 if quick else 64),
+            n_runs=self.runs or (1 if quick else 3),
+            n_pairs=1 if quick else 12,
+            verify_s=0.0 if quick else 2.0,
+        )
+
+
+@dataclass(frozen=True)
+class BenchOutput(OutputOptions):
+    """Where the results go."""
+
+    folder: Path | None = option(
+        None,
+        "Write bench.json, speed.png and acceptance.png into this folder.",
+        "--output",
+        "-o",
+        metavar="DIR",
+    )
+
+    def check(self) -> None:
+        """Make the folder; raise ConfigError for what cannot be written or is there already."""
+        if self.folder is not None:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"cannot write into {self.folder}: {error}") from None
+            for name in FILES:
+                check_new_file(self.folder / name)
+
+    def show(self, report: BenchReport, console: Console) -> None:
+        """Write the files and print the report; what the files raise is raised after that."""
+        files: list[Path] = []
+        failure: LlamaBranchError | None = None
+        try:
+            if self.folder is not None:
+                for path in report.write(self.folder, console):
+                    files.append(path)
+        except LlamaBranchError as error:
+            failure = error
+        if self.as_json:
+            print_json(report.as_json() | {"files": [str(path) for path in files]})
+        else:
+            report.print(console)
+            for path in files:
+                console.note(f"wrote {path}")
+        if failure is not None:
+            raise failure
+
+
 @with_bundles
 def bench(
     *,
     models: ModelOptions,
     prompts: PromptOptions,
     chat: ChatOptions,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens",
-            "--predict",
-            "--n-predict",
-            "-n",
-            min=1,
-            help="Tokens for each prompt. Default: 64.",
-            rich_help_panel=REQUESTS,
-        ),
-    ] = None,
-    runs: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="How often everything is measured. Default: 3.", rich_help_panel=REQUESTS
-        ),
-    ] = None,
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick",
-            help="One prompt, one run, 16 tokens, lengths 1, 2 and auto: does it run? The times mean "
-            "little.",
-            rich_help_panel=REQUESTS,
-        ),
-    ] = False,
-    longest: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=64,
-            help="The longest draft of the sweep. Default: 8.",
-            rich_help_panel=DRAFTING,
-        ),
-    ] = None,
+    size: SizeOptions,
     sampling: SamplingOptions,
     runtime: RuntimeOptions,
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="DIR",
-            help="Write bench.json, speed.png and acceptance.png into this folder.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    output: OutputOptions,
+    output: BenchOutput,
 ) -> None:
     """Measure a pair: what drafting costs and brings here, and the best setting to use.
 
@@ -105,15 +140,12 @@ def bench(
     """
     with output.console() as console, ExitStack() as stack:
         # Everything that can be wrong in the arguments is found before a model loads.
-        params = sampling.params()
+        params, sweep = sampling.params(), size.sweep()
         given = [request.prompt for request in prompts.read().requests(params)]
         if prompts.input_file is not None and not given:
             raise ConfigError(f"{prompts.input_file} has no prompts")
-        texts = given or list(PROMPTS[:1] if quick else PROMPTS)
-        if folder is not None:
-            _make_folder(folder)
-            for name in FILES:
-                check_new_file(folder / name)
+        texts = given or list(PROMPTS[:1] if size.quick else PROMPTS)
+        output.check()
         target_name, drafters = models.resolve(console)
 
         context = runtime.open(
@@ -131,8 +163,6 @@ def bench(
 
         note_translation(new_drafter(), context.model, console)
         params = sampling.without_eog(params, context.model)
-        n_tokens = max_tokens or (16 if quick else 64)
-        n_runs = runs or (1 if quick else 3)
         machine = Machine.now()
         with InterruptHandler([context, *contexts.values()]) as interrupts:
             measured = PairBench(
@@ -140,11 +170,7 @@ def bench(
                 new_drafter if drafters else None,
                 [_tokens(context, text, chat) for text in texts],
                 params,
-                lengths=(*range(1, (longest or (2 if quick else 8)) + 1), "auto"),
-                n_tokens=n_tokens,
-                n_runs=n_runs,
-                n_pairs=1 if quick else 12,
-                verify_s=0.0 if quick else 2.0,
+                sweep,
                 progress=console.progress,
                 stop=lambda: interrupts.requested,
             ).run()
@@ -159,27 +185,12 @@ def bench(
             draft_models=drafting_models(new_drafter()),
             temperature=params.temperature,
             n_prompts=len(texts),
-            n_tokens=n_tokens,
-            n_runs=n_runs,
+            n_tokens=sweep.n_tokens,
+            n_runs=sweep.n_runs,
             options=[*sampling.temperature_arguments(), *runtime.as_arguments()],
             profile=profile_in_use(),
         )
-        files: list[Path] = []
-        failure: LlamaBranchError | None = None
-        try:
-            if folder is not None:
-                for path in report.write(folder, console):
-                    files.append(path)
-        except LlamaBranchError as error:  # raised once what was measured is printed
-            failure = error
-        if output.as_json:
-            print_json(report.as_json() | {"files": [str(path) for path in files]})
-        else:
-            report.print(console)
-            for path in files:
-                console.note(f"wrote {path}")
-        if failure is not None:
-            raise failure
+        output.show(report, console)
         if interrupts.requested:
             console.note("interrupted: this is what was measured until then")
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -193,10 +204,3 @@ def _tokens(
     if isinstance(prompt, str):
         return chat.prompt_tokens(context.model, prompt)
     return context.model.prompt_tokens(prompt)
-
-
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write into {path}: {error}") from None

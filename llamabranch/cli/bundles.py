@@ -9,21 +9,39 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass
 from inspect import Parameter, Signature, cleandoc, signature
-from typing import Annotated, get_type_hints
+from typing import Annotated, TypeVar, get_type_hints
 
+import typer
 from typer.models import ParameterInfo
 
-__all__ = ["with_bundles"]
+__all__ = ["option", "with_bundles"]
+
+T = TypeVar("T")
+
+
+def option(default: T, text: str, *names: str, **more: object) -> T:
+    """Return the field of a bundle that is an option of a command.
+
+    Args:
+        default: its value where it is not given.
+        text: its line in --help.
+        names: as in `typer.Option`; none = from the field's.
+        more: other arguments of `typer.Option`.
+    """
+    return field(default=default, metadata={_OPTION: typer.Option(*names, help=text, **more)})  # type: ignore[call-overload, no-any-return]
+
+
+_OPTION = "option"  # where a field keeps it
 
 
 def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
     """Return ``command`` with the fields of its bundles as parameters, for Typer to read.
 
     A parameter whose type is a dataclass is a bundle: each of its fields becomes an option, declared by
-    the field's annotation, under the heading that the bundle's class names as ``panel`` unless the field
-    names another. The command gets the bundle, built from the options that were given.
+    `option` or by its annotation, under the heading that the class which declares it names as ``panel``
+    unless the field names another. The command gets the bundle, built from the options that were given.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[Parameter] = []
@@ -39,7 +57,7 @@ def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
     def run(**values: object) -> None:
         arguments: dict[str, object] = {}
         for name, kind in bundles.items():
-            arguments[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+            arguments[name] = kind(**{each.name: values.pop(each.name) for each in fields(kind)})
         command(**arguments, **values)
 
     run.__name__, run.__doc__ = command.__name__, _paragraphs(cleandoc(command.__doc__ or ""))
@@ -55,14 +73,20 @@ def _paragraphs(text: str) -> str:
 
 def _parameters(bundle: type) -> Iterator[Parameter]:
     hints = get_type_hints(bundle, include_extras=True)
-    panel = getattr(bundle, "panel", None)
-    for field in fields(bundle):
-        default = Parameter.empty if field.default is MISSING else field.default
+    panels = {
+        name: getattr(kind, "panel", None)
+        for kind in reversed(bundle.__mro__)
+        for name in vars(kind).get("__annotations__", ())
+    }
+    for each in fields(bundle):
+        hint = hints[each.name]
+        if _OPTION in each.metadata:
+            hint = Annotated[hint, each.metadata[_OPTION]]
         yield Parameter(
-            field.name,
+            each.name,
             Parameter.KEYWORD_ONLY,
-            default=default,
-            annotation=_under(panel, hints[field.name]),
+            default=Parameter.empty if each.default is MISSING else each.default,
+            annotation=_under(panels[each.name], hint),
         )
 
 

@@ -61,7 +61,7 @@ def candidates(target: str) -> list[Candidate]:
 
     First the draft that models.txt lists, then the models of the same vocabulary on this machine, from
     those of about a tenth of the target's size on, then those that could draft through the text. The
-    bundled draft is none of the latter: it knows fairy tales only.
+    bundled draft is left out of the latter: it knows fairy tales only.
     """
     path, listed = hub.resolve(target), hub.draft_for(target)
     size = _size(path)
@@ -86,13 +86,13 @@ def candidates(target: str) -> list[Candidate]:
                 found.append(Candidate(name, each, _size(each), way, name == listed))
     if listed is not None and not any(each.listed for each in found):
         (entry,) = (entry for entry in hub.catalogue() if entry.name == listed)
-        if hub.locate(entry) is None:
+        if entry.path is None:
             found.append(Candidate(listed, None, entry.size_bytes, "unknown", True))
     return sorted(found, key=lambda each: (each.drafts_by == "text", not each.listed))
 
 
 def choose_draft(target: str, obtain: Callable[[str], Path]) -> str | None:
-    """Return the name of the fittest draft, None if there is none.
+    """Return the name of the fittest draft, or None.
 
     One that models.txt lists and that is not here is passed to ``obtain``, which may download it.
     """
@@ -141,7 +141,7 @@ def _present(listed: str | None) -> dict[str, Path]:
     """Return the models on this machine by name: one name for each file."""
     named: dict[str, Path] = {}
     for entry in hub.catalogue():
-        path = hub.locate(entry)
+        path = entry.path
         if path is not None and (entry.name == listed or entry.role == "draft"):
             named[entry.name] = path
     known = {path.resolve() for path in named.values()}

@@ -357,7 +357,7 @@ def _saved_branch_goes_on(ctx: Context) -> tuple[bool, str]:
             same = [branch.step().token for _ in range(8)] == [
                 loaded.step().token for _ in range(8)
             ]
-    return same, "goes on as it would have" if same else "goes on in another way"
+    return same, "the same tokens follow" if same else "other tokens follow"
 
 
 def _audit(ctx: Context) -> tuple[bool, str]:

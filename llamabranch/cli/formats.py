@@ -43,7 +43,7 @@ def decimal_size(n_bytes: float) -> str:
 
 
 def spread_text(spread: Spread, digits: int) -> str:
-    """Format a median with the lowest and the highest value, or a dash where there is none."""
+    """Format a median with the lowest and the highest value, or a dash without values."""
     if math.isnan(spread.median):
         return "-"
     low, high = f"{spread.low:.{digits}f}", f"{spread.high:.{digits}f}"

@@ -15,6 +15,7 @@ from llamabranch import Engine, Event, NullDrafter, Request, Result
 from .console import Console
 from .formats import batch_invariance, number, stop_reasons_text
 from .job_survey import JobSurvey
+from .options import TextOutputOptions
 from .results import ResultFile
 
 __all__ = ["GenerateReport", "Progress"]
@@ -28,11 +29,11 @@ class GenerateReport:
         job: what the requests are.
         console: where results, progress and totals go.
         file: where results are appended instead, if anywhere.
-        quiet: print neither results nor their errors.
+        output: with ``as_json`` neither results nor their errors are printed, with ``display_prompt``
+            prompts before the texts; None = on a terminal only, where each text has the
+            id of its request before it. A pipe gets the texts alone, in the order of the prompts.
         in_order: keep results back until those of all earlier texts are there.
         stats: add the statistics of drafting to each result.
-        display_prompt: print prompts before the texts; None = on a terminal only, where each text has the
-            id of its request before it. A pipe gets the texts alone, in the order of the prompts.
         chat: prompts are questions: print them on lines of their own.
 
     Attributes:
@@ -46,13 +47,13 @@ class GenerateReport:
         job: JobSurvey,
         console: Console,
         file: ResultFile | None,
+        output: TextOutputOptions,
         *,
-        quiet: bool,
         in_order: bool = False,
         stats: bool = False,
-        display_prompt: bool | None = None,
         chat: bool = False,
     ) -> None:
+        quiet, display_prompt = output.as_json, output.display_prompt
         self.engine = engine
         self.job = job
         self.console = console

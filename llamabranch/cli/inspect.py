@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from llamabranch import Context, Model, VocabularyReport, hub
+from llamabranch import Context, Model, hub
+from llamabranch.model import VocabularyReport
 
 from .bundles import with_bundles
 from .candidates import ACCEPTANCES, Candidate, Gain, candidates, measure
@@ -170,7 +171,7 @@ def _print_drafts(console: Console, found: Sequence[tuple[Candidate, Gain | None
         if gain is not None:
             cells = [f"{gain.c:.2f}"]
             for length, speedup in gain.best:
-                cells.append(f"{speedup:.2f} ({length} drafted)" if length else "none pays")
+                cells.append(f"{speedup:.2f} ({length} drafted)" if length else "no gain")
         where = "here" if each.path is not None else "to download"
         rows.append(
             (base_name(each.name), decimal_size(each.size_bytes), each.drafts_by, where, *cells)

@@ -56,7 +56,7 @@ _BY_HINT: dict[str, str] = {
     "-ctxcp --ctx-checkpoints --swa-checkpoints -cms --checkpoint-min-step": (
         "there are no checkpoints to count: --prefix-cache keeps the K/V of finished texts"
     ),
-    "-kvu --kv-unified -no-kvu --no-kv-unified": "generate and serve have --kv-unified and --no-kv-unified",
+    "-kvu --kv-unified -no-kvu --no-kv-unified": "generate and serve have --kv-unified",
     "-cram --cache-ram": "generate and serve have --cache-ram, for the prefix cache",
     "--cache-idle-slots --no-cache-idle-slots --cache-prompt --no-cache-prompt --cache-reuse": (
         "--prefix-cache keeps the K/V of finished texts"

@@ -65,7 +65,7 @@ def models(
 
 
 def _list_catalogue(console: Console, as_json: bool) -> None:
-    found = [(entry, hub.locate(entry)) for entry in hub.catalogue()]
+    found = [(entry, entry.path) for entry in hub.catalogue()]
     if as_json:
         print_json(
             {

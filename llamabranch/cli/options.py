@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ import typer
 import llamabranch as lb
 from llamabranch import ConfigError, SamplingParams, hub
 
+from .bundles import option
 from .console import Console
 from .jsonl import read_text
 from .prompts import (
@@ -44,29 +45,29 @@ __all__ = [
     "OUTPUT",
     "REQUESTS",
     "RUNTIME",
-    "CacheRam",
     "ChatOptions",
     "DraftOptions",
+    "DraftedOptions",
     "Explain",
     "HubOptions",
     "LoadingOptions",
     "ModelOptions",
     "OutputOptions",
-    "Parallel",
     "ParseSpecial",
     "PromptArgument",
     "PromptOptions",
     "RuntimeOptions",
     "SamplingOptions",
+    "SharedOptions",
     "TargetOptions",
     "TemplateOptions",
     "TextOptions",
     "TextOutputOptions",
+    "TextSettings",
     "Threads",
-    "UnifiedCache",
+    "given_seed",
     "limit",
     "one_prompt",
-    "seed_given",
 ]
 
 _DEFAULT_N_CTX = 2048  # of the library, unless the model was trained for less
@@ -144,40 +145,6 @@ Threads = Annotated[
     typer.Option("--threads", "-t", min=1, help="CPU threads.", rich_help_panel=RUNTIME),
 ]
 
-CacheRam = Annotated[
-    int,
-    typer.Option(
-        "--cache-ram",
-        "-cram",
-        min=0,
-        metavar="MIB",
-        help="Host memory in MiB for evicted prefix K/V; turns the prefix cache on.",
-        rich_help_panel=RUNTIME,
-    ),
-]
-
-Parallel = Annotated[
-    int,
-    typer.Option(
-        "--parallel",
-        "-np",
-        min=1,
-        max=255,
-        help="Texts at a time at most.",
-        rich_help_panel=RUNTIME,
-    ),
-]
-
-UnifiedCache = Annotated[
-    bool | None,
-    typer.Option(
-        "--kv-unified/--no-kv-unified",
-        "-kvu/-no-kvu",
-        help="One KV cache for all texts, or a part for each.  [default: chosen]",
-        rich_help_panel=RUNTIME,
-    ),
-]
-
 
 @dataclass(frozen=True)
 class HubOptions:
@@ -185,46 +152,39 @@ class HubOptions:
 
     panel: ClassVar[str] = MODELS
 
-    download: Annotated[
-        bool | None,
-        typer.Option(
-            "--download/--no-download",
-            help="Download a model that is not on this machine, or never do so. "
-            "Default: only where a terminal shows its size.",
-        ),
-    ] = None
-    offline: Annotated[
-        bool,
-        typer.Option("--offline", help="Use no network."),
-    ] = False
+    download: bool | None = option(
+        None,
+        "Download a model that is not on this machine, or never do so. "
+        "Default: only where a terminal shows its size.",
+        "--download/--no-download",
+    )
+    offline: bool = option(False, "Use no network.", "--offline")
 
     def find(self, name: str) -> Path:
         """Return the file of a model, downloaded if it must be and may be.
 
         Raises:
-            ConfigError, DownloadError, UnsupportedError: as `llamabranch.hub.obtain`.
+            ConfigError, DownloadError, UnsupportedError: as `llamabranch.hub.resolve`.
         """
-        return hub.obtain(name, download=self.download, offline=True if self.offline else None)
+        return hub.resolve(name, download=self.download, offline=True if self.offline else None)
 
 
 @dataclass(frozen=True)
 class TargetOptions(HubOptions):
     """The model that a text is for."""
 
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--target",
-            "--target-model",
-            "--model",
-            "-m",
-            "--hf-repo",
-            "-hf",
-            "-hfr",
-            help="A GGUF path, a name from `llamabranch models`, or user/repo[:tag] on the Hugging Face "
-            "hub. Default: the bundled target.",
-        ),
-    ] = None
+    target: str | None = option(
+        None,
+        "A GGUF path, a name from `llamabranch models`, or user/repo[:tag] on the Hugging Face "
+        "hub. Default: the bundled target.",
+        "--target",
+        "--target-model",
+        "--model",
+        "-m",
+        "--hf-repo",
+        "-hf",
+        "-hfr",
+    )
 
     @property
     def target_name(self) -> str:
@@ -236,26 +196,24 @@ class TargetOptions(HubOptions):
 class ModelOptions(TargetOptions):
     """The target and what drafts for it."""
 
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            "--draft",
-            "--draft-model",
-            "--model-draft",
-            "--spec-draft-model",
-            "--hf-repo-draft",
-            "--spec-draft-hf",
-            "-d",
-            "-md",
-            "-hfd",
-            "-hfrd",
-            help="A model, an EAGLE-3 head or a file of MTP layers as for --target, `mtp` (the "
-            "target's own MTP layers), `auto` (what fits), `lookup`, `suffix`, `grammar` (what the "
-            "grammar forces), a chain such as `suffix+NAME` or `grammar+NAME`, or `none`. "
-            "Default: auto, where the draft listed with the target comes before others; with a "
-            "grammar, grammar+suffix.",
-        ),
-    ] = None
+    draft: str | None = option(
+        None,
+        "A model, an EAGLE-3 head or a file of MTP layers as for --target, `mtp` (the "
+        "target's own MTP layers), `auto` (what fits), `lookup`, `suffix`, `grammar` (what the "
+        "grammar forces), a chain such as `suffix+NAME` or `grammar+NAME`, or `none`. "
+        "Default: auto, where the draft listed with the target comes before others; with a "
+        "grammar, grammar+suffix.",
+        "--draft",
+        "--draft-model",
+        "--model-draft",
+        "--spec-draft-model",
+        "--hf-repo-draft",
+        "--spec-draft-hf",
+        "-d",
+        "-md",
+        "-hfd",
+        "-hfrd",
+    )
 
     def resolve(
         self, console: Console, *, has_grammar: bool = False
@@ -301,8 +259,10 @@ class ModelOptions(TargetOptions):
     def _default_draft(target: str) -> str:
         """Return the draft that models.txt lists for the target if it is here, else "auto"."""
         listed = hub.draft_for(target)
-        is_here = listed is not None and isinstance(hub.look_up(listed), Path)
-        return listed if listed is not None and is_here else "auto"
+        for entry in hub.catalogue():
+            if entry.name == listed and entry.path is not None:
+                return entry.name
+        return "auto"
 
 
 @dataclass(frozen=True)
@@ -311,34 +271,28 @@ class PromptOptions:
 
     panel: ClassVar[str] = REQUESTS
 
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--prompts",
-            "--prompt",
-            "-p",
-            metavar="P1 P2 ...",
-            callback=_unescaped,
-            help="What to continue: one or more texts; may be repeated.",
-        ),
-    ] = None
-    files: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--file",
-            "-f",
-            help="A file whose whole text is one prompt, without its last newline; may be repeated.",
-        ),
-    ] = None
-    input_file: Annotated[
-        str | None,
-        typer.Option(
-            "--input",
-            "-i",
-            metavar="FILE|-",
-            help="A file of prompts, one a line, or of JSON objects (.jsonl); - is standard input.",
-        ),
-    ] = None
+    prompts: list[str] | None = option(
+        None,
+        "What to continue: one or more texts; may be repeated.",
+        "--prompts",
+        "--prompt",
+        "-p",
+        metavar="P1 P2 ...",
+        callback=_unescaped,
+    )
+    files: list[Path] | None = option(
+        None,
+        "A file whose whole text is one prompt, without its last newline; may be repeated.",
+        "--file",
+        "-f",
+    )
+    input_file: str | None = option(
+        None,
+        "A file of prompts, one a line, or of JSON objects (.jsonl); - is standard input.",
+        "--input",
+        "-i",
+        metavar="FILE|-",
+    )
     escape: Escape = False
 
     def read(self) -> PromptSource:
@@ -367,18 +321,12 @@ class PromptArgument:
             rich_help_panel="Arguments",
         ),
     ] = None
-    option: Annotated[
-        str | None,
-        typer.Option(
-            "--prompt", "-p", callback=_unescaped, help="The prompt, in place of the argument."
-        ),
-    ] = None
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--file", "-f", help="A file whose text is the prompt, without its last newline."
-        ),
-    ] = None
+    given: str | None = option(
+        None, "The prompt, in place of the argument.", "--prompt", "-p", callback=_unescaped
+    )
+    file: Path | None = option(
+        None, "A file whose text is the prompt, without its last newline.", "--file", "-f"
+    )
     escape: Escape = False
 
     def read(self) -> str:
@@ -387,12 +335,12 @@ class PromptArgument:
         Raises:
             ConfigError: more than one was given, or it cannot be read.
         """
-        prompt = one_prompt(self.argument, self.option, self.file)
+        prompt = one_prompt(self.argument, self.given, self.file)
         return DEFAULT_PROMPT if prompt is None else prompt
 
 
 def one_prompt(argument: str | None, option: str | None, file: Path | None) -> str | None:
-    """Return the prompt that was given in one of three ways, None if there is none.
+    """Return the prompt that was given in one of three ways, or None.
 
     Raises:
         ConfigError: more than one was given, or it cannot be read.
@@ -414,26 +362,21 @@ class DraftOptions:
 
     panel: ClassVar[str] = DRAFTING
 
-    draft_length: Annotated[
-        str,
-        typer.Option(
-            *DRAFT_LENGTH_NAMES,
-            metavar="N|auto",
-            help="Tokens to draft a round; auto drafts as many as pay, and none where none pays.",
-        ),
-    ] = "auto"
-    rule: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|seeded|token|block",
-            help="How drafted tokens are accepted; auto is seeded with a seed, at temperature 0 and "
-            "for trees, else block.",
-        ),
-    ] = "auto"
-    entropy_stop: Annotated[
-        float | None,
-        typer.Option(help="End a draft where the draft model's entropy exceeds this many nats."),
-    ] = None
+    draft_length: str = option(
+        "auto",
+        "Tokens to draft a round; auto drafts as many as raise throughput, possibly none.",
+        *DRAFT_LENGTH_NAMES,
+        metavar="N|auto",
+    )
+    rule: str = option(
+        "auto",
+        "How drafted tokens are accepted; auto is seeded with a seed, at temperature 0 and "
+        "for trees, else block.",
+        metavar="auto|seeded|token|block",
+    )
+    entropy_stop: float | None = option(
+        None, "End a draft where the draft model's entropy exceeds this many nats."
+    )
 
     def config(self) -> SpeculativeConfig:
         """Return the settings as the library takes them.
@@ -454,57 +397,46 @@ class TemplateOptions:
 
     panel: ClassVar[str] = REQUESTS
 
-    chat_template: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JINJA|NAME",
-            help="A chat template in place of the target's, or the name of one of llama.cpp's own, such "
-            "as chatml.",
-        ),
-    ] = None
-    chat_template_file: Annotated[
-        Path | None, typer.Option(help="A file with a chat template, as --chat-template.")
-    ] = None
+    chat_template: str | None = option(
+        None,
+        "A chat template in place of the target's, or the name of one of llama.cpp's own, such "
+        "as chatml.",
+        metavar="JINJA|NAME",
+    )
+    chat_template_file: Path | None = option(
+        None, "A file with a chat template, as --chat-template."
+    )
 
     @property
     def template(self) -> str | None:
-        """The chat template that was given, as `llamabranch.load` takes it, None if there is none.
+        """The chat template that was given, as `llamabranch.load` takes it, or None.
 
         Raises:
             ConfigError: it was given twice, or its file cannot be read.
         """
-        if self.chat_template_file is None:
-            return self.chat_template
-        if self.chat_template is not None:
-            raise ConfigError("--chat-template and --chat-template-file exclude each other")
-        return read_text(self.chat_template_file)
+        return _either(self.chat_template, self.chat_template_file, read_text, "--chat-template")
 
 
 @dataclass(frozen=True)
 class ChatOptions(TemplateOptions):
     """How a prompt becomes tokens: as it is, or as a message of a conversation."""
 
-    chat: Annotated[
-        bool,
-        typer.Option("--chat", help="Wrap the prompt in the target's chat template."),
-    ] = False
-    system_prompt: Annotated[
-        str | None,
-        typer.Option(
-            "--system-prompt",
-            "-sys",
-            callback=_unescaped,
-            help="The system message before the prompt; turns --chat on.",
-        ),
-    ] = None
-    system_prompt_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--system-prompt-file",
-            "-sysf",
-            help="A file whose text is the system message, without its last newline.",
-        ),
-    ] = None
+    panel: ClassVar[str] = REQUESTS
+
+    chat: bool = option(False, "Wrap the prompt in the target's chat template.", "--chat")
+    system_prompt: str | None = option(
+        None,
+        "The system message before the prompt; turns --chat on.",
+        "--system-prompt",
+        "-sys",
+        callback=_unescaped,
+    )
+    system_prompt_file: Path | None = option(
+        None,
+        "A file whose text is the system message, without its last newline.",
+        "--system-prompt-file",
+        "-sysf",
+    )
     parse_special: ParseSpecial = True
 
     @property
@@ -517,16 +449,14 @@ class ChatOptions(TemplateOptions):
 
     @property
     def system(self) -> str | None:
-        """The system message, None if there is none.
+        """The system message, or None.
 
         Raises:
             ConfigError: it was given twice, or its file cannot be read.
         """
-        if self.system_prompt_file is None:
-            return self.system_prompt
-        if self.system_prompt is not None:
-            raise ConfigError("--system-prompt and --system-prompt-file exclude each other")
-        return read_prompt_file(self.system_prompt_file)
+        return _either(
+            self.system_prompt, self.system_prompt_file, read_prompt_file, "--system-prompt"
+        )
 
     def prompt_tokens(self, model: Model, prompt: str) -> list[int]:
         """Return the tokens of a prompt, as a user's turn in the chat template where that is on.
@@ -545,104 +475,95 @@ class ChatOptions(TemplateOptions):
         return f"{prompt}\n" if self.is_on else prompt
 
 
+def _either(
+    text: str | None, file: Path | None, read: Callable[[Path], str], name: str
+) -> str | None:
+    """Return a text that is given by itself or in a file, or None."""
+    if file is None:
+        return text
+    if text is not None:
+        raise ConfigError(f"{name} and {name}-file exclude each other")
+    return read(file)
+
+
 @dataclass(frozen=True)
 class SamplingOptions:
     """How tokens are drawn: the settings of `llamabranch.SamplingParams` by the same names."""
 
     panel: ClassVar[str] = SAMPLING
 
-    temperature: Annotated[
-        float, typer.Option("--temperature", "--temp", help="0 takes the most probable token.")
-    ] = DEFAULTS.temperature
-    top_k: Annotated[int, typer.Option(help="Keep the k most probable; 0 keeps all.")] = (
-        DEFAULTS.top_k
+    temperature: float = option(
+        DEFAULTS.temperature, "0 takes the most probable token.", "--temperature", "--temp"
     )
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")] = DEFAULTS.top_p
-    min_p: Annotated[
-        float,
-        typer.Option(
-            help="Drop tokens less probable than this share of the most probable one; 0 is off."
-        ),
-    ] = DEFAULTS.min_p
-    typical_p: Annotated[
-        float,
-        typer.Option("--typical", "--typical-p", help="Locally typical sampling; 1 is off."),
-    ] = DEFAULTS.typical_p
-    top_n_sigma: Annotated[
-        float,
-        typer.Option(
-            "--top-n-sigma",
-            "--top-nsigma",
-            help="Keep logits within so many standard deviations of the largest; -1 is off.",
-        ),
-    ] = DEFAULTS.top_n_sigma
-    xtc_probability: Annotated[
-        float,
-        typer.Option(help="With this probability drop the most probable tokens (XTC); 0 is off."),
-    ] = DEFAULTS.xtc_probability
-    xtc_threshold: Annotated[
-        float, typer.Option(help="XTC drops all but the last token above this probability.")
-    ] = DEFAULTS.xtc_threshold
-    dynatemp_range: Annotated[
-        float,
-        typer.Option(help="Vary the temperature by so much with the entropy; 0 is off."),
-    ] = DEFAULTS.dynatemp_range
-    dynatemp_exponent: Annotated[
-        float,
-        typer.Option("--dynatemp-exp", help="The exponent of the dynamic temperature."),
-    ] = DEFAULTS.dynatemp_exponent
-    repeat_penalty: Annotated[float, typer.Option(help="Penalise recent tokens; 1 is off.")] = (
-        DEFAULTS.repeat_penalty
+    top_k: int = option(DEFAULTS.top_k, "Keep the k most probable; 0 keeps all.")
+    top_p: float = option(DEFAULTS.top_p, "Nucleus sampling; 1 is off.")
+    min_p: float = option(
+        DEFAULTS.min_p,
+        "Drop tokens less probable than this share of the most probable one; 0 is off.",
     )
-    presence_penalty: Annotated[
-        float, typer.Option(help="Subtracted from the logits of recent tokens; 0 is off.")
-    ] = DEFAULTS.presence_penalty
-    frequency_penalty: Annotated[
-        float,
-        typer.Option(help="Subtracted for each time a token occurred recently; 0 is off."),
-    ] = DEFAULTS.frequency_penalty
-    penalty_last_n: Annotated[
-        int,
-        typer.Option(
-            "--repeat-last-n", help="How many tokens are recent; 0 is off, -1 is the whole context."
-        ),
-    ] = DEFAULTS.penalty_last_n
-    dry_multiplier: Annotated[
-        float, typer.Option(help="Penalise repeated sequences (DRY); 0 is off.")
-    ] = DEFAULTS.dry_multiplier
-    dry_base: Annotated[
-        float, typer.Option(help="DRY: how fast the penalty grows with the length.")
-    ] = DEFAULTS.dry_base
-    dry_allowed_length: Annotated[
-        int, typer.Option(help="DRY: the length up to which a repetition costs nothing.")
-    ] = DEFAULTS.dry_allowed_length
-    dry_penalty_last_n: Annotated[
-        int, typer.Option(help="DRY: tokens that are searched; 0 is off, -1 is the whole context.")
-    ] = DEFAULTS.dry_penalty_last_n
-    dry_sequence_breakers: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--dry-sequence-breaker",
-            callback=_unescaped,
-            help="DRY: a text that ends a sequence, in place of the usual ones; may be repeated; none "
-            "leaves all out.",
-        ),
-    ] = None
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--logit-bias",
-            "-l",
-            metavar="TOKEN(+|-)BIAS",
-            help="Add to a token's logit, such as 15043+1 or 15043-inf; may be repeated.",
-        ),
-    ] = None
-    ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos", "--ignore-end", help="Never sample an EOG (end of generation) token."
-        ),
-    ] = False
+    typical_p: float = option(
+        DEFAULTS.typical_p, "Locally typical sampling; 1 is off.", "--typical", "--typical-p"
+    )
+    top_n_sigma: float = option(
+        DEFAULTS.top_n_sigma,
+        "Keep logits within N standard deviations of the largest; -1 is off.",
+        "--top-n-sigma",
+        "--top-nsigma",
+    )
+    xtc_probability: float = option(
+        DEFAULTS.xtc_probability,
+        "With this probability drop the most probable tokens (XTC); 0 is off.",
+    )
+    xtc_threshold: float = option(
+        DEFAULTS.xtc_threshold, "XTC drops all but the last token above this probability."
+    )
+    dynatemp_range: float = option(
+        DEFAULTS.dynatemp_range,
+        "Vary the temperature by up to this much with the entropy; 0 is off.",
+    )
+    dynatemp_exponent: float = option(
+        DEFAULTS.dynatemp_exponent, "The exponent of the dynamic temperature.", "--dynatemp-exp"
+    )
+    repeat_penalty: float = option(DEFAULTS.repeat_penalty, "Penalise recent tokens; 1 is off.")
+    presence_penalty: float = option(
+        DEFAULTS.presence_penalty, "Subtracted from the logits of recent tokens; 0 is off."
+    )
+    frequency_penalty: float = option(
+        DEFAULTS.frequency_penalty, "Subtracted for each time a token occurred recently; 0 is off."
+    )
+    penalty_last_n: int = option(
+        DEFAULTS.penalty_last_n,
+        "How many tokens are recent; 0 is off, -1 is the whole context.",
+        "--repeat-last-n",
+    )
+    dry_multiplier: float = option(
+        DEFAULTS.dry_multiplier, "Penalise repeated sequences (DRY); 0 is off."
+    )
+    dry_base: float = option(DEFAULTS.dry_base, "DRY: how fast the penalty grows with the length.")
+    dry_allowed_length: int = option(
+        DEFAULTS.dry_allowed_length, "DRY: the length up to which a repetition costs nothing."
+    )
+    dry_penalty_last_n: int = option(
+        DEFAULTS.dry_penalty_last_n,
+        "DRY: tokens that are searched; 0 is off, -1 is the whole context.",
+    )
+    dry_sequence_breakers: list[str] | None = option(
+        None,
+        "DRY: a text that ends a sequence, in place of the usual ones; may be repeated; none "
+        "leaves all out.",
+        "--dry-sequence-breaker",
+        callback=_unescaped,
+    )
+    logit_bias: list[str] | None = option(
+        None,
+        "Add to a token's logit, such as 15043+1 or 15043-inf; may be repeated.",
+        "--logit-bias",
+        "-l",
+        metavar="TOKEN(+|-)BIAS",
+    )
+    ignore_eos: bool = option(
+        False, "Never sample an EOG (end of generation) token.", "--ignore-eos", "--ignore-end"
+    )
 
     def params(self, seed: int | None = None) -> SamplingParams:
         """Return the settings as the library takes them; `without_eog` adds ``--ignore-eos``.
@@ -651,7 +572,9 @@ class SamplingOptions:
             ConfigError: a value out of range.
         """
         special = ("dry_sequence_breakers", "logit_bias", "ignore_eos")
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in special}
+        values = {
+            f.name: getattr(self, f.name) for f in fields(SamplingOptions) if f.name not in special
+        }
         if self.dry_sequence_breakers is not None:
             given = self.dry_sequence_breakers
             # As in llama.cpp: "none" forgets those before it.
@@ -696,7 +619,7 @@ def limit(value: int | None) -> int | None:
     return value
 
 
-def seed_given(value: int | None) -> int | None:
+def given_seed(value: int | None) -> int | None:
     """Return the seed, None for llama.cpp's -1: a random one."""
     return None if value == -1 else value
 
@@ -707,53 +630,39 @@ class TextOptions:
 
     panel: ClassVar[str] = SAMPLING
 
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens",
-            "--predict",
-            "--n-predict",
-            "-n",
-            callback=limit,
-            help="Tokens to generate; -1: until the model ends the text or the context is full.",
-        ),
-    ] = 128
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            "--seed",
-            "-s",
-            callback=seed_given,
-            help="With a seed the text is that of plain decoding, whatever the draft, in a "
-            "batch-invariant context; -1 is a random one.",
-        ),
-    ] = None
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(callback=_unescaped, help="End at this text; may be repeated."),
-    ] = None
-    grammar: Annotated[
-        Path | None,
-        typer.Option("--grammar", "--grammar-file", help="A file with a GBNF grammar."),
-    ] = None
-    json_schema: Annotated[
-        str | None,
-        typer.Option(
-            "--json-schema",
-            "--json-schema-file",
-            "-j",
-            "-jf",
-            help="A JSON schema: a file, or the JSON itself.",
-        ),
-    ] = None
-    regex: Annotated[
-        str | None,
-        typer.Option("--regex", help="A regular expression that the whole text matches."),
-    ] = None
-    choice: Annotated[
-        list[str] | None,
-        typer.Option("--choice", help="A text that may be generated; repeat it for each."),
-    ] = None
+    max_tokens: int | None = option(
+        128,
+        "Tokens to generate; -1: until the model ends the text or the context is full.",
+        "--max-tokens",
+        "--predict",
+        "--n-predict",
+        "-n",
+        callback=limit,
+    )
+    seed: int | None = option(
+        None,
+        "With a seed the text is that of plain decoding, whatever the draft, in a "
+        "batch-invariant context; -1 is a random one.",
+        "--seed",
+        "-s",
+        callback=given_seed,
+    )
+    stop: list[str] | None = option(None, "End at this text; may be repeated.", callback=_unescaped)
+    grammar: Path | None = option(
+        None, "A file with a GBNF grammar.", "--grammar", "--grammar-file"
+    )
+    json_schema: str | None = option(
+        None,
+        "A JSON schema: a file, or the JSON itself.",
+        "--json-schema",
+        "--json-schema-file",
+        "-j",
+        "-jf",
+    )
+    regex: str | None = option(None, "A regular expression that the whole text matches.", "--regex")
+    choice: list[str] | None = option(
+        None, "A text that may be generated; repeat it for each.", "--choice"
+    )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -761,7 +670,7 @@ class TextOptions:
         return tuple(self.stop or ())
 
     def parse_grammar(self) -> Grammar | None:
-        """Return the grammar that these options describe, None if there is none.
+        """Return the grammar that these options describe, or None.
 
         Raises:
             ConfigError, GrammarError: the file cannot be read, or the grammar is invalid.
@@ -785,31 +694,33 @@ class TextOptions:
 
 
 @dataclass(frozen=True)
+class DraftedOptions(ModelOptions, DraftOptions):
+    """The target, what drafts for it, and how."""
+
+
+@dataclass(frozen=True)
+class TextSettings(TextOptions, SamplingOptions):
+    """All that determines a text."""
+
+
+@dataclass(frozen=True)
 class LoadingOptions:
     """How a model is loaded."""
 
     panel: ClassVar[str] = RUNTIME
 
-    gpu_layers: Annotated[
-        int | None,
-        typer.Option(
-            "--gpu-layers", "--n-gpu-layers", "-ngl", help="Layers to put on the GPU; -1 is all."
-        ),
-    ] = None
-    mlock: Annotated[
-        bool,
-        typer.Option("--mlock", help="Lock the weights in memory: they are never swapped out."),
-    ] = False
-    mmap: Annotated[
-        bool,
-        typer.Option("--mmap/--no-mmap", help="Map the file into memory, or read it as a whole."),
-    ] = True
-    verbose: Annotated[
-        bool,
-        typer.Option(
-            "--verbose", "--log-verbose", "-v", help="Show llama.cpp's log.", rich_help_panel=OUTPUT
-        ),
-    ] = False
+    gpu_layers: int | None = option(
+        None, "Layers to put on the GPU; -1 is all.", "--gpu-layers", "--n-gpu-layers", "-ngl"
+    )
+    mlock: bool = option(
+        False, "Lock the weights in memory: they are never swapped out.", "--mlock"
+    )
+    mmap: bool = option(
+        True, "Map the file into memory, or read it as a whole.", "--mmap/--no-mmap"
+    )
+    verbose: bool = option(
+        False, "Show llama.cpp's log.", "--verbose", "--log-verbose", "-v", rich_help_panel=OUTPUT
+    )
 
     def options(self) -> LoadOptions:
         """Return what was given, by the names of `llamabranch.load`."""
@@ -867,39 +778,28 @@ class RuntimeOptions(LoadingOptions):
 
     panel: ClassVar[str] = RUNTIME
 
-    n_ctx: Annotated[
-        int | None,
-        typer.Option(
-            "--n-ctx",
-            "--ctx-size",
-            "-c",
-            min=0,
-            help="Context size in tokens; 0 is the length the target was trained for.",
-        ),
-    ] = None
-    n_batch: Annotated[
-        int | None,
-        typer.Option("--batch-size", "-b", help="Tokens of a decode at most.  [default: 512]"),
-    ] = None
-    n_ubatch: Annotated[
-        int | None,
-        typer.Option(
-            "--ubatch-size", "-ub", help="Tokens computed at once.  [default: --batch-size]"
-        ),
-    ] = None
+    n_ctx: int | None = option(
+        None,
+        "Context size in tokens; 0 is the length the target was trained for.",
+        "--n-ctx",
+        "--ctx-size",
+        "-c",
+        min=0,
+    )
+    n_batch: int | None = option(
+        None, "Tokens of a decode at most.  [default: 512]", "--batch-size", "-b"
+    )
+    n_ubatch: int | None = option(
+        None, "Tokens computed at once.  [default: --batch-size]", "--ubatch-size", "-ub"
+    )
     threads: Threads = None
-    kv_type: Annotated[
-        str | None,
-        typer.Option(help="Type of the KV cache: f16, bf16, q8_0, ..."),
-    ] = None
-    exact: Annotated[
-        bool,
-        typer.Option(
-            "--exact/--fast",
-            help="Texts that drafts and batches do not change, where the model allows it; or a KV cache "
-            "that reads long prompts faster.",
-        ),
-    ] = True
+    kv_type: str | None = option(None, "Type of the KV cache: f16, bf16, q8_0, ...")
+    exact: bool = option(
+        True,
+        "Texts that drafts and batches do not change, where the model allows it; or a KV cache "
+        "that reads long prompts faster.",
+        "--exact/--fast",
+    )
 
     def options(self) -> LoadOptions:
         """Return what was given, by the names of `llamabranch.load`."""
@@ -993,17 +893,37 @@ class RuntimeOptions(LoadingOptions):
 
 
 @dataclass(frozen=True)
+class SharedOptions(RuntimeOptions):
+    """The context of many texts at a time."""
+
+    panel: ClassVar[str] = RUNTIME
+
+    cache_ram: int = option(
+        0,
+        "Host memory in MiB for evicted prefix K/V; turns the prefix cache on.",
+        "--cache-ram",
+        "-cram",
+        min=0,
+        metavar="MIB",
+    )
+    parallel: int = option(8, "Texts at a time at most.", "--parallel", "-np", min=1, max=255)
+    kv_unified: bool | None = option(
+        None,
+        "One KV cache for all texts, or a part for each.  [default: as fits]",
+        "--kv-unified/--no-kv-unified",
+        "-kvu/-no-kvu",
+    )
+
+
+@dataclass(frozen=True)
 class OutputOptions:
     """How a command prints its output."""
 
     panel: ClassVar[str] = OUTPUT
 
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print one JSON object and nothing else."),
-    ] = False
-    no_color: Annotated[bool, typer.Option("--no-color", help="No colours.")] = False
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False
+    as_json: bool = option(False, "Print one JSON object and nothing else.", "--json")
+    no_color: bool = option(False, "No colours.", "--no-color")
+    debug: bool = option(False, "Show tracebacks.", "--debug")
 
     @contextmanager
     def console(self) -> Iterator[Console]:
@@ -1017,13 +937,11 @@ class OutputOptions:
 class TextOutputOptions(OutputOptions):
     """How a command prints the text that it generates."""
 
-    display_prompt: Annotated[
-        bool | None,
-        typer.Option(
-            "--display-prompt/--no-display-prompt",
-            help="Print the prompt before the text. Default: on a terminal only.",
-        ),
-    ] = None
+    display_prompt: bool | None = option(
+        None,
+        "Print the prompt before the text. Default: on a terminal only.",
+        "--display-prompt/--no-display-prompt",
+    )
 
     def shows_prompt(self, console: Console) -> bool:
         """Return whether the prompt is printed before the text."""

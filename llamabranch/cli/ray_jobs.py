@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, ClassVar
 
 import typer
 
 from llamabranch import ConfigError
 
+from .bundles import option
 from .console import Console, print_json
 from .reporting import EXIT_FAILURE
 
 if TYPE_CHECKING:
     from llamabranch.scale import JobOptions, JobReport, Progress
 
-__all__ = ["RAY", "RayOptions", "finish_job", "job_paths"]
+__all__ = ["RayOptions", "finish_job", "job_paths"]
 
 RAY = "On a Ray cluster"
 
@@ -26,54 +27,24 @@ RAY = "On a Ray cluster"
 class RayOptions:
     """Where a job runs, and on how much."""
 
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            "--ray",
-            metavar="ADDRESS|local",
-            help="Run as a job on a Ray cluster (auto: this machine's, or RAY_ADDRESS; local: one that "
-            "is started for it). --input is then Parquet or JSON lines, --output a folder.",
-            rich_help_panel=RAY,
-        ),
-    ] = None
-    workers: Annotated[
-        str,
-        typer.Option(
-            metavar="N|LEAST:MOST", help="Worker processes, with --ray.", rich_help_panel=RAY
-        ),
-    ] = "1"
-    cpus_per_worker: Annotated[
-        float,
-        typer.Option(min=0, help="CPUs, and threads, of each worker.", rich_help_panel=RAY),
-    ] = 1.0
-    gpus_per_worker: Annotated[
-        float, typer.Option(min=0, help="GPUs of each worker.", rich_help_panel=RAY)
-    ] = 0.0
-    block_rows: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Rows that are written, or repeated, together.", rich_help_panel=RAY
-        ),
-    ] = 512
-    price: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Of one worker for one hour: shows the cost.", rich_help_panel=RAY
-        ),
-    ] = None
-    job_format: Annotated[
-        str,
-        typer.Option(
-            "--format", metavar="parquet|jsonl", help="Of the results.", rich_help_panel=RAY
-        ),
-    ] = "parquet"
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A column of the input that the output has too; may be repeated.",
-            rich_help_panel=RAY,
-        ),
-    ] = None
+    panel: ClassVar[str] = RAY
+
+    ray: str | None = option(
+        None,
+        "Run as a job on a Ray cluster (auto: this machine's, or RAY_ADDRESS; local: one that "
+        "is started for it). --input is then Parquet or JSON lines, --output a folder.",
+        "--ray",
+        metavar="ADDRESS|local",
+    )
+    workers: str = option("1", "Worker processes, with --ray.", metavar="N|LEAST:MOST")
+    cpus_per_worker: float = option(1.0, "CPUs, and threads, of each worker.", min=0)
+    gpus_per_worker: float = option(0.0, "GPUs of each worker.", min=0)
+    block_rows: int = option(512, "Rows that are written, or repeated, together.", min=1)
+    price: float | None = option(None, "Of one worker for one hour: shows the cost.", min=0)
+    job_format: str = option("parquet", "Of the results.", "--format", metavar="parquet|jsonl")
+    keep: list[str] | None = option(
+        None, "A column of the input that the output has too; may be repeated."
+    )
 
     def options(self, console: Console, *, resume: bool, streams: int) -> JobOptions:
         """Return them as `llamabranch.scale` takes them; progress goes to ``console``."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import typer
 
 from llamabranch import Branch, BranchStore, ConfigError, Context, TokenScore
 
-from .bundles import with_bundles
+from .bundles import option, with_bundles
 from .console import Console, print_json
 from .formats import number
 from .jsonl import InvalidLines, parse_json, parse_lines, read_text, text_id
@@ -25,7 +26,7 @@ from .options import (
     TargetOptions,
 )
 from .prompts import read_prompt_file, read_standard_input
-from .ray_jobs import RAY, RayOptions, finish_job, job_paths
+from .ray_jobs import RayOptions, finish_job, job_paths
 
 _FIELDS = {"id", "text", "context", "continuations"}
 
@@ -38,56 +39,54 @@ class _Item(NamedTuple):
     texts: tuple[str, ...]
 
 
-@with_bundles
-def score(
+@dataclass(frozen=True)
+class TextArguments:
+    """What is scored."""
+
+    panel: ClassVar[str] = REQUESTS
+
     texts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="TEXT", help="What to score; with --context its continuations."),
-    ] = None,
+        typer.Argument(
+            metavar="TEXT",
+            help="What to score; with --context its continuations.",
+            rich_help_panel="Arguments",
+        ),
+    ] = None
+    context: str | None = option(None, "Text before each TEXT, not scored.", "--context")
+    files: list[Path] | None = option(
+        None,
+        "A file whose whole text is scored, without its last newline; may be repeated.",
+        "--file",
+        "-f",
+    )
+    input_file: str | None = option(
+        None,
+        "A file of JSON objects, one a line, with text, or context and continuations; "
+        "- is standard input.",
+        "--input",
+        "-i",
+        metavar="FILE|-",
+    )
+    top: int = option(0, "Show the N most probable tokens.", min=0)
+    parse_special: ParseSpecial = True
+
+
+@dataclass(frozen=True)
+class ScoreJobOptions(RayOptions):
+    """A job on Ray, and where its results go."""
+
+    output_folder: Path | None = option(None, "The folder of the results.", "--output", "-o")
+    resume: bool = option(False, "Continue the job in --output.", "--resume")
+
+
+@with_bundles
+def score(
     *,
-    context: Annotated[
-        str | None,
-        typer.Option(
-            "--context", help="Text before each TEXT, not scored.", rich_help_panel=REQUESTS
-        ),
-    ] = None,
-    files: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--file",
-            "-f",
-            help="A file whose whole text is scored, without its last newline; may be repeated.",
-            rich_help_panel=REQUESTS,
-        ),
-    ] = None,
-    input_file: Annotated[
-        str | None,
-        typer.Option(
-            "--input",
-            "-i",
-            metavar="FILE|-",
-            help="A file of JSON objects, one a line, with text, or context and continuations; "
-            "- is standard input.",
-            rich_help_panel=REQUESTS,
-        ),
-    ] = None,
-    top: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Show so many of the most probable tokens.", rich_help_panel=REQUESTS
-        ),
-    ] = 0,
-    parse_special: ParseSpecial = True,
+    given: TextArguments,
     models: TargetOptions,
     runtime: RuntimeOptions,
-    cluster: RayOptions,
-    output_folder: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="The folder of the results.", rich_help_panel=RAY),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the job in --output.", rich_help_panel=RAY)
-    ] = False,
+    job: ScoreJobOptions,
     output: OutputOptions,
 ) -> None:
     """Score given text: log-probabilities of its tokens, their sum, perplexity and ranks.
@@ -96,27 +95,27 @@ def score(
     context, each text is a continuation of it, and all are decoded together.
     """
     with output.console() as console, ExitStack() as stack:
-        if cluster.ray is not None:
+        if job.ray is not None:
             from llamabranch import scale
 
-            inputs, folder = job_paths(input_file, output_folder, texts)
-            options = cluster.options(console, resume=resume, streams=8)
+            inputs, folder = job_paths(given.input_file, job.output_folder, given.texts)
+            options = job.options(console, resume=job.resume, streams=8)
             load = runtime.options()
             report = scale.score(
                 inputs,
                 folder,
                 model=models.target_name,
                 load=load,
-                parse_special=parse_special,
+                parse_special=given.parse_special,
                 **options,
             )
             finish_job(console, report, as_json=output.as_json)
             return
-        whole = [read_prompt_file(path) for path in files or ()]
-        items = list(_given([*(texts or ()), *whole], context))
-        if input_file is not None:
+        whole = [read_prompt_file(path) for path in given.files or ()]
+        items = list(_given([*(given.texts or ()), *whole], given.context))
+        if given.input_file is not None:
             invalid = InvalidLines()
-            items += _lines(input_file, invalid)
+            items += _lines(given.input_file, invalid)
             invalid.report(console)
         if not items:
             raise ConfigError("there is no text", hint="give a text, --file or --input")
@@ -124,12 +123,12 @@ def score(
         longest = max(
             ((item.context or "") + text for item in items for text in item.texts), key=len
         )
-        special = ChatOptions(parse_special=parse_special)
+        special = ChatOptions(parse_special=given.parse_special)
         runtime = runtime.with_room(models.target_name, longest, 0, special)
         ctx = runtime.open(models.target_name, console, stack)
         found: list[dict[str, object]] = []
         for item in items:
-            scores = _score(ctx, item, top, parse_special)
+            scores = _score(ctx, item, given.top, given.parse_special)
             records = [
                 _record(ctx, text, its) for text, its in zip(item.texts, scores, strict=True)
             ]

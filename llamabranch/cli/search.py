@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import typer
 
@@ -24,9 +24,10 @@ from llamabranch.search import (
     vote,
 )
 
-from .bundles import with_bundles
+from ..loading import LoadOptions
+from .bundles import option, with_bundles
 from .console import Console, print_json
-from .drafters import MTP, drafting_contexts, make_drafter, note_translation
+from .drafters import drafting_contexts, open_pair
 from .files import check_new_file, write_new_file
 from .interrupts import InterruptHandler
 from .options import (
@@ -35,9 +36,8 @@ from .options import (
     ModelOptions,
     PromptArgument,
     RuntimeOptions,
-    SamplingOptions,
-    TextOptions,
     TextOutputOptions,
+    TextSettings,
 )
 from .reporting import EXIT_INTERRUPTED
 from .search_report import print_tree, search_page, stats_text
@@ -47,6 +47,7 @@ NEED_REWARD = ("steps", "mcts")
 NEED_LIMIT = ("beam", "smc", "mcts")  # of tokens: they weigh or compare texts by their lengths
 _CELLS_PER_TEXT = 256
 _LEAST_CELLS = 2048
+_NONE_HINT = "raise --max-tokens, or allow shorter texts in the grammar; for smc also raise --width"
 
 
 @dataclass(frozen=True)
@@ -55,66 +56,40 @@ class MethodOptions:
 
     panel: ClassVar[str] = "Search"
 
-    method: Annotated[
-        str,
-        typer.Option(metavar="|".join(WIDTHS), help="How to search."),
-    ] = "beam"
-    width: Annotated[
-        int | None,
-        typer.Option(
-            "--width",
-            "-w",
-            min=1,
-            help="Beams, texts, particles, texts of a step, or moves; by default "
-            + ", ".join(f"{n} ({name})" for name, n in WIDTHS.items())
-            + ".",
-        ),
-    ] = None
-    best: Annotated[int, typer.Option(min=1, help="How many results to print.")] = 1
-    length_penalty: Annotated[
-        float,
-        typer.Option(help="beam: above 0 favours long texts, below 0 short ones."),
-    ] = 1.0
-    groups: Annotated[int, typer.Option(min=1, help="beam: groups of beams.")] = 1
-    diversity_penalty: Annotated[
-        float,
-        typer.Option(help="beam: nats for a token of an earlier group."),
-    ] = 0.0
-    reward: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COMMAND",
-            help="best-of, steps, mcts: a program that reads a text from standard input and prints "
-            "a number, higher is better.",
-        ),
-    ] = None
-    answer: Annotated[
-        str,
-        typer.Option(
-            metavar="REGEX",
-            help="vote: what finds the answer in a text; the last match counts, and of it the "
-            "first group.",
-        ),
-    ] = r"-?\d+(?:\.\d+)?"
-    step: Annotated[
-        str,
-        typer.Option(
-            metavar="TEXT|N",
-            help="steps, mcts: where a step ends: at a text, or after so many tokens.",
-        ),
-    ] = r"\n"
-    iterations: Annotated[
-        int,
-        typer.Option(min=1, help="steps: at most so many; mcts: texts evaluated."),
-    ] = 40
-    sequences: Annotated[
-        int,
-        typer.Option(
-            min=2, max=256, help="Sequences of the cache; a wider search decodes in waves."
-        ),
-    ] = 33
+    method: str = option("beam", "How to search.", metavar="|".join(WIDTHS))
+    width: int | None = option(
+        None,
+        "Beams, texts, particles, texts of a step, or moves; by default "
+        + ", ".join(f"{n} ({name})" for name, n in WIDTHS.items())
+        + ".",
+        "--width",
+        "-w",
+        min=1,
+    )
+    best: int = option(1, "How many results to print.", min=1)
+    length_penalty: float = option(1.0, "beam: above 0 favours long texts, below 0 short ones.")
+    groups: int = option(1, "beam: groups of beams.", min=1)
+    diversity_penalty: float = option(0.0, "beam: nats for a token of an earlier group.")
+    reward: str | None = option(
+        None,
+        "best-of, steps, mcts: a program that reads a text from standard input and prints "
+        "a number, higher is better.",
+        metavar="COMMAND",
+    )
+    answer: str = option(
+        r"-?\d+(?:\.\d+)?",
+        "vote: what finds the answer in a text; the last match counts, and of it the first group.",
+        metavar="REGEX",
+    )
+    step: str = option(
+        r"\n", "steps, mcts: where a step ends: at a text, or after N tokens.", metavar="TEXT|N"
+    )
+    iterations: int = option(40, "steps: at most N steps; mcts: texts evaluated.", min=1)
+    sequences: int = option(
+        33, "Sequences of the cache; a wider search decodes in waves.", min=2, max=256
+    )
 
-    def check(self) -> None:
+    def check(self, max_tokens: int | None) -> None:
         """Raise ConfigError for what cannot be searched with."""
         if self.method not in WIDTHS:
             raise ConfigError(
@@ -129,11 +104,22 @@ class MethodOptions:
             re.compile(self.answer)
         except re.error as error:
             raise ConfigError(f"--answer is no regular expression: {error}") from None
+        if max_tokens is None and self.method in NEED_LIMIT:
+            raise ConfigError(
+                f"--method {self.method} needs a limit", hint="--max-tokens N, at least 1"
+            )
 
     @property
     def n(self) -> int:
         """The width, or the method's default."""
         return self.width or WIDTHS[self.method]
+
+    @property
+    def n_sequences(self) -> int:
+        """The sequences of the cache that the search can use."""
+        if self.method == "mcts":
+            return self.sequences
+        return max(2, min(self.n + 1, self.sequences))
 
     def boundary(self) -> str | int:
         """Return where a step ends."""
@@ -154,6 +140,18 @@ class MethodOptions:
         return params.replace(**kept)
 
 
+@dataclass(frozen=True)
+class SearchOutput(TextOutputOptions):
+    """What is shown of a search."""
+
+    panel: ClassVar[str] = OUTPUT
+
+    tree: bool = option(False, "Draw the tree of the search.", "--tree")
+    html: Path | None = option(
+        None, "Also write a page: the results and the tree of the search.", metavar="FILE"
+    )
+
+
 @with_bundles
 def search(
     *,
@@ -161,22 +159,9 @@ def search(
     chat: ChatOptions,
     method: MethodOptions,
     models: ModelOptions,
-    text: TextOptions,
-    sampling: SamplingOptions,
+    text: TextSettings,
     runtime: RuntimeOptions,
-    tree: Annotated[
-        bool,
-        typer.Option("--tree", help="Draw the tree of the search.", rich_help_panel=OUTPUT),
-    ] = False,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Also write a page: the results and the tree of the search.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    output: TextOutputOptions,
+    output: SearchOutput,
 ) -> None:
     """Search for the best continuation: beams, samples, votes, particles, steps, or a tree.
 
@@ -184,41 +169,26 @@ def search(
     pipe standard output is the text alone.
     """
     with output.console() as console, ExitStack() as stack:
-        if html is not None:
-            check_new_file(html)
+        if output.html is not None:
+            check_new_file(output.html)
         grammar = text.parse_grammar()
-        method.check()
-        if text.max_tokens is None and method.method in NEED_LIMIT:
-            raise ConfigError(
-                f"--method {method.method} needs a limit", hint="--max-tokens N, at least 1"
-            )
-        params = method.params(sampling.params(text.seed))
-        prompt = given.read()
-        target_name, drafters = replace(models, draft=models.draft or "none").resolve(console)
-        n_sequences = max(2, min(method.n + 1, method.sequences))
-        if method.method == "mcts":
-            n_sequences = method.sequences
-        n_cells = max(_LEAST_CELLS, _CELLS_PER_TEXT * n_sequences)
-        sized = runtime.with_room(target_name, prompt, text.max_tokens, chat)
+        method.check(text.max_tokens)
+        params, prompt = method.params(text.params(text.seed)), given.read()
+        target, drafters = replace(models, draft=models.draft or "none").resolve(console)
+        n_sequences = method.n_sequences
+        sized = runtime.with_room(target, prompt, text.max_tokens, chat)
         if runtime.n_ctx is None:  # a long prompt has cells of its own, which all texts share
+            n_cells = max(_LEAST_CELLS, _CELLS_PER_TEXT * n_sequences)
             runtime = replace(runtime, n_ctx=n_cells + (sized.n_ctx or 0))
-        context = runtime.open(
-            target_name,
+        context, drafter = open_pair(
+            runtime,
+            (target, drafters),
             console,
             stack,
-            n_seq_max=n_sequences,
-            load_mtp=MTP in drafters,
-            chat_template=chat.template,
+            LoadOptions(n_seq_max=n_sequences, chat_template=chat.template),
+            LoadOptions(n_seq_max=n_sequences + 1),
         )
-        drafter = make_drafter(
-            drafters,
-            lambda name: runtime.open_draft(
-                name, context, console, stack, n_seq_max=n_sequences + 1
-            ),
-            width=1,
-        )
-        note_translation(drafter, context.model, console)
-        params = sampling.without_eog(params, context.model)
+        params = text.without_eog(params, context.model)
         start = chat.prompt_tokens(context.model, prompt)
         branch = Branch.start(context, start, sampling=params, grammar=grammar)
         with InterruptHandler([context, *drafting_contexts(drafter)]) as interrupts:
@@ -230,48 +200,35 @@ def search(
                 return interrupts.requested
 
             try:
-                result = _run(
-                    method,
-                    branch,
-                    text,
-                    drafter if drafters else None,
-                    on_step,
-                    sampling.ignore_eos,
-                )
+                result = _run(method, branch, text, drafter if drafters else None, on_step)
             finally:
                 console.progress("")
-            interrupted = interrupts.requested
-        if html is not None:
+        if output.html is not None:
             page = search_page(result, prompt, context.model.name, method.best)
-            stack.callback(write_new_file, html, page)  # after the results are printed
+            stack.callback(write_new_file, output.html, page)  # after the results are printed
         if output.as_json:
-            record = result.as_dict(tree=tree)
-            print_json(
-                {"prompt": prompt, "method": method.method, "seed": branch.seed, **record}
-                | {"interrupted": interrupted}
-            )
+            record = {"prompt": prompt, "method": method.method, "seed": branch.seed}
+            record |= {**result.as_dict(tree=output.tree), "interrupted": interrupts.requested}
+            print_json(record)
         else:
             before = chat.shown_prompt(prompt) if output.shows_prompt(console) else ""
-            _print(console, prompt, before, result, method.best, tree)
-        if interrupted:
+            _print(console, prompt, before, result, method.best, output.tree)
+        if interrupts.requested:
             console.note("interrupted: the best so far")
             raise typer.Exit(EXIT_INTERRUPTED)
         if not result.hypotheses:
             raise LlamaBranchError(
-                "the search has found no text: none can be complete within "
-                f"{text.max_tokens} tokens",
-                hint="raise --max-tokens, or allow shorter texts in the grammar; for smc also more "
-                "particles (--width)",
+                f"the search has found no text: none can be complete within {text.max_tokens} tokens",
+                hint=_NONE_HINT,
             )
 
 
 def _run(
     method: MethodOptions,
     branch: Branch,
-    text: TextOptions,
+    text: TextSettings,
     drafter: Drafter | None,
     on_step: Callable[[SearchStats], bool],
-    ignore_eos: bool,
 ) -> SearchResult:
     n, most, stop = method.n, text.max_tokens, text.stop_strings
     limit = most or 0  # checked: it is given where it must be
@@ -290,7 +247,7 @@ def _run(
         )
     if method.method == "smc":
         # A text that may not end by itself cannot be weighted by the probability that it does.
-        return smc(branch, n, limit, force_end=not ignore_eos, stop=stop, on_step=on_step)
+        return smc(branch, n, limit, force_end=not text.ignore_eos, stop=stop, on_step=on_step)
     if method.method == "best-of":
         return best_of_n(
             branch, n, most, reward=reward, stop=stop, drafter=drafter, on_step=on_step

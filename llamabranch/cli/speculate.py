@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import ClassVar
 
 import typer
 
@@ -15,27 +15,24 @@ from llamabranch import (
     Branch,
     ConfigError,
     Context,
-    Divergence,
     Generation,
     Grammar,
     NullDrafter,
     SamplingParams,
     SpeculativeConfig,
     Speculator,
-    first_divergence,
 )
 from llamabranch.bench import Machine
+from llamabranch.proofs import Divergence, first_divergence
 
 from ..loading import LoadOptions
-from .bundles import with_bundles
+from .bundles import option, with_bundles
 from .compare import Comparison, compare, run
-from .console import print_json
+from .console import Console, print_json
 from .drafters import (
-    MTP,
     drafting_contexts,
     has_model,
-    make_drafter,
-    note_translation,
+    open_pair,
     tree_sequences,
 )
 from .files import check_new_file, write_new_file
@@ -44,14 +41,12 @@ from .options import (
     DRAFTING,
     OUTPUT,
     ChatOptions,
-    DraftOptions,
+    DraftedOptions,
     Explain,
-    ModelOptions,
     PromptArgument,
     RuntimeOptions,
-    SamplingOptions,
-    TextOptions,
     TextOutputOptions,
+    TextSettings,
 )
 from .reporting import EXIT_INTERRUPTED
 from .speculate_report import SpeculateReport
@@ -60,61 +55,88 @@ N_WARM_UP_TOKENS = 8
 N_SEQ_MAX = 8  # what a context has by default; trees need more
 
 
+@dataclass(frozen=True)
+class TreeModels(DraftedOptions):
+    """The models, and how they draft: texts or trees."""
+
+    panel: ClassVar[str] = DRAFTING
+
+    draft_width: int = option(
+        1, "Candidates at each position of a draft; above 1 the draft is a tree.", min=1, max=16
+    )
+
+    def config(self) -> SpeculativeConfig:
+        """As in the base class; a tree needs the rule seeded."""
+        config = super().config()
+        if self.draft_width == 1:
+            return config
+        if config.rule not in ("auto", "seeded"):
+            raise ConfigError(f"token trees need the rule seeded, not {config.rule!r}")
+        return replace(config, rule="seeded")
+
+    def contexts(
+        self, config: SpeculativeConfig, chat_template: str | None
+    ) -> tuple[LoadOptions, LoadOptions]:
+        """Return the options of both contexts, with as many sequences as trees need."""
+        is_tree = self.draft_width > 1
+        both = tree_sequences(config, self.draft_width) if is_tree else (0, 0)
+        target, draft = (LoadOptions(n_seq_max=n) if n > N_SEQ_MAX else LoadOptions() for n in both)
+        target["chat_template"] = chat_template
+        return target, draft
+
+
+@dataclass(frozen=True)
+class SpeculateOutput(TextOutputOptions):
+    """What is printed besides the text."""
+
+    panel: ClassVar[str] = OUTPUT
+
+    compare_plain: bool = option(
+        False,
+        "Also decode plainly, in turn: tokens a second, speedup, and whether the text is the same.",
+        "--compare",
+    )
+    compare_time: float = option(
+        60.0,
+        "No pair of runs begins for --compare that would end later than this.",
+        min=0,
+        metavar="SECONDS",
+    )
+    explain: Explain = False
+    top_logprobs: int = option(
+        0, "With --json: list each token with this many alternatives.", min=0
+    )
+    html: Path | None = option(
+        None, "Also write a page: tokens by source, probability and entropy.", metavar="FILE"
+    )
+
+    def check(self) -> None:
+        """Raise for what cannot be written or is not printed."""
+        if self.html is not None:
+            check_new_file(self.html)
+        if self.top_logprobs and not self.as_json:
+            raise typer.BadParameter("is printed with --json only", param_hint="--top-logprobs")
+
+    def show(self, report: SpeculateReport, prompt: str, console: Console) -> None:
+        """Print a report, then write the page."""
+        page = None if self.html is None else report.as_html(prompt)
+        if self.as_json:
+            print_json(report.as_json())
+        else:
+            report.print(console.beside, explain=self.explain)
+        if self.html is not None and page is not None:
+            write_new_file(self.html, page)
+
+
 @with_bundles
 def speculate(
     *,
     given: PromptArgument,
     chat: ChatOptions,
-    models: ModelOptions,
-    drafting: DraftOptions,
-    draft_width: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=16,
-            help="Candidates at each position of a draft; above 1 the draft is a tree.",
-            rich_help_panel=DRAFTING,
-        ),
-    ] = 1,
-    text: TextOptions,
-    sampling: SamplingOptions,
+    models: TreeModels,
+    text: TextSettings,
     runtime: RuntimeOptions,
-    compare_plain: Annotated[
-        bool,
-        typer.Option(
-            "--compare",
-            help="Also decode plainly, in turn: tokens a second, speedup, and whether the text is the "
-            "same.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = False,
-    compare_time: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help="No pair of runs begins for --compare that would end later than this.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = 60.0,
-    explain: Explain = False,
-    top_logprobs: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="With --json: list each token with this many alternatives.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = 0,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Also write a page: tokens by source, probability and entropy.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    output: TextOutputOptions,
+    output: SpeculateOutput,
 ) -> None:
     """Generate text with a draft model and show what the drafting did.
 
@@ -125,56 +147,29 @@ def speculate(
     """
     with output.console() as console, ExitStack() as stack:
         # Everything that can be wrong in the arguments is found before a model loads.
-        config = _config_for_width(drafting.config(), draft_width)
-        if html is not None:
-            check_new_file(html)
-        if top_logprobs and not output.as_json:
-            raise typer.BadParameter("is printed with --json only", param_hint="--top-logprobs")
-        seed = secrets.randbits(31) if compare_plain and text.seed is None else text.seed
-        params = sampling.params(seed)
-        grammar = text.parse_grammar()
-        prompt = given.read()
-        target_name, drafters = models.resolve(console, has_grammar=grammar is not None)
-        if draft_width > 1 and not has_model(drafters):
+        config = models.config()
+        output.check()
+        seed = secrets.randbits(31) if output.compare_plain and text.seed is None else text.seed
+        params, grammar, prompt = text.params(seed), text.parse_grammar(), given.read()
+        target, drafters = models.resolve(console, has_grammar=grammar is not None)
+        if models.draft_width > 1 and not has_model(drafters):
             raise ConfigError("a token tree needs a draft model", hint="name one with --draft")
-
-        runtime = runtime.with_room(target_name, prompt, text.max_tokens, chat)
-        n_target, n_draft = tree_sequences(config, draft_width) if draft_width > 1 else (0, 0)
-
-        def options(n_sequences: int) -> LoadOptions:
-            return LoadOptions(n_seq_max=n_sequences) if n_sequences > N_SEQ_MAX else LoadOptions()
-
-        target_options = options(n_target)
-        target_options["load_mtp"] = MTP in drafters
-        target_options["chat_template"] = chat.template
-        context = runtime.open(target_name, console, stack, **target_options)
-        drafter = make_drafter(
-            drafters,
-            lambda name: runtime.open_draft(name, context, console, stack, **options(n_draft)),
-            draft_width,
+        runtime = runtime.with_room(target, prompt, text.max_tokens, chat)
+        options = models.contexts(config, chat.template)
+        context, drafter = open_pair(
+            runtime, (target, drafters), console, stack, *options, width=models.draft_width
         )
-        note_translation(drafter, context.model, console)
-        params = sampling.without_eog(params, context.model)
+        params = text.without_eog(params, context.model)
         request = _Request(
-            prompt=chat.prompt_tokens(context.model, prompt),
-            max_tokens=text.max_tokens,
-            sampling=params,
-            stop=text.stop_strings,
-            grammar=grammar,
-            top_logprobs=top_logprobs,
-        )
+            chat.prompt_tokens(context.model, prompt), text.max_tokens, params, text.stop_strings,
+            grammar, output.top_logprobs,
+        )  # fmt: skip
         speculator = Speculator(context, drafter, config)
-        plain = Speculator(context, NullDrafter(), config)
         rule = _rule_in_effect(speculator, params)
         same_text_expected = not drafters or rule == "seeded" or params.temperature == 0
         machine = Machine.now()
         with InterruptHandler([context, *drafting_contexts(drafter)]) as interrupts:
-            # The first decodes of a context are slower than later ones. A separate speculator runs them,
-            # so that they do not influence the draft length.
-            cold = Speculator(context, drafter, replace(config, draft_k=2))
-            run(lambda: request.start(cold, N_WARM_UP_TOKENS), None, interrupts)
-            if compare_plain:
-                run(lambda: request.start(plain, N_WARM_UP_TOKENS), None, interrupts)
+            _warm_up(request, speculator, output.compare_plain, interrupts)
             if not output.as_json:
                 if drafters:
                     console.legend()
@@ -186,15 +181,12 @@ def speculate(
             if not output.as_json:
                 console.line("\n" * console.out.is_terminal)
             comparison = divergence = None
-            if compare_plain and not first.interrupted:
+            if output.compare_plain and not first.interrupted:
+                plain = Speculator(context, NullDrafter(), config)
                 comparison = compare(
-                    first,
-                    lambda: request.start(speculator),
-                    lambda: request.start(plain),
-                    interrupts,
-                    compare_time,
-                    console.progress,
-                )
+                    first, lambda: request.start(speculator), lambda: request.start(plain),
+                    interrupts, output.compare_time, console.progress,
+                )  # fmt: skip
             if comparison is not None and same_text_expected:
                 divergence = request.divergence(context, comparison)
         report = SpeculateReport(
@@ -208,16 +200,11 @@ def speculate(
             same_text_expected=same_text_expected,
             comparison=comparison,
             divergence=divergence,
-            with_logprobs=top_logprobs > 0,
+            with_logprobs=output.top_logprobs > 0,
             machine=machine,
             n_threads=context.n_threads,
         )
-        if html is not None:  # after the results are printed
-            stack.callback(write_new_file, html, report.as_html(prompt))
-        if output.as_json:
-            print_json(report.as_json())
-        else:
-            report.print(console.beside, explain=explain)
+        output.show(report, prompt, console)
         if interrupts.requested:
             console.note("interrupted")
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -258,12 +245,19 @@ class _Request:
         )
 
 
-def _config_for_width(config: SpeculativeConfig, width: int) -> SpeculativeConfig:
-    if width == 1:
-        return config
-    if config.rule not in ("auto", "seeded"):
-        raise ConfigError(f"token trees need the rule seeded, not {config.rule!r}")
-    return replace(config, rule="seeded")
+def _warm_up(
+    request: _Request, speculator: Speculator, plain: bool, interrupts: InterruptHandler
+) -> None:
+    """Decode some tokens: the first decodes of a context are slower than later ones.
+
+    Separate speculators run them, so that they do not influence the draft length.
+    """
+    config = speculator.config
+    contestants = [Speculator(speculator.target, speculator.drafter, replace(config, draft_k=2))]
+    if plain:
+        contestants.append(Speculator(speculator.target, NullDrafter(), config))
+    for each in contestants:
+        run(lambda each=each: request.start(each, N_WARM_UP_TOKENS), None, interrupts)
 
 
 def _rule_in_effect(speculator: Speculator, sampling: SamplingParams) -> str:

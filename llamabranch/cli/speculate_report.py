@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from llamabranch import Capabilities, Divergence, Model, Produced
+from llamabranch import Capabilities, Model, Produced
 from llamabranch.bench import Machine, load_average
+from llamabranch.proofs import Divergence
 
 from ..pictures import page, table, tokens_picture
 from .compare import LEAST_PAIRS, MOST_PAIRS, Comparison, Run, round_cost
@@ -32,7 +33,7 @@ class SpeculateReport:
         machine: as it was before the run.
         n_threads: threads of the target.
         comparison: with plain decoding, if requested.
-        divergence: the first difference of texts that should be the same, None where there is none.
+        divergence: the first difference of texts that should be the same, or None.
         with_logprobs: whether the JSON lists every token.
     """
 

@@ -39,7 +39,7 @@ def theory(
         Path | None,
         typer.Argument(
             metavar="BENCH.JSON",
-            help="What `bench --output` wrote: its acceptance, costs and lengths, where none is given.",
+            help="File written by `bench --output`; supplies values not given.",
         ),
     ] = None,
     *,

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ..errors import UnsupportedError
 from ..model import Model
 from ..native import ContextHandle, StateLayout
+from .batch import decode_run
 from .decoder import Decoder
 from .kv_cache import MOST_WITH_WINDOW, KVCache
 from .params import INVARIANT_KV_TYPES
@@ -71,7 +72,7 @@ def probe(
     window = model.n_swa if model.memory_type == "sliding-window" else 0
     cache = KVCache(handle, n_seq_max)
     decoder = Decoder(handle, cache)
-    decoder.decode_run(_tokens(model, 2), 0, "none")
+    decode_run(decoder, _tokens(model, 2), 0, "none")
     layout = StateLayout.learn(handle.state(0), n_tokens=2)
     can_truncate = cache.drop(0, 1)
     if layout is not None and layout.is_cells_only:

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from ..errors import DecodeInterruptedError, SnapshotError
 from ..native import call_in_thread
+from .batch import decode_run
 from .decoder import Decoder
 from .kv_cache import KVCache, State
 from .prefix_cache import PrefixCache
@@ -141,7 +142,7 @@ def _decode_again(cache: KVCache, decoder: Decoder, plan: list[_Step]) -> None:
             cache.share(source, seq_id, 0, n)
         while cache.next_position(seq_id) < len(tokens):
             try:
-                decoder.decode_run(tokens[n:], seq_id, "none")
+                decode_run(decoder, tokens[n:], seq_id, "none")
             except (KeyboardInterrupt, DecodeInterruptedError) as error:
                 interruption = error
     if interruption is not None:

@@ -26,6 +26,7 @@ from ..model import Model, TokenIds, token_list
 from ..native import ContextHandle, HeadOf, NativeContextParams, heads, max_sequences
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base
+from .batch import decode_run
 from .capabilities import Capabilities, of_sharing_head, probe
 from .cell_ledger import Usage
 from .compaction import rewrite_in_order
@@ -244,10 +245,11 @@ class Context:
 
     def close(self) -> None:
         """Free the context; branches on it raise ClosedError from now on. Idempotent."""
+        self._decoder.handle.close_children()  # heads: not under this lock, they have their own
         with self._lock:
             self._decoder.close()
-            if self._owns_model:
-                self.model.close()
+        if self._owns_model:
+            self.model.close()
 
     def __enter__(self) -> Self:
         return self
@@ -277,8 +279,8 @@ class Context:
 
         Each thread that decodes keeps helpers waiting for its next decode. If another one decodes
         meanwhile, there are more of them than cores, and all wait for each other: a small decode takes
-        ten times as long, until the first thread calls this or ends. A new context, an ``AsyncEngine``
-        and ``Engine.astream`` do it in the thread that creates them.
+        ten times as long, until the first thread calls this or ends. A new context and an ``AsyncEngine``
+        do it in the thread that creates them.
         """
         self._decoder.handle.release_threads()
 
@@ -404,7 +406,7 @@ class Context:
         holder = _Reading()
         other = self.lease(holder)
         try:
-            self._decoder.decode_run(tokens, other, "none")
+            decode_run(self._decoder, tokens, other, "none")
             hidden.set_all(seq_id, hidden.all_of(other))
         finally:
             self.return_lease(other)
@@ -557,7 +559,7 @@ class Context:
                     f"sequence {seq_id} ends at position {end}, so tokens cannot go to {shown(position)}",
                     hint=f"decode at position {end}, or remove positions with kv_cache_remove first",
                 )
-            self._keep_last_rows(self._decoder.decode_run(tokens, seq_id, logits))
+            self._keep_last_rows(decode_run(self._decoder, tokens, seq_id, logits))
 
     def _keep_last_rows(self, rows: list[LogitsRow]) -> None:
         for row in self._last_rows:
@@ -737,7 +739,7 @@ def _create(model: Model, native: NativeContextParams, target: Context | None) -
                 f"{model.name} shares the memory of its target, and opening it would empty that",
                 hint="open it before anything is decoded, or prune all branches first",
             )
-        head = HeadOf(target.decoder.handle, uses_mtp=not model.target_layers)
+        head = HeadOf(target.decoder.handle, not model.target_layers, model.shares_memory)
         return ContextHandle(model.handle, native, head)
 
 

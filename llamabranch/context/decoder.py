@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ..errors import CacheFullError, ConfigError, DecodeError, DecodeInterruptedError
 from ..native import ContextHandle, heads
+from ..native.context import DecodeHook
 from ..native.draft_loop import DraftLoop, DraftStream
 from ..sampling import Sampler
 from ..sampling.noise import DRAW
@@ -24,8 +25,9 @@ from .kv_cache import END, KVCache
 from .logits import LogitsRow
 from .params import warn_of_length
 from .threads import ThreadWatch
+from .timing import seconds_by_size
 
-__all__ = ["Decoder", "HeadInput"]
+__all__ = ["DecodeHook", "Decoder", "HeadInput"]
 
 States = npt.NDArray[np.float32]
 
@@ -79,7 +81,7 @@ class Decoder:
         self.handle = handle
         self.n_decodes = n_decodes
         self.read_s = math.nan  # seconds for each token of a long chunk, smoothed
-        self._cache = cache
+        self.cache = cache
         self._reclaim = reclaim or cache.release_reserved
         self._n_trained = END if n_trained is None else n_trained
         self.watch = watch
@@ -87,6 +89,22 @@ class Decoder:
         self._eog_tokens = eog_tokens
         self._loop: DraftLoop | None = None
         self._most_loop = 0  # tokens of a decode in it; a larger one is made in Python
+
+    @property
+    def n_chunk(self) -> int:
+        """The most tokens of a decode that can be interrupted."""
+        return self.handle.n_chunk
+
+    def hook(self, around: DecodeHook | None) -> DecodeHook | None:
+        """Let ``around`` call each decode from now on (see ``ContextHandle``); return the one before."""
+        before, self.handle.around = self.handle.around, around
+        return before
+
+    @property
+    def most_hidden(self) -> int:
+        """The most numbers that the hidden states of one token can have, of all layers together."""
+        handle = self.handle
+        return handle.n_layer * handle.n_embd + handle.n_embd_out
 
     def check_open(self) -> None:
         """Raise ClosedError if the context is closed."""
@@ -99,9 +117,9 @@ class Decoder:
 
     def _protect_rows(self, n_outputs: int, expiring: Iterable[LogitsRow]) -> None:
         """Copy the rows that are still needed before the next decode overwrites the buffer."""
-        hidden = self._cache.hidden
+        hidden = self.cache.hidden
         if hidden is not None and not hidden.is_read():
-            self._cache.hidden = None
+            self.cache.hidden = None
             hidden.turn(on=False)
         live = self._live
         if not live:
@@ -128,7 +146,7 @@ class Decoder:
         """
         handle = self.handle
         handle.ptr  # noqa: B018  (raises ClosedError)
-        position = self._cache.next_position(seq_id)
+        position = self.cache.next_position(seq_id)
         if position >= self._n_trained:
             self._warn_beyond_trained()
         self._protect_rows(1, () if expiring is None else (expiring,))
@@ -147,10 +165,10 @@ class Decoder:
             if code == 1 and self._make_room(1, () if expiring is None else (expiring,)):
                 return self.advance(seq_id, token, expiring, sampler, seed)
             if code == 0:
-                self._cache.append(seq_id, 1)
+                self.cache.append(seq_id, 1)
                 self.n_decodes += 1
-                if self._cache.hidden is not None:
-                    self._cache.hidden.record(self._cache.ledger.clock - 1, 1)
+                if self.cache.hidden is not None:
+                    self.cache.hidden.record(self.cache.ledger.clock - 1, 1)
                 row = LogitsRow(handle.rows(1)[0], handle.rows_address or 0)
                 if compiled is not None:
                     row.note_step(compiled, seed, measured)
@@ -183,7 +201,7 @@ class Decoder:
         for seq_id in seqs:
             at = ends.get(seq_id)
             if at is None:
-                at = self._cache.next_position(seq_id)
+                at = self.cache.next_position(seq_id)
             positions.append(at)
             ends[seq_id] = at + 1
         if max(ends.values()) > self._n_trained:
@@ -204,7 +222,7 @@ class Decoder:
         handle.wants_logits[:n] = wants_logits
         if states is not None:
             handle.states[:n] = states
-        starts = {seq_id: self._cache.next_position(seq_id) for seq_id in ends}
+        starts = {seq_id: self.cache.next_position(seq_id) for seq_id in ends}
         try:
             begun = perf_counter()
             code = handle.decode(n) if self.n_decodes & _WATCHED else self._watched(n)
@@ -214,9 +232,9 @@ class Decoder:
             if code == 1 and self._make_room(n, expiring):
                 return self.decode(tokens, seqs, wants_logits, expiring, states)
             if code == 0:
-                self._cache.record(seqs)
-                if self._cache.hidden is not None:
-                    self._cache.hidden.record(self._cache.ledger.clock - n, n)
+                self.cache.record(seqs)
+                if self.cache.hidden is not None:
+                    self.cache.hidden.record(self.cache.ledger.clock - n, n)
                 rows = self._read(n_outputs)
                 for row in expiring:
                     row.invalidate()
@@ -249,7 +267,7 @@ class Decoder:
             it. What was decoded is recorded; a decode that failed is undone, and ends the draft: the
             caller repeats it to learn why. None: not here, nothing was done.
         """
-        handle, cache, n = self.handle, self._cache, len(streams)
+        handle, cache, n = self.handle, self.cache, len(streams)
         handle.ptr  # noqa: B018  (raises ClosedError)
         if not handle.can_step or handle.stepper is None or cache.hidden is not None:
             return None
@@ -264,9 +282,8 @@ class Decoder:
             )
             return None if found is None else [found[order.index(i)] for i in range(n)]
         if self._loop is None:
-            self._loop = DraftLoop(
-                handle.stepper, handle.n_vocab, self._eog_tokens, handle.draft_head
-            )
+            head = heads.DraftHead.of(handle) if handle.is_head else None
+            self._loop = DraftLoop(handle.stepper, handle.n_vocab, self._eog_tokens, head)
             self._most_loop = min(handle.n_watched, handle.n_chunk, handle.n_outputs_max)
         n_first = longest = 0
         seqs, starts = [], {}
@@ -349,12 +366,12 @@ class Decoder:
     ) -> None:
         """Record the decodes of a draft: the unread tokens, then one of each stream that went on."""
         if len(seqs) == 1:
-            self._cache.append(seqs[0], n_decoded[0] + (len(unread[0]) if n_decodes else 0))
+            self.cache.append(seqs[0], n_decoded[0] + (len(unread[0]) if n_decodes else 0))
             return
         if n_decodes and any(unread):
-            self._cache.record([s for s, t in zip(seqs, unread, strict=True) for _ in t])
+            self.cache.record([s for s, t in zip(seqs, unread, strict=True) for _ in t])
         for step in range(max(n_decoded)):
-            self._cache.record([s for s, n in zip(seqs, n_decoded, strict=True) if n > step])
+            self.cache.record([s for s, n in zip(seqs, n_decoded, strict=True) if n > step])
 
     def _warn_beyond_trained(self) -> None:
         trained, self._n_trained = self._n_trained, END
@@ -379,7 +396,7 @@ class Decoder:
         """Free cells for ``n`` tokens, if any can be freed; True if the decode may be tried again."""
         if not self.handle.kv_unified:  # others cannot give cells to a sequence
             return False
-        if not self._cache.n_reserved and not self._cache.keepers:
+        if not self.cache.n_reserved and not self.cache.keepers:
             return False
         for row in expiring:
             row.detach()
@@ -405,14 +422,13 @@ class Decoder:
         handle.tokens[:n] = tokens
         handle.positions[:n] = positions
         handle.wants_logits[:n] = 1
-        starts = {seq: self._cache.next_position(seq) for group in members for seq in group}
+        starts = {seq: self.cache.next_position(seq) for group in members for seq in group}
         try:
             code = handle.decode_tree(n, members)
             if code == 0:
-                if (
-                    self._cache.hidden is not None
-                ):  # ``KVCache.adopt`` counts on from the same index
-                    self._cache.hidden.record(self._cache.ledger.clock, n)
+                if self.cache.hidden is not None:
+                    # ``KVCache.adopt`` counts on from the same index
+                    self.cache.hidden.record(self.cache.ledger.clock, n)
                 return self._read(n)
         except BaseException:
             self._undo(starts, ())
@@ -427,7 +443,7 @@ class Decoder:
             self._live = [row for row in expiring if row.users > 0]
             if code == -1:
                 return DecodeError("llama.cpp refused the batch as inconsistent", code=code)
-            usage = self._cache.usage()
+            usage = self.cache.usage()
             if usage.cells_per_sequence is not None:
                 return CacheFullError(
                     f"a sequence is full: each has {usage.cells_per_sequence} cells of its own",
@@ -455,41 +471,10 @@ class Decoder:
 
     def _undo(self, starts: dict[int, int], expiring: Iterable[LogitsRow]) -> list[int]:
         """Truncate every sequence of a failed batch to its start; return those that had to be emptied."""
-        emptied = [seq_id for seq_id, start in starts.items() if not self._cache.cut(seq_id, start)]
+        emptied = [seq_id for seq_id, start in starts.items() if not self.cache.cut(seq_id, start)]
         for row in expiring:
             row.invalidate()
         return emptied
-
-    def decode_run(
-        self,
-        tokens: Sequence[int],
-        seq_id: int,
-        logits: str,
-        expiring: Iterable[LogitsRow] = (),
-    ) -> list[LogitsRow]:
-        """Decode any number of tokens of one sequence in chunks; all of them or none."""
-        start = self._cache.next_position(seq_id)
-        want_all = logits == "all"
-        size = self.handle.n_chunk
-        if want_all:
-            size = min(size, self.handle.n_outputs_max)
-        if len(tokens) > size:
-            expiring = ()  # a later chunk may fail after an earlier one has overwritten the row
-            self.make_room(len(tokens))
-        rows: list[LogitsRow] = []
-        try:
-            for low in range(0, len(tokens), size):
-                for row in rows:  # the next chunk overwrites the buffer
-                    row.detach()
-                chunk = tokens[low : low + size]
-                wants = [want_all] * len(chunk)
-                wants[-1] |= logits == "last" and low + size >= len(tokens)
-                rows += self.decode(chunk, [seq_id] * len(chunk), wants, expiring)
-        except BaseException:
-            if self._cache.next_position(seq_id) > start:
-                self._cache.cut(seq_id, start)
-            raise
-        return rows
 
     def watch_hidden(self, layers: Sequence[int], is_read: Callable[[], bool]) -> HiddenStates:
         """Keep the hidden states of all tokens from now on, until ``is_read`` is False.
@@ -498,13 +483,13 @@ class Decoder:
             ConfigError: another head reads them. And as ``HiddenStates``, which raises UnsupportedError.
         """
         self._protect_rows(0, ())  # the buffer of the logits will move
-        if self._cache.hidden is not None:
+        if self.cache.hidden is not None:
             raise ConfigError(
                 "another head drafts for this context already", hint="close its context first"
             )
         self.handle.forget_rows()
-        hidden = HiddenStates(self.handle, self._cache.ledger, layers, is_read)
-        self._cache.hidden = hidden
+        hidden = HiddenStates(self.handle, self.cache.ledger, layers, is_read)
+        self.cache.hidden = hidden
         return hidden
 
     def output_states(self, n: int) -> States:
@@ -549,6 +534,20 @@ class Decoder:
         """Compute with another MTP layer from the next decode on; 0 = the first, which is the default."""
         heads.use_mtp_layer(self.handle, number)
 
+    def time_sizes(self, sizes: Sequence[int], limit_s: float) -> dict[int, float]:
+        """Return the seconds of decodes by their number of tokens, in about ``limit_s``, two at most.
+
+        Only while nothing has been decoded, else {}; afterwards the memory is as it was.
+        """
+        handle = self.handle
+        if self.cache.ledger.clock:
+            return {}
+        largest = min(handle.n_batch, handle.n_outputs_max, handle.n_ctx_seq)
+        try:
+            return seconds_by_size(handle, [n for n in sizes if n <= largest], limit_s)
+        finally:
+            handle.clear()
+
     def encode(self, encoder: heads.Encoder, features: States) -> States:
         """Return the states that a head's encoder makes of ``features``, float32 (n, n_embd), a copy.
 
@@ -570,7 +569,7 @@ class Decoder:
 
     def make_room(self, n: int) -> None:
         """Free reserved and cached cells if ``n`` cells would not be free otherwise."""
-        cache = self._cache
+        cache = self.cache
         if (cache.n_reserved or cache.keepers) and cache.n_vacant < n:
             self._make_room(n, ())
 

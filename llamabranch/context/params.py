@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from ..arguments import real, whole
 from ..errors import ConfigError, ContextLengthWarning, UnsupportedError, warn
 from ..model import Model
-from ..native import NativeContextParams, max_sequences
+from ..native import NativeContextParams, available_cores, max_sequences
 from ..native.context import FLASH_ATTENTION, KV_TYPES, ROPE_SCALING
 
 __all__ = [
     "INVARIANT_KV_TYPES",
     "ContextOptions",
     "ContextParams",
-    "available_cores",
     "warn_of_length",
 ]
 
@@ -28,13 +26,6 @@ _STEP = 256  # llama.cpp rounds the cells of a cache up to a multiple of this
 
 # Measured: with these, flash attention on, and Q8_0 weights, logits do not depend on the batch.
 INVARIANT_KV_TYPES = ("bf16", "q8_0")
-
-
-def available_cores() -> int:
-    """Return the number of cores this process may use; more threads than cores are many times slower."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def warn_of_length(what: str, trained: int, n_ctx: int) -> None:

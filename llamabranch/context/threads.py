@@ -13,15 +13,14 @@ the parts. There the number for single tokens is not measured: the same seed mus
 from __future__ import annotations
 
 import math
-import threading
 import time
 from dataclasses import dataclass
 
 from ..errors import PerformanceWarning, warn
 from ..model import Model
-from ..native import ContextHandle
-from .machine_profile import is_off, machine_key, read_entry, write_entry
-from .params import available_cores
+from ..native import ContextHandle, available_cores
+from ..profile import is_off, machine_key, read_entry, write_entries
+from .timing import stopped_after, trial_decode
 
 __all__ = ["ThreadTuner", "ThreadWatch", "candidates"]
 
@@ -56,7 +55,7 @@ class _Timing:
 class ThreadTuner:
     """Finds the numbers of threads for one context, unless they are given.
 
-    Measurements on idle cores are stored for this machine and model (see ``machine_profile.py``); a later
+    Measurements on idle cores are stored for this machine and model (see ``profile.py``); a later
     context decodes a few tokens to check that they still hold. Measurements made while other programs
     used the cores are used, but not stored.
     """
@@ -93,7 +92,7 @@ class ThreadTuner:
         if not self._measures or self.n_threads == 1:
             return
         try:
-            _decode(handle, 1, 0)  # untimed: it loads the weights from disk into memory
+            trial_decode(handle, 1)  # untimed: it loads the weights from disk into memory
             n_threads, n_threads_batch = self._still_good(handle) or self._measure(handle)
         finally:
             handle.clear()
@@ -159,7 +158,7 @@ class ThreadTuner:
                 "batch_tokens": n_tokens,
                 "measured": time.strftime("%Y-%m-%d"),
             }
-            write_entry(_SECTION, key, entry)
+            write_entries([(_SECTION, key, entry)])
         return one, many
 
 
@@ -182,43 +181,25 @@ def _in_ms(timings: dict[int, _Timing]) -> dict[str, float]:
     return {str(n): round(1000 * seconds, 4) for n, seconds in known.items()}
 
 
-def _decode(handle: ContextHandle, n_tokens: int, position: int) -> bool:
-    """Decode ``n_tokens`` at ``position`` of sequence 0; False if that was stopped."""
-    for i in range(n_tokens):
-        handle.tokens[i] = (7 * i + 3) % handle.n_vocab
-        handle.positions[i] = position + i
-    handle.seqs[:n_tokens] = 0
-    handle.wants_logits[:n_tokens] = 0
-    handle.wants_logits[n_tokens - 1] = 1
-    code = handle.decode(n_tokens)
-    handle.synchronize()
-    return code == 0
-
-
 def _time(handle: ContextHandle, n_tokens: int, n_threads: int) -> _Timing:
     """Time decodes of ``n_tokens`` of one sequence, from an empty cache; bounded in time."""
     time.sleep(_PAUSE_S)
     handle.set_threads(n_threads, n_threads)
     handle.clear()
-    alarm = threading.Timer(_BLOCK_LIMIT_S, handle.stop)
-    alarm.daemon = True
     n, spent, cpu = 0, 0.0, 0.0
     most = min(_BLOCK_DECODES, handle.n_ctx_seq // n_tokens - 1)
     first_cpu, first = time.process_time(), time.perf_counter()
-    alarm.start()
-    try:
-        in_time = _decode(handle, n_tokens, 0)  # starts the threads and builds the graph
+    with stopped_after(handle, _BLOCK_LIMIT_S):
+        # The first starts the threads and builds the graph.
+        in_time = trial_decode(handle, n_tokens) is not None
         while in_time and n < most and (n < _BLOCK_LEAST or spent < _BLOCK_S):
-            cpu_start, start = time.process_time(), time.perf_counter()
-            in_time = _decode(handle, n_tokens, (n + 1) * n_tokens)
-            if in_time:
+            cpu_start = time.process_time()
+            seconds = trial_decode(handle, n_tokens, (n + 1) * n_tokens)
+            in_time = seconds is not None
+            if seconds is not None:
                 n += 1
-                spent += time.perf_counter() - start
+                spent += seconds
                 cpu += time.process_time() - cpu_start
-    finally:
-        alarm.cancel()
-        alarm.join()
-        handle.resume()
     if n == 0:  # none finished in time: whether the cores were idle is known all the same
         cpu, waited = time.process_time() - first_cpu, time.perf_counter() - first
         return _Timing(math.inf, idle=cpu >= _IDLE * waited * n_threads)

@@ -2,87 +2,61 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter, sleep
 
-from ..branch import Branch, Produced
+from ..branch import Produced
 from ..context import Context
-from ..context.logits import LogitsRow
 from ..errors import CacheFullError, CapacityError, DecodeInterruptedError, LlamaBranchError
 from ..native.interrupts import HeldInterrupts
 from ..sampling import SamplingParams
 from ..sampling.noise import derive_seed
-from ..speculative import Draft, Drafter, GrammarDrafter, NullDrafter
 from ..speculative.config import SpeculativeConfig
-from ..speculative.drafters.base import NO_DRAFT, DraftRequest, DraftState, NullState
-from ..speculative.length.auto import draft_length
-from ..speculative.pair_profile import PairProfile
-from ..speculative.round import Stream
-from ..speculative.rules import Rule, choose_rule, rule_name
-from .batch import Batch
-from .concurrency import Concurrency
-from .job import Job, Submission, refusal
+from ..speculative.joint import Outcome, Step
+from ..speculative.rules import choose_rule
+from .job import Job, JobState, Submission, refusal
+from .learning import Learning
 from .request import EngineStats, Event, Request
 from .scheduler import Scheduler
 
-__all__ = ["EngineCore", "EngineSettings"]
+__all__ = ["EngineCore", "EngineSettings", "Seeds"]
 
 _POLL_S = 0.02  # how often to check whether others have freed a sequence
 
 
-@dataclass
+@dataclass(frozen=True)
 class EngineSettings:
     """What all requests of an engine have in common; see ``Engine``."""
 
     target: Context
-    drafter: Drafter
     config: SpeculativeConfig
     sampling: SamplingParams
     max_tokens: int | None
-    seed: int
     seed_given: bool
     wait_s: float
-    drafts: bool
     parallel: int | None = None
-    # No drafter was asked for, so grammars draft; ``drafts`` once one has.
-    drafts_grammars: bool = False
 
-    def __post_init__(self) -> None:
-        self.length = draft_length(self.config)
-        self.profile: PairProfile | None = None
-        if self.drafts and not isinstance(self.drafter, NullDrafter):
-            self.length, self.profile = PairProfile.open(
-                self.target, self.drafter, self.config, batched=True
-            )
-        self.stats = EngineStats()
-        # Who is in the batch must not change a text, so this depends on no clock elsewhere.
-        capabilities = self.target.capabilities
-        chooses = capabilities.batch_invariant and capabilities.can_share and not self.drafts
-        self.concurrency = Concurrency() if chooses else None
-        self.repeats = self.seed_given
-        self._n_draws = 0
 
-    def next_seed(self) -> int:
+@dataclass
+class Seeds:
+    """The seeds of an engine: ``seed``, and if it was not given, others after it.
+
+    Attributes:
+        seed: the first one.
+        repeats: it was given: all requests get it.
+    """
+
+    seed: int
+    repeats: bool
+    _n_drawn: int = 0
+
+    def draw(self) -> int:
         """Return the seed, or, if none was given, another one each time: first that one itself."""
-        n, self._n_draws = self._n_draws, self._n_draws + 1
+        n, self._n_drawn = self._n_drawn, self._n_drawn + 1
         return self.seed if self.repeats or not n else derive_seed(self.seed, n)
-
-    def draft_from_grammars(self) -> None:
-        """Draft texts that have a grammar from here on."""
-        self.drafter, self.drafts = GrammarDrafter.copying(), True
-        self.length, self.profile = PairProfile.open(
-            self.target, self.drafter, self.config, batched=True
-        )
-        self.concurrency = None
-
-    def save_profile(self) -> None:
-        """Keep what was learned about drafts for later runs."""
-        if self.profile is not None:
-            self.profile.save(self.length)
 
 
 class EngineCore:
@@ -91,33 +65,35 @@ class EngineCore:
     ``add`` and ``abort`` may be called from any thread, all else from one at a time.
 
     Args:
-        settings: those of the engine.
+        settings, learning, seeds, stats: those of the engine.
         reports_tokens: whether there are events for tokens, besides those for results.
         expected: ids of requests that are not added yet, to which ``abort`` applies as well.
         redraws: where the engine has no given seed: each request draws another text, not all together.
 
     Attributes:
         n_added: how many requests were added.
-        is_abandoned: nobody reads the events any more.
     """
 
     def __init__(
         self,
         settings: EngineSettings,
+        learning: Learning,
+        seeds: Seeds,
+        stats: EngineStats,
         *,
         reports_tokens: bool = True,
         expected: Collection[str] = (),
         redraws: bool = False,
     ) -> None:
-        self.settings = settings
         self.n_added = 0
-        self.is_abandoned = False
+        self._settings = settings
+        self._learning = learning
+        self._seeds = seeds
+        self._stats = stats
         self._scheduler = Scheduler(settings.target)
-        self._scheduler.limit = settings.parallel
         self._reports_tokens = reports_tokens
         self._expected = expected
-        self._redraws = redraws
-        self._seed = settings.seed if redraws else settings.next_seed()
+        self._seed = None if redraws else seeds.draw()
         self._wait = _SequenceWait(settings.target, settings.wait_s)
         self._added: deque[Submission] = deque()
         self._aborted: deque[Submission] = deque()
@@ -134,7 +110,7 @@ class EngineCore:
         Raises:
             ConfigError, TokenizeError: its prompt or its stop strings are invalid; it is not queued.
         """
-        settings = self.settings
+        settings = self._settings
         submission = Submission(
             request,
             name,
@@ -142,7 +118,7 @@ class EngineCore:
             settings.target.model,
             settings.sampling,
             settings.max_tokens,
-            settings.next_seed() if self._redraws else self._seed,
+            self._seeds.draw() if self._seed is None else self._seed,
             samples,
             reports_tokens=self._reports_tokens,
         )
@@ -264,7 +240,6 @@ class EngineCore:
                 try:
                     self._step()
                 except LlamaBranchError as error:
-                    self._drop_drafts()
                     if held.caught is None:
                         self._failure = error
                 self._is_broken_off = False
@@ -272,7 +247,7 @@ class EngineCore:
                 self._recover()
                 raise
             finally:
-                self.settings.stats.elapsed_s += perf_counter() - start
+                self._stats.elapsed_s += perf_counter() - start
 
     def _recover(self) -> None:
         """Queue all texts again after a step that was broken off; they go on after their last token."""
@@ -291,22 +266,26 @@ class EngineCore:
             self._added.clear()
             self._events.clear()
             self._scheduler.close()
-            self.settings.save_profile()
+            self._learning.save()
 
     def _step(self) -> None:
-        self._schedule()
-        if self._scheduler.active:
-            batch = self._fill()
-            if batch.tokens:
-                self._run(batch)
-        if self._scheduler.no_sequence is None:
-            self._wait.reset()
-        elif not self._wait.poll():
-            self._end_waiting(self._scheduler.no_sequence)
+        start = perf_counter()
+        running, reading = self._schedule()
+        if running or reading:
+            step = self._run(running, reading)
+            self._postprocess([*running, *reading], step)
+            if step.n_tokens:
+                self._learn(len(running), [*running, *reading], perf_counter() - start)
 
-    def _schedule(self) -> None:
-        """Take what was added and aborted since the last step, and admit what there is room for."""
-        scheduler, settings = self._scheduler, self.settings
+    # -- a step --------------------------------------------------------------------------------------
+
+    def _schedule(self) -> tuple[list[Job], list[Job]]:
+        """Take what was added and aborted since the last step, and admit what there is room for.
+
+        Returns:
+            the texts that go on, and those whose prompt is read.
+        """
+        scheduler, concurrency = self._scheduler, self._learning.concurrency
         while self._added:
             scheduler.add(self._added[0])
             self._added.popleft()
@@ -316,45 +295,103 @@ class EngineCore:
                 for job in scheduler.end(submission):
                     self._end(job, "cancelled")
             self._aborted.popleft()
-        if settings.concurrency is not None:
-            scheduler.limit = settings.concurrency.limit or settings.parallel
+        scheduler.limit = (concurrency and concurrency.limit) or self._settings.parallel
         if scheduler.n_queued:
             n_shared, n_cached = scheduler.n_shared, scheduler.n_cached
             for job, error in scheduler.admit():
-                self._end(job, "capacity" if isinstance(error, CapacityError) else "error", error)
-            settings.stats.shared_prompt_tokens += scheduler.n_shared - n_shared
-            settings.stats.cached_prompt_tokens += scheduler.n_cached - n_cached
+                self._end(job, _reason(error), error)
+            self._stats.shared_prompt_tokens += scheduler.n_shared - n_shared
+            self._stats.cached_prompt_tokens += scheduler.n_cached - n_cached
+        if scheduler.no_sequence is None:
+            self._wait.reset()
+        elif not self._wait.poll():  # others hold all sequences of the context
+            while (waiting := scheduler.head()) is not None:
+                self._end(waiting, "capacity", scheduler.no_sequence)
+        active, paused = scheduler.active, scheduler.paused
+        running = [j for j in active if j.state is JobState.RUNNING and j.name not in paused]
+        return running, [job for job in active if job.state is JobState.READING]
 
-    def _run(self, batch: Batch) -> None:
-        """Decode a batch and give each text what it has got."""
-        ctx, learned = self.settings.target, self.settings.concurrency
-        # No drafter is called under the lock: another thread may generate on the drafter's context and
-        # draft on this one, and each would wait for the other's lock.
+    def _run(self, running: list[Job], reading: list[Job]) -> Step:
+        """Draft, decode once, and give each text what it has got."""
+        streams = [
+            (job.stream, job.output.draft_limit) for job in running if job.stream is not None
+        ]
+        step = self._learning.joint.run(streams, reading)
+        self._stats.target_forward_passes += step.n_tokens > 0
+        self._stats.draft_forward_passes += step.n_draft_decodes
+        return step
+
+    def _postprocess(self, jobs: list[Job], step: Step) -> None:
+        """Begin texts whose prompt is read, report the emitted tokens, end what has ended."""
         try:
-            with ctx.lock:  # the logits are valid until the next decode of any thread
-                start = perf_counter()
-                rows = self._decode(batch)
-                verify_s = perf_counter() - start
-                outcomes = self._accept(batch, rows, verify_s)
-        except CacheFullError as error:
-            self._make_room(batch, error)
-            return
-        try:
-            self._conclude(batch, outcomes, verify_s)
+            for job, outcome in zip(jobs, step.outcomes, strict=True):
+                self._take(job, outcome)
+            if step.no_room is not None:
+                self._make_room(step.no_room)
         except LlamaBranchError:  # of a drafter that cannot close a state: the others have accepted
             self._recover()
             raise
-        if learned is not None:
-            learned.note_step(
-                batch.n_plans,
-                len(batch.parts),
-                sum(map(ctx.kv_cache.next_position, set(batch.seqs))),
-                perf_counter() - start,
-                most=min(ctx.n_seq_max, self.settings.parallel or ctx.n_seq_max),
-                waits=self._scheduler.n_queued > 0,
-            )
 
-    # -- ends ----------------------------------------------------------------------------------------
+    def _take(self, job: Job, outcome: Outcome) -> None:
+        emitted, error = outcome.emitted, outcome.error
+        if job.state is JobState.READING and outcome.n_tokens and error is None:
+            self._stats.prompt_tokens += outcome.n_tokens
+            if not job.n_uncached:
+                try:
+                    emitted = self._begin(job)
+                except LlamaBranchError as failure:
+                    error = failure
+        for one in emitted:
+            if job.output.finish_reason is None:
+                self._events += job.emit(one)
+        if emitted:
+            job.note_token()
+        reason = job.output.finish_reason
+        if reason is not None:
+            if error is not None or job.state is JobState.RUNNING:
+                self._end(job, reason)
+        elif error is not None:
+            self._end(job, _reason(error), error)
+
+    def _begin(self, job: Job) -> list[Produced]:
+        """Open the stream of a text whose prompt is read; return what it emits: one token or none."""
+        settings, branch = self._settings, job.held
+        params = job.request.sampling or settings.sampling
+        rule = choose_rule(
+            settings.config.rule,
+            seed_given=settings.seed_given or params.seed is not None,
+            temperature=params.temperature,
+        )
+        drafts = self._learning.drafts_for(branch) and job.output.finish_reason is None
+        # So the drafter, too, reads a shared prompt only once.
+        source, n_shared = job.shared
+        if source is not None and (
+            source.request.grammar != job.request.grammar
+            or source.stream is None
+            or source.stream.rule != rule
+        ):
+            source = None
+        stream = self._learning.joint.open(
+            branch,
+            rule,
+            job.stats,
+            job.request.top_logprobs or 0,
+            drafts=drafts,
+            like=None if source is None or source.stream is None else source.stream.state,
+        )
+        if source is not None:
+            stream.state.observe(n_shared)
+        job.begin(stream)
+        if stream.pending is not None or job.output.finish_reason is not None:
+            return []  # it was preempted, and goes on after its last token; or max_tokens is 0
+        return [stream.begin()]
+
+    def _make_room(self, error: CacheFullError) -> None:
+        """Preempt the newest request; end the last one as "capacity"."""
+        if self._scheduler.preempt() is not None:
+            self._stats.preemptions += 1
+        else:
+            self._end(self._scheduler.active[0], "capacity", error)
 
     def _end(self, job: Job, reason: str, error: LlamaBranchError | None = None) -> None:
         """Report the result of a text, and free what it holds."""
@@ -362,252 +399,30 @@ class EngineCore:
         result = job.result(reason, error)
         self._events.append(Event(job.name, job.sample, result=result))
         self._scheduler.finish(job)
-        settings = self.settings
-        settings.stats.speculative.add(job.stats)
-        settings.stats.generated_tokens += len(result.tokens)
-        if settings.concurrency is not None and error is None:
-            settings.concurrency.note_end(result.num_prompt_tokens + len(result.tokens))
-        settings.save_profile()
+        self._stats.speculative.add(job.stats)
+        self._stats.generated_tokens += len(result.tokens)
+        concurrency = self._learning.concurrency
+        if concurrency is not None and error is None:
+            concurrency.note_end(result.num_prompt_tokens + len(result.tokens))
+        self._learning.save()
 
-    def _end_waiting(self, error: LlamaBranchError) -> None:
-        """End every waiting request with "capacity": others hold all sequences of the context."""
-        while (job := self._scheduler.head()) is not None:
-            self._end(job, "capacity", error)
-
-    # -- the batch -----------------------------------------------------------------------------------
-
-    def _fill(self) -> Batch:
-        """Return the next batch: every stream's pending token and draft, then chunks of prompts."""
-        batch = Batch()
-        active = self._scheduler.active
-        paused = self._scheduler.paused
-        running = [job for job in active if job.stream is not None and job.name not in paused]
-        prefilling = [job for job in active if job.stream is None]
-        ctx = self.settings.target
-        room = min(ctx.n_batch, ctx.n_outputs_max) - len(running) - len(prefilling)
-        for job, draft in self._make_drafts(running):
-            stream = job.stream
-            if stream is not None:
-                if draft.tokens:
-                    keep = min(len(draft.tokens), max(0, room))
-                    room -= keep
-                    draft.cut(keep)
-                batch.add_plan(job, stream.branch, stream.set_draft(draft))
-        for job in prefilling:
-            left, branch = ctx.n_batch - len(batch.tokens), job.branch
-            if left > 0 and branch is not None:
-                scores = job.needs_scores
-                if scores:
-                    left = min(left, 1 + max(0, room))
-                tokens = job.to_cache[branch.position :][:left]
-                room -= (len(tokens) - 1) * scores
-                batch.add_prompt(job, branch, tokens, all_rows=scores)
-        return batch
-
-    def _make_drafts(self, running: list[Job]) -> list[tuple[Job, Draft]]:
-        drafts_now = self.settings.drafts and not self._scheduler.had_no_room
-        self._scheduler.had_no_room = False
-        if not drafts_now:
-            return [(job, NO_DRAFT) for job in running]
-        asked: list[Job] = []
-        requests: list[DraftRequest] = []
-        plain: list[Job] = []
-        for job in running:
-            stream = job.stream
-            if stream is None:
-                continue
-            limit = min(job.output.draft_limit, self._room_of(stream.branch))
-            tokens = stream.draft_input(limit)
-            if tokens is None:
-                plain.append(job)
-            else:
-                limit = min(limit, stream.length.limit)
-                asked.append(job)
-                requests.append(DraftRequest(stream.state, tokens, stream.length, limit))
-        drafts = self.settings.drafter.propose_many(requests)
-        self.settings.stats.draft_forward_passes += sum(draft.n_decodes for draft in drafts)
-        made = list(zip(asked, drafts, strict=True))
-        return made + [(job, NO_DRAFT) for job in plain]
-
-    def _room_of(self, branch: Branch) -> int:
-        """Return how many drafted tokens a text has cells for, as far as that depends on it alone."""
-        ctx = self.settings.target
-        if ctx.capabilities.can_share:
-            return 1 << 30
-        return max(0, ctx.n_ctx_seq - branch.position - 1)
-
-    def _decode(self, batch: Batch) -> list[LogitsRow]:
-        expiring = [
-            row
-            for job, _, _ in batch.parts
-            if job.branch is not None
-            for row in job.branch.sequence.expiring_rows()
-        ]
-        decoder = self.settings.target.decoder
-        rows = decoder.decode(batch.tokens, batch.seqs, batch.wants, expiring)
-        self.settings.stats.target_forward_passes += 1
-        return rows
-
-    def _drop_drafts(self) -> None:
-        """Take the streams back to before this step, if they were about to decode."""
-        for job in self._scheduler.active:
-            if job.stream is not None:
-                job.stream.set_draft(NO_DRAFT)
-                job.stream.state.observe(job.stream.branch.position)
-
-    def _make_room(self, batch: Batch, error: CacheFullError) -> None:
-        """Retry without drafts, then preempt the newest request, then finish the last as "capacity"."""
-        scheduler = self._scheduler
-        self._drop_drafts()
-        if not self.settings.target.capabilities.can_share:  # nobody can make room for another
-            most = self.settings.target.n_ctx_seq
-            for job, n, _ in batch.parts:
-                if job.branch is not None and job.branch.position + n > most:
-                    self._end(job, "capacity", error)
-        elif batch.n_drafted:
-            for job, n, _ in batch.parts:
-                if job.stream is not None and n > 1:
-                    job.stats.count_stop("no room to verify")
-            scheduler.had_no_room = True
-        elif scheduler.preempt() is not None:
-            self.settings.stats.preemptions += 1
-        else:
-            self._end(scheduler.active[0], "capacity", error)
-
-    # -- after the decode ----------------------------------------------------------------------------
-
-    def _accept(
-        self, batch: Batch, rows: list[LogitsRow], verify_s: float
-    ) -> list[list[Produced] | LlamaBranchError]:
-        """Apply the logits; return for each part the emitted tokens, or the error that ends its text."""
-        at = 0
-        outcomes: list[list[Produced] | LlamaBranchError] = []
-        for job, n, n_rows in batch.parts:
-            its_rows = rows[at : at + n_rows]
-            at += n_rows
-            try:
-                if job.stream is not None:
-                    outcomes.append(job.stream.accept(its_rows, verify_s * n / len(batch.tokens)))
-                else:
-                    self._append_prompt(job, n, its_rows)
-                    outcomes.append([])
-            except LlamaBranchError as error:
-                outcomes.append(error)
-        return outcomes
-
-    def _conclude(
-        self,
-        batch: Batch,
-        outcomes: list[list[Produced] | LlamaBranchError],
-        verify_s: float,
-    ) -> None:
-        """Update the draft states, begin texts whose prompt is complete, report the emitted tokens."""
-        lengths = [job.stream.length for job, _, _ in batch.parts if job.stream is not None]
-        for (job, n, _), outcome in zip(batch.parts, outcomes, strict=True):
-            failed = outcome if isinstance(outcome, LlamaBranchError) else None
-            emitted = [] if isinstance(outcome, LlamaBranchError) else outcome
-            if failed is None:
-                try:
-                    if job.stream is not None:
-                        job.stream.conclude()
-                    else:
-                        self.settings.stats.prompt_tokens += n
-                        emitted = [] if job.n_uncached else self._begin_text(job)
-                except LlamaBranchError as error:
-                    failed = error
-            if emitted:
-                self._emit(job, emitted)
-            if job.output.finish_reason is not None:
-                if not job.n_uncached or job.stream is not None or failed is not None:
-                    self._end(job, job.output.finish_reason)
-            elif failed is not None:
-                self._end(job, "error", failed)
-        if self.settings.drafts:
-            # The time of a decode that also prefilled prompts is not comparable.
-            is_pure = batch.n_plans == len(batch.parts)
-            self.settings.length.learn_decode(
-                lengths, len(batch.tokens), verify_s if is_pure else math.nan
+    def _learn(self, n_running: int, jobs: list[Job], seconds: float) -> None:
+        """Learn from a decode how many texts should run at a time."""
+        concurrency = self._learning.concurrency
+        if concurrency is not None:
+            ctx = self._settings.target
+            concurrency.note_step(
+                n_running,
+                len(jobs),
+                sum(job.branch.position for job in jobs if job.branch is not None),
+                seconds,
+                most=min(ctx.n_seq_max, self._settings.parallel or ctx.n_seq_max),
+                waits=self._scheduler.n_queued > 0,
             )
 
-    def _emit(self, job: Job, emitted: list[Produced]) -> None:
-        """Add new tokens to a text, up to its end, and report those that have text to show."""
-        for one in emitted:
-            if job.output.finish_reason is not None:
-                break
-            self._events += job.emit(one)
-        job.note_token()
 
-    def _append_prompt(self, job: Job, n: int, rows: list[LogitsRow]) -> None:
-        """Append ``n`` decoded tokens of ``to_cache`` to the branch.
-
-        ``rows`` are the logits after each of them, after the last one, or none.
-        """
-        branch = job.branch
-        if branch is None:
-            raise RuntimeError("a job needs a branch to prefill its prompt")
-        start = branch.position
-        if job.needs_scores:
-            job.score(rows, start)
-        row = rows[-1] if rows and n == job.n_uncached else None
-        tokens = job.to_cache[start : start + n]
-        n_prompt = max(0, job.n_read - start)
-        if n_prompt:
-            branch.sequence.append_prompt(tokens[:n_prompt], row if n <= n_prompt else None)
-        if n > n_prompt:
-            branch.sequence.append_unscored(tokens[n_prompt:], row)
-
-    def _begin_text(self, job: Job) -> list[Produced]:
-        """Open the stream of a job whose prompt is decoded; return what it emits: one token or none."""
-        branch = job.branch
-        if branch is None:
-            raise RuntimeError("a job needs a branch to generate")
-        job.stream = self._open(job, branch)
-        if job.pending is not None:  # it was preempted: it continues after its last token
-            job.stream.pending = job.pending
-            return []
-        if job.output.finish_reason is not None:  # max_tokens is 0
-            return []
-        return [job.stream.begin()]
-
-    def _open(self, job: Job, branch: Branch) -> Stream:
-        settings = self.settings
-        params = job.request.sampling or settings.sampling
-        rule = choose_rule(
-            settings.config.rule,
-            seed_given=settings.seed_given or params.seed is not None,
-            temperature=params.temperature,
-        )
-        has_grammar = branch.grammar is not None
-        if settings.drafts_grammars and not settings.drafts and has_grammar:
-            settings.draft_from_grammars()
-            self._scheduler.limit = settings.parallel
-        wanted = settings.drafts and (has_grammar or not settings.drafts_grammars)
-        drafts = wanted and job.output.finish_reason is None
-        try:
-            state = self._draft_state(job, branch, rule) if drafts else NullState()
-        except CapacityError:  # without room for a draft state it decodes plainly
-            state = NullState()
-        length = settings.length.stream(shares_decode=True)
-        top = job.request.top_logprobs or 0
-        return Stream(branch, state, length, rule, job.stats, top)
-
-    def _draft_state(self, job: Job, branch: Branch, rule: Rule) -> DraftState:
-        """Return a draft state for ``branch``; if its prompt was shared, a fork of the other job's.
-
-        So the draft model, too, decodes a shared prefix only once.
-        """
-        source, n_shared = job.shared
-        usable = source is not None and source.request.grammar == job.request.grammar
-        if (
-            source is not None
-            and usable
-            and source.stream is not None
-            and source.stream.rule == rule
-        ):
-            state = source.stream.state.fork(branch)
-            state.observe(n_shared)
-            return state
-        return self.settings.drafter.start(branch, rule_name(rule))
+def _reason(error: LlamaBranchError) -> str:
+    return "capacity" if isinstance(error, CapacityError) else "error"
 
 
 class _SequenceWait:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import weakref
 from collections.abc import (
-    AsyncIterator,
     Callable,
     Collection,
     Generator,
@@ -32,7 +30,8 @@ from ..model import is_chat
 from ..sampling import SamplingParams
 from ..speculative import Drafter, NullDrafter, SpeculativeConfig
 from ..speculative.drafters.base import checked_drafter
-from .core import EngineCore, EngineSettings
+from .core import EngineCore, EngineSettings, Seeds
+from .learning import Learning
 from .request import EngineStats, Event, Request, Result
 
 __all__ = ["AnyRequest", "Engine"]
@@ -52,7 +51,7 @@ class Engine:
     share decodes with the running texts.
 
     Requests come one at a time (``add_request``, ``step``), or all of a job together (``generate``,
-    ``stream``, ``astream``); both at once is possible. On a context with a prefix cache, prompts and
+    ``stream``); both at once is possible. On a context with a prefix cache, prompts and
     finished texts stay readable for later requests.
 
     Args:
@@ -109,18 +108,18 @@ class Engine:
         self._max_waiting = None if max_waiting is None else whole("max_waiting", max_waiting, 0)
         self._settings = EngineSettings(
             target=target,
-            drafter=self.drafter,
             config=self.config,
             sampling=sampling or SamplingParams(),
             max_tokens=None if max_tokens is None else whole("max_tokens", max_tokens, 0),
-            seed=random_seed() if seed is None else whole("seed", seed),
             seed_given=seed is not None,
             wait_s=wait_s,
-            drafts=not isinstance(self.drafter, NullDrafter) and target.capabilities.can_truncate,
-            drafts_grammars=drafter is None and target.capabilities.can_truncate,
             parallel=None if parallel is None else whole("parallel", parallel, 1),
         )
-        self.core = EngineCore(self._settings, redraws=True)
+        given = None if seed is None else whole("seed", seed)
+        self._seeds = Seeds(random_seed() if given is None else given, given is not None)
+        self._learning = Learning(target, None if drafter is None else self.drafter, self.config)
+        self.stats = EngineStats()
+        self.core = self._new_core(redraws=True)
         self._adding = threading.Lock()
         self._is_closed = False
         # Every call of ``stream`` has a core of its own, with its own ids. A core that is
@@ -129,18 +128,13 @@ class Engine:
         self._streams: list[weakref.ref[EngineCore]] = []
 
     @property
-    def stats(self) -> EngineStats:
-        """Totals over all requests so far."""
-        return self._settings.stats
-
-    @property
     def seed(self) -> int:
         """The seed from which those of requests without one are derived."""
-        return self._settings.seed
+        return self._seeds.seed
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        self._settings.seed, self._settings.repeats = whole("seed", seed), True
+        self._seeds.seed, self._seeds.repeats = whole("seed", seed), True
 
     def __enter__(self) -> Engine:
         return self
@@ -200,8 +194,6 @@ class Engine:
         for core in [ref() for ref in list(self._streams)]:
             if core is not None:
                 core.abort(request_id)
-
-    cancel = abort
 
     def close(self, *, drain: bool = False) -> list[Event]:
         """Accept no more requests; end those that were added, and return their last events.
@@ -279,38 +271,34 @@ class Engine:
             for events in steps:
                 yield from events
 
-    async def astream(self, requests: Requests, *, skip: _Skip = ()) -> AsyncIterator[Event]:
-        """Yield the events of ``stream`` without blocking the event loop: steps run in a thread."""
-        source = _Source(requests, skip)
-        core = self._open(source)
-        self.target.release_threads()
-        steps = self._run(core, source)
-        step: asyncio.Future[list[Event] | None] | None = None
-        try:
-            while True:
-                step = asyncio.ensure_future(asyncio.to_thread(next, steps, None))
-                events = await asyncio.shield(step)
-                if events is None:
-                    return
-                for event in events:
-                    yield event
-        finally:
-            core.is_abandoned = True
-            if step is not None:  # the thread of a cancelled task may be in the middle of a step
-                await asyncio.gather(step, return_exceptions=True)
-            await asyncio.to_thread(steps.close)
-
     def _open(self, source: _Source, *, reports_tokens: bool = True) -> EngineCore:
         self._check_open()
-        core = EngineCore(self._settings, reports_tokens=reports_tokens, expected=source.expected)
+        core = self._new_core(reports_tokens=reports_tokens, expected=source.expected)
         self._streams.append(weakref.ref(core, self._streams.remove))
         return core
+
+    def _new_core(
+        self,
+        *,
+        reports_tokens: bool = True,
+        expected: Collection[str] = (),
+        redraws: bool = False,
+    ) -> EngineCore:
+        return EngineCore(
+            self._settings,
+            self._learning,
+            self._seeds,
+            self.stats,
+            reports_tokens=reports_tokens,
+            expected=expected,
+            redraws=redraws,
+        )
 
     def _run(self, core: EngineCore, source: _Source) -> Generator[list[Event], None, None]:
         """Yield the events of each step until ``source`` and all requests have ended."""
         ahead = max(2, self.target.n_seq_max)  # requests that wait, besides those that run
         try:
-            while not core.is_abandoned:
+            while True:
                 while core.n_ahead < ahead and source.feed(core):
                     pass
                 if not core.has_unfinished:
@@ -323,13 +311,12 @@ class Engine:
 
     def explain(self) -> str:
         """Return a description of how it drafts, with the measurements behind it."""
-        if not self._settings.drafts:
-            if isinstance(self.drafter, NullDrafter):
-                return "plain decoding: there is no drafter"
-            return (
-                "plain decoding: this model's memory cannot remove the rejected tokens of a draft"
-            )
-        return self._settings.length.explain()
+        joint = self._learning.joint
+        if joint.drafter is not None:
+            return joint.length.explain()
+        if isinstance(self.drafter, NullDrafter):
+            return "plain decoding: there is no drafter"
+        return "plain decoding: this model's memory cannot remove the rejected tokens of a draft"
 
 
 class _Source:

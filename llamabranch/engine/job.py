@@ -1,13 +1,15 @@
-"""A request in the engine, and each of its texts: waiting, prefilling its prompt, generating, done."""
+"""A request in the engine, and each of its texts: waiting, reading its prompt, running, ended."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from time import perf_counter
 
 from ..branch import Branch, Produced
 from ..branch.output import OutputBuffer
+from ..branch.sequence import TokenSequence
 from ..context.logits import LogitsRow, TokenScore
 from ..errors import LlamaBranchError
 from ..model import Model
@@ -17,9 +19,33 @@ from ..speculative import SpeculativeStats
 from ..speculative.round import Stream
 from .request import Event, Request, Result
 
-__all__ = ["Job", "Submission", "refusal"]
+__all__ = ["Job", "JobState", "JobStateError", "Submission", "refusal"]
 
 Key = tuple[int, int, int]  # priority, number of the request, sample: the order of admission
+
+
+class JobState(Enum):
+    """What a text is doing."""
+
+    WAITING = (
+        "waiting"  # without a sequence: in the queue, or set aside while its request is paused
+    )
+    READING = "reading"  # its prompt, and after a preemption what it has generated
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+# Who is admitted reads, who has read runs; both may be preempted, and all may end.
+_FOLLOWING = {
+    JobState.WAITING: (JobState.READING, JobState.ENDED),
+    JobState.READING: (JobState.RUNNING, JobState.WAITING, JobState.ENDED),
+    JobState.RUNNING: (JobState.WAITING, JobState.ENDED),
+    JobState.ENDED: (),
+}
+
+
+class JobStateError(RuntimeError):
+    """A fault of the engine: a text cannot go from its state to another one; nothing has changed."""
 
 
 class Submission:
@@ -102,12 +128,13 @@ class Job:
         prompt: its token ids.
         n_read: how many of them come before those that were generated: all, unless it continues a text.
         output: the tokens and the text generated so far.
+        state: what it is doing.
         branch: the sequence it holds; None while it waits.
-        stream: its speculative rounds; None until the prompt is decoded.
+        stream: its speculative rounds; None until the prompt is read.
         shared: the job whose cells its prompt begins with, and the number of those tokens.
         key: its place in the queue; of the running jobs the one with the largest is preempted first.
         n_cached: prompt tokens that were in the cache when it was first admitted; None before.
-        n_preempted: how often it was preempted.
+        num_preemptions: how often it was preempted.
         scores: the ratings of the prompt's tokens so far, if they are asked for.
     """
 
@@ -129,18 +156,83 @@ class Job:
         self.key: Key = request.priority, submission.number, sample
         self.output = OutputBuffer(max_tokens, request.stop, request.stop_tokens)
         self.stats = SpeculativeStats()
+        self.state = JobState.WAITING
         self.branch: Branch | None = None
         self.stream: Stream | None = None
         self.shared: tuple[Job | None, int] = (None, 0)
         self.n_cached: int | None = None
-        self.n_preempted = 0
+        self.num_preemptions = 0
         self.scores: list[TokenScore | None] = [None]
         self._admitted: float | None = None
         self._first: float | None = None
         self._last: float | None = None
 
     def __repr__(self) -> str:
-        return f"<Job {self.name!r} sample {self.sample}, {len(self.output.tokens)} tokens>"
+        n = len(self.output.tokens)
+        return f"<Job {self.name!r} sample {self.sample}, {self.state.value}, {n} tokens>"
+
+    # -- its states ----------------------------------------------------------------------------------
+
+    def _check(self, state: JobState) -> None:
+        if state not in _FOLLOWING[self.state]:
+            raise JobStateError(f"{self!r} cannot become {state.value}")
+
+    def admit(self, branch: Branch, n_cached: int) -> None:
+        """Give it a sequence that holds the first ``n_cached`` tokens of ``to_cache``."""
+        self._check(JobState.READING)
+        self.state, self.branch = JobState.READING, branch
+        if self.wants_rows:  # those before ``logprobs_from`` are left out
+            self.scores += [None] * (n_cached + 1 - len(self.scores))
+        if self._admitted is None:
+            self._admitted = perf_counter()
+            self.n_cached = n_cached
+
+    def begin(self, stream: Stream) -> None:
+        """Let it run: its prompt is read. After a preemption it goes on after its last token."""
+        self._check(JobState.RUNNING)
+        stream.pending = self.output.emitted[-1] if self.output.emitted else None
+        self.state, self.stream = JobState.RUNNING, stream
+
+    def preempt(self) -> None:
+        """Take its sequences: it waits to be admitted again."""
+        self._check(JobState.WAITING)
+        self.num_preemptions += 1
+        self._release(JobState.WAITING)
+
+    def end(self) -> None:
+        """Free all that it holds; it has a result."""
+        self._check(JobState.ENDED)
+        self._release(JobState.ENDED)
+
+    def _release(self, state: JobState) -> None:
+        """Free the sequences it holds, that of its drafter included."""
+        stream, branch = self.stream, self.branch
+        self.stream, self.shared = None, (None, 0)
+        try:
+            if stream is not None:
+                try:
+                    stream.report()
+                finally:
+                    stream.state.close()
+        finally:  # also if the drafter or the length fails, which may be a user's
+            if branch is not None and not branch.ctx.closed:
+                branch.sequence.keep_cached(is_last=True)
+                branch.prune()
+            self.branch, self.state = None, state
+
+    # -- reading -------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> Branch:
+        """Its branch, while it reads or runs."""
+        if self.branch is None:
+            raise JobStateError(f"{self!r} holds no sequence")
+        return self.branch
+
+    @property
+    def sequence(self) -> TokenSequence:
+        """The sequence that it reads into."""
+        return self.held.sequence
 
     @property
     def to_cache(self) -> list[int]:
@@ -162,36 +254,32 @@ class Job:
         return self.n_to_cache - done
 
     @property
-    def needs_scores(self) -> bool:
+    def wants_rows(self) -> bool:
         """True while tokens of the prompt are to be rated: their logits are needed."""
         asked = self.request.prompt_logprobs is not None
         return asked and len(self.scores) < len(self.prompt)
 
-    def score(self, rows: Sequence[LogitsRow], start: int) -> None:
-        """Rate the prompt tokens that follow those whose logits are ``rows``, from ``start`` on."""
-        k = self.request.prompt_logprobs or 0
-        del self.scores[start + 1 :]
-        for row, token in zip(rows, self.prompt[start + 1 :], strict=False):
-            self.scores.append(row.score(token, self.submission.model, k))
+    def unread(self) -> list[int]:
+        """Return the tokens of ``to_cache`` that are not in the cache yet."""
+        return self.to_cache[self.held.position :]
 
-    def admit(self, branch: Branch, n_cached: int) -> None:
-        """Give it a sequence that holds the first ``n_cached`` tokens of ``to_cache``."""
-        self.branch = branch
-        if self.needs_scores:  # those before ``logprobs_from`` are left out
-            self.scores += [None] * (n_cached + 1 - len(self.scores))
-        if self._admitted is None:
-            self._admitted = perf_counter()
-            self.n_cached = n_cached
+    def read(self, tokens: Sequence[int], rows: Sequence[LogitsRow]) -> None:
+        """Append decoded tokens of ``unread``, whose logits are ``rows``, or only after the last one."""
+        branch = self.held
+        start = branch.position
+        if self.wants_rows:
+            k = self.request.prompt_logprobs or 0
+            del self.scores[start + 1 :]
+            for row, token in zip(rows, self.prompt[start + 1 :], strict=False):
+                self.scores.append(row.score(token, self.submission.model, k))
+        row = rows[-1] if rows and len(tokens) == self.n_uncached else None
+        n = max(0, self.n_read - start)  # the others were generated before
+        if n:
+            branch.sequence.append_prompt(tokens[:n], row if len(tokens) <= n else None)
+        if len(tokens) > n:
+            branch.sequence.append_unscored(tokens[n:], row)
 
-    @property
-    def pending(self) -> Produced | None:
-        """Its last token, which is emitted but not yet decoded; None before the first."""
-        return self.output.emitted[-1] if self.output.emitted else None
-
-    @property
-    def has_ended(self) -> bool:
-        """True once it has a result."""
-        return self.submission.jobs.get(self.sample) is not self
+    # -- its output ----------------------------------------------------------------------------------
 
     # Of the next two, one line does it all: what comes between two lines loses no event.
 
@@ -215,22 +303,6 @@ class Job:
         if self._first is None:
             self._first = self._last
 
-    def release(self) -> None:
-        """Free the sequences it holds, that of its drafter included."""
-        stream, branch = self.stream, self.branch
-        self.stream, self.shared = None, (None, 0)
-        try:
-            if stream is not None:
-                try:
-                    stream.report()
-                finally:
-                    stream.state.close()
-        finally:  # also if the drafter or the length fails, which may be a user's
-            if branch is not None and not branch.ctx.closed:
-                branch.sequence.keep_cached(is_last=True)
-                branch.prune()
-            self.branch = None
-
     def result(self, reason: str, error: LlamaBranchError | None = None) -> Result:
         """Return its result, with ``reason`` as the finish reason."""
         self.stats.num_emitted_tokens = len(self.output.tokens)
@@ -248,7 +320,7 @@ class Job:
             stats=self.stats,
             num_prompt_tokens=len(self.prompt),
             num_cached_tokens=self.n_cached or 0,
-            n_preempted=self.n_preempted,
+            num_preemptions=self.num_preemptions,
             stop_reason=self.output.stop_reason,
             error=error,
             queued_s=self._since_arrival(self._admitted),

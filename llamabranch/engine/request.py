@@ -138,7 +138,7 @@ class Result:
         num_prompt_tokens: the tokens of the prompt.
         num_cached_tokens: how many of them were in the cache when the text was first admitted, read for
             other texts, so that they were not evaluated.
-        n_preempted: how often it lost its cells and was read again.
+        num_preemptions: how often it lost its cells and was read again.
         stop_reason: the stop string or stop token that ended it; None where an EOG token did.
         queued_s, first_token_s, last_token_s: seconds from the arrival of the request to the admission
             of this text, its first token and its last one; None if there was none.
@@ -158,7 +158,7 @@ class Result:
     stats: SpeculativeStats
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    n_preempted: int = 0
+    num_preemptions: int = 0
     stop_reason: str | int | None = field(default=None, compare=False)
     error: LlamaBranchError | None = None
     emitted: Sequence[Produced] = field(default=(), compare=False)
@@ -185,11 +185,6 @@ class Result:
             return self.grammar.parse(self.text)
         except json.JSONDecodeError:  # a stop string has cut it
             return None
-
-    @property
-    def n_prompt(self) -> int:
-        """``num_prompt_tokens``."""
-        return self.num_prompt_tokens
 
     def __repr__(self) -> str:
         ended = self.finish_reason + ("" if self.error is None else f": {self.error}")

@@ -9,7 +9,7 @@ from ..branch import Branch
 from ..context import Context
 from ..context.cell_ledger import n_common
 from ..errors import CacheFullError, GrammarError, LlamaBranchError, SequencesExhaustedError
-from .job import Job, Key, Submission
+from .job import Job, JobState, Key, Submission
 
 __all__ = ["Scheduler"]
 
@@ -31,7 +31,6 @@ class Scheduler:
         n_waiting: how many requests have a text that has not begun.
         paused: ids of requests whose texts are not continued for now.
         limit: how many jobs may be active at a time; None for as many as there are sequences.
-        had_no_room: the cache had no room for the last decode with its drafts; the next has none.
         no_sequence: why no job could be admitted, while no job is active; None if one could.
     """
 
@@ -43,7 +42,6 @@ class Scheduler:
         self.n_waiting = 0
         self.paused: set[str] = set()
         self.limit: int | None = None
-        self.had_no_room = False
         self.no_sequence: SequencesExhaustedError | None = None
         self._queue: list[tuple[Key, Submission | Job]] = []  # a heap; keys are unique
         self._parked: dict[str, list[Job]] = {}  # paused jobs without a sequence
@@ -82,7 +80,7 @@ class Scheduler:
                     heapq.heapreplace(self._queue, (first.key, first))
                 self._push(job)
                 continue
-            if first.has_ended:
+            if first.state is JobState.ENDED:
                 heapq.heappop(self._queue)
             elif first.name in self.paused:
                 heapq.heappop(self._queue)
@@ -119,16 +117,17 @@ class Scheduler:
             self.paused.discard(submission.name)
         if job in self.active:
             self.active.remove(job)
-        job.release()
+        job.end()
 
     def rebuild(self) -> None:
         """Queue all unfinished texts again: a step was broken off, in the middle of anything."""
         for submission in self._known.values():
             for job in submission.jobs.values():
-                if job.branch is not None:
-                    job.n_preempted += 1
-                with suppress(Exception):  # of a user's drafter; what broke the step off is raised
-                    job.release()
+                if job.state is not JobState.WAITING:
+                    with suppress(
+                        Exception
+                    ):  # of a user's drafter; what broke the step off is raised
+                        job.preempt()
             if submission.samples and submission.samples[0] in submission.jobs:
                 submission.samples.popleft()  # it had just begun
         self.active.clear()
@@ -150,7 +149,7 @@ class Scheduler:
     def is_stalled(self) -> bool:
         """True if all that is unfinished is paused."""
         return not self._queue and all(
-            job.name in self.paused and job.stream is not None for job in self.active
+            job.name in self.paused and job.state is JobState.RUNNING for job in self.active
         )
 
     def close(self) -> None:
@@ -164,7 +163,7 @@ class Scheduler:
     def _release_active(self) -> None:
         try:
             while self.active:
-                self.active.pop().release()
+                self.active.pop().preempt()
         finally:  # the others too, if a drafter fails to close its state
             if self.active:
                 self._release_active()
@@ -224,7 +223,7 @@ class Scheduler:
                 job.admit(branch, n_shared)
             else:
                 wanted, n_prompt = job.to_cache[:-1], len(job.prompt)
-                if job.needs_scores:  # the token before the first rated one has to be decoded
+                if job.wants_rows:  # the token before the first rated one has to be decoded
                     wanted = wanted[: max(0, min(job.request.logprobs_from, n_prompt) - 1)]
                 try:
                     n_cached = branch.sequence.take_cached(wanted, job.n_read)
@@ -250,7 +249,7 @@ class Scheduler:
 
         None if the prefix cache has a longer one.
         """
-        if not self._ctx.capabilities.can_truncate or job.needs_scores:
+        if not self._ctx.capabilities.can_truncate or job.wants_rows:
             return None, 0
         # The last token must be decoded: its logits are needed. Tokens that a job generated before it
         # was preempted are decoded by the job itself, since they advance its grammar.
@@ -286,6 +285,5 @@ class Scheduler:
 
     def _give_up(self, job: Job) -> None:
         self.active.remove(job)
-        job.release()
-        job.n_preempted += 1
+        job.preempt()
         self._push(job)

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..errors import ConfigError
+from .caches import find, own_cache
 from .spec import HubSpec
 
 __all__ = [
@@ -27,7 +28,7 @@ BUNDLED_TARGET = "tale-target"
 BUNDLED_DRAFT = "tale-draft"
 BUNDLED_HEAD = "tale-eagle"
 
-DATA = Path(__file__).parents[1] / "data"  # where the bundled files are
+_DATA = Path(__file__).parents[1] / "data"  # where the bundled files are
 _TARGETS = ("target", "mtp")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) (MB|GB)")
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
@@ -48,6 +49,19 @@ class CatalogueEntry:
     def bundled(self) -> bool:
         """True if the file is part of the package."""
         return self.repository == "bundled"
+
+    @property
+    def path(self) -> Path | None:
+        """The file on this machine, None if it is not here."""
+        if self.bundled:
+            places = [_DATA / self.file]
+        else:
+            places = [own_cache() / self.file, own_cache() / self.repository / self.file]
+        for place in places:
+            if place.is_file():
+                return place
+        found = None if self.bundled else find(HubSpec(self.repository, file=self.file))
+        return None if found is None else found.path
 
     @property
     def size_bytes(self) -> int:
@@ -142,7 +156,7 @@ def _parse_line(line: str, where: str) -> CatalogueEntry:
 @lru_cache(maxsize=1)
 def _shipped_catalogue() -> tuple[CatalogueEntry, ...]:
     # The wheel has a copy next to the weights; a checkout has the file in its top folder.
-    for path in (DATA / "models.txt", Path(__file__).parents[2] / "models.txt"):
+    for path in (_DATA / "models.txt", Path(__file__).parents[2] / "models.txt"):
         if path.is_file():
             return tuple(parse_catalogue(path.read_text(encoding="utf-8")))
     raise ConfigError(

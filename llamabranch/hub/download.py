@@ -1,10 +1,11 @@
 """Downloads from the Hugging Face hub into the cache that llama.cpp, transformers and we share.
 
-huggingface_hub (the extra ``hub``) does the requests, tokens and redirects; it is imported when something
-is downloaded and not before. What it leaves out is done here: the SHA-256 of a file is checked before the
-file gets its name, the disk is checked for all files before the first begins, and a download that was
-interrupted goes on where it ended. The layout is huggingface_hub's: ``blobs/SHA256``, a link to it in
-``snapshots/COMMIT/``, the commit of a branch in ``refs/``, locks in ``.locks/``.
+huggingface_hub (the extra ``hub``) does it; it is imported when something is downloaded and not before.
+`hf_hub_download` gives each file its place and its names. What it leaves out is done here: the disk is
+checked for all files before the first begins, an interrupted download is resumed
+(`hf_hub_download` begins anew), and the SHA-256 of a file is checked before the file gets its name. A
+file of more than 50 GB, which the hub sends through Xet only, `hf_hub_download` downloads as a whole: it
+has its name a moment before the SHA-256 is checked, and loses it if that is wrong.
 """
 
 from __future__ import annotations
@@ -12,14 +13,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import queue
 import re
 import shutil
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
 from ..errors import ConfigError, DownloadError, UnsupportedError
 from .caches import hub_cache
@@ -33,9 +31,7 @@ Progress = Callable[[int, int], None]  # bytes that are here, bytes in all
 _SPARE_BYTES = 64 << 20  # left free on the disk
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHA1 = re.compile(r"[0-9a-f]{40}")
-_COMMIT = _SHA1
-_PIECE = 1 << 20
-_LARGEST_OVER_HTTP = 50 * 10**9  # the hub serves larger files through Xet only
+_LARGEST_OVER_HTTP = 50 * 10**9  # the hub sends larger files through Xet only
 
 
 @dataclass(frozen=True)
@@ -67,14 +63,23 @@ class DownloadPlan:
     cache: Path
 
     @property
+    def folder(self) -> Path:
+        """The repository's folder in the cache, with ``blobs``, ``refs`` and ``snapshots``."""
+        return self.cache / ("models--" + self.spec.repository.replace("/", "--"))
+
+    @property
     def path(self) -> Path:
         """Where the model will be; of a model in shards the first."""
-        return _pointer(self, self.files[0].path)
+        return self.path_of(self.files[0])
 
     @property
     def missing_bytes(self) -> int:
         """Bytes to download, without what an interrupted download left."""
         return sum(file.size for file in self.missing) - self.partial_bytes
+
+    def path_of(self, file: RemoteFile) -> Path:
+        """Return where a file will be."""
+        return self.folder / "snapshots" / self.commit / file.path
 
 
 def plan_download(spec: HubSpec) -> DownloadPlan:
@@ -85,32 +90,33 @@ def plan_download(spec: HubSpec) -> DownloadPlan:
         ConfigError: the repository has no such tag or file.
         DownloadError: the hub cannot be reached, or refuses.
     """
-    client = _client()
     where = spec.repository
-    with _translated(where):
-        info = client.HfApi(endpoint=_endpoint()).model_info(
+    with _requests(where):
+        import huggingface_hub
+
+        info = huggingface_hub.HfApi(endpoint=_endpoint()).model_info(
             where, revision=spec.revision, files_metadata=True
         )
     commit = str(info.sha)
-    if not _COMMIT.fullmatch(commit):
+    if not _SHA1.fullmatch(commit):
         raise DownloadError(f"the hub gives no commit of {where}")
-    sizes = {
-        str(item.rfilename): int(item.size or 0)
+    listed = {
+        str(item.rfilename): item
         for item in info.siblings or ()
         if is_safe_path(str(item.rfilename))
     }
     files = tuple(
-        RemoteFile(path, sizes[path])
-        for path in choose(sizes, spec.tag, file=spec.file, where=where)
+        RemoteFile(path, int(listed[path].size or 0))
+        for path in choose(listed, spec.tag, file=spec.file, where=where)
     )
     plan = DownloadPlan(spec, commit, files, (), 0, hub_cache())
-    missing = tuple(file for file in files if not _pointer(plan, file.path).is_file())
-    shas = {str(item.rfilename): _lfs_sha256(item) for item in info.siblings or ()}
+    missing = tuple(file for file in files if not plan.path_of(file).is_file())
     partial = 0
     for file in missing:
+        sha = getattr(getattr(listed[file.path], "lfs", None), "sha256", None)
         with contextlib.suppress(OSError):
-            partial += _partial(_blobs(plan) / (shas[file.path] or "")).stat().st_size
-    return DownloadPlan(spec, commit, files, missing, partial, plan.cache)
+            partial += _partial(plan, str(sha)).stat().st_size
+    return replace(plan, missing=missing, partial_bytes=partial)
 
 
 def download(plan: DownloadPlan, progress: Progress | None = None) -> Path:
@@ -125,9 +131,8 @@ def download(plan: DownloadPlan, progress: Progress | None = None) -> Path:
 
     Raises:
         DownloadError: the hub cannot be reached or refuses, the bytes are not those that it announced, or
-            the cache cannot be written or the disk is full. No file has got its name then.
+            the cache cannot be written or the disk is full. No file has its name then.
     """
-    client = _client()
     _check_space(plan)
     total, before = sum(file.size for file in plan.missing), 0
     for file in plan.missing:
@@ -137,9 +142,13 @@ def download(plan: DownloadPlan, progress: Progress | None = None) -> Path:
                 progress(base + done, total)
 
         try:
-            _download_file(client, plan, file, report)
+            with _requests(f"{plan.spec.repository}/{file.path}"):
+                _download_file(plan, file, report)
         except OSError as error:
-            raise _disk_error(error, plan.cache) from error
+            raise DownloadError(
+                f"cannot write to {error.filename or plan.cache}: {error.strerror or error}",
+                hint="free some space, or set HF_HUB_CACHE to a folder that can be written",
+            ) from error
         before += file.size
         report(0, before)
     with contextlib.suppress(OSError):  # a convenience of later look-ups
@@ -153,9 +162,10 @@ def search_hub(words: str, limit: int = 20) -> list[tuple[str, int]]:
     Raises:
         UnsupportedError, DownloadError: as for `plan_download`.
     """
-    client = _client()
-    with _translated("the search"):
-        found = client.HfApi(endpoint=_endpoint()).list_models(
+    with _requests("the search"):
+        import huggingface_hub
+
+        found = huggingface_hub.HfApi(endpoint=_endpoint()).list_models(
             search=words, filter="gguf", sort="downloads", limit=limit
         )
         return [(str(each.id), int(each.downloads or 0)) for each in found]
@@ -164,207 +174,130 @@ def search_hub(words: str, limit: int = 20) -> list[tuple[str, int]]:
 # -- one file -----------------------------------------------------------------------------------------
 
 
-def _download_file(
-    client: _Client, plan: DownloadPlan, file: RemoteFile, report: Callable[[int], None]
-) -> None:
-    repository = plan.spec.repository
-    pointer = _pointer(plan, file.path)
-    url = client.hf_hub_url(repository, file.path, revision=plan.commit, endpoint=_endpoint())
-    with _translated(f"{repository}/{file.path}"):
-        metadata = client.get_hf_file_metadata(url, endpoint=_endpoint())
-        headers = client.build_hf_headers()
+def _download_file(plan: DownloadPlan, file: RemoteFile, report: Callable[[int], None]) -> None:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    repository, endpoint = plan.spec.repository, _endpoint()
+    url = hf_hub_url(repository, file.path, revision=plan.commit, endpoint=endpoint)
+    metadata = get_hf_file_metadata(url, endpoint=endpoint)
     etag, size = str(metadata.etag), metadata.size
     if not (_SHA256.fullmatch(etag) or _SHA1.fullmatch(etag)):
         raise DownloadError(f"the hub gives no checksum of {file.path}", hint="use another mirror")
-    if (size or 0) > _LARGEST_OVER_HTTP:
-        raise DownloadError(
-            f"{file.path} is larger than 50 GB, which the hub does not serve in one piece",
-            hint=f"`hf download {repository} {file.path}` fetches it; it is found there afterwards",
+    blob, path = plan.folder / "blobs" / etag, plan.path_of(file)
+    is_right = True
+    if size is not None and size <= _LARGEST_OVER_HTTP:
+        is_right = _stream_blob(plan, url, etag, size, report)
+    if is_right:
+        is_new = not blob.is_file()
+        hf_hub_download(  # where the blob is there it makes the link in the snapshot
+            repository,
+            file.path,
+            revision=plan.commit,
+            cache_dir=plan.cache,
+            endpoint=endpoint,
+            tqdm_class=_bar(report),
         )
-    blob = _blobs(plan) / etag
-    lock = plan.cache / ".locks" / _repository_folder(repository) / f"{etag}.lock"
-    for folder in (blob.parent, pointer.parent, lock.parent):
-        folder.mkdir(parents=True, exist_ok=True)
-    with client.WeakFileLock(
-        lock
-    ):  # huggingface_hub's own: `hf download` waits for us, and we for it
-        if not blob.is_file():
-            partial = _partial(blob)
-            resumed = partial.is_file() and partial.stat().st_size > 0
-            for attempt in range(2):
-                with _translated(f"{repository}/{file.path}"):
-                    digest = _transfer(client, url, headers, partial, size, etag, report)
-                if digest == etag:
-                    break
-                partial.unlink()
-                if attempt == 1 or not resumed:
-                    raise DownloadError(
-                        f"{file.path} has SHA {digest[:12]}..., but the hub announced {etag[:12]}...",
-                        hint="what was downloaded is discarded: try again; if that does not help, "
-                        "something between here and the hub changes files",
-                    )
-            os.replace(partial, blob)
-        _link(blob, pointer)
+        if is_new and _checksum(path, etag) != etag:
+            is_right = False
+            path.unlink()
+        if not is_right or not path.is_symlink():  # without links the snapshot has a copy
+            blob.unlink(missing_ok=True)
+    if not is_right:
+        raise DownloadError(
+            f"{file.path} has not the SHA {etag[:12]}... that the hub announced",
+            hint="what was downloaded is discarded: try again; if that does not help, "
+            "something between here and the hub changes files",
+        )
 
 
-def _transfer(
-    client: _Client,
-    url: str,
-    headers: dict[str, str],
-    partial: Path,
-    size: int | None,
-    etag: str,
-    report: Callable[[int], None],
-) -> str:
-    """Append to ``partial`` what it lacks and return the checksum of the whole.
+def _stream_blob(
+    plan: DownloadPlan, url: str, etag: str, size: int, report: Callable[[int], None]
+) -> bool:
+    """Put the file at ``blobs/SHA``: download what is not here yet, check it, rename it.
 
-    The hub redirects to where the file lies, each time with a fresh signature: a later attempt may come
+    The hub redirects to where the file is, each time with a fresh signature: a later attempt may come
     after the first one has expired. The token is not sent there, since that is another host.
+
+    Returns:
+        False if the bytes are wrong; they are discarded.
     """
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import WeakFileLock, build_hf_headers
 
-    class Bar:
-        """What huggingface_hub needs of a tqdm: it counts bytes."""
+    blob, partial = plan.folder / "blobs" / etag, _partial(plan, etag)
+    lock = plan.cache / ".locks" / plan.folder.name / f"{etag}.lock"
+    for folder in (blob.parent, lock.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(
+        lock
+    ):  # that of `hf_hub_download`: other programs wait for us, and we for them
+        if blob.is_file():
+            return True
+        is_resumed = partial.is_file() and 0 < partial.stat().st_size <= size
+        for mode in ("ab", "wb") if is_resumed else ("wb",):  # what was here may be damaged
+            with open(partial, mode) as opened:
+                http_get(
+                    url,
+                    opened,
+                    resume_size=opened.tell(),
+                    headers=build_hf_headers(),
+                    expected_size=size,
+                    tqdm_class=_bar(report),
+                )
+            if _checksum(partial, etag) == etag:
+                os.replace(partial, blob)
+                return True
+        partial.unlink()
+        return False
 
-        def __init__(self, *_: object, initial: int = 0, **__: object) -> None:
-            self.done = initial
-            report(self.done)
+
+def _checksum(path: Path, etag: str) -> str:
+    """Return a file's SHA-256 in hex, or git's id of it where ``etag`` is one."""
+    if _SHA256.fullmatch(etag):
+        hasher = hashlib.sha256()
+    else:
+        hasher = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+    with open(path, "rb") as opened:
+        while piece := opened.read(1 << 20):
+            hasher.update(piece)
+    return hasher.hexdigest()
+
+
+def _bar(report: Callable[[int], None]) -> type:
+    """Return a progress bar as huggingface_hub wants it that shows nothing and reports the bytes here."""
+    from huggingface_hub.utils import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: object, initial: int = 0, **options: object) -> None:
+            super().__init__(*args, **{**options, "disable": True})
+            self.n = initial
+            report(self.n)
 
         def update(self, n: int = 1) -> None:
-            self.done += n
-            report(self.done)
+            self.n += n
+            report(self.n)
 
-        def __enter__(self) -> Bar:
-            return self
+        def update_transfer(self, n: int) -> None:
+            """Do nothing: Xet also counts what comes over the network, before it is unpacked."""
 
-        def __exit__(self, *_: object) -> None:
+        def set_transfer_postfix_str(self, *_: object, **__: object) -> None:
             pass
 
-        def close(self) -> None:
-            pass
-
-    with open(partial, "ab") as raw:
-        present = raw.tell()
-        if size is not None and present > size:
-            raw.truncate(0)
-            present = 0
-        file = _HashedFile(raw, partial, etag, size)
-        try:
-            client.http_get(
-                url,
-                file,
-                resume_size=present,
-                headers=headers,
-                expected_size=size,
-                displayed_filename=partial.name,
-                tqdm_class=Bar,
-            )
-            return file.digest()
-        finally:
-            file.stop()
+    return Bar
 
 
-class _HashedFile:
-    """A file that is hashed while it is written, in a thread: hashing frees the GIL."""
-
-    def __init__(self, raw: BinaryIO, path: Path, etag: str, size: int | None) -> None:
-        self._raw, self._path = raw, path
-        self._is_sha256 = bool(_SHA256.fullmatch(etag))
-        self._size = size
-        self._begin(from_file=raw.tell() > 0)
-
-    def _begin(self, *, from_file: bool) -> None:
-        self._hash = hashlib.sha256() if self._is_sha256 else hashlib.sha1(usedforsecurity=False)
-        if not self._is_sha256:  # git's id of a small file
-            self._hash.update(f"blob {self._size}\0".encode())
-        self._chunks: queue.Queue[bytes | None] = queue.Queue(maxsize=32)
-        self._thread = threading.Thread(target=self._run, args=(from_file,), daemon=True)
-        self._failed = False
-        self._thread.start()
-
-    def _run(self, from_file: bool) -> None:
-        try:
-            if from_file:
-                left = self._raw.tell()
-                with open(self._path, "rb") as before:
-                    while left and (piece := before.read(min(_PIECE, left))):
-                        self._hash.update(piece)
-                        left -= len(piece)
-        except OSError:
-            self._failed = True
-        while (chunk := self._chunks.get()) is not None:
-            self._hash.update(chunk)
-
-    def write(self, data: bytes) -> int:
-        written = self._raw.write(data)
-        self._chunks.put(data)
-        return written
-
-    def tell(self) -> int:
-        return self._raw.tell()
-
-    def seek(self, position: int, whence: int = 0) -> int:
-        return self._raw.seek(position, whence)
-
-    def truncate(self, size: int | None = None) -> int:
-        """Cut the file where it is: the server sends it from the beginning again."""
-        length = self._raw.truncate(size)
-        self.stop()
-        self._raw.flush()
-        self._begin(from_file=length > 0)
-        return length
-
-    def flush(self) -> None:
-        self._raw.flush()
-
-    def digest(self) -> str:
-        """Return the checksum of everything written, in hex."""
-        self._raw.flush()
-        self.stop()
-        return "unreadable" if self._failed else self._hash.hexdigest()
-
-    def stop(self) -> None:
-        """End the thread, once it has hashed what was written."""
-        if self._thread.is_alive():
-            self._chunks.put(None)
-            self._thread.join()
+# -- the cache and the hub -----------------------------------------------------------------------------
 
 
-# -- the layout of the cache ---------------------------------------------------------------------------
-
-
-def _repository_folder(repository: str) -> str:
-    return "models--" + repository.replace("/", "--")
-
-
-def _blobs(plan: DownloadPlan) -> Path:
-    return plan.cache / _repository_folder(plan.spec.repository) / "blobs"
-
-
-def _pointer(plan: DownloadPlan, path: str) -> Path:
-    return plan.cache / _repository_folder(plan.spec.repository) / "snapshots" / plan.commit / path
-
-
-def _partial(blob: Path) -> Path:
-    return blob.with_name(blob.name + ".incomplete")
-
-
-def _link(blob: Path, pointer: Path) -> None:
-    """Give a verified file its name; where there are no links, move it."""
-    try:
-        os.symlink(os.path.relpath(blob, pointer.parent), pointer)
-    except FileExistsError:
-        if not pointer.is_file():  # it dangles
-            pointer.unlink()
-            _link(blob, pointer)
-    except OSError:
-        os.replace(blob, pointer)
+def _partial(plan: DownloadPlan, etag: str) -> Path:
+    return plan.folder / "blobs" / f"{etag}.incomplete"
 
 
 def _write_reference(plan: DownloadPlan) -> None:
     revision = plan.spec.revision or "main"
-    if _COMMIT.fullmatch(revision):
+    if _SHA1.fullmatch(revision):
         return
-    reference = plan.cache / _repository_folder(plan.spec.repository) / "refs" / revision
+    reference = plan.folder / "refs" / revision
     reference.parent.mkdir(parents=True, exist_ok=True)
     draft = reference.with_name(f".{reference.name}.{os.getpid()}")
     draft.write_text(plan.commit, encoding="utf-8")
@@ -384,92 +317,10 @@ def _check_space(plan: DownloadPlan) -> None:
         )
 
 
-def _disk_error(error: OSError, cache: Path) -> DownloadError:
-    return DownloadError(
-        f"cannot write to {error.filename or cache}: {error.strerror or error}",
-        hint="free some space, or set HF_HUB_CACHE to a folder that can be written",
-    )
-
-
-# -- huggingface_hub -----------------------------------------------------------------------------------
-
-
-class _Client:
-    """The parts of huggingface_hub that are used here."""
-
-    def __init__(self) -> None:
-        os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-        try:
-            import huggingface_hub
-            from huggingface_hub import constants, file_download, utils
-        except ImportError as error:
-            raise UnsupportedError(
-                "downloading needs huggingface_hub, which is not installed",
-                hint="pip install 'llamabranch[hub]', or fetch the file by hand and give its path",
-            ) from error
-        # Pieces of 10 MB, its own choice, are copied into fresh memory each time: a quarter of its time.
-        constants.DOWNLOAD_CHUNK_SIZE = _PIECE
-        self.HfApi = huggingface_hub.HfApi
-        self.hf_hub_url = huggingface_hub.hf_hub_url
-        self.get_hf_file_metadata = huggingface_hub.get_hf_file_metadata
-        self.build_hf_headers = utils.build_hf_headers
-        self.WeakFileLock = utils.WeakFileLock
-        self.http_get = file_download.http_get
-
-
-def _client() -> _Client:
-    return _Client()
-
-
 def _endpoint() -> str | None:
     """Return the hub's address as llama.cpp finds it; huggingface_hub reads its own only at import."""
     given = os.environ.get("MODEL_ENDPOINT") or os.environ.get("HF_ENDPOINT")
     return given.rstrip("/") if given else None
-
-
-def _lfs_sha256(item: object) -> str | None:
-    lfs = getattr(item, "lfs", None)
-    sha = getattr(lfs, "sha256", None)
-    return sha if isinstance(sha, str) and _SHA256.fullmatch(sha) else None
-
-
-@contextlib.contextmanager
-def _translated(what: str) -> Iterator[None]:
-    """Raise huggingface_hub's errors as ours: its message, and what to do."""
-    from huggingface_hub import errors
-
-    try:
-        yield
-    except (DownloadError, ConfigError):
-        raise
-    except errors.GatedRepoError as error:
-        raise _refused(
-            error, what, "accept its terms on its page on the hub, then `hf auth login`"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        hint = "check the name; for a private repository set HF_TOKEN or run `hf auth login`"
-        raise _refused(error, what, hint) from error
-    except errors.RevisionNotFoundError as error:
-        raise _refused(error, what, "check the revision, after @") from error
-    except errors.EntryNotFoundError as error:
-        raise _refused(error, what, "check the name of the file") from error
-    except errors.HfHubHTTPError as error:
-        raise _refused(error, what, _HINTS.get(_status(error) or 0, "try again later")) from error
-    except errors.HFValidationError as error:
-        raise ConfigError(f"{what}: {error}") from error
-    except OSError as error:
-        if error.errno is not None:  # of the disk
-            raise
-        raise _refused(error, what, _UNREACHED) from error
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] not in (
-            "httpx",
-            "httpx2",
-            "httpcore",
-            "httpcore2",
-        ):
-            raise
-        raise _refused(error, what, _UNREACHED) from error
 
 
 _UNREACHED = (
@@ -482,11 +333,51 @@ _HINTS = {
 }
 
 
-def _status(error: Exception) -> int | None:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    return status if isinstance(status, int) else None
+@contextlib.contextmanager
+def _requests(what: str) -> Iterator[None]:
+    """Import huggingface_hub, and raise its errors as ours: its message, and what to do."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    try:
+        from huggingface_hub import errors
+    except ImportError as error:
+        raise UnsupportedError(
+            "downloading needs huggingface_hub, which is not installed",
+            hint="pip install 'llamabranch[hub]', or fetch the file by hand and give its path",
+        ) from error
+    hints = (  # the first that fits
+        (errors.GatedRepoError, "accept its terms on its page on the hub, then `hf auth login`"),
+        (
+            errors.RepositoryNotFoundError,
+            "check the name; for a private repository set HF_TOKEN or run `hf auth login`",
+        ),
+        (errors.RevisionNotFoundError, "check the revision, after @"),
+        (errors.EntryNotFoundError, "check the name of the file"),
+    )
+    try:
+        yield
+    except (DownloadError, ConfigError):
+        raise
+    except errors.HFValidationError as error:
+        raise ConfigError(f"{what}: {error}") from error
+    except Exception as raised:
+        # hf_hub_download tells why it could not ask the hub in a cause.
+        unasked = isinstance(raised, errors.LocalEntryNotFoundError)
+        error = (unasked and raised.__cause__) or raised
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        hint = next((hint for kind, hint in hints if isinstance(error, kind)), None)
+        if hint is None and isinstance(error, errors.HfHubHTTPError):
+            hint = _HINTS.get(status or 0, "try again later")
+        elif hint is None and isinstance(error, OSError) and error.errno is not None:
+            raise  # of the disk
+        elif hint is None and isinstance(error, ValueError) and "hf_xet" in str(error):
+            hint = "pip install hf_xet: the hub sends files of more than 50 GB through Xet only"
+        elif hint is None and not (isinstance(error, OSError) or _is_of_the_network(error)):
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DownloadError(
+            f"cannot download {what}: {reason}", status=status, hint=hint or _UNREACHED
+        ) from raised
 
 
-def _refused(error: Exception, what: str, hint: str) -> DownloadError:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return DownloadError(f"cannot download {what}: {reason}", status=_status(error), hint=hint)
+def _is_of_the_network(error: BaseException) -> bool:
+    return type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore", "httpcore2")

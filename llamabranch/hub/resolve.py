@@ -1,4 +1,4 @@
-"""From what a user names a model by to its file on this machine; nothing here needs a network.
+"""From what a user names a model by to its file: `resolve` looks on this machine, `fetch` asks the hub.
 
 A name is a path to a GGUF file, a name of ``models.txt``, or ``user/repo[:tag]`` on the Hugging Face hub
 (`HubSpec`), looked for in that order, repositories in every cache of `caches.find`.
@@ -7,19 +7,139 @@ A name is a path to a GGUF file, a name of ``models.txt``, or ``user/repo[:tag]`
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError
 from .caches import find, own_cache
-from .catalogue import DATA, CatalogueEntry, catalogue, nearest
+from .catalogue import CatalogueEntry, catalogue, nearest
+from .display import announce, progress_bar
+from .download import download as download_files
+from .download import plan_download
 from .spec import HubSpec
 
-__all__ = ["Absent", "hub_spec", "locate", "look_up", "resolve"]
+__all__ = ["fetch", "is_offline", "resolve"]
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def resolve(
+    name_or_path: str | os.PathLike[str],
+    *,
+    download: bool | None = False,
+    offline: bool | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Return the path of a model that is on this machine, downloaded if it must be and may be.
+
+    Args:
+        name_or_path: a path to a GGUF file, a name of `catalogue`, or a repository of the Hugging Face
+            hub: ``user/repo``, ``user/repo:Q8_0``, ``user/repo@revision``, ``user/repo/file.gguf``.
+        download: whether a model that is not here may be downloaded; None = as ``LLAMABRANCH_DOWNLOAD``
+            is set (1 or 0), otherwise if standard error is a terminal, where the size is announced.
+        offline, progress: as for `fetch`.
+
+    Returns:
+        The file; of a model in shards the first.
+
+    Raises:
+        ConfigError: no such name, or the file is not on this machine and may not be downloaded; the hint
+            tells how to get it.
+        DownloadError, UnsupportedError: as for `fetch`.
+    """
+    found = _look_up(name_or_path)
+    if isinstance(found, Path):
+        return found
+    if is_offline(offline):
+        raise found.error(offline=download is not False)
+    if not _download_allowed(download):
+        raise found.error()
+    return _download(found.spec, progress)
+
+
+def fetch(
+    name: str | os.PathLike[str],
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    offline: bool | None = None,
+) -> Path:
+    """Return the path of a model, downloading it if it is not on this machine.
+
+    Of ``user/repo`` without a quantization the hub is asked for its files, and the one is chosen that
+    llama.cpp would take (Q4_K_M, else Q8_0, else the first), whatever is on this machine already.
+
+    Downloads go into the Hugging Face cache, which llama.cpp and transformers share. A file gets its name
+    only after its SHA-256 was checked; a download that was interrupted is continued by the next one.
+
+    Args:
+        name: as ``name_or_path`` of `resolve`.
+        progress: called with the bytes that are here and the bytes in all. Without it the size is
+            announced on standard error before a download starts, with a bar if that is a terminal.
+        offline: never use the network; None = as ``HF_HUB_OFFLINE`` is set.
+
+    Returns:
+        The file; of a model in shards the first, the others are beside it.
+
+    Raises:
+        ConfigError: no such name, tag or file, or it is not here and this is offline.
+        DownloadError: the hub cannot be reached or refuses, the bytes are wrong, or there is no room.
+        UnsupportedError: huggingface_hub, the extra ``hub``, is not installed.
+    """
+    found, spec = _look_up(name), _hub_spec(name)
+    if is_offline(offline) or spec is None or spec.tag or spec.file:
+        return resolve(name, download=True, offline=offline, progress=progress)
+    try:
+        return _download(spec, progress)
+    except UnsupportedError:
+        if isinstance(found, Path):
+            return found
+        raise
+
+
+def is_offline(asked: bool | None = None) -> bool:
+    """Return ``asked``, or the value of ``HF_HUB_OFFLINE`` if it is None."""
+    return _flag("HF_HUB_OFFLINE") is True if asked is None else asked
+
+
+def _download_allowed(asked: bool | None) -> bool:
+    """Return whether a model that is missing may be downloaded now.
+
+    ``asked`` decides, then the environment variable ``LLAMABRANCH_DOWNLOAD`` (1 or 0); otherwise it may
+    if standard error is a terminal, where the size is announced.
+    """
+    if asked is None:
+        asked = _flag("LLAMABRANCH_DOWNLOAD")
+    if asked is None:
+        return sys.stderr is not None and sys.stderr.isatty()
+    return asked
+
+
+def _download(spec: HubSpec, progress: Callable[[int, int], None] | None) -> Path:
+    plan = plan_download(spec)
+    if plan.missing and (local := find(replace(spec, file=plan.files[0].path, tag=None))):
+        return local.path
+    if progress is not None or not plan.missing:
+        return download_files(plan, progress)
+    announce(plan)
+    with progress_bar(plan) as shown:
+        return download_files(plan, shown)
+
+
+def _flag(name: str) -> bool | None:
+    given = os.environ.get(name, "").strip().lower()
+    if not given:
+        return None
+    if given in _TRUE:
+        return True
+    if given in _FALSE:
+        return False
+    raise ConfigError(f"{name} must be 1 or 0, not {given!r}")
 
 
 @dataclass(frozen=True)
-class Absent:
+class _RemoteModel:
     """A model that exists on the hub as far as known, but not on this machine.
 
     Attributes:
@@ -45,26 +165,7 @@ class Absent:
         return ConfigError(why, hint=hint)
 
 
-def resolve(name_or_path: str | os.PathLike[str]) -> Path:
-    """Return the path of a model file that is on this machine; nothing is downloaded.
-
-    Args:
-        name_or_path: a path to a GGUF file, a name of `catalogue`, or a repository of the Hugging Face
-            hub: ``user/repo``, ``user/repo:Q8_0``, ``user/repo@revision``, ``user/repo/file.gguf``.
-
-    Returns:
-        The file; of a model in shards the first.
-
-    Raises:
-        ConfigError: no such name, or the file is not on this machine; the hint tells how to get it.
-    """
-    found = look_up(name_or_path)
-    if isinstance(found, Absent):
-        raise found.error()
-    return found
-
-
-def look_up(name_or_path: str | os.PathLike[str]) -> Path | Absent:
+def _look_up(name_or_path: str | os.PathLike[str]) -> Path | _RemoteModel:
     """Return the path of a model file, or what would have to be downloaded.
 
     Raises:
@@ -81,10 +182,10 @@ def look_up(name_or_path: str | os.PathLike[str]) -> Path | Absent:
         return _of_catalogue(entry)
     if path.is_dir():
         raise ConfigError(f"{text} is a folder, not a GGUF file", hint=_first_gguf(path))
-    spec = hub_spec(name_or_path)
+    spec = _hub_spec(name_or_path)
     if spec is not None:
         local = find(spec)
-        return Absent(text, spec) if local is None else local.path
+        return _RemoteModel(text, spec) if local is None else local.path
     if path.suffix == ".gguf" or os.sep in text:
         raise ConfigError(f"there is no file {text}", hint="check the path; a GGUF file is needed")
     raise ConfigError(
@@ -98,7 +199,7 @@ def look_up(name_or_path: str | os.PathLike[str]) -> Path | Absent:
     )
 
 
-def hub_spec(name_or_path: str | os.PathLike[str]) -> HubSpec | None:
+def _hub_spec(name_or_path: str | os.PathLike[str]) -> HubSpec | None:
     """Return the repository that a name means; None for a path and for a name of ``models.txt``.
 
     Raises:
@@ -109,30 +210,15 @@ def hub_spec(name_or_path: str | os.PathLike[str]) -> HubSpec | None:
     return HubSpec.parse(name_or_path)
 
 
-def locate(entry: CatalogueEntry) -> Path | None:
-    """Return the path of an entry's file on this machine, or None."""
-    if entry.bundled:
-        places = [DATA / entry.file]
-    else:
-        cache = own_cache()
-        places = [cache / entry.file, cache / entry.repository / entry.file]
-    for place in places:
-        if place.is_file():
-            return place
-    found = None if entry.bundled else find(HubSpec(entry.repository, file=entry.file))
-    return None if found is None else found.path
-
-
-def _of_catalogue(entry: CatalogueEntry) -> Path | Absent:
-    path = locate(entry)
-    if path is not None:
-        return path
+def _of_catalogue(entry: CatalogueEntry) -> Path | _RemoteModel:
+    if entry.path is not None:
+        return entry.path
     if entry.bundled:
         raise ConfigError(
             f"the bundled file {entry.file} is missing from this installation",
             hint="install llamabranch again",
         )
-    return Absent(entry.name, HubSpec(entry.repository, file=entry.file), entry)
+    return _RemoteModel(entry.name, HubSpec(entry.repository, file=entry.file), entry)
 
 
 def _first_gguf(folder: Path) -> str:

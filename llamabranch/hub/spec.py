@@ -40,10 +40,10 @@ class HubSpec:
     def parse(cls, text: str) -> HubSpec | None:
         """Parse ``[hf:]user/repo[@revision][:tag]`` or ``[hf:]user/repo[@revision]/file.gguf``.
 
-        Returns None for what is no such name: a word, a path.
+        Returns None for a word or a path.
 
         Raises:
-            ConfigError: it begins with ``hf:`` and is none, gives something twice, or a tag and a file.
+            ConfigError: something else follows ``hf:``; two tags, two revisions, or a tag and a file.
         """
         found = _SPEC.fullmatch(text)
         if found is None:

@@ -6,7 +6,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Protocol
 
-from ..native import heads
+from ..native import staging
 from ..native.gguf_reader import Header, read_parts
 from .vocabulary import Vocabulary, compare
 
@@ -52,7 +52,7 @@ def head_kind(header: Header) -> str:
 
 def is_head_only(header: Header) -> bool:
     """Return whether a file has MTP layers and nothing that they could draft for."""
-    if header.architecture == heads.SHARING_HEAD:
+    if header.architecture == staging.SHARING_HEAD:
         return True
     names = {tensor.name for tensor in header.tensors}
     return "blk.0.attn_norm.weight" not in names and _n_layers(header, names) > 0
@@ -70,13 +70,13 @@ def _why_no_layers(header: Header) -> str:
     architecture, n = header.architecture, header.integer("nextn_predict_layers")
     if n <= 0:
         return "it has no MTP layers"
-    if not heads.available:
-        return heads.reason
-    if architecture == heads.SHARING_HEAD:
+    if not staging.available:
+        return staging.reason
+    if architecture == staging.SHARING_HEAD:
         return ""
-    if architecture not in heads.MTP_LAYERS:
+    if architecture not in staging.MTP_LAYERS:
         return f"llama.cpp does not compute the MTP layers of {architecture} models"
-    if n > 1 and architecture not in heads.MTP_CHAINS:
+    if n > 1 and architecture not in staging.MTP_CHAINS:
         return f"llama.cpp computes one MTP layer of {architecture} models, the file has {n}"
     names = {tensor.name for tensor in header.tensors}
     if _n_layers(header, names) < n:
@@ -96,8 +96,8 @@ def why_no_eagle(head: _Model, target: _Model) -> str:
     Whether it was trained for this very target cannot be known: a head for another model of the same
     shape drafts, but little of its draft is accepted.
     """
-    if not heads.available:
-        return heads.reason
+    if not staging.available:
+        return staging.reason
     header = read_parts(head.path)
     width = header.integer("target_hidden_size")
     if width != target.n_embd:
@@ -105,7 +105,7 @@ def why_no_eagle(head: _Model, target: _Model) -> str:
     for layer in head.target_layers:
         if not 0 <= layer <= target.n_layer:
             return f"it reads layer {layer}, {target.name} has {target.n_layer}"
-        known = heads.NEXTN_OUTPUT if layer == target.n_layer else heads.LAYER_INPUTS
+        known = staging.NEXTN_OUTPUT if layer == target.n_layer else staging.LAYER_INPUTS
         if target.architecture not in known:
             return (
                 f"llama.cpp does not give the hidden states of {target.architecture} models"
@@ -157,7 +157,7 @@ def why_no_mtp(head: _Model, target: _Model) -> str:
         return f"the MTP layers of {head.name} were not loaded: use Model(..., load_mtp=True)"
     if head is target:
         return ""
-    if head.architecture == heads.SHARING_HEAD:
+    if head.architecture == staging.SHARING_HEAD:
         return _sharing_fault(head, target) or _vocabulary_fault(head, target)
     if head.architecture != target.architecture:
         return (
@@ -177,9 +177,9 @@ def _sharing_fault(head: _Model, target: _Model) -> str:
 
     llama.cpp takes them unchecked: the last layer's for full attention, those before for a window.
     """
-    if target.architecture != heads.SHARING_TARGET:
+    if target.architecture != staging.SHARING_TARGET:
         return (
-            f"it reads the K/V of a {heads.SHARING_TARGET} model, "
+            f"it reads the K/V of a {staging.SHARING_TARGET} model, "
             f"{target.name} is a {target.architecture} model"
         )
     ours, theirs = read_parts(head.path), read_parts(target.path)

@@ -12,7 +12,7 @@ from typing import SupportsIndex, cast
 
 from ..arguments import plain_int, shown, whole
 from ..errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedError
-from ..native import ModelHandle, heads, uses_amx
+from ..native import ModelHandle, staging, uses_amx
 from ..native.gguf_check import check_header
 from ..native.gguf_reader import read_parts
 from .chat import Message, Prompt, chat_messages, is_chat, plain_messages
@@ -188,7 +188,7 @@ class Model:
     @property
     def shares_memory(self) -> bool:
         """True for MTP layers that attend to the K/V of their target instead of their own."""
-        return self.architecture == heads.SHARING_HEAD
+        return self.architecture == staging.SHARING_HEAD
 
     @cached_property
     def target_layers(self) -> tuple[int, ...]:

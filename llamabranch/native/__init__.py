@@ -4,10 +4,11 @@ No other package imports ``llama_cpp``. Callers check every argument first, with
 that this package reports, because llama.cpp calls ``abort()`` on most invalid arguments.
 """
 
-from . import core, draft_loop, heads
+from . import core, draft_loop, heads, staging
 from .context import ContextHandle, HeadOf, NativeContextParams
 from .handle import forkable_lock
 from .library import (
+    available_cores,
     engine_versions,
     last_log_lines,
     max_sequences,
@@ -30,6 +31,7 @@ __all__ = [
     "NativeContextParams",
     "SamplerHandle",
     "StateLayout",
+    "available_cores",
     "call_in_thread",
     "core",
     "draft_loop",
@@ -40,6 +42,7 @@ __all__ = [
     "max_sequences",
     "set_log_level",
     "softmax_agrees",
+    "staging",
     "supports_gpu_offload",
     "system_info",
     "uses_amx",

@@ -11,7 +11,7 @@ import ctypes
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as C
 
 from ..errors import ConfigError, UsageError
-from . import core, heads, thread_teams
+from . import core, staging, thread_teams
 from .handle import Handle, forkable_lock, generation
 from .interrupts import is_interrupted
 from .library import clear_log_lines, last_log_lines
@@ -29,6 +29,7 @@ from .state_layout import State, with_streams, without_streams
 from .thread_call import call_in_thread
 
 Rows = npt.NDArray[np.float32]
+DecodeHook = Callable[[Callable[[int], int], int], int]
 
 KV_TYPES = {
     "f32": 0,
@@ -98,10 +99,12 @@ class HeadOf:
     Attributes:
         target: the context whose hidden states are read.
         uses_mtp: compute the MTP layers of the model instead of its trunk.
+        shares_memory: its decodes read the K/V of the target, so both have one lock.
     """
 
     target: ContextHandle
     uses_mtp: bool
+    shares_memory: bool
 
 
 class ContextHandle(Handle):
@@ -109,9 +112,14 @@ class ContextHandle(Handle):
 
     Without ``kv_unified`` each sequence has ``n_ctx_seq`` cells of its own: then ``copy`` and ids from
     ``n_seq_max`` on abort the process. Hold ``lock`` while using the handle; freeing acquires it too.
+
+    Attributes:
+        around: calls each decode, for those who time or count them: around(decode, n) returns the code of
+            decode(n), which waits for the logits.
     """
 
     closes_first = True
+    around: DecodeHook | None = None
     states: Rows  # of a head: what each token of the batch comes with, (n_batch, n_embd_out)
     _rows: Rows
     rows_address: int | None  # of the rows that ``rows`` has returned
@@ -121,7 +129,7 @@ class ContextHandle(Handle):
         self, model: ModelHandle, options: NativeContextParams, head: HeadOf | None = None
     ) -> None:
         if head is not None:
-            heads.check_available()
+            staging.check_available()
         params = C.llama_context_default_params()
         params.n_ctx = options.n_ctx
         params.n_batch = options.n_batch
@@ -150,7 +158,7 @@ class ContextHandle(Handle):
             params.ctx_other = head.target.ptr
         _check_threads(max(options.n_threads, options.n_threads_batch))
         clear_log_lines()
-        self.lock = forkable_lock()
+        self.lock = head.target.lock if head is not None and head.shares_memory else forkable_lock()
         self._stop = bytearray(2)
         stop, lock = self._stop, self.lock
 
@@ -195,12 +203,11 @@ class ContextHandle(Handle):
         self.n_batch = min(int(C.llama_n_batch(ptr)), options.n_batch)
         self.n_outputs_max = options.n_outputs_max
         self._open_batch(self.n_batch, options.n_seq_max)
-        self.draft_head: heads.DraftHead | None = None
-        if head is not None:  # each token of the batch comes with a state, and each row of logits
-            self.draft_head = heads.DraftHead.of(self)
+        self.is_head = head is not None
+        if self.is_head:  # each token of the batch comes with a state, and each row of logits
             self.states = np.zeros((len(self.tokens), self.n_embd_out), dtype=np.float32)
             self._batch.embd = self.states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-            heads.extract_nextn(self, True, masked=True)
+            staging.functions["set_nextn"](ptr, True, True)
         self._n_seq_max = options.n_seq_max
         self.forget_rows()
         # A graph over recurrent memory also moves the states of sequences that are not in the batch: if
@@ -245,6 +252,14 @@ class ContextHandle(Handle):
 
     def decode(self, n: int) -> int:
         """Decode the first ``n`` entries of the batch arrays; return llama_decode's code."""
+        return self._decode(n) if self.around is None else self.around(self._decode_and_wait, n)
+
+    def _decode_and_wait(self, n: int) -> int:
+        code = self._decode(n)
+        self.synchronize()
+        return code
+
+    def _decode(self, n: int) -> int:
         if self._stop[0]:
             return _INTERRUPTED
         self._batch.n_tokens = n
@@ -255,16 +270,12 @@ class ContextHandle(Handle):
 
     @property
     def can_step(self) -> bool:
-        """True if ``step`` may be called: the compiled core is there, and nobody watches decodes.
+        """True if ``step`` may be called: the compiled core is there, and no hook is to see decodes.
 
-        Whoever times or counts decodes replaces ``decode``, of this object or of llama.cpp; a native
-        step would go past them.
+        The core calls llama.cpp by address: past ``around``, and past a binding that was replaced.
         """
-        return (
-            self.stepper is not None
-            and C.llama_decode is _llama_decode
-            and "decode" not in self.__dict__
-        )
+        has_core = self.stepper is not None and C.llama_decode is _llama_decode
+        return has_core and self.around is None
 
     def step(
         self,
@@ -393,7 +404,7 @@ class ContextHandle(Handle):
 
     def clear(self) -> None:
         """Empty the memory, unless it is another context's: llama.cpp would empty that one."""
-        if self.architecture != heads.SHARING_HEAD:
+        if self.architecture != staging.SHARING_HEAD:
             C.llama_memory_clear(self._memory, True)
 
     def position_range(self, seq_id: int) -> tuple[int, int]:

@@ -704,7 +704,7 @@ LB_API int lb_step(
     return code;
 }
 
-/* -- verifying --------------------------------------------------------------------------------------- */
+/* -- accepting --------------------------------------------------------------------------------------- */
 
 /* The acceptance rules of speculative/rules.py. */
 enum { LB_SEEDED = 0, LB_TOKEN = 1, LB_BLOCK = 2 };
@@ -723,7 +723,7 @@ typedef struct {
     double total; /* of exp(weight - top) */
 } lb_dist;
 
-/* A draft to verify and the outcome. */
+/* A draft and what a rule makes of it. */
 typedef struct {
     lb_sampler *sampler;
     const float *rows;     /* (n + 1, n_vocab): the target's logits before and after each token */
@@ -739,7 +739,7 @@ typedef struct {
     int32_t measured;      /* whether ``measures`` are wanted */
     int32_t n_accepted;
     int32_t token;         /* follows the accepted ones */
-} lb_verification;
+} lb_acceptance;
 
 static void sum_weights(lb_dist *d) {
     d->top = -INFINITY;
@@ -758,7 +758,7 @@ static double prob_of(const lb_dist *d, int32_t token) {
 }
 
 /* The target's distribution after i drafted tokens; 0: undecided. */
-static int target_at(const lb_verification *v, int32_t i, lb_dist *out) {
+static int target_at(const lb_acceptance *v, int32_t i, lb_dist *out) {
     lb_sampler *s = v->sampler;
     lb_choice choice;
     if (lb_candidates(s, v->rows + (int64_t)s->n_vocab * i, 0, &choice)) return 0;
@@ -770,7 +770,7 @@ static int target_at(const lb_verification *v, int32_t i, lb_dist *out) {
 }
 
 /* What drafted token i was drawn from; 0: its source cannot yield it. */
-static int source_at(const lb_verification *v, int32_t i, lb_dist *out) {
+static int source_at(const lb_acceptance *v, int32_t i, lb_dist *out) {
     static const double certain = 0.0;
     out->ids = v->source_ids ? v->source_ids[i] : v->tokens + i;
     out->weights = v->source_ids ? v->source_weights[i] : &certain;
@@ -791,7 +791,7 @@ static const double *spread(lb_sampler *s, const lb_dist *q, const lb_dist *p) {
 }
 
 /* Throw a rule's coin; -1: undecided. */
-static int coin(const lb_verification *v, int32_t index, double probability, double rounding) {
+static int coin(const lb_acceptance *v, int32_t index, double probability, double rounding) {
     uint64_t key = noise_key(v->seed, v->position, LB_RULE);
     double u = ((double)(mix(key ^ ((uint64_t)index + 1) * GOLDEN) >> 11) + 0.5) * 0x1p-53;
     if (fabs(u - probability) <= rounding) return -1;
@@ -800,7 +800,7 @@ static int coin(const lb_verification *v, int32_t index, double probability, dou
 
 /* Draw from norm(max(scale p - q, 0)), the token at an offset; return it, -1: undecided. */
 static int32_t draw_residual(
-    const lb_verification *v, const lb_dist *p, const lb_dist *q, double scale, int32_t offset
+    const lb_acceptance *v, const lb_dist *p, const lb_dist *q, double scale, int32_t offset
 ) {
     lb_sampler *s = v->sampler;
     uint64_t key = noise_key(v->seed, v->position + (uint64_t)offset, 0);
@@ -826,7 +826,7 @@ static int32_t draw_residual(
 }
 
 /* Draw what follows n accepted tokens; -1: undecided. */
-static int32_t draw_next(const lb_verification *v, int32_t n, int measured) {
+static int32_t draw_next(const lb_acceptance *v, int32_t n, int measured) {
     lb_sampler *s = v->sampler;
     const float *logits = v->rows + (int64_t)s->n_vocab * n;
     int32_t found = prepare(s, logits, measured, v->measures + n);
@@ -835,7 +835,7 @@ static int32_t draw_next(const lb_verification *v, int32_t n, int measured) {
     return number < 0 ? -1 : s->ids[number];
 }
 
-static int verify_seeded(lb_verification *v) {
+static int accept_seeded(lb_acceptance *v) {
     for (int32_t i = 0; i <= v->n; i++) {
         int32_t token = draw_next(v, i, v->measured);
         if (token < 0) return LB_UNDECIDED;
@@ -846,7 +846,7 @@ static int verify_seeded(lb_verification *v) {
     return LB_OK;
 }
 
-static int verify_by_token(lb_verification *v) {
+static int accept_by_token(lb_acceptance *v) {
     lb_dist p, q;
     for (int32_t i = 0; i < v->n; i++) {
         if (!source_at(v, i, &q) || !target_at(v, i, &p)) return LB_UNDECIDED;
@@ -865,7 +865,7 @@ static int verify_by_token(lb_verification *v) {
 }
 
 /* The block rule; ``weights`` and ``h`` have room for n + 1 numbers. */
-static int verify_block(lb_verification *v, double *weights, double *h, double *slack) {
+static int accept_block(lb_acceptance *v, double *weights, double *h, double *slack) {
     lb_dist p, q;
     double weight = 1.0;
     int32_t reached = 0; /* the longest length that can be accepted */
@@ -914,16 +914,16 @@ static int verify_block(lb_verification *v, double *weights, double *h, double *
 }
 
 /* The layout of the structure, to compare with Python's. */
-LB_API int32_t lb_verify_layout(void) { return (int32_t)sizeof(lb_verification); }
+LB_API int32_t lb_accept_layout(void) { return (int32_t)sizeof(lb_acceptance); }
 
 /* Apply a rule to a draft. ``work`` has room for 3 (n + 1) numbers. */
-LB_API int lb_verify(lb_verification *v, double *work) {
+LB_API int lb_accept(lb_acceptance *v, double *work) {
     int code;
     if (v->rule == LB_SEEDED) {
-        code = verify_seeded(v);
+        code = accept_seeded(v);
     } else {
         int32_t n = v->n + 1;
-        code = v->rule == LB_TOKEN ? verify_by_token(v) : verify_block(v, work, work + n, work + 2 * n);
+        code = v->rule == LB_TOKEN ? accept_by_token(v) : accept_block(v, work, work + n, work + 2 * n);
         if (code == LB_OK && v->measured) {
             int32_t n_vocab = v->sampler->n_vocab;
             code = lb_measure(v->rows, v->n_accepted + 1, n_vocab, v->measures);
@@ -937,8 +937,8 @@ LB_API int lb_verify(lb_verification *v, double *work) {
 /* Whether a stream goes on, or why not. */
 enum { LB_GOES_ON = 0, LB_FULL_LENGTH = 1, LB_STOPPED = 2, LB_EOG = 3, LB_TO_PYTHON = 4 };
 
-/* One stream's draft. What ends it: ``limit`` tokens, an EOG token, an entropy above ``most_entropy``, and,
- * where there are ``costs``, that no longer draft would raise the throughput: see ``pays``. */
+/* One stream's draft. What ends it: ``limit`` tokens, an EOG token, an entropy above ``most_entropy``,
+ * ``most_tokens``, and, where there are ``costs``, that no longer draft would raise the throughput: see ``pays``. */
 typedef struct {
     lb_sampler *sampler;
     const float *row;    /* the logits after its last token; NULL before the first decode */
@@ -957,6 +957,7 @@ typedef struct {
     int32_t n_costs;
     int32_t is_probe;    /* the first token is drawn anyway */
     int32_t n_edges;
+    int32_t most_tokens; /* of the draft, whatever the entropy */
     const double *costs; /* (n_costs): seconds of a round by its length; NULL: not looked at */
     const double *edges; /* (n_edges): of the buckets of entropy */
     const double *acceptance; /* (n_edges + 1) */
@@ -1004,10 +1005,9 @@ static int pays(const lb_stream *s, double acceptance) {
     return 0;
 }
 
-/* Return whether to draw the next token at this entropy. Python decides in the same way, afterwards, and its
- * word is final. */
+/* Return whether to draw the next token at this entropy, as ``StopRule.reason`` does in Python. */
 static int goes_on(lb_stream *s, double entropy) {
-    if (entropy > s->most_entropy) return 0;
+    if (entropy > s->most_entropy || s->n_drafted >= s->most_tokens) return 0;
     if (s->costs) {
         int32_t bucket = 0;
         while (bucket < s->n_edges && s->edges[bucket] <= entropy) bucket++;

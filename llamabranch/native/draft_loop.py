@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import bisect
 import ctypes
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,41 +17,73 @@ import numpy.typing as npt
 from . import core
 from .heads import DraftHead
 
-__all__ = ["EOG", "STOPPED", "TO_PYTHON", "DraftLoop", "DraftStream", "StopRule", "available"]
+__all__ = ["DraftLoop", "DraftStream", "StopRule", "available"]
 
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.float32]
 
-GOES_ON, FULL_LENGTH, STOPPED, EOG, TO_PYTHON = range(5)
+_STOPPED, _EOG = 2, 3  # states of a stream in ``core.c``
 
 _MOST_CANDIDATES = 1 << 17  # of all sources of a draft; a longer one goes back to Python
 
 
-class StopRule(NamedTuple):
-    """When a draft ends, as numbers.
+@dataclass(slots=True)
+class StopRule:
+    """When a draft ends, as numbers: for the compiled loop and for steps in Python.
 
     Attributes:
         most_entropy: no token is drawn above it, nats; inf = no limit.
-        most_tokens: after so many Python is asked.
+        most_tokens: of the draft, whatever the entropy.
         edges: of the buckets of entropy, ascending.
-        acceptance: the probability that a token of each bucket is accepted, one more than edges.
+        acceptance: the probability that a token of each bucket is accepted, one more than edges, and that
+            of a token whose entropy is not known.
         costs: seconds of a round by the length of its draft; empty = only the limits count.
         mean: the acceptance of tokens whose entropy is not known yet.
         rate: tokens a second that a longer draft must exceed.
         is_probe: the first token is drawn even if that does not pay.
+        n_drafted: tokens of the draft when the loop begins.
         reach: the product of the acceptance of the tokens drafted so far.
     """
 
     most_entropy: float
-    most_tokens: int = 1 << 30
+    most_tokens: int = (1 << 31) - 1
     edges: Sequence[float] = ()
     acceptance: Sequence[float] = ()
     costs: Sequence[float] = ()
     mean: float = 0.0
     rate: float = 0.0
     is_probe: bool = False
+    n_drafted: int = 0
     reach: float = 1.0
+
+    def reason(self, n_drafted: int, entropy: float) -> str:
+        """Return why the draft ends after ``n_drafted`` tokens, "" if a token at ``entropy`` follows.
+
+        The same arithmetic as in ``core.c``; NaN = the entropy is not known.
+        """
+        if entropy > self.most_entropy:
+            return "entropy"
+        if n_drafted >= self.most_tokens:
+            return "goodput"
+        if self.costs:
+            bucket = -1 if math.isnan(entropy) else bisect.bisect(self.edges, entropy)
+            acceptance = self.acceptance[bucket]
+            if not (self.is_probe and n_drafted == 0) and not self._pays(n_drafted, acceptance):
+                return "goodput"
+            self.reach *= acceptance
+        return ""
+
+    def _pays(self, k: int, acceptance: float) -> bool:
+        """Return whether some draft longer than ``k`` gains more tokens than its time is worth."""
+        costs, reach, gained = self.costs, self.reach, 0.0
+        for longer in range(k + 1, len(costs)):
+            reach *= acceptance
+            gained += reach
+            if gained > self.rate * (costs[longer] - costs[k]):
+                return True
+            acceptance = self.mean
+        return False
 
 
 class _Stream(ctypes.Structure):
@@ -71,6 +105,7 @@ class _Stream(ctypes.Structure):
         ("n_costs", ctypes.c_int32),
         ("is_probe", ctypes.c_int32),
         ("n_edges", ctypes.c_int32),
+        ("most_tokens", ctypes.c_int32),
         ("costs", ctypes.c_void_p),
         ("edges", ctypes.c_void_p),
         ("acceptance", ctypes.c_void_p),
@@ -141,6 +176,7 @@ class DraftStream:
         room = min(limit * n_vocab, max(n_vocab, _MOST_CANDIDATES)) if keeps_sources else 0
         self._source_ids = np.empty(room, dtype=np.int32)
         self._source_weights = np.empty(room, dtype=np.float64)
+        self._rule: StopRule | None = None
         self._arrays: tuple[object, ...] = ()  # of the rule: kept alive here
         self.struct = _Stream(  # for ``DraftLoop``
             tokens=ctypes.addressof(self._tokens),
@@ -157,30 +193,29 @@ class DraftStream:
         *,
         seed: int,
         purpose: int,
-        seq_id: int,
-        n_drafted: int,
+        position: int,
         limit: int,
         rule: StopRule | None,
     ) -> None:
-        """Set what to draw; ``start`` sets where.
+        """Set what to draw; ``start`` sets after what.
 
         Args:
             sampler: draws and measures; its tokens are llama.cpp's and NumPy's.
             seed, purpose: of the noise.
-            seq_id: the sequence that is continued.
-            n_drafted: tokens of the draft so far.
-            limit: the most tokens of the draft.
+            position: of the first draw in the text.
+            limit: the most tokens to draw.
             rule: when to stop before; None = never, and entropies are not measured.
         """
         s = self.struct
         s.sampler = sampler.at
-        s.seed, s.purpose = seed, purpose
-        s.seq_id, s.n_drafted, s.limit = seq_id, n_drafted, min(limit, self.limit) - n_drafted
+        s.seed, s.purpose, s.position = seed, purpose, position
+        s.limit = min(limit, self.limit)
         s.measured = rule is not None
         s.costs = None
+        self._rule = rule
         if rule is not None:
-            s.most_entropy = rule.most_entropy
-            s.limit = min(s.limit, rule.most_tokens - n_drafted)
+            s.most_entropy, s.most_tokens = rule.most_entropy, rule.most_tokens
+            s.n_drafted = rule.n_drafted
             if rule.costs:
                 arrays = _doubles(rule.costs), _doubles(rule.edges), _doubles(rule.acceptance)
                 self._arrays = arrays
@@ -189,25 +224,35 @@ class DraftStream:
                 s.mean, s.rate, s.reach = rule.mean, rule.rate, rule.reach
                 s.is_probe = rule.is_probe
 
-    def start(self, position: int, row: int | None, hidden: int | None = None) -> None:
-        """Set the position of the first draw, and the address of its logits: None = not decoded yet.
+    def start(
+        self, seq_id: int, row: int | None, hidden: int | None = None, behind: int = 0
+    ) -> None:
+        """Set the sequence that is continued, and the address of its logits: None = not decoded yet.
 
-        ``hidden``: of a head, the address of the state that goes in with the first drawn token.
+        Args:
+            seq_id: the sequence.
+            row: the address.
+            hidden: of a head, the address of the state that goes in with the first drawn token.
+            behind: by how much a token's position in a head is lower than in the text.
         """
-        self.struct.position, self.struct.row, self.struct.hidden = position, row, hidden
-
-    def set_behind(self, n: int) -> None:
-        """Set by how much a token's position in a head is lower than in the text."""
-        self.struct.behind = n
+        s = self.struct
+        s.seq_id, s.row, s.hidden, s.behind = seq_id, row, hidden, behind
 
     def begin_at(self, output: int) -> None:
         """Set the number of its row in the first decode."""
         self.struct.first_output = output
 
+    def note_reach(self) -> None:
+        """Let the rule go on from the tokens that the loop has drawn."""
+        if self._rule is not None and self._rule.costs:
+            self._rule.reach = float(self.struct.reach)
+
     @property
-    def state(self) -> int:
-        """GOES_ON, FULL_LENGTH, STOPPED, EOG, or TO_PYTHON: Python makes the next draw."""
-        return int(self.struct.state)
+    def reason(self) -> str:
+        """Why the draft ends: "end" (an EOG token), "entropy" or "goodput"; "" for none of these."""
+        if self.struct.state == _STOPPED and self._rule is not None:
+            return "entropy" if self.entropies[-1] > self._rule.most_entropy else "goodput"
+        return "end" if self.struct.state == _EOG else ""
 
     @property
     def seq_id(self) -> int:
@@ -307,6 +352,8 @@ class DraftLoop:
                 ctypes.memmove(
                     ctypes.addressof(stream.struct), ctypes.addressof(array) + i * size, size
                 )
+        for stream in streams:
+            stream.note_reach()
         code: int = loop.code
         return code
 

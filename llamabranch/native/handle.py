@@ -99,6 +99,10 @@ class Handle:
 
     def close(self) -> None:
         """Free the pointer, children first. Idempotent."""
+        self.close_children()
+        self._finalizer()
+
+    def close_children(self) -> None:
+        """Close what refers to the pointer."""
         for child in sorted(self._children, key=lambda child: not child.closes_first):
             child.close()
-        self._finalizer()

@@ -108,6 +108,13 @@ def max_sequences() -> int:
     return int(C.llama_max_parallel_sequences())
 
 
+def available_cores() -> int:
+    """Return the number of cores this process may use; more threads than cores are many times slower."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def supports_gpu_offload() -> bool:
     """Return True if this build can put layers on a GPU and finds one."""
     return bool(C.llama_supports_gpu_offload())

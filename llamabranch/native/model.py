@@ -13,7 +13,7 @@ import numpy as np
 from llama_cpp import llama_cpp as C
 
 from ..errors import ModelLoadError, TokenizeError
-from . import core, heads
+from . import core, staging
 from .handle import Handle
 from .library import clear_log_lines, last_log_lines, supports_gpu_offload
 from .thread_call import call_in_thread
@@ -55,7 +55,7 @@ class ModelHandle(Handle):
         params.vocab_only = vocab_only
         params.use_extra_bufts = extra_buffers
         if load_mtp:
-            heads.check_available()
+            staging.check_available()
             params.load_mtp = True
         stopped = False
         fractions: SimpleQueue[float] = SimpleQueue()
@@ -109,11 +109,11 @@ class ModelHandle(Handle):
 
     def target_layers(self) -> tuple[int, ...]:
         """Return which layers of its target it reads as a head; () if it is none."""
-        return heads.target_layers(self.ptr) if heads.available else ()
+        return staging.target_layers(self.ptr) if staging.available else ()
 
     def n_mtp_layers(self) -> int:
         """Return how many MTP layers it has."""
-        return heads.n_mtp_layers(self.ptr)
+        return staging.n_mtp_layers(self.ptr)
 
     def description(self) -> str:
         buffer = ctypes.create_string_buffer(512)

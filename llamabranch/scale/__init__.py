@@ -9,14 +9,19 @@ stages.py     the workers: `Generate` and `Score`, for ``map_batches``
 folder.py     a folder on a file system that all nodes share
 staging.py    the input: checked, sorted by prompt, one block a file
 sink.py       the output: one file for each block
-job.py        whole jobs: plan, resume, progress
-planning.py   what a job will take, on paper and simulated
+job.py        whole jobs: `generate` and `score`
+settings.py   how a job runs, its progress, its report
+run.py        one run of a job: stage, map, commit, resume
+cluster.py    Ray: connection, settings, errors
+planning.py   what a job will take, and what a worker can do
 
 Importing this imports neither Ray nor pyarrow; both come with ``pip install 'llamabranch[scale]'``.
 """
 
-from .job import JobOptions, JobReport, Progress, check_plan, generate, make_ledger, score
-from .planning import JobNumbers, JobPlan, WorkerProfile, measure, plan, simulate
+from .cluster import check_plan, make_ledger
+from .job import generate, score
+from .planning import JobNumbers, JobPlan, measure
+from .settings import JobOptions, JobReport, Progress
 from .stages import Generate, Score, WorkerOptions
 
 __all__ = [
@@ -28,12 +33,9 @@ __all__ = [
     "Progress",
     "Score",
     "WorkerOptions",
-    "WorkerProfile",
     "check_plan",
     "generate",
     "make_ledger",
     "measure",
-    "plan",
     "score",
-    "simulate",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypedDict
 
 from ..arguments import whole
 from ..context import Context, TokenScore
@@ -23,6 +23,7 @@ __all__ = [
     "Prepared",
     "Record",
     "RowKind",
+    "RowOptions",
     "ScoreRows",
     "describe",
     "error_record",
@@ -54,6 +55,18 @@ class RowKind(Protocol):
         """Return the output columns of a row."""
 
 
+class RowOptions(TypedDict, total=False):
+    """What `GenerateRows` takes, as keywords of `Generate` and `generate`."""
+
+    max_tokens: int | None
+    sampling: SamplingParams | None
+    stop: Sequence[str]
+    grammar: Grammar | str | None
+    n: int
+    chat: bool
+    parse_special: bool
+
+
 @dataclass(frozen=True)
 class GenerateRows:
     """Rows with a prompt, to be continued.
@@ -75,6 +88,24 @@ class GenerateRows:
     n: int = 1
     chat: bool = False
     parse_special: bool = True
+
+    @classmethod
+    def of(cls, options: RowOptions) -> GenerateRows:
+        """Return them with the defaults for what is not given.
+
+        Raises:
+            ConfigError: ``max_tokens`` or ``n`` is out of range, or the grammar is invalid.
+        """
+        max_tokens, grammar = options.get("max_tokens", 128), options.get("grammar")
+        return cls(
+            None if max_tokens is None else whole("max_tokens", max_tokens, 0),
+            options.get("sampling") or SamplingParams(),
+            tuple(options.get("stop", ())),
+            Grammar(grammar) if isinstance(grammar, str) else grammar,
+            whole("n", options.get("n", 1), 1),
+            options.get("chat", False),
+            options.get("parse_special", True),
+        )
 
     def prepare(self, context: Context, row: Record, name: str) -> Prepared:
         """Return the request of a row.

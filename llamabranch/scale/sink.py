@@ -1,6 +1,6 @@
 """Where Ray Data writes results: one file for each block, complete as soon as it has its name.
 
-Ray's own sinks open a file by its final name, so one that is torn by a crash shows until the job is
+Ray's own sinks open a file by its final name, so one that a crash has cut short shows until the job is
 resumed; and they number files with six digits, so that with a million of them one name begins like
 another, by which Ray finds what to delete.
 """

@@ -20,14 +20,22 @@ from ..arguments import whole
 from ..context import Context
 from ..engine import Engine, Result
 from ..errors import ConfigError, LlamaBranchError, ModelLoadError
-from ..hub import obtain
+from ..hub import resolve
 from ..loading import LoadOptions, load
-from ..sampling import Grammar, SamplingParams
 from ..speculative import ModelDrafter
 from .ledger import MOST_DEATHS, Row
 from .placement import CoreClaim, cache_domains, claim_cores, lock_folder
 from .resident import ResidentEngine, end_process
-from .rows import GenerateRows, Prepared, Record, RowKind, ScoreRows, describe, error_record
+from .rows import (
+    GenerateRows,
+    Prepared,
+    Record,
+    RowKind,
+    RowOptions,
+    ScoreRows,
+    describe,
+    error_record,
+)
 from .tables import output_table, read_rows
 
 if TYPE_CHECKING:
@@ -143,25 +151,25 @@ class _Stage:
         records: dict[int, Record] = {}
         everything = range(len(rows))
         deaths = await self._deaths(ids)
-        lots: dict[int, list[int]] = {}
+        groups: dict[int, list[int]] = {}
         for i in everything:
-            lots.setdefault(min(deaths[i][0], MOST_DEATHS), []).append(i)
-        for i in lots.pop(MOST_DEATHS, ()):
+            groups.setdefault(min(deaths[i][0], MOST_DEATHS), []).append(i)
+        for i in groups.pop(MOST_DEATHS, ()):
             why = deaths[i][1] or "it was killed, or llama.cpp aborted it"
             text = (
                 f"its worker process died {deaths[i][0]} times while it ran, at last alone: {why}"
             )
             records[i] = error_record(self._kind, text)
             await self._end([ids[i]], [records[i]], [])
-        if 0 in lots:
+        if 0 in groups:
             async with self._gate.shared():
-                await self._run(lots[0], rows, ids, records)
+                await self._run(groups[0], rows, ids, records)
         # The rows of a batch that has killed its worker: first some at a time, then one by one.
         for n_deaths, size in ((1, self._n_streams), (2, 1)):
-            lot = lots.get(n_deaths, [])
-            for start in range(0, len(lot), size):
+            group = groups.get(n_deaths, [])
+            for start in range(0, len(group), size):
                 async with self._gate.exclusive():
-                    await self._run(lot[start : start + size], rows, ids, records)
+                    await self._run(group[start : start + size], rows, ids, records)
         kept = [{name: row.get(name) for name in (self._id_column, *self._keep)} for row in rows]
         invariant = self._context.capabilities.batch_invariant
         found = [{**kept[i], **records[i], "batch_invariant": invariant} for i in everything]
@@ -250,6 +258,10 @@ class _Stage:
         end_process(reason)
 
 
+class _GenerateOptions(RowOptions, LoadOptions, total=False):
+    """The keywords of `Generate`."""
+
+
 class Generate(_Stage):
     """Continue the prompts of batches, for `ray.data.Dataset.map_batches`.
 
@@ -262,15 +274,15 @@ class Generate(_Stage):
 
     Args:
         model: a path to a GGUF file, or a name that each node finds in its own cache or downloads.
-        max_tokens: the most tokens of a row.
+        max_tokens: the most tokens of a row (128); None = no limit.
         seed: the seed from which each row's own is derived, together with its id.
         sampling: the settings.
         stop: strings that end a text.
         grammar: a grammar, or GBNF, that texts must follow.
-        n: texts for each row; with more than one the output columns are lists.
-        chat: wrap each prompt in the model's chat template.
-        parse_special: parse control tokens written in a prompt, see ``Model.prompt_tokens``. A row can
-            turn it off, not on.
+        n: texts for each row (1); with more than one the output columns are lists.
+        chat: wrap each prompt in the model's chat template (False).
+        parse_special: parse control tokens written in a prompt (True), see ``Model.prompt_tokens``. A
+            row can turn it off, not on.
         id_column: the name of the column of ids, int64 or text.
         keep: input columns to keep in the output.
         worker: how a worker runs.
@@ -284,36 +296,21 @@ class Generate(_Stage):
         self,
         model: str,
         *,
-        max_tokens: int | None = 128,
         seed: int | None = None,
-        sampling: SamplingParams | None = None,
-        stop: Sequence[str] = (),
-        grammar: Grammar | str | None = None,
-        n: int = 1,
-        chat: bool = False,
-        parse_special: bool = True,
         id_column: str = "id",
         keep: Sequence[str] = (),
         worker: WorkerOptions | None = None,
-        **options: Unpack[LoadOptions],
+        **options: Unpack[_GenerateOptions],
     ) -> None:
-        kind = GenerateRows(
-            max_tokens,
-            sampling or SamplingParams(),
-            tuple(stop),
-            grammar,
-            whole("n", n, 1),
-            chat,
-            parse_special,
-        )
+        of_rows = RowOptions.__annotations__
         super().__init__(
             model,
-            kind,
+            GenerateRows.of(cast(RowOptions, {k: v for k, v in options.items() if k in of_rows})),
             worker or WorkerOptions(),
             seed=seed,
             id_column=id_column,
             keep=keep,
-            options=options,
+            options=cast(LoadOptions, {k: v for k, v in options.items() if k not in of_rows}),
         )
 
 
@@ -394,7 +391,7 @@ class _Gate:
 
 def _open(model: str, options: LoadOptions) -> Context:
     # Two workers of a node download a model once: the cache has a lock for each file.
-    return load(obtain(model, download=True), **options)
+    return load(resolve(model, download=True), **options)
 
 
 def _assigned() -> tuple[float | None, float]:

@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import deepcopy
-from time import perf_counter
 
 from ..arguments import whole
 from ..branch import Branch, Produced
 from ..branch.output import OutputBuffer
 from ..errors import CacheFullError, CapacityError, ConfigError, DecodeInterruptedError
 from ..sampling.noise import derive_seed
-from ..speculative import Draft, Drafter, NullDrafter, SpeculativeConfig, SpeculativeStats
-from ..speculative.drafters.base import NO_DRAFT, DraftRequest, DraftState, NullState, propose
+from ..speculative import Drafter, SpeculativeConfig, SpeculativeStats
+from ..speculative.drafters.base import DraftState, propose
+from ..speculative.joint import Joint
 from ..speculative.length.auto import draft_length
 from ..speculative.length.base import FixedLength
 from ..speculative.round import Stream
@@ -97,9 +98,8 @@ class Continuation:
         self.output = OutputBuffer(max_tokens, stop)
         self.branch: Branch | None = None
         self.stream: Stream | None = None
-        self.pending: Produced | None = (
-            None  # while it has no branch: its last token, not decoded yet
-        )
+        # While it has no branch: its last token, not decoded yet.
+        self.pending: Produced | None = None
         self.tokens: list[int] = []  # of the segment, with an EOG token
         self.logprobs: list[float] = []
         self.segment_text = ""
@@ -155,13 +155,11 @@ class Continuations:
 
     def __init__(self, lines: Lines, drafter: Drafter | None = None) -> None:
         self._lines = lines
-        self._drafter: Drafter = drafter or NullDrafter()
-        self._drafts = drafter is not None and lines.ctx.capabilities.can_truncate
-        self._length = (
-            draft_length(SpeculativeConfig(rule=_RULE)) if self._drafts else FixedLength(0)
-        )
+        if not lines.ctx.capabilities.can_truncate:
+            drafter = None
+        length = draft_length(SpeculativeConfig(rule=_RULE)) if drafter else FixedLength(0)
+        self._joint = Joint(lines.ctx, length, drafter)
         self._root_state: DraftState | None = None
-        self._has_no_room = False  # for drafts
         self._is_full = False  # until a text ends, no other is admitted
         self._active: list[Continuation] = []
         self._waiting: deque[Continuation] = deque()
@@ -230,68 +228,28 @@ class Continuations:
 
     def _round(self, boundary: Boundary) -> None:
         """Decode the pending token and the draft of every text together."""
-        lines, ctx = self._lines, self._lines.ctx
-        plans = self._plan()
-        tokens = [token for _, _, plan in plans for token in plan]
-        seqs = [s.branch.seq_id for _, s, plan in plans for _ in plan]
-        expiring = [row for _, s, _ in plans for row in s.branch.sequence.expiring_rows()]
-        try:
-            with ctx.lock:
-                start = perf_counter()
-                rows = ctx.decoder.decode(tokens, seqs, [True] * len(tokens), expiring)
-                verify_s = perf_counter() - start
-                lines.stats.decodes += 1
-                lines.stats.tokens_decoded += len(tokens)
-                at = 0
-                emitted = []
-                for _, stream, plan in plans:
-                    share = verify_s * len(plan) / len(tokens)
-                    emitted.append(stream.accept(rows[at : at + len(plan)], share))
-                    at += len(plan)
-        except CacheFullError:
-            self._make_room(any(len(plan) > 1 for _, _, plan in plans))
+        stats, running = self._lines.stats, list(self._active)
+        step = self._joint.run(
+            [
+                (line.stream, 0 if line.is_closing else line.output.draft_limit)
+                for line in running
+                if line.stream is not None
+            ]
+        )
+        stats.decodes += step.n_tokens > 0
+        stats.tokens_decoded += step.n_tokens
+        if step.no_room is not None:
+            self._give_way(running[-1])
             return
-        for (line, stream, _), produced in zip(plans, emitted, strict=True):
-            stream.conclude()
-            if line.is_closing:
+        for line, outcome in zip(running, step.outcomes, strict=True):
+            if isinstance(outcome.error, CapacityError):  # the cells of its own are full
+                self._end_early(line, "capacity")
+            elif outcome.error is not None:
+                raise outcome.error
+            elif line.is_closing:
                 self._end(line)
             else:
-                self._add(line, produced, boundary)
-        if self._drafts:
-            lengths = [stream.length for _, stream, _ in plans]
-            self._length.learn_decode(lengths, len(tokens), verify_s)
-
-    def _plan(self) -> list[tuple[Continuation, Stream, list[int]]]:
-        """Return for every active text the tokens to decode: the pending one and a draft."""
-        streams = [(line, line.stream) for line in self._active if line.stream is not None]
-        drafts = self._make_drafts(streams)
-        ctx = self._lines.ctx
-        room = min(ctx.n_batch, ctx.n_outputs_max) - len(streams)
-        plans = []
-        for line, stream in streams:
-            draft = drafts.get(id(stream), NO_DRAFT)
-            if draft.tokens:
-                keep = min(len(draft.tokens), max(0, room))
-                room -= keep
-                draft.cut(keep)
-            plans.append((line, stream, stream.set_draft(draft)))
-        return plans
-
-    def _make_drafts(self, streams: Sequence[tuple[Continuation, Stream]]) -> dict[int, Draft]:
-        no_room, self._has_no_room = self._has_no_room, False
-        if not self._drafts or no_room:
-            return {}
-        asked: list[Stream] = []
-        requests: list[DraftRequest] = []
-        for line, stream in streams:
-            limit = line.output.draft_limit
-            tokens = None if line.is_closing else stream.draft_input(limit)
-            if tokens is not None:
-                asked.append(stream)
-                limit = min(limit, stream.length.limit)
-                requests.append(DraftRequest(stream.state, tokens, stream.length, limit))
-        drafts = self._drafter.propose_many(requests)
-        return {id(stream): draft for stream, draft in zip(asked, drafts, strict=True)}
+                self._add(line, outcome.emitted, boundary)
 
     def _add(self, line: Continuation, produced: Sequence[Produced], boundary: Boundary) -> None:
         """Add the tokens of a round to a text, up to the end of its segment."""
@@ -336,6 +294,12 @@ class Continuations:
         if branch is not None:
             lines.hold(node, branch)
 
+    def _end_early(self, line: Continuation, reason: str) -> None:
+        """End a text where it is."""
+        line.output.break_off()
+        line.output.finish_reason = reason
+        self._end(line)
+
     def _release(self, line: Continuation, *, keep: bool) -> None:
         """End the stream of a text; without ``keep`` return its sequence."""
         if line.stream is not None:
@@ -349,13 +313,12 @@ class Continuations:
 
     def _cancel(self) -> None:
         """End all texts where they are."""
-        for line in [*self._active, *self._waiting]:
-            line.output.break_off()
-            line.output.finish_reason = "cancelled"
-        for line in list(self._active):
-            self._end(line)
+        while self._active:
+            self._end_early(self._active[0], "cancelled")
         while self._waiting:
             line = self._waiting.popleft()
+            line.output.break_off()
+            line.output.finish_reason = "cancelled"
             if line.tokens:  # it was preempted
                 self._active.append(line)
                 self._end(line)
@@ -401,39 +364,26 @@ class Continuations:
 
     def _open(self, line: Continuation, branch: Branch, boundary: Boundary) -> None:
         branch.sequence.seed, branch.sequence.seed_given = line.seed, True
-        length = self._length.stream(shares_decode=True)
-        line.stream = Stream(branch, self._draft_state(branch), length, _RULE, self.stats)
+        root = self._draft_root()
+        line.stream = self._joint.open(
+            branch, _RULE, self.stats, drafts=root is not None, like=root
+        )
         if line.pending is not None:  # it was preempted: it goes on after its last token
             line.stream.pending = line.pending
         else:
             self._add(line, [line.stream.begin()], boundary)
 
-    def _draft_state(self, branch: Branch) -> DraftState:
-        """Return a draft state for ``branch``: a fork of one that has read the prompt."""
-        if not self._drafts:
-            return NullState()
-        root = self._lines.branch
-        try:
-            if self._root_state is None:
-                state = self._drafter.start(root, _RULE)
-                propose(state, root.tokens, FixedLength(1), 1)
-                state.observe(root.position)
-                self._root_state = state
-            return self._root_state.fork(branch)
-        except CapacityError:  # without room for a draft state it decodes plainly
-            return NullState()
-
-    def _make_room(self, has_drafts: bool) -> None:
-        """After a decode that found the cache full: retry without drafts, then with fewer texts."""
-        for line in self._active:
-            stream = line.stream
-            if stream is not None and line.branch is not None:
-                stream.set_draft(NO_DRAFT)
-                stream.state.observe(line.branch.position)
-        if has_drafts:
-            self._has_no_room = True
-        else:
-            self._give_way(self._active[-1])
+    def _draft_root(self) -> DraftState | None:
+        """Return the draft state that has read the prompt; None: nothing is drafted."""
+        drafter, root = self._joint.drafter, self._lines.branch
+        if self._root_state is None and drafter is not None:
+            with suppress(CapacityError):  # without room for it texts are decoded plainly
+                self._root_state = state = drafter.start(root, _RULE)
+                pending = root.produce()
+                if not pending.is_stop:  # a draft follows a token that is not decoded yet
+                    propose(state, [*root.tokens, pending.token], FixedLength(1), 1)
+                    state.observe(root.position)
+        return self._root_state
 
     def _give_way(self, newest: Continuation | None) -> None:
         """Free cells: those of idle nodes, then those of the newest text, which then waits."""
@@ -446,9 +396,7 @@ class Continuations:
             self._waiting.appendleft(newest)
             self._is_full = True
         elif newest is not None:
-            newest.output.break_off()
-            newest.output.finish_reason = "capacity"
-            self._end(newest)
+            self._end_early(newest, "capacity")
         elif self._active:
             self._is_full = True
         elif lines.capacity > 1:

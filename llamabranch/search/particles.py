@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -24,7 +25,7 @@ from .resampling import SCHEMES, ancestors, effective_size, log_mean
 from .result import SearchResult
 from .texts import completes_stop, hypothesis
 
-__all__ = ["Potential", "SeededDraws", "run_particles", "smc"]
+__all__ = ["Filter", "Potential", "SeededDraws", "run_particles", "smc"]
 
 
 Logits = npt.NDArray[np.float32]
@@ -227,13 +228,7 @@ def smc(
             n,
             max_tokens,
             SeededDraws(seed, branch.position, n),
-            potentials=potentials,
-            critic=critic,
-            proposal=proposal,
-            threshold=threshold,
-            resampling=resampling,
-            force_end=force_end,
-            stop=stop,
+            Filter(potentials, critic, proposal, threshold, resampling, force_end, stop),
         )
 
 
@@ -270,22 +265,25 @@ def _check_support(params: SamplingParams) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Filter:
+    """How `run_particles` weighs, draws and resamples: arguments of `smc`, checked already."""
+
+    potentials: Sequence[Potential] = ()
+    critic: Callable[[str], float] | None = None
+    proposal: Proposal | None = None
+    threshold: float = 0.5
+    resampling: str = "systematic"
+    force_end: bool = True
+    stop: Sequence[str] = ()
+
+
 def run_particles(
-    lines: Lines,
-    n: int,
-    max_tokens: int,
-    draws: Draws,
-    *,
-    potentials: Sequence[Potential] = (),
-    critic: Callable[[str], float] | None = None,
-    proposal: Proposal | None = None,
-    threshold: float = 0.5,
-    resampling: str = "systematic",
-    force_end: bool = True,
-    stop: str | Sequence[str] = (),
+    lines: Lines, n: int, max_tokens: int, draws: Draws, options: Filter
 ) -> SearchResult:
-    """Run ``smc`` over ``lines`` with the given random numbers; its arguments are checked already."""
-    weigh = _Weigh(lines.ctx.model, potentials, critic)
+    """Run ``smc`` over ``lines`` with the given random numbers."""
+    proposal, stop = options.proposal, options.stop
+    weigh = _Weigh(lines.ctx.model, options.potentials, options.critic)
     first = lines.sequence(lines.root)
     if first is None:
         raise ConfigError("the root has no sequence")
@@ -307,10 +305,10 @@ def run_particles(
                     if proposal is not None:
                         source = _proposed(proposal, particle.text, after.target)
                     token = draws.token(source, step, slot)
-                    is_cut = step + 1 == max_tokens and not force_end
+                    is_cut = step + 1 == max_tokens and not options.force_end
                     particle = _moved(lines, weigh, particle, after, source, token, is_cut, stop)
             moved.append(particle)
-        group = _resample(moved, step, draws, threshold, resampling)
+        group = _resample(moved, step, draws, options.threshold, options.resampling)
         running = [p for p in group if p.reason is None and p.log_weight > -math.inf]
         if lines.end_step() or not running:
             break

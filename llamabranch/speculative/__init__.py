@@ -2,28 +2,25 @@
 
 config.py       the settings
 rules.py        which drafted tokens are accepted: pure functions over distributions and random numbers
-enumeration.py  the proof that a rule is lossless: every outcome with its probability
 drafters/       where drafts come from: the interface, models, copying, chains of drafters
 length/         how many tokens to draft: the interface, a fixed number, or what raises the throughput
-pair_profile.py what "auto" keeps between runs about a target and its drafters
+profile.py      what "auto" keeps between runs about a target and its drafters
 round.py        one round: plan, verify, accept, for any branch
 draft_cache.py  the draft states that are kept between generations, and their forks and rewinds
 speculator.py   a whole generation, round by round
 session.py      the same, one token per call
 stats.py        counts and times, under vLLM's names
-divergence.py   where two texts that should be equal first differ, and whether rounding explains it
 """
 
 from .config import SpeculativeConfig
-from .divergence import Divergence, first_divergence
 from .drafters.base import Draft, Drafter, DraftState, NullDrafter
 from .drafters.chain import ChainDrafter
 from .drafters.copying import PromptLookupDrafter, SuffixDrafter
+from .drafters.eagle import EagleDrafter
 from .drafters.function import FunctionDrafter
 from .drafters.grammar import GrammarDrafter
-from .drafters.heads import EagleDrafter, MTPDrafter
 from .drafters.model import ModelDrafter
-from .enumeration import enumerate_outcomes, rule_error
+from .drafters.mtp import MTPDrafter
 from .length.base import DraftLength
 from .rules import Acceptance, RandomSource, block_rule, token_rule
 from .session import InferenceSession
@@ -33,7 +30,6 @@ from .stats import SpeculativeStats
 __all__ = [
     "Acceptance",
     "ChainDrafter",
-    "Divergence",
     "Draft",
     "DraftLength",
     "DraftState",
@@ -53,8 +49,5 @@ __all__ = [
     "Speculator",
     "SuffixDrafter",
     "block_rule",
-    "enumerate_outcomes",
-    "first_divergence",
-    "rule_error",
     "token_rule",
 ]

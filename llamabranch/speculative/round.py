@@ -1,12 +1,8 @@
-"""One speculative round, for any branch: plan, verify in one decode, accept.
+"""What one stream of tokens knows about its rounds: its draft, its pending token, what is accepted.
 
 A stream always holds one token that is emitted but not yet decoded: the *pending* one. It is decoded
 together with the draft that follows it, so a round costs one target decode, however much of the draft is
-accepted. Planning and accepting are separate calls, so that many streams can share that decode.
-
-Two threads may each generate on the context that the other one drafts with. So what needs the target's
-lock (decode, ``accept``) and what may need the drafter's (``plan``, ``conclude``) never overlap: no
-thread waits for one lock while it holds the other.
+accepted. `joint` runs the rounds, of one stream or of many.
 """
 
 from __future__ import annotations
@@ -18,14 +14,15 @@ from time import perf_counter
 from typing import NamedTuple
 
 from ..branch import Branch, Produced
+from ..branch.sequence import TokenSequence
 from ..branch.verification import TargetDistributions, Verification
 from ..context.logits import Alternative, LogitsRow
 from ..errors import CapacityError, ConfigError, DecodeError, GrammarError
 from ..model import token_list
 from ..sampling import Distribution
-from .drafters.base import NO_DRAFT, Draft, DraftState, propose
+from .drafters.base import NO_DRAFT, Draft, DraftRequest, DraftState
 from .length.base import DraftLength, RoundReport
-from .rules import DraftTree, Rule, match_draws, verify, verify_tree
+from .rules import DraftTree, Noise, Rule, apply_rule, match_draws, tree_rule
 from .stats import SpeculativeStats
 
 __all__ = ["Stream", "finish_at"]
@@ -59,6 +56,7 @@ class Stream:
 
     Attributes:
         pending: the last emitted token, which is not yet decoded; None before the first.
+        plain_s: seconds of its last decode without a draft.
     """
 
     def __init__(
@@ -75,16 +73,14 @@ class Stream:
         self.length = length
         self.stats = stats
         self.pending: Produced | None = None
+        self.plain_s = math.nan
         self.rule = rule
         self._n_alternatives = n_alternatives
         self._draft = Draft()
-        self._n_seen = (
-            0  # tokens the draft state has been given; it gets the others with its next call
-        )
+        # Tokens the draft state has been given; it gets the others with its next call.
+        self._n_seen = 0
         self._n_plain_left = 0  # plain steps to take before it is called again
-        self._plain_s: list[
-            tuple[float, float]
-        ] = []  # of those taken: seconds of decode, of the rest
+        self._plain_s: list[tuple[float, float]] = []  # of those taken: of the decode, of the rest
         self._outcome: _Outcome | None = None  # not yet reported to the draft state and the length
         self._verification: Verification | None = None  # decoded, but not yet accepted or abandoned
 
@@ -95,39 +91,18 @@ class Stream:
             self.pending = self._plain()
         return self.pending
 
-    def round(self, limit: int) -> list[Produced]:
-        """Run one round by itself; return the tokens it emits, at most ``limit`` + 1."""
+    @property
+    def skips_draft(self) -> bool:
+        """True while the draft length has asked for plain steps: ``step`` makes one."""
+        return self._n_plain_left > 0
+
+    def step(self) -> list[Produced]:
+        """Decode and draw without a draft: the same as accepting an empty one, and faster.
+
+        ``conclude`` must follow, once the lock is free.
+        """
         if self._n_plain_left:
             self._n_plain_left -= 1
-            emitted = self._step()
-        else:
-            planned = self.plan(limit)
-            accepted = self._verify(planned) if len(planned) > 1 else None
-            emitted = self._step() if accepted is None else accepted
-        self.conclude()
-        return emitted
-
-    def _verify(self, planned: Sequence[int]) -> list[Produced] | None:
-        """Decode a plan with a draft and apply the rule; None if the cache has no room for the draft."""
-        try:
-            with self.branch.ctx.lock:  # the logits are valid until the next decode of any thread
-                start = perf_counter()
-                self._verification = self._verification_of(planned)
-                rows = self._verification.decode()
-                return self.accept(rows, perf_counter() - start)
-        except CapacityError:
-            self.stats.count_stop("no room to verify")
-            self._draft, self._verification = NO_DRAFT, None
-            self.state.observe(self.branch.position + 1)
-            return None
-        except BaseException:
-            if self._verification is not None:
-                self._verification.abandon()
-                self._verification = None
-            raise
-
-    def _step(self) -> list[Produced]:
-        """Run a round without a draft: the same result as accepting an empty draft, and faster."""
         branch = self.branch
         with branch.ctx.lock:
             pending = self.pending or self.begin()
@@ -138,6 +113,7 @@ class Stream:
 
     def _end_plain(self, verify_s: float, since: float) -> list[Produced]:
         """End a round without a draft; its decode took ``verify_s`` and ended at time ``since``."""
+        self.plain_s = verify_s
         self.pending = emitted = self._plain()
         overhead_s = perf_counter() - since
         if self._draft is NO_DRAFT:
@@ -169,43 +145,33 @@ class Stream:
             self.stats.count_plain(n, sum(verify_s), sum(overhead_s), NO_DRAFT.stopped)
             self.length.learn(RoundReport.plain(n, median(verify_s), median(overhead_s)))
 
-    def plan(self, limit: int) -> list[int]:
-        """Return the tokens to decode: the pending one and a draft of at most ``limit``."""
-        tokens = self.draft_input(limit)
-        if tokens is None:
-            return self.set_draft(NO_DRAFT)
-        limit = min(limit, self.length.limit)
-        return self.set_draft(propose(self.state, tokens, self.length, limit))
-
-    def draft_input(self, limit: int) -> list[int] | None:
-        """Return the tokens that the draft state should continue; None if this round has no draft."""
+    def request(self, limit: int) -> DraftRequest | None:
+        """Return the request for a draft of at most ``limit`` tokens; None if this round has none."""
         pending = self.pending or self.begin()
-        if min(limit, self.length.limit) <= 0:
+        limit = min(limit, self.length.limit)
+        if limit <= 0:
             return None
         self.report()
         n_tokens = self.branch.position + 1
         n_plain = self.length.plain_steps(n_tokens - self._n_seen)
         if n_plain:
-            self._n_plain_left = n_plain - 1  # without this one
+            self._n_plain_left = n_plain  # with this one
             return None
         self._n_seen = n_tokens
         tokens = self.branch.tokens
         tokens.append(pending.token)
-        return tokens
+        return DraftRequest(self.state, tokens, self.length, limit)
 
-    def set_draft(self, draft: Draft) -> list[int]:
-        """Use as much of ``draft`` as can be verified; return the tokens to decode."""
-        pending = self.pending or self.begin()
+    def set_draft(self, draft: Draft) -> None:
+        """Use as much of ``draft`` in this round as can be verified."""
         self._draft = draft
-        if draft is NO_DRAFT:
-            return [pending.token]
-        draft.cut(self._fitting(draft))
-        self._cut_refused(draft, pending.token)
-        self.stats.draft_time_s += draft.seconds
-        self.stats.draft_forward_passes += draft.n_decodes
-        return [pending.token, *draft.tokens]
+        if draft is not NO_DRAFT:
+            draft.cut(self._fitting(draft))
+            self._cut_refused(draft)
+            self.stats.draft_time_s += draft.seconds
+            self.stats.draft_forward_passes += draft.n_decodes
 
-    def _cut_refused(self, draft: Draft, pending: int) -> None:
+    def _cut_refused(self, draft: Draft) -> None:
         """Drop the tokens from the first one on that the branch's grammar refuses.
 
         Not those that were drawn at random for a rule that compares distributions: which of them are
@@ -214,7 +180,7 @@ class Stream:
         sampler = self.branch.sequence.sampler
         drawn = bool(draft.sources) and self.rule != "seeded"
         if sampler.grammar is not None and draft.parents is None and not drawn:
-            draft.cut(max(0, sampler.count_allowed([pending, *draft.tokens]) - 1))
+            draft.cut(max(0, sampler.count_allowed(self.plan) - 1))
 
     def _fitting(self, draft: Draft) -> int:
         """Return how many of the draft's tokens the target can verify in one decode."""
@@ -230,6 +196,42 @@ class Stream:
         while parents and len(set(range(len(parents))) - set(parents)) > room:
             parents = parents[:-1]
         return len(parents)
+
+    @property
+    def sequence(self) -> TokenSequence:
+        """That of its branch."""
+        return self.branch.sequence
+
+    @property
+    def plan(self) -> list[int]:
+        """The tokens to decode in this round: the pending one and the draft."""
+        pending = self.pending or self.begin()
+        return [pending.token, *self._draft.tokens]
+
+    @property
+    def n_drafted(self) -> int:
+        """How many tokens the draft of this round has."""
+        return len(self._draft.tokens)
+
+    def drop_draft(self) -> None:
+        """Go back to before the draft, which could not be decoded."""
+        self.abandon()
+        self._draft = NO_DRAFT
+        self.state.observe(self.branch.position)
+
+    def abandon(self) -> None:
+        """Return the sequences that ``decode`` has leased; safe to call at any time."""
+        verification, self._verification = self._verification, None
+        if verification is not None:
+            verification.abandon()
+
+    def decode(self) -> Sequence[LogitsRow]:
+        """Decode the pending token and the draft by themselves; return the rows for ``accept``.
+
+        Trees, and memory that cannot drop a tail, need sequences of their own for it.
+        """
+        self._verification = self._verification_of(self.plan)
+        return self._verification.decode()
 
     def _verification_of(self, plan: Sequence[int], rows: Sequence[LogitsRow] = ()) -> Verification:
         parents = None if self._draft.parents is None else self._plan_parents()
@@ -247,11 +249,11 @@ class Stream:
         start = perf_counter()
         branch, draft = self.branch, self._draft
         if self.pending is None:
-            raise RuntimeError("call plan before accept")
+            raise RuntimeError("call set_draft before accept")
         if not draft.tokens:
             branch.sequence.append(self.pending.token, -self.pending.logprob, rows[0])
             return self._end_plain(verify_s, start)
-        plan = [self.pending.token, *draft.tokens]
+        plan = self.plan
         verification = self._verification or self._verification_of(plan, rows)
         path, following = self._choose(plan, verification.targets)
         n = len(path)
@@ -265,7 +267,7 @@ class Stream:
             del path[ends[0] :]
         kept = [0, *path]
         kept_rows = [rows[i] for i in kept]
-        texts = verification.accept(kept)
+        texts = verification.accept(kept, -self.pending.logprob)
         self._verification = None
         emitted = []
         for i, row, text in zip(path, kept_rows, texts[1:], strict=False):
@@ -323,7 +325,7 @@ class Stream:
         if draft.parents is not None:
             tree = DraftTree(draft.tokens, draft.parents)
             try:
-                found = verify_tree(tree, lambda node: target(node + 1), seed=seed, position=first)
+                found = tree_rule(tree, lambda node: target(node + 1), Noise(seed, first))
             except _DeadEnd as dead_end:
                 if dead_end.at == 0:
                     raise dead_end.reason from None
@@ -337,7 +339,7 @@ class Stream:
         # rules that have names.
         looks_beyond = self.rule == "block" and any(map(is_eog, draft.tokens[:-1]))
         if isinstance(self.rule, str) and not looks_beyond:
-            found_at_once = targets.verify(self.rule, draft.sources)
+            found_at_once = targets.accepted(self.rule, draft.sources)
             if found_at_once is not None:
                 return list(range(1, found_at_once[0] + 1)), found_at_once[1]
         while True:
@@ -345,7 +347,7 @@ class Stream:
                 if self.rule == "seeded":
                     acceptance = match_draws(draft.tokens[:n], drawn)
                 else:
-                    acceptance = verify(
+                    acceptance = apply_rule(
                         self.rule, draft.tokens[:n], sources[:n], target, seed=seed, position=first
                     )
                 return list(range(1, acceptance.n_accepted + 1)), acceptance.token

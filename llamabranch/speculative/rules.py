@@ -34,6 +34,7 @@ __all__ = [
     "RandomSource",
     "Rule",
     "TreeAcceptance",
+    "apply_rule",
     "block_rule",
     "choose_rule",
     "draft_seed",
@@ -42,8 +43,6 @@ __all__ = [
     "seeded_rule",
     "token_rule",
     "tree_rule",
-    "verify",
-    "verify_tree",
 ]
 
 Floats = npt.NDArray[np.float64]
@@ -301,7 +300,7 @@ def draft_seed(seed: int, position: int) -> int:
     return derive_seed(seed, position)
 
 
-def verify(
+def apply_rule(
     rule: Rule,
     drafted: Sequence[int],
     sources: Sequence[Distribution],
@@ -340,14 +339,6 @@ def _checked(found: object, n_drafted: int) -> Acceptance:
         f"an acceptance rule must return Acceptance(n_accepted, token) with at most {n_drafted} "
         f"accepted tokens, not {shown(found)}"
     )
-
-
-def verify_tree(tree: DraftTree, target: Target, *, seed: int, position: int) -> TreeAcceptance:
-    """Return the accepted path of a tree under :func:`tree_rule`, with the noise of (seed, position).
-
-    The text is the one that plain decoding draws with the same seed.
-    """
-    return tree_rule(tree, target, Noise(seed, position))
 
 
 def _check_sources(drafted: Sequence[int], sources: Sequence[Distribution]) -> None:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from ..branch import Branch, Produced
 from ..branch.output import OutputBuffer
 from ..context import Context
-from ..errors import ClosedError, ConfigError, LlamaBranchError
+from ..errors import ClosedError, LlamaBranchError
 from ..model import Prompt
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from .config import SpeculativeConfig
 from .drafters.base import Drafter, NullDrafter
 from .round import finish_at
-from .speculator import Speculator
+from .speculator import Speculator, start_or_continue
 from .stats import SpeculativeStats
 
 __all__ = ["InferenceSession"]
@@ -55,17 +55,8 @@ class InferenceSession:
         self._config = config
         # By identity, since a drafter need not be hashable; the speculator keeps it alive.
         self._speculators: dict[int, Speculator] = {}
-        self._owned = not isinstance(prompt, Branch)
-        if isinstance(prompt, Branch):
-            if sampling is not None or grammar is not None:
-                raise ConfigError("a branch has its own sampling and grammar")
-            if prompt.ctx is not target:
-                raise ConfigError("the branch belongs to another context")
-            self.branch = prompt
-        else:
-            self.branch = Branch.start(
-                target, prompt, grammar=grammar, sampling=sampling, parse_special=parse_special
-            )
+        self.branch = start_or_continue(target, prompt, sampling, grammar, parse_special)
+        self._owned = self.branch is not prompt
         self._base = self.branch.position
         self._emitted: list[Produced] = []  # by the last round, not yet returned
         self._pending: Produced | None = None
@@ -120,11 +111,8 @@ class InferenceSession:
         speculator = self._speculator(drafter)
         stream = speculator.open_stream(self.branch, self.stats)
         try:
-            if self._pending is None:
-                emitted = [stream.begin()]
-            else:
-                stream.pending = self._pending
-                emitted = stream.round(self._output.draft_limit)
+            stream.pending = self._pending
+            emitted = speculator.joint.round(stream, self._output.draft_limit)
             self._pending = stream.pending
         finally:
             speculator.close_stream(stream, keep=True)

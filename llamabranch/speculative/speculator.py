@@ -21,13 +21,14 @@ from .config import SpeculativeConfig
 from .draft_cache import DraftCache
 from .drafters.base import Drafter, NullDrafter, checked_drafter
 from .drafters.grammar import GrammarDrafter
+from .joint import Joint
 from .length.base import DraftLength, FixedLength
-from .pair_profile import PairProfile
+from .profile import PairProfile
 from .round import Stream, finish_at
 from .rules import Rule, choose_rule, rule_name
 from .stats import SpeculativeStats
 
-__all__ = ["Generation", "Produced", "Speculator"]
+__all__ = ["Generation", "Produced", "Speculator", "start_or_continue"]
 
 
 class Speculator:
@@ -48,6 +49,7 @@ class Speculator:
 
     Attributes:
         length: the draft-length controller, which learns from all generations.
+        joint: runs its streams.
         stats: counts and times of all generations that have ended.
     """
 
@@ -64,6 +66,7 @@ class Speculator:
         self._profile: PairProfile | None = None
         if not isinstance(self.drafter, NullDrafter):
             self.length, self._profile = PairProfile.open(target, self.drafter, self.config)
+        self.joint = Joint(target, self.length, self.drafter)
         self.stats = SpeculativeStats()
         self._is_default = drafter is None
         self._of_grammars: Speculator | None = None  # drafts where none was asked for
@@ -123,21 +126,8 @@ class Speculator:
         """
         output = OutputBuffer(max_tokens, stop)
         top_logprobs = whole("top_logprobs", top_logprobs, 0)
-        owned = not isinstance(prompt, Branch)
-        if isinstance(prompt, Branch):
-            if sampling is not None or grammar is not None:
-                raise ConfigError("a branch has its own sampling and grammar")
-            if prompt.ctx is not self.target:
-                raise ConfigError("the branch belongs to another context")
-            branch = prompt
-        else:
-            branch = Branch.start(
-                self.target,
-                prompt,
-                grammar=grammar,
-                sampling=sampling,
-                parse_special=parse_special,
-            )
+        branch = start_or_continue(self.target, prompt, sampling, grammar, parse_special)
+        owned = branch is not prompt
         return Generation(self._for(branch), branch, owned, output, top_logprobs)
 
     def open_stream(
@@ -192,6 +182,29 @@ class Speculator:
         self._drafts.forget(branch)
         if self._of_grammars is not None:
             self._of_grammars.forget(branch)
+
+
+def start_or_continue(
+    target: Context,
+    prompt: Prompt | Branch,
+    sampling: SamplingParams | None,
+    grammar: Grammar | str | None,
+    parse_special: bool,
+) -> Branch:
+    """Return the branch to continue: the one that is given, or a new one that has read the prompt.
+
+    Raises:
+        ConfigError: a branch of another context, or settings for one, which has its own.
+    """
+    if not isinstance(prompt, Branch):
+        return Branch.start(
+            target, prompt, grammar=grammar, sampling=sampling, parse_special=parse_special
+        )
+    if sampling is not None or grammar is not None:
+        raise ConfigError("a branch has its own sampling and grammar")
+    if prompt.ctx is not target:
+        raise ConfigError("the branch belongs to another context")
+    return prompt
 
 
 class Generation:
@@ -290,12 +303,11 @@ def _run(
     is_consumed = True
     try:
         stream = speculator.open_stream(branch, stats, n_alternatives)
+        run = speculator.joint.round
         try:
             emitted: list[Produced] = []
             while output.finish_reason is None:
-                emitted = emitted or (
-                    stream.round(output.draft_limit) if stream.pending else [stream.begin()]
-                )
+                emitted = emitted or run(stream, output.draft_limit)
                 shown = output.add(emitted.pop(0))
                 if shown is not None:
                     output.elapsed_s += perf_counter() - start

@@ -21,12 +21,11 @@ import pytest
 
 import llamabranch as lb
 from benchmarks import llama_tools
-from benchmarks.costs import step_cost
 from benchmarks.drafters import AdversarialDrafter
-from benchmarks.hotpath import OTHER, Work, measure, seconds_by_part
 from benchmarks.llama_tools import LlamaTools, ToolError, parse_report
 from benchmarks.prompts import PROMPTS
 from benchmarks.report import is_padded
+from benchmarks.step import OTHER, Work, measure, seconds_by_part, step_cost
 from llamabranch.bench import (
     CallClock,
     DecodeClock,
@@ -100,15 +99,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "fork",
         "batch",
         "sampling",
-        "growth",
         "search",
         "step",
-        "draft",
-        "hotpath",
     ],
 )
 def test_benchmark_ends_with_one_json_line(name: str, cache: Path) -> None:
-    if name in ("step", "draft") and not core.available:
+    if name == "step" and not core.available:
         pytest.skip("the compiled core is not built")
     found = program(name, cache)
     assert found["benchmark"] == name
@@ -137,7 +133,8 @@ def test_run_lists_every_program() -> None:
     )  # fmt: skip
     steps = [line.split(":")[0] for line in done.stdout.splitlines()]
     assert {"decode", "peers", "speculative", "batch", "layouts", "fork"} <= set(steps)
-    assert {"sampling", "growth", "search", "step", "draft", "hotpath", "resident"} <= set(steps)
+    parts = {f"step-{part}" for part in ("plain", "drafted", "folders", "growth")}
+    assert {"sampling", "search", "resident", *parts} <= set(steps)
     assert {"speculative-150M-f16", "peers-350M-f16"} <= set(steps)
 
 
@@ -251,7 +248,7 @@ def test_decode_clock_counts_every_decode_and_restores_the_handle(ctx: lb.Contex
         branch.step()
     assert clock.n_calls == 2
     assert clock.seconds > 0
-    assert "decode" not in vars(ctx.decoder.handle)
+    assert ctx.decoder.hook(None) is None
 
 
 def test_costs_leave_the_context_empty(ctx: lb.Context) -> None:
@@ -321,8 +318,9 @@ def test_parts_of_a_generation_add_up_to_its_time(ctx: lb.Context) -> None:
 
 @needs_gguf
 def test_hotpath_shows_plain_and_drafted_generations(cache: Path) -> None:
-    results = program("hotpath", cache, "--temperatures", "0.8")["results"]
+    results = program("step", cache, "--only", "folders", "--temperatures", "0.8")["results"]
     assert isinstance(results, dict)
+    results = results["folders"]
     assert list(results) == ["plain, T = 0.8", "4 drafted, T = 0.8"]
     for times in results.values():
         assert sum(times["parts_s"].values()) == pytest.approx(times["total_s"])
@@ -370,8 +368,10 @@ def test_kv_types_are_timed_and_compared(cache: Path) -> None:
 
 
 def test_growth_draws_its_plots(cache: Path) -> None:
-    results = program("growth", cache, "--plots", str(cache / "plots"))["results"]
+    plots = ("--plots", str(cache / "plots"))
+    results = program("step", cache, "--only", "growth", *plots)["results"]
     assert isinstance(results, dict)
+    results = results["growth"]
     assert list(results["cells"]) == ["64", "128"]
     assert list(results["branches"]) == ["1", "2"]
     for name in ("growth-cells.png", "growth-branches.png"):

@@ -210,7 +210,7 @@ def test_engine_emits_it(
         if event.emitted is not None:
             items.append(event.emitted)
             if end == "cancelled" and len(items) == n:
-                engine.cancel("0")
+                engine.abort("0")
     assert result is not None
     assert result.finish_reason == end
     assert len(result.tokens) == n

@@ -84,12 +84,13 @@ class CellMirror:
     def __init__(self, ctx: Context) -> None:
         handle = ctx.decoder.handle
         self._handle = handle
-        self._real = (handle.decode, handle.remove, handle.copy, handle.clear)
+        self._real = (handle.remove, handle.copy, handle.clear)
         self._owners: list[set[int]] = [set() for _ in range(ctx.n_ctx)]
         self._positions = [0] * ctx.n_ctx
         self._touched = [False] * ctx.n_ctx  # computed from cells that were not in order
         self._head = 0
-        for name in ("decode", "remove", "copy", "clear"):
+        handle.around = self.decode
+        for name in ("remove", "copy", "clear"):
             setattr(handle, name, getattr(self, name))
 
     def cells(self, seq: int) -> list[int]:
@@ -102,8 +103,8 @@ class CellMirror:
         cells = self.cells(seq)
         return cells == sorted(cells) and not any(self._touched[i] for i in cells)
 
-    def decode(self, n: int) -> int:
-        code = self._real[0](n)
+    def decode(self, decode: Callable[[int], int], n: int) -> int:
+        code = decode(n)
         if code == 0:
             used = sum(1 for owners in self._owners if owners)
             at = 0 if self._head > used + 2 * n else self._head
@@ -119,7 +120,7 @@ class CellMirror:
         return code
 
     def remove(self, seq: int, start: int, end: int) -> bool:
-        done = self._real[1](seq, start, end)
+        done = self._real[0](seq, start, end)
         freed = []
         for i, owners in enumerate(self._owners):
             if seq in owners and max(start, 0) <= self._positions[i] < (
@@ -131,13 +132,13 @@ class CellMirror:
         return done
 
     def copy(self, source: int, target: int, start: int, end: int) -> None:
-        self._real[2](source, target, start, end)
+        self._real[1](source, target, start, end)
         for i, owners in enumerate(self._owners):
             if source in owners and start <= self._positions[i] < (end if end >= 0 else 1 << 31):
                 owners.add(target)
 
     def clear(self) -> None:
-        self._real[3]()
+        self._real[2]()
         self._owners = [set() for _ in self._owners]
         self._head = 0
 

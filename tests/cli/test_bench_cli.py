@@ -26,6 +26,7 @@ from llamabranch.bench import (
     Sample,
     Series,
     Spread,
+    Sweep,
     Total,
     save_plot,
 )
@@ -262,10 +263,7 @@ def test_what_was_measured_before_a_stop_is_kept(ctx: lb.Context, draft_ctx: lb.
         lambda: lb.ModelDrafter(draft_ctx),
         prompts,
         lb.SamplingParams(temperature=0.8),
-        lengths=(1, 2),
-        n_tokens=12,
-        n_runs=50,
-        verify_s=0.0,
+        Sweep(lengths=(1, 2), n_tokens=12, n_runs=50, verify_s=0.0),
         stop=stop,
     )
     report = bench.run()

@@ -331,10 +331,9 @@ def test_interrupted_compaction_is_finished_first(
     rng = np.random.default_rng(8)
     branches = [Branch.start(small, random_tokens(rng, 60)) for _ in range(3)]
     branches[0].rewind(20)
-    decode = small.decoder.handle.decode
     n_decodes = 0
 
-    def interrupted(n: int) -> int:
+    def interrupted(decode: Callable[[int], int], n: int) -> int:
         nonlocal n_decodes
         code = decode(n)
         n_decodes += 1
@@ -342,7 +341,7 @@ def test_interrupted_compaction_is_finished_first(
             raise KeyboardInterrupt
         return code
 
-    monkeypatch.setattr(small.decoder.handle, "decode", interrupted)
+    monkeypatch.setattr(small.decoder.handle, "around", interrupted)
     with pytest.raises(KeyboardInterrupt):
         branches[2].extend(random_tokens(rng, 100))
     monkeypatch.undo()

@@ -733,12 +733,12 @@ class Interrupting:
         os.kill(os.getpid(), signal.SIGINT)
         for _ in range(1000):
             pass
-real = hub.obtain
-def obtain(*arguments, **options):
+real = hub.resolve
+def resolve(*arguments, **options):
     Interrupting()
-    hub.obtain = real
+    hub.resolve = real
     return real(*arguments, **options)
-hub.obtain = obtain
+hub.resolve = resolve
 app(sys.argv[1:])
 """
 

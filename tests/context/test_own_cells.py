@@ -234,7 +234,7 @@ def test_text_that_fills_its_sequence_ends_alone(own: Context, other_ctx: Contex
     assert found["long"].finish_reason == "capacity"
     assert len(found["long"].tokens) == 256 - 240 + 1  # the last one is not decoded
     assert found["short"].tokens == alone(other_ctx, short, found["short"].seed)
-    assert found["short"].n_preempted == 0
+    assert found["short"].num_preemptions == 0
 
 
 @pytest.mark.parametrize("cache_ram", [0, 1 << 24])

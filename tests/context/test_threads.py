@@ -396,7 +396,7 @@ class Watched(lb.Drafter):
 class WatchedState:
     """A draft state that only one caller may use at a time, and that is closed once."""
 
-    def __init__(self, drafter: Watched, state: lb.DraftState) -> None:
+    def __init__(self, drafter: Watched, state: lb.speculative.DraftState) -> None:
         self._drafter = drafter
         self._state = state
         self._busy = threading.Lock()
@@ -412,7 +412,9 @@ class WatchedState:
         finally:
             self._busy.release()
 
-    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> lb.Draft:
+    def propose(
+        self, tokens: Sequence[int], length: DraftLength, limit: int
+    ) -> lb.speculative.Draft:
         with self._used("propose"):
             return self._state.propose(tokens, length, limit)
 

@@ -18,9 +18,9 @@ import toys
 
 import llamabranch as lb
 from llamabranch import Context, PerformanceWarning
-from llamabranch.context.machine_profile import MAX_ENTRIES, profile_path, read_entry, write_entry
-from llamabranch.context.params import available_cores
 from llamabranch.context.threads import ThreadWatch, candidates
+from llamabranch.native import available_cores
+from llamabranch.profile import MAX_ENTRIES, profile_path, read_entry, write_entries
 
 CORES = available_cores()
 several_cores = pytest.mark.skipif(CORES < 2, reason="needs two cores")
@@ -32,6 +32,11 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "cache" / "profile.json"
     monkeypatch.setenv("LLAMABRANCH_PROFILE", str(path))
     return path
+
+
+def write_entry(section: str, key: str, entry: dict[str, object]) -> None:
+    """Store one entry."""
+    write_entries([(section, key, entry)])
 
 
 def kept(path: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from typing_extensions import TypedDict
 
 import llamabranch as lb
 from llamabranch import (
+    AsyncEngine,
     Branch,
     Context,
     Engine,
@@ -236,7 +237,7 @@ def test_any_load_generates_what_each_request_generates_alone(
 
         def on_event(event: Event) -> None:
             if event.id in doomed and event.result is None:
-                engine.cancel(event.id)
+                engine.abort(event.id)
 
         found = by_name(engine.generate(requests, on_event=on_event))
         assert len(found) == sum(request.n for request in requests)
@@ -281,7 +282,7 @@ def test_shared_prefixes_are_forked_not_computed(
     engine = Engine(ctx, make("model", draft_ctx), SpeculativeConfig(draft_k=2))
     for request, result in zip(requests, engine.generate(requests), strict=True):
         alone.check(request, result)
-        assert result.n_prompt == len(ctx.tokenize(str(request.prompt)))
+        assert result.num_prompt_tokens == len(ctx.tokenize(str(request.prompt)))
     stats = engine.stats
     assert stats.shared_prompt_tokens >= 4 * n_shared
     total = sum(len(ctx.tokenize(str(request.prompt))) for request in requests)
@@ -473,7 +474,7 @@ def test_empty_prompt_is_the_beginning_token_as_alone(
     results = engine.generate([*requests, Request(TALE, max_tokens=4)])
     assert len(results) == 17
     for result in results[:-1]:
-        assert (result.n_prompt, result.error) == (1, None)
+        assert (result.num_prompt_tokens, result.error) == (1, None)
         assert result.tokens
         alone.check(requests[int(result.id)], result)
     assert_clean(ctx, draft_ctx)
@@ -566,8 +567,8 @@ def test_preempted_requests_generate_the_same(
         for request, result in zip(requests, results, strict=True):
             alone.check(request, result)
         assert engine.stats.preemptions > 0
-        assert engine.stats.preemptions == sum(result.n_preempted for result in results)
-        assert results[0].n_preempted == 0  # the oldest never gives way
+        assert engine.stats.preemptions == sum(result.num_preemptions for result in results)
+        assert results[0].num_preemptions == 0  # the oldest never gives way
         assert_clean(ctx, draft_ctx)
 
 
@@ -587,7 +588,9 @@ def test_text_that_fills_the_cache_has_all_that_fits(
         for result in engine.generate(requests):
             assert result.finish_reason == "capacity"
             assert isinstance(result.error, CacheFullError)
-            assert len(result.tokens) == 256 - result.n_prompt + 1  # the last one needs no cell
+            assert (
+                len(result.tokens) == 256 - result.num_prompt_tokens + 1
+            )  # the last one needs no cell
         assert_clean(ctx, draft_ctx)
 
 
@@ -726,7 +729,7 @@ def test_preempted_text_whose_sequence_is_taken_is_not_lost(target: lb.Model, al
             assert result.tokens == tokens[: len(result.tokens)]
             assert text.startswith(result.text)
             if result.error is not None:
-                assert (result.finish_reason, result.n_preempted > 0) == ("capacity", True)
+                assert (result.finish_reason, result.num_preemptions > 0) == ("capacity", True)
         for guest in guests:
             guest.prune()
         assert_clean(ctx)
@@ -787,7 +790,7 @@ def test_request_can_be_cancelled_while_it_waits_for_a_sequence(
     ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(ctx, wait_s=math.inf)
-    on_wait(monkeypatch, lambda n: engine.cancel("0") if n == 5 else None)
+    on_wait(monkeypatch, lambda n: engine.abort("0") if n == 5 else None)
     guests = take_all(ctx)
     (result,) = engine.generate(["text"])
     assert (result.finish_reason, result.error) == ("cancelled", None)
@@ -800,8 +803,9 @@ def test_task_can_be_cancelled_while_it_waits_for_a_sequence(ctx: Context) -> No
     guests = take_all(ctx)
 
     async def consume() -> None:
-        async for _ in Engine(ctx, wait_s=math.inf).astream(["text"]):
-            pass
+        async with AsyncEngine(ctx, wait_s=math.inf) as engine:
+            async for _ in engine.generate("text"):
+                pass
 
     with pytest.raises(asyncio.TimeoutError):
         asyncio.run(asyncio.wait_for(consume(), 0.1))
@@ -826,7 +830,7 @@ def test_what_has_ended_is_told_before_what_has_failed(ctx: Context) -> None:
     engine = Engine(ctx)
     stream = engine.stream([Request(p, max_tokens=30) for p in PROMPTS])
     next(stream)
-    engine.cancel("1")
+    engine.abort("1")
     ctx.interrupt()
     ended: list[Result] = []
     with pytest.raises(DecodeInterruptedError):
@@ -925,8 +929,8 @@ def test_cancelled_request_keeps_what_it_generated(
 
     def on_event(event: Event) -> None:
         if event.id == "1" and event.emitted is not None:
-            engine.cancel("1")
-            engine.cancel("14")  # it still waits
+            engine.abort("1")
+            engine.abort("14")  # it still waits
 
     results = engine.generate(requests, on_event=on_event)
     assert results[1].finish_reason == results[14].finish_reason == "cancelled"
@@ -937,7 +941,7 @@ def test_cancelled_request_keeps_what_it_generated(
         if i not in (1, 14):
             alone.check(request, result)
     assert_clean(ctx, draft_ctx)
-    engine.cancel("0")  # too late, and not meant for the next job
+    engine.abort("0")  # too late, and not meant for the next job
     assert engine.generate(requests[:1])[0].finish_reason == "length"
 
 
@@ -953,7 +957,7 @@ def test_cancelling_survives_other_streams_of_the_engine(
     generated = [next(stream)]
     if when != "begins":
         next(other)
-    engine.cancel("a")
+    engine.abort("a")
     match when:
         case "begins":
             next(other)
@@ -981,7 +985,7 @@ def test_cancelling_reaches_every_open_stream_and_no_later_one(ctx: Context) -> 
     engine = Engine(ctx, seed=1)
     streams = [engine.stream([Request(TALE, id="a", max_tokens=40)]) for _ in range(3)]
     next(streams[0])
-    engine.cancel("a")  # two of them have not begun
+    engine.abort("a")  # two of them have not begun
     later = engine.stream([Request(TALE, id="a", max_tokens=4)])
     reasons = []
     for stream in (*streams, later):
@@ -994,7 +998,6 @@ def test_asynchronous_stream_leaves_the_loop_free(
     ctx: Context, draft_ctx: Context, alone: Alone
 ) -> None:
     requests = [Request(p, max_tokens=20, sampling=WARM) for p in PROMPTS]
-    engine = Engine(ctx, make("model", draft_ctx), FIXED)
 
     async def collect() -> tuple[list[Result], int]:
         n_ticks, done = 0, False
@@ -1006,10 +1009,15 @@ def test_asynchronous_stream_leaves_the_loop_free(
                 await asyncio.sleep(0)
 
         ticking = asyncio.ensure_future(tick())
-        results = [e.result async for e in engine.astream(requests) if e.result is not None]
+        async with AsyncEngine(ctx, make("model", draft_ctx), FIXED) as engine:
+
+            async def generate(request: Request) -> list[Result]:
+                return [e.result async for e in engine.generate(request) if e.result is not None]
+
+            texts = await asyncio.gather(*map(generate, requests))
         done = True
         await ticking
-        return results, n_ticks
+        return [result for (result,) in texts], n_ticks
 
     results, n_ticks = asyncio.run(collect())
     assert n_ticks > 20
@@ -1021,22 +1029,24 @@ def test_asynchronous_stream_leaves_the_loop_free(
 
 def test_cancelled_task_frees_everything(ctx: Context, draft_ctx: Context) -> None:
     """The task dies while a thread is in the middle of a step; a generator cannot be closed then."""
-    engine = Engine(ctx, make("model", draft_ctx), FIXED)
 
-    async def consume(under_way: asyncio.Event) -> None:
+    async def consume(engine: AsyncEngine, prompt: str, under_way: asyncio.Event) -> None:
         n_events = 0
-        async for _ in engine.astream([Request(p, max_tokens=200) for p in PROMPTS]):
+        async for _ in engine.generate(Request(prompt, max_tokens=200)):
             n_events += 1
-            if n_events == 20:
+            if n_events == 5:
                 under_way.set()  # heard when this task waits for the thread's next step
 
     async def cancel_soon() -> None:
-        under_way = asyncio.Event()
-        task = asyncio.ensure_future(consume(under_way))
-        await under_way.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        async with AsyncEngine(ctx, make("model", draft_ctx), FIXED) as engine:
+            under_way = asyncio.Event()
+            tasks = [asyncio.ensure_future(consume(engine, p, under_way)) for p in PROMPTS]
+            await under_way.wait()
+            for task in tasks:
+                task.cancel()
+            for task in tasks:
+                with pytest.raises(asyncio.CancelledError):
+                    await task
 
     asyncio.run(cancel_soon())
     assert_clean(ctx, draft_ctx)
@@ -1101,7 +1111,9 @@ def test_other_memory_types_run_batched(architecture: str, tmp_path: Path) -> No
                 quiet.check(request, result)
                 return
             prompt, params = ctx.tokenize(str(request.prompt)), request.sampling or WARM
-            found = lb.first_divergence(ctx, prompt, tokens, result.tokens, params, result.seed)
+            found = lb.proofs.first_divergence(
+                ctx, prompt, tokens, result.tokens, params, result.seed
+            )
             assert found is not None
             assert found.gap <= allowed
             # In company one K/V value may be rounded otherwise: a few decodes need not show it.
@@ -1137,7 +1149,7 @@ class InterruptedOnce(lb.Drafter):
     def check(self, target: lb.Model) -> None:
         """Any target."""
 
-    def start(self, target: Branch, rule: str) -> lb.DraftState:
+    def start(self, target: Branch, rule: str) -> lb.speculative.DraftState:
         """Return a state that is interrupted where the prompt is the chosen one."""
         return InterruptedState(target.tokens == self.prompt)
 
@@ -1146,14 +1158,16 @@ class InterruptedState:
     def __init__(self, is_chosen: bool) -> None:
         self.is_chosen = is_chosen
 
-    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> lb.Draft:
-        return lb.Draft(tokens=[5], drafter="interrupted")
+    def propose(
+        self, tokens: Sequence[int], length: DraftLength, limit: int
+    ) -> lb.speculative.Draft:
+        return lb.speculative.Draft(tokens=[5], drafter="interrupted")
 
     def observe(self, n_tokens: int) -> None:
         if self.is_chosen:
             raise DecodeInterruptedError("the decode was interrupted", code=2, memory_changed=True)
 
-    def fork(self, target: Branch) -> lb.DraftState:
+    def fork(self, target: Branch) -> lb.speculative.DraftState:
         return InterruptedState(self.is_chosen)
 
     def close(self) -> None:
@@ -1203,8 +1217,8 @@ def test_cancelling_takes_waiting_and_running_requests_once(ctx: Context) -> Non
     ended: dict[tuple[str, int], str] = {}
     for number, event in enumerate(engine.stream(requests)):
         if number == 3:
-            engine.cancel("r00")
-            engine.cancel("r13")
+            engine.abort("r00")
+            engine.abort("r13")
         if event.result is not None:
             assert (event.id, event.sample) not in ended
             ended[event.id, event.sample] = event.result.finish_reason

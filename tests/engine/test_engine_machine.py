@@ -93,7 +93,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.ended.add(key)
             result, request = event.result, self.requests[event.id]
             self.tally[result.finish_reason] += 1
-            self.tally["preempted"] += result.n_preempted
+            self.tally["preempted"] += result.num_preemptions
             self.tally["cached"] += result.num_cached_tokens
             assert self.emitted.get(key, []) == result.tokens
             expected = self.alone(request, result.seed)

@@ -18,7 +18,8 @@ import pytest
 import toys
 
 import llamabranch as lb
-from llamabranch import Context, Draft, Engine, Event, Request, SamplingParams, SpeculativeConfig
+from llamabranch import Context, Engine, Event, Request, SamplingParams, SpeculativeConfig
+from llamabranch.speculative import Draft
 from llamabranch.speculative.drafters.base import DraftState
 from llamabranch.speculative.length.base import DraftLength
 

@@ -52,7 +52,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try again at once; and write small pieces, as bytes arrive (1 MB at a time otherwise)."""
     monkeypatch.setattr("time.sleep", lambda _seconds: None)
-    monkeypatch.setattr("llamabranch.hub.download._PIECE", 1 << 16)
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
 
 
@@ -303,7 +302,7 @@ def test_next_process_goes_on_where_a_download_was_given_up(
 
 def test_wrong_bytes_of_the_right_length_are_refused_and_discarded(hub: FakeHub) -> None:
     hub.faults.append(Fault("get", flip=True))
-    with pytest.raises(lb.DownloadError, match="has SHA") as caught:
+    with pytest.raises(lb.DownloadError, match="has not the SHA") as caught:
         lb.fetch(f"{REPOSITORY}:Q8_0")
     assert "discarded" in str(caught.value.hint)
     assert not named()
@@ -322,6 +321,52 @@ def test_damaged_rest_of_an_old_download_is_replaced(hub: FakeHub) -> None:
         assert not partial.exists()
         path.unlink()
         blob.unlink()
+
+
+def test_file_too_large_for_one_request_arrives_and_is_checked(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("me/huge", {Q8_0: DATA})
+    size = len(DATA)
+    monkeypatch.setattr("llamabranch.hub.download._LARGEST_OVER_HTTP", size - 1)
+    hub.faults.append(Fault("get", flip=True, times=1))
+    with pytest.raises(lb.DownloadError, match="has not the SHA"):
+        lb.fetch("me/huge")
+    assert not named()
+    seen: list[tuple[int, int]] = []
+    path = lb.fetch("me/huge", progress=lambda done, total: seen.append((done, total)))
+    assert path.read_bytes() == DATA
+    assert seen[0] == (0, size)
+    assert seen[-1] == (size, size)
+    assert "Range" not in hub.sendings()[-1]
+
+
+UNCHANGED = """
+import sys
+import llamabranch as lb
+from huggingface_hub import constants
+before = dict(vars(constants))
+lb.fetch(sys.argv[1])
+print([name for name, value in vars(constants).items() if before.get(name) != value])
+"""
+
+
+def test_no_global_of_huggingface_hub_is_changed(hub: FakeHub) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", UNCHANGED, REPOSITORY],
+        capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    assert done.stdout == "[]\n"
+
+
+def test_disk_without_links_has_one_copy(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_SYMLINKS", True)
+    path = lb.fetch(REPOSITORY)
+    assert not path.is_symlink()
+    assert path.read_bytes() == DATA
+    assert named() == [Q8_0]
+    assert lb.fetch(REPOSITORY) == path
+    assert hub.sent == len(DATA)
 
 
 @pytest.mark.parametrize("data", [b"", b"x"])

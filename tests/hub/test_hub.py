@@ -13,6 +13,7 @@ import pytest
 
 import llamabranch as lb
 from llamabranch import hub
+from llamabranch.hub.caches import find
 from llamabranch.loading import LoadOptions
 
 LINE = "qwen3-4b | target | Qwen/Qwen3-4B-GGUF | Qwen3-4B-Q4_K_M.gguf | Apache-2.0 | 2.50 GB"
@@ -266,11 +267,11 @@ def test_every_cache_is_searched_in_its_order(
     ]
     assert {model.cache for model in hub.local_models()} == {cache for _, cache in places}
     for path, cache in places:
-        found = hub.find(hub.HubSpec("me/tale", tag="q8_0"))
+        found = find(hub.HubSpec("me/tale", tag="q8_0"))
         assert found is not None
         assert (found.path, found.cache) == (path, cache)
         path.unlink()
-    assert hub.find(hub.HubSpec("me/tale", tag="q8_0")) is None
+    assert find(hub.HubSpec("me/tale", tag="q8_0")) is None
 
 
 @pytest.mark.parametrize(
@@ -287,7 +288,7 @@ def test_damaged_manifest_of_ollama_is_no_model(
     monkeypatch.setenv("OLLAMA_MODELS", str(caches / "ollama"))
     put(caches / "ollama/manifests/hf.co/me/tale/latest", manifest)
     put(caches / "x")
-    assert hub.find(hub.HubSpec("me/tale")) is None
+    assert find(hub.HubSpec("me/tale")) is None
     assert hub.local_models() == []
 
 

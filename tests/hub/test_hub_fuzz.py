@@ -61,7 +61,7 @@ def check(text: str) -> bool:
         assert "/" not in entry.file
         assert all((entry.name, entry.licence, entry.repository))
         assert (entry.download_command is None) == entry.bundled
-        assert hub.locate(entry) is None or hub.locate(entry).is_file()  # type: ignore[union-attr]
+        assert entry.path is None or entry.path.is_file()
     return True
 
 

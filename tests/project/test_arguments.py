@@ -206,7 +206,7 @@ def test_numpy_integers_are_token_ids(kind: Any, toy: lb.Model) -> None:
             assert branch.surprisal(tokens[0]) == expected.surprisal(plain[0])
             assert toy.detokenize(tokens) == toy.detokenize(plain)
             assert [toy.piece(token) for token in tokens] == [toy.piece(t) for t in plain]
-            assert "".join(map(lb.TextDecoder(toy).feed, tokens)) == toy.detokenize(plain)
+            assert "".join(map(lb.model.TextDecoder(toy).feed, tokens)) == toy.detokenize(plain)
             empty = lb.Branch.create(ctx)
             store.prefill({empty: tokens})
             np.testing.assert_array_equal(empty.logits, expected.logits)
@@ -263,7 +263,7 @@ def test_what_is_no_token_is_refused(tokens: Any, ctx: lb.Context) -> None:
 def test_what_is_no_single_token_is_refused(token: Any, ctx: lb.Context) -> None:
     branch = lb.Branch.start(ctx, STORY, temperature=0.0)
     before = branch.tokens, ctx.usage()
-    decoder, store = lb.TextDecoder(ctx.model), lb.BranchStore(ctx)
+    decoder, store = lb.model.TextDecoder(ctx.model), lb.BranchStore(ctx)
     sampler = lb.Sampler(ctx.model, branch.sampling)
     for call in (
         branch.commit, branch.surprisal, decoder.feed, sampler.accept, sampler.allows,
@@ -347,13 +347,13 @@ def test_numpy_numbers_make_requests(ctx: lb.Context) -> None:
 
 def test_numpy_tokens_of_a_drafter_are_verified(ctx: lb.Context) -> None:
     class NumPyLine:
-        def propose(self, tokens: Any, length: Any, limit: int) -> lb.Draft:
+        def propose(self, tokens: Any, length: Any, limit: int) -> lb.speculative.Draft:
             guess: list[Any] = [np.int64(t) for t in (3, 4, 5)]
-            return lb.Draft(tokens=guess[:limit], drafter="numpy")
+            return lb.speculative.Draft(tokens=guess[:limit], drafter="numpy")
 
         def observe(self, n_tokens: int) -> None: ...
 
-        def fork(self, target: lb.Branch) -> lb.DraftState:
+        def fork(self, target: lb.Branch) -> lb.speculative.DraftState:
             return self
 
         def close(self) -> None: ...
@@ -363,7 +363,7 @@ def test_numpy_tokens_of_a_drafter_are_verified(ctx: lb.Context) -> None:
 
         def check(self, target: lb.Model) -> None: ...
 
-        def start(self, target: lb.Branch, rule: str) -> lb.DraftState:
+        def start(self, target: lb.Branch, rule: str) -> lb.speculative.DraftState:
             return NumPyLine()
 
     params = lb.SamplingParams(temperature=0.8, seed=2)

@@ -45,6 +45,12 @@ def test_public_names_are_sorted_and_exist(name: str) -> None:
     assert not [public for public in names if not hasattr(module, public)]
 
 
+def test_top_of_the_package_has_what_most_programs_need() -> None:
+    """The rest is in its rooms: ``lb.speculative``, ``lb.proofs``, ``lb.hub``, ``lb.model`` and so on."""
+    names = [n for n in llamabranch.__all__ if not inspect.ismodule(getattr(llamabranch, n))]
+    assert len(names) <= 66
+
+
 @pytest.mark.parametrize("name", sorted(llamabranch.__all__))
 def test_public_name_is_documented(name: str) -> None:
     value = getattr(llamabranch, name)
@@ -117,10 +123,42 @@ def test_table_of_the_architecture_has_the_floors_of_the_layout() -> None:
 
 def test_reference_has_every_public_name_once() -> None:
     pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
-    directives = re.findall(
-        r"^::: llamabranch\.(\w+)$", "".join(p.read_text("utf-8") for p in pages), re.MULTILINE
-    )
-    assert sorted(directives) == sorted(llamabranch.__all__)
+    text = "".join(page.read_text("utf-8") for page in pages)
+    directives = re.findall(r"^::: llamabranch\.([\w.]+)$", text, re.MULTILINE)
+    top = set(llamabranch.__all__)
+    # A room has one directive for all of its names, or one for each that the top lacks.
+    rooms = {name for name in top if inspect.ismodule(getattr(llamabranch, name))}
+    rooms -= set(directives)
+    expected = sorted(top - rooms)
+    for room in rooms:
+        if room != "model":  # most of its names are for other rooms
+            expected += {
+                f"{room}.{name}" for name in getattr(llamabranch, room).__all__ if name not in top
+            }
+    expected += ["model.TextDecoder", "model.VocabularyReport"]
+    assert sorted(directives) == sorted(expected)
+
+
+def test_every_module_has_tests_that_contributing_names() -> None:
+    """A module's tests have its name, or the table of CONTRIBUTING.md names them."""
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    table = text.split("## Which tests are a module's")[1].split("\n## ")[0]
+    named: set[tuple[str, str]] = set()
+    for room, cell in re.findall(r"^\| `llamabranch/(\w*)/?` \| (.+) \|$", table, re.MULTILINE):
+        for entry in cell.split("; "):
+            modules, files = entry.split(": ")
+            for file in re.findall(r"`(.+?)`", files):
+                assert (ROOT / "tests" / f"{file}.py").is_file(), file
+            named |= {(room, name) for name in re.findall(r"`(.+?)`", modules)}
+    unnamed: set[tuple[str, str]] = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.stem.startswith("__") or "data" in path.parts:
+            continue
+        room = path.relative_to(PACKAGE).parts[0] if path.parent != PACKAGE else ""
+        if not list((ROOT / "tests" / room).rglob(f"test_{path.stem}.py")) or not room:
+            unnamed.add((room, path.stem))
+    assert named >= unnamed, "no test has their name"
+    assert all(list((PACKAGE / room).rglob(f"{name}.py")) for room, name in named)
 
 
 def test_site_has_every_document() -> None:

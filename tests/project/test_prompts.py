@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +24,11 @@ TAKES_IDS: dict[str, Callable[[Branch, Any], object]] = {
     "decode": lambda b, ids: b.ctx.decode(ids, 0),
     "detokenize": lambda b, ids: b.ctx.detokenize(ids),
     "model.detokenize": lambda b, ids: b.ctx.model.detokenize(ids),
-    "divergence prompt": lambda b, ids: lb.first_divergence(b.ctx, ids, [5], [6], b.sampling),
-    "divergence left": lambda b, ids: lb.first_divergence(b.ctx, [5], ids, [5], b.sampling),
-    "divergence right": lambda b, ids: lb.first_divergence(b.ctx, [5], [5], ids, b.sampling),
+    "divergence prompt": lambda b, ids: lb.proofs.first_divergence(
+        b.ctx, ids, [5], [6], b.sampling
+    ),
+    "divergence left": lambda b, ids: lb.proofs.first_divergence(b.ctx, [5], ids, [5], b.sampling),
+    "divergence right": lambda b, ids: lb.proofs.first_divergence(b.ctx, [5], [5], ids, b.sampling),
 }
 # Each takes a prompt: text or token ids.
 TAKES_PROMPT: dict[str, Callable[[Context, Any], object]] = {
@@ -80,13 +81,8 @@ def test_bytes_are_no_prompt(
 def test_what_is_no_request_is_refused(requests: Any, ctx: Context) -> None:
     engine = Engine(ctx, max_tokens=2)
 
-    async def asked() -> None:
-        async for _ in engine.astream(requests):
-            pass
-
     refuse(ConfigError, lambda: engine.generate(requests), hinted=True)
     refuse(ConfigError, lambda: engine.stream(requests), hinted=True)
-    refuse(ConfigError, lambda: asyncio.run(asked()), hinted=True)
     assert engine.stats.target_forward_passes == 0
 
 
@@ -108,6 +104,6 @@ def test_ids_come_in_any_kind_of_sequence(ctx: Context) -> None:
         with Branch.start(ctx, prompt) as branch:
             assert branch.tokens == [5, 6, 7]
         (result,) = Engine(ctx, max_tokens=1).generate([Request(prompt)])
-        assert (result.n_prompt, result.finish_reason) == (3, "length")
+        assert (result.num_prompt_tokens, result.finish_reason) == (3, "length")
     (result,) = Engine(ctx, max_tokens=1).generate(prompt for prompt in ["text"])
     assert len(result.tokens) == 1

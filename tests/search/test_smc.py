@@ -138,7 +138,7 @@ def moments(
         script = kind(choices)
         monkeypatch.setattr(module, "ancestors", enumerated(script))
         with Lines(root) as lines:
-            found = module.run_particles(lines, n, max_tokens, script, **options)
+            found = module.run_particles(lines, n, max_tokens, script, module.Filter(**options))
         assert found.log_evidence is not None
         z, p = math.exp(found.log_evidence), script.probability
         total, first, second = total + p, first + p * z, second + p * z * z

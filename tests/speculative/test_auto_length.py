@@ -19,8 +19,9 @@ import pytest
 from drafts import FIXED
 
 import llamabranch as lb
-from llamabranch import Draft, SpeculativeConfig
+from llamabranch import SpeculativeConfig
 from llamabranch.errors import ConfigError
+from llamabranch.speculative import Draft
 from llamabranch.speculative.drafters.base import propose
 from llamabranch.speculative.length.acceptance import Acceptance, AcceptanceCounts
 from llamabranch.speculative.length.auto import AutoLength, draft_length

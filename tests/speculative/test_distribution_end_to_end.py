@@ -21,7 +21,8 @@ import pytest
 import toys
 
 import llamabranch as lb
-from llamabranch import Branch, Context, Distribution, Draft, SamplingParams, SpeculativeConfig
+from llamabranch import Branch, Context, Distribution, SamplingParams, SpeculativeConfig
+from llamabranch.speculative import Draft
 from llamabranch.speculative.length.base import DraftLength
 
 Text = tuple[int, ...]
@@ -271,12 +272,12 @@ class Tampering(lb.Drafter):
     def check(self, target: lb.Model) -> None:
         self.drafter.check(target)
 
-    def start(self, target: Branch, rule: str) -> lb.DraftState:
+    def start(self, target: Branch, rule: str) -> lb.speculative.DraftState:
         return TamperingLine(self.drafter.start(target, rule), self.change)
 
 
 class TamperingLine:
-    def __init__(self, line: lb.DraftState, change: Callable[[Draft], None]) -> None:
+    def __init__(self, line: lb.speculative.DraftState, change: Callable[[Draft], None]) -> None:
         self.line = line
         self.change = change
 
@@ -288,7 +289,7 @@ class TamperingLine:
     def observe(self, n_tokens: int) -> None:
         self.line.observe(n_tokens)
 
-    def fork(self, target: Branch) -> lb.DraftState:
+    def fork(self, target: Branch) -> lb.speculative.DraftState:
         return TamperingLine(self.line.fork(target), self.change)
 
     def close(self) -> None:

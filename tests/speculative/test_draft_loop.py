@@ -16,9 +16,10 @@ import pytest
 from llama_cpp import llama_cpp as C
 
 import llamabranch as lb
-from llamabranch import Branch, Context, Draft, ModelDrafter, SamplingParams, SpeculativeConfig
+from llamabranch import Branch, Context, ModelDrafter, SamplingParams, SpeculativeConfig
 from llamabranch.errors import DecodeInterruptedError
 from llamabranch.native import core, draft_loop
+from llamabranch.speculative import Draft
 from llamabranch.speculative.drafters.base import DraftRequest, DraftState
 from llamabranch.speculative.length.auto import AutoLength
 from llamabranch.speculative.length.base import DraftLength, FixedLength, RoundReport

@@ -110,10 +110,10 @@ def test_rule_as_a_function_is_used(ctx: lb.Context) -> None:
         drafted: Sequence[int],
         sources: Sequence[lb.Distribution],
         target: Target,
-        rng: lb.RandomSource,
-    ) -> lb.Acceptance:
+        rng: lb.speculative.RandomSource,
+    ) -> lb.speculative.Acceptance:
         calls.append(list(drafted))
-        return lb.token_rule(drafted, sources, target, rng)
+        return lb.speculative.token_rule(drafted, sources, target, rng)
 
     drafter = lb.SuffixDrafter()
     built_in = generate(ctx, drafter, SpeculativeConfig(draft_k=4, rule="token"))

@@ -123,15 +123,15 @@ class Refused(lb.Drafter):
 
     def check(self, target: lb.Model) -> None: ...
 
-    def start(self, target: Branch, rule: str) -> lb.DraftState:
+    def start(self, target: Branch, rule: str) -> lb.speculative.DraftState:
         return self
 
-    def propose(self, tokens: Sequence[int], length: object, limit: int) -> lb.Draft:
-        return lb.Draft(tokens=[300, 301, 302, 303][:limit])
+    def propose(self, tokens: Sequence[int], length: object, limit: int) -> lb.speculative.Draft:
+        return lb.speculative.Draft(tokens=[300, 301, 302, 303][:limit])
 
     def observe(self, n_tokens: int) -> None: ...
 
-    def fork(self, target: Branch) -> lb.DraftState:
+    def fork(self, target: Branch) -> lb.speculative.DraftState:
         return self
 
     def close(self) -> None: ...

@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 import llamabranch as lb
 from llamabranch.cli import app
 from llamabranch.errors import DecodeInterruptedError
-from llamabranch.native import draft_loop, heads
-from llamabranch.speculative.drafters.heads import HeadState
+from llamabranch.native import draft_loop, heads, staging
+from llamabranch.speculative.drafters.head import HeadState
 from llamabranch.speculative.length.base import FixedLength
 
 DATA = Path(lb.__file__).parent / "data"
@@ -1081,14 +1081,14 @@ def test_wrong_widths_are_refused_before_llama_cpp(eagle: Pair) -> None:
 def test_missing_symbol_is_an_error_with_the_release_that_works(
     missing: str, monkeypatch: pytest.MonkeyPatch, target: lb.Model
 ) -> None:
-    name, result, arguments = heads.STAGING[missing]
-    monkeypatch.setitem(heads.STAGING, missing, (name + "_gone", result, arguments))
-    _, reason = heads.look_up()
-    assert name + "_gone" in reason and heads.KNOWN_RELEASE in reason
-    monkeypatch.setattr(heads, "available", False)
-    monkeypatch.setattr(heads, "reason", reason)
+    name, result, arguments = staging.STAGING[missing]
+    monkeypatch.setitem(staging.STAGING, missing, (name + "_gone", result, arguments))
+    _, reason = staging.look_up()
+    assert name + "_gone" in reason and staging.KNOWN_RELEASE in reason
+    monkeypatch.setattr(staging, "available", False)
+    monkeypatch.setattr(staging, "reason", reason)
     with lb.Context(target, n_ctx=256, n_threads=1) as ctx, lb.Model(HEAD) as head:
-        with pytest.raises(lb.UnsupportedError, match=re.escape(heads.KNOWN_RELEASE)):
+        with pytest.raises(lb.UnsupportedError, match=re.escape(staging.KNOWN_RELEASE)):
             lb.Context(head, target=ctx)
         with lb.Branch.start(ctx, "Once") as branch:
             branch.step()

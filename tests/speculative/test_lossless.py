@@ -17,8 +17,9 @@ import pytest
 from drafts import FIXED
 
 import llamabranch as lb
-from llamabranch import Branch, Context, Draft, SamplingParams, SpeculativeConfig, Speculator
+from llamabranch import Branch, Context, SamplingParams, SpeculativeConfig, Speculator
 from llamabranch.errors import CacheFullError, ConfigError, GrammarError
+from llamabranch.speculative import Draft
 from llamabranch.speculative.length.base import DraftLength
 
 PROMPTS = [

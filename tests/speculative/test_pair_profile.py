@@ -12,15 +12,18 @@ import toys
 
 import llamabranch as lb
 from llamabranch import SamplingParams, SpeculativeConfig
-from llamabranch.bench import PairBench
-from llamabranch.context import decode_times
-from llamabranch.context.decode_times import context_key, measure_decode_times
-from llamabranch.context.machine_profile import machine_key, write_entry
-from llamabranch.speculative import pair_profile
+from llamabranch.bench import PairBench, Sweep
+from llamabranch.profile import machine_key, write_entries
+from llamabranch.speculative import profile as pair_profile
 from llamabranch.speculative.length.acceptance import AcceptanceCounts
 from llamabranch.speculative.length.auto import AutoLength
 from llamabranch.speculative.length.base import RoundReport
-from llamabranch.speculative.pair_profile import PairProfile, keep_decode_times
+from llamabranch.speculative.profile import (
+    PairProfile,
+    context_key,
+    keep_decode_times,
+    measure_decode_times,
+)
 
 AUTO = SpeculativeConfig(draft_k="auto")
 PROMPT = "Once upon a time there was a king who had three daughters"
@@ -39,7 +42,7 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny targets are measured too."""
-    monkeypatch.setattr(decode_times, "LEAST_BYTES", 0)
+    monkeypatch.setattr(pair_profile, "LEAST_BYTES", 0)
 
 
 def sections(path: Path) -> dict[str, Any]:
@@ -65,7 +68,7 @@ def keep_times(ctx: lb.Context, **changes: object) -> None:
         "decodes": {"1": 64, "2": 64, "5": 64, "9": 64, "17": 64},
         "measured": "2026-01-02",
     }
-    write_entry("decode_times", times_key(ctx), entry | changes)
+    write_entries([("decode_times", times_key(ctx), entry | changes)])
 
 
 def keep_drafter(ctx: lb.Context, drafter: lb.Drafter, chance: float, **changes: object) -> None:
@@ -78,7 +81,7 @@ def keep_drafter(ctx: lb.Context, drafter: lb.Drafter, chance: float, **changes:
         "measured": "2026-01-03",
     }
     (key,) = drafter.profile_keys.values()
-    write_entry("drafters", f"{times_key(ctx)}, {key}", entry | changes)
+    write_entries([("drafters", f"{times_key(ctx)}, {key}", entry | changes)])
 
 
 def generate(ctx: lb.Context, drafter: lb.Drafter, n: int = 48) -> tuple[list[int], lb.Speculator]:
@@ -383,7 +386,7 @@ def test_only_large_unused_contexts_that_can_be_truncated_are_measured(
 ) -> None:
     with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
         assert measure_decode_times(ctx, (1, 2)) == {}  # a bundled model is tiny
-        monkeypatch.setattr(decode_times, "LEAST_BYTES", 0)
+        monkeypatch.setattr(pair_profile, "LEAST_BYTES", 0)
         with lb.Branch.start(ctx, PROMPT):
             assert measure_decode_times(ctx, (1, 2)) == {}
         assert measure_decode_times(ctx, (1, 2)) == {}  # its cells have been used
@@ -398,7 +401,7 @@ def test_only_large_unused_contexts_that_can_be_truncated_are_measured(
 def test_measuring_is_bounded_in_time(
     target: lb.Model, any_size: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_times, "LIMIT_S", 0.0)
+    monkeypatch.setattr(pair_profile, "LIMIT_S", 0.0)
     with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
         assert list(measure_decode_times(ctx, (1, 9, 17))) == [1]
 
@@ -420,7 +423,7 @@ def test_bench_keeps_the_times_it_measures(
     def run(lengths: tuple[int | str, ...]) -> dict[str, Any]:
         bench = PairBench(
             ctx, lambda: lb.ModelDrafter(draft_ctx), [ctx.tokenize(PROMPT)], WARM,
-            lengths=lengths, n_tokens=16, n_runs=1, n_pairs=1, verify_s=0.0,
+            Sweep(lengths, n_tokens=16, n_runs=1, n_pairs=1, verify_s=0.0),
         )  # fmt: skip
         report = bench.run()
         found: dict[str, Any] = sections(profile)["decode_times"][times_key(ctx)]

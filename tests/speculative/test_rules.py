@@ -16,19 +16,18 @@ import numpy as np
 import pytest
 
 from llamabranch.errors import ConfigError
-from llamabranch.sampling import Distribution
-from llamabranch.sampling.noise import DRAFT, derive_seed
-from llamabranch.speculative.enumeration import (
+from llamabranch.proofs.enumeration import Outcomes, enumerate_outcomes
+from llamabranch.proofs.rule_error import (
     KINDS,
     Law,
     ModelPair,
-    Outcomes,
     drafted_text,
-    enumerate_outcomes,
     random_pair,
     rule_error,
     texts_up_to,
 )
+from llamabranch.sampling import Distribution
+from llamabranch.sampling.noise import DRAFT, derive_seed
 from llamabranch.speculative.rules import (
     RULES,
     Acceptance,
@@ -36,14 +35,13 @@ from llamabranch.speculative.rules import (
     Noise,
     RandomSource,
     TreeAcceptance,
+    apply_rule,
     block_rule,
     choose_rule,
     draft_seed,
     seeded_rule,
     token_rule,
     tree_rule,
-    verify,
-    verify_tree,
 )
 
 V = 3
@@ -275,7 +273,7 @@ def test_target_is_asked_in_order_and_no_further_than_needed() -> None:
                 asked.append(i)
                 return target(i)
 
-            acceptance = verify(rule, drafted, sources, noting, seed=seed, position=0)
+            acceptance = apply_rule(rule, drafted, sources, noting, seed=seed, position=0)
             stop = acceptance.n_accepted if rule != "block" else max(acceptance.n_accepted, 2)
             assert asked == list(range(stop + 1))
 
@@ -367,7 +365,7 @@ def test_seeded_rule_generates_what_plain_decoding_generates() -> None:
             want[:3],
             [],
         ):
-            acceptance = verify(
+            acceptance = apply_rule(
                 "seeded", drafted, [], models.after(drafted), seed=seed, position=11
             )
             text = [*drafted[: acceptance.n_accepted], acceptance.token]
@@ -383,7 +381,7 @@ def test_seeded_tree_generates_what_plain_decoding_generates() -> None:
     rng = np.random.default_rng(4)
     for seed in range(200):
         tree = bushy_tree(rng, 3)
-        acceptance = verify_tree(tree, partial(after_node, models, tree), seed=seed, position=3)
+        acceptance = tree_rule(tree, partial(after_node, models, tree), Noise(seed, 3))
         text = list(emitted(tree, acceptance))
         assert text == plain(models, seed, 3, len(text))
 
@@ -410,7 +408,7 @@ def generate(rule: str, models: ModelPair, seed: int, n: int, fresh: bool) -> Co
         def target(i: int, prefix: Context = prefix, d: list[int] = drafted) -> Distribution:
             return models.target[(*prefix, *d[:i])]
 
-        acceptance = verify(rule, drafted, sources, target, seed=seed, position=first)
+        acceptance = apply_rule(rule, drafted, sources, target, seed=seed, position=first)
         text += [*drafted[: acceptance.n_accepted], acceptance.token]
     return tuple(text)
 
@@ -499,7 +497,9 @@ def test_order_of_the_rules_on_a_pair_of_large_vocabulary() -> None:
                 drafted = [q.draw(seed, i) for i in range(4)]
             else:
                 drafted = [q.draw(draft_seed(seed, 0), i, DRAFT) for i in range(4)]
-            total += verify(rule, drafted, [q] * 4, lambda i: p, seed=seed, position=0).n_accepted
+            total += apply_rule(
+                rule, drafted, [q] * 4, lambda i: p, seed=seed, position=0
+            ).n_accepted
         mean[rule] = total / 300
     assert mean["block"] >= mean["token"] > mean["seeded"] > 1.0
 
@@ -511,14 +511,14 @@ def test_order_of_the_rules_on_a_pair_of_large_vocabulary() -> None:
 def test_impossible_draft_is_refused(rule: str) -> None:
     p = Distribution.from_probs(np.array([0.5, 0.5]))
     with pytest.raises(ConfigError, match="cannot have been drawn"):
-        verify(rule, [1], [Distribution.point(0)], lambda i: p, seed=0, position=0)
+        apply_rule(rule, [1], [Distribution.point(0)], lambda i: p, seed=0, position=0)
     with pytest.raises(ConfigError, match="1 drafted tokens but 0 sources"):
-        verify(rule, [1], [], lambda i: p, seed=0, position=0)
+        apply_rule(rule, [1], [], lambda i: p, seed=0, position=0)
 
 
 def test_unknown_rule_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown rule 'fast'"):
-        verify("fast", [], [], lambda i: Distribution.point(0), seed=0, position=0)
+        apply_rule("fast", [], [], lambda i: Distribution.point(0), seed=0, position=0)
     with pytest.raises(ConfigError, match="unknown rule 'fast'"):
         choose_rule("fast", seed_given=True, temperature=0.8)
 

@@ -30,7 +30,7 @@ def plain(ctx: Context, prompt: str | list[int], params: SamplingParams, n: int)
         return [t.token for t in branch.generate(n)]
 
 
-def propose(drafter: ModelDrafter, branch: Branch, k: int) -> lb.Draft:
+def propose(drafter: ModelDrafter, branch: Branch, k: int) -> lb.speculative.Draft:
     line = drafter.start(branch, "seeded")
     draft = line.propose([*branch.tokens, branch.produce().token], FixedLength(k), k)
     line.observe(branch.position)

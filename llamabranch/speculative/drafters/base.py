@@ -161,7 +161,7 @@ class DraftRequest(NamedTuple):
     """One stream's request for a draft, with the arguments of ``DraftState.propose``."""
 
     state: DraftState
-    tokens: list[int]
+    tokens: Sequence[int]
     length: DraftLength
     limit: int
 

@@ -96,14 +96,8 @@ class Acceptance:
         return _EDGES
 
     def rates(self) -> list[float]:
-        """Return the probability of acceptance for each bucket of ``edges``, then the last one's."""
-        pairs = zip(self.accepted[:_N_BUCKETS], self.tested[:_N_BUCKETS], strict=True)
-        return [accepted / tested for accepted, tested in pairs]
-
-    def at(self, entropy: float) -> float:
-        """Return the probability that a token drawn at this entropy is accepted."""
-        bucket = _bucket(entropy)
-        return self.accepted[bucket] / self.tested[bucket]
+        """Return the probability of acceptance below each of ``edges``, above the last, and unknown."""
+        return [a / t for a, t in zip(self.accepted, self.tested, strict=True)]
 
     @property
     def mean(self) -> float:

@@ -12,7 +12,7 @@ from ...native.draft_loop import StopRule
 from ..config import SpeculativeConfig
 from .acceptance import Acceptance
 from .base import DraftLength, FixedLength, RoundReport
-from .known import DrafterFindings, Findings, Known
+from .known import Known, KnownDrafter
 from .target_times import TargetTimes, smooth
 
 __all__ = ["AutoLength", "draft_length"]
@@ -162,7 +162,8 @@ class AutoLength:
         self._record: _Record | None = None  # of the drafter in use
         self._is_trial = False
         self._n_behind = 0
-        self._reach = 1.0  # the probability that all of the draft so far is accepted
+        self._rule: StopRule | None = None  # of the draft in progress, and of which drafter
+        self._rule_of: _Record | None = None
 
     def stream(self, *, shares_decode: bool = False) -> AutoLength:
         """Return one for another stream, which shares what is learned."""
@@ -275,62 +276,45 @@ class AutoLength:
 
     def goes_on(self, n_drafted: int, entropy: float) -> bool:
         """Return whether to draw another token after ``n_drafted``, at this ``entropy`` in nats."""
-        with self._learned.lock:
-            record = self._record or self._learned.record
-            if n_drafted == 0:
-                self._reach = 1.0
-            self.reason = "length"
-            if n_drafted >= self.limit:
-                return False
-            if self._entropy_stop is not None and entropy > self._entropy_stop:
-                self.reason = "entropy"
-                return False
-            self.reason = "goodput"
-            if not self._is_known(record):
-                return n_drafted < self.WARM_UP_K
-            if record.n_drafts < self.SHORT_DRAFTS and n_drafted >= self.WARM_UP_K:
-                return False
-            acceptance = record.acceptance.at(entropy)
-            is_probe = self._is_trial and n_drafted == 0
-            if not is_probe and not self._pays(record, n_drafted, acceptance):
-                return False
-            self._reach *= acceptance
-            return True
+        self.reason = "length"
+        if n_drafted >= self.limit:
+            return False
+        self.reason = self.stop_rule(n_drafted).reason(n_drafted, entropy)
+        return not self.reason
 
     def _is_known(self, record: _Record) -> bool:
         """Return whether a drafter's acceptance can be relied on; else its drafts are a warm-up."""
         return record.acceptance.is_kept or record.n_drafts >= self.WARM_UP_DRAFTS
 
     def stop_rule(self, n_drafted: int) -> StopRule:
-        """Return the entropy limit, and what ``goes_on`` decides by after ``n_drafted`` tokens."""
-        with self._learned.lock:
-            record = self._record or self._learned.record
-            most = math.inf if self._entropy_stop is None else self._entropy_stop
-            if not self._is_known(record):
-                return StopRule(most, self.WARM_UP_K)
-            return StopRule(
-                most,
-                self.WARM_UP_K if record.n_drafts < self.SHORT_DRAFTS else self.limit,
-                edges=record.acceptance.edges,
-                acceptance=record.acceptance.rates(),
-                costs=self._costs(record),
-                mean=record.acceptance.mean,
-                rate=self._throughput(record),
-                is_probe=self._is_trial,
-                reach=self._reach if n_drafted else 1.0,
-            )
+        """Return what decides about the draft that has ``n_drafted`` tokens.
 
-    def _pays(self, record: _Record, k: int, acceptance: float) -> bool:
-        """Return whether to draft on after ``k`` tokens; ``acceptance`` is the next one's probability."""
-        costs, mean = self._costs(record), record.acceptance.mean
-        reach, gained, rate = self._reach, 0.0, self._throughput(record)
-        for longer in range(k + 1, self.limit + 1):
-            reach *= acceptance
-            gained += reach
-            if gained > rate * (costs[longer] - costs[k]):
-                return True
-            acceptance = mean
-        return False
+        It is made when a draft begins, and when another drafter goes on with it.
+        """
+        rule, record = self._rule, self._record or self._learned.record
+        if n_drafted == 0 or rule is None or record is not self._rule_of:
+            reach = rule.reach if rule is not None and n_drafted else 1.0
+            with self._learned.lock:
+                rule = self._rule = self._new_rule(record)
+            self._rule_of, rule.reach = record, reach
+        rule.n_drafted = n_drafted
+        return rule
+
+    def _new_rule(self, record: _Record) -> StopRule:
+        most = math.inf if self._entropy_stop is None else self._entropy_stop
+        if not self._is_known(record):
+            return StopRule(most, self.WARM_UP_K)
+        acceptance = record.acceptance
+        return StopRule(
+            most,
+            self.WARM_UP_K if record.n_drafts < self.SHORT_DRAFTS else self.limit,
+            edges=acceptance.edges,
+            acceptance=acceptance.rates(),
+            costs=self._costs(record),
+            mean=acceptance.mean,
+            rate=self._throughput(record),
+            is_probe=self._is_trial,
+        )
 
     # -- learning ----------------------------------------------------------------------------------
 
@@ -427,23 +411,23 @@ class AutoLength:
 
     # -- report ------------------------------------------------------------------------------------
 
-    def findings(self) -> Findings | None:
+    def findings(self) -> Known | None:
         """Return what was measured so far, for later runs; None as long as t(1) is not known."""
         with self._learned.lock:
             times = self._learned.times
             if not times.n_measured or not times.has(1):
                 return None
             one_s = times.of(1)
-            return Findings(
+            return Known(
                 {1: one_s} | {n: times.of(n) for n in times.n_measured},
-                dict(times.n_measured),
-                {
-                    name: DrafterFindings(
-                        record.acceptance.counts(), record.step_s / one_s, record.n_drafts
+                drafters={
+                    name: KnownDrafter(
+                        record.acceptance.counts(), record.step_s / one_s, n_drafts=record.n_drafts
                     )
                     for name, record in self._learned.records.items()
                     if record.n_timed
                 },
+                n_decodes=dict(times.n_measured),
             )
 
     def explain(self) -> str:

@@ -94,10 +94,10 @@ class DraftLength(Protocol):
         """
 
     def stop_rule(self, n_drafted: int) -> StopRule | None:
-        """Return a rule by which compiled code foresees ``goes_on`` after ``n_drafted`` tokens.
+        """Return what ``goes_on`` decides by, as numbers, for a draft that has ``n_drafted`` tokens.
 
-        ``goes_on`` is asked afterwards all the same, and its word is final. None where ``limit`` alone
-        decides.
+        The compiled loop asks these instead, and where it ends a draft, that is the end. None where
+        ``limit`` alone decides.
         """
 
     def learn(self, report: RoundReport) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from . import core
 
-__all__ = ["RULES", "Verdict", "available", "verify"]
+__all__ = ["RULES", "Verdict", "accept_rows", "available"]
 
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 RULES = ("seeded", "token", "block")  # by their numbers in ``core.c``
 
 
-class _Verification(ctypes.Structure):
+class _Call(ctypes.Structure):
     _fields_ = (
         ("sampler", ctypes.c_void_p),
         ("rows", ctypes.c_void_p),
@@ -44,10 +44,10 @@ class _Verification(ctypes.Structure):
 
 def _load() -> bool:
     library = core.library
-    if library is None or not hasattr(library, "lb_verify"):  # built from an older version
+    if library is None or not hasattr(library, "lb_accept"):  # built from an older version
         return False
-    library.lb_verify.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    return int(library.lb_verify_layout()) == ctypes.sizeof(_Verification)
+    library.lb_accept.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return int(library.lb_accept_layout()) == ctypes.sizeof(_Call)
 
 
 available = _load()
@@ -68,7 +68,7 @@ class Verdict(NamedTuple):
     measures: list[tuple[int, float, float]]
 
 
-def verify(
+def accept_rows(
     sampler: core.RowSampler,
     rows: int,
     drafted: Sequence[int],
@@ -101,7 +101,7 @@ def verify(
     n = len(drafted)
     tokens = (ctypes.c_int32 * n)(*drafted)
     found = (core.RowMeasure * (n + 1))()
-    call = _Verification(
+    call = _Call(
         sampler=sampler.at,
         rows=rows,
         tokens=ctypes.addressof(tokens),
@@ -125,7 +125,7 @@ def verify(
             call.source_ids = ctypes.addressof(kept[0])
             call.source_weights = ctypes.addressof(kept[1])
             call.source_sizes = ctypes.addressof(kept[2])
-    if library.lb_verify(ctypes.addressof(call), None if work is None else ctypes.addressof(work)):
+    if library.lb_accept(ctypes.addressof(call), None if work is None else ctypes.addressof(work)):
         return None
     measures = []
     if measured:

@@ -19,8 +19,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..native import engine_versions, forkable_lock
-from .params import available_cores
+from .native import available_cores, engine_versions, forkable_lock
 
 __all__ = [
     "Entry",
@@ -29,7 +28,6 @@ __all__ = [
     "profile_path",
     "read_entry",
     "write_entries",
-    "write_entry",
 ]
 
 Entry = dict[str, object]
@@ -78,13 +76,8 @@ def read_entry(section: str, key: str) -> Entry | None:
     return entry if isinstance(entry, dict) else None
 
 
-def write_entry(section: str, key: str, entry: Entry) -> None:
-    """Store ``entry``, of JSON values; the file is replaced in one step or left as it was."""
-    write_entries([(section, key, entry)])
-
-
 def write_entries(entries: Iterable[tuple[str, str, Entry]]) -> None:
-    """Store several entries, each as (section, key, entry), and replace the file once."""
+    """Store entries of JSON values, as (section, key, entry); the file is replaced in one step."""
     path = profile_path()
     if path is None:
         return

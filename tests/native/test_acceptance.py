@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llamabranch.native import core, verify
+from llamabranch.native import acceptance, core
 from llamabranch.sampling import Distribution
 from llamabranch.speculative.rules import RULES
-from llamabranch.speculative.rules import verify as verify_by_numpy
+from llamabranch.speculative.rules import apply_rule as accept_by_numpy
 
-pytestmark = pytest.mark.skipif(not verify.available, reason="the compiled core is not built")
+pytestmark = pytest.mark.skipif(not acceptance.available, reason="the compiled core is not built")
 
 
 class _Case:
@@ -48,8 +48,8 @@ class _Case:
         assert found is not None
         return Distribution.from_logweights(*found)
 
-    def verify(self, rule: str, sources: list[Distribution]) -> verify.Verdict | None:
-        return verify.verify(
+    def accept(self, rule: str, sources: list[Distribution]) -> acceptance.Verdict | None:
+        return acceptance.accept_rows(
             self.sampler,
             self.rows.ctypes.data,
             self.drafted,
@@ -68,11 +68,11 @@ def test_core_decides_as_numpy(rule: str, known: bool) -> None:
     n_decided = n_accepted = 0
     for _ in range(600):
         case = _Case(rng)
-        found = case.verify(rule, case.sources if known else [])
+        found = case.accept(rule, case.sources if known else [])
         if found is None:
             continue
         sources = case.sources if known else [Distribution.point(x) for x in case.drafted]
-        expected = verify_by_numpy(
+        expected = accept_by_numpy(
             rule, case.drafted, sources, case.target, seed=case.seed, position=case.position
         )
         assert (found.n_accepted, found.token) == expected
@@ -88,14 +88,14 @@ def test_core_decides_as_numpy(rule: str, known: bool) -> None:
 def test_row_with_nan_is_left_to_python(rule: str) -> None:
     case = _Case(np.random.default_rng(3))
     case.rows[0, 1] = np.nan
-    assert case.verify(rule, case.sources) is None
+    assert case.accept(rule, case.sources) is None
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_token_that_its_source_cannot_yield_is_left_to_python(rule: str) -> None:
     case = _Case(np.random.default_rng(4))
     case.sources[0] = Distribution.point((case.drafted[0] + 1) % case.rows.shape[1])
-    assert case.verify(rule, case.sources) is None
+    assert case.accept(rule, case.sources) is None
 
 
 def test_draft_from_the_target_itself_is_left_to_python() -> None:
@@ -104,4 +104,4 @@ def test_draft_from_the_target_itself_is_left_to_python() -> None:
     case = next(case for case in iter(lambda: _Case(rng), None) if len(case.target(0)) > 1)
     case.sources = [case.target(i) for i in range(len(case.drafted))]
     case.drafted = [source.argmax() for source in case.sources]
-    assert case.verify("block", case.sources) is None
+    assert case.accept("block", case.sources) is None

@@ -1,0 +1,128 @@
+"""Packs the tokens of any number of sequences into decodes, and gives each its rows of logits.
+
+A batch takes *runs*: tokens that go to the end of a sequence, and which of their logits are wanted. They
+are decoded in the order in which they were added, together if they fit into one decode, else in as few
+decodes as possible; if one of these fails, none of the runs is in the cache. What comes back are the
+wanted rows of each run. Tokens must be valid, and the caller holds the context's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from .decoder import Decoder
+from .logits import LogitsRow
+
+__all__ = ["Batch", "decode_run"]
+
+
+class Batch:
+    """Runs of tokens that are decoded together.
+
+    Attributes:
+        tokens, seqs, wants: for each token its id, its sequence, and whether its logits are wanted.
+        n_rows: for each run how many rows it gets.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.seqs: list[int] = []
+        self.wants: list[bool] = []
+        self.n_rows: list[int] = []
+
+    def add(self, seq_id: int, tokens: Sequence[int], logits: str = "last") -> None:
+        """Add tokens that follow what ``seq_id`` holds, earlier runs of this batch included.
+
+        Args:
+            seq_id: the sequence.
+            tokens: ids, at least one.
+            logits: the rows wanted: "all", "last" or "none".
+        """
+        n, wants_all = len(tokens), logits == "all"
+        self.tokens += tokens
+        self.seqs += [seq_id] * n
+        self.wants += [wants_all] * n
+        if logits == "last":
+            self.wants[-1] = True
+        self.n_rows.append(n if wants_all else logits == "last")
+
+    def decode(
+        self,
+        decoder: Decoder,
+        expiring: Iterable[LogitsRow] = (),
+        *,
+        states: npt.NDArray[np.float32] | None = None,
+        read: Callable[[int, list[LogitsRow]], None] | None = None,
+    ) -> list[list[LogitsRow]]:
+        """Decode all runs; return the rows of each. All of them are in the cache then, or none.
+
+        Args:
+            decoder: of the context.
+            expiring: rows that need not survive, because these replace them.
+            states: what a head reads with each token, float32 (n, n_embd).
+            read: called after each decode with the number of rows before it and its own, which are
+                valid until it returns; no row is copied or returned then.
+
+        Raises:
+            CacheFullError, DecodeError: no sequence has changed. And what ``read`` raises.
+        """
+        tokens, seqs, wants, n_rows = self.tokens, self.seqs, self.wants, self.n_rows
+        n, handle = len(tokens), decoder.handle
+        if n <= handle.n_chunk and sum(n_rows) <= handle.n_outputs_max and read is None:
+            given = iter(decoder.decode(tokens, seqs, wants, expiring, states) if n else ())
+            return [list(islice(given, its)) for its in n_rows]
+        cache = decoder.cache
+        starts = {seq_id: cache.next_position(seq_id) for seq_id in set(seqs)}
+        pieces = list(self._pieces(handle.n_chunk, handle.n_outputs_max))
+        if len(pieces) > 1:
+            expiring = ()  # a later decode may fail after an earlier one has overwritten the row
+            decoder.make_room(n)
+        rows: list[LogitsRow] = []
+        n_read = 0
+        try:
+            for low, high in pieces:
+                for row in rows:  # the next decode overwrites the buffer
+                    row.detach()
+                its_states = None if states is None else states[low:high]
+                new = decoder.decode(
+                    tokens[low:high], seqs[low:high], wants[low:high], expiring, its_states
+                )
+                if read is None:
+                    rows += new
+                else:
+                    read(n_read, new)
+                    n_read += len(new)
+        except BaseException:
+            for seq_id, start in starts.items():
+                if cache.next_position(seq_id) > start:
+                    cache.cut(seq_id, start)
+            raise
+        given = iter(rows)
+        return [list(islice(given, its)) for its in n_rows]
+
+    def _pieces(self, most: int, most_rows: int) -> Iterator[tuple[int, int]]:
+        """Yield the bounds of each decode: at most ``most`` tokens, at most ``most_rows`` rows."""
+        low = rows = 0
+        for i, wants in enumerate(self.wants):
+            if i - low == most or rows + wants > most_rows:
+                yield low, i
+                low, rows = i, 0
+            rows += wants
+        yield low, len(self.wants)
+
+
+def decode_run(
+    decoder: Decoder,
+    tokens: Sequence[int],
+    seq_id: int,
+    logits: str,
+    expiring: Iterable[LogitsRow] = (),
+) -> list[LogitsRow]:
+    """Decode any number of tokens of one sequence, all of them or none; return the rows wanted."""
+    batch = Batch()
+    batch.add(seq_id, tokens, logits)
+    return batch.decode(decoder, expiring)[0]

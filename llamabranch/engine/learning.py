@@ -1,0 +1,66 @@
+"""What an engine drafts with, and what it learns from its steps."""
+
+from __future__ import annotations
+
+from ..branch import Branch
+from ..context import Context
+from ..speculative import Drafter, GrammarDrafter, NullDrafter
+from ..speculative.config import SpeculativeConfig
+from ..speculative.joint import Joint
+from ..speculative.length.auto import draft_length
+from ..speculative.profile import PairProfile
+from .concurrency import Concurrency
+
+__all__ = ["Learning"]
+
+
+class Learning:
+    """The drafter, the draft length and the number of texts at a time, for all requests of an engine.
+
+    Args:
+        target: the context that generates.
+        drafter: asked for; None = texts that have a grammar are drafted from it, the others are not.
+        config: how much to draft.
+
+    Attributes:
+        joint: runs the streams.
+        concurrency: chooses how many texts run at a time; None = as many as can.
+    """
+
+    def __init__(self, target: Context, drafter: Drafter | None, config: SpeculativeConfig) -> None:
+        self._target = target
+        self._config = config
+        self._profile: PairProfile | None = None
+        self.joint = Joint(target, draft_length(config))
+        self.concurrency: Concurrency | None = None
+        capabilities = target.capabilities
+        self._grammars_only = drafter is None and capabilities.can_truncate
+        if (
+            drafter is not None
+            and not isinstance(drafter, NullDrafter)
+            and capabilities.can_truncate
+        ):
+            self._draft_with(drafter)
+        elif capabilities.batch_invariant and capabilities.can_share:
+            # Who is in the batch must not change a text, so this depends on no clock elsewhere.
+            self.concurrency = Concurrency()
+
+    def _draft_with(self, drafter: Drafter) -> None:
+        joint = self.joint
+        joint.drafter, self.concurrency = drafter, None
+        joint.length, self._profile = PairProfile.open(
+            self._target, drafter, self._config, batched=True
+        )
+
+    def drafts_for(self, branch: Branch) -> bool:
+        """Return whether the text of ``branch`` is drafted; the first grammar makes the drafter."""
+        if not self._grammars_only:
+            return self.joint.drafter is not None
+        if branch.grammar is not None and self.joint.drafter is None:
+            self._draft_with(GrammarDrafter.copying())
+        return branch.grammar is not None
+
+    def save(self) -> None:
+        """Keep what was learned about drafts for later runs."""
+        if self._profile is not None:
+            self._profile.save(self.joint.length)

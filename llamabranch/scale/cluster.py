@@ -1,0 +1,159 @@
+"""Ray: the connection to a cluster, Ray Data's settings, its errors as ours, the ledger's actor."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+from ..errors import ConfigError, JobError, LlamaBranchError, UnsupportedError
+from .folder import Folder
+from .ledger import LedgerActor
+from .stages import LedgerHandle
+
+if TYPE_CHECKING:
+    import ray.data
+
+__all__ = ["check_plan", "cluster", "data_context", "import_ray", "make_ledger", "translated"]
+
+
+def make_ledger() -> LedgerHandle:
+    """Return a new ledger for `WorkerOptions`: with it a row that ends its process becomes an error.
+
+    It ends with the program that made it. Only for ``map_batches``: whole jobs have their own.
+
+    Raises:
+        UnsupportedError: Ray is not installed.
+    """
+    ray = import_ray()
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    # On this node: if it goes, the whole job goes.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    actor = ray.remote(LedgerActor).options(
+        num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here
+    )
+    return cast(LedgerHandle, actor.remote())
+
+
+def check_plan(dataset: ray.data.Dataset) -> None:
+    """Check that Ray Data would keep checkpoints for a dataset.
+
+    It drops them, with no more than a warning, or writes them and ignores them on resume, unless every
+    row comes from files.
+
+    Raises:
+        ConfigError: it would not.
+    """
+    from ray.data._internal.logical.operators import Read, ReadFiles
+
+    operators = [attrgetter("_logical_plan.dag")(dataset)]  # nothing public shows a plan
+    while operators:
+        operator = operators.pop()
+        if isinstance(operator, (Read, ReadFiles)):
+            continue
+        if not operator.input_dependencies:
+            raise ConfigError(
+                f"Ray would keep no checkpoints for this dataset: it begins with {operator.name}",
+                hint="write the rows to Parquet files and read those",
+            )
+        operators += operator.input_dependencies
+
+
+def import_ray() -> ModuleType:
+    """Return the module, with ``ray.data`` imported.
+
+    Raises:
+        UnsupportedError: it is not installed.
+    """
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise UnsupportedError(
+            f"jobs on a cluster need Ray: {error}", hint="pip install 'llamabranch[scale]'"
+        ) from None
+    module: ModuleType = ray
+    return module
+
+
+@contextmanager
+def cluster(address: str | None, workers: int, cpus: float, gpus: float) -> Iterator[None]:
+    """Connect to a cluster, unless this process is connected, and disconnect afterwards."""
+    ray = import_ray()
+    if ray.is_initialized():
+        yield
+        return
+    if address in (None, "local"):
+        # Logical CPUs: one more, because the filter of a resumed job takes one.
+        ray.init(
+            address="local",
+            num_cpus=math.ceil(workers * cpus) + 1,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+    else:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def data_context(**values: object) -> Iterator[None]:
+    """Set values of Ray Data's context for the datasets that are made inside."""
+    from ray.data import DataContext
+
+    context = DataContext.get_current()
+    values = {"enable_progress_bars": False, "print_on_execution_start": False, **values}
+    values = {name: value for name, value in values.items() if hasattr(context, name)}
+    before = {name: getattr(context, name) for name in values}
+    for name, value in values.items():
+        setattr(context, name, value)
+    log = logging.getLogger("ray.data")
+    level = log.level
+    log.setLevel(logging.ERROR)  # our progress and errors tell what its lines tell
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        for name, value in before.items():
+            setattr(context, name, value)
+
+
+@contextmanager
+def translated(output: Folder) -> Iterator[None]:
+    """Turn errors of Ray and of the file system into ours."""
+    import ray.exceptions
+
+    try:
+        yield
+    except ray.exceptions.RayError as error:  # Ray's copies of our errors are of both kinds
+        cause: BaseException | None = error
+        while cause is not None:
+            inner = getattr(cause, "cause", None)
+            cause = inner if isinstance(inner, BaseException) else cause.__cause__
+            if isinstance(cause, LlamaBranchError):
+                raise cause from None
+            if isinstance(cause, OSError):
+                raise _cannot_write(output, cause) from error
+        text = str(error).strip().splitlines()
+        raise JobError(
+            f"the job failed: {text[-1] if text else type(error).__name__}",
+            hint="what is written is kept; resume the job",
+        ) from error
+    except OSError as error:
+        raise _cannot_write(output, error) from None
+
+
+def _cannot_write(output: Folder, error: OSError) -> JobError:
+    return JobError(
+        f"cannot write to {output.path}: {error.strerror or error}",
+        hint="what is written is kept; free some space if there is none, and resume the job",
+    )

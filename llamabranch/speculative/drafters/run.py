@@ -1,0 +1,373 @@
+"""A drafting run: how draft models and heads read the text that is new, and draw tokens after it.
+
+Any number of streams of one context draft together, with one decode for each position of all of them. The
+compiled loop draws and decodes as far as it can, and where it ends a draft, the draft has ended. Where it
+cannot go on, or one of its decodes fails, a step is made here, which raises what there is to raise.
+
+What differs is in :mod:`.model` and :mod:`.head`: what a stream reads, and where its logits are.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Generic, TypeVar
+
+from ...branch import Branch
+from ...context import Context
+from ...context.decoder import HeadInput
+from ...context.logits import LogitsRow
+from ...errors import CapacityError, GrammarError
+from ...model import Model
+from ...native import draft_loop
+from ...native.draft_loop import DraftStream
+from ...sampling import Distribution, Sampler, SamplingParams
+from ...sampling.noise import DRAFT, DRAW
+from ..length.base import DraftLength
+from ..rules import draft_seed
+from .base import Draft, Drafter, DraftRequest
+from .tree import TreeMemory, grow_tree, tree_settings, tree_width
+
+__all__ = ["DraftRun", "Drafting", "RunDrafter", "RunState"]
+
+N = TypeVar("N")
+R = TypeVar("R", bound="DraftRun")
+
+
+class RunDrafter(Drafter):
+    """A drafter with a context, whose sequences follow the target's texts.
+
+    Attributes:
+        ctx: the context it drafts in.
+        sampling: the settings of its draws; None = the request's.
+    """
+
+    def __init__(self, ctx: Context, sampling: SamplingParams | None, width: int = 1) -> None:
+        self._width = tree_width(width)
+        self.ctx = ctx
+        self.sampling = sampling
+
+    @property
+    def width(self) -> int:
+        """Candidates per node; above 1 it proposes trees."""
+        return self._width
+
+    def settings(self, target: Branch) -> SamplingParams:
+        """Return the settings with which drafts for ``target`` are drawn."""
+        params = (self.sampling or target.sampling).replace(seed=target.seed, logprobs=False)
+        return tree_settings(params) if self.width > 1 else params
+
+    def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Draft for all requests together: one decode for each drafted position.
+
+        Requests are drafted for one by one if the drafts are trees or go through the text, or if the
+        memory cannot be truncated.
+        """
+        together = self.width == 1 and self.ctx.capabilities.can_truncate
+        if not (together and requests and all(isinstance(r.state, RunState) for r in requests)):
+            return super().propose_many(requests)
+        return self.draft_together(requests)
+
+    @abstractmethod
+    def draft_together(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Return the drafts for these requests, whose states are all its own."""
+
+
+class RunState(ABC):
+    """What a drafting run keeps of one text between drafts.
+
+    Args:
+        drafter: whose state it is.
+        target: the branch that is drafted for.
+        rule: the acceptance rule.
+        seed: of the draws under the seeded rule; the noise of other rules is derived from it.
+
+    Attributes:
+        model: whose EOG tokens end a draft.
+        ranks_by_noise: whether a tree's candidates are ranked with the noise of the target's draws.
+    """
+
+    model: Model
+
+    def __init__(self, drafter: RunDrafter, target: Branch, rule: str) -> None:
+        self.rule = rule
+        self.seed = target.seed
+        self.ranks_by_noise = (drafter.sampling or target.sampling).temperature > 0.0
+        self._drafter = drafter
+        self._stream: DraftStream | None = None
+
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+        """Decode the tokens that are new in one decode, then draw token by token."""
+        return self._drafter.draft_together([DraftRequest(self, tokens, length, limit)])[0]
+
+    def stream(self, limit: int) -> DraftStream:
+        """Return its part of the compiled loop, whose memory is kept between drafts."""
+        stream = self._stream
+        if stream is None or stream.limit < limit:
+            n_vocab, keeps_sources = self._drafter.ctx.n_vocab, self.rule != "seeded"
+            stream = self._stream = DraftStream(limit, n_vocab, keeps_sources=keeps_sources)
+        return stream
+
+    @abstractmethod
+    def observe(self, n_tokens: int) -> None:
+        """Forget all tokens but the first ``n_tokens``."""
+
+    @abstractmethod
+    def fork(self, target: Branch) -> RunState:
+        """Return a copy of this state that drafts for ``target``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free its sequences."""
+
+
+class DraftRun(ABC):
+    """One stream's draft while it is drawn. Hold the lock of the drafter's context.
+
+    Attributes:
+        text: the tokens that the draft follows.
+        unread: tokens that are decoded before the next draw: of the text, or the last one drawn.
+        is_done: the draft has ended.
+    """
+
+    def __init__(self, state: RunState, request: DraftRequest, draft: Draft) -> None:
+        self.draft = draft
+        self.text = request.tokens
+        self.length = request.length
+        self.limit = request.limit
+        self.unread: Sequence[int] = ()
+        self.is_done = False
+        self._state = state
+        self._is_seeded = state.rule == "seeded"
+        self._noise = state.seed if self._is_seeded else draft_seed(state.seed, len(self.text))
+
+    # -- what differs ------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def sampler(self) -> Sampler:
+        """Draws the next token."""
+
+    @abstractmethod
+    def row(self) -> LogitsRow:
+        """Return the logits after the last decoded token, valid until the next decode."""
+
+    @abstractmethod
+    def place(self, stream: DraftStream) -> None:
+        """Let the compiled loop go on where this run is."""
+
+    @abstractmethod
+    def note_decoded(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
+        """Note that the loop has decoded ``tokens``, the first of those unread and drawn.
+
+        ``row`` follows them; None where a later decode has overwritten it.
+        """
+
+    def accept(self, token: int) -> None:  # noqa: B027  (nothing to do where the decode does it)
+        """Let the sampler accept a drawn token, unless it does when the token is decoded."""
+
+    def expiring_rows(self) -> Sequence[LogitsRow]:
+        """Return the rows that need not survive the next decode."""
+        return ()
+
+    # -- drawing -----------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> int:
+        """Where the next token that is drawn goes in the text."""
+        return len(self.text) + len(self.draft.tokens)
+
+    def draw(self) -> None:
+        """Draw the next token in Python."""
+        draft, length, row = self.draft, self.length, self.row()
+        entropy = row.entropy() if length.reads_entropy else math.nan
+        draft.entropies.append(entropy)
+        if not length.goes_on(len(draft.tokens), entropy):
+            return self._end(length.reason)
+        sampler, position, seed = self.sampler, self.position, self._state.seed
+        try:
+            if self._is_seeded:
+                token = row.draw(sampler, seed, position, measured=False)
+            else:
+                source = sampler.distribution(row.array, position, seed)
+                token = source.draw(self._noise, position, DRAFT)
+                draft.sources.append(source)
+            draft.tokens.append(token)
+            if self._state.model.is_eog(token):
+                return self._end("end")
+            if len(draft.tokens) >= self.limit:
+                self.is_done = (
+                    True  # it is decoded with the text that is new next time, if accepted
+                )
+                return None
+            self.accept(token)
+        except GrammarError:  # a dead end of the grammar: the target raises it if it gets there
+            return self._end("end")
+        self.unread = (token,)
+        return None
+
+    def _end(self, reason: str) -> None:
+        self.draft.stopped = reason
+        self.is_done = True
+
+    def stream(self) -> DraftStream | None:
+        """Return this run's part of the compiled loop; None where the loop cannot draw for it."""
+        compiled = self.sampler.row_sampler if draft_loop.available else None
+        if compiled is None:
+            return None
+        n = len(self.draft.tokens)
+        stream = self._state.stream(self.limit)
+        stream.begin(
+            compiled,
+            seed=self._noise,
+            purpose=DRAW if self._is_seeded else DRAFT,
+            position=self.position,
+            limit=self.limit - n,
+            rule=self.length.stop_rule(n) if self.length.reads_entropy else None,
+        )
+        self.place(stream)
+        return stream
+
+    def take(self, stream: DraftStream, row: LogitsRow | None, *, is_read: bool) -> None:
+        """Add what the compiled loop has drawn; ``is_read``: it has decoded what was unread."""
+        draft, drawn = self.draft, stream.tokens
+        following = [*self.unread, *drawn]
+        n_decoded = stream.n_decoded + (len(self.unread) if is_read else 0)
+        self.note_decoded(following[:n_decoded], row)
+        self.unread = following[n_decoded:]
+        draft.tokens += drawn
+        draft.sources += [Distribution.from_logweights(*found) for found in stream.sources]
+        draft.entropies += (
+            stream.entropies if self.length.reads_entropy else [math.nan] * len(drawn)
+        )
+        if stream.reason:
+            self._end(stream.reason)
+        self.is_done |= len(draft.tokens) >= self.limit
+
+    def grow(self, memory: TreeMemory[N], root: N, width: int) -> None:
+        """Draft a tree after ``root``, the text."""
+        grow_tree(
+            self.draft,
+            memory,
+            root,
+            width=width,
+            length=self.length,
+            limit=self.limit,
+            seed=self._state.seed if self._state.ranks_by_noise else None,
+            is_eog=self._state.model.is_eog,
+        )
+
+
+class Drafting(ABC, Generic[R]):
+    """The drafts of one or several streams of a context.
+
+    Args:
+        drafter: whose drafts they are.
+        requests: with states of that drafter.
+    """
+
+    def __init__(self, drafter: RunDrafter, requests: Sequence[DraftRequest]) -> None:
+        self.ctx = drafter.ctx
+        self.width = drafter.width
+        self.requests = requests
+        self.drafts = [Draft(drafter=drafter.name) for _ in requests]
+        self.may_loop = self.ctx.capabilities.can_truncate
+
+    # -- what differs ------------------------------------------------------------------------------
+
+    def prepare(self, live: Sequence[int]) -> None:
+        """Get what the requests of these numbers need from the target, before the lock is taken."""
+
+    @abstractmethod
+    def begin(self, live: Sequence[int]) -> list[R]:
+        """Return a run for each of these requests."""
+
+    @abstractmethod
+    def decode(self, runs: Sequence[R]) -> None:
+        """Decode what is unread of each run, together."""
+
+    def head_input(self, runs: Sequence[R]) -> HeadInput | None:
+        """Return what a head reads with what is unread; None for a model."""
+        return None
+
+    def end(self, live: Sequence[int]) -> None:
+        """Drop what must not be kept after a draft, whatever was raised."""
+
+    # -- drafting ----------------------------------------------------------------------------------
+
+    def run(self) -> list[Draft]:
+        """Return the drafts; without room for them the target goes on alone."""
+        start, decoder = perf_counter(), self.ctx.decoder
+        n_decodes = decoder.n_decodes
+        live = []
+        for i, request in enumerate(self.requests):
+            if request.length.consider(self.drafts[i].drafter):
+                live.append(i)
+            else:
+                self.drafts[i].stopped = "off"
+        runs: list[R] = []
+        try:
+            self.prepare(live)
+            with self.ctx.lock:
+                decoder.check_open()
+                try:
+                    runs = self.begin(live)
+                    self.draft(runs)
+                finally:
+                    self.end(live)
+        except CapacityError:
+            unfinished = [run.draft for run in runs if not run.is_done]
+            for draft in unfinished if runs else [self.drafts[i] for i in live]:
+                draft.stopped = "capacity"
+        self._share_costs(perf_counter() - start, decoder.n_decodes - n_decodes)
+        return self.drafts
+
+    def draft(self, runs: list[R]) -> None:
+        """Finish the drafts: in the compiled loop as far as it can, else step by step."""
+        may_loop = self.may_loop
+        while runs:
+            if may_loop and len({not run.unread for run in runs}) == 1:
+                may_loop = self.loop(runs)
+                runs = [run for run in runs if not run.is_done]
+            if runs and all(run.unread for run in runs):
+                self.decode(runs)
+            for run in runs:
+                if not run.unread:
+                    run.draw()
+            runs = [run for run in runs if not run.is_done]
+
+    def loop(self, runs: Sequence[R]) -> bool:
+        """Draft in the compiled core; return False if it cannot draft for these streams."""
+        streams: list[DraftStream] = []
+        for run in runs:
+            stream = run.stream()
+            if stream is None:
+                return False
+            streams.append(stream)
+        decoder = self.ctx.decoder
+        n_decodes = decoder.n_decodes
+        found = decoder.draft(
+            streams,
+            [run.unread for run in runs],
+            max(run.limit for run in runs),
+            [row for run in runs for row in run.expiring_rows()],
+            self.head_input(runs),
+        )
+        if found is None:
+            return False
+        is_read = decoder.n_decodes > n_decodes
+        for run, stream, row in zip(runs, streams, found, strict=True):
+            run.take(stream, row, is_read=is_read)
+        return True
+
+    def _share_costs(self, seconds: float, n_decodes: int) -> None:
+        """Divide the time by the steps of each draft; the first draft gets all decodes."""
+        drafts = self.drafts
+        steps = [len(draft.entropies) for draft in drafts]
+        if not any(steps):
+            steps = [1] * len(drafts)
+        for draft, n in zip(drafts, steps, strict=True):
+            draft.seconds = seconds * n / sum(steps)
+        drafts[0].n_decodes = n_decodes

@@ -1,0 +1,129 @@
+"""No thread waits for the lock of one context while it holds that of another.
+
+Two threads may each generate on the context that the other one drafts with: with locks inside each
+other both could wait for ever. So the locks note whether they are taken inside another, which does not
+depend on what threads do at the same time.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch.native import handle
+
+HEAD = Path(lb.__file__).parent / "data" / "tale-eagle-q8_0.gguf"
+TALE = "Once upon a time there was a king"
+WARM = lb.SamplingParams(temperature=0.8, seed=4)
+FIXED = lb.SpeculativeConfig(draft_k=3)
+
+
+class Locks:
+    """Makes locks that note where one is taken inside another.
+
+    Attributes:
+        faults: for each such place its stack.
+        n_made: how many locks there are.
+    """
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self.n_made = 0
+        self._held = threading.local()
+
+    def make(self) -> NotingLock:
+        self.n_made += 1
+        return NotingLock(self)
+
+    @property
+    def held(self) -> list[NotingLock]:
+        if not hasattr(self._held, "locks"):
+            self._held.locks = []
+        found: list[NotingLock] = self._held.locks
+        return found
+
+
+class NotingLock:
+    def __init__(self, locks: Locks) -> None:
+        self._locks = locks
+        self._lock = handle.forkable_lock()
+
+    def __enter__(self) -> None:
+        held = self._locks.held
+        if any(other is not self for other in held) and self not in held:
+            self._locks.faults.append("".join(traceback.format_stack(limit=8)[:-1]))
+        self._lock.acquire()
+        held.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        self._locks.held.remove(self)
+        self._lock.release()
+
+
+@pytest.fixture
+def locks(monkeypatch: pytest.MonkeyPatch) -> Locks:
+    """The locks of all contexts that the test opens."""
+    found = Locks()
+    monkeypatch.setattr("llamabranch.native.context.forkable_lock", found.make)
+    return found
+
+
+@pytest.fixture(params=["model", "tree", "eagle", "shared memory"])
+def pair(
+    request: pytest.FixtureRequest,
+    locks: Locks,
+    target: lb.Model,
+    draft: lb.Model,
+    tmp_path: Path,
+) -> Iterator[tuple[lb.Context, lb.Drafter]]:
+    if request.param == "shared memory":
+        toys.write_toy(tmp_path / "t.gguf", "gemma4", vocab="bytes", weights="f32")
+        toys.write_toy(tmp_path / "h.gguf", "gemma4-assistant", vocab="bytes", weights="f32")
+        target = lb.Model(tmp_path / "t.gguf")
+    ctx = lb.Context(target, n_ctx=1024, n_seq_max=8, n_threads=1)
+    drafter: lb.Drafter
+    if request.param == "shared memory":
+        drafter = lb.MTPDrafter(lb.Context(lb.Model(tmp_path / "h.gguf"), target=ctx))
+    elif request.param == "eagle":
+        drafter = lb.EagleDrafter(lb.Context(lb.Model(HEAD), target=ctx))
+    else:
+        width = 2 if request.param == "tree" else 1
+        other = lb.Context(draft, n_ctx=1024, n_seq_max=8, n_threads=1)
+        drafter = lb.ModelDrafter(other, width=width)
+    yield ctx, drafter
+    drafter.ctx.close()
+
+
+def test_locks_are_taken_one_after_the_other(
+    pair: tuple[lb.Context, lb.Drafter], locks: Locks
+) -> None:
+    ctx, drafter = pair
+    speculator = lb.Speculator(ctx, drafter, FIXED)
+    for sampling in (WARM, WARM.replace(seed=None)):  # the rules "seeded" and "block"
+        speculator.generate(TALE, max_tokens=10, sampling=sampling).finish()
+    with lb.Branch.start(ctx, TALE, sampling=WARM) as branch:
+        speculator.generate(branch, max_tokens=6).finish()
+        with branch.fork() as fork:
+            speculator.generate(fork, max_tokens=6).finish()
+        branch.rewind(branch.position - 3)
+        with lb.InferenceSession(ctx, branch, config=FIXED) as session:
+            for _ in range(5):
+                session.next_token(drafter)
+                session.next_token()
+        if drafter.width == 1:
+            lb.search.best_of_n(branch, 3, 8, drafter=drafter)
+    if drafter.width == 1:
+        with lb.Engine(ctx, drafter, FIXED, sampling=WARM) as engine:
+            engine.generate([lb.Request(TALE, n=2, max_tokens=8), lb.Request(TALE, max_tokens=9)])
+    lb.Branch.start(ctx, TALE)  # is forgotten
+    gc.collect()
+    ctx.close()  # closes a head, too
+    assert locks.n_made == 2 - drafter.ctx.model.shares_memory
+    assert not locks.faults, locks.faults[0]

@@ -24,6 +24,7 @@ __all__ = ["Server"]
 
 _POLL_S = 0.05
 _MOST_HEADER_BYTES = 64 << 10
+_SEND_BYTES = 128 << 10
 _HEADER_S = 30.0  # from the connection, or from the last answer, to the end of a request's headers
 
 
@@ -67,6 +68,8 @@ class Server:
                 f"cannot listen on {settings.host}:{settings.port}: {error}",
                 hint="--port takes another port, 0 any that is free",
             ) from None
+        # Of each connection: what a client that does not read can take of the system's memory.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         self.port = int(self._socket.getsockname()[1])
 
     @property

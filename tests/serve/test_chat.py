@@ -216,6 +216,7 @@ def test_client_that_leaves_frees_its_sequences(server: Serving) -> None:
             while server.engine.stats.target_forward_passes == 0:
                 await asyncio.sleep(0.01)
             whole.cancel()
+            await asyncio.gather(whole, return_exceptions=True)
 
     asyncio.run(main())
     service = server.server.service

@@ -102,6 +102,7 @@ def answers(
                     task = asyncio.ensure_future(api.post(given[i][0], json=given[i][1]))
                     await asyncio.sleep(chance.random() * 0.05)
                     task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
 
             leaving = [i for i in order if chance.random() < leaves]
             await asyncio.gather(*map(ask, order), *map(leave, leaving))

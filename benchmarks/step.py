@@ -42,6 +42,7 @@ from llamabranch.bench import (
 from llamabranch.context.logits import LogitsRow
 from llamabranch.sampling import Sampler
 from llamabranch.sampling.noise import DRAW
+from llamabranch.speculative.drafters.head import target_states
 from llamabranch.speculative.length.base import FixedLength
 
 from .prompts import PROMPTS, long_prompt
@@ -85,8 +86,12 @@ def ladder(
     caption: str, loops: Mapping[str, Callable[[int], Sample]], runs: int, n_items: int
 ) -> dict[str, object]:
     """Time the loops in turn, print what each takes more than the one before, return it for JSON."""
+
+    def maker(loop: Callable[[int], Sample]) -> Callable[[int], Callable[[int], Sample]]:
+        return lambda run: loop
+
     series = interleave(
-        {name: (lambda run, loop=loop: loop) for name, loop in loops.items()},
+        {name: maker(loop) for name, loop in loops.items()},
         n_runs=runs,
         n_items=n_items,
     )
@@ -254,7 +259,7 @@ def drafted(settings: Settings, args: argparse.Namespace) -> dict[str, object]:
         target = stack.enter_context(settings.context(settings.target))
         draft = stack.enter_context(settings.context(settings.draft))
         head = stack.enter_context(lb.load(args.head, target=target, n_threads=settings.threads))
-        contestants = {
+        contestants: dict[str, tuple[Drafter, tuple[str, ...]]] = {
             "draft": (lb.ModelDrafter(draft), (DECODE, TEXT, DRAFT)),
             "head": (lb.EagleDrafter(head), (DECODE, TEXT, ENCODE, DRAFT)),
         }
@@ -296,7 +301,9 @@ def _text(ctx: lb.Context, prompt: str, params: lb.SamplingParams, n: int) -> Te
     branch = lb.Branch.start(ctx, prompt, sampling=params)
     n_prompt = branch.position
     list(branch.generate(n))
-    return Text(branch, branch.tokens, n_prompt, ctx.hidden_states(branch.seq_id, branch.tokens, 0))
+    return Text(
+        branch, branch.tokens, n_prompt, target_states(ctx, branch.seq_id, branch.tokens, 0)
+    )
 
 
 def _bare(drafter: Drafter, text: Text, rung: str) -> Sample:
@@ -326,7 +333,7 @@ def _bare(drafter: Drafter, text: Text, rung: str) -> Sample:
             handle.remove(0, start - ahead, -1)
         else:
             if rung == ENCODE:
-                ctx.encode(text.features[start - 1 : end - 1])
+                ctx.decoder.encode(text.features[start - 1 : end - 1])
             decode(tokens[start:end], start - ahead)
             for i in range(K - 1):
                 decode([tokens[start]], end - ahead + i)

@@ -48,7 +48,9 @@ class Branch:
     def __init__(self, ctx: Context, sampler: Sampler, seed: int, parent: Branch | None) -> None:
         """Lease a sequence. For ``create`` and ``fork``, not for users."""
         inherited = None if parent is None else parent.sequence
-        self.sequence: TokenSequence = TokenSequence(ctx, ctx.lease(self), sampler, seed, inherited)
+        self.sequence: TokenSequence = TokenSequence(
+            ctx, ctx.sequences.lease(self), sampler, seed, inherited
+        )
         self._lock = ctx.lock
         self._parent = parent
         self._children: weakref.WeakSet[Branch] = weakref.WeakSet()

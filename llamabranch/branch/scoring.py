@@ -38,12 +38,12 @@ class _Continuation:
             SequencesExhaustedError: none is free.
         """
         sequence, ctx = self.sequence, self.sequence.ctx
-        seq_id = ctx.lease(self)
+        seq_id = ctx.sequences.lease(self)
         try:
             end = sequence.position if ctx.capabilities.can_truncate else -1
             ctx.kv_cache.share(sequence.seq_id, seq_id, 0, end)
         except BaseException:
-            ctx.return_lease(seq_id)
+            ctx.sequences.give_back(seq_id)
             raise
         self.seq_id = seq_id
 
@@ -54,7 +54,7 @@ class _Continuation:
         if seq_id < 0:
             return
         if seq_id != sequence.seq_id:
-            sequence.ctx.return_lease(seq_id)
+            sequence.ctx.sequences.give_back(seq_id)
         elif sequence.ctx.kv_cache.next_position(seq_id) > sequence.position:
             sequence.truncate(sequence.position)
 

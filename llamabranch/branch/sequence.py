@@ -74,7 +74,7 @@ class TokenSequence:
         self._pending: bytes | None = b""
         self._produced: Produced | None = None
         self._pending_after = b""  # the bytes that stay incomplete after ``_produced``
-        self._is_given = False  # the sequence id is the prefix cache's now
+        self._owned_by_prefix_cache = False  # the sequence id
         if parent is not None:
             self.fork_position = len(parent.tokens)
             self.tokens += parent.tokens
@@ -150,8 +150,8 @@ class TokenSequence:
         """End the lease of the sequence id."""
         self.is_pruned = True
         self.set_row(None)
-        if not self._is_given:
-            self.ctx.return_lease(self.seq_id)
+        if not self._owned_by_prefix_cache:
+            self.ctx.sequences.give_back(self.seq_id)
 
     # -- logits ------------------------------------------------------------------------------------
 
@@ -469,7 +469,9 @@ class TokenSequence:
             if n > len(self.tokens):  # a round was broken off: the tail is a draft
                 return
             if self._cache.can_truncate or n == len(self.tokens):
-                self._is_given = prefixes.put(self.seq_id, self.tokens[:n], is_last=is_last)
+                self._owned_by_prefix_cache = prefixes.put(
+                    self.seq_id, self.tokens[:n], is_last=is_last
+                )
 
     def restore(
         self,

@@ -186,7 +186,7 @@ class BranchStore:
         return [b for b in self._branches() if b.parent is None or b.parent.state == "pruned"]
 
     def _branches(self) -> list[Branch]:
-        return [holder for holder in self._ctx.holders() if isinstance(holder, Branch)]
+        return [holder for holder in self._ctx.sequences.holders() if isinstance(holder, Branch)]
 
     @staticmethod
     def _root(branch: Branch) -> Branch:

@@ -126,7 +126,7 @@ class _Trial:
         self.seqs: list[int] = []
         try:
             for _ in range(n):
-                self.seqs.append(ctx.lease(self))
+                self.seqs.append(ctx.sequences.lease(self))
                 ctx.kv_cache.share(source, self.seqs[-1])
         except BaseException:
             self.end()
@@ -134,7 +134,7 @@ class _Trial:
 
     def end(self) -> None:
         while self.seqs:
-            self._ctx.return_lease(self.seqs.pop())
+            self._ctx.sequences.give_back(self.seqs.pop())
 
 
 def _leaves_below(parents: Sequence[int]) -> list[list[int]]:

@@ -34,7 +34,7 @@ COMMANDS = {
     "models": "List the models of models.txt and mark those that are on this machine.",
     "pull": "Download a model if it is not on this machine, and print the path of its file.",
     "theory": "Print tokens a round, speedup and best draft length that the theory expects.",
-    "plan": "Estimate the time, the cost and the best block of a job on a cluster.",
+    "plan": "Estimate the time and the cost of a job on a cluster; rates not given are measured here.",
     "doctor": "Report versions, processor, build, memory, GPU and caches, test the installation, and "
     "advise.",
 }

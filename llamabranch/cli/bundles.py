@@ -30,7 +30,8 @@ def option(default: T, text: str, *names: str, **more: object) -> T:
         names: as in `typer.Option`; none = from the field's.
         more: other arguments of `typer.Option`.
     """
-    return field(default=default, metadata={_OPTION: typer.Option(*names, help=text, **more)})  # type: ignore[call-overload, no-any-return]
+    make: Callable[..., object] = typer.Option
+    return field(default=default, metadata={_OPTION: make(*names, help=text, **more)})
 
 
 _OPTION = "option"  # where a field keeps it

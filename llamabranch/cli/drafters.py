@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llamabranch import (
     ChainDrafter,
@@ -26,11 +24,7 @@ from llamabranch import (
     hub,
 )
 
-from ..loading import LoadOptions
 from .console import Console
-
-if TYPE_CHECKING:
-    from .options import RuntimeOptions
 
 __all__ = [
     "COPYING",
@@ -41,7 +35,6 @@ __all__ = [
     "is_model",
     "make_drafter",
     "note_translation",
-    "open_pair",
     "parse_draft",
     "tree_sequences",
 ]
@@ -131,38 +124,6 @@ def _make_installed(name: str) -> Drafter:
 def has_model(parts: Sequence[str]) -> bool:
     """Return whether one of the drafters is a model."""
     return any(map(is_model, parts))
-
-
-def open_pair(
-    runtime: RuntimeOptions,
-    names: tuple[str, tuple[str, ...]],
-    console: Console,
-    stack: ExitStack,
-    of_target: LoadOptions,
-    of_drafts: LoadOptions,
-    *,
-    width: int = 1,
-) -> tuple[Context, Drafter]:
-    """Open a target and what drafts for it.
-
-    Args:
-        runtime: the options of all contexts.
-        names: the target's, and those of its drafters, from `parse_draft`.
-        console: shows progress, and a note where a draft passes through the text.
-        stack: closes the contexts.
-        of_target, of_drafts: options that take precedence over ``runtime``.
-        width: as for `make_drafter`.
-    """
-    target, drafters = names
-    of_target = LoadOptions(**of_target, load_mtp=MTP in drafters)
-    context = runtime.open(target, console, stack, **of_target)
-
-    def open_draft(name: str) -> Context:
-        return runtime.open_draft(name, context, console, stack, **of_drafts)
-
-    drafter = make_drafter(drafters, open_draft, width)
-    note_translation(drafter, context.model, console)
-    return context, drafter
 
 
 def make_drafter(parts: Sequence[str], open_model: Callable[[str], Context], width: int) -> Drafter:

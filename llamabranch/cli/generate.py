@@ -21,11 +21,12 @@ from llamabranch import (
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .console import Console, print_json
-from .drafters import COPYING, drafting_contexts, open_pair
+from .drafters import COPYING, drafting_contexts
 from .generate_report import GenerateReport
 from .interrupts import InterruptHandler
 from .job_survey import JobSurvey
 from .jsonl import InvalidLines
+from .opening import open_pair
 from .options import (
     DRAFTING,
     REQUESTS,
@@ -180,7 +181,7 @@ class BatchOptions(SharedOptions):
         target = LoadOptions(
             **draft,
             cache_ram=self.cache_ram << 20,
-            kv_unified=self.kv_unified,
+            kv_unified=self.kv_unified is not False,
             chat_template=chat_template,
         )
         return target, draft
@@ -234,7 +235,7 @@ def generate(
             finish_job(console, report, as_json=output.as_json)
             return
         source, invalid = prompts.read(), InvalidLines()
-        with_grammar = []
+        with_grammar: list[Request] = []
 
         def read() -> Iterator[Request]:
             for request in job.requests(source, text, grammar, invalid):

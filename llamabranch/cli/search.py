@@ -27,9 +27,10 @@ from llamabranch.search import (
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .console import Console, print_json
-from .drafters import drafting_contexts, open_pair
+from .drafters import drafting_contexts
 from .files import check_new_file, write_new_file
 from .interrupts import InterruptHandler
+from .opening import open_pair
 from .options import (
     OUTPUT,
     ChatOptions,

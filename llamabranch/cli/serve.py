@@ -15,8 +15,8 @@ from llamabranch.serve import ServeSettings
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .console import print_json
-from .drafters import open_pair
 from .jsonl import read_text
+from .opening import open_pair
 from .options import (
     SAMPLING,
     DraftedOptions,
@@ -55,9 +55,7 @@ class ServerOptions:
     allowed_host: list[str] | None = option(
         None, "A name by which the server may be called, besides localhost; may be repeated."
     )
-    alias: str | None = option(
-        None, "The model's name for clients; several with commas between.", "--alias", "-a"
-    )
+    alias: str | None = option(None, "The model's name for clients; several with commas between.")
     max_queue: int = option(256, "Requests that may wait; more get 429.", min=0)
     max_body: str = option("8M", "The longest body, such as 500k.", metavar="BYTES")
     request_timeout: float = option(

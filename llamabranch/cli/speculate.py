@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -32,11 +33,11 @@ from .console import Console, print_json
 from .drafters import (
     drafting_contexts,
     has_model,
-    open_pair,
     tree_sequences,
 )
 from .files import check_new_file, write_new_file
 from .interrupts import InterruptHandler
+from .opening import open_pair
 from .options import (
     DRAFTING,
     OUTPUT,
@@ -151,14 +152,12 @@ def speculate(
         output.check()
         seed = secrets.randbits(31) if output.compare_plain and text.seed is None else text.seed
         params, grammar, prompt = text.params(seed), text.parse_grammar(), given.read()
-        target, drafters = models.resolve(console, has_grammar=grammar is not None)
+        target, drafters = names = models.resolve(console, has_grammar=grammar is not None)
         if models.draft_width > 1 and not has_model(drafters):
             raise ConfigError("a token tree needs a draft model", hint="name one with --draft")
         runtime = runtime.with_room(target, prompt, text.max_tokens, chat)
-        options = models.contexts(config, chat.template)
-        context, drafter = open_pair(
-            runtime, (target, drafters), console, stack, *options, width=models.draft_width
-        )
+        opened, width = models.contexts(config, chat.template), models.draft_width
+        context, drafter = open_pair(runtime, names, console, stack, *opened, width=width)
         params = text.without_eog(params, context.model)
         request = _Request(
             chat.prompt_tokens(context.model, prompt), text.max_tokens, params, text.stop_strings,
@@ -170,11 +169,10 @@ def speculate(
         machine = Machine.now()
         with InterruptHandler([context, *drafting_contexts(drafter)]) as interrupts:
             _warm_up(request, speculator, output.compare_plain, interrupts)
-            if not output.as_json:
-                if drafters:
-                    console.legend()
-                if output.shows_prompt(console):
-                    console.write(chat.shown_prompt(prompt), "dim")
+            if drafters and not output.as_json:
+                console.legend()
+            if output.shows_prompt(console) and not output.as_json:
+                console.write(chat.shown_prompt(prompt), "dim")
             show = None if output.as_json else console.emit
             first = run(lambda: request.start(speculator), show, interrupts)
             explanation, length = speculator.explain(), speculator.length.explain()
@@ -257,7 +255,7 @@ def _warm_up(
     if plain:
         contestants.append(Speculator(speculator.target, NullDrafter(), config))
     for each in contestants:
-        run(lambda each=each: request.start(each, N_WARM_UP_TOKENS), None, interrupts)
+        run(partial(request.start, each, N_WARM_UP_TOKENS), None, interrupts)
 
 
 def _rule_in_effect(speculator: Speculator, sampling: SamplingParams) -> str:

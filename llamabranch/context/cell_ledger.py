@@ -89,9 +89,8 @@ class CellLedger:
     def __init__(self, n_cells: int, n_seq_max: int) -> None:
         self.n_cells = n_cells
         self.n_seq_max = n_seq_max
-        self.clock = (
-            0  # cells written so far; a later one has a higher cell index if no hole was filled
-        )
+        # Cells written so far; a later one has a higher cell index if no hole was filled.
+        self.clock = 0
         self._sequences = [_Sequence() for _ in range(n_seq_max)]
         self._newest = [-1] * n_seq_max  # the write index at the end of each sequence
 
@@ -214,14 +213,12 @@ class CellLedger:
         owner = s.run.owner
         if owner == seq_id:
             return False
-        slices = self._sequences[
-            owner
-        ].slices  # by position, and a cell has one position everywhere
+        slices = self._sequences[owner].slices  # by position: a cell has one position everywhere
         i = bisect_right(slices, s.position + low - s.low, key=_position)
         return i > 0 and slices[i - 1].run is s.run and high <= slices[i - 1].high
 
     def _shared_runs(self, seq_id: int) -> dict[_Run, list[tuple[int, int]]]:
-        """Return for each run that a sequence refers to what others have of it."""
+        """Return for each run of a sequence which parts of it other sequences hold."""
         found: dict[_Run, list[tuple[int, int]]] = {
             s.run: [] for s in self._sequences[seq_id].slices
         }

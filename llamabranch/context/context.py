@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 from collections.abc import Iterator
@@ -17,21 +16,25 @@ from typing_extensions import Self, Unpack
 from ..arguments import instance, plain_int, real, shown, whole
 from ..errors import (
     BranchStateError,
-    CapacityError,
     ConfigError,
-    SequencesExhaustedError,
     UnsupportedError,
 )
 from ..model import Model, TokenIds, token_list
-from ..native import ContextHandle, HeadOf, NativeContextParams, heads, max_sequences
+from ..native import (
+    ContextHandle,
+    HeadOf,
+    NativeContextParams,
+    StateLayout,
+    heads,
+    max_sequences,
+)
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base
 from .batch import decode_run
-from .capabilities import Capabilities, of_sharing_head, probe
+from .capabilities import Capabilities, Trial, of_sharing_head, probe
 from .cell_ledger import Usage
 from .compaction import rewrite_in_order
 from .decoder import Decoder
-from .hidden_states import HiddenStates
 from .kv_cache import KVCache
 from .logits import LogitsRow
 from .params import ContextOptions, ContextParams, warn_of_length
@@ -43,7 +46,6 @@ from .threads import ThreadTuner, ThreadWatch
 __all__ = ["Context", "text_context"]
 
 Logits = npt.NDArray[np.float32]
-States = npt.NDArray[np.float32]
 
 _RECLAIMED_PART = 8  # of the cache: what the prefix cache gives up, at least, when cells are needed
 
@@ -99,89 +101,29 @@ class Context:
         target: Context | None = None,
         **options: Unpack[ContextOptions],
     ) -> None:
-        instance("model", model, Model, "load a file with Model(path), or both with lb.load(path)")
-        if target is not None:
-            meant = "give the context that generates, for example lb.load(), not its model or name"
-            instance("target", target, Context, meant)
-        given = ContextParams(**options) if params is None else replace(params, **options)
-        if target is not None:
-            given = _head_params(model, target, given)
-        elif model.architecture == "eagle3" and not model.vocab_only:
-            raise UnsupportedError(
-                f"{model.name} is an EAGLE-3 head: it computes only beside its target",
-                hint="give the target's context: Context(head, target=ctx)",
-            )
-        elif model.vocab_only or not model.can_generate:
-            kind = "only its vocabulary is loaded" if model.vocab_only else "it predicts no tokens"
-            hint = None
-            if model.n_mtp_layers and not model.vocab_only:
-                kind += ", its MTP layers compute only beside their target"
-                hint = "give the target's context: Context(head, target=ctx)"
-            raise UnsupportedError(f"cannot create a context for {model.name}: {kind}", hint=hint)
+        given = _given_params(model, target, params, options)
         resolved = given.resolve(model)
-        trained = given.trained_length(model)
-        # Many cells for several sequences are usually meant for many texts, otherwise for a long one.
-        n_ctx = given.n_ctx if given.n_seq_max in (None, 1) else None
-        if trained is not None and n_ctx is not None and n_ctx > trained:
-            warn_of_length(f"n_ctx={n_ctx} is", trained, n_ctx)
-            trained = None  # warn only once
-        tuner = ThreadTuner(
-            model,
-            given.n_threads,
-            given.n_threads_batch,
-            changes_logits=model.memory_type != "recurrent" and resolved.threads_change_logits,
-        )
+        trained = _trained_length(model, given)
+        resolved, handle, tuner, trial = _open(model, resolved, given, target)
         native = resolved.native()
-        native = replace(native, n_threads=tuner.n_threads, n_threads_batch=tuner.n_threads_batch)
-        handle = _create(model, native, target)
-        if not handle.has_memory:
-            handle.close()
-            raise UnsupportedError(f"{model.name} has no memory: it cannot generate")
-        self.model = model
-        self.target = target
+        self.model, self.target = model, target
         self.kv_type = resolved.kv_type
         self.n_ctx = handle.n_ctx
         self.n_ctx_seq = handle.n_ctx_seq
         self.n_batch = handle.n_batch
         self.n_seq_max = n_seq_max = native.n_seq_max
-        self.n_outputs_max = native.n_outputs_max
+        self.n_outputs_max = handle.n_outputs_max
         self.n_vocab = model.n_vocab
         self._owns_model = owns_model
         self._lock = handle.lock
         try:
-            if target is not None and model.shares_memory:  # trials need memory
-                self.capabilities = of_sharing_head(target.capabilities)
-                layout, n_decodes = None, 0
-            else:
-                tuner.tune(handle)
-                self.capabilities, layout, n_decodes = probe(
-                    handle,
-                    model,
-                    n_seq_max,
-                    kv_type=resolved.kv_type,
-                    flash_attention=resolved.flash_attention,
-                    swa_full=resolved.swa_full,
-                    batch_invariant=resolved.batch_invariant,
-                    is_head=target is not None,
-                )
-            self._encoder = None
-            if target is not None:
-                if not self.capabilities.can_truncate and not model.shares_memory:
-                    raise UnsupportedError(
-                        "a head must be able to drop what it has drafted", hint="leave swa_full out"
-                    )
-                self._encoder = self._open_head(handle, target)
-            if not handle.kv_unified and (layout is None or not layout.is_cells_only):
-                raise UnsupportedError(
-                    "kv_unified=False: llama.cpp writes K/V in an unknown form, so forks cannot copy it"
-                )
+            self.capabilities, layout, n_decodes = trial
+            encoder = None if target is None else _open_head(handle, model, target)
         except BaseException:
             handle.close()
             raise
         self.n_threads, self.n_threads_batch = tuner.n_threads, tuner.n_threads_batch
-        self.params = replace(
-            resolved, n_threads=tuner.n_threads, n_threads_batch=tuner.n_threads_batch
-        )
+        self.params = tuner.filled(resolved)
         self._cache = KVCache(
             handle,
             n_seq_max,
@@ -198,28 +140,14 @@ class Context:
             n_trained=trained,
             watch=ThreadWatch.of(handle, model, tuner),
             eog_tokens=sorted(model.eog_tokens),
+            encoder=encoder,
         )
-        self._leases = SequenceIds(n_seq_max)
+        self.sequences = SequenceIds(self._cache, self._lock, self._check_raw, lambda: self.closed)
         self.prefix_cache = None
         if resolved.prefix_cache:
             self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
         self._last_rows: list[LogitsRow] = []
         self.release_threads()
-
-    def _open_head(self, handle: ContextHandle, target: Context) -> heads.Encoder | None:
-        """Let the target keep its hidden states; return the head's encoder, if it has one."""
-        layers = self.model.target_layers or (target.model.n_layer,)
-        reader = weakref.ref(handle)
-
-        def is_read() -> bool:
-            found = reader()
-            return found is not None and not found.closed
-
-        with target.lock:
-            width = target.decoder.watch_hidden(layers, is_read).width
-        if not self.model.target_layers:
-            return None
-        return heads.Encoder(handle, width, min(self.n_outputs_max, handle.n_chunk))
 
     def _open_prefix_cache(self, cache_ram: int) -> PrefixCache:
         if cache_ram and not self._cache.can_copy:
@@ -230,11 +158,11 @@ class Context:
             )
         leased = None
         if self.capabilities.recurrent or not self.capabilities.can_share:
-            leased = LeasedSequences(
-                self._cache, self._lease_if_free, self.return_lease, self._leases.transfer
-            )
+            leased = LeasedSequences(self._cache, self.sequences)
         saved = SavedPrefixes(cache_ram) if cache_ram else None
-        return PrefixCache(self._cache, leased, saved, self._decoder)
+        prefixes = PrefixCache(self._cache, leased, saved, self._decoder)
+        self.sequences.evict = prefixes.evict_text
+        return prefixes
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -341,117 +269,10 @@ class Context:
         """The cells; for branches, not for users."""
         return self._cache
 
-    def lease(self, holder: object) -> int:
-        """Lease an empty sequence to ``holder`` until ``return_lease`` or its garbage collection.
-
-        Raises:
-            SequencesExhaustedError: all are taken; the message lists the holders.
-            UnsupportedError: a head that reads the sequences of its target.
-        """
-        with self._lock:
-            self._check_open()
-            self._check_own_memory()
-            self._collect_forgotten()
-            first = self._cache.first_position
-            if len(self._leases) == self.n_seq_max:
-                gc.collect()  # an unreferenced branch may be in a reference cycle
-                self._collect_forgotten(noted=False)
-            while len(self._leases) == self.n_seq_max and self._n_seq_cached:
-                if self.prefix_cache is None or not self.prefix_cache.evict_text():
-                    break
-            return self._leases.lend(holder, lambda seq_id: first(seq_id) < 0)
-
-    def _lease_if_free(self, holder: object) -> int | None:
-        first = self._cache.first_position
-        try:
-            return self._leases.lend(holder, lambda seq_id: first(seq_id) < 0)
-        except SequencesExhaustedError:
-            return None
-
-    @property
-    def _n_seq_cached(self) -> int:
-        """How many of the leased sequences are the prefix cache's, which gives them up if asked."""
-        return sum(1 for seq_id in self._cache.keepers if seq_id < self.n_seq_max)
-
-    def hidden_states(self, seq_id: int, tokens: list[int], start: int) -> States:
-        """Return the hidden states of a sequence's tokens from ``start`` on, float32 (n, width), a copy.
-
-        Only while a head reads them. Where some are missing, because the tokens were decoded before the
-        head was opened, the tokens are decoded once more, in another sequence. Without a sequence or
-        cells for that only the rows after the last one missing are returned.
-
-        Raises:
-            CapacityError: that would be none.
-        """
-        with self._lock:
-            self._check_open()
-            hidden = self._cache.hidden
-            if hidden is None:
-                raise UnsupportedError("the context keeps no hidden states: no head reads them")
-            found = hidden.of(seq_id, start, len(tokens))
-            if any(row is None for row in found):
-                try:
-                    self._read_again(seq_id, tokens, hidden)
-                    found = hidden.of(seq_id, start, len(tokens))
-                except CapacityError:
-                    missing = [i for i, row in enumerate(found) if row is None]
-                    found = found[missing[-1] + 1 :]
-                    if not found:
-                        raise
-            rows = [row for row in found if row is not None]
-            return np.stack(rows) if rows else np.empty((0, hidden.width), dtype=np.float32)
-
-    def _read_again(self, seq_id: int, tokens: list[int], hidden: HiddenStates) -> None:
-        """Decode the tokens of a sequence once more, in another one, for their hidden states."""
-        holder = _Reading()
-        other = self.lease(holder)
-        try:
-            decode_run(self._decoder, tokens, other, "none")
-            hidden.set_all(seq_id, hidden.all_of(other))
-        finally:
-            self.return_lease(other)
-
-    def encode(self, features: States) -> States:
-        """Return what the encoder of this head makes of ``features``, float32 (n, n_embd), a copy."""
-        with self._lock:
-            self._check_open()
-            if self._encoder is None:
-                return features  # MTP layers read the states as they are
-            return self._decoder.encode(self._encoder, features)
-
-    @property
-    def encoder(self) -> heads.Encoder | None:
-        """Of a head: what its features go through; None if it reads hidden states as they are."""
-        return self._encoder
-
-    def return_lease(self, seq_id: int) -> None:
-        """End the lease of a sequence and empty it."""
-        with self._lock:
-            if seq_id in self._leases:
-                if not self.closed:
-                    self._cache.drop(seq_id, 0)
-                self._leases.end(seq_id)
-
-    def _collect_forgotten(self, *, noted: bool = True) -> None:
-        for seq_id in self._leases.forgotten(noted=noted):
-            self.return_lease(seq_id)
-
     @property
     def n_seq_free(self) -> int:
         """How many sequences could be leased now."""
-        with self._lock:
-            self._collect_forgotten()
-            first = self._cache.first_position
-            seqs = range(self.n_seq_max)
-            empty = sum(1 for seq_id in seqs if seq_id not in self._leases and first(seq_id) < 0)
-            return empty + self._n_seq_cached
-
-    def holders(self) -> list[object]:
-        """Return the holders of leased sequences, ordered by sequence id."""
-        with self._lock:
-            self._collect_forgotten()
-            found = (self._leases.holder(seq_id) for seq_id in range(self.n_seq_max))
-            return [holder for holder in found if holder is not None]
+        return self.sequences.n_free
 
     def compact(self) -> bool:
         """Write all branches again, in order and without holes; False if raw sequences hold cells.
@@ -460,7 +281,9 @@ class Context:
         """
         if not self.capabilities.can_share:
             return True
-        return rewrite_in_order(self._cache, self._decoder, self.holders(), self.prefix_cache)
+        return rewrite_in_order(
+            self._cache, self._decoder, self.sequences.holders(), self.prefix_cache
+        )
 
     def _reclaim(self, n: int) -> bool:
         """Free cells for ``n`` tokens, if any can be freed; True if some were.
@@ -496,7 +319,7 @@ class Context:
         """Return how full the cache is."""
         with self._lock:
             self._check_open()
-            self._collect_forgotten()
+            self.sequences.collect()
             return self._cache.usage()
 
     def audit(self) -> None:
@@ -510,18 +333,18 @@ class Context:
             return
         with self._lock:
             self._check_open()
-            self._collect_forgotten()
+            self.sequences.collect()
             self._cache.audit(ends_only=not self.capabilities.can_truncate)
 
     def _check_raw(self, *seq_ids: int) -> list[int]:
         self._check_open()
         self._check_own_memory()
-        self._collect_forgotten()
+        self.sequences.collect()
         checked = [self._check_seq(seq_id) for seq_id in seq_ids]
         for seq_id in checked:
-            if seq_id in self._leases:
+            if seq_id in self.sequences:
                 raise BranchStateError(
-                    f"sequence {seq_id} is leased to {self._leases.holder(seq_id)!r}"
+                    f"sequence {seq_id} is leased to {self.sequences.holder(seq_id)!r}"
                 )
         return checked
 
@@ -667,7 +490,7 @@ class Context:
         with self._lock:
             (seq_id,) = self._check_raw(seq_id)
             for other in range(self.n_seq_max):
-                if other != seq_id and other not in self._leases:
+                if other != seq_id and other not in self.sequences:
                     self._cache.drop(other, 0)
 
     def kv_cache_clear(self) -> None:
@@ -679,8 +502,8 @@ class Context:
         with self._lock:
             self._check_open()
             self._check_own_memory()
-            self._collect_forgotten()
-            n_branches = len(self._leases) - self._n_seq_cached
+            self.sequences.collect()
+            n_branches = self.sequences.n_held
             if n_branches:
                 raise BranchStateError(
                     f"{n_branches} branches still use the cache",
@@ -707,10 +530,6 @@ class Context:
         return self.model.detokenize(tokens, special=special)
 
 
-class _Reading:
-    """Holds a sequence in which tokens are decoded once more for their hidden states."""
-
-
 def text_context(name: str, value: object) -> Context:
     """Return ``value`` if it is a context that texts are generated with.
 
@@ -729,10 +548,128 @@ def text_context(name: str, value: object) -> Context:
     return context
 
 
+def _given_params(
+    model: Model, target: Context | None, params: ContextParams | None, options: ContextOptions
+) -> ContextParams:
+    """Return the parameters that were given; for a head the target's where none are."""
+    instance("model", model, Model, "load a file with Model(path), or both with lb.load(path)")
+    if target is not None:
+        meant = "give the context that generates, for example lb.load(), not its model or name"
+        instance("target", target, Context, meant)
+    given = ContextParams(**options) if params is None else replace(params, **options)
+    if target is not None:
+        return _head_params(model, target, given)
+    _check_generates(model)
+    return given
+
+
+def _check_generates(model: Model) -> None:
+    """Raise UnsupportedError, with the reason, unless ``model`` generates text by itself."""
+    if model.architecture == "eagle3" and not model.vocab_only:
+        raise UnsupportedError(
+            f"{model.name} is an EAGLE-3 head: it computes only beside its target",
+            hint="give the target's context: Context(head, target=ctx)",
+        )
+    if model.vocab_only or not model.can_generate:
+        kind = "only its vocabulary is loaded" if model.vocab_only else "it predicts no tokens"
+        hint = None
+        if model.n_mtp_layers and not model.vocab_only:
+            kind += ", its MTP layers compute only beside their target"
+            hint = "give the target's context: Context(head, target=ctx)"
+        raise UnsupportedError(f"cannot create a context for {model.name}: {kind}", hint=hint)
+
+
+def _trained_length(model: Model, given: ContextParams) -> int | None:
+    """Return the length beyond which a text warns, None if none does; warn now of ``n_ctx`` itself."""
+    trained = given.trained_length(model)
+    # Many cells for several sequences are usually meant for many texts, otherwise for a long one.
+    n_ctx = given.n_ctx if given.n_seq_max in (None, 1) else None
+    if trained is None or n_ctx is None or n_ctx <= trained:
+        return trained
+    warn_of_length(f"n_ctx={n_ctx} is", trained, n_ctx)
+    return None  # warn only once
+
+
+def _open(
+    model: Model, resolved: ContextParams, given: ContextParams, target: Context | None
+) -> tuple[ContextParams, ContextHandle, ThreadTuner, Trial]:
+    """Create the native context and try out what it can do; twice where that changes its parameters.
+
+    Batches that are not exact get the K/V type that is faster, and with ``batch_invariant=True`` no more
+    rows at once than are exact.
+    """
+    first = resolved
+    reason = ""
+    while True:
+        changes_logits = model.memory_type != "recurrent" and resolved.threads_change_logits
+        threads = given.n_threads, given.n_threads_batch
+        tuner = ThreadTuner(model, *threads, changes_logits=changes_logits)
+        params = tuner.filled(resolved)
+        handle = _create(model, params.native(), target)
+        try:
+            if target is not None and model.shares_memory:  # trials need memory
+                _check_copies(handle, None)
+                return resolved, handle, tuner, (of_sharing_head(target.capabilities), None, 0)
+            trial = probe(handle, model, params, is_head=target is not None)
+            found = trial[0]
+            if not found.batch_invariant and resolved is first:
+                again = _adapted(resolved, given, found)
+                if again is not None:
+                    handle.close()
+                    resolved, reason = again, found.batch_invariant_reason
+                    continue
+            if target is not None and not found.can_truncate:
+                raise UnsupportedError(
+                    "a head must be able to drop what it has drafted", hint="leave swa_full out"
+                )
+            _check_copies(handle, trial[1])
+            tuner.tune(handle)
+        except BaseException:
+            handle.close()
+            raise
+        if reason and not found.batch_invariant:
+            trial = (replace(found, batch_invariant_reason=reason), *trial[1:])
+        return resolved, handle, tuner, trial
+
+
+def _check_copies(handle: ContextHandle, layout: StateLayout | None) -> None:
+    """Raise UnsupportedError where sequences have cells of their own, and these cannot be copied."""
+    if not handle.kv_unified and (layout is None or not layout.is_cells_only):
+        raise UnsupportedError(
+            "kv_unified=False: llama.cpp writes K/V in an unknown form, so forks cannot copy it"
+        )
+
+
+def _adapted(
+    resolved: ContextParams, given: ContextParams, found: Capabilities
+) -> ContextParams | None:
+    """Return the parameters for a model whose batches are not exact as they are; None = these.
+
+    Raises:
+        UnsupportedError: ``batch_invariant=True`` is not possible.
+    """
+    if resolved.batch_invariant is True:
+        rows = found.exact_rows
+        if rows > 1 and (resolved.kv_unified or rows >= (resolved.n_seq_max or 1)):
+            return replace(resolved, n_ubatch=rows)
+        raise UnsupportedError(
+            f"this context cannot be batch-invariant: {found.batch_invariant_reason}",
+            hint="it takes weights on the CPU of a type that llama.cpp computes alike in all batches, "
+            "such as Q8_0 or Q4_0, kv_type bf16 or q8_0, and flash attention",
+        )
+    if given.kv_type == "auto" and resolved.kv_type != "f16":
+        return replace(resolved, kv_type="f16")
+    return None
+
+
 def _create(model: Model, native: NativeContextParams, target: Context | None) -> ContextHandle:
     """Return the native context; ``target`` for that of a head."""
     if target is None:
-        return ContextHandle(model.handle, native)
+        handle = ContextHandle(model.handle, native)
+        if not handle.has_memory:
+            handle.close()
+            raise UnsupportedError(f"{model.name} has no memory: it cannot generate")
+        return handle
     with target.lock:
         if model.shares_memory and target.usage().cells_used:
             raise BranchStateError(
@@ -741,6 +678,22 @@ def _create(model: Model, native: NativeContextParams, target: Context | None) -
             )
         head = HeadOf(target.decoder.handle, not model.target_layers, model.shares_memory)
         return ContextHandle(model.handle, native, head)
+
+
+def _open_head(handle: ContextHandle, model: Model, target: Context) -> heads.Encoder | None:
+    """Let the target keep its hidden states; return the head's encoder, if it has one."""
+    layers = model.target_layers or (target.model.n_layer,)
+    reader = weakref.ref(handle)
+
+    def is_read() -> bool:
+        found = reader()
+        return found is not None and not found.closed
+
+    with target.lock:
+        width = target.decoder.watch_hidden(layers, is_read).width
+    if not model.target_layers:
+        return None
+    return heads.Encoder(handle, width, min(handle.n_outputs_max, handle.n_chunk))
 
 
 def _head_params(model: Model, target: Context, given: ContextParams) -> ContextParams:

@@ -27,25 +27,25 @@ from .params import warn_of_length
 from .threads import ThreadWatch
 from .timing import seconds_by_size
 
-__all__ = ["DecodeHook", "Decoder", "HeadInput"]
+__all__ = ["DecodeHook", "Decoder", "DraftInput"]
 
 States = npt.NDArray[np.float32]
 
 
-class HeadInput(NamedTuple):
-    """What goes into a head with the unread tokens of a draft.
+class DraftInput(NamedTuple):
+    """What one stream brings into the compiled loop.
 
     Attributes:
-        rows: for each stream float32 (tokens, width).
-        encoder: makes the states of them; None = they are the states.
+        stream: what to draw; it begins at the end of its sequence.
+        unread: tokens that are decoded first.
+        expiring: the rows of its sequence.
+        states: of a head: what goes in with ``unread``, float32 (tokens, width).
     """
 
-    rows: Sequence[States]
-    encoder: heads.Encoder | None
-
-    def in_order(self, order: Sequence[int]) -> HeadInput:
-        """Return the same for the streams in another order."""
-        return HeadInput([self.rows[i] for i in order], self.encoder)
+    stream: DraftStream
+    unread: Sequence[int]
+    expiring: Sequence[LogitsRow] = ()
+    states: States | None = None
 
 
 _INTERRUPTED = 2
@@ -66,6 +66,7 @@ class Decoder:
         n_trained: positions the model was trained for, beyond which it warns; None to never warn.
         watch: times every eighth decode where several threads compute; None to time none.
         eog_tokens: ids that end a draft.
+        encoder: of a head that does not read hidden states as they are: what they go through.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Decoder:
         n_trained: int | None = None,
         watch: ThreadWatch | None = None,
         eog_tokens: Sequence[int] = (),
+        encoder: heads.Encoder | None = None,
     ) -> None:
         self.handle = handle
         self.n_decodes = n_decodes
@@ -87,6 +89,7 @@ class Decoder:
         self.watch = watch
         self._live: list[LogitsRow] = []
         self._eog_tokens = eog_tokens
+        self._encoder = encoder
         self._loop: DraftLoop | None = None
         self._most_loop = 0  # tokens of a decode in it; a larger one is made in Python
 
@@ -245,133 +248,137 @@ class Decoder:
         raise self._failure(code, starts, n, expiring)
 
     def draft(
-        self,
-        streams: Sequence[DraftStream],
-        unread: Sequence[Sequence[int]],
-        most: int,
-        expiring: Sequence[LogitsRow],
-        read: HeadInput | None = None,
+        self, inputs: Sequence[DraftInput], most: int, *, encodes: bool = False
     ) -> list[LogitsRow | None] | None:
-        """Decode ``unread`` and draft after it, with one decode for each position of all streams.
+        """Decode what is unread and draft after it, with one decode for each position of all streams.
 
         Args:
-            streams: what to draw; each begins at the end of its sequence.
-            unread: tokens of each stream that are decoded first; all are empty, and the streams have
-                their rows, or none is.
+            inputs: of each stream; all of them have something unread, or none, and their rows then.
             most: tokens that a stream draws at most.
-            expiring: the rows of the streams' sequences.
-            read: of a head: what goes in with ``unread``.
+            encodes: of a head: whether its encoder makes the states of those that are given.
 
         Returns:
             for each stream the row after its last decoded token, None if a later decode has overwritten
             it. What was decoded is recorded; a decode that failed is undone, and ends the draft: the
-            caller repeats it to learn why. None: not here, nothing was done.
+            caller repeats it to learn why. None if the compiled loop cannot take these streams.
         """
-        handle, cache, n = self.handle, self.cache, len(streams)
+        handle, cache, n = self.handle, self.cache, len(inputs)
         handle.ptr  # noqa: B018  (raises ClosedError)
         if not handle.can_step or handle.stepper is None or cache.hidden is not None:
             return None
-        order = sorted(range(n), key=lambda i: streams[i].seq_id)
+        order = sorted(range(n), key=lambda i: inputs[i].stream.seq_id)
         if not handle.kv_unified and order != list(range(n)):  # as in ``decode``
-            found = self.draft(
-                [streams[i] for i in order],
-                [unread[i] for i in order],
-                most,
-                expiring,
-                None if read is None else read.in_order(order),
-            )
+            found = self.draft([inputs[i] for i in order], most, encodes=encodes)
             return None if found is None else [found[order.index(i)] for i in range(n)]
         if self._loop is None:
             head = heads.DraftHead.of(handle) if handle.is_head else None
             self._loop = DraftLoop(handle.stepper, handle.n_vocab, self._eog_tokens, head)
             self._most_loop = min(handle.n_watched, handle.n_chunk, handle.n_outputs_max)
-        n_first = longest = 0
-        seqs, starts = [], {}
-        for stream, tokens in zip(streams, unread, strict=True):
-            seq_id = stream.seq_id
-            seqs.append(seq_id)
-            starts[seq_id] = start = cache.next_position(seq_id)
-            n_first += len(tokens)
-            longest = max(longest, start + len(tokens) + most)
-        if longest > self._n_trained or n_first >= self._most_loop or n >= self._most_loop:
+        n_first = sum(len(each.unread) for each in inputs)
+        if not self._fits_loop(inputs, n_first, most, encodes=encodes):
             return None
-        if not all(cache.hold_window(s, len(t) + most) for s, t in zip(seqs, unread, strict=True)):
+        features = self._take_states(inputs, n_first, encodes=encodes)
+        expiring = [row for each in inputs for row in each.expiring]
+        n_outputs = n_first if handle.is_head and n_first else n
+        self._protect_rows(n_outputs, expiring)
+        starts = self._write_unread(inputs)
+        timed = self.watch if n_first in (0, n) and features is None else None
+        start_s, start_cpu = (perf_counter(), process_time()) if timed else (0.0, 0.0)
+        try:
+            code = self._loop.run(
+                [each.stream for each in inputs], n_first, handle.n_watched // n, features
+            )
+            n_decodes = self._loop.n_decodes
+            if timed and code == 0 and (self.n_decodes & _WATCHED) + n_decodes > _WATCHED:
+                spent = perf_counter() - start_s, process_time() - start_cpu
+                timed.note_loop(n, n_decodes, *spent)
+            self._record_draft(inputs, n_decodes)
+        except BaseException:  # Ctrl-C arrives when the call returns
+            self._undo(starts, expiring)
+            raise
+        self.n_decodes += n_decodes
+        if code not in (0, 1, -1):
+            self._undo({seq_id: cache.next_position(seq_id) for seq_id in starts}, expiring)
+            if code == -2:
+                handle.forget_rows()
+            return [None] * n
+        if not n_decodes:
+            self._live = [row for row in expiring if row.users > 0]
+            return [None] * n
+        for row in expiring:
+            row.invalidate()
+        found = self._rows_of([each.stream.output for each in inputs], n_outputs)
+        self._live = [row for row in found if row is not None]
+        return found
+
+    def _fits_loop(
+        self, inputs: Sequence[DraftInput], n_first: int, most: int, *, encodes: bool
+    ) -> bool:
+        """Return whether the compiled loop can decode what is unread and ``most`` tokens of each."""
+        if max(n_first, len(inputs)) >= self._most_loop:
+            return False
+        if encodes and self._encoder is not None and n_first > self._encoder.n_max:
+            return False
+        cache, longest = self.cache, self._n_trained - most
+        for stream, unread, _, _ in inputs:
+            if cache.next_position(stream.seq_id) + len(unread) > longest:
+                return False
+            if not cache.hold_window(stream.seq_id, len(unread) + most):
+                return False
+        return True
+
+    def _take_states(
+        self, inputs: Sequence[DraftInput], n_first: int, *, encodes: bool
+    ) -> States | None:
+        """Write what a head reads with what is unread; return it if it must be encoded first."""
+        given = [each.states for each in inputs if each.states is not None]
+        if not n_first or not given:
             return None
-        features = None
-        if read is not None and n_first:
-            features = read.rows[0] if n == 1 else np.concatenate(read.rows)
-            if read.encoder is None:
-                handle.states[:n_first] = features
-                features = None
-            elif n_first > read.encoder.n_max:
-                return None
-            else:
-                read.encoder.check(features)
-                features = np.ascontiguousarray(features)
+        states = given[0] if len(given) == 1 else np.concatenate(given)
+        if encodes and self._encoder is not None:
+            self._encoder.check(states)
+            return np.ascontiguousarray(states)
+        self.handle.states[:n_first] = states
+        return None
+
+    def _write_unread(self, inputs: Sequence[DraftInput]) -> dict[int, int]:
+        """Write what is unread into the batch; return where the sequences end."""
+        handle, at = self.handle, 0
         # llama.cpp computes EAGLE-3's logits for every entry and takes the first rows of them: entries
         # without logits may not come before others in a batch of a head.
-        wants_all = int(read is not None)
-        n_outputs = n_first if wants_all and n_first else n
-        self._protect_rows(n_outputs, expiring)
-        at = 0
-        for i, (seq_id, tokens) in enumerate(zip(seqs, unread, strict=True)):
-            for position, token in enumerate(tokens, starts[seq_id]):
+        wants_all = handle.is_head
+        starts: dict[int, int] = {}
+        for i, (stream, unread, _, _) in enumerate(inputs):
+            seq_id = stream.seq_id
+            starts[seq_id] = self.cache.next_position(seq_id)
+            for position, token in enumerate(unread, starts[seq_id]):
                 handle.tokens[at] = token
                 handle.positions[at] = position
                 handle.seqs[at] = seq_id
                 handle.wants_logits[at] = wants_all
                 at += 1
-            if tokens:
+            if unread:
                 handle.wants_logits[at - 1] = 1
-            streams[i].begin_at(at - 1 if wants_all else i)
-        timed = self.watch if n_first in (0, n) and features is None else None
-        start_s, start_cpu = (perf_counter(), process_time()) if timed else (0.0, 0.0)
-        try:
-            code = self._loop.run(streams, n_first, handle.n_watched // n, features)
-            n_decodes = self._loop.n_decodes
-            if timed and code == 0 and (self.n_decodes & _WATCHED) + n_decodes > _WATCHED:
-                spent = perf_counter() - start_s, process_time() - start_cpu
-                timed.note_loop(n, n_decodes, *spent)
-            self._record_draft(seqs, unread, [stream.n_decoded for stream in streams], n_decodes)
-        except BaseException:  # Ctrl-C arrives when the call returns
-            self._undo(starts, expiring)
-            raise
-        self.n_decodes += n_decodes
-        is_lost = code not in (0, 1, -1)
-        if is_lost:
-            self._undo({seq_id: cache.next_position(seq_id) for seq_id in seqs}, ())
-            if code == -2:
-                handle.forget_rows()
-        if n_decodes or is_lost:
-            for row in expiring:
-                row.invalidate()
-        rows: list[LogitsRow | None] = [None] * n
-        if n_decodes and not is_lost:
-            arrays = handle.rows(n_outputs)
-            address, size = handle.rows_address or 0, 4 * handle.n_vocab
-            for i, stream in enumerate(streams):
-                if (number := stream.output) >= 0:
-                    rows[i] = LogitsRow(arrays[number], address + number * size)
-            self._live = [row for row in rows if row is not None]
-        elif not is_lost:
-            self._live = [row for row in expiring if row.users > 0]
-        return rows
+            stream.begin_at(at - 1 if wants_all else i)
+        return starts
 
-    def _record_draft(
-        self,
-        seqs: Sequence[int],
-        unread: Sequence[Sequence[int]],
-        n_decoded: Sequence[int],
-        n_decodes: int,
-    ) -> None:
+    def _rows_of(self, numbers: Sequence[int], n_outputs: int) -> list[LogitsRow | None]:
+        """Return the rows of these numbers, None for -1, of a decode that had ``n_outputs`` at first."""
+        arrays = self.handle.rows(n_outputs)
+        at, size = self.handle.rows_address or 0, 4 * self.handle.n_vocab
+        return [LogitsRow(arrays[i], at + i * size) if i >= 0 else None for i in numbers]
+
+    def _record_draft(self, inputs: Sequence[DraftInput], n_decodes: int) -> None:
         """Record the decodes of a draft: the unread tokens, then one of each stream that went on."""
-        if len(seqs) == 1:
-            self.cache.append(seqs[0], n_decoded[0] + (len(unread[0]) if n_decodes else 0))
+        cache, streams = self.cache, [each.stream for each in inputs]
+        if len(inputs) == 1:
+            n_read = len(inputs[0].unread) if n_decodes else 0
+            cache.append(streams[0].seq_id, streams[0].n_decoded + n_read)
             return
-        if n_decodes and any(unread):
-            self.cache.record([s for s, t in zip(seqs, unread, strict=True) for _ in t])
-        for step in range(max(n_decoded)):
-            self.cache.record([s for s, n in zip(seqs, n_decoded, strict=True) if n > step])
+        if n_decodes and inputs[0].unread:
+            cache.record([each.stream.seq_id for each in inputs for _ in each.unread])
+        for step in range(max(stream.n_decoded for stream in streams)):
+            cache.record([stream.seq_id for stream in streams if stream.n_decoded > step])
 
     def _warn_beyond_trained(self) -> None:
         trained, self._n_trained = self._n_trained, END
@@ -396,7 +403,7 @@ class Decoder:
         """Free cells for ``n`` tokens, if any can be freed; True if the decode may be tried again."""
         if not self.handle.kv_unified:  # others cannot give cells to a sequence
             return False
-        if not self.cache.n_reserved and not self.cache.keepers:
+        if not self.cache.n_reserved and not self.cache.prefix_seq_ids:
             return False
         for row in expiring:
             row.detach()
@@ -548,12 +555,17 @@ class Decoder:
         finally:
             handle.clear()
 
-    def encode(self, encoder: heads.Encoder, features: States) -> States:
+    def encode(self, features: States) -> States:
         """Return the states that a head's encoder makes of ``features``, float32 (n, n_embd), a copy.
+
+        MTP layers have none: they read the states as they are.
 
         Raises:
             DecodeError: llama.cpp cannot compute them; nothing has changed.
         """
+        encoder = self._encoder
+        if encoder is None:
+            return features
         self._protect_rows(0, ())
         self.handle.forget_rows()
         parts = []
@@ -570,7 +582,7 @@ class Decoder:
     def make_room(self, n: int) -> None:
         """Free reserved and cached cells if ``n`` cells would not be free otherwise."""
         cache = self.cache
-        if (cache.n_reserved or cache.keepers) and cache.n_vacant < n:
+        if (cache.n_reserved or cache.prefix_seq_ids) and cache.n_vacant < n:
             self._make_room(n, ())
 
 

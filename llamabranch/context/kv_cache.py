@@ -62,16 +62,15 @@ class KVCache:
         self._window = window
         self._held: dict[int, int] = {}  # up to which position the twin of a sequence has its cells
         self.append = self._append_and_hold if window else self.ledger.append
-        self.keepers: set[int] = set()  # the sequences of the prefix cache
+        self.prefix_seq_ids: set[int] = set()  # the sequences of the prefix cache
         self.hidden: HiddenStates | None = None  # of its tokens, while a head reads them
         self._handle = handle
         self.is_unified = handle.kv_unified
         self.n_cells_seq = handle.n_ctx_seq
         self._with_holes: set[int] = set()  # sequences with own cells, cut in their middle
         self.order: CellOrder | None = None
-        if (
-            keeps_order and self.is_unified and n_seq_max < max_sequences()
-        ):  # the reserved cells need a sequence id
+        # The reserved cells need a sequence id.
+        if keeps_order and self.is_unified and n_seq_max < max_sequences():
             self.order = CellOrder(handle, self.ledger, max_sequences() - 1)
 
     # -- what was written --------------------------------------------------------------------------
@@ -220,7 +219,7 @@ class KVCache:
         """Drop everything; what the prefix cache keeps too."""
         self._handle.clear()
         self.ledger.clear()
-        self.keepers.clear()
+        self.prefix_seq_ids.clear()
         self._with_holes.clear()
         self._held.clear()
         if self.order is not None:
@@ -290,7 +289,7 @@ class KVCache:
     def keep(self, seq_id: int) -> None:
         """Count a sequence as one of the prefix cache, which may be beyond those of the context."""
         self.ledger.make_sequence(seq_id)
-        self.keepers.add(seq_id)
+        self.prefix_seq_ids.add(seq_id)
 
     @property
     def n_seq_ids(self) -> int:
@@ -355,9 +354,9 @@ class KVCache:
     @property
     def n_free(self) -> int:
         """Number of cells that no sequence uses, or only the prefix cache."""
-        ledger, keepers = self.ledger, self.keepers
+        ledger, prefix_seq_ids = self.ledger, self.prefix_seq_ids
         seqs = range(ledger.n_seq_max)
-        return ledger.n_cells - ledger.n_used(s for s in seqs if s not in keepers)
+        return ledger.n_cells - ledger.n_used(s for s in seqs if s not in prefix_seq_ids)
 
     @property
     def n_reserved(self) -> int:
@@ -373,7 +372,7 @@ class KVCache:
 
     def usage(self) -> Usage:
         """Return how full the cache is."""
-        usage = self.ledger.usage(self.keepers)
+        usage = self.ledger.usage(self.prefix_seq_ids)
         if not self.is_unified:
             in_order = not self._with_holes
             return replace(usage, in_order=in_order, cells_per_sequence=self.n_cells_seq)

@@ -246,9 +246,8 @@ class LogitsRow:
         row = self.array
         top = float(row[self.best])
         shifted = row - top
-        np.maximum(
-            shifted, _FLOOR, out=shifted
-        )  # a logit of -inf has weight 0, and 0 * -inf is NaN
+        # A logit of -inf has weight 0, and 0 * -inf is NaN.
+        np.maximum(shifted, _FLOOR, out=shifted)
         # Sums in 64 bits, as the core's: how 32-bit sums round depends on the processor's BLAS.
         weights = np.exp(shifted).astype(np.float64)
         total = float(weights.sum())

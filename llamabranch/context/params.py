@@ -24,7 +24,8 @@ DEFAULT_N_SEQ_MAX = 8
 _MOST_WITH_PREFIXES = max_sequences() - 16  # sequences, so that some ids are left for kept texts
 _STEP = 256  # llama.cpp rounds the cells of a cache up to a multiple of this
 
-# Measured: with these, flash attention on, and Q8_0 weights, logits do not depend on the batch.
+# With these and flash attention on, attention does not depend on the batch: f16 takes another path from
+# 512 cells on, and with 64 rows. The weights are measured: exactness.py.
 INVARIANT_KV_TYPES = ("bf16", "q8_0")
 
 
@@ -217,13 +218,13 @@ class ContextParams:
         )
 
     def _resolved_kv_type(self, model: Model) -> str:
-        """Return the K/V type that "auto" selects: bf16 where it makes batches exact, f16 elsewhere."""
+        """Return the K/V type that "auto" tries first: bf16 where it may make batches exact."""
         if self.kv_type != "auto":
             return self.kv_type
         exact = (
             self.batch_invariant is not False
             and self.flash_attention is not False
-            and model.file_type == "Q8_0"
+            and model.memory_type == "attention"
             and not model.on_gpu
         )
         return "bf16" if exact else "f16"
@@ -262,13 +263,13 @@ class ContextParams:
             n_outputs_max=n_outputs_max,
             n_threads=self.n_threads or available_cores(),
             n_threads_batch=self.n_threads_batch or self.n_threads or available_cores(),
-            flash_attention=FLASH_ATTENTION[self.flash_attention],
+            flash_attn_type=FLASH_ATTENTION[self.flash_attention],
             type_k=KV_TYPES[self.kv_type],
             type_v=KV_TYPES[self.kv_type],
             swa_full=self.swa_full,
             offload_kqv=self.offload_kqv,
             kv_unified=self.kv_unified,
-            rope_scaling=ROPE_SCALING[self.rope_scaling],
+            rope_scaling_type=ROPE_SCALING[self.rope_scaling],
             rope_freq_base=self.rope_freq_base,
             rope_freq_scale=self.rope_freq_scale,
             yarn_ext_factor=self.yarn_ext_factor,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from .decoder import Decoder
 from .kv_cache import END, KVCache
 from .radix_tree import RadixTree
 from .saved_prefixes import SavedPrefixes, SavedText
+from .sequence_ids import SequenceIds
 
 __all__ = ["KeptSequences", "LeasedSequences", "PrefixCache"]
 
@@ -56,7 +57,7 @@ class _ExtraSequences:
         return seq_id
 
     def give_back(self, seq_id: int) -> None:
-        self._cache.keepers.discard(seq_id)
+        self._cache.prefix_seq_ids.discard(seq_id)
         heapq.heappush(self._free, seq_id)
 
     def take_over(self, seq_id: int, holder: object) -> bool:
@@ -64,44 +65,29 @@ class _ExtraSequences:
 
 
 class LeasedSequences:
-    """Sequences of the context itself: a recurrent state exists only for these.
+    """Sequences of the context itself: a recurrent state exists only for these."""
 
-    Args:
-        cache: the cache.
-        lease: leases a sequence to a holder; None if there is none.
-        end_lease: ends the lease.
-        transfer: makes a leased sequence that of another holder.
-    """
-
-    def __init__(
-        self,
-        cache: KVCache,
-        lease: Callable[[object], int | None],
-        end_lease: Callable[[int], None],
-        transfer: Callable[[int, object], None],
-    ) -> None:
+    def __init__(self, cache: KVCache, sequences: SequenceIds) -> None:
         self._cache = cache
-        self._lease = lease
-        self._end_lease = end_lease
-        self._transfer = transfer
+        self._sequences = sequences
 
     def lend(self, holder: object) -> int | None:
         """Return an empty sequence, None if there is none."""
-        seq_id = self._lease(holder)
+        seq_id = self._sequences.lease_if_free(holder)
         if seq_id is not None:
             self._cache.keep(seq_id)
         return seq_id
 
     def give_back(self, seq_id: int) -> None:
         """Take back an emptied sequence."""
-        self._cache.keepers.discard(seq_id)
-        self._end_lease(seq_id)
+        self._cache.prefix_seq_ids.discard(seq_id)
+        self._sequences.give_back(seq_id)
 
     def take_over(self, seq_id: int, holder: object) -> bool:
         """Make a leased sequence that of ``holder``, with all it holds; False if that is not needed."""
         if self._cache.is_unified:
             return False
-        self._transfer(seq_id, holder)
+        self._sequences.transfer(seq_id, holder)
         self._cache.keep(seq_id)
         return True
 

@@ -1,12 +1,15 @@
-"""Which sequences are leased, and to which objects."""
+"""Which sequences of a context are leased, and to which objects."""
 
 from __future__ import annotations
 
+import gc
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
 
 from ..errors import SequencesExhaustedError
+from .kv_cache import KVCache
 
 __all__ = ["SequenceIds"]
 
@@ -15,62 +18,130 @@ class SequenceIds:
     """Sequence ids leased to holders, which are referenced weakly: a lease ends with its holder.
 
     Garbage collection can run at any time, also in the middle of a decode, so the finalizer only records
-    the sequence; ``forgotten`` returns the recorded ones when it is safe to empty them.
+    the sequence; ``collect`` empties the recorded ones when that is safe.
+
+    Args:
+        cache: its sequences are lent, and emptied when a lease ends.
+        lock: the context's; every call takes it.
+        check: raises where nothing may be leased, and calls ``collect``.
+        is_closed: whether the context is.
+
+    Attributes:
+        evict: frees a sequence that the prefix cache has leased; returns whether it did.
     """
 
-    def __init__(self, n_seq_max: int) -> None:
-        self.n_seq_max = n_seq_max
+    def __init__(
+        self,
+        cache: KVCache,
+        lock: threading.RLock,
+        check: Callable[[], object],
+        is_closed: Callable[[], bool],
+    ) -> None:
+        self.n_seq_max = cache.ledger.n_seq_max
+        self.evict: Callable[[], bool] = lambda: False
+        self._cache = cache
+        self._lock = lock
+        self._check = check
+        self._is_closed = is_closed
         self._holders: dict[int, weakref.ref[object]] = {}
         self._collected: deque[int] = deque()
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._holders
 
-    def __len__(self) -> int:
-        return len(self._holders)
+    @property
+    def n_cached(self) -> int:
+        """How many of the leased sequences are the prefix cache's, which gives them up if asked."""
+        return sum(1 for seq_id in self._cache.prefix_seq_ids if seq_id < self.n_seq_max)
+
+    @property
+    def n_held(self) -> int:
+        """How many are leased to others than the prefix cache."""
+        return len(self._holders) - self.n_cached
+
+    @property
+    def n_free(self) -> int:
+        """How many could be leased now."""
+        with self._lock:
+            self.collect()
+            return sum(map(self._is_free, range(self.n_seq_max))) + self.n_cached
+
+    def _is_free(self, seq_id: int) -> bool:
+        return seq_id not in self._holders and self._cache.first_position(seq_id) < 0
 
     def holder(self, seq_id: int) -> object:
         """Return the holder of ``seq_id``; None if it is not leased or its holder was collected."""
         ref = self._holders.get(seq_id)
         return None if ref is None else ref()
 
-    def lend(self, holder: object, is_empty: Callable[[int], bool]) -> int:
-        """Lease the highest sequence that is neither leased nor in use.
+    def holders(self) -> list[object]:
+        """Return the holders of leased sequences, ordered by sequence id."""
+        with self._lock:
+            self.collect()
+            found = map(self.holder, range(self.n_seq_max))
+            return [holder for holder in found if holder is not None]
+
+    def lease(self, holder: object) -> int:
+        """Lease an empty sequence to ``holder`` until ``give_back`` or its garbage collection.
 
         Raises:
-            SequencesExhaustedError: there is none; the message lists the holders.
+            SequencesExhaustedError: all are taken; the message lists the holders.
+            UnsupportedError: the context of a head that reads the sequences of its target.
         """
-        for seq_id in range(self.n_seq_max - 1, -1, -1):
-            if seq_id not in self._holders and is_empty(seq_id):
-                weakref.finalize(holder, self._collected.append, seq_id).atexit = False
-                self._holders[seq_id] = weakref.ref(holder)
-                return seq_id
+        with self._lock:
+            self._check()
+            if len(self._holders) == self.n_seq_max:
+                gc.collect()  # an unreferenced branch may be in a reference cycle
+                self.collect(noted=False)
+            while len(self._holders) == self.n_seq_max and self.n_cached and self.evict():
+                pass
+            seq_id = self.lease_if_free(holder)
+            if seq_id is None:
+                raise self._exhausted()
+            return seq_id
+
+    def _exhausted(self) -> SequencesExhaustedError:
         holders = "; ".join(f"{s} by {ref()!r}" for s, ref in sorted(self._holders.items()))
         raw = [s for s in range(self.n_seq_max) if s not in self._holders]
-        raise SequencesExhaustedError(
+        return SequencesExhaustedError(
             f"all {self.n_seq_max} sequences are taken: {holders or 'none by branches'}"
             + (f"; {raw} by raw calls" if raw else ""),
             hint="prune a branch, or create the context with a larger n_seq_max",
         )
+
+    def lease_if_free(self, holder: object) -> int | None:
+        """Lease the highest sequence that is neither leased nor in use; None if there is none.
+
+        Hold the lock, as for ``transfer`` and ``collect``.
+        """
+        for seq_id in range(self.n_seq_max - 1, -1, -1):
+            if self._is_free(seq_id):
+                self.transfer(seq_id, holder)
+                return seq_id
+        return None
 
     def transfer(self, seq_id: int, holder: object) -> None:
         """Make ``holder`` the one whose lease this is."""
         weakref.finalize(holder, self._collected.append, seq_id).atexit = False
         self._holders[seq_id] = weakref.ref(holder)
 
-    def end(self, seq_id: int) -> None:
-        """End the lease of a sequence."""
-        del self._holders[seq_id]
+    def give_back(self, seq_id: int) -> None:
+        """End the lease of a sequence, if there is one, and empty it."""
+        with self._lock:
+            if seq_id in self._holders:
+                if not self._is_closed():
+                    self._cache.drop(seq_id, 0)
+                del self._holders[seq_id]
 
-    def forgotten(self, *, noted: bool = True) -> list[int]:
-        """Return the sequences whose holders were garbage collected, until their leases end.
+    def collect(self, *, noted: bool = True) -> None:
+        """End the leases whose holders were garbage collected.
 
         With ``noted`` false also those whose finalizer has not run yet in another thread.
         """
         n = len(self._collected)
         if noted and not n:
-            return []
-        found = [seq_id for seq_id, ref in self._holders.items() if ref() is None]
+            return
+        for seq_id in [seq_id for seq_id, ref in self._holders.items() if ref() is None]:
+            self.give_back(seq_id)
         for _ in range(n):
             self._collected.popleft()
-        return found

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import PerformanceWarning, warn
 from ..model import Model
 from ..native import ContextHandle, available_cores
 from ..profile import is_off, machine_key, read_entry, write_entries
+from .params import ContextParams
 from .timing import stopped_after, trial_decode
 
 __all__ = ["ThreadTuner", "ThreadWatch", "candidates"]
@@ -30,9 +31,7 @@ _BLOCK_S = 0.005  # seconds of decodes with each number of threads ...
 _BLOCK_DECODES = 24  # ... but at most this many decodes ...
 _BLOCK_LEAST = 8  # ... and at least this many ...
 _BLOCK_LIMIT_S = 0.1  # ... and never longer than this: then the running decode is stopped.
-_BATCH = (
-    8  # tokens of the batch that is timed for all batches: about one drafted round, or a few texts
-)
+_BATCH = 8  # tokens of the batch that is timed for all: about one drafted round, or a few texts
 _PAUSE_S = 0.005  # the threads of the previous number still spin for a short time
 _WORTH = 0.9  # more threads must take less than this share of the time of fewer
 _IDLE = 0.8  # threads that got less than this share of their cores shared them with other programs
@@ -82,10 +81,12 @@ class ThreadTuner:
             if self._kept is not None and max(self._kept[:2]) == 1 and not changes_logits:
                 n_threads = 1  # the stored best is one thread: start no others to measure again
         self.n_threads = n_threads
-        self.step_s: float | None = (
-            None  # measured seconds of a decode of one token; None if not measured
-        )
+        self.step_s: float | None = None  # seconds of a decode of one token, if measured
         self.n_threads_batch = n_threads if n_threads_batch is None else n_threads_batch
+
+    def filled(self, params: ContextParams) -> ContextParams:
+        """Return ``params`` with the numbers that were chosen."""
+        return replace(params, n_threads=self.n_threads, n_threads_batch=self.n_threads_batch)
 
     def tune(self, handle: ContextHandle) -> None:
         """Choose, on an empty context that was created with these numbers; it is empty afterwards."""

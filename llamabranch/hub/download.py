@@ -359,24 +359,29 @@ def _requests(what: str) -> Iterator[None]:
         raise
     except errors.HFValidationError as error:
         raise ConfigError(f"{what}: {error}") from error
-    except Exception as raised:
+    except Exception as error:
         # hf_hub_download tells why it could not ask the hub in a cause.
-        unasked = isinstance(raised, errors.LocalEntryNotFoundError)
-        error = (unasked and raised.__cause__) or raised
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        hint = next((hint for kind, hint in hints if isinstance(error, kind)), None)
-        if hint is None and isinstance(error, errors.HfHubHTTPError):
+        unasked = isinstance(error, errors.LocalEntryNotFoundError)
+        cause = error if not unasked or error.__cause__ is None else error.__cause__
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        hint = next((hint for kind, hint in hints if isinstance(cause, kind)), None)
+        if hint is None and isinstance(cause, errors.HfHubHTTPError):
             hint = _HINTS.get(status or 0, "try again later")
-        elif hint is None and isinstance(error, OSError) and error.errno is not None:
+        elif (
+            hint is None
+            and cause is error
+            and isinstance(error, OSError)
+            and error.errno is not None
+        ):
             raise  # of the disk
-        elif hint is None and isinstance(error, ValueError) and "hf_xet" in str(error):
+        elif hint is None and isinstance(cause, ValueError) and "hf_xet" in str(cause):
             hint = "pip install hf_xet: the hub sends files of more than 50 GB through Xet only"
-        elif hint is None and not (isinstance(error, OSError) or _is_of_the_network(error)):
+        elif hint is None and not (isinstance(cause, OSError) or _is_of_the_network(cause)):
             raise
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(cause).split()) or type(cause).__name__
         raise DownloadError(
             f"cannot download {what}: {reason}", status=status, hint=hint or _UNREACHED
-        ) from raised
+        ) from error
 
 
 def _is_of_the_network(error: BaseException) -> bool:

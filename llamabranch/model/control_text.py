@@ -82,9 +82,8 @@ class ControlText:
         def stand_in(character: str) -> str:
             if character not in chosen:
                 used = json.dumps([value, *cuts], ensure_ascii=False, skipkeys=True, default=_plain)
-                free = (
-                    c for c in map(chr, range(0xF0000, 0xFFFFE)) if c not in used
-                )  # private use
+                private_use = map(chr, range(0xF0000, 0xFFFFE))
+                free = (c for c in private_use if c not in used)
                 chosen[character] = next(c for c in free if c not in chosen.values())
             return chosen[character]
 

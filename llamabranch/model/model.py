@@ -12,7 +12,7 @@ from typing import SupportsIndex, cast
 
 from ..arguments import plain_int, shown, whole
 from ..errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedError
-from ..native import ModelHandle, staging, uses_amx
+from ..native import ModelHandle, ModelOptions, staging, uses_amx
 from ..native.gguf_check import check_header
 from ..native.gguf_reader import read_parts
 from .chat import Message, Prompt, chat_messages, is_chat, plain_messages
@@ -73,17 +73,17 @@ class Model:
         self._given_template = chat_template
         header = check_header(self.path, vocab_only=vocab_only)
         load_mtp = bool(load_mtp) or head_kind(header) == "mtp-only"
-        self._handle = ModelHandle(
-            self.path,
+        self.extra_buffers = not uses_amx() if extra_buffers == "auto" else bool(extra_buffers)
+        options = ModelOptions(
             n_gpu_layers=n_gpu_layers,
             use_mmap=use_mmap,
             use_mlock=use_mlock,
             check_tensors=check_tensors,
             vocab_only=vocab_only,
-            extra_buffers=not uses_amx() if extra_buffers == "auto" else bool(extra_buffers),
+            use_extra_bufts=self.extra_buffers,
             load_mtp=load_mtp,
-            progress=progress,
         )
+        self._handle = ModelHandle(self.path, options, progress)
         self.loads_mtp = load_mtp
         self.vocab_only = vocab_only
         self.n_vocab = self._handle.n_vocab

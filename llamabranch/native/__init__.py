@@ -17,7 +17,7 @@ from .library import (
     system_info,
     uses_amx,
 )
-from .model import ModelHandle
+from .model import ModelHandle, ModelOptions
 from .sampler import CandidateBuffer, GrammarHandle, SamplerHandle, softmax_agrees
 from .state_layout import StateLayout
 from .thread_call import call_in_thread
@@ -28,6 +28,7 @@ __all__ = [
     "GrammarHandle",
     "HeadOf",
     "ModelHandle",
+    "ModelOptions",
     "NativeContextParams",
     "SamplerHandle",
     "StateLayout",

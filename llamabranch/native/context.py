@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from .interrupts import is_interrupted
 from .library import clear_log_lines, last_log_lines
 from .model import ModelHandle
 from .state_layout import State, with_streams, without_streams
-from .thread_call import call_in_thread
 
 Rows = npt.NDArray[np.float32]
 DecodeHook = Callable[[Callable[[int], int], int], int]
@@ -67,7 +66,7 @@ _INTERRUPTED = 2  # llama_decode's return code
 
 @dataclass(frozen=True)
 class NativeContextParams:
-    """What llama_context_params takes, checked and complete."""
+    """What llama_context_params takes, checked and complete, under llama.cpp's names."""
 
     n_ctx: int
     n_seq_max: int
@@ -76,13 +75,13 @@ class NativeContextParams:
     n_outputs_max: int
     n_threads: int
     n_threads_batch: int
-    flash_attention: int
+    flash_attn_type: int
     type_k: int
     type_v: int
     swa_full: bool
     offload_kqv: bool
     kv_unified: bool
-    rope_scaling: int
+    rope_scaling_type: int
     rope_freq_base: float
     rope_freq_scale: float
     yarn_ext_factor: float
@@ -130,36 +129,11 @@ class ContextHandle(Handle):
     ) -> None:
         if head is not None:
             staging.check_available()
-        params = C.llama_context_default_params()
-        params.n_ctx = options.n_ctx
-        params.n_batch = options.n_batch
-        params.n_ubatch = options.n_ubatch
-        params.n_seq_max = options.n_seq_max
-        params.n_outputs_max = options.n_outputs_max
-        params.n_threads = options.n_threads
-        params.n_threads_batch = options.n_threads_batch
-        params.flash_attn_type = options.flash_attention
-        params.type_k = options.type_k
-        params.type_v = options.type_v
-        params.swa_full = options.swa_full
-        params.offload_kqv = options.offload_kqv
-        params.rope_scaling_type = options.rope_scaling
-        params.rope_freq_base = options.rope_freq_base
-        params.rope_freq_scale = options.rope_freq_scale
-        params.yarn_ext_factor = options.yarn_ext_factor
-        params.yarn_attn_factor = options.yarn_attn_factor
-        params.yarn_beta_fast = options.yarn_beta_fast
-        params.yarn_beta_slow = options.yarn_beta_slow
-        params.yarn_orig_ctx = options.yarn_orig_ctx
-        params.kv_unified = options.kv_unified
-        params.no_perf = True
-        if head is not None:
-            params.ctx_type = int(head.uses_mtp)
-            params.ctx_other = head.target.ptr
         _check_threads(max(options.n_threads, options.n_threads_batch))
         clear_log_lines()
         self.lock = head.target.lock if head is not None and head.shares_memory else forkable_lock()
         self._stop = bytearray(2)
+        self._stop_address = ctypes.c_char.from_buffer(self._stop)
         stop, lock = self._stop, self.lock
 
         def free(ptr: object) -> None:
@@ -167,27 +141,20 @@ class ContextHandle(Handle):
             with lock:
                 C.llama_free(ptr)
 
-        ptr: Any = None
-
-        def create() -> None:
-            nonlocal ptr
-            ptr = C.llama_init_from_model(model.ptr, params)
-            if ptr:  # from here on the context is freed with this object
-                target = None if head is None else head.target
-                Handle.__init__(self, ptr, free, name="context", parent=model, second_parent=target)
-
-        try:
-            call_in_thread(create)
-        except BaseException:
-            if ptr:
-                self.close()
-            raise
-        if not ptr:
+        params = _llama_params(options, head)
+        if not self.make(
+            lambda: C.llama_init_from_model(model.ptr, params),
+            free,
+            name="context",
+            parent=model,
+            second_parent=None if head is None else head.target,
+        ):
             reason = "; ".join(last_log_lines()) or "no reason given"
             raise ConfigError(
                 f"llama.cpp cannot create the context: {reason}",
                 hint="lower n_ctx, or use another kv_type or flash_attention",
             )
+        ptr = self.unchecked_ptr
         _close_at_exit(self)
         self._address = ctypes.cast(ptr, ctypes.c_void_p).value
         self._memory = C.llama_get_memory(ptr)
@@ -202,12 +169,8 @@ class ContextHandle(Handle):
         self.kv_unified = options.kv_unified
         self.n_batch = min(int(C.llama_n_batch(ptr)), options.n_batch)
         self.n_outputs_max = options.n_outputs_max
-        self._open_batch(self.n_batch, options.n_seq_max)
         self.is_head = head is not None
-        if self.is_head:  # each token of the batch comes with a state, and each row of logits
-            self.states = np.zeros((len(self.tokens), self.n_embd_out), dtype=np.float32)
-            self._batch.embd = self.states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-            staging.functions["set_nextn"](ptr, True, True)
+        self._open_batch(self.n_batch)
         self._n_seq_max = options.n_seq_max
         self.forget_rows()
         # A graph over recurrent memory also moves the states of sequences that are not in the batch: if
@@ -216,24 +179,12 @@ class ContextHandle(Handle):
         self.stops_inside = not moves_states and not model.on_gpu
         self.n_watched = max(2, int(_WORTH_A_THREAD / max(1, model.number("n_params"))))
         self.n_chunk = self.n_batch if self.stops_inside else min(self.n_batch, options.n_ubatch)
-        self._stop_address = ctypes.c_char.from_buffer(self._stop)
-        self.stepper: core.Stepper | None = None  # where the compiled core can decode
-        if core.Stepper.supports(C.llama_batch):
-            self.stepper = core.Stepper(
-                decode=_address_of(C._lib.llama_decode),
-                get_logits=_address_of(C._lib.llama_get_logits),
-                ctx=self._address or 0,
-                stop=ctypes.addressof(self._stop_address),
-                batch=self._batch,
-            )
         if not moves_states:
-            C.llama_set_abort_callback(
-                ptr,
-                _is_asked_to_stop,
-                ctypes.cast(ctypes.byref(self._stop_address), ctypes.c_void_p),
-            )
+            stop_at = ctypes.cast(ctypes.byref(self._stop_address), ctypes.c_void_p)
+            C.llama_set_abort_callback(ptr, _is_asked_to_stop, stop_at)
 
-    def _open_batch(self, n: int, n_seq_max: int) -> None:
+    def _open_batch(self, n: int) -> None:
+        """Make the arrays of the batch, and what decodes it in the compiled core."""
         self.tokens = np.zeros(n, dtype=np.int32)
         self.positions = np.zeros(n, dtype=np.int32)
         self.n_seqs = np.ones(n, dtype=np.int32)
@@ -247,6 +198,19 @@ class ContextHandle(Handle):
         self._batch.n_seq_id = self.n_seqs.ctypes.data_as(_int32_p)
         self._batch.seq_id = self._seq_pointers.ctypes.data_as(ctypes.POINTER(_int32_p))
         self._batch.logits = self.wants_logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
+        if self.is_head:  # each token of the batch comes with a state, and each row of logits
+            self.states = np.zeros((n, self.n_embd_out), dtype=np.float32)
+            self._batch.embd = self.states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+            staging.functions["set_nextn"](self.unchecked_ptr, True, True)
+        self.stepper: core.Stepper | None = None  # where the compiled core can decode
+        if core.Stepper.supports(C.llama_batch):
+            self.stepper = core.Stepper(
+                decode=_address_of(C._lib.llama_decode),
+                get_logits=_address_of(C._lib.llama_get_logits),
+                ctx=self._address or 0,
+                stop=ctypes.addressof(self._stop_address),
+                batch=self._batch,
+            )
 
     # -- decoding ----------------------------------------------------------------------------------
 
@@ -322,9 +286,7 @@ class ContextHandle(Handle):
             run()
         except BaseException as error:  # raised by a signal handler; the thread has started
             interruption = error
-        while (
-            not codes
-        ):  # whatever is raised, the context must not be used before the decode returns
+        while not codes:  # whatever is raised: the context must not be used before it returns
             try:
                 if interruption is not None or is_interrupted():
                     self.stop()
@@ -434,6 +396,17 @@ class ContextHandle(Handle):
         return size == len(state)
 
 
+def _llama_params(options: NativeContextParams, head: HeadOf | None) -> Any:
+    params = C.llama_context_default_params()
+    for field in fields(options):
+        setattr(params, field.name, getattr(options, field.name))
+    params.no_perf = True
+    if head is not None:
+        params.ctx_type = int(head.uses_mtp)
+        params.ctx_other = head.target.ptr
+    return params
+
+
 _open: weakref.WeakSet[ContextHandle] = weakref.WeakSet()
 
 
@@ -441,9 +414,7 @@ def _close_at_exit(handle: ContextHandle) -> None:
     """Close contexts before everything else at exit: a daemon thread may still be decoding."""
     if not _open:
         atexit.unregister(_close_all)
-        atexit.register(
-            _close_all
-        )  # registered after weakref.finalize's hook, so it runs before it
+        atexit.register(_close_all)  # after weakref.finalize's hook, so it runs before that
     _open.add(handle)
 
 

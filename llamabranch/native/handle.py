@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import ClosedError
+from .thread_call import call_in_thread
 
 _generation = 0  # how many times this process and its ancestors were forked since the import
 _locks: weakref.WeakSet[threading.RLock] = weakref.WeakSet()
@@ -80,6 +81,38 @@ class Handle:
         for each in parents:
             if each is not None:
                 each._children.add(self)
+
+    def make(
+        self,
+        create: Callable[[], Any],
+        free: Callable[[Any], None],
+        *,
+        name: str,
+        parent: Handle | None = None,
+        second_parent: Handle | None = None,
+        run: Callable[[Callable[[], None]], None] = call_in_thread,
+    ) -> bool:
+        """Initialise this handle with the pointer that ``create`` returns; return False if it is NULL.
+
+        ``run`` calls it in another thread. If that is interrupted, what was created by then is freed.
+        """
+        ptr: Any = None
+
+        def call() -> None:
+            nonlocal ptr
+            ptr = create()
+            if ptr:  # from here on it is freed with this object
+                Handle.__init__(
+                    self, ptr, free, name=name, parent=parent, second_parent=second_parent
+                )
+
+        try:
+            run(call)
+        except BaseException:
+            if ptr:
+                self.close()
+            raise
+        return bool(ptr)
 
     @property
     def ptr(self) -> Any:

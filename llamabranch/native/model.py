@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -30,33 +32,25 @@ _LOOKS_LIKE_CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _VOCAB_TYPES = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 
 
+@dataclass(frozen=True)
+class ModelOptions:
+    """What llama_model_params takes; ``use_mmap`` and ``use_mlock`` make its load_mode."""
+
+    n_gpu_layers: int
+    use_mmap: bool
+    use_mlock: bool
+    check_tensors: bool
+    vocab_only: bool
+    use_extra_bufts: bool
+    load_mtp: bool
+
+
 class ModelHandle(Handle):
     """A loaded GGUF file. The caller has checked its header."""
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        n_gpu_layers: int,
-        use_mmap: bool,
-        use_mlock: bool,
-        check_tensors: bool,
-        vocab_only: bool,
-        extra_buffers: bool,
-        load_mtp: bool,
-        progress: Callable[[float], None] | None,
+        self, path: Path, options: ModelOptions, progress: Callable[[float], None] | None
     ) -> None:
-        params = C.llama_model_default_params()
-        params.n_gpu_layers = n_gpu_layers
-        params.load_mode = (C.LLAMA_LOAD_MODE_MMAP if use_mmap else 0) | (
-            C.LLAMA_LOAD_MODE_MLOCK if use_mlock else 0
-        )
-        params.check_tensors = check_tensors
-        params.vocab_only = vocab_only
-        params.use_extra_bufts = extra_buffers
-        if load_mtp:
-            staging.check_available()
-            params.load_mtp = True
         stopped = False
         fractions: SimpleQueue[float] = SimpleQueue()
 
@@ -66,31 +60,23 @@ class ModelHandle(Handle):
                 fractions.put(float(value))
             return not stopped
 
-        params.progress_callback = C.llama_progress_callback(on_progress)
-
-        ptr: Any = None
-
-        def load() -> None:
-            nonlocal ptr
-            ptr = C.llama_model_load_from_file(str(path).encode(), params)
-            if ptr:  # from here on the model is freed with this object
-                Handle.__init__(self, ptr, C.llama_model_free, name="model")
-
         def stop() -> None:
             nonlocal stopped
             stopped = True
 
+        params = _llama_params(options)
+        params.progress_callback = C.llama_progress_callback(on_progress)
         clear_log_lines()
-        try:
-            call_in_thread(load, messages=fractions, on_message=progress, stop=stop)
-        except BaseException:
-            if ptr:
-                self.close()
-            raise
-        if not ptr:
+        if not self.make(
+            lambda: C.llama_model_load_from_file(str(path).encode(), params),
+            C.llama_model_free,
+            name="model",
+            run=partial(call_in_thread, messages=fractions, on_message=progress, stop=stop),
+        ):
             reason = "; ".join(last_log_lines()) or "no reason given"
             raise ModelLoadError(f"llama.cpp cannot load {path}: {reason}")
-        self.on_gpu = n_gpu_layers != 0 and supports_gpu_offload()
+        ptr = self.unchecked_ptr
+        self.on_gpu = options.n_gpu_layers != 0 and supports_gpu_offload()
         self._vocab = C.llama_model_get_vocab(ptr)
         self.n_vocab = int(C.llama_vocab_n_tokens(self._vocab))
         self.architecture = self._architecture()
@@ -294,6 +280,21 @@ class ModelHandle(Handle):
             if n <= room:
                 return buffer.raw[:n].decode("utf-8", "replace")
             room = n
+
+
+def _llama_params(options: ModelOptions) -> Any:
+    params = C.llama_model_default_params()
+    params.n_gpu_layers = options.n_gpu_layers
+    params.load_mode = (C.LLAMA_LOAD_MODE_MMAP if options.use_mmap else 0) | (
+        C.LLAMA_LOAD_MODE_MLOCK if options.use_mlock else 0
+    )
+    params.check_tensors = options.check_tensors
+    params.vocab_only = options.vocab_only
+    params.use_extra_bufts = options.use_extra_bufts
+    if options.load_mtp:
+        staging.check_available()
+        params.load_mtp = True
+    return params
 
 
 def _address_of(function: Any) -> int:

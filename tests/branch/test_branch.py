@@ -633,8 +633,8 @@ def test_promoted_branch_takes_its_parents_place(ctx: Context) -> None:
     assert grandchild.parent is winner
     assert np.array_equal(winner.logits, before)
     winner.promote()
-    assert winner in ctx.holders()
-    assert root not in ctx.holders()
+    assert winner in ctx.sequences.holders()
+    assert root not in ctx.sequences.holders()
     assert (root.state, aunt.state) == ("pruned", "pruned")
     with pytest.raises(BranchStateError, match="root"):
         winner.promote()

@@ -66,7 +66,7 @@ def small_ctx(small_toy: lb.Model) -> Iterator[lb.Context]:
         yield context
         gc.collect()
         context.audit()
-        assert context.holders() == []
+        assert context.sequences.holders() == []
 
 
 # -- the same text to the bit ----------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_no_room_is_an_error_and_nothing_changes(small_ctx: lb.Context, tmp_path
             take()
         assert "n_ctx" in (caught.value.hint or "")
         assert small_ctx.usage() == before
-        assert small_ctx.holders() == [long]
+        assert small_ctx.sequences.holders() == [long]
     held = long.fork_many(3)
     with pytest.raises(SequencesExhaustedError):
         lb.Branch.load(small_ctx, tmp_path / "x.branch")
@@ -300,7 +300,7 @@ def test_a_refusal_by_llama_cpp_leaves_nothing(
         lb.Branch.restore(small_ctx, snapshot)
     small_ctx.audit()
     assert small_ctx.usage().cells_used == 0
-    assert small_ctx.holders() == []
+    assert small_ctx.sequences.holders() == []
 
 
 def test_interrupted_loading_leaves_nothing(
@@ -454,7 +454,7 @@ def test_another_model_or_setting_is_refused(tmp_path: Path) -> None:
                     lb.Branch.load(wrong, tmp_path / "x.branch")
                 with pytest.raises(SnapshotError, match=what):
                     lb.Branch.restore(wrong, branch.snapshot())
-                assert wrong.holders() == []
+                assert wrong.sequences.holders() == []
 
 
 # -- fuzzing ---------------------------------------------------------------------------------------
@@ -681,7 +681,7 @@ def test_a_forged_file_is_refused(
     with pytest.raises(SnapshotError) as caught:
         lb.Branch.load(small_ctx, path)
     assert len(str(caught.value)) < 400
-    assert small_ctx.holders() == []
+    assert small_ctx.sequences.holders() == []
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "mamba", "lfm2"])
@@ -755,7 +755,7 @@ def test_state_of_an_unknown_layout_is_saved_and_loaded_only_if_trusted(
     with pytest.raises(lb.UnsupportedError) as caught:
         lb.Branch.load(small_ctx, tmp_path / "x.branch")
     assert "trusted=True" in str(caught.value.hint)
-    assert small_ctx.holders() == [branch]
+    assert small_ctx.sequences.holders() == [branch]
     loaded = lb.Branch.load(small_ctx, tmp_path / "x.branch", trusted=True)
     np.testing.assert_array_equal(loaded.logits, branch.logits)
     assert [t.token for t in loaded.generate(8)] == [t.token for t in branch.generate(8)]

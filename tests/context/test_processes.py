@@ -430,7 +430,7 @@ def test_exceptions_in_the_middle_of_calls_leak_no_sequence() -> None:
             gc.collect()
             for context in (ctx, draft_ctx):
                 context.audit()
-                assert context.n_seq_free == 6, (i, context.holders())
+                assert context.n_seq_free == 6, (i, context.sequences.holders())
                 assert context.usage().cells_used == 0, (i, context.usage())
         branch = lb.Branch.start(ctx, "Once upon a time", temperature=0.8, seed=1)
         again = lb.Branch.start(ctx, "Once upon a time", temperature=0.8, seed=1)

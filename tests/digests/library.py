@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # where it is run as a pr
 import toys
 
 import llamabranch as lb
-from llamabranch.speculative import DraftState
+from llamabranch.speculative import Draft, DraftState
 
 from .machine import machine_key
 
@@ -381,18 +381,18 @@ class Custom(lb.Drafter):
     def start(self, target: lb.Branch, rule: str) -> DraftState:
         return self
 
-    def propose(self, tokens: Sequence[int], length: Length, limit: int) -> lb.Draft:
+    def propose(self, tokens: Sequence[int], length: Length, limit: int) -> Draft:
         start, n = len(tokens), 0
         length.consider(self.name)
         while n < limit and length.goes_on(n, 1.0):
             n += 1
         places = range(start, start + n)
         if self._token is not None:
-            return lb.Draft([self._token(place) for place in places], drafter=self.name)
+            return Draft([self._token(place) for place in places], drafter=self.name)
         source = self._distribution
         assert source is not None
         drawn = [source.draw(99, place) for place in places]
-        return lb.Draft(drawn, [source] * n, entropies=[1.0] * n, drafter=self.name)
+        return Draft(drawn, [source] * n, entropies=[1.0] * n, drafter=self.name)
 
     def observe(self, n_tokens: int) -> None:
         """Nothing to learn."""

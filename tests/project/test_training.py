@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import llamabranch as lb
+from llamabranch.speculative.drafters.head import target_states
 
 MISSING = [m for m in ("torch", "tokenizers", "gguf") if importlib.util.find_spec(m) is None]
 pytestmark = pytest.mark.skipif(
@@ -185,8 +186,9 @@ def test_head_reads_its_own_drafts_as_llama_cpp_lets_it(work: Path) -> None:
         lb.load(work / "head.gguf", target=ctx, n_threads=1, kv_type="f32") as ours,
         lb.Branch.start(ctx, tokens) as branch,
     ):
-        states = ours.encode(ctx.hidden_states(branch.sequence.seq_id, tokens, 0)[:n])
-        seq_id = ours.lease(branch)
+        found = target_states(ctx, branch.sequence.seq_id, tokens, 0)
+        states = ours.decoder.encode(found[:n])
+        seq_id = ours.sequences.lease(branch)
         for step in range(3):
             part = tokens[1 : n + 1] if step == 0 else tokens[n + step : n + step + 1]
             rows = ours.decoder.decode(
@@ -195,7 +197,7 @@ def test_head_reads_its_own_drafts_as_llama_cpp_lets_it(work: Path) -> None:
             wanted = given[step][0, -len(part) :].numpy()
             assert np.abs(np.stack([row.array for row in rows]) - wanted).max() < 1e-2
             states = ours.decoder.output_states(len(part))
-        ours.return_lease(seq_id)
+        ours.sequences.give_back(seq_id)
 
 
 def test_weights_and_tokenizer_come_back_from_a_file(work: Path, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_translated_draft_draws_with_noise_of_its_own(
     with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
         speculator = Speculator(ctx, ModelDrafter(renumbered_ctx), FIXED)
         speculator.generate(branch, max_tokens=8).finish()
-        holders = [b for b in renumbered_ctx.holders() if isinstance(b, Branch)]
+        holders = [b for b in renumbered_ctx.sequences.holders() if isinstance(b, Branch)]
         assert [b.seed == branch.seed for b in holders] == [False]
         speculator.forget(branch)
 

@@ -130,6 +130,25 @@ def test_loop_drafts_what_steps_draft(
             assert np.allclose(logprobs, its_logprobs, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("how_long", ["entropy", "auto", "new_auto"])
+def test_what_the_loop_ends_has_ended(
+    how_long: str, ctx: Context, draft_ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The length is not asked again about tokens that the loop has drawn or refused."""
+    drafter = ModelDrafter(draft_ctx)
+    length = LENGTHS[how_long](drafter.name)
+
+    def goes_on(n_drafted: int, entropy: float) -> bool:
+        raise AssertionError(f"asked after {n_drafted} tokens")
+
+    monkeypatch.setattr(length, "goes_on", goes_on)
+    with Branch.start(ctx, TALE, sampling=SETTINGS["default"]) as branch:
+        state = drafter.start(branch, "seeded")
+        seen = rounds(state, draft_ctx, [*branch.tokens, 299], length)
+        state.close()
+    assert {each.counts[2] for each in seen} & {"entropy", "goodput"}
+
+
 def test_end_tokens_end_a_draft(small_toy: lb.Model) -> None:
     found: dict[str, list[Seen]] = {"loop": [], "steps": []}
     for how, seen in found.items():

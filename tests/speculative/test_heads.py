@@ -23,7 +23,8 @@ import llamabranch as lb
 from llamabranch.cli import app
 from llamabranch.errors import DecodeInterruptedError
 from llamabranch.native import draft_loop, heads, staging
-from llamabranch.speculative.drafters.head import HeadState
+from llamabranch.speculative.drafters.base import DraftRequest
+from llamabranch.speculative.drafters.head import HeadState, target_states
 from llamabranch.speculative.length.base import FixedLength
 
 DATA = Path(lb.__file__).parent / "data"
@@ -168,6 +169,39 @@ def test_streams_of_an_engine_get_their_text_alone(pair: Pair) -> None:
     pair.audit()
 
 
+def test_drafts_of_several_texts_share_decodes(pair: Pair) -> None:
+    decoder = pair.drafter.ctx.decoder
+    branches, requests, alone = [], [], []
+    for prompt in PROMPTS:
+        tokens = pair.ctx.tokenize(prompt)
+        branches.append(branch := lb.Branch.create(pair.ctx, SETTINGS["greedy"]))
+        branch.prefill(tokens[:-1])
+        state = pair.drafter.start(branch, "seeded")
+        before = decoder.n_decodes
+        alone.append((state.propose(tokens, FixedLength(3), 3).tokens, decoder.n_decodes - before))
+        state.observe(0)
+        requests.append(DraftRequest(state, tokens, FixedLength(3), 3))
+    before = decoder.n_decodes
+    drafts = pair.drafter.propose_many(requests)
+    assert decoder.n_decodes - before == max(n for _, n in alone)
+    assert [draft.tokens for draft in drafts] == [tokens for tokens, _ in alone]
+    for request, branch in zip(requests, branches, strict=True):
+        request.state.close()
+        branch.prune()
+
+
+def test_forgotten_branch_gives_its_sequences_back(pair: Pair) -> None:
+    """The state that is kept for its next generation must not keep the branch."""
+    speculator, n_free = pair.speculator(), pair.ctx.n_seq_free
+    branch = lb.Branch.start(pair.ctx, PROMPTS[0], sampling=SETTINGS["greedy"])
+    speculator.generate(branch, max_tokens=6).finish()
+    assert pair.ctx.n_seq_free < n_free
+    del branch
+    gc.collect()
+    assert pair.ctx.n_seq_free == n_free
+    assert pair.drafter.ctx.usage().cells_used == 0
+
+
 def test_forks_continue_with_the_state_of_their_parent(pair: Pair) -> None:
     sampling = SETTINGS["seeded"]
     speculator = pair.speculator()
@@ -213,7 +247,7 @@ def test_snapshot_continues_with_a_head(pair: Pair, tmp_path: Path) -> None:
     with lb.Branch.load(pair.ctx, tmp_path / "branch.lb") as restored:
         n_decodes = pair.ctx.decoder.n_decodes
         tokens = restored.tokens
-        pair.ctx.hidden_states(restored.sequence.seq_id, tokens, 0)
+        target_states(pair.ctx, restored.sequence.seq_id, tokens, 0)
         assert pair.ctx.decoder.n_decodes == n_decodes
         generation = speculator.generate(restored, max_tokens=10)
         assert generation.finish().tokens == wanted
@@ -338,11 +372,11 @@ def test_hidden_states_are_kept_only_while_a_head_reads_them(target: lb.Model) -
         with pytest.raises(lb.ConfigError, match="another head"):
             lb.Context(lb.Model(HEAD), target=ctx)
         with lb.Branch.start(ctx, "Once") as branch:
-            assert ctx.hidden_states(branch.sequence.seq_id, branch.tokens, 0).shape[1] == 3 * 256
+            assert target_states(ctx, branch.sequence.seq_id, branch.tokens, 0).shape[1] == 3 * 256
             head.close()
             branch.step()
             with pytest.raises(lb.UnsupportedError, match="no hidden states"):
-                ctx.hidden_states(branch.sequence.seq_id, branch.tokens, 0)
+                target_states(ctx, branch.sequence.seq_id, branch.tokens, 0)
         with lb.Context(lb.Model(HEAD), target=ctx):
             pass
 
@@ -375,7 +409,7 @@ def test_compaction_keeps_the_hidden_states(target: lb.Model) -> None:
         lb.Context(lb.Model(HEAD), target=ctx),
         lb.Branch.start(ctx, "Once upon a time") as branch,
     ):
-        before = ctx.hidden_states(branch.sequence.seq_id, branch.tokens, 0)
+        before = target_states(ctx, branch.sequence.seq_id, branch.tokens, 0)
         assert ctx.compact()
         found = ctx.kv_cache.hidden
         assert found is not None
@@ -410,7 +444,7 @@ def test_text_with_trees_is_that_of_plain_decoding(trees: Pair, width: int, sett
         assert found.stats.num_draft_tokens > 2 * found.stats.num_drafts
         # What the head read of accepted nodes is what a decode of the text alone gives.
         kept, again = (
-            trees.ctx.hidden_states(each.sequence.seq_id, each.tokens[:-1], 0)
+            target_states(trees.ctx, each.sequence.seq_id, each.tokens[:-1], 0)
             for each in (branch, twin)
         )
         assert np.allclose(kept, again, rtol=1e-3, atol=1e-3)
@@ -922,7 +956,7 @@ def test_layers_without_memory_of_their_own_leave_the_targets_alone(
         before = ctx.usage()
         for call in (
             lambda: head.decode([2], 0),
-            lambda: head.lease(branch),
+            lambda: head.sequences.lease(branch),
             lambda: head.kv_seq_copy(0, 1),
             lambda: head.kv_cache_remove(0),
             lambda: head.kv_seq_keep(0),
@@ -1072,7 +1106,7 @@ def test_wrong_widths_are_refused_before_llama_cpp(eagle: Pair) -> None:
         np.zeros((0, 768), np.float32),
     ):
         with pytest.raises((lb.ConfigError, ValueError)):
-            head.encode(features)  # type: ignore[arg-type]
+            head.decoder.encode(features)  # type: ignore[arg-type]
     with pytest.raises(lb.ConfigError, match="no layer 6"):
         heads.extract_layers(eagle.ctx.decoder.handle, [6], True)
 

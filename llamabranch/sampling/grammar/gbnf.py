@@ -148,31 +148,17 @@ class Gbnf:
             at = self._at
             if c in "*+?{":
                 self._at += 1
-                low, high = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(c) or self._bounds(
-                    at, nested
-                )
+                bounds = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(c)
+                low, high = bounds or self._bounds(at, nested)
                 self._blank(nested)
                 if last == len(sequence):
                     raise self._fail(f"{c!r} has nothing to repeat", at)
-                times = high or low or 1
-                n_rules *= times
+                n_rules *= high or low or 1
                 if n_rules > _MAX_REPEAT:
-                    raise self._fail(
-                        f"the repetition makes {n_rules} rules, above the limit of {_MAX_REPEAT}",
-                        at,
-                    )
+                    most = f"the repetition makes {n_rules} rules, above the limit of {_MAX_REPEAT}"
+                    raise self._fail(most, at)
                 items[-1] = f"({items[-1]}{{{low},{'' if high is None else high}}})"
-                item = sequence[last:]
-                if low == 0:
-                    del sequence[last:]
-                n_optional = 1 if high is None else high - low
-                if n_optional:
-                    # llama.cpp creates one rule for each optional item; one of them is enough here.
-                    number = self._new()
-                    self._n_symbols += n_optional - 1
-                    self._define(number, [[*item, number] if high is None else item, []])
-                    self._end = max(self._end, self._n_symbols)
-                    sequence.append(number)
+                self._repeat(sequence, last, low, high)
                 continue
             if c == "(":
                 sequence, last, n_rules = self._group(sequence, items, nested)
@@ -202,6 +188,20 @@ class Gbnf:
             self._blank(nested)
             last, n_rules = start, 1
         return sequence, " ".join(filter(None, items)) or '""'
+
+    def _repeat(self, sequence: Sequence, last: int, low: int, high: int | None) -> None:
+        """Let the item that starts at ``last`` come ``low`` to ``high`` times."""
+        item = sequence[last:]
+        if low == 0:
+            del sequence[last:]
+        n_optional = 1 if high is None else high - low
+        if n_optional:
+            # llama.cpp creates one rule for each optional item; one of them is enough here.
+            number = self._new()
+            self._n_symbols += n_optional - 1
+            self._define(number, [[*item, number] if high is None else item, []])
+            self._end = max(self._end, self._n_symbols)
+            sequence.append(number)
 
     def _group(
         self, sequence: Sequence, items: list[str], nested: bool

@@ -1,10 +1,15 @@
 """Where drafts come from.
 
 base.py              the interface of a drafter and of its draft states
-model.py             draft models: token by token, or as a tree
+run.py               what models and heads share: read the new text, draw, for any number of texts
+model.py             draft models
+head.py              what EAGLE-3 heads and MTP layers share: hidden states of the target
+eagle.py, mtp.py     these two
+tree.py              which nodes of a token tree are grown
 cross_vocabulary.py  draft models of another vocabulary, through the text
 ngram_index.py       where an n-gram occurred before
 copying.py           drafters that copy what followed it there
 grammar.py           what a grammar forces, and another drafter where it leaves a choice
+function.py          a function as a drafter
 chain.py             several drafters, tried in order
 """

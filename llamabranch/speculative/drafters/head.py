@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from ...branch import Branch
 from ...context import Context
-from ...context.decoder import HeadInput
+from ...context.batch import Batch, decode_run
+from ...context.decoder import DraftInput
 from ...context.logits import LogitsRow
-from ...errors import ConfigError, UnsupportedError
+from ...errors import CapacityError, ConfigError, UnsupportedError
 from ...model import Model
 from ...native.draft_loop import DraftStream
 from ...sampling import Sampler
@@ -25,7 +26,15 @@ from .base import Draft, DraftRequest, DraftState
 from .run import Drafting, DraftRun, RunDrafter, RunState
 from .tree import check_rule
 
-__all__ = ["MOST_ROWS", "HeadDrafter", "HeadDrafting", "HeadRun", "HeadState", "States"]
+__all__ = [
+    "MOST_ROWS",
+    "HeadDrafter",
+    "HeadDrafting",
+    "HeadRun",
+    "HeadState",
+    "States",
+    "target_states",
+]
 
 States = npt.NDArray[np.float32]
 
@@ -98,7 +107,7 @@ class HeadState(RunState):
         self.seq_ids: list[int] = []
         try:
             for _ in range(0 if self._ctx.model.shares_memory else drafter.n_layers):
-                self.seq_ids.append(self._ctx.lease(self))
+                self.seq_ids.append(self._ctx.sequences.lease(self))
         except BaseException:
             self.close()
             raise
@@ -133,7 +142,7 @@ class HeadState(RunState):
         with sequence.ctx.lock:
             sequence.check_usable()
             sequence.catch_up()
-            rows = sequence.ctx.hidden_states(sequence.seq_id, list(tokens[:-1]), start)
+            rows = target_states(sequence.ctx, sequence.seq_id, list(tokens[:-1]), start)
         if len(rows) < len(tokens) - 1 - start:
             first = len(tokens) - len(rows) - self.ahead
             self._skip(first)
@@ -200,7 +209,46 @@ class HeadState(RunState):
         """Free its sequences."""
         if not self._ctx.closed:
             for seq_id in self.seq_ids:
-                self._ctx.return_lease(seq_id)
+                self._ctx.sequences.give_back(seq_id)
+
+
+class _Reading:
+    """Holds a sequence in which tokens are decoded once more for their hidden states."""
+
+
+def target_states(target: Context, seq_id: int, tokens: list[int], start: int) -> States:
+    """Return the hidden states of a sequence's tokens from ``start`` on, float32 (n, width), a copy.
+
+    Only while a head reads them. Where some are missing, because the tokens were decoded before the
+    head was opened, the tokens are decoded once more, in another sequence. Without a sequence or
+    cells for that only the rows after the last one missing are returned.
+
+    Raises:
+        CapacityError: that would be none.
+    """
+    with target.lock:
+        target.decoder.check_open()
+        hidden = target.kv_cache.hidden
+        if hidden is None:
+            raise UnsupportedError("the context keeps no hidden states: no head reads them")
+        found = hidden.of(seq_id, start, len(tokens))
+        if any(row is None for row in found):
+            holder = _Reading()
+            try:
+                other = target.sequences.lease(holder)
+                try:
+                    decode_run(target.decoder, tokens, other, "none")
+                    hidden.set_all(seq_id, hidden.all_of(other))
+                finally:
+                    target.sequences.give_back(other)
+                found = hidden.of(seq_id, start, len(tokens))
+            except CapacityError:
+                missing = [i for i, row in enumerate(found) if row is None]
+                found = found[missing[-1] + 1 :]
+                if not found:
+                    raise
+        rows = [row for row in found if row is not None]
+        return np.stack(rows) if rows else np.empty((0, hidden.width), dtype=np.float32)
 
 
 class HeadRun(DraftRun):
@@ -239,29 +287,27 @@ class HeadRun(DraftRun):
             raise RuntimeError("nothing was decoded to draw from")
         return self._row
 
-    @property
-    def reads_text(self) -> bool:
-        """Whether what is unread belongs to the text."""
-        return self.hidden is None
-
     def states(self) -> States:
         """Return what goes in with ``unread``: the target's states, or the head's own of the draft."""
         n = len(self.unread)
-        if self.hidden is not None:
-            return self.hidden[None][:n]
-        return self._features[len(self._features) - n :]
+        if self.reads_text:
+            return self._features[len(self._features) - n :]
+        if self.hidden is None:
+            raise RuntimeError("nothing was decoded")
+        return self.hidden[None][:n]
 
     def behind(self, layer: int) -> tuple[list[int], States]:
         """Return the tokens of the text that a layer has not read, and the target's states for them."""
         n = max(self.state.n_pairs(layer), self._first)
         return list(self.text[n + self.state.ahead :]), self._features[n - self._first :]
 
-    def place(self, stream: DraftStream) -> None:
+    def place(self, stream: DraftStream) -> DraftInput:
         """Let the compiled loop continue the sequence of the first layer."""
         state, row, hidden = self.state, None, None
         if not self.unread and self.hidden is not None:
             row, hidden = self.row().address, self.hidden.ctypes.data
         stream.start(state.seq_ids[0], row, hidden, state.ahead + state.n_skipped)
+        return DraftInput(stream, self.unread, (), self.states())
 
     def take(self, stream: DraftStream, row: LogitsRow | None, *, is_read: bool) -> None:
         """Add what the compiled loop has drawn."""
@@ -271,7 +317,7 @@ class HeadRun(DraftRun):
     def note_decoded(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
         """Note that the text was read."""
         if tokens and self.reads_text:
-            self.state.tokens = list(self.text)
+            self.state.tokens, self.reads_text = list(self.text), False
         if row is not None:
             self._row = row
 
@@ -323,16 +369,11 @@ class HeadDrafting(Drafting[HeadRun]):
             state = self._state(i)
             state.cut(len(state.tokens))
 
-    def head_input(self, runs: Sequence[HeadRun]) -> HeadInput:
-        """Return the states that go in with what is unread."""
-        encoder = self.ctx.encoder if runs[0].reads_text else None  # and so does every other
-        return HeadInput([run.states() for run in runs], encoder)
-
     def decode(self, runs: Sequence[HeadRun]) -> None:
         """Decode what is unread of each run, together."""
         states = np.concatenate([run.states() for run in runs])
         if runs[0].reads_text:
-            states = self.ctx.encode(states)
+            states = self.ctx.decoder.encode(states)
         found = self.read(runs, [run.unread for run in runs], states)
         for run, (row, hidden) in zip(runs, found, strict=True):
             run.note_read(row, hidden)
@@ -356,29 +397,24 @@ class HeadDrafting(Drafting[HeadRun]):
         layer: int = 0,
     ) -> list[tuple[LogitsRow, States]]:
         """Decode pairs of each run, at least one; return the logits and the state after its last."""
-        tokens: list[int] = []
-        seqs: list[int] = []
-        lasts: list[int] = []
-        for run, new in zip(runs, unread, strict=True):
-            tokens += new
-            seqs += [run.state.seq_ids[layer]] * len(new)
-            lasts.append(len(tokens) - 1)
-        decoder, final = self.ctx.decoder, list(range(len(tokens)))
-
-        def decode(part: Sequence[int], *, wants_logits: bool) -> list[LogitsRow]:
-            its_tokens, its_seqs = [tokens[at] for at in part], [seqs[at] for at in part]
-            wants = [wants_logits] * len(part)
-            return decoder.decode(its_tokens, its_seqs, wants, (), states[part])
-
-        size = decoder.n_chunk
-        if len(tokens) > min(size, self.ctx.n_outputs_max, MOST_ROWS):
-            final = lasts
-            early = [at for at in range(len(tokens)) if at not in set(lasts)]
-            for low in range(0, len(early), size):
-                decode(early[low : low + size], wants_logits=False)
+        decoder = self.ctx.decoder
+        seqs = [run.state.seq_ids[layer] for run in runs]
+        lasts = np.cumsum([len(new) for new in unread]) - 1
+        if len(states) > min(decoder.n_chunk, self.ctx.n_outputs_max, MOST_ROWS):
+            early = Batch()
+            for seq_id, new in zip(seqs, unread, strict=True):
+                early.add(seq_id, new[:-1], "none")
+            early.decode(decoder, states=np.delete(states, lasts, axis=0))
+            states, unread, lasts = (
+                states[lasts],
+                [new[-1:] for new in unread],
+                np.arange(len(runs)),
+            )
         # llama.cpp computes EAGLE-3's logits for every entry and takes the first rows of them: entries
         # without logits may not come before others in a batch.
-        rows = decode(final, wants_logits=True)
-        hidden = decoder.output_states(len(final))
-        number = {at: i for i, at in enumerate(final)}
-        return [(rows[number[at]], hidden[number[at]]) for at in lasts]
+        batch = Batch()
+        for seq_id, new in zip(seqs, unread, strict=True):
+            batch.add(seq_id, new, "all")
+        rows = batch.decode(decoder, states=states)
+        hidden = decoder.output_states(len(states))
+        return [(its[-1], hidden[at]) for its, at in zip(rows, lasts, strict=True)]

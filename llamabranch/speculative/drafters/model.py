@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ...branch import Branch, BranchStore
 from ...context import Context
 from ...context.context import text_context
+from ...context.decoder import DraftInput
 from ...context.logits import LogitsRow
 from ...errors import VocabularyMismatchError
 from ...model import Model
@@ -167,21 +168,18 @@ class ModelRun(DraftRun):
         """Return the branch's logits."""
         return self.branch.sequence.logits_row()
 
-    def place(self, stream: DraftStream) -> None:
+    def place(self, stream: DraftStream) -> DraftInput:
         """Let the compiled loop continue the branch."""
         sequence = self.branch.sequence
         sequence.check_usable()
         sequence.catch_up()
         stream.start(sequence.seq_id, None if self.unread else sequence.logits_row().address)
+        return DraftInput(stream, self.unread, sequence.expiring_rows())
 
     def note_decoded(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
         """Append the tokens to the branch."""
         if tokens:
             self.branch.sequence.append_unscored(tokens, row)
-
-    def expiring_rows(self) -> Sequence[LogitsRow]:
-        """Return the branch's row."""
-        return self.branch.sequence.expiring_rows()
 
 
 class ModelDrafting(Drafting[ModelRun]):

@@ -132,16 +132,9 @@ class _ChainDrafting(HeadDrafting):
 class _SharingDrafting(HeadDrafting):
     """Drafts of MTP layers that attend to the target's K/V: all tokens of a draft have one position.
 
-    That is the position of the text's last token, which the target has not decoded yet.
+    That is the position of the text's last token, which the target has not decoded yet. The lock of this
+    context is the target's, so the K/V that is read does not change.
     """
-
-    def run(self) -> list[Draft]:
-        target = self.ctx.target
-        if target is None:
-            raise RuntimeError("a head without its target")
-        self.may_loop = False
-        with target.lock:  # the K/V that is read must not change
-            return super().run()
 
     def decode(self, runs: Sequence[HeadRun]) -> None:
         """Compute the layers for the last token of each text or draft."""

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 from ...branch import Branch
 from ...context import Context
-from ...context.decoder import HeadInput
+from ...context.decoder import DraftInput
 from ...context.logits import LogitsRow
 from ...errors import CapacityError, GrammarError
 from ...model import Model
@@ -62,10 +62,11 @@ class RunDrafter(Drafter):
     def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Draft for all requests together: one decode for each drafted position.
 
-        Requests are drafted for one by one if the drafts are trees or go through the text, or if the
-        memory cannot be truncated.
+        Requests are drafted for one by one if the drafts are trees or go through the text, or on forks
+        because the memory of a draft model cannot be truncated.
         """
-        together = self.width == 1 and self.ctx.capabilities.can_truncate
+        on_forks = self.ctx.target is None and not self.ctx.capabilities.can_truncate
+        together = self.width == 1 and not on_forks
         if not (together and requests and all(isinstance(r.state, RunState) for r in requests)):
             return super().propose_many(requests)
         return self.draft_together(requests)
@@ -130,7 +131,10 @@ class DraftRun(ABC):
         text: the tokens that the draft follows.
         unread: tokens that are decoded before the next draw: of the text, or the last one drawn.
         is_done: the draft has ended.
+        reads_text: what is unread belongs to the text; so it is for every run of a drafting.
     """
+
+    reads_text = True
 
     def __init__(self, state: RunState, request: DraftRequest, draft: Draft) -> None:
         self.draft = draft
@@ -155,8 +159,8 @@ class DraftRun(ABC):
         """Return the logits after the last decoded token, valid until the next decode."""
 
     @abstractmethod
-    def place(self, stream: DraftStream) -> None:
-        """Let the compiled loop go on where this run is."""
+    def place(self, stream: DraftStream) -> DraftInput:
+        """Let the compiled loop go on where this run is; return what goes in."""
 
     @abstractmethod
     def note_decoded(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
@@ -167,10 +171,6 @@ class DraftRun(ABC):
 
     def accept(self, token: int) -> None:  # noqa: B027  (nothing to do where the decode does it)
         """Let the sampler accept a drawn token, unless it does when the token is decoded."""
-
-    def expiring_rows(self) -> Sequence[LogitsRow]:
-        """Return the rows that need not survive the next decode."""
-        return ()
 
     # -- drawing -----------------------------------------------------------------------------------
 
@@ -198,9 +198,7 @@ class DraftRun(ABC):
             if self._state.model.is_eog(token):
                 return self._end("end")
             if len(draft.tokens) >= self.limit:
-                self.is_done = (
-                    True  # it is decoded with the text that is new next time, if accepted
-                )
+                self.is_done = True  # the next draft decodes it with the new text, if accepted
                 return None
             self.accept(token)
         except GrammarError:  # a dead end of the grammar: the target raises it if it gets there
@@ -212,7 +210,7 @@ class DraftRun(ABC):
         self.draft.stopped = reason
         self.is_done = True
 
-    def stream(self) -> DraftStream | None:
+    def loop_input(self) -> DraftInput | None:
         """Return this run's part of the compiled loop; None where the loop cannot draw for it."""
         compiled = self.sampler.row_sampler if draft_loop.available else None
         if compiled is None:
@@ -227,8 +225,7 @@ class DraftRun(ABC):
             limit=self.limit - n,
             rule=self.length.stop_rule(n) if self.length.reads_entropy else None,
         )
-        self.place(stream)
-        return stream
+        return self.place(stream)
 
     def take(self, stream: DraftStream, row: LogitsRow | None, *, is_read: bool) -> None:
         """Add what the compiled loop has drawn; ``is_read``: it has decoded what was unread."""
@@ -288,10 +285,6 @@ class Drafting(ABC, Generic[R]):
     def decode(self, runs: Sequence[R]) -> None:
         """Decode what is unread of each run, together."""
 
-    def head_input(self, runs: Sequence[R]) -> HeadInput | None:
-        """Return what a head reads with what is unread; None for a model."""
-        return None
-
     def end(self, live: Sequence[int]) -> None:
         """Drop what must not be kept after a draft, whatever was raised."""
 
@@ -340,26 +333,20 @@ class Drafting(ABC, Generic[R]):
 
     def loop(self, runs: Sequence[R]) -> bool:
         """Draft in the compiled core; return False if it cannot draft for these streams."""
-        streams: list[DraftStream] = []
+        inputs: list[DraftInput] = []
         for run in runs:
-            stream = run.stream()
-            if stream is None:
+            each = run.loop_input()
+            if each is None:
                 return False
-            streams.append(stream)
+            inputs.append(each)
         decoder = self.ctx.decoder
-        n_decodes = decoder.n_decodes
-        found = decoder.draft(
-            streams,
-            [run.unread for run in runs],
-            max(run.limit for run in runs),
-            [row for run in runs for row in run.expiring_rows()],
-            self.head_input(runs),
-        )
+        n_decodes, most = decoder.n_decodes, max(run.limit for run in runs)
+        found = decoder.draft(inputs, most, encodes=runs[0].reads_text)
         if found is None:
             return False
         is_read = decoder.n_decodes > n_decodes
-        for run, stream, row in zip(runs, streams, found, strict=True):
-            run.take(stream, row, is_read=is_read)
+        for run, each, row in zip(runs, inputs, found, strict=True):
+            run.take(each.stream, row, is_read=is_read)
         return True
 
     def _share_costs(self, seconds: float, n_decodes: int) -> None:

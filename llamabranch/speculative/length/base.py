@@ -63,9 +63,7 @@ class DraftLength(Protocol):
     """
 
     limit: int  # the most tokens a draft may have
-    reads_entropy: (
-        bool  # whether its decisions or what it learns use entropies; else they may be NaN
-    )
+    reads_entropy: bool  # whether it decides or learns by entropies; else they may be NaN
     reason: str  # why ``goes_on`` last returned False: "length", "entropy" or "goodput"
 
     def stream(self, *, shares_decode: bool = False) -> DraftLength:

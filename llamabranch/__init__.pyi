@@ -7,6 +7,7 @@ from . import model as model
 from . import proofs as proofs
 from . import scale as scale
 from . import search as search
+from . import serve as serve
 from . import speculative as speculative
 from . import theory as theory
 from .branch import (

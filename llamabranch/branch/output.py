@@ -21,6 +21,7 @@ class OutputBuffer:
     Args:
         max_tokens: the most tokens to emit; None = until the model ends.
         stop: strings that end the text; ``text`` leaves them out, ``tokens`` includes theirs.
+        stop_tokens: ids that end the text, and are part of it.
 
     Raises:
         ConfigError: a limit that is no integer or negative, or an empty stop string.
@@ -36,11 +37,17 @@ class OutputBuffer:
         elapsed_s: seconds so far, if the caller counts them.
     """
 
-    def __init__(self, max_tokens: int | None, stop: str | Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        max_tokens: int | None,
+        stop: str | Sequence[str] = (),
+        stop_tokens: Sequence[int] = (),
+    ) -> None:
         if max_tokens is not None:
             max_tokens = whole("max_tokens", max_tokens, 0)
         self._max_tokens = max_tokens
         self._stops = StopStrings(stop)
+        self._stop_tokens = frozenset(stop_tokens)
         self.tokens: list[int] = []
         self.texts: list[str] = []
         self.emitted: list[Produced] = []
@@ -52,6 +59,13 @@ class OutputBuffer:
     def text(self) -> str:
         """The emitted text."""
         return "".join(self.texts) + (self._stops.held if self.is_stuck else "")
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string, or else the stop token, that has ended the text; None if neither has."""
+        if self._stops.found is not None or not self.tokens:
+            return self._stops.found
+        return self.tokens[-1] if self.tokens[-1] in self._stop_tokens else None
 
     @property
     def draft_limit(self) -> int:
@@ -73,10 +87,11 @@ class OutputBuffer:
             return emitted.with_text(held)
         self.tokens.append(emitted.token)
         self.emitted.append(emitted)
+        is_end = emitted.token in self._stop_tokens
         last = len(self.tokens) == self._max_tokens
-        text = self._stops.show(emitted.text, last=last)
+        text = self._stops.show(emitted.text, last=last or is_end)
         self.texts.append(text)
-        if self._stops.found is not None:
+        if is_end or self._stops.found is not None:
             self.finish_reason = "stop"
         elif last:
             self.finish_reason = "length"

@@ -29,6 +29,7 @@ COMMANDS = {
     "search": "Search for the best continuation: beams, samples, votes, particles, steps, or a tree.",
     "select": "Score several texts as the continuation of a prompt and print the best.",
     "score": "Score given text: log-probabilities of its tokens, their sum, perplexity and ranks.",
+    "serve": "Serve a model over HTTP: OpenAI's API, scores of given text, and branches.",
     "inspect": "Print architecture, size, vocabulary, memory type and capabilities of a model.",
     "models": "List the models of models.txt and mark those that are on this machine.",
     "pull": "Download a model if it is not on this machine, and print the path of its file.",

@@ -36,6 +36,7 @@ from .options import (
     Explain,
     PromptOptions,
     RuntimeOptions,
+    SharedOptions,
     TextOutputOptions,
     TextSettings,
 )
@@ -149,28 +150,13 @@ class BatchModels(DraftedOptions):
 
 
 @dataclass(frozen=True)
-class BatchOptions(RuntimeOptions):
+class BatchOptions(SharedOptions):
     """The context of many texts at a time."""
 
     panel: ClassVar[str] = RUNTIME
 
     prefix_cache: bool = option(
         False, "Keep the K/V of finished texts for prompts that begin like them.", "--prefix-cache"
-    )
-    cache_ram: int = option(
-        0,
-        "Host memory in MiB for evicted prefix K/V; turns --prefix-cache on.",
-        "--cache-ram",
-        "-cram",
-        min=0,
-        metavar="MIB",
-    )
-    parallel: int = option(8, "Texts at a time at most.", "--parallel", "-np", min=1, max=255)
-    kv_unified: bool | None = option(
-        None,
-        "One KV cache for all texts, or a part for each.  [default: by their lengths]",
-        "--kv-unified/--no-kv-unified",
-        "-kvu/-no-kvu",
     )
 
     def sized(self, job: JobSurvey, drafters: tuple[str, ...]) -> BatchOptions:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 __all__ = ["REFUSED"]
 
-_SERVER = "there is no server here: generate --input runs the requests of a file"
+_SERVER = "an option of `llamabranch serve`; generate --input runs the requests of a file"
+_NOT_SERVED = "`llamabranch serve` has nothing like it"
 _MEDIA = "images and sounds are not supported"
 _AFFINITY = "threads are placed by the system: --threads sets how many there are"
 _LOG = "--verbose prints llama.cpp's log to standard error"
@@ -32,7 +33,6 @@ _BY_HINT: dict[str, str] = {
     "--usage": "use --help",
     "-cl --cache-list": "`llamabranch models` lists the models on this machine",
     "--completion-bash": "there is no completion of the command line",
-    "--server-base": _SERVER,
     "--verbose-prompt": "--prompt-logprobs lists the tokens of a prompt",
     "-co --color --log-colors": "colours are used on a terminal: --no-color turns them off",
     "-tb --threads-batch -td --threads-draft --spec-draft-threads -tbd --threads-batch-draft "
@@ -56,8 +56,8 @@ _BY_HINT: dict[str, str] = {
     "-ctxcp --ctx-checkpoints --swa-checkpoints -cms --checkpoint-min-step": (
         "there are no checkpoints to count: --prefix-cache keeps the K/V of finished texts"
     ),
-    "-kvu --kv-unified -no-kvu --no-kv-unified": "only generate has --kv-unified and --no-kv-unified",
-    "-cram --cache-ram": "only generate has --cache-ram, for the prefix cache",
+    "-kvu --kv-unified -no-kvu --no-kv-unified": "generate and serve have --kv-unified",
+    "-cram --cache-ram": "generate and serve have --cache-ram, for the prefix cache",
     "--cache-idle-slots --no-cache-idle-slots --cache-prompt --no-cache-prompt --cache-reuse": (
         "--prefix-cache keeps the K/V of finished texts"
     ),
@@ -127,14 +127,15 @@ _BY_HINT: dict[str, str] = {
     "-hft --hf-token": "set the environment variable HF_TOKEN",
     "--output-file": "use --output",
     "-cd": "--n-ctx is used for target and draft",
-    "-a --alias --tags --host --port --reuse-port --path --cors-origins --cors-methods --cors-headers "
-    "--cors-credentials --no-cors-credentials --api-prefix --ui-config --webui-config --ui-config-file "
-    "--webui-config-file --ui-mcp-proxy --webui-mcp-proxy --no-ui-mcp-proxy --no-webui-mcp-proxy --tools "
-    "--tools-runtime --mcp-servers-config --mcp-servers-json -ag --agent -no-ag --no-agent --ui --webui "
-    "--no-ui --no-webui --api-key --api-key-file --ssl-key-file --ssl-cert-file -to --timeout "
-    "--sse-ping-interval --threads-http --metrics --props --slots --no-slots --models-dir "
-    "--models-preset --models-max --models-autoload --no-models-autoload -sps "
-    "--slot-prompt-similarity --sleep-idle-seconds": _SERVER,
+    "-a --alias --host --port --cors-origins --api-key --api-key-file -to --timeout --metrics --slots "
+    "--no-slots": _SERVER,
+    "--tags --reuse-port --path --cors-methods --cors-headers --cors-credentials --no-cors-credentials "
+    "--api-prefix --ui-config --webui-config --ui-config-file --webui-config-file --ui-mcp-proxy "
+    "--webui-mcp-proxy --no-ui-mcp-proxy --no-webui-mcp-proxy --tools --tools-runtime "
+    "--mcp-servers-config --mcp-servers-json -ag --agent -no-ag --no-agent --ui --webui --no-ui "
+    "--no-webui --ssl-key-file --ssl-cert-file --sse-ping-interval --threads-http --props --models-dir "
+    "--models-preset --models-max --models-autoload --no-models-autoload -sps --slot-prompt-similarity "
+    "--sleep-idle-seconds --server-base": _NOT_SERVED,
     "--jinja --no-jinja": "chat templates are always run by Jinja: --chat",
     "--chat-template-kwargs": "a template's variables are set by apply_chat_template in Python",
     "--reasoning-format -rea --reasoning --reasoning-effort --reasoning-budget "

@@ -58,11 +58,15 @@ __all__ = [
     "PromptOptions",
     "RuntimeOptions",
     "SamplingOptions",
+    "SharedOptions",
     "TargetOptions",
+    "TemplateOptions",
     "TextOptions",
     "TextOutputOptions",
     "TextSettings",
     "Threads",
+    "given_seed",
+    "limit",
     "one_prompt",
 ]
 
@@ -388,7 +392,33 @@ class DraftOptions:
 
 
 @dataclass(frozen=True)
-class ChatOptions:
+class TemplateOptions:
+    """The chat template."""
+
+    panel: ClassVar[str] = REQUESTS
+
+    chat_template: str | None = option(
+        None,
+        "A chat template in place of the target's, or the name of one of llama.cpp's own, such "
+        "as chatml.",
+        metavar="JINJA|NAME",
+    )
+    chat_template_file: Path | None = option(
+        None, "A file with a chat template, as --chat-template."
+    )
+
+    @property
+    def template(self) -> str | None:
+        """The chat template that was given, as `llamabranch.load` takes it, or None.
+
+        Raises:
+            ConfigError: it was given twice, or its file cannot be read.
+        """
+        return _either(self.chat_template, self.chat_template_file, read_text, "--chat-template")
+
+
+@dataclass(frozen=True)
+class ChatOptions(TemplateOptions):
     """How a prompt becomes tokens: as it is, or as a message of a conversation."""
 
     panel: ClassVar[str] = REQUESTS
@@ -406,15 +436,6 @@ class ChatOptions:
         "A file whose text is the system message, without its last newline.",
         "--system-prompt-file",
         "-sysf",
-    )
-    chat_template: str | None = option(
-        None,
-        "A chat template in place of the target's, or the name of one of llama.cpp's own, such "
-        "as chatml; turns --chat on.",
-        metavar="JINJA|NAME",
-    )
-    chat_template_file: Path | None = option(
-        None, "A file with a chat template, as --chat-template."
     )
     parse_special: ParseSpecial = True
 
@@ -436,15 +457,6 @@ class ChatOptions:
         return _either(
             self.system_prompt, self.system_prompt_file, read_prompt_file, "--system-prompt"
         )
-
-    @property
-    def template(self) -> str | None:
-        """The chat template that was given, as `llamabranch.load` takes it, or None.
-
-        Raises:
-            ConfigError: it was given twice, or its file cannot be read.
-        """
-        return _either(self.chat_template, self.chat_template_file, read_text, "--chat-template")
 
     def prompt_tokens(self, model: Model, prompt: str) -> list[int]:
         """Return the tokens of a prompt, as a user's turn in the chat template where that is on.
@@ -598,7 +610,7 @@ def _parse_bias(text: str) -> tuple[int, float]:
     )
 
 
-def _limit(value: int | None) -> int | None:
+def limit(value: int | None) -> int | None:
     """Return the number of tokens, None for llama.cpp's -1 and -2: no limit but the context's."""
     if value in (None, -1, -2):
         return None
@@ -607,7 +619,7 @@ def _limit(value: int | None) -> int | None:
     return value
 
 
-def _given_seed(value: int | None) -> int | None:
+def given_seed(value: int | None) -> int | None:
     """Return the seed, None for llama.cpp's -1: a random one."""
     return None if value == -1 else value
 
@@ -625,7 +637,7 @@ class TextOptions:
         "--predict",
         "--n-predict",
         "-n",
-        callback=_limit,
+        callback=limit,
     )
     seed: int | None = option(
         None,
@@ -633,7 +645,7 @@ class TextOptions:
         "batch-invariant context; -1 is a random one.",
         "--seed",
         "-s",
-        callback=_given_seed,
+        callback=given_seed,
     )
     stop: list[str] | None = option(None, "End at this text; may be repeated.", callback=_unescaped)
     grammar: Path | None = option(
@@ -878,6 +890,29 @@ class RuntimeOptions(LoadingOptions):
         }
         found = [arg for name, v in given.items() if v is not None for arg in (name, str(v))]
         return found if self.exact else [*found, "--fast"]
+
+
+@dataclass(frozen=True)
+class SharedOptions(RuntimeOptions):
+    """The context of many texts at a time."""
+
+    panel: ClassVar[str] = RUNTIME
+
+    cache_ram: int = option(
+        0,
+        "Host memory in MiB for evicted prefix K/V; turns the prefix cache on.",
+        "--cache-ram",
+        "-cram",
+        min=0,
+        metavar="MIB",
+    )
+    parallel: int = option(8, "Texts at a time at most.", "--parallel", "-np", min=1, max=255)
+    kv_unified: bool | None = option(
+        None,
+        "One KV cache for all texts, or a part for each.  [default: as fits]",
+        "--kv-unified/--no-kv-unified",
+        "-kvu/-no-kvu",
+    )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import asyncio
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from types import TracebackType
 
 from ..arguments import whole
@@ -100,6 +101,20 @@ class AsyncEngine:
             ConfigError, TokenizeError, QueueFullError, ClosedError: as ``Engine.add_request``.
             DecodeError: the decode failed; all requests that were unfinished get this error.
         """
+        async with aclosing(self.steps(request)) as steps:
+            async for events in steps:
+                for event in events:
+                    yield event
+
+    async def steps(self, request: AnyRequest) -> AsyncGenerator[list[Event], None]:
+        """Yield the events of a request as ``generate`` does, all that have come at once as one list.
+
+        A list is what a step gave, or several steps if they were not read meanwhile: one thread switch
+        for all the tokens of a draft.
+
+        Raises:
+            Exception: as ``generate``.
+        """
         n_texts = request.n if isinstance(request, Request) else 1
         reader = _Reader(asyncio.get_running_loop(), self._buffer, n_texts)
         with self._wake:  # no step ends before the reader is known
@@ -110,10 +125,10 @@ class AsyncEngine:
             self._tell()
         try:
             while reader.n_expected:
-                for event in await reader.read():
-                    reader.n_expected -= event.result is not None
-                    yield event
-                    reader.count_read()
+                events = await reader.read()
+                reader.n_expected -= sum(event.result is not None for event in events)
+                yield events
+                reader.count_read(len(events))
                 if reader.is_paused:
                     reader.is_paused = False
                     with self._wake:
@@ -296,9 +311,9 @@ class _Reader:
             raise self.failure
         return events
 
-    def count_read(self) -> None:
-        """Count an event that the task has read."""
-        self._n_read += 1
+    def count_read(self, n: int) -> None:
+        """Count events that the task has read."""
+        self._n_read += n
 
 
 def _deliver(batch: list[tuple[_Reader, list[Event]]]) -> None:

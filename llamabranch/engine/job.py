@@ -101,6 +101,7 @@ class Submission:
         self._seed = derive_seed(seed, seed_from_text(name)) if params_seed is None else params_seed
         self._max_tokens = max_tokens if request.max_tokens is None else request.max_tokens
         OutputBuffer(self._max_tokens, request.stop)  # raises for a bad stop string
+        model.check_tokens(request.stop_tokens)
 
     @property
     def key(self) -> Key:
@@ -125,6 +126,7 @@ class Job:
 
     Attributes:
         prompt: its token ids.
+        n_read: how many of them come before those that were generated: all, unless it continues a text.
         output: the tokens and the text generated so far.
         state: what it is doing.
         branch: the sequence it holds; None while it waits.
@@ -149,9 +151,10 @@ class Job:
         self.name = submission.name
         self.sample = sample
         self.prompt = submission.prompt
+        self.n_read = len(self.prompt) - request.continues
         self.sampling = sampling
         self.key: Key = request.priority, submission.number, sample
-        self.output = OutputBuffer(max_tokens, request.stop)
+        self.output = OutputBuffer(max_tokens, request.stop, request.stop_tokens)
         self.stats = SpeculativeStats()
         self.state = JobState.WAITING
         self.branch: Branch | None = None
@@ -178,6 +181,8 @@ class Job:
         """Give it a sequence that holds the first ``n_cached`` tokens of ``to_cache``."""
         self._check(JobState.READING)
         self.state, self.branch = JobState.READING, branch
+        if self.wants_rows:  # those before ``logprobs_from`` are left out
+            self.scores += [None] * (n_cached + 1 - len(self.scores))
         if self._admitted is None:
             self._admitted = perf_counter()
             self.n_cached = n_cached
@@ -265,7 +270,7 @@ class Job:
             for its, token in zip(rows, self.prompt[start + 1 :], strict=False):
                 self.scores.append(its.score(token, self.submission.model, k))
         row = rows[-1] if rows and len(tokens) == self.n_uncached else None
-        n = max(0, len(self.prompt) - start)  # the others were generated before a preemption
+        n = max(0, self.n_read - start)  # the others were generated before
         if n:
             branch.sequence.append_prompt(tokens[:n], row if len(tokens) <= n else None)
         if len(tokens) > n:
@@ -299,6 +304,8 @@ class Job:
         """Return its result, with ``reason`` as the finish reason."""
         self.stats.num_emitted_tokens = len(self.output.tokens)
         grammar = self.request.grammar
+        unrated = max(1, min(self.request.logprobs_from, len(self.prompt)))
+        scores = [None] * unrated + self.scores[unrated:]
         return Result(
             id=self.name,
             sample=self.sample,
@@ -311,12 +318,13 @@ class Job:
             num_prompt_tokens=len(self.prompt),
             num_cached_tokens=self.n_cached or 0,
             num_preemptions=self.num_preemptions,
+            stop_reason=self.output.stop_reason,
             error=error,
             queued_s=self._since_arrival(self._admitted),
             first_token_s=self._since_arrival(self._first),
             last_token_s=self._since_arrival(self._last),
             logprobs=None if self.request.top_logprobs is None else list(self.output.emitted),
-            prompt_logprobs=None if self.request.prompt_logprobs is None else self.scores,
+            prompt_logprobs=None if self.request.prompt_logprobs is None else scores,
             emitted=tuple(self.output.emitted),
             grammar=grammar if isinstance(grammar, Grammar) else None,
         )

@@ -41,6 +41,8 @@ class Request:
         stop: a string, or several, that end the text. They are compared with the generated text, in
             which control tokens have none; a token that ends a turn ends the text by itself. A result's
             ``text`` leaves them out, its ``tokens`` hold them.
+        stop_tokens: ids of tokens that end the text, besides the model's EOG tokens; unlike those they
+            are part of ``tokens`` and of the text.
         grammar: the grammar that the text must follow.
         n: how many texts to generate from one prefill; each but the first is drawn with a seed derived
             from the first's.
@@ -50,6 +52,11 @@ class Request:
         prompt_logprobs: None = no detail; k = the result's ``prompt_logprobs`` rates every token of the
             prompt, with the k most probable tokens. With ``max_tokens=0`` nothing else is done. Such a
             prompt is read whole, whatever the prefix cache has.
+        logprobs_from: the prompt's tokens before this index are not rated, and may come from the prefix
+            cache; None stands for them in ``prompt_logprobs``.
+        continues: how many tokens at the end of the prompt were generated before: the grammar has to
+            accept them, and a character that they begin is completed. The text goes on as if it had not
+            been interrupted, with the same ``seed``. Only for a prompt of token ids.
         parse_special: whether control tokens written in a text prompt, such as ``<|im_start|>``, are
             parsed; False for untrusted text. Those in messages never are.
 
@@ -68,6 +75,9 @@ class Request:
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
     parse_special: bool = True
+    logprobs_from: int = 0
+    continues: int = 0
+    stop_tokens: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         is_bytes = isinstance(self.prompt, (bytes, bytearray, memoryview))
@@ -99,10 +109,19 @@ class Request:
         if not isinstance(self.parse_special, (bool, np.bool_)):
             raise ConfigError(f"parse_special must be True or False, not {self.parse_special!r}")
         object.__setattr__(self, "priority", whole("priority", self.priority))
-        for name in ("max_tokens", "top_logprobs", "prompt_logprobs"):
+        for name in (
+            "max_tokens", "top_logprobs", "prompt_logprobs", "logprobs_from", "continues",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, whole(name, value, 0))
+        object.__setattr__(self, "stop_tokens", tuple(token_list(self.stop_tokens)))
+        is_ids = not isinstance(self.prompt, str) and not is_chat(self.prompt)
+        if self.continues and not (is_ids and self.continues < len(self.prompt)):
+            raise ConfigError(
+                f"continues={self.continues} needs a prompt of more token ids than that",
+                hint="give the prompt and what was generated as one list of token ids",
+            )
 
 
 @dataclass(repr=False)
@@ -120,6 +139,7 @@ class Result:
         num_cached_tokens: how many of them were in the cache when the text was first admitted, read for
             other texts, so that they were not evaluated.
         num_preemptions: how often it lost its cells and was read again.
+        stop_reason: the stop string or stop token that ended it; None where an EOG token did.
         queued_s, first_token_s, last_token_s: seconds from the arrival of the request to the admission
             of this text, its first token and its last one; None if there was none.
         logprobs: the tokens in detail, if the request has ``top_logprobs``.
@@ -139,6 +159,7 @@ class Result:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    stop_reason: str | int | None = field(default=None, compare=False)
     error: LlamaBranchError | None = None
     emitted: Sequence[Produced] = field(default=(), compare=False)
     queued_s: float | None = None

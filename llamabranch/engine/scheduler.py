@@ -8,7 +8,7 @@ from contextlib import suppress
 from ..branch import Branch
 from ..context import Context
 from ..context.cell_ledger import n_common
-from ..errors import CacheFullError, LlamaBranchError, SequencesExhaustedError
+from ..errors import CacheFullError, GrammarError, LlamaBranchError, SequencesExhaustedError
 from .job import Job, JobState, Key, Submission
 
 __all__ = ["Scheduler"]
@@ -222,12 +222,16 @@ class Scheduler:
                 self.n_shared += n_shared
                 job.admit(branch, n_shared)
             else:
-                n_cached = 0
-                if not job.wants_rows:
-                    wanted = job.to_cache
-                    n_prompt = len(job.prompt)
-                    n_cached = branch.sequence.take_cached(wanted[:-1], n_prompt)
-                    n_cached = min(n_cached, n_prompt)
+                wanted, n_prompt = job.to_cache[:-1], len(job.prompt)
+                if job.wants_rows:  # the token before the first rated one has to be decoded
+                    wanted = wanted[: max(0, min(job.request.logprobs_from, n_prompt) - 1)]
+                try:
+                    n_cached = branch.sequence.take_cached(wanted, job.n_read)
+                except GrammarError as error:  # forbids what the request continues
+                    branch.prune()
+                    refused.append((job, error))
+                    continue
+                n_cached = min(n_cached, n_prompt)
                 self.n_cached += n_cached
                 job.admit(branch, n_cached)
             self.active.append(job)
@@ -250,7 +254,7 @@ class Scheduler:
         # The last token must be decoded: its logits are needed. Tokens that a job generated before it
         # was preempted are decoded by the job itself, since they advance its grammar.
         tokens = job.to_cache[:-1]
-        wanted = tokens[: len(job.prompt)]
+        wanted = tokens[: job.n_read]
         best: tuple[Job | None, int] = (None, 0)
         for other in self.active:
             if other.branch is None:

@@ -1,0 +1,382 @@
+"""The server against llama-server of the same source, and against the engine in its own process.
+
+    python -m benchmarks.serve --target MODEL.gguf --threads 2
+
+Clients of one event loop stream completions of a fixed length over plain sockets, the same for all sides:
+tokens a second and time to the first token at 1, 4, 8, 16 clients; then a chat of ten turns, 64 requests
+with a shared system prompt, JSON under a schema, and how long a client that leaves holds its sequence.
+Sides are timed in turn, and ratios are taken within a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter, sleep
+from typing import NamedTuple
+
+import llamabranch as lb
+from llamabranch.bench import Spread
+
+from .llama_tools import ToolError, build_server
+from .prompts import PROMPTS
+from .report import Settings, emit, number, parser, pm, table, title
+from .structured import SCHEMA, TEXTS
+
+CLIENTS = (1, 4, 8, 16)
+LENGTHS = (64, 128, 192, 256)  # tokens of a stream
+OURS, THEIRS, ENGINE = "llamabranch serve", "llama-server", "engine in process"
+SYSTEM = "You are a patient teller of tales who answers in one sentence. " * 12
+_SLOTS = 8
+_START_S = 120.0
+
+
+class Answer(NamedTuple):
+    """What came: the text, its tokens, seconds to the first part and to the end."""
+
+    text: str
+    n_tokens: int
+    first_s: float
+    total_s: float
+
+
+Ask = Callable[[Mapping[str, object]], Awaitable[Answer]]
+
+
+class Served:
+    """A server in a process of its own; ``close`` ends it."""
+
+    def __init__(self, command: Sequence[object], port: int) -> None:
+        self.port = port
+        quiet = subprocess.DEVNULL
+        self._process = subprocess.Popen([str(x) for x in command], stdout=quiet, stderr=quiet)
+        end = perf_counter() + _START_S
+        while not self._is_ready():
+            if self._process.poll() is not None or perf_counter() > end:
+                self.close()
+                raise ToolError(f"{command[0]} does not start")
+            sleep(0.1)
+
+    def _is_ready(self) -> bool:
+        try:
+            return asyncio.run(request(self.port, "GET", "/health", None))[0] == 200
+        except OSError:
+            return False
+
+    async def ask(self, body: Mapping[str, object]) -> Answer:
+        """Return the answer to a request: a stream where it asks for one."""
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        start = perf_counter()
+        if not body.get("stream"):
+            _, found = await request(self.port, "POST", path, body)
+            (choice,) = json.loads(found)["choices"]
+            text = choice["text"] if "text" in choice else choice["message"]["content"]
+            n = int(json.loads(found)["usage"]["completion_tokens"])
+            return Answer(text, n, perf_counter() - start, perf_counter() - start)
+        reader, writer = await send(self.port, "POST", path, body)
+        first_s, parts = 0.0, []
+        with closing(writer):
+            while line := await reader.readline():
+                if line.startswith(b"data: {"):
+                    first_s = first_s or perf_counter() - start
+                    parts.append(line)
+                elif line.startswith(b"data: [DONE]"):
+                    break
+        choices = [each for line in parts for each in json.loads(line[6:]).get("choices", ())]
+        text = "".join(each.get("text") or "" for each in choices)
+        limit = body["max_tokens"]
+        n = limit if isinstance(limit, int) else 0
+        return Answer(text, n, first_s, perf_counter() - start)
+
+    async def leave(self, body: Mapping[str, object]) -> float:
+        """Begin a stream, leave it, and return the seconds until no slot is in use."""
+        reader, writer = await send(self.port, "POST", "/v1/completions", body)
+        while not (await reader.readline()).startswith(b"data: {"):
+            pass
+        start = perf_counter()
+        writer.transport.abort()
+        while True:
+            _, found = await request(self.port, "GET", "/slots", None)
+            if not any(slot["is_processing"] for slot in json.loads(found)):
+                return perf_counter() - start
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.wait()
+
+
+async def send(
+    port: int, method: str, path: str, body: Mapping[str, object] | None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send a request and read the status and the headers of its answer."""
+    data = b"" if body is None else json.dumps(body).encode()
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+    writer.write(head.encode() + data)
+    return reader, writer
+
+
+async def request(
+    port: int, method: str, path: str, body: Mapping[str, object] | None
+) -> tuple[int, bytes]:
+    """Return the status and the body of an answer."""
+    reader, writer = await send(port, method, path, body)
+    with closing(writer):
+        status = int((await reader.readline()).split()[1])
+        chunked = False
+        while (line := await reader.readline()).strip():
+            chunked |= line.lower().startswith(b"transfer-encoding: chunked")
+        if not chunked:
+            return status, await reader.read()
+        found = b""
+        while n := int(await reader.readline(), 16):
+            found += await reader.readexactly(n)
+            await reader.readline()
+        return status, found
+
+
+def main() -> None:
+    """Measure all parts."""
+    described = parser("the server", runs=5, prompts=8, tokens=256)
+    settings = Settings.of(described.parse_args(), tokens=8)
+    results: dict[str, object] = {}
+    with ExitStack() as stack, settings.context(settings.target) as probe:
+        path = Path(probe.model.path)
+        sides: dict[str, Served] = {OURS: _ours(settings, path)}
+        stack.callback(sides[OURS].close)
+        if settings.peers:
+            try:
+                sides[THEIRS] = _theirs(settings, path)
+                stack.callback(sides[THEIRS].close)
+            except ToolError as error:
+                print(f"without llama-server: {error}", file=sys.stderr)
+        caption = f"{title(probe.model)}, {settings.threads} threads, {_SLOTS} slots"
+        results["load"] = _load(settings, sides, path, caption)
+        for name, work in (("chat of ten turns", _chat), ("64 requests, one system prompt", _shared),
+                           ("JSON under a schema", _json)):  # fmt: skip
+            results[name] = _compare(settings, sides, name, work, caption)
+        results["cancel"] = _cancel(settings, sides, caption)
+        emit("serve", settings, {"target": probe.model}, results)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _cells() -> int:
+    return _SLOTS * 1024
+
+
+def _ours(settings: Settings, path: Path) -> Served:
+    port = _free_port()
+    command = [
+        sys.executable, "-m", "llamabranch.cli", "serve", "-m", path, "--port", port,
+        "-t", settings.threads, "-np", _SLOTS, "-c", _cells(), "--draft", "none",
+    ]  # fmt: skip
+    return Served(command, port)
+
+
+def _theirs(settings: Settings, path: Path) -> Served:
+    port = _free_port()
+    program = build_server(settings.cache, settings.peers_bin)
+    command = [
+        program, "-m", path, "--port", port, "-t", settings.threads, "-tb", settings.threads,
+        "-np", _SLOTS, "-c", _cells(), "--no-ui", "-ctk", "bf16", "-ctv", "bf16", "--slots",
+    ]  # fmt: skip
+    return Served(command, port)
+
+
+def _body(i: int, tokens: int, **more: object) -> dict[str, object]:
+    prompt = PROMPTS[i % len(PROMPTS)]
+    return {
+        "prompt": f"{i}. {prompt}", "max_tokens": tokens, "temperature": 0.8, "seed": i,
+        "ignore_eos": True, "stream": True, **more,
+    }  # fmt: skip
+
+
+async def _clients(ask: Ask, n: int, longest: int, offset: int) -> list[Answer]:
+    """Let ``n`` clients ask two requests each."""
+
+    async def client(i: int) -> list[Answer]:
+        found = []
+        for k in range(2):
+            tokens = LENGTHS[(i + k) % len(LENGTHS)] * longest // max(LENGTHS)
+            found.append(await ask(_body(offset + 2 * i + k, max(2, tokens))))
+        return found
+
+    return [answer for its in await asyncio.gather(*map(client, range(n))) for answer in its]
+
+
+async def _in_process(path: Path, settings: Settings, n: int, offset: int) -> list[Answer]:
+    """Do the same with the engine in this process."""
+    with lb.load(
+        path, n_ctx=_cells(), n_seq_max=_SLOTS, n_threads=settings.threads, prefix_cache=True
+    ) as ctx:
+        async with lb.AsyncEngine(ctx, max_tokens=None, parallel=_SLOTS) as engine:
+
+            async def ask(body: Mapping[str, object]) -> Answer:
+                start, first_s, n_tokens = perf_counter(), 0.0, body["max_tokens"]
+                eog = dict.fromkeys(ctx.model.eog_tokens, float("-inf"))
+                seed = body["seed"]
+                sampling = lb.SamplingParams(
+                    seed=seed if isinstance(seed, int) else None, logit_bias=eog, logprobs=False
+                )
+                limit = n_tokens if isinstance(n_tokens, int) else 0
+                asked = lb.Request(str(body["prompt"]), max_tokens=limit, sampling=sampling)
+                text = ""
+                async for events in engine.steps(asked):
+                    first_s = first_s or perf_counter() - start
+                    text += "".join(e.emitted.text for e in events if e.emitted is not None)
+                return Answer(text, limit, first_s, perf_counter() - start)
+
+            await ask(_body(999, 8))  # threads, grammars, caches
+            return await _timed(partial(_clients, ask, n, settings.tokens, offset))
+
+
+class _Load(NamedTuple):
+    rate: float
+    first_s: float
+
+
+async def _timed(work: Callable[[], Awaitable[list[Answer]]]) -> list[Answer]:
+    start = perf_counter()
+    found = await work()
+    wall = perf_counter() - start
+    return [*found, Answer("", 0, wall, wall)]
+
+
+def _summary(found: Sequence[Answer]) -> _Load:
+    *answers, whole = found
+    rate = sum(each.n_tokens for each in answers) / whole.total_s
+    return _Load(rate, median(each.first_s for each in answers))
+
+
+def _load(
+    settings: Settings, sides: Mapping[str, Served], path: Path, caption: str
+) -> dict[str, object]:
+    rows: list[tuple[str, ...]] = []
+    found: dict[str, object] = {}
+    for n in CLIENTS[: 2 if settings.quick else None]:
+        loads: dict[str, list[_Load]] = {}
+        for run in range(settings.runs):
+            offset = 100 * run
+            for name, side in sides.items():
+                work = partial(_clients, side.ask, n, settings.tokens, offset)
+                loads.setdefault(name, []).append(_summary(asyncio.run(_timed(work))))
+            inside = asyncio.run(_in_process(path, settings, n, offset))
+            loads.setdefault(ENGINE, []).append(_summary(inside))
+        for name, its in loads.items():
+            ratio = Spread.of([a.rate / b.rate for a, b in zip(loads[OURS], its, strict=True)])
+            rate = Spread.of([each.rate for each in its])
+            first = Spread.of([1e3 * each.first_s for each in its])
+            rows.append((f"{n} clients, {name}", pm(rate, 1), pm(first, 1), pm(ratio)))
+            found[f"{n}, {name}"] = {
+                "tokens_per_s": rate.as_dict(), "first_ms": first.as_dict(), "ours_over": ratio.as_dict(),
+            }  # fmt: skip
+    columns = ("", "tokens/s", "first token, ms", "ours over it")
+    table(f"Streams of 64 to 256 tokens; {caption}", columns, rows)
+    return found
+
+
+def _compare(
+    settings: Settings,
+    sides: Mapping[str, Served],
+    name: str,
+    work: Callable[[Settings, Ask, int], Awaitable[float]],
+    caption: str,
+) -> dict[str, object]:
+    """Time the same work on each side; a figure is a rate, the more the better."""
+    rates: dict[str, list[float]] = {side: [] for side in sides}
+    for run in range(settings.runs):
+        for side, served in sides.items():
+            rates[side].append(asyncio.run(_as_float(work(settings, served.ask, run))))
+    rows, found = [], {}
+    for side, its in rates.items():
+        ratio = Spread.of([a / b for a, b in zip(rates[OURS], its, strict=True)])
+        rows.append((side, pm(Spread.of(its), 2), pm(ratio)))
+        found[side] = {"rate": Spread.of(its).as_dict(), "ours_over": ratio.as_dict()}
+    table(f"{name}; {caption}", ("", "a second", "ours over it"), rows)
+    return dict(found)
+
+
+async def _as_float(work: Awaitable[float]) -> float:
+    return await work
+
+
+async def _chat(settings: Settings, ask: Ask, run: int) -> float:
+    """Hold a chat; return turns a second."""
+    messages = [{"role": "system", "content": f"{run}. {SYSTEM}"}]
+    turns = 2 if settings.quick else 10
+    start = perf_counter()
+    for turn in range(turns):
+        messages.append({"role": "user", "content": PROMPTS[turn]})
+        answer = await ask({
+            "messages": messages, "max_tokens": min(32, settings.tokens), "temperature": 0.0,
+            "seed": 1, "ignore_eos": True,
+        })  # fmt: skip
+        messages.append({"role": "assistant", "content": answer.text})
+    return turns / (perf_counter() - start)
+
+
+async def _shared(settings: Settings, ask: Ask, run: int) -> float:
+    """Ask 64 questions, 16 at a time, after one system prompt; return answers a second."""
+    n = 8 if settings.quick else 64
+    gate = asyncio.Semaphore(16)
+
+    async def one(i: int) -> None:
+        async with gate:
+            messages = [
+                {"role": "system", "content": f"{run}. {SYSTEM}"},
+                {"role": "user", "content": f"{i}. {PROMPTS[i % len(PROMPTS)]}"},
+            ]
+            await ask({
+                "messages": messages, "max_tokens": min(16, settings.tokens), "seed": i,
+                "temperature": 0.8, "ignore_eos": True,
+            })  # fmt: skip
+
+    start = perf_counter()
+    await asyncio.gather(*map(one, range(n)))
+    return n / (perf_counter() - start)
+
+
+async def _json(settings: Settings, ask: Ask, run: int) -> float:
+    """Extract JSON from ten texts, one after another; return tokens a second."""
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    n_tokens, seconds = 0, 0.0
+    for text in TEXTS[: 1 if settings.quick else None]:
+        answer = await ask({
+            "messages": [{"role": "user", "content": f"{run}. {text}\nGive it as JSON."}],
+            "response_format": schema, "max_tokens": 160, "temperature": 0.0, "seed": 1,
+        })  # fmt: skip
+        n_tokens += answer.n_tokens
+        seconds += answer.total_s
+    return n_tokens / seconds
+
+
+def _cancel(settings: Settings, sides: Mapping[str, Served], caption: str) -> dict[str, object]:
+    """Time how long the sequence of a client that has left is in use."""
+    n = 2 if settings.quick else 20
+    rows, found = [], {}
+    for name, side in sides.items():
+        seconds = [asyncio.run(side.leave(_body(i, 500))) for i in range(n)]
+        spread = Spread.of([1e3 * each for each in seconds])
+        rows.append((name, pm(spread, 1), number(min(1e3 * s for s in seconds), 1)))
+        found[name] = spread.as_dict()
+    table(f"From leaving to a free slot, as /slots tells it; {caption}", ("", "ms", "least"), rows)
+    return dict(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""An OpenAI-compatible HTTP server over the engine, with branches.
+
+settings.py     the settings of a server, checked
+security.py     hosts, origins, keys
+exchange.py     one request and its answer: body, JSON, events, who gives up when
+errors.py       errors as a client gets them
+fields.py       the fields of requests, as sampling settings and grammars
+requests.py     fields as token ids and the engine's requests
+generation.py   the texts of one request, and the answer made of them
+vocabulary.py   how tokens are written
+counters.py     totals and times
+nodes.py        branches as immutable nodes
+service.py      what all endpoints share
+completions.py  /v1/completions, and llama-server's /completion
+chat.py         /v1/chat/completions
+tools.py        tool calls
+branches.py     /v1/branches
+utilities.py    models, properties, tokens, metrics
+app.py          the routes
+server.py       the socket, loading, the end
+
+Importing this imports neither Starlette nor uvicorn; both come with ``pip install 'llamabranch[serve]'``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import UnsupportedError
+from .settings import ServeSettings, parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..engine import AsyncEngine
+
+__all__ = ["ServeSettings", "parse_bytes", "serve"]
+
+
+def serve(
+    open_engine: Callable[[], AsyncEngine],
+    settings: ServeSettings | None = None,
+    *,
+    ready: Callable[[str, str], None] | None = None,
+    log: Callable[[str], None] = print,
+) -> None:
+    """Serve a model over HTTP until SIGINT or SIGTERM comes.
+
+    Args:
+        open_engine: loads the model and returns its engine, while the server answers 503 already.
+        settings: where to listen, whom to serve, and the limits.
+        ready: called with the URL and the name of the model, once that is loaded.
+        log: gets lines for people: requests, and what it waits for.
+
+    Raises:
+        UnsupportedError: a package of the extra ``serve`` is missing.
+        ConfigError: the address cannot be used.
+        LlamaBranchError: what loading the model raises.
+    """
+    try:
+        from .server import Server
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the server needs a package that is not installed: {error.name}",
+            hint="pip install 'llamabranch[serve]'",
+        ) from error
+    Server(open_engine, settings or ServeSettings(), ready, log).run()

@@ -1,0 +1,193 @@
+"""``/v1/chat/completions``: conversations by the model's template, tools, structured answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from .counters import timings
+from .errors import HttpError
+from .exchange import Exchange
+from .fields import TextFields, limit_of
+from .generation import Choice, Update, answer, usage
+from .requests import check_top, engine_requests
+from .service import Service
+from .tools import CallParser, Tools, whole_calls, without_calls
+
+__all__ = ["ChatFields", "chat", "conversation", "input_tokens"]
+
+_REFUSED = ("functions", "function_call", "audio", "web_search_options")
+_RESERVED = {"messages", "tools", "add_generation_prompt"}
+
+
+class ChatFields(TextFields, kw_only=True):
+    """The body of a request."""
+
+    messages: list[dict[str, object]]
+    tools: list[dict[str, object]] | None = None
+    tool_choice: str | dict[str, object] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    modalities: list[str] | None = None
+    functions: object = None
+    function_call: object = None
+    audio: object = None
+    web_search_options: object = None
+
+
+_decode = msgspec.json.Decoder(ChatFields).decode
+
+
+async def chat(call: Exchange, service: Service) -> None:
+    """Answer a request."""
+    fields = await call.json(_decode)
+    refused = [name for name in _REFUSED if getattr(fields, name) is not None]
+    refused += ["modalities"] if fields.modalities not in (None, ["text"]) else []
+    if refused:
+        raise HttpError(400, f"{refused[0]} is not supported", param=refused[0])
+    top = check_top(fields.top_logprobs)
+    if top and not fields.logprobs:
+        raise HttpError(400, "top_logprobs needs logprobs", param="top_logprobs")
+    tools = Tools(fields.tools or (), fields.tool_choice)
+    tokens = await service.in_thread(lambda: conversation(service, fields, tools))
+    limits = [fields.max_completion_tokens, fields.max_tokens, fields.n_predict]
+    asked = next((limit for limit in limits if limit is not None), service.settings.max_tokens)
+    requests = await engine_requests(
+        service, fields, [tokens], n=1 if fields.n is None else fields.n,
+        max_tokens=limit_of(asked), top_logprobs=(top or 0) if fields.logprobs else None,
+        schema=tools.schema() if tools.forced else None,
+    )  # fmt: skip
+    await answer(
+        call, service, requests, _Writer(service, fields, tools), stream=bool(fields.stream)
+    )
+
+
+def conversation(service: Service, fields: ChatFields, tools: Tools) -> list[int]:
+    """Return the tokens of a conversation; a last message of the assistant is continued."""
+    messages: Sequence[Mapping[str, object]] = fields.messages
+    model, prefill = service.model, ""
+    if fields.continue_final_message is not False and fields.add_generation_prompt:
+        ends = [message.get("role") == "assistant" for message in messages[-2:]]
+        if ends == [True, True]:
+            raise HttpError(400, "the conversation ends with two answers", param="messages")
+        if ends[-1:] == [True] and not messages[-1].get("tool_calls"):
+            content = messages[-1].get("content")
+            parts = content if isinstance(content, list) else [{"text": content or ""}]
+            prefill = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+            messages = messages[:-1]
+    variables = dict(fields.chat_template_kwargs or {})
+    if set(variables) & _RESERVED:
+        told = f"chat_template_kwargs must not hold {', '.join(sorted(_RESERVED))}"
+        raise HttpError(400, told, param="chat_template_kwargs")
+    template = model.chat_template or ""
+    knows_tools = "tools" in template
+    if "tool_calls" not in template:
+        messages = [without_calls(message) for message in messages]
+    if tools.is_used and not knows_tools:
+        messages = tools.told(messages)
+    tokens = model.chat_tokens(
+        messages,
+        tools=tools.given if tools.is_used and knows_tools else None,
+        add_generation_prompt=fields.add_generation_prompt,
+        **variables,
+    )
+    return tokens + model.tokenize(prefill, add_special=False) if prefill else tokens
+
+
+async def input_tokens(call: Exchange, service: Service) -> None:
+    """Count the tokens of a conversation, or write it as a prompt (``/apply-template``)."""
+    fields = await call.json(_decode)
+    tools = Tools(fields.tools or (), fields.tool_choice)
+    tokens = await service.in_thread(lambda: conversation(service, fields, tools))
+    text = service.model.detokenize(tokens, special=True)
+    await call.reply({"input_tokens": len(tokens), "prompt": text, "tokens": tokens})
+
+
+class _Writer:
+    """Writes texts as OpenAI's messages."""
+
+    def __init__(self, service: Service, fields: ChatFields, tools: Tools) -> None:
+        self._service = service
+        self._fields = fields
+        self._tools = tools
+        kind = "chat.completion.chunk" if fields.stream else "chat.completion"
+        self._head = service.head("chatcmpl", kind)
+        self._parsers: dict[int, CallParser] = {}
+
+    def body(self, choices: Sequence[Choice]) -> object:
+        """Return all messages."""
+        found = {
+            **self._head,
+            "choices": [self._message(choice.whole) for choice in choices],
+            **usage(choices),
+        }
+        if self._fields.verbose:
+            prompt = self._service.model.detokenize(choices[0].prompt, special=True)
+            found["__verbose"] = {"prompt": prompt}
+        return found
+
+    def events(self, update: Update) -> list[dict[str, object]]:
+        """Return chunks: the role first, then content or calls, then the reason of the end."""
+        index, result = update.choice.index, update.result
+        parser = self._parsers.get(index)
+        deltas: list[dict[str, object]] = []
+        if parser is None:
+            parser = self._parsers[index] = CallParser(self._tools)
+            deltas.append({"role": "assistant", "content": None})
+        content, parts = parser.feed(update.text, last=result is not None)
+        logprobs = self._logprobs(update) if update.tokens else None
+        n_before = len(deltas)
+        if content or (logprobs is not None and not parts):
+            deltas.append({"content": content})
+        deltas += [{"tool_calls": [part]} for part in parts]
+        chunks: list[dict[str, object]] = [
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            for delta in deltas
+        ]
+        if len(chunks) > n_before:
+            chunks[n_before] |= {"logprobs": logprobs, **self._ids(update, with_prompt=False)}
+        if result is not None:
+            reason = "tool_calls" if parser.n_calls else update.finish_reason
+            end: dict[str, object] = {"delta": {}, "logprobs": None, "finish_reason": reason}
+            chunks.append({"index": index, **end, "stop_reason": update.stop_reason})
+        events: list[dict[str, object]] = [{**self._head, "choices": [each]} for each in chunks]
+        if self._fields.timings_per_token and result is not None:
+            events[-1]["timings"] = timings(result)
+        return events
+
+    def last_events(self, choices: Sequence[Choice]) -> list[dict[str, object]]:
+        """Return the usage, if it is asked for."""
+        event = {**self._head, "choices": [], **usage(choices)}
+        return [event] if self._fields.includes_usage else []
+
+    def _message(self, update: Update) -> dict[str, object]:
+        parser = CallParser(self._tools)
+        content, parts = parser.feed(update.text, last=True)
+        message: dict[str, object] = {"role": "assistant", "content": content}
+        if parts:
+            message |= {"content": content or None, "tool_calls": whole_calls(parts)}
+        return {
+            "index": update.choice.index,
+            "message": message,
+            "logprobs": self._logprobs(update),
+            "finish_reason": "tool_calls" if parser.n_calls else update.finish_reason,
+            "stop_reason": update.stop_reason,
+            **self._ids(update, with_prompt=True),
+        }
+
+    def _ids(self, update: Update, *, with_prompt: bool) -> dict[str, object]:
+        if not self._fields.return_token_ids:
+            return {}
+        found: dict[str, object] = {"token_ids": [token.token for token in update.tokens]}
+        return found | ({"prompt_token_ids": update.choice.prompt} if with_prompt else {})
+
+    def _logprobs(self, update: Update) -> dict[str, object] | None:
+        if not self._fields.logprobs:
+            return None
+        more = bool(self._fields.token_details)
+        return {"content": self._service.vocabulary.chat_logprobs(update.tokens, more=more)}

@@ -1,0 +1,250 @@
+"""``/v1/completions``, with vLLM's and llama-server's extensions, and llama-server's ``/completion``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+import msgspec
+
+from ..branch import Produced
+from ..context import TokenScore
+from ..sampling import SamplingParams
+from .counters import timings
+from .errors import HttpError
+from .exchange import Exchange
+from .fields import TextFields, limit_of
+from .generation import Choice, Update, answer, usage
+from .requests import check_top, engine_requests, infill, prompt_tokens
+from .service import Service
+
+__all__ = ["CompletionFields", "completion", "completions", "sampling_of"]
+
+_DEFAULT_TOKENS = 16
+
+
+class CompletionFields(TextFields, kw_only=True):
+    """The body of a request; the last three are for ``/completion``."""
+
+    prompt: object = None
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    logprobs: int | None = None
+    n_probs: int | None = None
+    prompt_logprobs: int | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    branch_id: str | None = None
+    return_tokens: bool | None = None
+    response_fields: list[str] | None = None
+    post_sampling_probs: bool | None = None
+
+
+_decode = msgspec.json.Decoder(CompletionFields).decode
+
+
+async def completions(call: Exchange, service: Service) -> None:
+    """Answer a request of OpenAI's."""
+    fields = await call.json(_decode)
+    n = 1 if fields.n is None else fields.n
+    best_of = n if fields.best_of is None else fields.best_of
+    logprobs = check_top(fields.n_probs if fields.logprobs is None else fields.logprobs, "logprobs")
+    rated = check_top(fields.prompt_logprobs, "prompt_logprobs")
+    if n < 1 or best_of < n:
+        raise HttpError(400, "n must be at least 1, and best_of at least n", param="best_of")
+    if fields.stream and (best_of > n or (fields.echo and logprobs is not None)):
+        told = "best_of above n, and echo with logprobs, cannot be streamed"
+        raise HttpError(400, told, param="stream")
+    branch = None if fields.branch_id is None else service.branches[fields.branch_id]
+    given = "" if fields.prompt is None and branch is not None else fields.prompt
+    add_special = fields.add_special_tokens is not False and branch is None
+    prompts = await prompt_tokens(service, given, add_special=add_special)
+    if branch is not None:
+        prompts = [[*branch.tokens, *prompt] for prompt in prompts]
+    if fields.suffix:
+        prompts = [await infill(service, prompt, fields.suffix) for prompt in prompts]
+    asked = fields.n_predict if fields.max_tokens is None else fields.max_tokens
+    max_tokens = limit_of(_DEFAULT_TOKENS if asked is None else asked)
+    if max_tokens == 0 and not fields.echo:
+        raise HttpError(400, "max_tokens may be 0 only with echo", param="max_tokens")
+    if fields.echo and logprobs is not None:
+        rated = max(logprobs, rated or 0)
+    requests = await engine_requests(
+        service, fields, prompts, n=best_of, max_tokens=max_tokens, top_logprobs=logprobs,
+        prompt_logprobs=rated, rates=best_of > n,
+    )  # fmt: skip
+    writer = _Writer(service, fields, logprobs, n, best_of)
+    await answer(call, service, requests, writer, stream=bool(fields.stream))
+
+
+class _Writer:
+    """Writes texts as OpenAI's choices."""
+
+    def __init__(
+        self, service: Service, fields: CompletionFields, logprobs: int | None, n: int, best_of: int
+    ) -> None:
+        self._service = service
+        self._fields = fields
+        self._head = service.head("cmpl", "text_completion")
+        self._logprobs = logprobs
+        self._n, self._best_of = n, best_of
+
+    def body(self, choices: Sequence[Choice]) -> object:
+        """Return the best ``n`` of the ``best_of`` texts of each prompt, best first."""
+        kept = list(choices)
+        if self._best_of > self._n:
+            size = self._best_of
+            groups = [choices[i : i + size] for i in range(0, len(choices), size)]
+            ranked = [sorted(group, key=lambda each: -each.mean_logprob) for group in groups]
+            kept = [each for group in ranked for each in group[: self._n]]
+        shown = [self._part(each.whole, index) for index, each in enumerate(kept)]
+        return {**self._head, "choices": shown, **usage(choices)}
+
+    def events(self, update: Update) -> list[dict[str, object]]:
+        """Return one event."""
+        event = {**self._head, "choices": [self._part(update, update.choice.index)]}
+        if self._fields.timings_per_token and update.result is not None:
+            event["timings"] = timings(update.result)
+        return [event]
+
+    def last_events(self, choices: Sequence[Choice]) -> list[dict[str, object]]:
+        """Return the usage, if it is asked for."""
+        event = {**self._head, "choices": [], **usage(choices)}
+        return [event] if self._fields.includes_usage else []
+
+    def _part(self, update: Update, index: int) -> dict[str, object]:
+        fields, words, model = self._fields, self._service.vocabulary, self._service.model
+        ids, result = update.choice.prompt, update.result
+        echo = model.detokenize(ids) if fields.echo else ""
+        found: dict[str, object] = {
+            "index": index,
+            "text": (echo if update.is_first else "") + update.text,
+            "logprobs": None,
+            "finish_reason": update.finish_reason,
+            "stop_reason": update.stop_reason,
+        }
+        scores = None if result is None else result.prompt_logprobs
+        if self._logprobs is not None:
+            rated: list[tuple[int, Produced | TokenScore | None]] = [
+                (token.token, token) for token in update.tokens
+            ]
+            offset = len(echo) + update.offset
+            if fields.echo and scores is not None:
+                rated, offset = [*zip(ids, scores, strict=True), *rated], 0
+            found["logprobs"] = words.completion_logprobs(
+                rated, offset, self._logprobs, as_ids=bool(fields.return_tokens_as_token_ids),
+                more=bool(fields.token_details),
+            )  # fmt: skip
+        if fields.return_token_ids:
+            found["token_ids"] = [token.token for token in update.tokens]
+            if update.is_first:
+                found["prompt_token_ids"] = ids
+        if fields.prompt_logprobs is not None and scores is not None:
+            found["prompt_logprobs"] = words.prompt_logprobs(scores)
+        return found
+
+
+# -- llama-server's own ----------------------------------------------------------------------------
+
+
+async def completion(call: Exchange, service: Service) -> None:
+    """Answer a request of llama-server's: an object, or a list of them for several prompts."""
+    fields = await call.json(_decode)
+    if fields.post_sampling_probs:
+        raise HttpError(400, "post_sampling_probs is not supported", param="post_sampling_probs")
+    prompts = await prompt_tokens(service, fields.prompt)
+    asked = fields.max_tokens if fields.n_predict is None else fields.n_predict
+    limit = service.settings.max_tokens if asked is None else limit_of(asked, "n_predict")
+    requests = await engine_requests(
+        service, fields, prompts, n=1 if fields.n is None else fields.n, max_tokens=limit,
+        top_logprobs=check_top(fields.n_probs, "n_probs") or None,
+    )  # fmt: skip
+    writer = _NativeWriter(service, fields, limit)
+    await answer(call, service, requests, writer, stream=bool(fields.stream))
+
+
+class _NativeWriter:
+    """Writes texts as llama-server does."""
+
+    def __init__(self, service: Service, fields: CompletionFields, limit: int | None) -> None:
+        self._service = service
+        self._fields = fields
+        self._limit = -1 if limit is None else limit
+
+    def body(self, choices: Sequence[Choice]) -> object:
+        """Return one text, or all of several."""
+        found = [self._end(choice.whole) for choice in choices]
+        if self._fields.response_fields:
+            found = [dict(_selected(each, self._fields.response_fields)) for each in found]
+        return found[0] if len(found) == 1 else found
+
+    def events(self, update: Update) -> list[dict[str, object]]:
+        """Return an event for each token, and one for the end."""
+        parts = [Update(update.choice, fresh=[one]) for one in update.fresh if one.token >= 0]
+        found = [self._part(part) for part in parts]
+        if update.result is not None:
+            found.append(self._end(Update(update.choice, result=update.result)))
+        return found
+
+    def last_events(self, choices: Sequence[Choice]) -> list[dict[str, object]]:
+        """Return nothing more."""
+        return []
+
+    def _part(self, update: Update) -> dict[str, object]:
+        found: dict[str, object] = {
+            "index": update.choice.index,
+            "content": update.text,
+            "tokens": [token.token for token in update.tokens],
+            "stop": False,
+            "id_slot": -1,
+        }
+        if self._fields.n_probs:
+            words = self._service.vocabulary
+            found["completion_probabilities"] = words.chat_logprobs(update.tokens, more=False)
+        return found
+
+    def _end(self, update: Update) -> dict[str, object]:
+        result, params = update.result, update.choice.request.sampling
+        if result is None or params is None:
+            raise HttpError(500, "internal error: a text without an end")
+        found = self._part(update)
+        if not self._fields.return_tokens:
+            found["tokens"] = []
+        word = result.stop_reason if isinstance(result.stop_reason, str) else ""
+        ended = "limit" if update.finish_reason == "length" else "word" if word else "eos"
+        own = {"seed": result.seed, "n_predict": self._limit, "max_tokens": self._limit}
+        return {
+            **found,
+            "stop": True,
+            "model": self._service.names[0],
+            "tokens_predicted": len(result.tokens),
+            "tokens_evaluated": result.num_prompt_tokens,
+            "tokens_cached": result.num_cached_tokens,
+            "generation_settings": {**sampling_of(params), **own, "stop": self._fields.stops},
+            "prompt": self._service.model.detokenize(update.choice.prompt, special=True),
+            "has_new_line": "\n" in result.text,
+            "truncated": False,
+            "stop_type": ended,
+            "stopping_word": word,
+            "timings": timings(result),
+        }
+
+
+def sampling_of(params: SamplingParams) -> dict[str, object]:
+    """Return sampling settings by llama-server's names."""
+    found = asdict(params)
+    found["repeat_last_n"] = found.pop("penalty_last_n")
+    bias = params.logit_bias.items()
+    found["logit_bias"] = [{"id": token, "bias": max(added, -1e9)} for token, added in bias]
+    return found
+
+
+def _selected(body: dict[str, object], wanted: Sequence[str]) -> Iterator[tuple[str, object]]:
+    """Yield the fields of ``wanted``, where ``a/b`` is a field of a field."""
+    for path in wanted:
+        value: object = body
+        for name in path.split("/"):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value is not None:
+            yield path, value

@@ -1,0 +1,216 @@
+"""One HTTP request and its answer, over ASGI: the body, JSON, server-sent events, and who gives up when.
+
+A task watches for the client to disconnect from the moment the body is read, for streams and for other
+answers; then the request's task is cancelled, and the engine frees its sequences at the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from time import perf_counter
+from typing import TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from .errors import HttpError, http_error
+from .settings import ServeSettings
+
+__all__ = ["Exchange"]
+
+T = TypeVar("T")
+Headers = Iterable[tuple[bytes, bytes]]
+
+_JSON = b"application/json"
+_log = logging.getLogger("llamabranch.serve")
+
+
+class Exchange:
+    """A request being answered.
+
+    Args:
+        scope, receive, send: of ASGI.
+        settings: limits.
+        headers: sent with every answer.
+
+    Attributes:
+        status: of the answer; 0 before there is one.
+        note: what the line of the log tells about it.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        settings: ServeSettings,
+        headers: Headers = (),
+    ) -> None:
+        self.scope = scope
+        self.status = 0
+        self.note = ""
+        self._receive = receive
+        self._send = send
+        self._settings = settings
+        self._headers = list(headers)
+        self._start = perf_counter()
+        self._task: asyncio.Task[object] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._reason: str | None = None  # why the task was cancelled by this class
+        self._is_stream = self._has_ended = False
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since it came."""
+        return perf_counter() - self._start
+
+    @property
+    def query(self) -> dict[str, str]:
+        """The parameters of the URL; of several with one name the last."""
+        from urllib.parse import parse_qsl
+
+        return dict(parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True))
+
+    def path_param(self, name: str) -> str:
+        """Return a parameter of the path; "" if the path has none."""
+        return str(self.scope["path_params"].get(name, ""))
+
+    # -- running -------------------------------------------------------------------------------------
+
+    async def run(self, work: Coroutine[object, object, None]) -> None:
+        """Run what answers the request; its errors become the answer."""
+        loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        limit = self._settings.request_timeout_s
+        timer = loop.call_later(limit, self._give_up, "timeout") if limit else None
+        try:
+            await work
+        except asyncio.CancelledError:
+            if self._reason is None:
+                raise
+            if self._reason == "timeout":
+                await self._fail(HttpError(504, f"the request took more than {limit:g} s"))
+            self.note = self._reason
+        except Exception as error:
+            found = http_error(error)
+            if found.status == 500:
+                _log.error("%s %s failed", self.scope["method"], self.scope["path"], exc_info=error)
+            await self._fail(found)
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if self._watcher is not None:
+                self._watcher.cancel()
+
+    def _give_up(self, reason: str) -> None:
+        if self._reason is None and self._task is not None:
+            self._reason = reason
+            self._task.cancel()
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._give_up("disconnected")
+
+    async def _fail(self, error: HttpError) -> None:
+        """Answer with an error; in a stream as its last event."""
+        if self._has_ended:
+            return
+        self._reason = self._reason or "failed"  # a disconnect is no news any more
+        if self._is_stream:
+            await self.event([error.body])
+            await self._close()
+        elif not self.status:
+            await self.reply(error.body, error.status, error.headers)
+
+    # -- the request -----------------------------------------------------------------------------------
+
+    async def body(self) -> bytes:
+        """Return the body.
+
+        Raises:
+            HttpError: it is too long, or its client went away.
+        """
+        most = self._settings.max_body
+        parts: list[bytes] = []
+        n = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise HttpError(400, "the request has ended before its body")
+            part: bytes = message.get("body", b"")
+            n += len(part)
+            if n > most:
+                raise HttpError(413, f"the body has more than {most} bytes")
+            parts.append(part)
+            if not message.get("more_body", False):
+                break
+        self._watcher = asyncio.ensure_future(self._watch())
+        return b"".join(parts)
+
+    async def json(self, decode: Callable[[bytes], T]) -> T:
+        """Return the body as ``decode``, a msgspec decoder's method, reads it.
+
+        Raises:
+            HttpError: the body is no JSON, or a field has another type.
+        """
+        body = await self.body()
+        try:
+            return decode(body)
+        except msgspec.ValidationError as error:
+            message, _, path = str(error).partition(" - at `")
+            param = path.rstrip("`").removeprefix("$").removeprefix(".") or None
+            raise HttpError(
+                400, message if param is None else f"{param}: {message}", param=param
+            ) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise HttpError(400, f"the body is no JSON: {error}") from None
+
+    # -- the answer ------------------------------------------------------------------------------------
+
+    async def reply(
+        self, body: object, status: int = 200, headers: Headers = (), kind: bytes = _JSON
+    ) -> None:
+        """Send an answer: bytes as they are, anything else as JSON."""
+        data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        self.status, self._has_ended = status, True
+        length = str(len(data)).encode()
+        own = [(b"content-type", kind), (b"content-length", length), *self._headers, *headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": own})
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def start_stream(self) -> None:
+        """Send the headers of a stream of events."""
+        self.status, self._is_stream = 200, True
+        own = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+            *self._headers,
+        ]
+        await self._send({"type": "http.response.start", "status": 200, "headers": own})
+
+    async def event(self, events: Iterable[object]) -> None:
+        """Send events in one piece; a client that does not take them in time is given up."""
+        data = b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
+        if data:
+            await self._write(data)
+
+    async def end_stream(self) -> None:
+        """Send the event that ends a stream."""
+        await self._write(b"data: [DONE]\n\n")
+        await self._close()
+
+    async def _write(self, data: bytes) -> None:
+        limit = self._settings.send_timeout_s
+        timer = asyncio.get_running_loop().call_later(limit, self._give_up, "slow reader")
+        try:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        finally:
+            timer.cancel()
+
+    async def _close(self) -> None:
+        self._has_ended = True
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})

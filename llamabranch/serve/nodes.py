@@ -1,0 +1,244 @@
+"""Branches as immutable nodes.
+
+A node is a list of token ids with the settings to continue it. Whether its K/V is in the cache is a
+matter of time only: what was evicted is decoded again when it is needed. Since batches are exact, no
+result depends on that; so there are no locks, and sequences cannot run out. A node keeps the tokens that
+it adds to its parent's; a tree that nobody uses is deleted after a while.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from uuid import uuid4
+
+import msgspec
+from msgspec import Struct
+
+from ..errors import ConfigError
+from ..sampling import SamplingParams
+from ..sampling.grammar import Grammar
+from .errors import HttpError
+
+__all__ = ["Branches", "Node"]
+
+_FILE = "branches.json"
+
+
+@dataclass(eq=False)
+class Node:
+    """A text that can be continued.
+
+    Attributes:
+        parent: the node whose first ``start`` tokens it begins with; None for a root.
+        own: its tokens after those.
+        n_read: tokens that were read, not generated: the grammar begins after them.
+        sampling: settings, with a seed.
+        finish_reason: how its generation ended; None where none did.
+        next: entropy and the most probable tokens after it, once they are known.
+        used: when it, or a node below it, was last used.
+    """
+
+    parent: Node | None
+    start: int
+    own: array[int]
+    n_read: int
+    sampling: SamplingParams
+    grammar: Grammar | None = None
+    finish_reason: str | None = None
+    id: str = field(default_factory=lambda: f"br-{uuid4().hex}")
+    children: list[Node] = field(default_factory=list)
+    next: dict[str, object] | None = None
+    used: float = 0.0
+
+    @property
+    def position(self) -> int:
+        """How many tokens it has."""
+        return self.start + len(self.own)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All its token ids."""
+        parts: list[Sequence[int]] = []
+        node: Node | None = self
+        end = self.position
+        while node is not None:
+            parts.append(node.own[: max(0, end - node.start)])
+            end = min(end, node.start)
+            node = node.parent
+        return [token for part in reversed(parts) for token in part]
+
+    @property
+    def continues(self) -> int:
+        """How many of its last tokens were generated."""
+        return max(0, min(self.position - self.n_read, self.position - 1))
+
+    def subtree(self) -> list[Node]:
+        """Return it and all nodes below, parents first."""
+        found = [self]
+        for node in found:  # grows meanwhile
+            found += node.children
+        return found
+
+
+class SavedNode(Struct):
+    """A node in the file."""
+
+    id: str
+    parent: str | None
+    start: int
+    own: list[int]
+    n_read: int
+    sampling: dict[str, object]
+    bias: list[tuple[int, float | None]]  # JSON has no minus infinity
+    grammar: str | dict[str, str] | None
+    finish_reason: str | None
+
+
+class SavedNodes(Struct):
+    """The file."""
+
+    fingerprint: str
+    nodes: list[SavedNode]
+
+
+class Branches:
+    """The nodes of a server.
+
+    Args:
+        most: how many there may be.
+        ttl_s: a tree that nobody has used for as long is deleted.
+        folder: where they are kept while the server does not run; None = nowhere.
+        fingerprint: of the model: nodes of another one are not read.
+    """
+
+    def __init__(self, most: int, ttl_s: float, folder: Path | None, fingerprint: str) -> None:
+        self._most = most
+        self._ttl_s = ttl_s
+        self._file = None if folder is None else folder / _FILE
+        self._fingerprint = fingerprint
+        self._nodes: dict[str, Node] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __getitem__(self, name: str) -> Node:
+        node = self._nodes.get(name)
+        if node is None:
+            told = f"there is no branch {name[:100]!r}: it was deleted, or {self._ttl_s:g} s without use"
+            raise HttpError(404, told, param="id")
+        self._touch(node)
+        return node
+
+    def _touch(self, node: Node) -> None:
+        above: Node | None = node
+        while above is not None:
+            above.used = monotonic()
+            above = above.parent
+
+    def all(self) -> list[Node]:
+        """Return all nodes, oldest first."""
+        self._expire()
+        return list(self._nodes.values())
+
+    def check_quota(self, n: int) -> None:
+        """Raise unless ``n`` nodes more may be made.
+
+        Raises:
+            HttpError: they may not.
+        """
+        self._expire()
+        if len(self._nodes) + n > self._most:
+            raise HttpError(
+                429,
+                f"there are {len(self._nodes)} branches, {self._most} may exist: delete some, or wait "
+                f"until some have not been used for {self._ttl_s:g} s",
+                kind="branch_quota_exceeded",
+                more={"branches": len(self), "max_branches": self._most, "ttl_s": self._ttl_s},
+            )
+
+    def _expire(self) -> None:
+        oldest = monotonic() - self._ttl_s
+        for node in [node for node in self._nodes.values() if node.used < oldest]:
+            self._remove(node)
+
+    def add(self, node: Node) -> None:
+        """Keep a new node."""
+        self._nodes[node.id] = node
+        if node.parent is not None:
+            node.parent.children.append(node)
+        self._touch(node)
+
+    def delete(self, node: Node, *, subtree: bool) -> int:
+        """Delete a node, with all below if asked for; return how many.
+
+        Raises:
+            HttpError: others begin with it.
+        """
+        if node.children and not subtree:
+            told = f"{len(node.children)} branches begin with it: ?subtree=true deletes them too"
+            raise HttpError(409, told)
+        gone = node.subtree()
+        for each in gone:
+            self._remove(each)
+        return len(gone)
+
+    def _remove(self, node: Node) -> None:
+        self._nodes.pop(node.id, None)
+        if node.parent is not None and node in node.parent.children:
+            node.parent.children.remove(node)
+
+    # -- while the server does not run -----------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write them to the folder, if there is one."""
+        if self._file is None:
+            return
+        saved = SavedNodes(self._fingerprint, [_saved(node) for node in self.all()])
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        new = self._file.with_suffix(".new")
+        new.write_bytes(msgspec.json.encode(saved))
+        os.replace(new, self._file)
+
+    def load(self) -> int:
+        """Read those of the folder, if they are the same model's; return how many.
+
+        Raises:
+            ConfigError: the file is not one that a server wrote.
+        """
+        if self._file is None or not self._file.exists():
+            return 0
+        try:
+            found = msgspec.json.decode(self._file.read_bytes(), type=SavedNodes)
+            for saved in found.nodes if found.fingerprint == self._fingerprint else ():
+                parent = None if saved.parent is None else self._nodes[saved.parent]
+                self.add(_restored(saved, parent))
+        except (OSError, msgspec.MsgspecError, LookupError, OverflowError) as error:
+            raise ConfigError(
+                f"{self._file} cannot be read: {error}", hint="delete it, or name another folder"
+            ) from None
+        return len(self)
+
+
+def _saved(node: Node) -> SavedNode:
+    sampling = msgspec.to_builtins(node.sampling)
+    bias = [(t, b if b > float("-inf") else None) for t, b in node.sampling.logit_bias.items()]
+    return SavedNode(
+        node.id, None if node.parent is None else node.parent.id, node.start, list(node.own),
+        node.n_read, {**sampling, "logit_bias": {}}, bias,
+        None if node.grammar is None else node.grammar.as_dict(), node.finish_reason,
+    )  # fmt: skip
+
+
+def _restored(saved: SavedNode, parent: Node | None) -> Node:
+    bias = {token: float("-inf") if added is None else added for token, added in saved.bias}
+    grammar = None if saved.grammar is None else Grammar.from_dict(saved.grammar)
+    sampling = SamplingParams().replace(**{**saved.sampling, "logit_bias": bias})
+    own = array("i", saved.own)
+    return Node(
+        parent, saved.start, own, saved.n_read, sampling, grammar, saved.finish_reason, saved.id
+    )

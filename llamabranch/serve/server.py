@@ -1,0 +1,198 @@
+"""A socket, an event loop, a model that is loaded meanwhile, and an end that loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from ..engine import AsyncEngine
+from ..errors import ConfigError
+from ..startup import quit_interrupted
+from .app import make_app
+from .service import Service
+from .settings import ServeSettings
+
+__all__ = ["Server"]
+
+_POLL_S = 0.05
+_MOST_HEADER_BYTES = 64 << 10
+_SEND_BYTES = 128 << 10
+_HEADER_S = 30.0  # from the connection, or from the last answer, to the end of a request's headers
+
+
+class Server:
+    """Serves a model until ``stop`` is called.
+
+    Args:
+        open_engine: loads the model and returns its engine; called in a thread of its own.
+        settings: where to listen, and the limits.
+        ready: called with the URL and the name of the model, once that is loaded.
+        log: gets lines for people.
+
+    Raises:
+        ConfigError: the address cannot be used.
+
+    Attributes:
+        service: once the model is loaded.
+        port: the port it listens on.
+    """
+
+    def __init__(
+        self,
+        open_engine: Callable[[], AsyncEngine],
+        settings: ServeSettings,
+        ready: Callable[[str, str], None] | None = None,
+        log: Callable[[str], None] = print,
+    ) -> None:
+        self.settings = settings
+        self._ready = ready
+        self.service: Service | None = None
+        self._open_engine = open_engine
+        self._log = log
+        self._stops = threading.Event()
+        try:
+            family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+            self._socket = socket.create_server(
+                (settings.host.strip("[]"), settings.port), family=family, backlog=1024
+            )
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"cannot listen on {settings.host}:{settings.port}: {error}",
+                hint="--port takes another port, 0 any that is free",
+            ) from None
+        # Of each connection: what a client that does not read can take of the system's memory.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+        self.port = int(self._socket.getsockname()[1])
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        host = self.settings.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def stop(self) -> None:
+        """End it: no new requests, running ones may end in time. A second call ends them, too."""
+        if self._stops.is_set():
+            self._is_forced = True
+        self._stops.set()
+
+    _is_forced = False
+
+    def run(self) -> None:
+        """Serve until ``stop`` is called, or the process gets SIGINT or SIGTERM.
+
+        Raises:
+            LlamaBranchError: the model cannot be loaded.
+        """
+        try:
+            import uvloop
+
+            factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+        except ImportError:  # there is none for Windows
+            factory = asyncio.new_event_loop
+        loop = factory()
+        try:
+            with self._signals():
+                loop.run_until_complete(self._serve())
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_until_complete(loop.shutdown_default_executor())
+            loop.close()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def on_signal(_number: int, _frame: FrameType | None) -> None:
+            if self.service is None:  # nothing is lost while the model loads
+                quit_interrupted()
+            self.stop()
+
+        before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    async def _serve(self) -> None:
+        app = make_app(self, self.settings, self._log)
+        config = uvicorn.Config(
+            app, http=_Protocol, loop="none", ws="none", lifespan="off", log_config=None,
+            access_log=False, log_level="critical", server_header=False, timeout_keep_alive=75,
+            timeout_graceful_shutdown=1,
+        )  # fmt: skip
+        server = _Uvicorn(config)
+        serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
+        engine: AsyncEngine | None = None
+        try:
+            engine = await asyncio.to_thread(self._open_engine)
+            service = Service(engine, self.settings)
+            service.branches.load()
+            self.service = service
+            if self._ready is not None:
+                self._ready(self.url, service.names[0])
+            while not self._stops.is_set() and not serving.done():
+                await asyncio.sleep(_POLL_S)
+            await self._drain(service)
+        finally:
+            server.should_exit = True
+            await serving
+            if engine is not None:
+                await engine.close()
+                if self.service is not None:
+                    self.service.branches.save()
+
+    async def _drain(self, service: Service) -> None:
+        """Wait until the running requests have ended, or their time is over."""
+        service.is_draining = True
+        if service.n_texts:
+            self._log(f"{service.n_texts} texts run: waiting for them; another Ctrl-C does not")
+        left = self.settings.shutdown_timeout_s
+        while service.n_texts and left > 0 and not self._is_forced:
+            await asyncio.sleep(_POLL_S)
+            left -= _POLL_S
+        if service.n_texts:
+            service.engine.shut_down(wait=False)  # the texts end, and their answers say so
+            await asyncio.sleep(2 * _POLL_S)
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to ``Server``."""
+        yield
+
+
+class _Protocol(HttpToolsProtocol):
+    """Connections whose headers have a limit in size and time."""
+
+    _n_header_bytes = 0
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(_HEADER_S, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        self._n_header_bytes += len(data) if self._deadline is not None else 0
+        if self._n_header_bytes > _MOST_HEADER_BYTES + (1 << 16):
+            self.transport.close()
+            return
+        super().data_received(data)
+
+    def on_headers_complete(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        super().on_headers_complete()

@@ -1,0 +1,190 @@
+"""The endpoints that tell about the server, and those that tokenize."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from .completions import sampling_of
+from .errors import HttpError
+from .exchange import Exchange
+from .service import Service
+
+__all__ = [
+    "detokenize",
+    "health",
+    "metrics",
+    "models",
+    "props",
+    "slots",
+    "tokenize",
+    "tokenizer_info",
+]
+
+
+class TokenizeFields(Struct, kw_only=True):
+    """The body of /tokenize: ``content`` and ``add_special`` are llama-server's, the others vLLM's."""
+
+    content: str | None = None
+    prompt: str | None = None
+    add_special: bool | None = None
+    add_special_tokens: bool | None = None
+    parse_special: bool = True
+    with_pieces: bool = False
+    return_token_strs: bool = False
+
+
+class DetokenizeFields(Struct, kw_only=True):
+    """The body of /detokenize."""
+
+    tokens: list[int]
+
+
+_decode_tokenize = msgspec.json.Decoder(TokenizeFields).decode
+_decode_detokenize = msgspec.json.Decoder(DetokenizeFields).decode
+
+
+async def health(call: Exchange, service: Service) -> None:
+    """Tell that the server answers."""
+    await call.reply({"status": "ok"})
+
+
+async def models(call: Exchange, service: Service) -> None:
+    """List the one model, or show it."""
+    model = service.model
+    one = {
+        "id": service.names[0], "aliases": service.names, "object": "model",
+        "created": service.created, "owned_by": "llamabranch", "max_model_len": service.n_ctx,
+        "meta": {
+            "vocab_type": model.vocab_type, "n_vocab": model.n_vocab, "n_ctx": service.n_ctx,
+            "n_ctx_train": model.n_ctx_train, "n_embd": model.n_embd, "n_params": model.n_params,
+            "size": model.size_bytes,
+        },
+    }  # fmt: skip
+    wanted = call.path_param("name")
+    if wanted and wanted not in service.names:
+        raise HttpError(404, f"there is no model {wanted!r}, only {', '.join(service.names)}")
+    await call.reply(one if wanted else {"object": "list", "data": [one]})
+
+
+async def props(call: Exchange, service: Service) -> None:
+    """Tell the settings."""
+    model, settings, words = service.model, service.settings, service.vocabulary
+    params = {
+        **sampling_of(settings.sampling),
+        "seed": -1 if settings.seed is None else settings.seed,
+        "n_predict": -1 if settings.max_tokens is None else settings.max_tokens,
+    }
+    await call.reply({
+        "default_generation_settings": {"n_ctx": service.n_ctx, "params": params},
+        "total_slots": settings.parallel, "model_alias": service.names[0],
+        "model_path": str(model.path), "chat_template": model.chat_template or "",
+        "bos_token": words.name(model.bos) or "", "eos_token": words.name(model.eos) or "",
+        "build_info": service.fingerprint, "batch_invariant": service.is_exact,
+        "max_branches": settings.max_branches, "branch_ttl_s": settings.branch_ttl_s,
+    })  # fmt: skip
+
+
+async def slots(call: Exchange, service: Service) -> None:
+    """Tell how many texts run."""
+    if not service.settings.slots:
+        raise HttpError(501, "the server was started with --no-slots")
+    n, running = service.settings.parallel, service.n_texts
+    await call.reply(
+        [{"id": i, "n_ctx": service.n_ctx, "is_processing": i < running} for i in range(n)]
+    )
+
+
+async def tokenize(call: Exchange, service: Service) -> None:
+    """Turn a text into tokens."""
+    fields = await call.json(_decode_tokenize)
+    text = fields.prompt if fields.content is None else fields.content
+    if text is None:
+        raise HttpError(400, "give content or prompt", param="content")
+    # vLLM adds BOS unless told not to, llama-server only if told to.
+    flags = (fields.add_special_tokens, fields.add_special, fields.content is None)
+    add = next(flag for flag in flags if flag is not None)
+    tokens = await service.tokenize(text, add_special=add, parse_special=fields.parse_special)
+    words = service.vocabulary
+    found = {"tokens": tokens, "count": len(tokens), "max_model_len": service.n_ctx}
+    if fields.with_pieces:
+        found["tokens"] = [{"id": t, "piece": _piece(words.entry(t)[0])} for t in tokens]
+    if fields.return_token_strs:
+        found["token_strs"] = [words.name(token) for token in tokens]
+    await call.reply(found)
+
+
+def _piece(raw: bytes) -> str | list[int]:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(raw)
+
+
+async def detokenize(call: Exchange, service: Service) -> None:
+    """Turn tokens into text: ``content`` is llama-server's name for it, ``prompt`` vLLM's."""
+    fields = await call.json(_decode_detokenize)
+    text = service.model.detokenize(fields.tokens)
+    await call.reply({"content": text, "prompt": text})
+
+
+async def tokenizer_info(call: Exchange, service: Service) -> None:
+    """Tell the special tokens, as lm-evaluation-harness asks for them."""
+    model, words = service.model, service.vocabulary
+    await call.reply({
+        "tokenizer_class": model.vocab_type, "n_vocab": model.n_vocab,
+        "model_max_length": service.n_ctx, "chat_template": model.chat_template,
+        "bos_token": words.name(model.bos), "bos_token_id": model.bos,
+        "eos_token": words.name(model.eos), "eos_token_id": model.eos,
+        "eog_token_ids": sorted(model.eog_tokens),
+    })  # fmt: skip
+
+
+async def metrics(call: Exchange, service: Service) -> None:
+    """Write the totals in Prometheus' format, by llama-server's names and our own."""
+    if not service.settings.metrics:
+        raise HttpError(501, "the server was started with --no-metrics")
+    c, stats, n_texts = service.counters, service.engine.stats, service.n_texts
+    n_parallel, decodes, spec = (
+        service.settings.parallel,
+        stats.target_forward_passes,
+        c.speculative,
+    )
+    prompt_rate = c.prompt_tokens / c.prompt_s if c.prompt_s else 0.0
+    rate = c.predicted_tokens / c.predicted_s if c.predicted_s else 0.0
+    counters: list[tuple[str, str, float]] = [
+        ("llamacpp:prompt_tokens_total", "Prompt tokens evaluated.", c.prompt_tokens),
+        ("llamacpp:prompt_tokens_cached_total", "Prompt tokens in the cache.", c.cached_tokens),
+        ("llamacpp:prompt_seconds_total", "Seconds of prompts.", c.prompt_s),
+        ("llamacpp:tokens_predicted_total", "Tokens generated.", c.predicted_tokens),
+        ("llamacpp:tokens_predicted_seconds_total", "Seconds of generation.", c.predicted_s),
+        ("llamacpp:n_decode_total", "Decodes of the model.", decodes),
+        ("llamacpp:n_tokens_max", "Tokens of the longest text.", c.most_tokens),
+        ("llamacpp:spec_decode_num_drafts_total", "Drafts.", spec.num_drafts),
+        ("llamacpp:spec_decode_num_draft_tokens_total", "Drafted.", spec.num_draft_tokens),
+        ("llamacpp:spec_decode_num_accepted_tokens_total", "Accepted.", spec.num_accepted_tokens),
+        ("llamabranch:texts_total", "Texts that have ended.", c.texts),
+        ("llamabranch:cancelled_total", "Requests whose client went away.", c.cancelled),
+        ("llamabranch:shared_prompt_tokens_total", "Shared.", stats.shared_prompt_tokens),
+        ("llamabranch:preemptions_total", "Texts that made room for others.", stats.preemptions),
+    ]
+    gauges: list[tuple[str, str, float]] = [
+        ("llamacpp:prompt_tokens_seconds", "Prompt tokens a second.", prompt_rate),
+        ("llamacpp:predicted_tokens_seconds", "Tokens a second of one text.", rate),
+        ("llamacpp:requests_processing", "Texts that run.", min(n_texts, n_parallel)),
+        ("llamacpp:requests_deferred", "Texts that wait.", max(0, n_texts - n_parallel)),
+        ("llamacpp:n_busy_slots_per_decode", "Tokens of a decode.",
+         stats.generated_tokens / decodes if decodes else 0.0),
+        ("llamabranch:branches", "Nodes of branches.", len(service.branches)),
+    ]  # fmt: skip
+    lines = [
+        f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {value}"
+        for kind, rows in (("counter", counters), ("gauge", gauges))
+        for name, text, value in rows
+    ]
+    own = "llamabranch:requests_total"
+    lines.append(f"# HELP {own} Answers by status.\n# TYPE {own} counter")
+    lines += [f'{own}{{status="{status}"}} {n}' for status, n in sorted(c.requests.items())]
+    text = "\n".join(lines) + "\n"
+    started = [(b"process-start-time-unix", str(service.created).encode())]
+    await call.reply(text.encode(), headers=started, kind=b"text/plain; version=0.0.4")

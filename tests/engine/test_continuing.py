@@ -1,0 +1,159 @@
+"""Requests that continue a text, rate a part of their prompt, or end at tokens of their own choice."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import llamabranch as lb
+from llamabranch import (
+    AsyncEngine,
+    Context,
+    Engine,
+    Event,
+    Grammar,
+    Request,
+    Result,
+    SamplingParams,
+)
+from llamabranch.errors import ConfigError, GrammarError, TokenizeError
+
+WARM = SamplingParams(temperature=0.8, seed=42)
+SCHEMA = Grammar.from_json_schema(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+)
+
+
+def one(ctx: Context, request: Request, drafter: lb.Drafter | None = None) -> Result:
+    (result,) = Engine(ctx, drafter).generate(request)
+    return result
+
+
+@pytest.mark.parametrize("grammar", [None, SCHEMA, Grammar('root ::= [a-z ]+ "." [a-z ]+')])
+def test_text_in_parts_is_the_text_in_one(ctx: Context, grammar: Grammar | None) -> None:
+    prompt = ctx.model.prompt_tokens("Once upon a time")
+    whole = one(ctx, Request(prompt, sampling=WARM, max_tokens=20, grammar=grammar))
+    tokens: list[int] = []
+    for n in (1, 3, 2, 14):
+        part = one(
+            ctx,
+            Request(
+                [*prompt, *tokens], sampling=WARM, max_tokens=n, grammar=grammar,
+                continues=len(tokens),
+            ),
+        )  # fmt: skip
+        assert part.error is None
+        tokens += part.tokens
+    assert tokens == whole.tokens
+    assert part.finish_reason == whole.finish_reason
+
+
+def test_text_continued_after_eviction_and_with_drafts_is_the_same(target: lb.Model) -> None:
+    with lb.Context(target, n_ctx=512, n_threads=1, prefix_cache=True) as ctx:
+        prompt = ctx.model.prompt_tokens("Once upon a time")
+        request = Request(prompt, sampling=WARM, max_tokens=24, grammar=SCHEMA)
+        whole = one(ctx, request)
+        begun = whole.tokens[:9]
+        for drafter in (None, lb.GrammarDrafter.copying()):
+            ctx.prefix_cache.clear() if ctx.prefix_cache is not None else None
+            request = Request(
+                [*prompt, *begun], sampling=WARM, max_tokens=15, grammar=SCHEMA, continues=9
+            )
+            assert one(ctx, request, drafter).tokens == whole.tokens[9:24]
+
+
+def test_a_character_is_completed_across_the_parts(toy: lb.Model) -> None:
+    with lb.Context(toy, n_ctx=128, n_threads=1) as ctx:
+        grammar = Grammar('root ::= "für 媽"')
+        prompt = ctx.model.prompt_tokens("x")
+        whole = one(ctx, Request(prompt, sampling=WARM, grammar=grammar))
+        assert whole.text == "für 媽"
+        for n in range(1, len(whole.tokens)):
+            request = Request(
+                [*prompt, *whole.tokens[:n]], sampling=WARM, grammar=grammar, continues=n
+            )
+            rest = one(ctx, request)
+            head = ctx.model.text_decoder()
+            shown = "".join(head.feed(token) for token in whole.tokens[:n])
+            assert shown + rest.text == whole.text
+
+
+def test_what_the_grammar_forbids_cannot_be_continued(target: lb.Model) -> None:
+    for prefix_cache in (False, True):
+        with lb.Context(target, n_ctx=256, n_threads=1, prefix_cache=prefix_cache) as ctx:
+            prompt = ctx.model.prompt_tokens("Once upon a time there was")
+            one(ctx, Request(prompt, max_tokens=4, sampling=WARM))
+            result = one(ctx, Request(prompt, grammar=SCHEMA, continues=3))
+            assert isinstance(result.error, GrammarError)
+            assert ctx.n_seq_free == ctx.n_seq_max
+            ctx.audit()
+
+
+def test_only_token_ids_can_be_continued() -> None:
+    for prompt, n in (("text", 1), ([1, 2], 2), ([{"role": "user", "content": "x"}], 1)):
+        with pytest.raises(ConfigError, match="continues"):
+            Request(prompt, continues=n)  # type: ignore[arg-type]
+
+
+def test_part_of_a_prompt_is_rated_as_in_the_whole(target: lb.Model) -> None:
+    with lb.Context(target, n_ctx=512, n_threads=1, prefix_cache=True) as ctx:
+        prompt = ctx.model.prompt_tokens("Once upon a time there was a king who had a daughter.")
+        whole = one(ctx, Request(prompt, max_tokens=0, prompt_logprobs=2)).prompt_logprobs
+        assert whole is not None
+        for start in (1, 2, 9, len(prompt) - 1, len(prompt)):
+            request = Request(prompt, max_tokens=0, prompt_logprobs=2, logprobs_from=start)
+            result = one(ctx, request)
+            assert result.prompt_logprobs == [None] * start + whole[start:]
+            if start > 8:
+                assert result.num_cached_tokens == start - 1
+
+
+def test_tokens_that_end_a_text(ctx: Context) -> None:
+    prompt = ctx.model.prompt_tokens("Once upon a time")
+    whole = one(ctx, Request(prompt, sampling=WARM, max_tokens=20))
+    end = whole.tokens[7]
+    n = whole.tokens.index(end) + 1
+    for drafter in (None, lb.SuffixDrafter()):
+        request = Request(prompt, sampling=WARM, max_tokens=20, stop_tokens=[end])
+        result = one(ctx, request, drafter)
+        assert result.tokens == whole.tokens[:n]
+        assert (result.finish_reason, result.stop_reason) == ("stop", end)
+    assert whole.text.startswith(result.text)
+    word = whole.text[3:9]
+    stopped = one(ctx, Request(prompt, sampling=WARM, max_tokens=20, stop=word))
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", word)
+    assert whole.stop_reason is None
+    failed = one(ctx, Request(prompt, stop_tokens=[ctx.model.n_vocab]))
+    assert isinstance(failed.error, TokenizeError)
+
+
+def test_steps_are_the_events_of_generate_in_lists(ctx: Context) -> None:
+    requests = [
+        Request(p, id=p, n=2, max_tokens=12, sampling=WARM) for p in ("Once upon", "The wolf")
+    ]
+
+    async def steps(engine: AsyncEngine, request: Request) -> list[list[Event]]:
+        return [events async for events in engine.steps(request)]
+
+    async def main() -> tuple[list[list[list[Event]]], list[Event]]:
+        async with AsyncEngine(ctx, lb.SuffixDrafter()) as engine:
+            found = await asyncio.gather(*(steps(engine, request) for request in requests))
+            alone = [event async for event in engine.generate(requests[0])]
+            endless = engine.steps(Request("A king", max_tokens=None))
+            await anext(endless)
+            await endless.aclose()
+        return found, alone
+
+    found, alone = asyncio.run(main())
+    assert all(events for lists in found for events in lists)
+    for sample in range(2):
+        together = [e.emitted for events in found[0] for e in events if e.sample == sample]
+        tokens = [e.emitted for e in alone if e.sample == sample]
+        assert [t and t.token for t in together] == [t and t.token for t in tokens]
+    assert ctx.n_seq_free == ctx.n_seq_max

@@ -1,0 +1,258 @@
+"""Branches over HTTP: what is continued in parts is one text, and nothing depends on what is cached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import Serving, bundled_engine, serving
+
+import llamabranch as lb
+from llamabranch.serve import nodes
+from llamabranch.serve.errors import HttpError
+
+PROMPT = "Once upon a time there was a king who had a daughter"
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    with serving() as running:
+        yield running
+
+
+class Api:
+    """Shortens what the tests write."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+
+    def post(self, path: str, status: int = 200, /, **body: Any) -> Any:
+        answer = self.client.post(f"/v1/branches{path}", json=body)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def get(self, path: str, status: int = 200) -> Any:
+        answer = self.client.get(f"/v1/branches{path}")
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def delete(self, path: str, status: int = 200) -> Any:
+        answer = self.client.delete(f"/v1/branches{path}")
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def root(self, **more: Any) -> Any:
+        return self.post("", 201, **{"prompt": PROMPT, "seed": 5, **more})
+
+    def child(self, node: Any, **more: Any) -> Any:
+        (found,) = self.post(f"/{node['id']}/continue", **more)["children"]
+        return found
+
+
+@pytest.fixture
+def api(server: Serving) -> Iterator[Api]:
+    with server.client() as client:
+        yield Api(client)
+
+
+def test_node_tells_what_may_follow(api: Api, target: lb.Model) -> None:
+    root = api.root(top_logprobs=3)
+    with lb.Context(target, n_ctx=256, n_threads=1) as ctx, lb.Branch.start(ctx, PROMPT) as branch:
+        expected = branch.entropy(), sorted(branch.log_probs(), reverse=True)[:3]
+        assert root["position"] == branch.position
+    assert root["parent"] is None
+    assert root["next"]["entropy"] == pytest.approx(expected[0], rel=1e-6)
+    assert [top["logprob"] for top in root["next"]["top"]] == pytest.approx(expected[1], rel=1e-6)
+    shown = api.get(f"/{root['id']}?include=tokens,next")
+    assert shown["text"] == PROMPT
+    assert shown["next"] == root["next"]
+
+
+@pytest.mark.parametrize("grammar", [{}, {"json_schema": SCHEMA}])
+def test_text_in_parts_is_the_text_in_one(api: Api, server: Serving, grammar: Any) -> None:
+    root = api.root(**grammar)
+    whole = api.child(root, max_tokens=24)
+    node, tokens = root, []
+    for i, n in enumerate((5, 1, 3, 15)):
+        if i % 2:
+            evict(server)
+        node = api.child(node, max_tokens=n)
+        tokens += node["tokens"]
+    assert tokens == whole["tokens"]
+    assert node["finish_reason"] == whole["finish_reason"]
+    again = api.get(f"/{whole['id']}?include=tokens")
+    assert again["tokens"][root["position"] :] == tokens
+
+
+def evict(server: Serving) -> None:
+    prefixes = server.ctx.prefix_cache
+    assert prefixes is not None
+    with server.ctx.lock:
+        prefixes.clear()
+
+
+def test_children_are_texts_of_their_own_seeds(api: Api, server: Serving) -> None:
+    root = api.root()
+    first = api.post(f"/{root['id']}/continue", n=3, max_tokens=10, top_logprobs=2)["children"]
+    evict(server)
+    again = api.post(f"/{root['id']}/continue", n=3, max_tokens=10, top_logprobs=2)["children"]
+    assert [c["text"] for c in first] == [c["text"] for c in again]
+    assert [c["logprobs"] for c in first] == [c["logprobs"] for c in again]
+    assert len({c["text"] for c in first}) == 3
+    assert api.child(root, max_tokens=10, seed=first[1]["seed"])["text"] == first[1]["text"]
+    assert first[0]["seed"] == 5
+    other = api.child(root, max_tokens=10, sampling={"temperature": 0})
+    assert api.child(other, max_tokens=1)["seed"] == 5
+
+
+def test_fork_takes_a_part_and_adds_to_it(api: Api, server: Serving) -> None:
+    root = api.root()
+    child = api.child(root, max_tokens=8)
+    at = root["position"] + 3
+    fork = api.post(f"/{child['id']}/fork", 201, at=at)
+    assert api.child(fork, max_tokens=5)["tokens"] == child["tokens"][3:]
+    more = api.post(f"/{child['id']}/fork", 201, at=at, append={"text": " and a wolf"})
+    tokens = api.get(f"/{more['id']}?include=tokens")["tokens"]
+    model = server.ctx.model
+    added = model.tokenize(" and a wolf", add_special=False)
+    assert tokens == [*model.prompt_tokens(PROMPT), *child["tokens"][:3], *added]
+    same = api.post(f"/{child['id']}/fork", 201, append={"tokens": [5]})
+    assert same["position"] == child["position"] + 1
+    deep = api.post(f"/{more['id']}/fork", 201, at=2)
+    assert api.get(f"/{deep['id']}?include=tokens")["tokens"] == tokens[:2]
+    for bad in ({"at": 0}, {"at": 10_000}, {"append": {}}, {"append": {"tokens": [-1]}}):
+        api.post(f"/{child['id']}/fork", 400, **bad)
+
+
+def test_score_is_that_of_the_library_and_reads_the_node_once(api: Api, target: lb.Model) -> None:
+    root = api.root()
+    texts = [" named Anna.", " and a son.", "x"]
+    scores = api.post(f"/{root['id']}/score", continuations=[*texts, [5, 6]], top_logprobs=2)
+    with lb.Context(target, n_ctx=256, n_threads=1) as ctx, lb.Branch.start(ctx, PROMPT) as branch:
+        ids = [ctx.tokenize(text, add_special=False) for text in texts] + [[5, 6]]
+        for found, tokens in zip(scores["scores"], ids, strict=True):
+            rated = branch.score(tokens, 2)
+            assert [t["logprob"] for t in found["tokens"]] == [r.logprob for r in rated]
+            assert [t["rank"] for t in found["tokens"]] == [r.rank for r in rated]
+            assert found["logprob"] == pytest.approx(sum(r.logprob for r in rated))
+    assert api.get(f"/{root['id']}")["children"] == []
+    for bad in ([], [""], [[]], [[-1]]):
+        api.post(f"/{root['id']}/score", 400, continuations=bad)
+
+
+def test_stream_ends_with_the_children(api: Api) -> None:
+    import json
+
+    root = api.root()
+    body = {"n": 2, "max_tokens": 6, "stream": True}
+    with api.client.stream("POST", f"/v1/branches/{root['id']}/continue", json=body) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines.pop() == "data: [DONE]"
+    *chunks, end = [json.loads(line[6:]) for line in lines]
+    for child in end["children"]:
+        its = [chunk for chunk in chunks if chunk["index"] == child["index"]]
+        assert "".join(chunk["text"] for chunk in its) == child["text"]
+        assert api.get(f"/{child['id']}")["parent"] == root["id"]
+
+
+def test_branch_is_a_prompt_of_completions(api: Api) -> None:
+    root = api.root()
+    body = {"max_tokens": 6, "seed": 5, "temperature": 0.8}
+    plain = api.client.post("/v1/completions", json={"prompt": PROMPT, **body}).json()
+    by_id = api.client.post("/v1/completions", json={"branch_id": root["id"], **body}).json()
+    assert by_id["choices"] == plain["choices"]
+    more = {"branch_id": root["id"], "prompt": " and", "echo": True}
+    longer = api.client.post("/v1/completions", json={**more, **body}).json()
+    assert longer["choices"][0]["text"].startswith(PROMPT + " and")
+
+
+def test_nodes_are_listed_and_deleted(api: Api) -> None:
+    root = api.root(messages=[{"role": "user", "content": "Hello"}], prompt=None)
+    child = api.child(root, max_tokens=2)
+    leaf = api.child(child, max_tokens=2)
+    ids = [node["id"] for node in api.get(f"?root={root['id']}")["data"]]
+    assert ids == [root["id"], child["id"], leaf["id"]]
+    assert set(ids) <= {node["id"] for node in api.get("")["data"]}
+    api.delete(f"/{child['id']}", 409)
+    assert api.delete(f"/{leaf['id']}")["count"] == 1
+    assert api.get(f"/{child['id']}")["children"] == []
+    assert api.delete(f"/{root['id']}?subtree=true")["count"] == 2
+    for path in (f"/{root['id']}", f"/{child['id']}"):
+        assert "deleted" in api.get(path, 404)["error"]["message"]
+    api.get(f"/{root['id']}?include=all", 404)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"prompt": "a", "tokens": [1]},
+        {"tokens": []},
+        {"tokens": [99999]},
+        {"messages": []},
+        {"prompt": "a", "grammar": "root ::= ("},
+        {"prompt": "a", "top_logprobs": 21},
+        {"prompt": "a", "sampling": {"temperature": -1}},
+        {"prompt": "word " * 3000},
+    ],
+)
+def test_what_is_refused(api: Api, body: Any) -> None:
+    n = len(api.get("")["data"])
+    assert api.post("", 400, **body)["error"]["message"]
+    assert len(api.get("")["data"]) == n
+
+
+def test_quota_and_time_to_live() -> None:
+    with serving(max_branches=3, branch_ttl_s=1e-9) as server, server.client() as client:
+        api = Api(client)
+        roots = [api.root() for _ in range(5)]  # older ones have expired
+        assert "1e-09 s" in api.get(f"/{roots[0]['id']}", 404)["error"]["message"]
+    with serving(max_branches=3) as server, server.client() as client:
+        api = Api(client)
+        root = api.root()
+        error = api.post(f"/{root['id']}/continue", 429, n=3, max_tokens=1)["error"]
+        assert error["type"] == "branch_quota_exceeded"
+        assert (error["branches"], error["max_branches"], error["ttl_s"]) == (1, 3, 3600.0)
+        api.post(f"/{root['id']}/continue", n=2, max_tokens=1)
+
+
+def test_use_of_a_node_keeps_those_it_comes_from() -> None:
+    kept = nodes.Branches(10, 100.0, None, "")
+    params = lb.SamplingParams()
+    make = lambda parent: nodes.Node(parent, 0, nodes.array("i", [1]), 1, params)  # noqa: E731
+    root, other = make(None), make(None)
+    child = make(root)
+    for node in (root, other, child):
+        kept.add(node)
+        node.used -= 1000
+    kept[child.id]
+    assert kept.all() == [root, child]
+    with pytest.raises(HttpError, match="deleted"):
+        kept[other.id]
+
+
+def test_branches_outlive_the_server(tmp_path: Path) -> None:
+    more: Any = {"json_schema": SCHEMA, "sampling": {"logit_bias": [[5, False]], "top_k": 9}}
+    with serving(snapshot_dir=tmp_path) as server, server.client() as client:
+        api = Api(client)
+        root = api.root(**more)
+        child = api.child(root, max_tokens=6)
+        expected = api.child(child, max_tokens=9)["text"]
+    with serving(snapshot_dir=tmp_path) as server, server.client() as client:
+        api = Api(client)
+        assert api.child(child, max_tokens=9)["text"] == expected
+        assert api.get(f"/{child['id']}")["parent"] == root["id"]
+    (tmp_path / "branches.json").write_text('{"fingerprint": 5}')
+    with (
+        pytest.raises(lb.ConfigError, match=r"branches\.json"),
+        Serving(bundled_engine, snapshot_dir=tmp_path),
+    ):
+        pass

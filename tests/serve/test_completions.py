@@ -1,0 +1,264 @@
+"""``/v1/completions``: texts, scores of given text, streams, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import Serving, serving
+
+import llamabranch as lb
+
+WARM = {"temperature": 0.8, "seed": 42}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    with serving(alias="tale") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def api(server: Serving) -> Iterator[Any]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def ctx(target: lb.Model) -> Iterator[lb.Context]:
+    """Another context, to compute the same in this process."""
+    with lb.Context(target, n_ctx=1024, n_threads=1) as context:
+        yield context
+
+
+def post(api: Any, status: int = 200, path: str = "/v1/completions", **body: Any) -> Any:
+    answer = api.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def choices(api: Any, **body: Any) -> list[Any]:
+    found = post(api, **body)["choices"]
+    assert isinstance(found, list)
+    return found
+
+
+def frames(api: Any, path: str = "/v1/completions", **body: Any) -> list[Any]:
+    with api.stream("POST", path, json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200
+        lines = [line for line in answer.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines]
+
+
+def test_text_is_the_librarys_own(api: Any, ctx: lb.Context) -> None:
+    for prompt in ("Once upon a time", "The wolf"):
+        params = lb.SamplingParams(temperature=0.8, seed=42)
+        with lb.Branch.start(ctx, prompt, sampling=params) as branch:
+            expected = "".join(token.text for token in branch.generate(20))
+        (found,) = choices(api, prompt=prompt, max_tokens=20, **WARM)
+        assert found["text"] == expected
+        assert found["finish_reason"] == "length"
+
+
+def test_prompts_may_be_texts_or_tokens_one_or_many(api: Any, ctx: lb.Context) -> None:
+    texts = ["Once upon a time", "The wolf"]
+    ids = [ctx.model.prompt_tokens(text) for text in texts]
+    alone = [choices(api, prompt=text, max_tokens=8, **WARM)[0]["text"] for text in texts]
+    for prompt in (texts, ids, [ids[0], texts[1]]):
+        found = choices(api, prompt=prompt, max_tokens=8, **WARM)
+        assert [each["text"] for each in found] == alone
+        assert [each["index"] for each in found] == [0, 1]
+    (found,) = choices(api, prompt=ids[0], max_tokens=8, **WARM)
+    assert found["text"] == alone[0]
+    mixed = [*ids[0], " there was a king"]
+    assert choices(api, prompt=mixed, max_tokens=2, **WARM)[0]["text"]
+
+
+def test_stream_joined_is_the_answer_in_one_piece(api: Any) -> None:
+    body = {
+        "prompt": ["Once upon a time", "The wolf"],
+        "n": 2,
+        "max_tokens": 12,
+        "logprobs": 2,
+        **WARM,
+    }
+    whole = post(api, **body)
+    parts = frames(api, **body, stream_options={"include_usage": True})
+    end = parts.pop()
+    assert end["choices"] == []
+    assert end["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 48
+    assert len({part["id"] for part in parts}) == 1
+    for choice in whole["choices"]:
+        its = [c for part in parts for c in part["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["text"] for c in its) == choice["text"]
+        assert [c["finish_reason"] for c in its][-1] == choice["finish_reason"]
+        for name, values in choice["logprobs"].items():
+            assert [v for c in its for v in c["logprobs"][name]] == values
+
+
+def test_given_text_is_scored(api: Any, ctx: lb.Context) -> None:
+    text = "Once upon a time there was a king."
+    tokens = ctx.model.prompt_tokens(text)
+    with lb.Branch.start(ctx, tokens[:1]) as branch:
+        scores = branch.score(tokens[1:], 3)
+    (found,) = choices(api, prompt=text, max_tokens=0, echo=True, logprobs=3)
+    logprobs = found["logprobs"]
+    assert found["text"] == text
+    assert logprobs["token_logprobs"] == [None, *(score.logprob for score in scores)]
+    assert "".join(logprobs["tokens"]) == text
+    tops = [sorted(top.values(), reverse=True) for top in logprobs["top_logprobs"][1:]]
+    assert tops == [[p for _, p in score.alternatives] for score in scores]
+    (more,) = choices(
+        api, prompt=text, max_tokens=3, echo=True, logprobs=0, token_details=True, **WARM
+    )
+    assert len(more["logprobs"]["tokens"]) == len(tokens) + 3
+    assert more["text"].startswith(text)
+    assert more["logprobs"]["sources"] == ["prompt"] * len(tokens) + ["plain"] * 3
+    offsets, rest = more["logprobs"]["text_offset"], more["text"]
+    for token, start in zip(more["logprobs"]["tokens"], offsets, strict=True):
+        assert rest[start:].startswith(token)
+    (vllm,) = choices(api, prompt=text, max_tokens=1, prompt_logprobs=1, **WARM)
+    assert vllm["prompt_logprobs"][0] is None
+    for token, score, known in zip(tokens[1:], scores, vllm["prompt_logprobs"][1:], strict=True):
+        assert known[str(token)]["logprob"] == score.logprob
+        assert known[str(token)]["rank"] == score.rank
+
+
+def test_best_of_gives_the_most_probable(api: Any) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 8, **WARM}
+    all_ = choices(api, **body, n=4, logprobs=0)
+    means = [sum(c["logprobs"]["token_logprobs"]) / 8 for c in all_]
+    ranked = [c["text"] for _, c in sorted(zip(means, all_, strict=True), key=lambda x: -x[0])]
+    best = post(api, **body, n=2, best_of=4)
+    assert [c["text"] for c in best["choices"]] == ranked[:2]
+    assert [c["index"] for c in best["choices"]] == [0, 1]
+    assert best["usage"]["completion_tokens"] == 32
+
+
+def test_texts_end_where_asked(api: Any, ctx: lb.Context) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 20, **WARM}
+    (whole,) = choices(api, **body, return_token_ids=True)
+    assert whole["prompt_token_ids"] == ctx.model.prompt_tokens("Once upon a time")
+    word = whole["text"][5:11]
+    (found,) = choices(api, **body, stop=[word, ""])
+    assert (found["finish_reason"], found["stop_reason"]) == ("stop", word)
+    assert found["text"] == whole["text"][: whole["text"].index(word)]
+    end = whole["token_ids"][4]
+    (found,) = choices(api, **body, stop_token_ids=[end], return_token_ids=True)
+    assert found["token_ids"] == whole["token_ids"][: whole["token_ids"].index(end) + 1]
+    assert found["stop_reason"] == end
+    banned = {str(token): -100 for token in whole["token_ids"]}
+    (found,) = choices(api, **body, logit_bias=banned, return_token_ids=True)
+    assert not set(found["token_ids"]) & set(whole["token_ids"])
+
+
+def test_text_follows_what_is_asked_for(api: Any) -> None:
+    schema = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 1, "maximum": 99}},
+              "required": ["age"], "additionalProperties": False}  # fmt: skip
+    forms: list[dict[str, Any]] = [
+        {"json_schema": schema},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": schema},
+            }
+        },
+        {"response_format": {"type": "json_object", "schema": schema}},
+        {"structured_outputs": {"json": schema}},
+    ]
+    texts = {choices(api, prompt="x", max_tokens=40, **WARM, **form)[0]["text"] for form in forms}
+    (text,) = texts
+    assert 1 <= json.loads(text)["age"] <= 99
+    for form, allowed in (
+        ({"grammar": 'root ::= "yes" | "no"'}, {"yes", "no"}),
+        ({"structured_outputs": {"choice": ["red", "blue"]}}, {"red", "blue"}),
+        ({"structured_outputs": {"regex": "[ab]c"}}, {"ac", "bc"}),
+    ):
+        (found,) = choices(api, prompt="x", max_tokens=9, **WARM, **form)
+        assert found["text"] in allowed
+        assert found["finish_reason"] == "stop"
+
+
+def test_seeds_repeat_texts_and_no_seed_does_not(api: Any) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 1.5}
+    once, again, other = (choices(api, **body, seed=seed)[0]["text"] for seed in (7, 7, 8))
+    assert once == again != other
+    assert len({choices(api, **body)[0]["text"] for _ in range(3)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        ({"prompt": "x", "max_tokens": "many"}, 400, "max_tokens"),
+        ({"prompt": 5}, 400, "prompt"),
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": [[]]}, 400, "prompt"),
+        ({"prompt": [True]}, 400, "prompt"),
+        ({"prompt": [99999]}, 400, "vocabulary"),
+        ({}, 400, "prompt"),
+        ({"prompt": "x", "max_tokens": 0}, 400, "echo"),
+        ({"prompt": "x", "max_tokens": -7}, 400, "max_tokens"),
+        ({"prompt": "x", "n": 0}, 400, "n must"),
+        ({"prompt": "x", "n": 3, "best_of": 2}, 400, "best_of"),
+        ({"prompt": "x", "best_of": 2, "stream": True}, 400, "streamed"),
+        ({"prompt": "x", "n": 129}, 400, "128"),
+        ({"prompt": "x", "logprobs": 21}, 400, "logprobs"),
+        ({"prompt": "x", "temperature": -1}, 400, "temperature"),
+        ({"prompt": "x", "top_p": 2}, 400, "top_p"),
+        ({"prompt": "x", "suffix": "y"}, 400, "suffix"),
+        ({"prompt": "x", "mirostat": 2}, 400, "mirostat"),
+        ({"prompt": "x", "min_tokens": 2}, 400, "min_tokens"),
+        ({"prompt": "x", "stop": [5]}, 400, "stop"),
+        ({"prompt": "x", "stop_token_ids": [-1]}, 400, "vocabulary"),
+        ({"prompt": "x", "logit_bias": {"-5": 1}}, 400, "vocabulary"),
+        ({"prompt": "x", "grammar": "root ::= ("}, 400, ""),
+        ({"prompt": "x", "json_schema": {"type": "hiccup"}}, 400, ""),
+        ({"prompt": "x", "response_format": {"type": "sound"}}, 400, "sound"),
+        ({"prompt": "x", "grammar": 'root ::= "a"', "json_schema": {}}, 400, "one of"),
+        ({"prompt": "x", "response_format": {"type": "json_schema"}}, 400, "schema"),
+        ({"prompt": "x", "branch_id": "br-none"}, 404, "br-none"),
+        ({"prompt": "word " * 3000}, 400, "context"),
+    ],
+)
+def test_what_is_refused(api: Any, body: dict[str, Any], status: int, told: str) -> None:
+    for more in ({}, {"stream": True}):
+        error = post(api, status, **{**body, **more})["error"]
+        assert told in error["message"]
+        assert error["code"] == status
+        assert set(error) >= {"message", "type", "param", "code"}
+
+
+def test_prompt_over_the_context_tells_by_how_much(api: Any) -> None:
+    error = post(api, 400, prompt="word " * 3000)["error"]
+    assert error["type"] == "exceed_context_size_error"
+    assert error["n_ctx"] == 1024 < error["n_prompt_tokens"]
+
+
+@pytest.mark.filterwarnings("ignore::llamabranch.ContextLengthWarning")
+def test_end_of_the_cache_is_a_length(api: Any, ctx: lb.Context) -> None:
+    prompt = (ctx.model.prompt_tokens("Once upon a time ") * 300)[:1000]
+    (found,) = choices(api, prompt=prompt, max_tokens=500, ignore_eos=True, **WARM)
+    assert (found["finish_reason"], found["stop_reason"]) == ("length", "capacity")
+
+
+def test_llama_servers_own_endpoint(api: Any) -> None:
+    (ours,) = choices(api, prompt="Once upon a time", max_tokens=8, logprobs=2, **WARM)
+    body = {"prompt": "Once upon a time", "n_predict": 8, "n_probs": 2, **WARM}
+    whole = post(api, path="/completion", **body, return_tokens=True)
+    assert whole["content"] == ours["text"]
+    assert whole["stop_type"] == "limit"
+    assert [each["logprob"] for each in whole["completion_probabilities"]] == ours["logprobs"][
+        "token_logprobs"
+    ]
+    parts = frames(api, "/completion", **body)
+    assert "".join(part["content"] for part in parts) == whole["content"]
+    assert [t for part in parts[:-1] for t in part["tokens"]] == whole["tokens"]
+    assert parts[-1]["stop"] is True and parts[-1]["timings"]["predicted_n"] == 8
+    several = post(api, path="/completion", **{**body, "prompt": ["a", "b"]})
+    assert len(several) == 2
+    chosen = post(api, path="/completion", **body, response_fields=["content", "timings/prompt_n"])
+    assert set(chosen) == {"content", "timings/prompt_n"}

@@ -1,0 +1,183 @@
+"""A request's answer does not depend on what else is asked, in what order, how drafted, or who left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from serving import Serving, bundled_engine, httpx
+
+import llamabranch as lb
+
+PROMPTS = ["Once upon a time", "The wolf", "In the forest there stood", "A king had a daughter"]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 10}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+VOLATILE = {"id", "created", "timings", "usage"}  # usage tells what was in the cache
+
+
+def requests(n: int) -> list[tuple[str, dict[str, Any]]]:
+    """Return ``n`` requests of many kinds, the same each time."""
+    chance = random.Random(5)
+    found: list[tuple[str, dict[str, Any]]] = []
+    for seed in range(n):
+        prompt = chance.choice(PROMPTS) + " and then" * chance.randrange(12)
+        body: dict[str, Any] = {
+            "max_tokens": chance.randrange(1, 28),
+            "temperature": chance.choice([0.0, 0.8, 1.2]),
+            "seed": seed,
+            "n": chance.choice([1, 1, 1, 3]),
+            "stream": chance.random() < 0.4,
+            **chance.choice(
+                [{}, {"repeat_penalty": 1.2}, {"stop": [" the"]}, {"json_schema": SCHEMA}]
+            ),
+        }
+        kind = chance.randrange(3)
+        if kind == 0:
+            messages = [{"role": "user", "content": prompt}]
+            found.append(("/v1/chat/completions", {**body, "messages": messages}))
+        elif kind == 1 and not body["stream"]:
+            more = chance.choice([{"logprobs": 3}, {"echo": True, "logprobs": 1}, {"best_of": 4}])
+            found.append(("/v1/completions", {**body, "prompt": prompt, **more}))
+        else:
+            found.append(("/v1/completions", {**body, "prompt": prompt, "return_token_ids": True}))
+    return found
+
+
+async def answer(api: Any, path: str, body: dict[str, Any]) -> object:
+    """Return an answer without what may differ; of a stream each text joined."""
+    reply = await api.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    if not body["stream"]:
+        return {key: value for key, value in reply.json().items() if key not in VOLATILE}
+    texts: dict[int, list[object]] = {}
+    for line in reply.text.splitlines():
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                its = texts.setdefault(choice["index"], ["", [], None])
+                delta = choice.get("delta", choice)
+                its[0] = str(its[0]) + (delta.get("text") or delta.get("content") or "")
+                its[1] = [*its[1], *choice.get("token_ids", ())]  # type: ignore[misc]
+                its[2] = choice["finish_reason"] or its[2]
+    return texts
+
+
+def answers(
+    open_engine: Callable[[], lb.AsyncEngine],
+    n: int,
+    *,
+    concurrency: int,
+    shuffle: int | None = None,
+    leaves: float = 0.0,
+) -> list[object]:
+    """Return the answers of ``n`` requests, ``concurrency`` at a time.
+
+    ``leaves``: the share of further clients that go away in the middle.
+    """
+    given = requests(n)
+    order = list(range(n))
+    chance = random.Random(shuffle)
+    if shuffle is not None:
+        chance.shuffle(order)
+    found: list[object] = [None] * n
+
+    async def main(url: str) -> None:
+        gate = asyncio.Semaphore(concurrency)
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as api:
+
+            async def ask(i: int) -> None:
+                async with gate:
+                    found[i] = await answer(api, *given[i])
+
+            async def leave(i: int) -> None:
+                async with gate:
+                    task = asyncio.ensure_future(api.post(given[i][0], json=given[i][1]))
+                    await asyncio.sleep(chance.random() * 0.05)
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+
+            leaving = [i for i in order if chance.random() < leaves]
+            await asyncio.gather(*map(ask, order), *map(leave, leaving))
+
+    with Serving(open_engine) as server:
+        asyncio.run(main(server.url))
+    return found
+
+
+SMALL = {"n_ctx": 512, "parallel": 3}
+DRAFTERS: dict[str, Callable[[], lb.Drafter | None]] = {
+    "none": lambda: None,
+    "suffix": lb.SuffixDrafter,
+}
+
+
+def test_answers_are_the_same_beside_others() -> None:
+    n = 24
+    expected = answers(bundled_engine, n, concurrency=1)
+    drafted = answers(
+        lambda: bundled_engine(drafter=lb.SuffixDrafter, **SMALL), n, concurrency=8, shuffle=1,
+        leaves=0.3,
+    )  # fmt: skip
+    assert drafted == expected
+
+
+@pytest.mark.parametrize("concurrency", [8, 32])
+@pytest.mark.parametrize("drafter", sorted(DRAFTERS))
+@pytest.mark.parametrize("cache", [{}, SMALL], ids=["usual", "small"])
+def test_two_hundred_answers_are_the_same_under_any_load(
+    concurrency: int, drafter: str, cache: dict[str, int], expected: list[object]
+) -> None:
+    found = answers(
+        lambda: bundled_engine(drafter=DRAFTERS[drafter], **cache), 200, concurrency=concurrency,
+        shuffle=concurrency, leaves=0.2,
+    )  # fmt: skip
+    assert found == expected
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[object]:
+    return answers(bundled_engine, 200, concurrency=1)
+
+
+def test_nothing_leaks_over_two_thousand_requests() -> None:
+    """Neither sequences nor memory: the last thousand takes no more than those before."""
+    import gc
+    import os
+
+    def size() -> int:
+        gc.collect()
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    if not os.path.exists("/proc/self/statm"):
+        pytest.skip("memory is read from /proc")
+    given = requests(100)
+
+    async def some(url: str) -> None:
+        gate = asyncio.Semaphore(16)
+        async with httpx.AsyncClient(base_url=url, timeout=600) as api:
+
+            async def ask(i: int) -> None:
+                async with gate:
+                    body = {**given[i % 100][1], "max_tokens": 4, "n": 1, "best_of": None}
+                    await answer(api, given[i % 100][0], body)
+
+            await asyncio.gather(*map(ask, range(1000)))
+
+    with Serving(bundled_engine) as server:
+        sizes = []
+        for _ in range(3):
+            asyncio.run(some(server.url))
+            sizes.append(size())
+        service = server.server.service
+        assert service is not None and service.n_texts == 0
+        assert server.ctx.n_seq_free == server.ctx.n_seq_max
+    assert sizes[2] - sizes[1] < 8 << 20, sizes

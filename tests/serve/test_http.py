@@ -1,0 +1,405 @@
+"""Whom the server answers, and what bad requests, slow readers, signals and full queues do: no harm."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from serving import TARGET, Serving, bundled_engine, httpx, serving
+from typer.testing import CliRunner
+
+import llamabranch as lb
+from llamabranch.cli import app
+from llamabranch.serve import ServeSettings, parse_bytes
+from llamabranch.serve.server import Server
+
+ENDLESS = {"prompt": "Once upon a time", "max_tokens": -1, "ignore_eos": True, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    with serving(max_body=1 << 20, allow_origins=("https://good.example",), log_requests=True) as s:
+        yield s
+
+
+@pytest.fixture
+def api(server: Serving) -> Iterator[Any]:
+    with server.client() as client:
+        yield client
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Wait for what comes sooner or later."""
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def is_idle(server: Serving) -> bool:
+    service = server.server.service
+    return (
+        service is not None
+        and not service.n_texts
+        and server.ctx.n_seq_free == server.ctx.n_seq_max
+    )
+
+
+def raw(server: Serving, data: bytes, *, ends: bool = True) -> bytes:
+    """Send bytes as they are; return what comes until the connection ends."""
+    with socket.create_connection(("127.0.0.1", server.server.port), 60) as connection:
+        connection.sendall(data)
+        if ends:
+            connection.shutdown(socket.SHUT_WR)
+        found = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := connection.recv(65536):
+                found += part
+        return found
+
+
+def head(path: str, n: int, *more: str, method: str = "POST") -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", f"Content-Length: {n}", *more]
+    return "\r\n".join([*lines, "Connection: close", "", ""]).encode()
+
+
+# -- bad requests ----------------------------------------------------------------------------------
+
+
+NO_JSON = [
+    b"", b"{", b"[]", b"5", b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}',
+    b"[" * 100_000, b'{"prompt":' * 100_000, b'{"prompt": ' + b"[" * 50_000,
+    b'{"prompt": {"prompt_string": 5}}',
+]  # fmt: skip
+WRONG = [
+    b'{"prompt": "x", "temperature": 1e999}', b'{"prompt": "x", "temperature": NaN}',
+    b'{"prompt": "x", "seed": 1' + b"0" * 10_000 + b"}", b'{"prompt": "x", "n": 1.5}',
+    b'{"prompt": "x", "stop": {"a": 1}}', b'{"prompt": "x", "logit_bias": {"a\\u0000b": 1e400}}',
+]  # fmt: skip
+TEXTS = ["/v1/completions", "/completion", "/v1/chat/completions"]
+CASES = [(path, body) for path in TEXTS for body in NO_JSON + WRONG]
+CASES += [(path, body) for path in ("/v1/branches", "/tokenize") for body in NO_JSON]
+
+
+@pytest.mark.parametrize(("path", "body"), CASES)
+def test_bodies_that_are_no_requests(api: Any, path: str, body: bytes) -> None:
+    answer = api.post(path, content=body)
+    assert 400 <= answer.status_code < 500
+    assert answer.json()["error"]["message"]
+
+
+def test_paths_and_methods_that_do_not_exist(api: Any) -> None:
+    for method, path, status in (
+        ("GET", "/nothing", 404), ("GET", "/v1/completions", 405), ("PUT", "/v1/branches", 405),
+        ("POST", "/health", 405), ("GET", "/v1/branches/%00", 404), ("GET", "/" + "a" * 9000, 404),
+    ):  # fmt: skip
+        answer = api.request(method, path)
+        assert answer.status_code == status
+        assert answer.json()["error"]["code"] == status
+
+
+def test_bodies_and_headers_have_limits(server: Serving, api: Any) -> None:
+    text = "word " * 400_000
+    assert api.post("/v1/completions", json={"prompt": text}).status_code == 413
+    chunks = (b"x" * 100_000 for _ in range(30))
+    assert api.post("/v1/completions", content=chunks).status_code == 413
+    answer = api.get("/health", headers={"x-long": "a" * 10_000})
+    assert answer.status_code == 200
+    endless = head("/health", 0, method="GET")[:-2] + b"x-a: b\r\n" * 100_000
+    assert b" 200 " not in raw(server, endless, ends=False)[:20]
+    assert api.get("/health").status_code == 200
+
+
+def test_connections_that_say_nothing_or_half(server: Serving, api: Any) -> None:
+    open_ = []
+    for data in (b"", b"GET / HT", head("/v1/completions", 100)[:-10], head("/v1/completions", 99)):
+        connection = socket.create_connection(("127.0.0.1", server.server.port), 60)
+        connection.sendall(data)
+        open_.append(connection)
+    assert api.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+    for connection in open_:
+        connection.close()
+    assert raw(server, b"\x16\x03\x01 not http\r\n\r\n").startswith((b"", b"HTTP/1.1 400"))
+    assert b" 200 " not in raw(server, head("/v1/completions", 5) + b"{}")
+    assert api.get("/health").status_code == 200
+
+
+# -- who may call ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "localhost"}, 200),
+        ({"host": "localhost:1"}, 200),
+        ({"host": "127.0.0.1:8080"}, 200),
+        ({"host": "[::1]:8080"}, 200),
+        ({"host": "192.168.1.7"}, 200),
+        ({"host": "evil.example"}, 403),
+        ({"host": "localhost.evil.example"}, 403),
+        ({"host": "127.0.0.1.evil.example"}, 403),
+        ({"host": ""}, 403),
+        ({"origin": "https://good.example"}, 200),
+        ({"origin": "https://good.example.evil"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://localhost:3000"}, 403),
+    ],
+)
+def test_hosts_and_origins(api: Any, headers: dict[str, str], status: int) -> None:
+    answer = api.get("/v1/models", headers=headers)
+    assert answer.status_code == status
+    shown = answer.headers.get("access-control-allow-origin")
+    assert shown == (headers.get("origin") if status == 200 else None)
+    first = api.options("/v1/models", headers=headers)
+    assert ("access-control-allow-methods" in first.headers) == (shown is not None)
+
+
+def test_origins_of_this_machine_and_all() -> None:
+    with serving(allow_origins=("localhost",)) as server, server.client() as api:
+        for origin, status in (
+            ("http://localhost:3000", 200), ("http://127.0.0.1", 200), ("http://[::1]:5", 200),
+            ("http://localhost.evil.example", 403), ("null", 403), ("http://[", 403),
+        ):  # fmt: skip
+            assert api.get("/v1/models", headers={"origin": origin}).status_code == status
+    settings: Any = {"allow_origins": ("*",), "allowed_hosts": ("box.example",)}
+    with serving(**settings) as server, server.client() as api:
+        answer = api.get("/v1/models", headers={"origin": "null", "host": "box.example:1"})
+        assert answer.status_code == 200
+
+
+def test_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(api_keys=("one", "two")) as server, server.client() as api:
+        assert api.get("/health").status_code == 200
+        for headers, status in (
+            ({}, 401), ({"authorization": "Bearer"}, 401), ({"authorization": "Bearer three"}, 401),
+            ({"authorization": "Basic one"}, 401), ({"authorization": "bearer two"}, 200),
+            ({"x-api-key": "one"}, 200), ({"authorization": b"Bearer \xff"}, 401),
+        ):  # fmt: skip
+            assert api.get("/v1/models", headers=headers).status_code == status
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"host": "0.0.0.0"},
+        {"host": "192.168.1.7"},
+        {"port": 70_000},
+        {"port": -1},
+        {"api_keys": ("",)},
+        {"max_queue": -1},
+        {"request_timeout_s": float("nan")},
+    ],
+)
+def test_settings_that_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(lb.ConfigError):
+        ServeSettings(**wrong)
+    assert ServeSettings(host="0.0.0.0", api_keys=("k",)).host == "0.0.0.0"
+
+
+def test_sizes() -> None:
+    assert [parse_bytes(text) for text in ("7", "2k", "8M", "1g")] == [7, 2048, 8 << 20, 1 << 30]
+    for text in ("", "M", "1.5M", "-1"):
+        with pytest.raises(lb.ConfigError):
+            parse_bytes(text)
+
+
+def test_address_in_use_is_refused_before_the_model_loads(server: Serving) -> None:
+    def never() -> lb.AsyncEngine:
+        raise AssertionError
+
+    with pytest.raises(lb.ConfigError, match="cannot listen"):
+        Server(never, ServeSettings(port=server.server.port))
+
+
+# -- clients that go away, or do not read ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnect_frees_sequences(server: Serving, stream: bool) -> None:
+    body = json.dumps({**ENDLESS, "stream": stream, "n": 4}).encode()
+    with socket.create_connection(("127.0.0.1", server.server.port)) as connection:
+        connection.sendall(head("/v1/completions", len(body)) + body)
+        wait_until(lambda: server.ctx.n_seq_free == 0)
+    wait_until(lambda: is_idle(server))
+    assert any("disconnected" in line for line in server.lines)
+
+
+@pytest.mark.filterwarnings("ignore::llamabranch.ContextLengthWarning")
+def test_slow_reader_waits_alone_and_is_given_up() -> None:
+    """Others are served meanwhile; after a while its texts are cancelled."""
+
+    def open_engine() -> lb.AsyncEngine:
+        ctx = lb.load(TARGET, n_ctx=8192, n_seq_max=4, n_threads=1)
+        return lb.AsyncEngine(ctx, max_tokens=None, parallel=4, buffer=16)
+
+    with Serving(open_engine, send_timeout_s=1.0, log_requests=True) as server:
+        body = json.dumps({**ENDLESS, "stream": True, "logprobs": 20, "n": 4}).encode()
+        with socket.socket() as slow, server.client() as api:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.connect(("127.0.0.1", server.server.port))
+            slow.sendall(head("/v1/completions", len(body)) + body)
+            wait_until(lambda: server.ctx.n_seq_free == 0)
+            answer = api.post("/v1/completions", json={"prompt": "The wolf", "max_tokens": 8})
+            assert answer.status_code == 200
+            wait_until(lambda: any("slow reader" in line for line in server.lines))
+        wait_until(lambda: is_idle(server))
+
+
+def test_request_that_takes_too_long_is_ended() -> None:
+    with serving(request_timeout_s=0.3) as server, server.client() as api:
+        answer = api.post("/v1/completions", json=ENDLESS)
+        assert answer.status_code in (200, 504)  # the cache may be full before
+        body = {**ENDLESS, "n": 4, "stream": True, "logprobs": 20}
+        with api.stream("POST", "/v1/completions", json=body) as stream:
+            lines = [line for line in stream.iter_lines() if line]
+        assert "error" in lines[-1] or lines[-1] == "data: [DONE]"
+        wait_until(lambda: is_idle(server))
+
+
+@pytest.mark.filterwarnings("ignore::llamabranch.ContextLengthWarning")
+def test_full_queue_is_refused_with_a_time_to_come_back() -> None:
+    def open_engine() -> lb.AsyncEngine:
+        return bundled_engine(parallel=1, max_waiting=1, n_ctx=4096)
+
+    async def main(server: Serving) -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as api:
+            tasks = [
+                asyncio.ensure_future(api.post("/v1/completions", json=ENDLESS)) for _ in range(5)
+            ]
+            done, running = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            slots = (await api.get("/slots")).json()
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        answer = done.pop().result()
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+        assert [slot["is_processing"] for slot in slots] == [True]
+
+    with Serving(open_engine, parallel=1) as server:
+        asyncio.run(main(server))
+        wait_until(lambda: is_idle(server))
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+class Command:
+    """`llamabranch serve` in a process of its own."""
+
+    def __init__(self, *more: str) -> None:
+        command = [
+            sys.executable, "-m", "llamabranch.cli", "serve", "--port", "0", "--json", "-t", "1",
+            "--draft", "none", "-c", "4096", *more,
+        ]  # fmt: skip
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert self.process.stdout is not None
+        self.said = json.loads(self.process.stdout.readline() or b"{}")
+        self.url: str = self.said.get("url", "")
+
+    def end(self, number: int | None = None) -> tuple[int, bytes]:
+        """Send a signal; return the exit code and standard error."""
+        if number is not None:
+            self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=120)
+        return self.process.returncode, errors
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to send")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_lets_streams_end(number: int) -> None:
+    command = Command("--alias", "tale")
+    assert command.said["model"] == "tale"
+    body = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True, "seed": 1}
+    with (
+        httpx.Client(base_url=command.url, timeout=120) as api,
+        api.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        lines = (line for line in answer.iter_lines() if line)
+        found = [next(lines)]
+        command.process.send_signal(number)
+        with contextlib.suppress(httpx.ConnectError):  # it has ended already
+            assert httpx.get(f"{command.url}/health").status_code in (200, 503)
+        found += lines
+    assert found[-1] == "data: [DONE]"
+    assert json.loads(found[-2][6:])["choices"][0]["finish_reason"] == "length"
+    code, errors = command.end()
+    assert code == 0, errors
+    assert b"Traceback" not in errors
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to send")
+def test_second_signal_ends_streams_with_an_error() -> None:
+    command = Command()
+    body = {**ENDLESS, "n": 8, "stream": True}
+    with (
+        httpx.Client(base_url=command.url, timeout=120) as api,
+        api.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        lines = (line for line in answer.iter_lines() if line)
+        next(lines)
+        for _ in range(2):
+            command.process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        *_, end = lines
+    assert "shutting down" in end or end == "data: [DONE]"
+    code, errors = command.end()
+    assert code == 0, errors
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("--host", "0.0.0.0"), "--api-key"),
+        (("--max-body", "much"), "no number of bytes"),
+        (("--port", "70000"), "65535"),
+        (("-m", "none.gguf"), "none.gguf"),
+        (("--api-key-file", os.devnull), "holds no key"),
+    ],
+)
+def test_command_refuses_what_cannot_be(more: tuple[str, ...], told: str) -> None:
+    result = CliRunner().invoke(app, ["serve", *more])
+    assert result.exit_code == 2
+    assert told in result.stderr
+
+
+def test_model_that_does_not_load_ends_the_server() -> None:
+    def fails() -> lb.AsyncEngine:
+        raise lb.ModelLoadError("no such model")
+
+    with pytest.raises(lb.ModelLoadError, match="no such model"):
+        Server(fails, ServeSettings(port=0)).run()
+
+
+def test_health_and_requests_wait_for_the_model() -> None:
+    import threading
+
+    go = threading.Event()
+
+    def slow() -> lb.AsyncEngine:
+        go.wait(60)
+        return bundled_engine()
+
+    running = Serving(slow)
+    running.thread.start()
+    with httpx.Client(base_url=running.url, timeout=60) as api:
+        for path in ("/health", "/v1/models"):
+            answer = api.get(path)
+            assert answer.status_code == 503
+            assert "loaded" in answer.json()["error"]["message"]
+        go.set()
+        wait_until(lambda: api.get("/health").status_code == 200)
+    running.server.stop()
+    running.thread.join(60)
+    running.ctx.close()

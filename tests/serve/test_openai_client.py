@@ -1,0 +1,234 @@
+"""``/v1/chat/completions`` by OpenAI's own client, and how tool calls are told from text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import Serving, serving
+
+import llamabranch as lb
+from llamabranch.serve.tools import CallParser, Tools, whole_calls
+
+openai = pytest.importorskip("openai", reason="openai is not installed")
+
+HELLO = [{"role": "user", "content": "Tell me about a king."}]
+WARM = {"temperature": 0.8, "seed": 42}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"enum": [7, 70]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "It.", "parameters": SCHEMA}}
+    for name in ("marry", "crown")
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    with serving(api_keys=("secret",), max_tokens=32) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Serving) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as made:
+        yield made
+
+
+def ask(client: Any, messages: Any = HELLO, **more: Any) -> Any:
+    return client.chat.completions.create(model="any", messages=messages, **{**WARM, **more})
+
+
+def test_answer_is_the_librarys_own(client: Any, server: Serving) -> None:
+    found = ask(client, max_tokens=16)
+    with lb.Context(server.ctx.model, n_ctx=512, n_threads=1) as ctx:
+        params = lb.SamplingParams(temperature=0.8, seed=42)
+        with lb.Branch.start(ctx, HELLO, sampling=params) as branch:
+            expected = "".join(token.text for token in branch.generate(16))
+            n_prompt = branch.n_prompt
+    assert found.choices[0].message.content == expected
+    assert found.choices[0].message.role == "assistant"
+    assert found.usage.prompt_tokens == n_prompt
+    assert ask(client).usage.completion_tokens == 32  # the server's limit
+
+
+def test_stream_joined_is_the_message(client: Any) -> None:
+    whole = ask(client, n=2, max_tokens=12, logprobs=True, top_logprobs=2)
+    parts = list(
+        ask(client, n=2, max_tokens=12, logprobs=True, top_logprobs=2, stream=True,
+            stream_options={"include_usage": True})
+    )  # fmt: skip
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens == 24
+    for choice in whole.choices:
+        its = [c for part in parts for c in part.choices if c.index == choice.index]
+        assert "".join(c.delta.content or "" for c in its) == choice.message.content
+        logprobs = [one for c in its if c.logprobs for one in c.logprobs.content]
+        assert logprobs == choice.logprobs.content
+        assert len(logprobs) == 12
+        assert its[-1].finish_reason == choice.finish_reason
+    tokens = whole.choices[0].logprobs.content
+    assert b"".join(bytes(t.bytes) for t in tokens).decode() == whole.choices[0].message.content
+    assert all(len(t.top_logprobs) == 2 and t.logprob <= 0 for t in tokens)
+
+
+def test_completions_and_models(client: Any) -> None:
+    found = client.completions.create(
+        model="any", prompt="Once upon a time", max_tokens=6, logprobs=1, echo=True, **WARM
+    )
+    assert found.choices[0].text.startswith("Once upon a time")
+    assert found.choices[0].logprobs.token_logprobs[0] is None
+    streamed = client.completions.create(
+        model="any", prompt="Once upon a time", max_tokens=6, stream=True, **WARM
+    )
+    text = "".join(part.choices[0].text for part in streamed)
+    assert found.choices[0].text == "Once upon a time" + text
+    (model,) = client.models.list().data
+    assert client.models.retrieve(model.id).id == model.id
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another")
+
+
+def test_structured_answers(client: Any) -> None:
+    pydantic = pytest.importorskip("pydantic")
+
+    class Person(pydantic.BaseModel):  # type: ignore[misc, name-defined]
+        name: str = pydantic.Field(max_length=8)
+        age: int = pydantic.Field(ge=1, le=99)
+
+    found = client.chat.completions.parse(
+        model="any", messages=HELLO, response_format=Person, max_tokens=64, **WARM
+    )
+    person = found.choices[0].message.parsed
+    assert isinstance(person, Person) and 1 <= person.age <= 99
+    found = ask(client, response_format={"type": "json_object", "schema": SCHEMA}, max_tokens=64)
+    assert set(json.loads(found.choices[0].message.content)) == {"name", "age"}
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "crown"}}]
+)
+def test_forced_calls_follow_their_schema(client: Any, choice: Any) -> None:
+    found = ask(client, tools=TOOLS, tool_choice=choice, max_tokens=80).choices[0]
+    (call,) = found.message.tool_calls
+    assert found.finish_reason == "tool_calls"
+    assert found.message.content is None
+    assert call.function.name in (["marry", "crown"] if choice == "required" else ["crown"])
+    arguments = json.loads(call.function.arguments)
+    assert set(arguments) == {"name", "age"} and arguments["age"] in (7, 70)
+    parts = list(ask(client, tools=TOOLS, tool_choice=choice, max_tokens=80, stream=True))
+    deltas = [d for part in parts for d in part.choices[0].delta.tool_calls or ()]
+    assert deltas[0].id and deltas[0].function.name == call.function.name
+    assert "".join(d.function.arguments or "" for d in deltas) == call.function.arguments
+    assert len(deltas) > 3  # they come as they are written
+    assert parts[-1].choices[0].finish_reason == "tool_calls"
+    answer = [*HELLO, found.message, {"role": "tool", "tool_call_id": call.id, "content": "done"}]
+    assert ask(client, answer, tools=TOOLS, tool_choice="none").choices[0].message.content
+
+
+CALL = '{"name": "marry", "arguments": {"age": 7}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("A king.", "A king.", []),
+        (CALL, "", [("marry", '{"age": 7}')]),
+        (f"\n<tool_call>\n{CALL}\n</tool_call>", "", [("marry", '{"age": 7}')]),
+        (2 * f"<tool_call>{CALL}</tool_call>", "", 2 * [("marry", '{"age": 7}')]),
+        ('{"name": "x", "parameters": {}}', "", [("x", "{}")]),
+        ('{"no": "call"}', '{"no": "call"}', []),
+        ('{"name": 5, "arguments": 1}', '{"name": 5, "arguments": 1}', []),
+        ("{ not JSON", "{ not JSON", []),
+        ("<tool", "<tool", []),
+        ("", "", []),
+    ],
+)  # fmt: skip
+def test_calls_are_told_from_text(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    """However the text is cut into pieces."""
+    for size in (1, 3, 1000):
+        parser = CallParser(Tools(TOOLS, "auto"))
+        pieces = [text[i : i + size] for i in range(0, len(text), size)] or [""]
+        shown, parts = "", []
+        for i, piece in enumerate(pieces):
+            more, found = parser.feed(piece, last=i == len(pieces) - 1)
+            shown += more
+            parts += found
+        assert shown == content
+        made: list[Any] = whole_calls(parts)
+        assert [(c["function"]["name"], c["function"]["arguments"]) for c in made] == calls
+        assert parser.n_calls == len(calls)
+
+
+def test_last_answer_is_continued(client: Any, server: Serving) -> None:
+    begun = [*HELLO, {"role": "assistant", "content": "The king was"}]
+    found = ask(client, begun, max_tokens=8, extra_body={"return_token_ids": True}).choices[0]
+    model = server.ctx.model
+    expected = model.chat_tokens(HELLO) + model.tokenize("The king was", add_special=False)
+    assert found.prompt_token_ids == expected
+    with pytest.raises(openai.BadRequestError, match="two answers"):
+        ask(client, [*begun, begun[-1]])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"messages": []},
+        {"messages": [{}]},
+        {"messages": [{"role": 5}]},
+        {"messages": [{"role": "user", "content": 5}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        {"top_logprobs": 2},
+        {"tools": [{"type": "function"}]},
+        {"tools": TOOLS, "tool_choice": "sometimes"},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sing"}}},
+        {"tool_choice": "required"},
+        {"modalities": ["audio"]},
+        {"extra_body": {"functions": []}},
+        {"extra_body": {"chat_template_kwargs": {"messages": []}}},
+    ],
+)
+def test_what_is_refused(client: Any, more: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError):
+        ask(client, **more)
+
+
+def test_client_that_leaves_frees_its_sequences(server: Serving) -> None:
+    async def main() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="secret") as client:
+            stream = await client.chat.completions.create(
+                model="any", messages=HELLO, max_tokens=-1, stream=True, temperature=0,
+                extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            await anext(aiter(stream))
+            await stream.close()
+            whole = asyncio.ensure_future(
+                client.chat.completions.create(
+                    model="any", messages=HELLO, max_tokens=-1, extra_body={"ignore_eos": True}
+                )
+            )
+            while server.engine.stats.target_forward_passes == 0:
+                await asyncio.sleep(0.01)
+            whole.cancel()
+            await asyncio.gather(whole, return_exceptions=True)
+
+    asyncio.run(main())
+    service = server.server.service
+    assert service is not None
+    while service.n_texts or server.ctx.n_seq_free < server.ctx.n_seq_max:
+        pass
+
+
+def test_key_is_needed(server: Serving) -> None:
+    for key in ("wrong", "sécret".encode("ascii", "replace").decode()):
+        with (
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key=key) as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            client.models.list()

@@ -1,0 +1,95 @@
+"""Requests made up from the types of all fields, right and wrong ones: no answer is a failure of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from serving import Serving, httpx, serving
+
+schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+msgspec = pytest.importorskip("msgspec")
+
+from llamabranch.serve import branches, chat, completions, utilities  # noqa: E402
+
+BODIES = {
+    "/v1/completions": completions.CompletionFields,
+    "/completion": completions.CompletionFields,
+    "/v1/chat/completions": chat.ChatFields,
+    "/apply-template": chat.ChatFields,
+    "/tokenize": utilities.TokenizeFields,
+    "/detokenize": utilities.DetokenizeFields,
+    "/v1/branches": branches.CreateFields,
+    "/v1/branches/{id}/continue": branches.ContinueFields,
+    "/v1/branches/{id}/fork": branches.ForkFields,
+    "/v1/branches/{id}/score": branches.ScoreFields,
+}
+
+
+def openapi() -> dict[str, Any]:
+    """Return a description of the server made from the types of its requests."""
+
+    def hook(kind: object) -> dict[str, Any]:
+        return {}  # ``object``: anything
+
+    made, parts = msgspec.json.schema_components(
+        BODIES.values(), schema_hook=hook, ref_template="#/components/schemas/{name}"
+    )
+    paths = {
+        path: {
+            "post": {
+                "parameters": [
+                    {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+                ]
+                if "{id}" in path
+                else [],
+                "requestBody": {
+                    "required": True,
+                    "content": {"application/json": {"schema": schema}},
+                },
+                "responses": {"default": {"description": "an answer"}},
+            }
+        }
+        for path, schema in zip(BODIES, made, strict=True)
+    }
+    about = {"title": "llamabranch", "version": "1"}
+    return {"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": parts}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    with serving(max_tokens=8, max_choices=4, max_branches=50) as running:
+        yield running
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", sorted(BODIES))
+@pytest.mark.parametrize("mode", ["positive", "negative"])
+def test_no_request_fails_the_server(server: Serving, path: str, mode: str) -> None:
+    schema = schemathesis.openapi.from_dict(openapi())
+    operation = schema[path]["POST"]
+    cases = operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode))
+    with server.client() as api:
+        made = api.post("/v1/branches", json={"prompt": "Once"}).json().get("id", "br-none")
+
+        @settings(
+            max_examples=150, deadline=None, database=None, derandomize=True,
+            suppress_health_check=list(HealthCheck), phases=[Phase.generate],
+        )  # fmt: skip
+        @given(case=cases)
+        def try_all(case: Any) -> None:
+            body = case.body
+            if isinstance(body, dict) and mode == "positive":
+                body = {**body, "max_tokens": 2} if "max_tokens" in body else body
+            try:
+                answer = api.post(path.replace("{id}", made), json=body)
+            except (TypeError, ValueError, UnicodeEncodeError):  # it is no JSON
+                return
+            except httpx.HTTPError as error:
+                raise AssertionError(f"no answer to {body!r}") from error
+            assert answer.status_code < 500 or answer.status_code == 501, (body, answer.text)
+
+        try_all()

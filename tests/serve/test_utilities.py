@@ -1,0 +1,133 @@
+"""What the server tells about itself, and how it tokenizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import Serving, serving
+from toys import CHAT_TEMPLATE
+
+import llamabranch as lb
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    with serving(alias="tale,king", seed=7, sampling=lb.SamplingParams(top_k=9)) as running:
+        yield running
+
+
+@pytest.fixture
+def api(server: Serving) -> Iterator[Any]:
+    with server.client() as client:
+        yield client
+
+
+def test_models_and_properties(api: Any, server: Serving) -> None:
+    (model,) = api.get("/v1/models").json()["data"]
+    assert (model["id"], model["aliases"]) == ("king", ["king", "tale"])
+    assert api.get("/v1/models/tale").json()["meta"]["n_vocab"] == server.ctx.model.n_vocab
+    assert api.get("/v1/models/wolf").status_code == 404
+    props = api.get("/props").json()
+    params = props["default_generation_settings"]["params"]
+    assert (params["seed"], params["top_k"]) == (7, 9)
+    assert props["chat_template"] == CHAT_TEMPLATE
+    assert props["batch_invariant"] is True
+    assert props["model_path"].endswith(".gguf")
+    info = api.get("/tokenizer_info").json()
+    assert info["eos_token_id"] == server.ctx.model.eos
+
+
+def test_tokens(api: Any, server: Serving) -> None:
+    model, text = server.ctx.model, "A king <|im_end|> für 媽"
+    for body, expected in (
+        ({"content": text}, model.tokenize(text, add_special=False, parse_special=True)),
+        ({"prompt": text}, model.prompt_tokens(text)),
+        ({"content": text, "parse_special": False}, model.tokenize(text, add_special=False)),
+        ({"content": ""}, []),
+    ):
+        found = api.post("/tokenize", json=body).json()
+        assert found["tokens"] == expected
+        assert found["count"] == len(expected)
+    tokens = model.tokenize(text, add_special=False)
+    pieces = api.post(
+        "/tokenize", json={"content": text, "with_pieces": True, "parse_special": False}
+    )
+    raw = [p["piece"] for p in pieces.json()["tokens"]]
+    assert b"".join(p.encode() if isinstance(p, str) else bytes(p) for p in raw).decode() == text
+    back = api.post("/detokenize", json={"tokens": tokens}).json()
+    assert back["content"] == back["prompt"] == text
+    long = "word " * 3000
+    assert api.post("/tokenize", json={"content": long}).json()["tokens"] == model.tokenize(
+        long, add_special=False
+    )
+    assert api.post("/detokenize", json={"tokens": [-1]}).status_code == 400
+
+
+def test_templates(api: Any, server: Serving) -> None:
+    messages = [{"role": "user", "content": "Hi <|im_end|>"}]
+    found = api.post("/apply-template", json={"messages": messages}).json()
+    assert found["prompt"] == server.ctx.model.apply_chat_template(messages)
+    assert found["input_tokens"] == len(server.ctx.model.chat_tokens(messages))
+    bare = api.post("/apply-template", json={"messages": messages, "add_generation_prompt": False})
+    assert found["prompt"].startswith(bare.json()["prompt"])
+    assert len(bare.json()["prompt"]) < len(found["prompt"])
+
+
+def test_seed_of_the_server_is_that_of_requests_without_one(api: Any) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 9, "temperature": 1.2}
+    texts = [
+        api.post("/v1/completions", json={**body, **more}).json()["choices"][0]["text"]
+        for more in ({}, {}, {"seed": 7}, {"seed": 8}, {"seed": -1})
+    ]
+    assert texts[0] == texts[1] == texts[2]
+    assert len(set(texts)) == 3
+
+
+def test_metrics_are_the_sums_of_what_the_answers_tell(api: Any) -> None:
+    parser = pytest.importorskip("prometheus_client.parser", reason="needs prometheus-client")
+
+    def read() -> dict[str, float]:
+        answer = api.get("/metrics")
+        assert answer.headers["content-type"].startswith("text/plain")
+        families = list(parser.text_string_to_metric_families(answer.text))
+        assert all(family.documentation and family.type != "unknown" for family in families)
+        return {s.name: s.value for family in families for s in family.samples if not s.labels}
+
+    before = read()
+    n_prompt = n_cached = n_predicted = 0
+    for _ in range(2):
+        body = {"prompt": "The quick brown fox jumps over the dog", "max_tokens": 5, "n": 1}
+        timings = api.post("/v1/completions", json=body).json()["timings"]
+        n_prompt += timings["prompt_n"]
+        n_cached += timings["cache_n"]
+        n_predicted += timings["predicted_n"]
+    after = read()
+    found = {name: after[name] - before.get(name, 0) for name in after}
+    assert found["llamacpp:prompt_tokens_total"] == n_prompt
+    assert found["llamacpp:prompt_tokens_cached_total"] == n_cached > 0
+    assert found["llamacpp:tokens_predicted_total"] == n_predicted
+    assert after["llamacpp:requests_processing"] == after["llamacpp:requests_deferred"] == 0
+
+
+def test_what_is_turned_off_is_not_there() -> None:
+    with serving(metrics=False, slots=False) as server, server.client() as api:
+        for path in ("/metrics", "/slots"):
+            answer = api.get(path)
+            assert answer.status_code == 501
+            assert answer.json()["error"]["type"] == "not_supported_error"
+
+
+def test_answers_tell_where_batches_are_not_exact() -> None:
+    def open_engine() -> lb.AsyncEngine:
+        from serving import TARGET
+
+        ctx = lb.load(TARGET, n_ctx=256, n_threads=1, batch_invariant=False)
+        return lb.AsyncEngine(ctx, max_tokens=None)
+
+    with Serving(open_engine) as server, server.client() as api:
+        answer = api.post("/v1/completions", json={"prompt": "Once", "max_tokens": 2})
+        assert answer.json()["batch_invariant"] is False
+        assert answer.headers["x-batch-invariant"] == "false"
+        assert api.post("/v1/branches", json={"prompt": "a"}).json()["batch_invariant"] is False

@@ -2,6 +2,7 @@
 
 # ruff: isort: skip_file
 
+from . import eval as eval
 from . import scale as scale
 from . import search as search
 from . import theory as theory

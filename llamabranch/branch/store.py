@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import SupportsIndex
 
@@ -60,6 +60,59 @@ class BranchStore:
             rows = self._decode(work)
             for branch, tokens in work.items():
                 branch.sequence.append_prompt(tokens, rows[branch])
+
+    def read(
+        self,
+        texts: Mapping[Branch, TokenIds],
+        visit: Callable[[Branch, int, LogitsRow], None],
+        first_rows: Mapping[Branch, int],
+    ) -> None:
+        """Append tokens that each branch reads, as ``append``, and show their logits to ``visit``.
+
+        No logits are kept, so the memory it takes is that of one decode's rows (``n_outputs_max``),
+        however many tokens there are. ``Branch.logits`` decodes the last token again if it is asked.
+
+        Args:
+            texts: for each branch its tokens.
+            visit: called with a branch, the index of one of its tokens here, and the logits after it: an
+                object with ``array``, float32 (V,), ``logprob(token)`` and ``entropy()`` in nats,
+                ``best`` and ``rank(token)``, valid until the call returns.
+            first_rows: for each branch the index of the first token whose logits are shown; those of all
+                later ones are, too. A branch that is not in it shows none.
+
+        Raises:
+            ConfigError: a branch of another context, no tokens for one, or an index below 0.
+            BranchStateError, TokenizeError, CacheFullError, DecodeError, and what ``visit`` raises: no
+            branch has changed.
+        """
+        with self._ctx.lock:
+            work = {branch: token_list(tokens) for branch, tokens in texts.items()}
+            for branch, tokens in work.items():
+                self._check(branch)
+                branch.sequence.check_read(tokens)
+            first = {branch: whole("a first row", i, 0) for branch, i in first_rows.items()}
+            packed = [
+                (branch, i, token, i >= first.get(branch, len(tokens)))
+                for branch, tokens in work.items()
+                for i, token in enumerate(tokens)
+            ]
+            starts = {branch.seq_id: branch.position for branch in work}
+            decoder, cache = self._ctx.decoder, self._ctx.kv_cache
+            decoder.make_room(len(packed))
+            try:
+                for pack in _pieces(packed, self._ctx.n_batch, self._ctx.n_outputs_max):
+                    seqs = [branch.seq_id for branch, _, _, _ in pack]
+                    rows = decoder.decode([t for _, _, t, _ in pack], seqs, [w for *_, w in pack])
+                    shown = ((branch, i) for branch, i, _, wanted in pack if wanted)
+                    for (branch, i), row in zip(shown, rows, strict=True):
+                        visit(branch, i, row)
+            except BaseException:
+                for seq_id, start in starts.items():
+                    if cache.next_position(seq_id) > start:
+                        cache.cut(seq_id, start)
+                raise
+            for branch, tokens in work.items():
+                branch.sequence.append_prompt(tokens, None)
 
     def append_unscored(self, texts: Mapping[Branch, Sequence[int]]) -> None:
         """Append tokens to each branch without surprisals, in as few decodes as possible.
@@ -234,3 +287,20 @@ class BranchStore:
                     cache.cut(seq_id, start)
             raise
         return rows
+
+
+_Token = tuple[
+    Branch, int, int, bool
+]  # of a branch its i-th token, and whether its logits are wanted
+
+
+def _pieces(packed: Sequence[_Token], most: int, most_rows: int) -> Iterator[Sequence[_Token]]:
+    """Yield decodes of at most ``most`` tokens, of which at most ``most_rows`` want their logits."""
+    low = n_rows = 0
+    for i, (*_, wanted) in enumerate(packed):
+        if i - low == most or n_rows + wanted > most_rows:
+            yield packed[low:i]
+            low, n_rows = i, 0
+        n_rows += wanted
+    if packed:
+        yield packed[low:]

@@ -10,7 +10,7 @@ padded.py       padded models: the output of a small model at the cost of a larg
 wide.py         a model with a large vocabulary and almost no layers
 search_hf.py    beam search of transformers, in an interpreter of its own
 decode.py, speculative.py, peers.py, fork.py, batch.py, growth.py, hotpath.py, sampling.py, search.py,
-resident.py, structured.py, run.py
+resident.py, structured.py, evaluation.py, run.py
                 the programs
 
 The code that times (interleaved runs, medians, ratios within a run) is ``llamabranch.bench``, which the

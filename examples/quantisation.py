@@ -31,7 +31,7 @@ def main() -> None:
                     base = save_logits(ctx, text, logits, WINDOW, chunks=CHUNKS)
                     print(f"{name}: {megabytes:.1f} MB, perplexity {base.value:.2f}, the base")
                     continue
-                found = divergence(ctx, logits)
+                found = divergence(ctx, logits).statistics
             print(
                 f"{name}: {megabytes:.1f} MB, perplexity {found.perplexity.value:.2f}, KL divergence "
                 f"{found.mean.value:.4f} ± {found.mean.stderr:.4f} nats, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Annotated
@@ -11,7 +12,7 @@ from typing import IO, Annotated
 import typer
 
 from llamabranch import ConfigError
-from llamabranch.eval import Sample, Task, TaskResult, find_task, run_task, task_names
+from llamabranch.eval import Item, Sample, Task, TaskResult, find_task, run_task, task_names
 
 from .bundles import with_bundles
 from .console import Console, print_json
@@ -102,7 +103,7 @@ def eval(
                 ) -> None:
                     found.append(sample)
                     if file is not None:
-                        line = {"task": task.name, **sample.as_dict()}
+                        line = {"task": task.name, **_as_dict(sample)}
                         file.write(json.dumps(line, ensure_ascii=False) + "\n")
                         file.flush()
                     right = sum(each.is_right for each in found)
@@ -147,13 +148,33 @@ def _open_samples(
             data = json.loads(line)
             item = items.get((data["task"], data["id"]))
             if item is not None:
-                done[data["task"]].append(Sample.of(item, data))
+                done[data["task"]].append(_sample(item, data))
         except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"{path}, line {number_}, is no sample: {error}") from None
     file = stack.enter_context(path.open("r+", encoding="utf-8"))
     file.seek(len(whole.encode()))
     file.truncate()
     return done, file
+
+
+def _as_dict(sample: Sample) -> dict[str, object]:
+    return {
+        "id": sample.item.id,
+        "answer": sample.item.answer,
+        "logprobs": sample.logprobs,
+        "is_greedy": sample.is_greedy,
+        "is_right": sample.is_right,
+    }
+
+
+def _sample(item: Item, data: Mapping[str, object]) -> Sample:
+    """Return what `_as_dict` was called on; raises if it is of another item."""
+    logprobs, greedy = data["logprobs"], data["is_greedy"]
+    if not isinstance(logprobs, list) or not isinstance(greedy, list):
+        raise TypeError("no lists")
+    if len(logprobs) != len(item.choices) or data["answer"] != item.answer:
+        raise ValueError(f"{item.id!r} is another item")
+    return Sample(item, tuple(map(float, logprobs)), tuple(map(bool, greedy)))
 
 
 def _print_tasks(console: Console, tasks: list[Task], *, as_json: bool) -> None:

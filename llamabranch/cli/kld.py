@@ -55,13 +55,13 @@ def kld(
 
         def note(done: KLDivergence) -> None:
             found[:] = [done]
-            shown.show(done.n_done, f"KL divergence {number(done.mean.value, 5)}")
-            kept.save(done.as_dict())
+            shown.show(done.n_done, f"KL divergence {number(done.statistics.mean.value, 5)}")
+            kept.save(done.as_dict)
 
         with interruptible(console) as interrupted:
             found[:] = [divergence(ctx, logits, progress=note, resume=earlier)]
         if found and found[0].n_done:
-            kept.save(found[0].as_dict(), now=True)
+            kept.save(found[0].as_dict, now=True)
             if output.as_json:
                 answer = {k: v for k, v in found[0].as_dict().items() if k != "rows"}
                 print_json({"name": ctx.model.name, "kv_type": ctx.kv_type, **answer})
@@ -75,19 +75,20 @@ def _print(console: Console, found: KLDivergence) -> None:
     def row(name: str, value: Uncertain, digits: int = 6, factor: float = 1) -> tuple[str, ...]:
         return name, number(factor * value.value, digits), number(factor * value.stderr, digits)
 
+    its = found.statistics
     console.table(
         ("", "value", "±"),
         [
-            row("perplexity", found.perplexity),
-            row("perplexity of the base", found.base_perplexity),
-            row("log of their ratio", found.log_ratio),
-            row("ratio", found.ratio),
-            row("difference", found.difference),
-            ("correlation of the losses", number(found.correlation, 6), ""),
-            row("mean KL divergence, nats", found.mean),
-            row("same most probable token, %", found.same_top, 3, 100),
-            row("mean change of probability, %", found.p_change, 3, 100),
-            row("root mean square change, %", found.p_change_rms, 3, 100),
+            row("perplexity", its.perplexity),
+            row("perplexity of the base", its.base_perplexity),
+            row("log of their ratio", its.log_ratio),
+            row("ratio", its.ratio),
+            row("difference", its.difference),
+            ("correlation of the losses", number(its.correlation, 6), ""),
+            row("mean KL divergence, nats", its.mean),
+            row("same most probable token, %", its.same_top, 3, 100),
+            row("mean change of probability, %", its.p_change, 3, 100),
+            row("root mean square change, %", its.p_change_rms, 3, 100),
         ],
     )
     console.line()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -179,7 +179,7 @@ class Kept:
             )
         self.data = found
 
-    def save(self, data: dict[str, object], *, now: bool = False) -> None:
+    def save(self, data: Callable[[], dict[str, object]], *, now: bool = False) -> None:
         """Write the file, unless that was done some seconds ago and is not wanted ``now``.
 
         Raises:
@@ -189,7 +189,7 @@ class Kept:
             return
         beside = self._path.with_name(f".{self._path.name}.part")
         try:
-            text = json.dumps(finite({"kind": self._kind, **data}), ensure_ascii=False)
+            text = json.dumps(finite({"kind": self._kind, **data()}), ensure_ascii=False)
             beside.write_text(text + "\n", "utf-8")
             os.replace(beside, self._path)
         except OSError as error:

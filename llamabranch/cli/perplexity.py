@@ -87,7 +87,7 @@ def perplexity(
                 shown.append(Progress(console, "chunks", done.n_chunks, n_before))
             found[:] = [done]
             shown[0].show(done.n_done, f"perplexity {number(done.value, 4)}")
-            kept.save(done.as_dict())
+            kept.save(done.as_dict)
 
         with interruptible(console) as interrupted:
             if stride is not None:
@@ -102,7 +102,7 @@ def perplexity(
                 result = measure(ctx, text, window, chunks=chunks, progress=note, resume=earlier)
             found[:] = [result]
         if found:
-            kept.save(found[0].as_dict(), now=True)
+            kept.save(found[0].as_dict, now=True)
             _print(console, ctx, found[0], as_json=output.as_json)
         if interrupted:
             raise interrupted[0]

@@ -173,25 +173,24 @@ class _State:
         found = self._begun if isinstance(self._begun, dict) else {}
         return found.get("data") if found.get("model") == name else None
 
-    def note(self, name: str, data: dict[str, object], *, now: bool = False) -> None:
+    def note(self, name: str, done: Perplexity | KLDivergence, *, now: bool = False) -> None:
         """Keep what is done of a model."""
-        self._begun = {"model": name, "data": data}
-        self._save(now=now)
+        self._kept.save(lambda: self._as_dict({"model": name, "data": done.as_dict()}), now=now)
 
     def add(self, row: _Row) -> None:
         """Keep the row of a model."""
         self.rows[row.model] = row
         self._begun = None
-        self._save(now=True)
+        self._kept.save(lambda: self._as_dict(None), now=True)
 
     def end(self) -> None:
         """Delete the log-probabilities: all is done."""
         if self._path is not None:
             self.logits_path(Path()).unlink(missing_ok=True)
 
-    def _save(self, *, now: bool) -> None:
+    def _as_dict(self, begun: dict[str, object] | None) -> dict[str, object]:
         rows = {name: asdict(row) for name, row in self.rows.items()}
-        self._kept.save({"settings": self._settings, "rows": rows, "begun": self._begun}, now=now)
+        return {"settings": self._settings, "rows": rows, "begun": begun}
 
 
 def _check_vocabularies(names: Sequence[str]) -> None:
@@ -230,7 +229,7 @@ def _measure(
         def note(done: Perplexity | KLDivergence) -> None:
             last[:] = [done]
             shown.show(done.n_done)
-            state.note(name, done.as_dict())
+            state.note(name, done)
 
         n_before = 0
         try:
@@ -245,13 +244,14 @@ def _measure(
                 compared = None if earlier is None else KLDivergence.from_dict(earlier)
                 n_before = 0 if compared is None else compared.n_done
                 kl = divergence(ctx, logits, progress=note, resume=compared)
+                its = kl.statistics
                 row = _Row(
-                    name, ctx.model.file_type, size, kl.perplexity.value, kl.perplexity.stderr,
-                    kl.mean.value, kl.mean.stderr, kl.percentile(0.99), kl.same_top.value,
+                    name, ctx.model.file_type, size, *its.perplexity, *its.mean,
+                    kl.percentile(0.99), its.same_top.value,
                 )  # fmt: skip
         except BaseException:
             if last:
-                state.note(name, last[0].as_dict(), now=True)
+                state.note(name, last[0], now=True)
             raise
         n_read = (last[0].n_done - n_before) * window if last else 0
         read_s = perf_counter() - start_s

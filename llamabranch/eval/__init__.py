@@ -14,7 +14,7 @@ lm-evaluation-harness is imported when ``LlamaBranchLM`` is used first.
 
 from typing import TYPE_CHECKING
 
-from .divergence import KLDivergence, Uncertain, divergence, save_logits
+from .divergence import KLDivergence, KLStatistics, Uncertain, divergence, save_logits
 from .logits_file import LogitsFile
 from .perplexity import Perplexity, perplexity, strided_perplexity
 from .scoring import Score, encode_pair, score
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Item",
     "KLDivergence",
+    "KLStatistics",
     "LlamaBranchLM",
     "LogitsFile",
     "Perplexity",

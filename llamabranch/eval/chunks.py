@@ -13,7 +13,7 @@ from ..context.logits import LogitsRow
 from ..errors import CacheFullError, ConfigError
 from ..model import Model, TokenIds, token_list
 
-__all__ = ["bos_of", "check_room", "cut", "digest", "read_chunks", "text_tokens"]
+__all__ = ["bos_of", "check_room", "check_same", "cut", "digest", "read_chunks", "text_tokens"]
 
 
 def text_tokens(model: Model, text: str | TokenIds) -> list[int]:
@@ -62,6 +62,17 @@ def check_room(ctx: Context, window: int) -> None:
             f"a window of {window} tokens does not fit into a context of {ctx.n_ctx_seq}",
             hint="open the context with a larger n_ctx, or choose a smaller window",
         )
+
+
+def check_same(found: object, given: object, names: Sequence[str]) -> None:
+    """Raise ConfigError unless ``given``, which is to be resumed, has the same attributes."""
+    for name in names:
+        ours, theirs = getattr(found, name), getattr(given, name)
+        if ours != theirs:
+            raise ConfigError(
+                f"what is to be resumed has another {name}: {theirs}, not {ours}",
+                hint="resume with the same text, model and settings",
+            )
 
 
 def digest(tokens: Sequence[int]) -> str:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,38 +18,55 @@ from ..context.context import text_context
 from ..context.logits import LogitsRow
 from ..errors import ConfigError, VocabularyMismatchError
 from ..model import TokenIds
-from .chunks import check_room, cut, digest, text_tokens
+from .chunks import check_room, check_same, digest
 from .logits_file import LogitsFile
-from .perplexity import Perplexity, measure
+from .perplexity import Perplexity, measure, prepare
 
-__all__ = ["KLDivergence", "Uncertain", "divergence", "save_logits"]
+__all__ = ["KLDivergence", "KLStatistics", "Uncertain", "divergence", "save_logits"]
 
-_FLOOR = np.float32(
-    -16.0
-)  # tokens of the base that are less probable (nats) are left out of the sum
-_COLUMNS = ("loss", "base_loss", "kl", "p_change", "same_top")
+_FLOOR = np.float32(-16.0)  # nats: less probable tokens of the base are left out of the sum
+_SAME = ("window", "n_chunks", "text", "model")
+KL_FRACTIONS = (1.0, 0.999, 0.99, 0.95, 0.9, 0.5, 0.1, 0.05, 0.01, 0.001, 0.0)
+P_FRACTIONS = (1.0, 0.999, 0.99, 0.95, 0.9, 0.75, 0.5, 0.25, 0.1, 0.05, 0.01, 0.001, 0.0)
 
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Uncertain:
+class Uncertain(NamedTuple):
     """A value and its standard error."""
 
     value: float
     stderr: float
 
-    def as_dict(self) -> dict[str, float]:
-        """Return both by name."""
-        return {"value": self.value, "stderr": self.stderr}
+
+class KLStatistics(NamedTuple):
+    """What llama-perplexity tells of a KL divergence, with its standard errors.
+
+    Attributes:
+        mean: the mean KL divergence of the base's distribution from the model's, nats.
+        perplexity, base_perplexity: the model's, and that of the model whose distributions were saved.
+        log_ratio, ratio, difference: of these two.
+        p_change, p_change_rms: the mean change of the probability of the token in the text, and the root
+            of its mean square.
+        same_top: the share of tokens where both find the same token most probable.
+        correlation: of the losses, -1 to 1.
+    """
+
+    mean: Uncertain
+    perplexity: Uncertain
+    base_perplexity: Uncertain
+    log_ratio: Uncertain
+    ratio: Uncertain
+    difference: Uncertain
+    p_change: Uncertain
+    p_change_rms: Uncertain
+    same_top: Uncertain
+    correlation: float
 
 
 @dataclass(frozen=True)
 class KLDivergence:
     """How a model's next-token distributions differ from saved ones, or as many of them as are done.
-
-    All numbers are llama-perplexity's, with its standard errors. Those that begin with ``p_change`` are
-    about the probability of the token that is in the text, the model's less the base's.
 
     Attributes:
         window: tokens a chunk.
@@ -66,9 +84,8 @@ class KLDivergence:
     model: str
     rows: list[Floats] = field(default_factory=list, repr=False)
 
-    def _column(self, name: str) -> Floats:
-        number = _COLUMNS.index(name)
-        return np.concatenate([rows[:, number] for rows in self.rows] or [np.empty(0)])
+    def _columns(self) -> Floats:
+        return np.concatenate(self.rows).T if self.rows else np.empty((5, 0))
 
     @property
     def n_done(self) -> int:
@@ -81,98 +98,55 @@ class KLDivergence:
         return sum(map(len, self.rows))
 
     @property
-    def perplexity(self) -> Uncertain:
-        """The model's perplexity."""
-        return _exp(_mean(self._column("loss")))
-
-    @property
-    def base_perplexity(self) -> Uncertain:
-        """The perplexity of the model whose log-probabilities were saved."""
-        return _exp(_mean(self._column("base_loss")))
-
-    @property
-    def log_ratio(self) -> Uncertain:
-        """log(perplexity / base_perplexity)."""
-        a, b = _mean(self._column("loss")), _mean(self._column("base_loss"))
-        variance = a.stderr**2 + b.stderr**2 - 2 * self._covariance
-        return Uncertain(a.value - b.value, math.sqrt(max(0.0, variance)))
-
-    @property
-    def ratio(self) -> Uncertain:
-        """perplexity / base_perplexity."""
-        return _exp(self.log_ratio)
-
-    @property
-    def difference(self) -> Uncertain:
-        """perplexity - base_perplexity."""
-        a, b = self.perplexity, self.base_perplexity
-        variance = a.stderr**2 + b.stderr**2 - 2 * a.value * b.value * self._covariance
-        return Uncertain(a.value - b.value, math.sqrt(max(0.0, variance)))
-
-    @property
-    def correlation(self) -> float:
-        """The correlation of the losses."""
-        product = _mean(self._column("loss")).stderr * _mean(self._column("base_loss")).stderr
-        return self._covariance / product if product else math.nan
-
-    @property
-    def _covariance(self) -> float:
-        a, b = self._column("loss"), self._column("base_loss")
-        if len(a) < 10:
-            return 0.0
-        return float(np.mean(a * b) - a.mean() * b.mean()) / (len(a) - 1)
-
-    @property
-    def mean(self) -> Uncertain:
-        """The mean KL divergence, nats."""
-        return _mean(self._column("kl"))
-
-    @property
-    def p_change(self) -> Uncertain:
-        """The mean change of the probability of the token in the text."""
-        return _mean(self._column("p_change"))
-
-    @property
-    def p_change_rms(self) -> Uncertain:
-        """The root of the mean square of that change."""
-        square = _mean(self._column("p_change") ** 2)
+    def statistics(self) -> KLStatistics:
+        """The statistics of what is done, computed at each call; NaN without a token."""
+        loss, base, kl, change, same = self._columns()
+        n = len(loss)
+        a, b = _mean(loss), _mean(base)
+        covariance = 0.0
+        if n >= 10:
+            covariance = float(np.mean(loss * base) - loss.mean() * base.mean()) / (n - 1)
+        p, p_base = _exp(a), _exp(b)
+        log_ratio = _difference(a, b, covariance)
+        square = _mean(change**2)
         root = math.sqrt(square.value)
-        return Uncertain(root, 0.5 / root * square.stderr if root else 0.0)
-
-    @property
-    def same_top(self) -> Uncertain:
-        """The share of tokens where both find the same token most probable."""
-        share, n = _mean(self._column("same_top")).value, self.n_tokens
-        return Uncertain(share, math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else math.nan)
+        share = _mean(same).value
+        product = a.stderr * b.stderr
+        return KLStatistics(
+            mean=_mean(kl),
+            perplexity=p,
+            base_perplexity=p_base,
+            log_ratio=log_ratio,
+            ratio=_exp(log_ratio),
+            difference=_difference(p, p_base, p.value * p_base.value * covariance),
+            p_change=_mean(change),
+            p_change_rms=Uncertain(root, 0.5 / root * square.stderr if root else 0.0),
+            same_top=Uncertain(
+                share, math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else math.nan
+            ),
+            correlation=covariance / product if product else math.nan,
+        )
 
     def percentile(self, fraction: float) -> float:
         """Return the KL divergence that ``fraction`` of the tokens do not exceed."""
-        return _percentile(self._column("kl"), fraction)
+        return _percentile(self._columns()[2], fraction)
 
     def p_change_percentile(self, fraction: float) -> float:
         """Return the change of probability that ``fraction`` of the tokens do not exceed."""
-        return _percentile(self._column("p_change"), fraction)
+        return _percentile(self._columns()[3], fraction)
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON types, with every statistic; `from_dict` takes them."""
         found: dict[str, object] = {
-            "window": self.window,
-            "n_chunks": self.n_chunks,
-            "n_done": self.n_done,
-            "n_tokens": self.n_tokens,
-            "text": self.text,
-            "model": self.model,
+            name: getattr(self, name) for name in (*_SAME, "n_done", "n_tokens")
         }
-        if self.rows:
-            for name in _MEANS:
-                found[name] = getattr(self, name).as_dict()
-            found["correlation"] = self.correlation
-            found["kl_percentiles"] = {f"{100 * f:g}": self.percentile(f) for f in KL_FRACTIONS}
-            found["p_change_percentiles"] = {
-                f"{100 * f:g}": self.p_change_percentile(f) for f in P_FRACTIONS
-            }
-        found["rows"] = [rows.tolist() for rows in self.rows]
-        return found
+        for name, value in self.statistics._asdict().items():
+            found[name] = value._asdict() if isinstance(value, Uncertain) else value
+        found["kl_percentiles"] = {f"{100 * f:g}": self.percentile(f) for f in KL_FRACTIONS}
+        found["p_change_percentiles"] = {
+            f"{100 * f:g}": self.p_change_percentile(f) for f in P_FRACTIONS
+        }
+        return {**found, "rows": [rows.tolist() for rows in self.rows]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> KLDivergence:
@@ -183,21 +157,11 @@ class KLDivergence:
         """
         try:
             window, n_chunks = whole("window", data["window"]), whole("n_chunks", data["n_chunks"])
-            given = data["rows"]
-            if not isinstance(given, Sequence):
-                raise TypeError
-            rows = [np.array(each, dtype=np.float64).reshape(-1, len(_COLUMNS)) for each in given]
+            given = cast(Sequence[Sequence[Sequence[float]]], data["rows"])
+            rows = [np.array(each, dtype=np.float64).reshape(-1, 5) for each in given]
             return cls(window, n_chunks, str(data["text"]), str(data["model"]), rows)
         except (KeyError, TypeError, ValueError):
             raise ConfigError("this is no saved KL divergence") from None
-
-
-_MEANS = (
-    "mean", "perplexity", "base_perplexity", "log_ratio", "ratio", "difference", "p_change",
-    "p_change_rms", "same_top",
-)  # fmt: skip
-KL_FRACTIONS = (1.0, 0.999, 0.99, 0.95, 0.9, 0.5, 0.1, 0.05, 0.01, 0.001, 0.0)
-P_FRACTIONS = (1.0, 0.999, 0.99, 0.95, 0.9, 0.75, 0.5, 0.25, 0.1, 0.05, 0.01, 0.001, 0.0)
 
 
 def save_logits(
@@ -232,15 +196,7 @@ def save_logits(
         ConfigError: a text that is too short, or a file that cannot be written. CacheFullError,
         TokenizeError, DecodeError. OSError: the disk is full.
     """
-    window = whole("window", window, 4)
-    text_context("ctx", ctx)
-    check_room(ctx, window)
-    tokens = text_tokens(ctx.model, text)
-    parts = cut(tokens, window, None if chunks is None else whole("chunks", chunks, 1))
-    begun = Perplexity("chunked", window, len(parts), digest(tokens), ctx.model.fingerprint)
-    if resume is not None:
-        begun.check(instance("resume", resume, Perplexity))
-        begun.losses.extend(resume.losses[: len(parts)])
+    parts, begun = prepare(ctx, text, window, chunks, resume)
     with LogitsFile.create(path, ctx.n_vocab, parts, begun.n_done) as file:
 
         def write(_chunk: int, _i: int, row: LogitsRow) -> None:
@@ -282,13 +238,14 @@ def divergence(
         ctx.model.check_tokens(flat)
         found = KLDivergence(file.window, len(file.chunks), digest(flat), ctx.model.fingerprint)
         if resume is not None:
-            _check(found, instance("resume", resume, KLDivergence))
+            given = instance("resume", resume, KLDivergence)
+            check_same(found, given, _SAME)
             found.rows.extend(resume.rows[: len(file.chunks)])
         rows: dict[int, Floats] = {}
 
         def compare(chunk: int, i: int, row: LogitsRow) -> None:
             if i == file.first:
-                rows[chunk] = np.empty((file.n_rows, len(_COLUMNS)))
+                rows[chunk] = np.empty((file.n_rows, 5))
                 file.seek(chunk)
             rows[chunk][i - file.first] = _compare(row, *file.read(), file.chunks[chunk][i + 1])
 
@@ -301,16 +258,6 @@ def divergence(
         done.losses.extend(each[:, 0] for each in found.rows)
         measure(ctx, file.chunks, file.first, done, note, also=compare)
         return found
-
-
-def _check(found: KLDivergence, given: KLDivergence) -> None:
-    for name in ("window", "n_chunks", "text", "model"):
-        if getattr(found, name) != getattr(given, name):
-            raise ConfigError(
-                f"what is to be resumed has another {name}: {getattr(given, name)}, not "
-                f"{getattr(found, name)}",
-                hint="resume with the same file and model",
-            )
 
 
 def _compare(
@@ -341,6 +288,11 @@ def _mean(values: Floats) -> Uncertain:
     mean = float(values.mean())
     variance = float(np.mean(values**2)) - mean * mean
     return Uncertain(mean, math.sqrt(variance / (n - 1)) if variance > 0 and n > 10 else 0.0)
+
+
+def _difference(a: Uncertain, b: Uncertain, covariance: float) -> Uncertain:
+    variance = a.stderr**2 + b.stderr**2 - 2 * covariance
+    return Uncertain(a.value - b.value, math.sqrt(max(0.0, variance)))
 
 
 def _exp(log: Uncertain) -> Uncertain:

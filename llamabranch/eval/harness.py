@@ -9,7 +9,7 @@ decoded once.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -44,17 +44,11 @@ __all__ = ["LlamaBranchLM"]
 _N_CTX = 4096
 _SEQUENCES = 64
 _MAX_GEN_TOKS = 256
-# Settings of a generation by the names of Transformers and of vLLM, and what they are here.
-_SETTINGS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "seed": "seed",
-    "repetition_penalty": "repeat_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-}
+# Settings of a generation by the names of Transformers and of vLLM.
+_SETTINGS = (
+    "temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+_RENAMED = {"repetition_penalty": "repeat_penalty"}
 _WITHOUT_EFFECT: dict[str, object] = {
     "num_beams": 1, "num_return_sequences": 1, "do_sample": None, "use_cache": True,
 }  # fmt: skip
@@ -315,21 +309,13 @@ def _sampling(given: Mapping[str, object]) -> SamplingParams:
     Raises:
         ConfigError: a setting that has no counterpart.
     """
-    settings = {_SETTINGS[name]: value for name, value in given.items() if name in _SETTINGS}
-    unknown = _unknown(given)
-    if unknown:
-        raise ConfigError(
-            f"a task asks for {', '.join(unknown)}, which has no counterpart here",
-            hint="override it: gen_kwargs={...}",
-        )
-    own = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    return SamplingParams().replace(**{**own, **settings})  # type: ignore[arg-type]
-
-
-def _unknown(given: Mapping[str, object]) -> Iterable[str]:
-    return [
-        name
-        for name, value in given.items()
-        if name not in _SETTINGS
-        and (name not in _WITHOUT_EFFECT or _WITHOUT_EFFECT[name] not in (None, value))
-    ]
+    settings: dict[str, object] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    for name, value in given.items():
+        if name in _SETTINGS or name in _RENAMED:
+            settings[_RENAMED.get(name, name)] = value
+        elif name not in _WITHOUT_EFFECT or _WITHOUT_EFFECT[name] not in (None, value):
+            raise ConfigError(
+                f"a task asks for {name}={value!r}, which has no counterpart here",
+                hint="override it: gen_kwargs={...}",
+            )
+    return SamplingParams().replace(**settings)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from ..context.context import text_context
 from ..context.logits import LogitsRow
 from ..errors import ConfigError
 from ..model import TokenIds
-from .chunks import bos_of, check_room, cut, digest, read_chunks, text_tokens
+from .chunks import bos_of, check_room, check_same, cut, digest, read_chunks, text_tokens
 
 __all__ = ["Perplexity", "perplexity", "strided_perplexity"]
 
@@ -112,16 +112,6 @@ class Perplexity:
         except (KeyError, TypeError, ValueError):
             raise ConfigError("this is no saved perplexity") from None
 
-    def check(self, other: Perplexity) -> None:
-        """Raise ConfigError unless ``other`` may be continued where this one begins."""
-        for name in ("method", "window", "text", "model"):
-            if getattr(self, name) != getattr(other, name):
-                raise ConfigError(
-                    f"what is to be resumed has another {name}: {getattr(other, name)}, not "
-                    f"{getattr(self, name)}",
-                    hint="resume with the same text, model and window",
-                )
-
 
 def perplexity(
     ctx: Context,
@@ -152,13 +142,24 @@ def perplexity(
         ConfigError: the text is shorter than two windows, or ``resume`` is of something else.
         CacheFullError: the context is smaller than a window. TokenizeError, DecodeError.
     """
+    parts, begun = prepare(ctx, text, window, chunks, resume)
+    return measure(ctx, parts, begun.window // 2, begun, progress)
+
+
+def prepare(
+    ctx: Context,
+    text: str | TokenIds,
+    window: int,
+    chunks: int | None,
+    resume: Perplexity | None,
+) -> tuple[list[list[int]], Perplexity]:
+    """Return a text's chunks and what is done of them; arguments and errors are those of `perplexity`."""
     window = whole("window", window, 4)
     text_context("ctx", ctx)
     check_room(ctx, window)
     tokens = text_tokens(ctx.model, text)
     parts = cut(tokens, window, None if chunks is None else whole("chunks", chunks, 1))
-    begun = _begun(ctx, "chunked", window, tokens, len(parts), resume)
-    return measure(ctx, parts, window // 2, begun, progress)
+    return parts, _begun(ctx, "chunked", window, tokens, len(parts), resume)
 
 
 def strided_perplexity(
@@ -227,7 +228,8 @@ def _begun(
 ) -> Perplexity:
     found = Perplexity(method, window, n_chunks, digest(tokens), ctx.model.fingerprint)
     if resume is not None:
-        found.check(instance("resume", resume, Perplexity))
+        given = instance("resume", resume, Perplexity)
+        check_same(found, given, ("method", "window", "text", "model"))
         found.losses.extend(resume.losses[:n_chunks])
     return found
 
@@ -241,19 +243,10 @@ def measure(
     *,
     begins: bool = True,
     also: Callable[[int, int, LogitsRow], None] | None = None,
-    after: Callable[[int], None] | None = None,
 ) -> Perplexity:
-    """Score the tokens after index ``first`` of each part; for this package, not for users.
+    """Score the tokens after index ``first`` of each part, from where ``begun`` ends; it is returned.
 
-    Args:
-        ctx: as for `perplexity`.
-        parts: the chunks.
-        first: of each chunk the index of the first token whose logits are read.
-        begun: what is done already; it is continued and returned.
-        progress: as for `perplexity`.
-        begins: replace the first token of each chunk by BOS if the model begins texts with it.
-        also: called with the index of a chunk, that of a token and the logits after it.
-        after: called with the number of chunks that are done, before they are added to the result.
+    ``also`` is called with the index of a chunk, that of a token and the logits after it.
     """
     bos = bos_of(ctx.model) if begins else None
     skipped = begun.n_done
@@ -267,8 +260,6 @@ def measure(
             also(skipped + chunk, i, row)
 
     for done in read_chunks(ctx, read, first, visit):
-        if after is not None:
-            after(skipped + done)
         begun.losses.extend(losses.pop(i) for i in range(begun.n_done - skipped, done))
         if progress is not None:
             progress(begun)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -133,30 +133,6 @@ class Sample:
             return self.is_greedy[0]
         sizes = [len(choice) for choice in self.item.choices]
         return _best([p / n for p, n in zip(self.logprobs, sizes, strict=True)]) == self.item.answer
-
-    def as_dict(self) -> dict[str, object]:
-        """Return JSON types."""
-        return {
-            "id": self.item.id,
-            "answer": self.item.answer,
-            "logprobs": list(self.logprobs),
-            "is_greedy": list(self.is_greedy),
-            "is_right": self.is_right,
-        }
-
-    @classmethod
-    def of(cls, item: Item, data: Mapping[str, object]) -> Sample:
-        """Return what ``as_dict`` was called on.
-
-        Raises:
-            ConfigError: it is of another item, or something else.
-        """
-        logprobs, greedy = data.get("logprobs"), data.get("is_greedy")
-        if not isinstance(logprobs, list) or not isinstance(greedy, list):
-            raise ConfigError("this is no saved sample")
-        if len(logprobs) != len(item.choices) or data.get("answer") != item.answer:
-            raise ConfigError(f"the saved sample {item.id!r} is of another item")
-        return cls(item, tuple(map(float, logprobs)), tuple(map(bool, greedy)))
 
 
 @dataclass(frozen=True)

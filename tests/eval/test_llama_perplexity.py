@@ -104,6 +104,7 @@ def test_divergence_is_the_programs_both_ways(
         DRAFT, n_ctx=WINDOW, n_seq_max=1, kv_type="f16", batch_invariant=False, n_threads=2
     ) as draft:
         found = evaluation.divergence(draft, ours)
+    its = found.statistics
 
     def printed(label: str) -> list[float]:
         line = re.search(rf"{re.escape(label)} *: *(.*)", log)
@@ -111,12 +112,12 @@ def test_divergence_is_the_programs_both_ways(
         return [float(value) for value in re.findall(r"-?[\d.]+", line[1])]
 
     expected = {
-        "Mean PPL(Q)": found.perplexity,
-        "Mean PPL(base)": found.base_perplexity,
-        "Mean ln(PPL(Q)/PPL(base))": found.log_ratio,
-        "Mean PPL(Q)/PPL(base)": found.ratio,
-        "Mean PPL(Q)-PPL(base)": found.difference,
-        "Mean    KLD": found.mean,
+        "Mean PPL(Q)": its.perplexity,
+        "Mean PPL(base)": its.base_perplexity,
+        "Mean ln(PPL(Q)/PPL(base))": its.log_ratio,
+        "Mean PPL(Q)/PPL(base)": its.ratio,
+        "Mean PPL(Q)-PPL(base)": its.difference,
+        "Mean    KLD": its.mean,
     }
     for label, value in expected.items():
         # Six digits are printed; standard errors are of another order of summation.
@@ -124,12 +125,12 @@ def test_divergence_is_the_programs_both_ways(
             label
         )
     for label, value in {
-        "Mean    Δp": found.p_change, "RMS Δp    ": found.p_change_rms, "Same top p": found.same_top,
+        "Mean    Δp": its.p_change, "RMS Δp    ": its.p_change_rms, "Same top p": its.same_top,
     }.items():  # fmt: skip
         wanted = [100 * value.value, 100 * value.stderr]
         assert printed(label) == pytest.approx(wanted, abs=2e-3), label
     assert printed("Cor(ln(PPL(Q)), ln(PPL(base)))") == pytest.approx(
-        [100 * found.correlation], abs=0.02
+        [100 * its.correlation], abs=0.02
     )
     percentiles = {
         "Maximum": 1.0,

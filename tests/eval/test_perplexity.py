@@ -159,10 +159,10 @@ def test_a_model_does_not_diverge_from_itself(ctx: Context, tmp_path: Path) -> N
     saved = save_logits(ctx, TEXT, path, 32)
     found = divergence(ctx, path)
     assert found.n_tokens == saved.n_tokens
-    assert found.perplexity.value == pytest.approx(saved.value, rel=1e-5)
-    assert found.base_perplexity.value == pytest.approx(saved.value, rel=1e-3)
-    assert abs(found.mean.value) < 1e-4 and found.same_top.value == 1.0
-    assert abs(found.log_ratio.value) < 1e-3 and found.correlation > 0.9999
+    assert found.statistics.perplexity.value == pytest.approx(saved.value, rel=1e-5)
+    assert found.statistics.base_perplexity.value == pytest.approx(saved.value, rel=1e-3)
+    assert abs(found.statistics.mean.value) < 1e-4 and found.statistics.same_top.value == 1.0
+    assert abs(found.statistics.log_ratio.value) < 1e-3 and found.statistics.correlation > 0.9999
 
 
 def test_divergence_is_that_of_the_distributions(
@@ -186,15 +186,17 @@ def test_divergence_is_that_of_the_distributions(
             kls.append(float(np.sum(np.exp(p) * (p - q))))
             same.append(p.argmax() == q.argmax())
             changes.append(math.exp(q[chunk[i + 1]]) - math.exp(p[chunk[i + 1]]))
-    assert found.mean.value == pytest.approx(np.mean(kls), abs=2e-3)
+    assert found.statistics.mean.value == pytest.approx(np.mean(kls), abs=2e-3)
     assert found.percentile(1.0) == pytest.approx(max(kls), abs=1e-2)
     assert found.percentile(0.5) == pytest.approx(np.median(kls), abs=5e-3)
-    assert found.same_top.value == pytest.approx(np.mean(same))
-    assert found.p_change.value == pytest.approx(np.mean(changes), abs=1e-4)
-    assert found.p_change_rms.value == pytest.approx(
+    assert found.statistics.same_top.value == pytest.approx(np.mean(same))
+    assert found.statistics.p_change.value == pytest.approx(np.mean(changes), abs=1e-4)
+    assert found.statistics.p_change_rms.value == pytest.approx(
         math.sqrt(np.mean(np.square(changes))), abs=1e-4
     )
-    assert found.mean.stderr == pytest.approx(np.std(kls) / math.sqrt(len(kls) - 1), rel=0.05)
+    assert found.statistics.mean.stderr == pytest.approx(
+        np.std(kls) / math.sqrt(len(kls) - 1), rel=0.05
+    )
 
 
 def test_an_interrupted_comparison_is_continued(ctx: Context, tmp_path: Path) -> None:
@@ -213,7 +215,7 @@ def test_an_interrupted_comparison_is_continued(ctx: Context, tmp_path: Path) ->
         assert kept[0].n_done == 1
         again = divergence(other, path, resume=kept[0])
     assert again.n_tokens == whole.n_tokens
-    assert again.mean.value == pytest.approx(whole.mean.value, abs=1e-6)
+    assert again.statistics.mean.value == pytest.approx(whole.statistics.mean.value, abs=1e-6)
 
 
 def test_short_texts_and_small_contexts_are_refused(ctx: Context, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_run_is_continued_and_limited(ctx: Context, tmp_path: Path) -> None:
     seen: list[Sample] = []
 
     def stop(sample: Sample) -> None:
-        seen.append(Sample.of(sample.item, json.loads(json.dumps(sample.as_dict()))))
+        seen.append(sample)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -95,13 +95,6 @@ def test_a_run_is_continued_and_limited(ctx: Context, tmp_path: Path) -> None:
     again = run_task(ctx, task, done=seen, on_sample=later.append)
     assert again == whole and len(later) == len(CHOICES) - len(seen)
     assert run_task(ctx, task, limit=2).samples == whole.samples[:2]
-    with pytest.raises(ConfigError, match="another item"):
-        Sample.of(
-            task.items[1],
-            seen[0].as_dict()
-            if seen[0].item != task.items[1]
-            else {**seen[0].as_dict(), "answer": 0},
-        )
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def _extraction(settings: Settings, ctx: lb.Context, temperature: float) -> dict
             found = speculator.generate(
                 prompts[i], sampling=params, grammar=under, max_tokens=settings.tokens
             ).finish()
-            if run == 0:
+            if run == settings.runs - 1:  # when its times and acceptance are known
                 decodes.setdefault(name, []).append(found.stats.target_forward_passes)
                 if under is not None and found.finish_reason == "stop":
                     parsed.setdefault(name, []).append(grammar.parse(found.text))

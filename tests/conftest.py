@@ -26,6 +26,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Nothing depends on measured times, here and in the processes that tests start.
 os.environ["LLAMABRANCH_PROFILE"] = "0"
+# Threads that wait for each other sleep. By default they spin, and where other tests have the core, what
+# two threads compute takes six times as long. Read by OpenMP when it is loaded: workers and children.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # No test may fail because the machine is busy.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-import numpy.typing as npt
-
-from ..errors import UnsupportedError
 from ..model import Model
 from ..native import ContextHandle, StateLayout
 from .decoder import Decoder
+from .exactness import exact_rows
 from .kv_cache import MOST_WITH_WINDOW, KVCache
-from .params import INVARIANT_KV_TYPES
+from .params import INVARIANT_KV_TYPES, ContextParams
 
-__all__ = ["Capabilities", "of_sharing_head", "probe"]
+__all__ = ["Capabilities", "Trial", "of_sharing_head", "probe"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +28,8 @@ class Capabilities:
             cache. (One exception, reported by ``usage().in_order``: the cache ran full while raw
             sequences or an unfinished prompt prevented compaction, see ``compaction.py``.)
         batch_invariant_reason: why, or why not.
+        exact_rows: the most rows of a decode of which each has, to the bit, the logits it has alone, as
+            measured; ``n_batch`` where no size was found that differs, 0 where it was not measured.
     """
 
     can_truncate: bool
@@ -40,29 +38,25 @@ class Capabilities:
     recurrent: bool
     batch_invariant: bool
     batch_invariant_reason: str
+    exact_rows: int = 0
+
+
+Trial = tuple[Capabilities, StateLayout | None, int]
 
 
 def probe(
-    handle: ContextHandle,
-    model: Model,
-    n_seq_max: int,
-    *,
-    kv_type: str,
-    flash_attention: bool | str,
-    swa_full: bool,
-    batch_invariant: bool | str,
-    is_head: bool = False,
-) -> tuple[Capabilities, StateLayout | None, int]:
+    handle: ContextHandle, model: Model, params: ContextParams, *, is_head: bool = False
+) -> Trial:
     """Run short trials on the empty context and leave it empty.
 
-    ``is_head``: the context computes a head, not the model's trunk.
+    Args:
+        params: what the context was created with, resolved.
+        is_head: the context computes a head, not the model's trunk.
 
     Returns:
         the capabilities, the layout of saved states (None if unknown), and the number of decodes used.
-
-    Raises:
-        UnsupportedError: ``batch_invariant`` is True and cannot hold.
     """
+    n_seq_max = params.native().n_seq_max
     # A head has attention only, whatever the trunk has whose file it is in.
     recurrent = model.memory_type in ("recurrent", "hybrid") and not is_head
     # llama.cpp reports a removal as done although cells that the window needs are gone already, and
@@ -77,30 +71,36 @@ def probe(
     if layout is not None and layout.is_cells_only:
         window = 0  # no layer uses it
     if window:
-        can_truncate &= swa_full and n_seq_max <= MOST_WITH_WINDOW
+        can_truncate &= params.swa_full and n_seq_max <= MOST_WITH_WINDOW
         can_truncate &= layout is not None and layout.has_window
     cache.clear()
-    invariant, reason = False, "not asked for"
-    if batch_invariant is not False:
-        reason = _why_not_invariant(model, kv_type, flash_attention)
-        if not reason:  # a short self-check cannot refute the rule: f16 differs after 500 tokens
-            difference = _batch_difference(decoder, cache, model)
-            if difference == 0.0:
-                invariant, reason = True, "checked: the self-check's logits are equal to the bit"
+    rows, reason = 0, "not asked for"
+    n_ubatch = params.n_ubatch or handle.n_batch
+    if params.batch_invariant is not False:
+        reason = _why_not_invariant(model, params)
+        if not reason:
+            ask = params.batch_invariant is True
+            setting = f"K/V {params.kv_type}, {params.n_threads} threads"
+            measured = exact_rows(decoder, cache, model, setting=setting, ask=ask)
+            rows = measured or 0
+            if measured is None:
+                reason = (
+                    "not measured: it would take more than 2 s (batch_invariant=True asks for it)"
+                )
+            elif rows >= n_ubatch:
+                reason = "measured: the logits of batches are equal to the bit"
+            elif rows > 1:
+                reason = f"measured: logits of batches of more than {rows} tokens differ"
             else:
-                reason = f"self-check: logits differ by up to {difference:.2g} between batches"
-        if batch_invariant is True and not invariant:
-            raise UnsupportedError(
-                f"this context cannot be batch-invariant: {reason}",
-                hint="use Q8_0 weights on the CPU, kv_type bf16 or q8_0, and flash attention",
-            )
+                reason = "measured: logits of batches of two tokens differ"
     capabilities = Capabilities(
         can_truncate=can_truncate,
         can_share=handle.kv_unified,
         sliding_window=window,
         recurrent=recurrent,
-        batch_invariant=invariant,
+        batch_invariant=rows >= n_ubatch,
         batch_invariant_reason=reason,
+        exact_rows=rows,
     )
     return capabilities, layout, decoder.n_decodes
 
@@ -111,6 +111,7 @@ def of_sharing_head(target: Capabilities) -> Capabilities:
         target,
         can_truncate=False,
         batch_invariant=False,
+        exact_rows=0,
         batch_invariant_reason="not established for a head that reads the K/V of its target",
     )
 
@@ -119,46 +120,14 @@ def _tokens(model: Model, n: int) -> list[int]:
     return [(7 * i + 3) % model.n_vocab for i in range(n)]
 
 
-def _why_not_invariant(model: Model, kv_type: str, flash_attention: bool | str) -> str:
-    """Return the rule that excludes exact batches, "" if none does."""
-    if model.file_type != "Q8_0":
-        return f"the weights are {model.file_type}, not Q8_0"
-    if kv_type not in INVARIANT_KV_TYPES:
-        return f"the K/V type is {kv_type}, not bf16 or q8_0"
-    if flash_attention is False:
+def _why_not_invariant(model: Model, params: ContextParams) -> str:
+    """Return the rule that excludes exact batches, "" if none does and measuring tells."""
+    if params.kv_type not in INVARIANT_KV_TYPES:
+        return f"the K/V type is {params.kv_type}, not bf16 or q8_0"  # f16 differs only after 500 tokens
+    if params.flash_attention is False:
         return "flash attention is off"
     if model.on_gpu:
         return "layers may run on a GPU"
     if model.memory_type != "attention":
         return f"not established for {model.memory_type} memory"
     return ""
-
-
-def _batch_difference(decoder: Decoder, cache: KVCache, model: Model) -> float:
-    """Return the largest logit difference between a sequence decoded alone and in a batch."""
-    if decoder.handle.n_batch < 2:
-        return 0.0  # every decode is of one token
-    own = _tokens(model, min(8, decoder.handle.n_batch))
-    other = list(reversed(own))
-    n_rows = min(len(own), decoder.handle.n_outputs_max)  # llama.cpp aborts on more in one decode
-    alone = []
-    for token in own:
-        row = decoder.decode([token], [0], [True])[0]
-        alone.append(row.array.copy())
-    cache.clear()
-    if cache.ledger.n_seq_max < 2 or decoder.handle.n_batch < 2 * len(own):
-        tokens, seqs = own, [0] * len(own)
-    else:
-        tokens = [token for pair in zip(other, own, strict=True) for token in pair]
-        seqs = [1, 0] * len(own)
-    mine = [i for i, seq in enumerate(seqs) if seq == 0][-n_rows:]
-    rows = decoder.decode(tokens, seqs, [i in mine for i in range(len(seqs))])
-    together = [row.array.copy() for row in rows]
-    cache.clear()
-    return _largest_difference(alone[-n_rows:], together)
-
-
-def _largest_difference(
-    left: Sequence[npt.NDArray[np.float32]], right: Sequence[npt.NDArray[np.float32]]
-) -> float:
-    return max(float(np.abs(a - b).max()) for a, b in zip(left, right, strict=True))

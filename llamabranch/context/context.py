@@ -26,7 +26,7 @@ from ..model import Model, TokenIds, token_list
 from ..native import ContextHandle, HeadOf, NativeContextParams, heads, max_sequences
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base
-from .capabilities import Capabilities, of_sharing_head, probe
+from .capabilities import Capabilities, Trial, of_sharing_head, probe
 from .cell_ledger import Usage
 from .compaction import rewrite_in_order
 from .decoder import Decoder
@@ -124,18 +124,8 @@ class Context:
         if trained is not None and n_ctx is not None and n_ctx > trained:
             warn_of_length(f"n_ctx={n_ctx} is", trained, n_ctx)
             trained = None  # warn only once
-        tuner = ThreadTuner(
-            model,
-            given.n_threads,
-            given.n_threads_batch,
-            changes_logits=model.memory_type != "recurrent" and resolved.threads_change_logits,
-        )
+        resolved, handle, tuner, trial = _open(model, resolved, given, target)
         native = resolved.native()
-        native = replace(native, n_threads=tuner.n_threads, n_threads_batch=tuner.n_threads_batch)
-        handle = _create(model, native, target)
-        if not handle.has_memory:
-            handle.close()
-            raise UnsupportedError(f"{model.name} has no memory: it cannot generate")
         self.model = model
         self.target = target
         self.kv_type = resolved.kv_type
@@ -148,21 +138,7 @@ class Context:
         self._owns_model = owns_model
         self._lock = handle.lock
         try:
-            if target is not None and model.shares_memory:  # trials need memory
-                self.capabilities = of_sharing_head(target.capabilities)
-                layout, n_decodes = None, 0
-            else:
-                tuner.tune(handle)
-                self.capabilities, layout, n_decodes = probe(
-                    handle,
-                    model,
-                    n_seq_max,
-                    kv_type=resolved.kv_type,
-                    flash_attention=resolved.flash_attention,
-                    swa_full=resolved.swa_full,
-                    batch_invariant=resolved.batch_invariant,
-                    is_head=target is not None,
-                )
+            self.capabilities, layout, n_decodes = trial
             self._encoder = None
             if target is not None:
                 if not self.capabilities.can_truncate and not model.shares_memory:
@@ -725,6 +701,69 @@ def text_context(name: str, value: object) -> Context:
             hint="EagleDrafter(head) or MTPDrafter(head) drafts with it; generate with the target",
         )
     return context
+
+
+def _open(
+    model: Model, resolved: ContextParams, given: ContextParams, target: Context | None
+) -> tuple[ContextParams, ContextHandle, ThreadTuner, Trial]:
+    """Create the native context and try out what it can do; twice where that changes its parameters.
+
+    Batches that are not exact get the K/V type that is faster, and with ``batch_invariant=True`` no more
+    rows at once than are exact.
+    """
+    first = resolved
+    reason = ""
+    while True:
+        tuner = ThreadTuner(
+            model,
+            given.n_threads,
+            given.n_threads_batch,
+            changes_logits=model.memory_type != "recurrent" and resolved.threads_change_logits,
+        )
+        params = replace(resolved, n_threads=tuner.n_threads, n_threads_batch=tuner.n_threads_batch)
+        handle = _create(model, params.native(), target)
+        try:
+            if not handle.has_memory:
+                raise UnsupportedError(f"{model.name} has no memory: it cannot generate")
+            if target is not None and model.shares_memory:  # trials need memory
+                return resolved, handle, tuner, (of_sharing_head(target.capabilities), None, 0)
+            trial = probe(handle, model, params, is_head=target is not None)
+            found = trial[0]
+            if not found.batch_invariant and resolved is first:
+                again = _adapted(resolved, given, found)
+                if again is not None:
+                    handle.close()
+                    resolved, reason = again, found.batch_invariant_reason
+                    continue
+            tuner.tune(handle)
+        except BaseException:
+            handle.close()
+            raise
+        if reason and not found.batch_invariant:
+            trial = (replace(found, batch_invariant_reason=reason), *trial[1:])
+        return resolved, handle, tuner, trial
+
+
+def _adapted(
+    resolved: ContextParams, given: ContextParams, found: Capabilities
+) -> ContextParams | None:
+    """Return the parameters for a model whose batches are not exact as they are; None = these.
+
+    Raises:
+        UnsupportedError: ``batch_invariant=True`` is not possible.
+    """
+    if resolved.batch_invariant is True:
+        rows = found.exact_rows
+        if rows > 1 and (resolved.kv_unified or rows >= (resolved.n_seq_max or 1)):
+            return replace(resolved, n_ubatch=rows)
+        raise UnsupportedError(
+            f"this context cannot be batch-invariant: {found.batch_invariant_reason}",
+            hint="it takes weights on the CPU of a type that llama.cpp computes alike in all batches, "
+            "such as Q8_0 or Q4_0, kv_type bf16 or q8_0, and flash attention",
+        )
+    if given.kv_type == "auto" and resolved.kv_type != "f16":
+        return replace(resolved, kv_type="f16")
+    return None
 
 
 def _create(model: Model, native: NativeContextParams, target: Context | None) -> ContextHandle:

@@ -26,7 +26,8 @@ DEFAULT_N_SEQ_MAX = 8
 _MOST_WITH_PREFIXES = max_sequences() - 16  # sequences, so that some ids are left for kept texts
 _STEP = 256  # llama.cpp rounds the cells of a cache up to a multiple of this
 
-# Measured: with these, flash attention on, and Q8_0 weights, logits do not depend on the batch.
+# With these and flash attention on, attention does not depend on the batch: f16 takes another path from
+# 512 cells on, and with 64 rows. The weights are measured: exactness.py.
 INVARIANT_KV_TYPES = ("bf16", "q8_0")
 
 
@@ -226,13 +227,13 @@ class ContextParams:
         )
 
     def _resolved_kv_type(self, model: Model) -> str:
-        """Return the K/V type that "auto" selects: bf16 where it makes batches exact, f16 elsewhere."""
+        """Return the K/V type that "auto" tries first: bf16 where it may make batches exact."""
         if self.kv_type != "auto":
             return self.kv_type
         exact = (
             self.batch_invariant is not False
             and self.flash_attention is not False
-            and model.file_type == "Q8_0"
+            and model.memory_type == "attention"
             and not model.on_gpu
         )
         return "bf16" if exact else "f16"

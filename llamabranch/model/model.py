@@ -73,6 +73,7 @@ class Model:
         self._given_template = chat_template
         header = check_header(self.path, vocab_only=vocab_only)
         load_mtp = bool(load_mtp) or head_kind(header) == "mtp-only"
+        self.extra_buffers = not uses_amx() if extra_buffers == "auto" else bool(extra_buffers)
         self._handle = ModelHandle(
             self.path,
             n_gpu_layers=n_gpu_layers,
@@ -80,7 +81,7 @@ class Model:
             use_mlock=use_mlock,
             check_tensors=check_tensors,
             vocab_only=vocab_only,
-            extra_buffers=not uses_amx() if extra_buffers == "auto" else bool(extra_buffers),
+            extra_buffers=self.extra_buffers,
             load_mtp=load_mtp,
             progress=progress,
         )

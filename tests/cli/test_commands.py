@@ -912,12 +912,13 @@ def test_inspect_says_that_two_vocabularies_meet_in_the_text(tmp_path: Path) -> 
 
 
 def test_inspect_says_why_a_model_is_not_batch_invariant(tmp_path: Path) -> None:
-    other = write_toy(tmp_path / "other.gguf", weights="f16")
+    other = write_toy(tmp_path / "other.gguf", "mamba")
     result = run("inspect", str(other))
-    assert "is not batch-invariant: the weights are F16, not Q8_0." in result.stdout
+    shown = " ".join(result.stdout.split())
+    assert "is not batch-invariant: not established for recurrent memory." in shown
     (facts,) = json.loads(run("inspect", str(other), "--json").stdout)["models"]
     assert facts["capabilities"]["batch_invariant"] is False
-    assert "F16" in facts["capabilities"]["batch_invariant_reason"]
+    assert "recurrent" in facts["capabilities"]["batch_invariant_reason"]
 
 
 def test_inspect_says_why_two_models_cannot_speculate(tmp_path: Path) -> None:

@@ -113,6 +113,11 @@ def _key(params: SamplingParams) -> tuple[float, float]:
     return params.temperature, params.repeat_penalty
 
 
+def same(left: list[lb.Produced], right: list[lb.Produced]) -> bool:
+    """Return whether two texts are the same, token by token."""
+    return [(t.token, t.text) for t in left] == [(t.token, t.text) for t in right]
+
+
 def test_memory_is_known_for_what_it_is(world: World) -> None:
     capabilities = world.ctx.capabilities
     assert capabilities.can_truncate == world.kind.can_truncate
@@ -132,7 +137,14 @@ def test_text_is_that_of_plain_decoding(
     speculator = Speculator(world.ctx, world.drafter(which), SpeculativeConfig(draft_k=draft_k))
     generation = speculator.generate(PROMPT, max_tokens=N, sampling=params)
     emitted = list(generation)
-    assert [(t.token, t.text) for t in emitted] == [(t.token, t.text) for t in expected]
+    if world.ctx.capabilities.sliding_window and which == "tree" and not same(emitted, expected):
+        # The cells of a tree are in another order, and f16 attention adds in the order of cells.
+        prompt, texts = world.ctx.tokenize(PROMPT), [[t.token for t in e] for e in (expected, emitted)]
+        found = lb.first_divergence(world.ctx, prompt, *texts, params, params.seed or 0)
+        assert found is not None
+        assert found.gap <= world.rounding
+        return
+    assert same(emitted, expected)
     for ours, theirs in zip(emitted, expected, strict=True):
         assert ours.logprob == pytest.approx(theirs.logprob, abs=world.rounding)
         assert ours.entropy == pytest.approx(theirs.entropy, abs=world.rounding)

@@ -1,0 +1,129 @@
+"""Exactness, measured: in which sizes of batches a row's logits are, to the bit, those it has alone.
+
+llama.cpp multiplies weights by other kernels where a batch has more rows, and not all of them add in
+the same order. Which do depends on the weights' type and shape, on the processor and on how llama.cpp
+was built: so rows are decoded alone and in batches, beside another sequence, and compared. What was
+found is kept in the profile, for each file, build, processor, number of threads and K/V type.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ..model import Model
+from ..native import engine_versions, system_info
+from .decoder import Decoder
+from .kv_cache import KVCache
+from .machine_profile import is_off, read_entry, write_entry
+
+__all__ = ["exact_rows"]
+
+_SIZES = (2, 3, 4, 5, 8, 9, 17, 64)  # where kernels change: blocks of 4, 8, 16 rows, tiles of 64
+_ALONE = 9  # rows that are decoded one by one
+# Parameters up to which all of this takes about 2 s, and up to which a part does. By size, not by the
+# clock: what is exact must not depend on what else the machine is doing.
+_ALL, _SOME = 1e9, 4e9
+_FEW = (2, 5, 17)
+_FEW_ALONE = 3
+_MOST_LISTED = 17  # sizes are tried one by one up to here to find which are exact
+_SECTION = "exact rows"
+
+_found: weakref.WeakKeyDictionary[Model, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+def exact_rows(
+    decoder: Decoder, cache: KVCache, model: Model, *, setting: str, ask: bool
+) -> int | None:
+    """Return the most rows of a decode up to which every row's logits are those it has alone.
+
+    The context is empty before and after. The result is ``n_batch`` where all sizes that were tried are
+    equal, 1 where not even two rows are.
+
+    Args:
+        setting: what else the result depends on: K/V type and threads.
+        ask: whether to measure all sizes however long it takes. Otherwise fewer are for more than a
+            billion parameters, and None is returned for more than four, for which it takes over 2 s.
+    """
+    is_part = model.n_params > _ALL and not ask
+    if model.n_params > _SOME and not ask:
+        return None
+    setting += ", few sizes" if is_part else ""
+    known = _found.setdefault(model, {})
+    if setting not in known:
+        key = _key(model, setting)
+        kept = _read(key)
+        if kept is None:
+            sizes = _FEW if is_part else _SIZES
+            kept = _measure(decoder, cache, model, sizes, _FEW_ALONE if is_part else _ALONE)
+            if key is not None:
+                write_entry(_SECTION, key, {"rows": kept})
+        known[setting] = kept
+    return known[setting] or decoder.handle.n_batch
+
+
+def _key(model: Model, setting: str) -> str | None:
+    if is_off():
+        return None
+    kind = "repacked, " if model.extra_buffers else ""
+    try:  # the kernels of the build decide, not the machine's name
+        build = f"{engine_versions()['llama_cpp_python']}, {system_info()}"
+        return f"{build}, {model.fingerprint[:32]}, {kind}{setting}"
+    except OSError:  # the file is gone
+        return None
+
+
+def _read(key: str | None) -> int | None:
+    entry = None if key is None else read_entry(_SECTION, key)
+    rows = None if entry is None else entry.get("rows")
+    return rows if isinstance(rows, int) and not isinstance(rows, bool) and rows >= 0 else None
+
+
+def _measure(
+    decoder: Decoder, cache: KVCache, model: Model, sizes: Sequence[int], n_alone: int
+) -> int:
+    """Return the most rows that are exact, 0 if all sizes are."""
+    n_batch = decoder.handle.n_batch
+    own = [(7 * i + 3) % model.n_vocab for i in range(min(n_alone, n_batch))]
+    alone: list[npt.NDArray[np.float32]] = []
+    try:
+        for token in own:
+            alone.append(decoder.decode([token], [0], [True])[0].array.copy())
+        if all(_agrees(decoder, cache, own, alone, n) for n in sizes if n <= n_batch):
+            return 0
+        n = 1
+        while n < _MOST_LISTED and n < n_batch and _agrees(decoder, cache, own, alone, n + 1):
+            n += 1
+        return n
+    finally:
+        cache.clear()
+
+
+def _agrees(
+    decoder: Decoder,
+    cache: KVCache,
+    own: Sequence[int],
+    alone: Sequence[npt.NDArray[np.float32]],
+    n: int,
+) -> bool:
+    """Return whether rows in a batch of ``n`` are those ``alone``, to the bit."""
+    cache.clear()
+    n_own = min(n, len(own))
+    others = [(token + 1) % decoder.handle.n_vocab for token in own] * -(-n // len(own))
+    # Rows of another sequence come between them, where there is one; the last row is always compared.
+    is_own = [
+        (n - 1 - i) % (n // n_own) == 0 and n - 1 - i < n_own * (n // n_own) for i in range(n)
+    ]
+    if cache.ledger.n_seq_max < 2:
+        n, is_own = n_own, [True] * n_own
+    mine, other = iter(own), iter(others)
+    tokens = [next(mine) if is_mine else next(other) for is_mine in is_own]
+    seqs = [0 if is_mine else 1 for is_mine in is_own]
+    # llama.cpp aborts on more rows in one decode than it has room for.
+    compared = [i for i in range(n) if is_own[i]][-decoder.handle.n_outputs_max :]
+    rows = decoder.decode(tokens, seqs, [i in compared for i in range(n)])
+    expected = alone[n_own - len(compared) : n_own]
+    return all(np.array_equal(row.array, there) for row, there in zip(rows, expected, strict=True))

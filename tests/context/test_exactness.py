@@ -1,0 +1,158 @@
+"""Exactness by measurement: where a context claims that batches are exact they are, for weights of many types.
+
+A toy wide enough for K-quants, quantized by llama.cpp. Which types are exact depends on the processor
+and on how llama.cpp was built: the tests ask the context, and attack what it claims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import pytest
+import toys
+from rounding import rounding
+
+import llamabranch as lb
+from llamabranch import Branch, BranchStore, Context, Engine, SamplingParams
+from llamabranch.errors import UnsupportedError
+
+TYPES = {
+    "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "Q4_1": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_1,
+    "Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "BF16": llama_cpp.LLAMA_FTYPE_MOSTLY_BF16,
+    "F16": llama_cpp.LLAMA_FTYPE_MOSTLY_F16,
+    "Q4_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+    "Q6_K": llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K,
+}
+N_TOKENS = 80
+N_SEQ = 6
+N_BATCHES = 500
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("quantized")
+    source = toys.write_toy(folder / "F32.gguf", weights="f32", vocab=512, n_embd=256, n_ff=512, seed=5)
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.nthread = 1
+    files = {}
+    for name, ftype in TYPES.items():
+        params.ftype = ftype
+        files[name] = folder / f"{name}.gguf"
+        paths = str(source).encode(), str(files[name]).encode()
+        assert llama_cpp.llama_model_quantize(*paths, params) == 0
+    return files
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def model(request: pytest.FixtureRequest, files: dict[str, Path]) -> Iterator[lb.Model]:
+    with lb.Model(files[request.param]) as found:
+        yield found
+
+
+def tokens_of(seq: int) -> list[int]:
+    return [2 + (31 * seq + 7 * i + i * i) % 500 for i in range(N_TOKENS)]
+
+
+def test_claims_hold_in_random_batches(model: lb.Model) -> None:
+    """500 batches of 1 to 64 rows, or as many as are claimed: prompts and single tokens of six sequences."""
+    options = {"n_ctx": 1024, "n_seq_max": N_SEQ, "n_threads": 1, "kv_type": "bf16"}
+    alone = {}
+    with Context(model, **options) as ctx:
+        claimed = ctx.capabilities.exact_rows
+        assert 1 <= claimed <= ctx.n_batch
+        assert ctx.capabilities.batch_invariant == (claimed == ctx.n_batch)
+        for seq in range(N_SEQ):
+            rows = []
+            for i, token in enumerate(tokens_of(seq)):
+                ctx.decode([token], i, seq)
+                rows.append(ctx.logits())
+            ctx.kv_cache_remove(seq)
+            alone[seq] = rows
+        rng = np.random.default_rng(claimed)
+        store, n_batches = BranchStore(ctx), 0
+        while n_batches < N_BATCHES:
+            branches = [Branch.create(ctx) for _ in range(N_SEQ)]
+            unread = {seq: tokens_of(seq) for seq in range(N_SEQ)}
+            while any(unread.values()) and n_batches < N_BATCHES:
+                left, batch = min(claimed, int(rng.integers(1, 65))), {}
+                for seq in rng.permutation(N_SEQ).tolist():
+                    n = min(left, int(rng.integers(1, 20)), len(unread[seq]))
+                    if n:
+                        batch[branches[seq]] = unread[seq][:n]
+                        del unread[seq][:n]
+                        left -= n
+                store.prefill(batch)
+                n_batches += 1
+                for seq, branch in enumerate(branches):
+                    if branch in batch:
+                        assert np.array_equal(branch.logits, alone[seq][branch.position - 1])
+            for branch in branches:
+                branch.prune()
+
+
+def test_exact_mode_keeps_to_the_rows_that_are_exact(model: lb.Model) -> None:
+    options = {"n_ctx": 1024, "n_seq_max": 4, "n_threads": 1}
+    with Context(model, kv_type="bf16", **options) as ctx:
+        rows = ctx.capabilities.exact_rows
+    if rows < 2:
+        with pytest.raises(UnsupportedError, match="cannot be batch-invariant: measured"):
+            Context(model, batch_invariant=True, **options)
+        return
+    with Context(model, batch_invariant=True, **options) as ctx:
+        assert ctx.capabilities.batch_invariant
+        assert (ctx.params.n_ubatch, ctx.kv_type) == (rows, "bf16")
+        prompts = [tokens_of(seq)[: 10 + 17 * seq] for seq in range(4)]
+        params = SamplingParams(temperature=0.9, seed=3)
+        drafter = lb.SuffixDrafter(8, 1, factor=2.0, offset=2.0, min_probability=0.0)
+        together = Engine(ctx, drafter, sampling=params, max_tokens=40).generate(
+            [lb.Request(p) for p in prompts]
+        )
+        for prompt, result in zip(prompts, together, strict=True):
+            alone = SamplingParams(temperature=0.9, seed=result.seed)
+            with Branch.start(ctx, prompt, sampling=alone) as branch:
+                assert [t.token for t in branch.generate(40)] == list(result.tokens)
+
+
+def test_differences_where_nothing_is_claimed_are_explained(model: lb.Model) -> None:
+    with Context(model, n_ctx=512, n_seq_max=4, n_threads=1) as ctx:
+        if ctx.capabilities.batch_invariant:
+            assert ctx.kv_type == "bf16"
+            return
+        assert ctx.kv_type == "f16"
+        assert ctx.capabilities.batch_invariant_reason.startswith("measured: logits of batches of ")
+        params, allowed = SamplingParams(temperature=0.9, seed=3), rounding(ctx)
+        drafter = lb.SuffixDrafter(8, 1, factor=2.0, offset=2.0, min_probability=0.0)
+        for seq in range(6):
+            prompt = tokens_of(seq)
+            with Branch.start(ctx, prompt, sampling=params) as branch:
+                plain = [t.token for t in branch.generate(60)]
+            drafted = lb.Speculator(ctx, drafter).generate(prompt, max_tokens=60, sampling=params)
+            found = lb.first_divergence(ctx, prompt, plain, drafted.finish().tokens, params, 3)
+            assert found is None or found.gap <= allowed, found
+
+
+def test_models_that_take_long_to_measure_are_measured_when_asked(
+    model: lb.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llamabranch.context.exactness._SOME", 1.0)
+    with Context(model, n_ctx=256, n_threads=1) as ctx:
+        assert not ctx.capabilities.batch_invariant
+        assert "batch_invariant=True" in ctx.capabilities.batch_invariant_reason
+        assert ctx.kv_type == "f16"
+
+
+def test_what_was_measured_is_kept_in_the_profile(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "profile.json"))
+    options = {"n_ctx": 256, "n_threads": 1, "kv_type": "bf16"}
+    with lb.Model(files["Q8_0"]) as model, Context(model, **options) as ctx:
+        first = ctx.capabilities
+    monkeypatch.setattr("llamabranch.context.exactness._measure", None)  # nobody measures again
+    with lb.Model(files["Q8_0"]) as model, Context(model, **options) as ctx:
+        assert ctx.capabilities == first

@@ -200,7 +200,7 @@ def save_logits(
     with LogitsFile.create(path, ctx.n_vocab, parts, begun.n_done) as file:
 
         def write(_chunk: int, _i: int, row: LogitsRow) -> None:
-            file.write(file.row(row.array))
+            file.write(row.array)
 
         return measure(ctx, parts, file.first, begun, progress, also=write)
 

@@ -14,7 +14,6 @@ import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 import numpy as np
@@ -23,7 +22,7 @@ from typing_extensions import Self
 
 from ..errors import ConfigError
 
-__all__ = ["LogitsFile", "encode_row"]
+__all__ = ["LogitsFile"]
 
 _MAGIC = b"_logits_"
 _RANGE = np.float32(16.0)  # nats that a row reaches below its largest log-probability
@@ -32,7 +31,7 @@ _LARGEST = np.float32(65535.0)
 Codes = npt.NDArray[np.uint16]
 
 
-def encode_row(logits: npt.NDArray[np.float32], out: Codes) -> None:
+def _encode(logits: npt.NDArray[np.float32], out: Codes) -> None:
     """Write a row of logits, float32 (V,), as codes into ``out``, with llama.cpp's arithmetic."""
     n = len(logits)
     largest = np.float32(logits.max())
@@ -161,15 +160,11 @@ class LogitsFile:
         """Return how many bytes the file has with so many chunks."""
         return len(_MAGIC) + 12 + 4 * self.window * n_chunks + n_chunks * self._chunk_bytes
 
-    def row(self, logits: npt.NDArray[np.float32]) -> Codes:
-        """Return a row of logits as the file has it."""
+    def write(self, logits: npt.NDArray[np.float32]) -> None:
+        """Write a row of logits at the end. Raises OSError if the disk is full."""
         codes = np.empty(self._width, dtype="<u2")
-        encode_row(logits, codes)
-        return codes
-
-    def write(self, rows: Codes) -> None:
-        """Write rows at the end. Raises OSError if the disk is full."""
-        self._file.write(rows.tobytes())
+        _encode(logits, codes)
+        self._file.write(codes.tobytes())
 
     def seek(self, chunk: int, row: int = 0) -> None:
         """Go to a row of a chunk."""
@@ -191,10 +186,5 @@ class LogitsFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        _type: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -159,7 +159,7 @@ def test_what_cannot_be_scored_is_refused_before_a_model_loads(text: Path, tmp_p
         ("perplexity", "-f", latin),
         ("perplexity", "-f", empty),
         ("perplexity", "-f", tmp_path / "none"),
-        ("perplexity", "-f", text, "-c", 2048),
+        ("perplexity", "-f", text, "-c", 1024),
         ("perplexity", "-f", text, "--save-logits", text),
         ("kld", text),
         ("kld", tmp_path / "none"),

@@ -50,7 +50,7 @@ def evaluate(lm: object, tasks: list[object], **options: object) -> dict[str, di
     from lm_eval.tasks import TaskManager
 
     found = simple_evaluate(
-        model=lm, tasks=tasks, bootstrap_iters=0, log_samples=False, verbosity="ERROR",
+        model=lm, tasks=tasks, bootstrap_iters=2, log_samples=False, verbosity="ERROR",
         task_manager=TaskManager(include_defaults=False), **options,
     )  # fmt: skip
     assert found is not None
@@ -145,8 +145,8 @@ def test_settings_without_a_counterpart_and_impossible_lengths_are_refused(
 def test_a_shipped_task_gives_the_harness_what_it_gives_us(name: str, target: lb.Model) -> None:
     task = find_task(name)
     with lb.Context(target, n_ctx=2048, n_seq_max=16, n_threads=1, batch_invariant=True) as ctx:
-        ours = run_task(ctx, task, limit=12)
-        theirs = evaluate(LlamaBranchLM(ctx), [task.harness_config()], limit=12)[name]
+        ours = run_task(ctx, task, limit=6)
+        theirs = evaluate(LlamaBranchLM(ctx), [task.harness_config()], limit=6)[name]
     for metric, (value, stderr) in ours.metrics.items():
         assert theirs[f"{metric},none"] == pytest.approx(value, abs=1e-9)
         if metric == "acc":

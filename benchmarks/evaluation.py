@@ -241,7 +241,7 @@ def _memory(settings: Settings, tool: Path | None) -> dict[str, object]:
         ("", "MiB"),
         [(name, number(peak / 2**20, 0)) for name, peak in peaks.items()],
     )
-    return peaks
+    return dict(peaks)
 
 
 def _peak_bytes(command: Sequence[str]) -> int:

@@ -82,7 +82,7 @@ def eval(
         done, file = _open_samples(samples_file, resume, tasks, stack)
         name = models.target_name
         models.find(name)
-        more = scoring_options(name, runtime, _SEQUENCES)
+        more = scoring_options(name, runtime, min(_SEQUENCES, runtime.n_batch or _SEQUENCES))
         if runtime.n_ctx is None:
             more["n_ctx"] = _N_CTX
         ctx = runtime.open(name, console, stack, **more)

@@ -94,11 +94,11 @@ def open_for_chunks(
     models.find(name)
     n_seq = max(1, min(16, (runtime.n_batch or 512) // window))
     more = scoring_options(name, runtime, n_seq)
+    n_batch = runtime.n_batch or min(512, window * n_seq)
     more["n_ctx"] = window * n_seq
+    more["n_batch"] = n_batch
+    more["n_outputs_max"] = min(more["n_outputs_max"] or n_batch, n_batch)
     more["batch_invariant"] = False
-    if runtime.n_batch is None:
-        more["n_batch"] = min(512, more["n_ctx"])
-    more["n_outputs_max"] = min(more["n_outputs_max"], runtime.n_batch or more["n_batch"])
     if runtime.kv_type is None:
         more["kv_type"] = "f16"
     return runtime.open(name, console, stack, **more)

@@ -107,8 +107,9 @@ def encode_pair(
     return whole[:n_context], whole[n_context:]
 
 
-def _checked(requests: Sequence[ScoreRequest]) -> Sequence[ScoreRequest]:
+def _checked(given: Sequence[ScoreRequest]) -> Sequence[ScoreRequest]:
     meant = "requests must be a list of pairs: a context and a list of continuations"
+    requests: object = given
     if isinstance(requests, (str, bytes)) or not isinstance(requests, Sequence):
         raise ConfigError(meant, hint='for example [("2 + 2 =", [" 4", " 5"])]')
     for i, request in enumerate(requests):
@@ -116,19 +117,19 @@ def _checked(requests: Sequence[ScoreRequest]) -> Sequence[ScoreRequest]:
             raise ConfigError(f"{meant}; request {i} is {request!r:.60}")
         if isinstance(request[1], (str, bytes)) or not isinstance(request[1], Sequence):
             raise ConfigError(f"{meant}; the continuations of request {i} are {request[1]!r:.60}")
-    return requests
+    return given
 
 
 def _lines(model: Model, number: int, request: ScoreRequest, parse_special: bool) -> list[Line]:
     context, continuations = request
     lines = []
     for continuation in continuations:
-        if isinstance(context, str) != isinstance(continuation, str):
+        if isinstance(context, str) and isinstance(continuation, str):
+            before, after = encode_pair(model, context, continuation, parse_special=parse_special)
+        elif isinstance(context, str) or isinstance(continuation, str):
             raise ConfigError(
                 f"request {number} mixes text and token ids", hint="give both as text, or as ids"
             )
-        if isinstance(context, str) and isinstance(continuation, str):
-            before, after = encode_pair(model, context, continuation, parse_special=parse_special)
         else:
             before = model.prompt_tokens(context)
             after = token_list(continuation)

@@ -85,10 +85,10 @@ def test_random_trees_of_tokens_are_what_each_line_is_alone(toy: lb.Model) -> No
                 *(rng.randint(2, 200) for _ in range(rng.randint(1, 30))),
             ]
         )
-    requests = [(line[: rng.randint(1, len(line) - 1)], []) for line in lines]
-    questions = [
-        (c, [line[len(c) :], [3], [3, 4]]) for (c, _), line in zip(requests, lines, strict=True)
-    ]
+    questions = []
+    for line in lines:
+        cut = rng.randint(1, len(line) - 1)
+        questions.append((line[:cut], [line[cut:], [3], [3, 4]]))
     with lb.Context(toy, n_ctx=512, n_seq_max=5, n_threads=1) as ctx:
         together = score(ctx, questions)
         alone = [[score(ctx, [(c, [one])])[0][0] for one in many] for c, many in questions]

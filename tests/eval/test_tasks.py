@@ -12,7 +12,7 @@ from llamabranch import Context
 from llamabranch.errors import ConfigError
 from llamabranch.eval import Sample, Task, find_task, run_task, score, task_names
 
-CHOICES = [
+CHOICES: list[dict[str, object]] = [
     {"id": "sons", "context": "A king had three", "choices": [" sons", " zebra"], "answer": 0},
     {
         "id": "time",
@@ -22,7 +22,7 @@ CHOICES = [
     },
     {"id": "wrong", "context": "Once upon a", "choices": [" time", " fish"], "answer": 1},
 ]
-TARGETS = [
+TARGETS: list[dict[str, object]] = [
     {"context": "Once upon a", "target": " time"},
     {"context": "Once upon a", "target": " zebra"},
 ]

@@ -33,6 +33,7 @@ from .wide import cached_wide
 WINDOW = 512
 N_VOCAB = 262_144
 _CONTEXT_WORDS, _CHOICE_WORDS = 75, 7
+_TRIES = 8
 _TIME = re.compile(r"^(\d+)\.(\d+)\.(\d+)\.(\d+) ")
 
 Item = tuple[str, list[str]]
@@ -271,20 +272,28 @@ def model_path(settings: Settings) -> Path:
 
 
 def _run(tool: Path, *arguments: object, begin: str, end: str) -> tuple[float, str]:
-    """Run the program; return the seconds between two lines of its log, and the log."""
+    """Run the program; return the seconds between two lines of its log, and the log.
+
+    It is run again if the last lines of its log are missing, as they may be on a busy machine.
+    """
     command = [str(tool), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    log = done.stdout + done.stderr
-    times = {}
-    for line in log.splitlines():
-        found = _TIME.match(line)
-        for mark in (begin, end):
-            if found is not None and mark in line:
-                minutes, seconds, ms, us = map(int, found.groups())
-                times[mark] = 60 * minutes + seconds + ms / 1e3 + us / 1e6
-    if done.returncode or len(times) < 2:
-        raise SystemExit(f"{' '.join(command)} failed: {log.strip()[-800:]}")
-    return times[end] - times[begin], log
+    for _ in range(_TRIES):
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False
+        )
+        log = done.stdout + done.stderr
+        times = {}
+        for line in log.splitlines():
+            found = _TIME.match(line)
+            for mark in (begin, end):
+                if found is not None and mark in line:
+                    minutes, seconds, ms, us = map(int, found.groups())
+                    times[mark] = 60 * minutes + seconds + ms / 1e3 + us / 1e6
+        if done.returncode:
+            break
+        if len(times) == 2:
+            return times[end] - times[begin], log
+    raise SystemExit(f"{' '.join(command)} failed: {log.strip()[-800:]}")
 
 
 if __name__ == "__main__":

@@ -21,9 +21,18 @@ from pathlib import Path
 import llamabranch as lb
 from llamabranch.bench import Sample
 
-__all__ = ["LlamaTools", "ToolError", "build", "build_server", "has_amx", "parse_report"]
+__all__ = [
+    "LlamaTools",
+    "ToolError",
+    "build",
+    "build_perplexity",
+    "build_server",
+    "has_amx",
+    "parse_report",
+]
 
 SERVER = "llama-server"
+PERPLEXITY = "llama-perplexity"
 PROGRAMS = ("llama-bench", "llama-speculative-simple", "llama-lookup", "llama-batched-bench")
 _CMAKE = (
     "-DCMAKE_BUILD_TYPE=Release",
@@ -222,6 +231,28 @@ def build_server(cache: Path, folder: Path | None = None) -> Path:
         program = _program(made, SERVER)
     if program is None:
         raise ToolError(f"the build made no {SERVER}")
+    return program
+
+
+def build_perplexity(cache: Path, folder: Path | None = None) -> Path:
+    """Return ``llama-perplexity``; build it if it is not there, about five minutes on two cores.
+
+    Arguments and errors are those of `build_server`.
+    """
+    if folder is not None:
+        given = _program(folder, PERPLEXITY)
+        if given is None:
+            raise ToolError(f"{folder} has no {PERPLEXITY}")
+        return given
+    home = cache / f"llama-cpp-python-{metadata.version('llama-cpp-python')}"
+    program = _program(home / "build" / "bin", PERPLEXITY)
+    if program is None:
+        home.mkdir(parents=True, exist_ok=True)
+        _report_progress(f"building {PERPLEXITY} in {home}: about five minutes on two cores")
+        _compile(home, *_CMAKE, targets=[PERPLEXITY])
+        program = _program(home / "build" / "bin", PERPLEXITY)
+    if program is None:
+        raise ToolError(f"the build made no {PERPLEXITY}")
     return program
 
 

@@ -2,6 +2,7 @@
 
 # ruff: isort: skip_file
 
+from . import eval as eval
 from . import hub as hub
 from . import model as model
 from . import proofs as proofs

@@ -101,6 +101,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "sampling",
         "search",
         "step",
+        "evaluation",
     ],
 )
 def test_benchmark_ends_with_one_json_line(name: str, cache: Path) -> None:

@@ -349,3 +349,63 @@ def test_tree_is_drawn_by_graphviz(ctx: Context) -> None:
         assert r'b0 [label="A \"quote\"\nand a line\nready"];' in dot
         assert [line.strip() for line in lines if "->" in line] == ["b0 -> b1;", "b0 -> b2;"]
         assert len(children) == 2
+
+
+# -- reading with logits ---------------------------------------------------------------------------------
+
+
+def test_read_shows_the_rows_that_are_asked_for(ctx: Context, other_ctx: Context) -> None:
+    tokens = ctx.model.tokenize(STORY)
+    texts = {"whole": tokens, "short": tokens[:5], "none": tokens[:3]}
+    branches = {name: Branch.create(ctx) for name in texts}
+    names = {branch: name for name, branch in branches.items()}
+    seen: dict[tuple[str, int], list[float]] = {}
+    BranchStore(ctx).read(
+        {branches[name]: text for name, text in texts.items()},
+        lambda branch, i, row: seen.__setitem__((names[branch], i), row.array.tolist()),
+        {branches["whole"]: len(tokens) - 4, branches["short"]: 0},
+    )
+    assert set(seen) == {
+        *(("whole", i) for i in range(len(tokens) - 4, len(tokens))),
+        *(("short", i) for i in range(5)),
+    }
+    with Branch.create(other_ctx) as branch:
+        rows = branch.extend(tokens, logits="all")
+    for (_, i), row in seen.items():
+        assert row == rows[i].tolist()
+    assert branches["whole"].tokens == tokens
+    assert branches["short"].logits.tolist() == rows[4].tolist()  # decoded again
+
+
+def test_read_in_pieces_shows_each_row_once(target: lb.Model) -> None:
+    with Context(target, n_ctx=256, n_seq_max=2, n_batch=8, n_outputs_max=3, n_threads=1) as ctx:
+        tokens = target.tokenize(STORY)
+        one, two = Branch.create(ctx), Branch.create(ctx)
+        seen: list[tuple[Branch, int]] = []
+        BranchStore(ctx).read(
+            {one: tokens, two: tokens},
+            lambda branch, i, _: seen.append((branch, i)),
+            {one: 2, two: 9},
+        )
+        n = len(tokens)
+        assert seen == [*((one, i) for i in range(2, n)), *((two, i) for i in range(9, n))]
+        ctx.audit()
+
+
+def test_a_read_that_fails_changes_no_branch(ctx: Context) -> None:
+    with Branch.start(ctx, "Once upon a time") as branch, Branch.create(ctx) as other:
+        before = facts(branch)
+
+        def fail(_: Branch, i: int, __: object) -> None:
+            if i == 3:
+                raise ValueError("enough")
+
+        with pytest.raises(ValueError, match="enough"):
+            BranchStore(ctx).read(
+                {branch: [5, 6, 7, 8, 9], other: [5, 6]}, fail, {branch: 0, other: 0}
+            )
+        assert repr(facts(branch)) == repr(before) and other.position == 0
+        with pytest.raises(ConfigError):
+            BranchStore(ctx).read({branch: [5]}, fail, {branch: -1})
+        with pytest.raises(ConfigError):
+            BranchStore(ctx).read({other: []}, fail, {})

@@ -74,7 +74,7 @@ def _rooms_imported(path: Path) -> set[str]:
 def test_every_room_has_a_floor_and_every_floor_its_rooms() -> None:
     rooms = {_room(path) for path in SOURCES} - {"__init__"}
     assert rooms <= set(RANK)
-    later = {"eval"}  # rooms that are planned
+    later: set[str] = set()  # rooms that are planned
     assert set(RANK) - rooms <= later
 
 
@@ -88,6 +88,7 @@ def test_room_imports_from_floors_below_only(path: Path) -> None:
             "",
             "cli",
             "bench",
+            "eval",
             "hub",
             "loading",
             "model",

@@ -1,0 +1,55 @@
+"""Evaluation: how probable a model finds given texts, measured so that the numbers can be compared.
+
+trie.py         token sequences as a tree: what they have in common is decoded once
+scoring.py      continuations after contexts
+tasks.py        items with a right answer; suite/ has those that are shipped
+harness.py      a model for lm-evaluation-harness
+chunks.py       a text in chunks, and their logits one by one
+perplexity.py   llama-perplexity's number, and the strided one
+logits_file.py  llama.cpp's files of log-probabilities
+divergence.py   a model against saved log-probabilities
+
+lm-evaluation-harness is imported when ``LlamaBranchLM`` is used first.
+"""
+
+from typing import TYPE_CHECKING
+
+from .divergence import KLDivergence, KLStatistics, Uncertain, divergence, save_logits
+from .logits_file import LogitsFile
+from .perplexity import Perplexity, perplexity, strided_perplexity
+from .scoring import Score, encode_pair, score
+from .tasks import Item, Sample, Task, TaskResult, find_task, run_task, task_names
+
+if TYPE_CHECKING:
+    from .harness import LlamaBranchLM
+
+__all__ = [
+    "Item",
+    "KLDivergence",
+    "KLStatistics",
+    "LlamaBranchLM",
+    "LogitsFile",
+    "Perplexity",
+    "Sample",
+    "Score",
+    "Task",
+    "TaskResult",
+    "Uncertain",
+    "divergence",
+    "encode_pair",
+    "find_task",
+    "perplexity",
+    "run_task",
+    "save_logits",
+    "score",
+    "strided_perplexity",
+    "task_names",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "LlamaBranchLM":
+        from .harness import LlamaBranchLM
+
+        return LlamaBranchLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

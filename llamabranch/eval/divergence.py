@@ -1,0 +1,309 @@
+"""How far a model is from the one whose log-probabilities were saved: llama.cpp's ``--kl-divergence``."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arguments import instance, whole
+from ..context import Context
+from ..context.context import text_context
+from ..context.logits import LogitsRow
+from ..errors import ConfigError, VocabularyMismatchError
+from ..model import TokenIds
+from .chunks import check_room, check_same, digest
+from .logits_file import LogitsFile
+from .perplexity import Perplexity, measure, prepare
+
+__all__ = ["KLDivergence", "KLStatistics", "Uncertain", "divergence", "save_logits"]
+
+_FLOOR = np.float32(-16.0)  # nats: less probable tokens of the base are left out of the sum
+_SAME = ("window", "n_chunks", "text", "model")
+KL_FRACTIONS = (1.0, 0.999, 0.99, 0.95, 0.9, 0.5, 0.1, 0.05, 0.01, 0.001, 0.0)
+P_FRACTIONS = (1.0, 0.999, 0.99, 0.95, 0.9, 0.75, 0.5, 0.25, 0.1, 0.05, 0.01, 0.001, 0.0)
+
+Floats = npt.NDArray[np.float64]
+
+
+class Uncertain(NamedTuple):
+    """A value and its standard error."""
+
+    value: float
+    stderr: float
+
+
+class KLStatistics(NamedTuple):
+    """What llama-perplexity tells of a KL divergence, with its standard errors.
+
+    Attributes:
+        mean: the mean KL divergence of the base's distribution from the model's, nats.
+        perplexity, base_perplexity: the model's, and that of the model whose distributions were saved.
+        log_ratio, ratio, difference: of these two.
+        p_change, p_change_rms: the mean change of the probability of the token in the text, and the root
+            of its mean square.
+        same_top: the share of tokens where both find the same token most probable.
+        correlation: of the losses, -1 to 1.
+    """
+
+    mean: Uncertain
+    perplexity: Uncertain
+    base_perplexity: Uncertain
+    log_ratio: Uncertain
+    ratio: Uncertain
+    difference: Uncertain
+    p_change: Uncertain
+    p_change_rms: Uncertain
+    same_top: Uncertain
+    correlation: float
+
+
+@dataclass(frozen=True)
+class KLDivergence:
+    """How a model's next-token distributions differ from saved ones, or as many of them as are done.
+
+    Attributes:
+        window: tokens a chunk.
+        n_chunks: how many chunks the file has.
+        text: a hash of the text's tokens.
+        model: the fingerprint of the model.
+        rows: of each chunk that is done float64 (tokens, 5): the loss -log p of the token in the text
+            under the model and under the base, KL(base || model), all nats; the change of that token's
+            probability; and 1 where both find the same token most probable.
+    """
+
+    window: int
+    n_chunks: int
+    text: str
+    model: str
+    rows: list[Floats] = field(default_factory=list, repr=False)
+
+    def _columns(self) -> Floats:
+        return np.concatenate(self.rows).T if self.rows else np.empty((5, 0))
+
+    @property
+    def n_done(self) -> int:
+        """How many chunks are done."""
+        return len(self.rows)
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens are compared so far."""
+        return sum(map(len, self.rows))
+
+    @property
+    def statistics(self) -> KLStatistics:
+        """The statistics of what is done, computed at each call; NaN without a token."""
+        loss, base, kl, change, same = self._columns()
+        n = len(loss)
+        a, b = _mean(loss), _mean(base)
+        covariance = 0.0
+        if n >= 10:
+            covariance = float(np.mean(loss * base) - loss.mean() * base.mean()) / (n - 1)
+        p, p_base = _exp(a), _exp(b)
+        log_ratio = _difference(a, b, covariance)
+        square = _mean(change**2)
+        root = math.sqrt(square.value)
+        share = _mean(same).value
+        product = a.stderr * b.stderr
+        return KLStatistics(
+            mean=_mean(kl),
+            perplexity=p,
+            base_perplexity=p_base,
+            log_ratio=log_ratio,
+            ratio=_exp(log_ratio),
+            difference=_difference(p, p_base, p.value * p_base.value * covariance),
+            p_change=_mean(change),
+            p_change_rms=Uncertain(root, 0.5 / root * square.stderr if root else 0.0),
+            same_top=Uncertain(
+                share, math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else math.nan
+            ),
+            correlation=covariance / product if product else math.nan,
+        )
+
+    def percentile(self, fraction: float) -> float:
+        """Return the KL divergence that ``fraction`` of the tokens do not exceed."""
+        return _percentile(self._columns()[2], fraction)
+
+    def p_change_percentile(self, fraction: float) -> float:
+        """Return the change of probability that ``fraction`` of the tokens do not exceed."""
+        return _percentile(self._columns()[3], fraction)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return JSON types, with every statistic; `from_dict` takes them."""
+        found: dict[str, object] = {
+            name: getattr(self, name) for name in (*_SAME, "n_done", "n_tokens")
+        }
+        for name, value in self.statistics._asdict().items():
+            found[name] = value._asdict() if isinstance(value, Uncertain) else value
+        found["kl_percentiles"] = {f"{100 * f:g}": self.percentile(f) for f in KL_FRACTIONS}
+        found["p_change_percentiles"] = {
+            f"{100 * f:g}": self.p_change_percentile(f) for f in P_FRACTIONS
+        }
+        return {**found, "rows": [rows.tolist() for rows in self.rows]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> KLDivergence:
+        """Return what ``as_dict`` was called on.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        try:
+            window, n_chunks = whole("window", data["window"]), whole("n_chunks", data["n_chunks"])
+            given = cast(Sequence[Sequence[Sequence[float]]], data["rows"])
+            rows = [np.array(each, dtype=np.float64).reshape(-1, 5) for each in given]
+            return cls(window, n_chunks, str(data["text"]), str(data["model"]), rows)
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError("this is no saved KL divergence") from None
+
+
+def save_logits(
+    ctx: Context,
+    text: str | TokenIds,
+    path: str | os.PathLike[str],
+    window: int = 512,
+    *,
+    chunks: int | None = None,
+    progress: Callable[[Perplexity], None] | None = None,
+    resume: Perplexity | None = None,
+) -> Perplexity:
+    """Write the log-probabilities of a text's tokens to a file, as llama-perplexity does; for
+    `divergence`.
+
+    It takes two bytes for each token of the vocabulary and each scored token of the text: 25 MB a chunk
+    of 512 with a vocabulary of 49,152. llama-perplexity reads it, too (``--kl-divergence``).
+
+    Args:
+        ctx: of the base model; as for `perplexity`.
+        text: as for `perplexity`.
+        path: the file; one that is there is written over.
+        window: tokens a chunk.
+        chunks: how many chunks at most; None = all.
+        progress: called with what is done so far.
+        resume: what ``progress`` got in an earlier call that wrote to the same file.
+
+    Returns:
+        the perplexity, as `perplexity`.
+
+    Raises:
+        ConfigError: a text that is too short, or a file that cannot be written. CacheFullError,
+        TokenizeError, DecodeError. OSError: the disk is full.
+    """
+    parts, begun = prepare(ctx, text, window, chunks, resume)
+    with LogitsFile.create(path, ctx.n_vocab, parts, begun.n_done) as file:
+
+        def write(_chunk: int, _i: int, row: LogitsRow) -> None:
+            file.write(row.array)
+
+        return measure(ctx, parts, file.first, begun, progress, also=write)
+
+
+def divergence(
+    ctx: Context,
+    path: str | os.PathLike[str],
+    *,
+    progress: Callable[[KLDivergence], None] | None = None,
+    resume: KLDivergence | None = None,
+) -> KLDivergence:
+    """Compare a model with saved log-probabilities: KL divergence, perplexities, agreement.
+
+    The file holds the text, so no text is given. It is read row by row.
+
+    Args:
+        ctx: of the model; with the base's vocabulary, and room for the file's window.
+        path: a file of `save_logits` or of ``llama-perplexity --kl-divergence-base``.
+        progress: called after each decode with what is done so far.
+        resume: what ``progress`` got in an earlier call for the same file and model.
+
+    Raises:
+        ConfigError: the file cannot be read, or is of another kind or incomplete.
+        VocabularyMismatchError: it is of a model with another vocabulary. CacheFullError, DecodeError.
+    """
+    text_context("ctx", ctx)
+    with LogitsFile.open(Path(path)) as file:
+        if file.n_vocab != ctx.n_vocab:
+            raise VocabularyMismatchError(
+                f"{path} is of a model with {file.n_vocab} tokens, {ctx.model.name} has {ctx.n_vocab}",
+                hint="compare quantisations of one model, or models with one vocabulary",
+            )
+        check_room(ctx, file.window)
+        flat = [token for chunk in file.chunks for token in chunk]
+        ctx.model.check_tokens(flat)
+        found = KLDivergence(file.window, len(file.chunks), digest(flat), ctx.model.fingerprint)
+        if resume is not None:
+            given = instance("resume", resume, KLDivergence)
+            check_same(found, given, _SAME)
+            found.rows.extend(resume.rows[: len(file.chunks)])
+        rows: dict[int, Floats] = {}
+
+        def compare(chunk: int, i: int, row: LogitsRow) -> None:
+            if i == file.first:
+                rows[chunk] = np.empty((file.n_rows, 5))
+                file.seek(chunk)
+            rows[chunk][i - file.first] = _compare(row, *file.read(), file.chunks[chunk][i + 1])
+
+        def note(_: Perplexity) -> None:
+            found.rows.extend(rows.pop(chunk) for chunk in sorted(rows))
+            if progress is not None:
+                progress(found)
+
+        done = Perplexity("chunked", file.window, len(file.chunks), "", "")
+        done.losses.extend(each[:, 0] for each in found.rows)
+        measure(ctx, file.chunks, file.first, done, note, also=compare)
+        return found
+
+
+def _compare(
+    row: LogitsRow,
+    scale: np.float32,
+    smallest: np.float32,
+    codes: npt.NDArray[np.uint16],
+    token: int,
+) -> tuple[float, float, float, float, float]:
+    """Return the numbers of one token, with llama-perplexity's arithmetic: 32 bits, sums in 64."""
+    logits = row.array
+    largest = np.float32(logits.max())
+    log_total = np.float32(np.log(np.exp(logits - largest).sum(dtype=np.float64)))
+    loss = np.float32(largest + log_total - logits[token])
+    base = scale * codes.astype(np.float32) + smallest
+    base_loss = -base[token]
+    terms = np.exp(base) * (base - logits + np.float32(largest + log_total))
+    kl = float(terms.sum(dtype=np.float64, where=base > _FLOOR))
+    change = np.exp(-loss) - np.exp(-base_loss)
+    same = int(logits.argmax()) == int(codes.argmax())
+    return float(loss), float(base_loss), kl, float(change), float(same)
+
+
+def _mean(values: Floats) -> Uncertain:
+    n = len(values)
+    if not n:
+        return Uncertain(math.nan, math.nan)
+    mean = float(values.mean())
+    variance = float(np.mean(values**2)) - mean * mean
+    return Uncertain(mean, math.sqrt(variance / (n - 1)) if variance > 0 and n > 10 else 0.0)
+
+
+def _difference(a: Uncertain, b: Uncertain, covariance: float) -> Uncertain:
+    variance = a.stderr**2 + b.stderr**2 - 2 * covariance
+    return Uncertain(a.value - b.value, math.sqrt(max(0.0, variance)))
+
+
+def _exp(log: Uncertain) -> Uncertain:
+    try:
+        value = math.exp(log.value)
+    except OverflowError:
+        value = math.inf
+    return Uncertain(value, value * log.stderr)
+
+
+def _percentile(values: Floats, fraction: float) -> float:
+    if not len(values):
+        return math.nan
+    return float(np.quantile(values, min(1.0, max(0.0, fraction))))

@@ -1,0 +1,323 @@
+"""A model for lm-evaluation-harness: ``LlamaBranchLM``. Needs its package, ``pip install
+'llamabranch[eval]'``.
+
+Contexts, continuations and windows are those of the harness's Hugging Face model, so that the numbers can
+be compared. What many requests have in common, few-shot examples and the context of all choices, is
+decoded once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Protocol, cast
+
+from ..arguments import whole
+from ..context import Context
+from ..engine import Engine, Request
+from ..errors import ConfigError, UnsupportedError
+from ..loading import LoadOptions, load
+from ..sampling import SamplingParams
+from .scoring import Score, score
+
+try:
+    import lm_eval.models  # noqa: F401  (the registry loads its own list only while it is empty)
+    from lm_eval import utils
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models import utils as model_utils
+    from tqdm import tqdm
+except ImportError:
+    _MISSING = True
+    if not TYPE_CHECKING:
+        TemplateLM = object
+
+        def register_model(*_):
+            """Leave the class as it is."""
+            return lambda kind: kind
+else:
+    _MISSING = False
+
+__all__ = ["LlamaBranchLM"]
+
+_N_CTX = 4096
+_SEQUENCES = 64
+_MAX_GEN_TOKS = 256
+# Settings of a generation by the names of Transformers and of vLLM.
+_SETTINGS = (
+    "temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+_RENAMED = {"repetition_penalty": "repeat_penalty"}
+_WITHOUT_EFFECT: dict[str, object] = {
+    "num_beams": 1, "num_return_sequences": 1, "do_sample": None, "use_cache": True,
+}  # fmt: skip
+
+Window = tuple[list[int], list[int]]
+TokenRequest = tuple[object, list[int], list[int]]
+
+
+class _Instance(Protocol):
+    """A request of the harness."""
+
+    @property
+    def args(self) -> tuple[object, ...]: ...
+
+
+@register_model("llamabranch")
+class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
+    """A GGUF model for ``lm_eval.simple_evaluate``, as an object or by the name "llamabranch".
+
+    ``simple_evaluate(model=LlamaBranchLM("model.gguf"), tasks=["arc_easy"])``; by name, after
+    ``from llamabranch.eval import LlamaBranchLM``: ``simple_evaluate(model="llamabranch",
+    model_args="model=model.gguf")``.
+
+    A context with a continuation that is longer than ``max_length`` loses its beginning, as in the
+    harness's own models.
+
+    Args:
+        model: what `llamabranch.load` takes, or an open context, which is not closed.
+        pretrained: another name of ``model``.
+        max_length: tokens of a text at most; None = the length that the model was trained for, as far as
+            the context holds it.
+        max_gen_toks: tokens to generate where a task does not tell.
+        think_end_token: what ends the model's thinking; only the text after it counts.
+        parse_special: whether control tokens in texts are parsed, as chat templates need it.
+        seed: of generated texts whose task samples without a seed.
+        batch_size, max_batch_size, device: accepted and not needed.
+        options: of `llamabranch.load`: ``n_ctx`` (4,096) and ``n_seq_max`` (64) determine how many
+            requests share a decode.
+
+    Raises:
+        UnsupportedError: lm-evaluation-harness is not installed.
+        ConfigError, ModelLoadError: as `llamabranch.load`.
+    """
+
+    backend = "causal"
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Context | None = None,
+        *,
+        pretrained: str | None = None,
+        max_length: int | None = None,
+        max_gen_toks: int = _MAX_GEN_TOKS,
+        think_end_token: str | None = None,
+        parse_special: bool = True,
+        seed: int = 0,
+        batch_size: object = None,
+        max_batch_size: object = None,
+        device: object = None,
+        **options: object,
+    ) -> None:
+        if _MISSING:
+            raise UnsupportedError(
+                "LlamaBranchLM needs lm-evaluation-harness",
+                hint="pip install 'llamabranch[eval]', or pip install lm_eval",
+            )
+        super().__init__()
+        if isinstance(model, Context):
+            if options:
+                raise ConfigError(f"an open context takes no {', '.join(options)}")
+            self.ctx = model
+        else:
+            given: dict[str, object] = {"n_ctx": _N_CTX, "n_seq_max": _SEQUENCES, **options}
+            self.ctx = load(model if pretrained is None else pretrained, **cast(LoadOptions, given))
+        trained = self.ctx.model.n_ctx_train or self.ctx.n_ctx_seq
+        most = min(self.ctx.n_ctx_seq, trained)
+        self.max_length = most if max_length is None else whole("max_length", max_length, 2)
+        if self.max_length > self.ctx.n_ctx_seq:
+            raise ConfigError(
+                f"max_length={self.max_length} does not fit into a context of {self.ctx.n_ctx_seq}",
+                hint="raise n_ctx",
+            )
+        self.max_gen_toks = whole("max_gen_toks", max_gen_toks, 1)
+        self._think_end_token = think_end_token
+        self._parse_special = parse_special
+        self._seed = seed
+
+    # -- the model ---------------------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        model = self.ctx.model
+        if model.eos is None:
+            return min(model.eog_tokens, default=self.prefix_token_id)
+        return model.eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What comes before a text without a context: BOS, or EOS."""
+        return self.ctx.model.prompt_tokens("")[0]
+
+    @property
+    def tokenizer_name(self) -> str:
+        """By which cached requests of models are told apart."""
+        model = self.ctx.model
+        return f"{model.name}-{model.fingerprint[:16]}".replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return the model's template, which the harness records; None if none is wanted."""
+        return self.ctx.model.chat_template if chat_template else None
+
+    def apply_chat_template(
+        self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return a conversation as text; without a generation prompt the last message is left open."""
+        messages, render = [dict(each) for each in chat_history], self.ctx.model.apply_chat_template
+        try:
+            text = render(messages, add_generation_prompt=add_generation_prompt)
+        except ConfigError:  # as the harness's own models: some templates refuse a system message
+            messages = [message for message in messages if message["role"] != "system"]
+            text = render(messages, add_generation_prompt=add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        last = messages[-1]["content"].strip()
+        return text[: text.rindex(last) + len(last)] if last in text else text
+
+    def get_model_info(self) -> dict[str, object]:
+        """Return what is recorded with the results."""
+        model, can = self.ctx.model, self.ctx.capabilities
+        return {
+            "model_num_parameters": model.n_params,
+            "model_dtype": model.file_type,
+            "model_revision": "",
+            "model_sha": model.fingerprint,
+            "kv_type": self.ctx.kv_type,
+            "batch_invariant": can.batch_invariant,
+            "llamabranch": metadata.version("llamabranch"),
+        }
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: object
+    ) -> list[int]:
+        """Return the tokens of a text, with BOS if the model begins texts with it; never with two."""
+        model = self.ctx.model
+        special = True if add_special_tokens is None else add_special_tokens
+        tokens = model.tokenize(string, add_special=special, parse_special=self._parse_special)
+        if special and model.bos is not None and tokens[:2] == [model.bos] * 2:
+            del tokens[0]
+        return tokens
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[TokenRequest], disable_tqdm: bool = False, **_: object
+    ) -> list[tuple[float, bool]]:
+        """Return of each continuation log p, nats, and whether it is what the model would write."""
+        windows = [self._window(context, after) for _, context, after in requests]
+        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        with tqdm(total=len(requests), desc="loglikelihood", disable=disable_tqdm) as bar:
+
+            def note(number: int, scores: list[Score]) -> None:
+                found[number] = scores[0].logprob, scores[0].is_greedy
+                asked = requests[number][0]
+                if asked is not None:
+                    self.cache_hook.add_partial("loglikelihood", asked, found[number])
+                bar.update()
+
+            score(self.ctx, [(before, [after]) for before, after in windows], on_done=note)
+        return found
+
+    def _window(self, context: list[int], after: list[int]) -> Window:
+        """Return the last ``max_length`` + 1 tokens: the final one is no input."""
+        if not after:
+            raise ConfigError("a continuation has no tokens: the task has an empty choice")
+        if len(after) > self.max_length:
+            raise ConfigError(
+                f"a continuation has {len(after)} tokens, max_length is {self.max_length}",
+                hint="raise max_length and n_ctx",
+            )
+        before = (context + after)[-(self.max_length + 1) :][: -len(after)]
+        return before, after
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[_Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Return log p of whole texts, nats, in windows that do not overlap."""
+        windows: list[TokenRequest] = []
+        numbers: list[int] = []
+        for number, request in enumerate(requests):
+            (text,) = request.args
+            its = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(str(text), add_special_tokens=False),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            for before, after in map(utils.make_disjoint_window, its):
+                windows.append((None, before, after))
+                numbers.append(number)
+        totals = [0.0] * len(requests)
+        found = self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm)
+        for number, (logprob, _) in zip(numbers, found, strict=True):
+            totals[number] += logprob
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(
+        self, requests: Sequence[_Instance], disable_tqdm: bool = False
+    ) -> list[str]:
+        """Return what the model writes after each context, up to the stop strings of its task."""
+        work = [self._generation(str(i), *request.args) for i, request in enumerate(requests)]
+        texts = [""] * len(requests)
+        with tqdm(total=len(requests), desc="generate_until", disable=disable_tqdm) as bar:
+            engine = Engine(self.ctx, seed=self._seed)
+            for event in engine.stream([request for request, _ in work]):
+                if event.result is None:
+                    continue
+                if event.result.error is not None:
+                    raise event.result.error
+                number = int(event.result.id)
+                texts[number] = model_utils.postprocess_generated_text(
+                    generation=event.result.text,
+                    stop=work[number][1],
+                    think_end_token=self._think_end_token,
+                )
+                context, settings = requests[number].args
+                self.cache_hook.add_partial("generate_until", (context, settings), texts[number])
+                bar.update()
+        return texts
+
+    def _generation(
+        self, name: str, context: object, settings: object
+    ) -> tuple[Request, list[str]]:
+        """Return a request of the engine, and the strings that end its text."""
+        if not isinstance(settings, dict):
+            raise ConfigError(f"the settings of a generation must be a dict, not {settings!r:.60}")
+        given = model_utils.normalize_gen_kwargs(settings, self.max_gen_toks)
+        ctx = self.ctx
+        eos = ctx.detokenize([self.eot_token_id], special=True)
+        until = model_utils.handle_stop_sequences(given.pop("until", None), eos=eos)
+        n_new = given.pop("max_gen_toks")
+        room = self.max_length - n_new
+        if room < 1:
+            raise ConfigError(
+                f"{n_new} tokens to generate leave no room: max_length is {self.max_length}",
+                hint="raise max_length and n_ctx, or lower max_gen_toks",
+            )
+        tokens = self.tok_encode(str(context))[-room:] or [self.prefix_token_id]
+        # A stop string in what the model thinks ends nothing.
+        stop = () if self._think_end_token else tuple(text for text in until if text)
+        request = Request(tokens, id=name, max_tokens=n_new, stop=stop, sampling=_sampling(given))
+        return request, until
+
+
+def _sampling(given: Mapping[str, object]) -> SamplingParams:
+    """Return the settings of a generation: greedy, or the model's own distribution but for what is given.
+
+    Raises:
+        ConfigError: a setting that has no counterpart.
+    """
+    settings: dict[str, object] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    for name, value in given.items():
+        if name in _SETTINGS or name in _RENAMED:
+            settings[_RENAMED.get(name, name)] = value
+        elif name not in _WITHOUT_EFFECT or _WITHOUT_EFFECT[name] not in (None, value):
+            raise ConfigError(
+                f"a task asks for {name}={value!r}, which has no counterpart here",
+                hint="override it: gen_kwargs={...}",
+            )
+    return SamplingParams().replace(**settings)

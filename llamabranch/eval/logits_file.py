@@ -1,0 +1,190 @@
+"""llama.cpp's files of log-probabilities, which ``llama-perplexity --kl-divergence-base`` writes and
+reads.
+
+The format, all numbers little-endian: the bytes ``_logits_``; int32 tokens a chunk, size of the
+vocabulary, number of chunks; int32 the tokens of all chunks, as they were before BOS replaced any; then
+for each scored token a row of uint16: the float32 scale and the float32 smallest log-probability (four
+numbers of 16 bits), a code for each token of the vocabulary, and a zero where that is an odd number. A
+log-probability is scale times code plus the smallest one, which is at most 16 below the largest.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import Self
+
+from ..errors import ConfigError
+
+__all__ = ["LogitsFile"]
+
+_MAGIC = b"_logits_"
+_RANGE = np.float32(16.0)  # nats that a row reaches below its largest log-probability
+_LARGEST = np.float32(65535.0)
+
+Codes = npt.NDArray[np.uint16]
+
+
+def _encode(logits: npt.NDArray[np.float32], out: Codes) -> None:
+    """Write a row of logits, float32 (V,), as codes into ``out``, with llama.cpp's arithmetic."""
+    n = len(logits)
+    largest = np.float32(logits.max())
+    smallest = max(np.float32(logits.min()), largest - _RANGE)
+    total = float(np.exp(logits - largest).sum(dtype=np.float64))
+    log_total = np.float32(np.log(total))
+    scale = np.float32((largest - smallest) / _LARGEST)
+    out[:4].view(np.float32)[:] = scale, np.float32(smallest - largest) - log_total
+    out[4:] = 0
+    if scale:
+        steps = np.rint((np.float32(1) / scale) * (logits - smallest))
+        out[4 : 4 + n] = np.where(logits > smallest, steps, 0)
+
+
+class LogitsFile:
+    """A file of log-probabilities that is open for reading, or for writing.
+
+    Attributes:
+        path: the file.
+        window: tokens a chunk.
+        n_vocab: size of the vocabulary.
+        chunks: the tokens of each chunk.
+        n_rows: of a chunk: its tokens from ``first`` on are scored, but for the first of them.
+    """
+
+    def __init__(
+        self, path: Path, file: IO[bytes], window: int, n_vocab: int, chunks: Sequence[list[int]]
+    ) -> None:
+        self.path = path
+        self.window = window
+        self.n_vocab = n_vocab
+        self.chunks = chunks
+        self._file = file
+        self._width = 2 * ((n_vocab + 1) // 2) + 4
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Open a file for reading.
+
+        Raises:
+            ConfigError: it cannot be read, is of another kind, or shorter than it tells.
+        """
+        path = Path(path)
+        try:
+            file = path.open("rb")
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+        try:
+            magic, head = file.read(len(_MAGIC)), file.read(12)
+            if magic != _MAGIC or len(head) < 12:
+                raise ConfigError(
+                    f"{path} is no file of log-probabilities",
+                    hint="`llamabranch perplexity -f TEXT --save-logits FILE` writes one",
+                )
+            window, n_vocab, n_chunks = struct.unpack("<3i", head)
+            if window < 4 or n_vocab < 1 or n_chunks < 1:
+                raise ConfigError(
+                    f"{path} is damaged: {n_chunks} chunks of {window} tokens, a vocabulary of {n_vocab}"
+                )
+            found = cls(path, file, window, n_vocab, [])
+            needed = found.size(n_chunks)
+            size = path.stat().st_size
+            if size < needed:
+                raise ConfigError(
+                    f"{path} is incomplete: {size:,} of {needed:,} bytes",
+                    hint="write it again, or go on with --resume",
+                )
+            tokens = np.frombuffer(file.read(4 * window * n_chunks), dtype="<i4")
+            found.chunks = tokens.reshape(n_chunks, window).tolist()
+        except BaseException:
+            file.close()
+            raise
+        return found
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        n_vocab: int,
+        chunks: Sequence[list[int]],
+        n_done: int = 0,
+    ) -> Self:
+        """Open a file for writing, or with ``n_done`` one that was begun, behind so many chunks.
+
+        Raises:
+            ConfigError: it cannot be written; or what is there does not begin in the same way.
+        """
+        path, window = Path(path), len(chunks[0])
+        tokens = np.asarray(chunks, dtype="<i4").tobytes()
+        header = _MAGIC + struct.pack("<3i", window, n_vocab, len(chunks)) + tokens
+        try:
+            file = path.open("r+b" if n_done else "wb")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
+        found = cls(path, file, window, n_vocab, chunks)
+        try:
+            if n_done:
+                kept = found.size(len(chunks)) - (len(chunks) - n_done) * found._chunk_bytes
+                is_same = file.read(len(header)) == header and path.stat().st_size >= kept
+                if not is_same:
+                    raise ConfigError(f"{path} is not what was begun", hint="begin anew")
+                file.truncate(kept)
+                file.seek(kept)
+            else:
+                file.write(header)
+        except BaseException:
+            file.close()
+            raise
+        return found
+
+    @property
+    def first(self) -> int:
+        """The index of the first token of a chunk whose logits are in the file."""
+        return self.window // 2
+
+    @property
+    def n_rows(self) -> int:
+        """How many rows a chunk has."""
+        return self.window - 1 - self.first
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return 2 * self._width * self.n_rows
+
+    def size(self, n_chunks: int) -> int:
+        """Return how many bytes the file has with so many chunks."""
+        return len(_MAGIC) + 12 + 4 * self.window * n_chunks + n_chunks * self._chunk_bytes
+
+    def write(self, logits: npt.NDArray[np.float32]) -> None:
+        """Write a row of logits at the end. Raises OSError if the disk is full."""
+        codes = np.empty(self._width, dtype="<u2")
+        _encode(logits, codes)
+        self._file.write(codes.tobytes())
+
+    def seek(self, chunk: int, row: int = 0) -> None:
+        """Go to a row of a chunk."""
+        begin = self.size(len(self.chunks)) - len(self.chunks) * self._chunk_bytes
+        self._file.seek(begin + chunk * self._chunk_bytes + 2 * self._width * row)
+
+    def read(self) -> tuple[np.float32, np.float32, Codes]:
+        """Return the next row: its scale, its smallest log-probability and its codes, uint16 (V,)."""
+        data = self._file.read(2 * self._width)
+        if len(data) < 2 * self._width:
+            raise ConfigError(f"{self.path} has become shorter while it was read")
+        scale, smallest = np.frombuffer(data, dtype="<f4", count=2)
+        return scale, smallest, np.frombuffer(data, dtype="<u2", offset=8, count=self.n_vocab)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

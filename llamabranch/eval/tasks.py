@@ -1,0 +1,293 @@
+"""Tasks: items with a right answer, in files of JSON objects, and how often a model finds it.
+
+A file has one object a line, all of one kind:
+
+``{"context": ..., "choices": [...], "answer": 0}``  which choice is the most probable continuation
+``{"context": ..., "target": ...}``                  whether the target is what the model would write
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..context import Context
+from ..errors import ConfigError
+from .scoring import Score, score
+
+__all__ = ["Item", "Sample", "Task", "TaskResult", "find_task", "run_task", "task_names"]
+
+_SUITE = Path(__file__).parent / "suite"
+_Z = 1.959963984540054  # of a 95 % interval
+_FIELDS = {"id", "context", "choices", "answer", "target"}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question.
+
+    Attributes:
+        id: its name in its task.
+        context: what comes before.
+        choices: what may follow; a single one is a target that has to be the model's own continuation.
+        answer: the index of the right one.
+    """
+
+    id: str
+    context: str
+    choices: tuple[str, ...]
+    answer: int = 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """Items of one kind, and where they come from."""
+
+    name: str
+    path: Path
+    items: tuple[Item, ...] = field(repr=False)
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether its items have choices, or a target."""
+        return len(self.items[0].choices) > 1
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Task:
+        """Read a task from a file; its name is the file's.
+
+        Raises:
+            ConfigError: the file cannot be read, is not UTF-8, or a line is no item; names the line.
+        """
+        path = Path(path)
+        try:
+            text = path.read_text("utf-8-sig")
+        except UnicodeDecodeError:
+            raise ConfigError(f"{path} is not UTF-8", hint="convert it: iconv -t utf-8") from None
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+        items = []
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                items.append(_item(path, number, line))
+        if not items:
+            raise ConfigError(f"{path} has no items")
+        if len({len(item.choices) > 1 for item in items}) > 1:
+            raise ConfigError(f"{path} has items with choices and items with targets")
+        if len({item.id for item in items}) < len(items):
+            raise ConfigError(f"{path} has two items with one id")
+        return cls(path.stem, path, tuple(items))
+
+    def harness_config(self) -> dict[str, object]:
+        """Return the same task as lm-evaluation-harness takes it: ``simple_evaluate(tasks=[...])``."""
+        config: dict[str, object] = {
+            "task": self.name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(self.path)}},
+            "test_split": "test",
+            "doc_to_text": "{{context}}",
+            "target_delimiter": "",
+        }
+        if self.is_choice:
+            metrics = ["acc", "acc_norm"]
+            kind = {
+                "output_type": "multiple_choice",
+                "doc_to_choice": "{{choices}}",
+                "doc_to_target": "{{answer}}",
+            }
+        else:
+            metrics = ["perplexity", "acc"]
+            kind = {"output_type": "loglikelihood", "doc_to_target": "{{target}}"}
+        return {**config, **kind, "metric_list": [{"metric": metric} for metric in metrics]}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a model made of an item.
+
+    Attributes:
+        item: the item.
+        logprobs: of each choice, nats.
+        is_greedy: of each choice, whether it is what the model would write at temperature 0.
+    """
+
+    item: Item
+    logprobs: tuple[float, ...]
+    is_greedy: tuple[bool, ...]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the answer is the most probable choice, or the target what the model would write."""
+        if len(self.logprobs) == 1:
+            return self.is_greedy[0]
+        return _best(self.logprobs) == self.item.answer
+
+    @property
+    def is_right_by_length(self) -> bool:
+        """The same for log-probabilities a character, the harness's ``acc_norm``."""
+        if len(self.logprobs) == 1:
+            return self.is_greedy[0]
+        sizes = [len(choice) for choice in self.item.choices]
+        return _best([p / n for p, n in zip(self.logprobs, sizes, strict=True)]) == self.item.answer
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """How well a model did.
+
+    Attributes:
+        task: the task.
+        samples: of the items that are done, in the order of the task.
+    """
+
+    task: Task
+    samples: tuple[Sample, ...] = field(repr=False)
+
+    @property
+    def metrics(self) -> dict[str, tuple[float, float]]:
+        """Values with their standard errors, by the harness's names.
+
+        ``acc``: the share of right answers. ``acc_norm``: that by log-probability a character.
+        ``perplexity``: of targets, exp of the mean of -log p.
+        """
+        if self.task.is_choice:
+            return {
+                "acc": _share([sample.is_right for sample in self.samples]),
+                "acc_norm": _share([sample.is_right_by_length for sample in self.samples]),
+            }
+        losses = [-sample.logprobs[0] for sample in self.samples]
+        mean, stderr = _mean(losses)
+        value = math.exp(min(mean, 700.0))
+        return {
+            "acc": _share([sample.is_right for sample in self.samples]),
+            "perplexity": (value, value * stderr),
+        }
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of ``acc``, Wilson's."""
+        n = len(self.samples)
+        if not n:
+            return math.nan, math.nan
+        share = sum(sample.is_right for sample in self.samples) / n
+        z = _Z * _Z / n
+        half = _Z * math.sqrt(share * (1 - share) / n + z / (4 * n))
+        return (share + z / 2 - half) / (1 + z), (share + z / 2 + half) / (1 + z)
+
+    @property
+    def chance(self) -> float:
+        """The share of right answers of a guess."""
+        if not self.task.is_choice:
+            return 0.0
+        chances = [1 / len(sample.item.choices) for sample in self.samples]
+        return math.fsum(chances) / len(chances) if chances else math.nan
+
+    def as_dict(self) -> dict[str, object]:
+        """Return JSON types, without the samples."""
+        found = {name: {"value": v, "stderr": e} for name, (v, e) in self.metrics.items()}
+        return {
+            "task": self.task.name,
+            "n_items": len(self.task.items),
+            "n_done": len(self.samples),
+            "metrics": found,
+            "interval_95": list(self.interval),
+            "chance": self.chance,
+        }
+
+
+def task_names(folder: str | os.PathLike[str] | None = None) -> list[str]:
+    """Return the names of the tasks that are shipped, or of the ``.jsonl`` files of a folder."""
+    return sorted(path.stem for path in Path(folder or _SUITE).glob("*.jsonl"))
+
+
+def find_task(name: str, folder: str | os.PathLike[str] | None = None) -> Task:
+    """Return a task by its name: one of ``folder``, or one that is shipped.
+
+    Raises:
+        ConfigError: there is none of that name, or its file is no task.
+    """
+    for place in (folder, _SUITE):
+        path = None if place is None else Path(place) / f"{name}.jsonl"
+        if path is not None and path.is_file():
+            return Task.read(path)
+    known = [*task_names(), *(task_names(folder) if folder is not None else ())]
+    raise ConfigError(f"there is no task {name!r}", hint=f"tasks: {', '.join(sorted(set(known)))}")
+
+
+def run_task(
+    ctx: Context,
+    task: Task,
+    *,
+    limit: int | None = None,
+    done: Collection[Sample] = (),
+    on_sample: Callable[[Sample], None] | None = None,
+) -> TaskResult:
+    """Return how well a model does at a task; items share what they have in common, see `score`.
+
+    Args:
+        ctx: of the model; the more cells and sequences are free, the faster it is.
+        task: from `find_task` or `Task.read`.
+        limit: how many items at most, from the beginning; None = all.
+        done: samples of an earlier run: their items are not scored again.
+        on_sample: called with each sample as soon as it is known, in any order.
+
+    Raises:
+        ConfigError: a choice without tokens. CacheFullError: an item is longer than the context; nothing
+        is decoded. TokenizeError, DecodeError.
+    """
+    items = task.items if limit is None else task.items[:limit]
+    found = {sample.item.id: sample for sample in done}
+    left = [item for item in items if item.id not in found]
+
+    def note(number: int, scores: list[Score]) -> None:
+        item = left[number]
+        logprobs = tuple(its.logprob for its in scores)
+        found[item.id] = sample = Sample(item, logprobs, tuple(its.is_greedy for its in scores))
+        if on_sample is not None:
+            on_sample(sample)
+
+    score(ctx, [(item.context, item.choices) for item in left], on_done=note)
+    return TaskResult(task, tuple(found[item.id] for item in items))
+
+
+def _item(path: Path, number: int, line: str) -> Item:
+    try:
+        data = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{path}, line {number} is no JSON: {error}") from None
+    meant = "an object with context, choices and answer, or with context and target"
+    if not isinstance(data, dict) or set(data) - _FIELDS:
+        raise ConfigError(f"{path}, line {number} is not {meant}")
+    context, target, choices, answer = (
+        data.get(name) for name in ("context", "target", "choices", "answer")
+    )
+    if isinstance(target, str) and choices is None and answer is None:
+        choices, answer = [target], 0
+    elif not isinstance(choices, list) or len(choices) < 2 or target is not None:
+        raise ConfigError(f"{path}, line {number} is not {meant}")
+    is_text = isinstance(context, str) and all(isinstance(c, str) and c for c in choices)
+    if not is_text or type(answer) is not int or not 0 <= answer < len(choices):
+        raise ConfigError(f"{path}, line {number} is not {meant}")
+    return Item(str(data.get("id", number)), str(context), tuple(choices), answer)
+
+
+def _best(values: Sequence[float]) -> int:
+    return max(range(len(values)), key=values.__getitem__)  # of equals, the first
+
+
+def _share(right: Sequence[bool]) -> tuple[float, float]:
+    return _mean([float(one) for one in right])
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and its standard error, as the harness computes them."""
+    n = len(values)
+    mean = math.fsum(values) / n if n else math.nan
+    if n < 2:
+        return mean, math.nan
+    variance = math.fsum((value - mean) ** 2 for value in values) / (n - 1)
+    return mean, math.sqrt(variance / n)

@@ -1,0 +1,193 @@
+"""The commands that evaluate: tables and JSON, files that are kept, resumed and refused, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from llamabranch import hub
+from llamabranch.cli import app
+
+TARGET, DRAFT = str(hub.resolve(hub.BUNDLED_TARGET)), str(hub.resolve(hub.BUNDLED_DRAFT))
+TEXT = (
+    "Once upon a time there was a king who had three sons. The eldest was proud, the second was lazy, "
+    "and the youngest was kind.\n"
+) * 12
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [*map(str, arguments), "-t", "1"])
+
+
+def run_json(*arguments: object) -> dict[str, object]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert isinstance(answer, dict)
+    return answer
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, "utf-8")
+    return path
+
+
+def test_perplexity_saves_what_kld_compares(text: Path, tmp_path: Path) -> None:
+    logits = tmp_path / "base.logits"
+    shared = ("-f", text, "-c", 64, "--chunks", 3)
+    found = run_json("perplexity", *shared, "--save-logits", logits)
+    assert found["n_done"] == found["n_chunks"] == 3 and found["n_tokens"] == 93
+    assert found["kv_type"] == "f16" and found["window"] == 64
+    assert "losses" not in found
+    plain = run("perplexity", *shared)
+    assert f"{found['perplexity']:.4f}" in plain.stdout and "3 of 3" in plain.stdout
+    same, other = run_json("kld", logits), run_json("kld", logits, "-m", DRAFT)
+    means = [each["mean"] for each in (same, other)]
+    assert isinstance(means[0], dict) and isinstance(means[1], dict)
+    assert abs(means[0]["value"]) < 1e-4 < 0.1 < means[1]["value"]
+    shown = run("kld", logits, "-m", DRAFT).stdout
+    assert f"{means[1]['value']:.6f}" in shown and "percentiles" in shown
+
+
+def test_strided_perplexity_is_named_as_such(text: Path) -> None:
+    found = run_json("perplexity", "-f", text, "-c", 64, "--ppl-stride", 32)
+    assert found["method"] == "strided, 32"
+    result = run("perplexity", "-f", text, "--stride", 32, "--chunks", 2)
+    assert result.exit_code == 2
+
+
+def test_results_are_kept_and_continued(text: Path, tmp_path: Path) -> None:
+    kept, logits = tmp_path / "kept.json", tmp_path / "base.logits"
+    shared = ("perplexity", "-f", text, "-c", 64)
+    whole = run_json(*shared, "--save-logits", tmp_path / "whole")
+    run_json(*shared, "-o", kept, "--save-logits", logits)
+    data = json.loads(kept.read_text())
+    assert data["perplexity"] == whole["perplexity"]
+    # As if it had been interrupted after two chunks.
+    data["losses"] = data["losses"][:2]
+    kept.write_text(json.dumps(data))
+    logits.write_bytes(logits.read_bytes()[:-5000])
+    assert run(*shared, "-o", kept).exit_code == 2  # it is there already
+    again = run_json(*shared, "-o", kept, "--resume", "--save-logits", logits)
+    assert again["perplexity"] == whole["perplexity"]
+    assert logits.read_bytes() == (tmp_path / "whole").read_bytes()
+    assert run(*shared, "--resume").exit_code == 2
+    other = run("kld", logits, "-o", kept, "--resume")
+    assert other.exit_code == 2 and "kld" in other.stderr
+    compared = tmp_path / "kld.json"
+    first = run_json("kld", logits, "-m", DRAFT, "-o", compared)
+    data = json.loads(compared.read_text())
+    compared.write_text(json.dumps({**data, "rows": data["rows"][:1]}))
+    assert run_json("kld", logits, "-m", DRAFT, "-o", compared, "--resume") == first
+
+
+def test_eval_runs_tasks_and_continues_samples(tmp_path: Path) -> None:
+    samples = tmp_path / "samples.jsonl"
+    shared = ("eval", "true_ending", "last_word", "--limit", 4, "-c", 1024)
+    whole = run_json(*shared, "--samples", samples)
+    tables = whole["tasks"]
+    assert isinstance(tables, list)
+    assert [table["n_done"] for table in tables] == [4, 4]
+    lines = samples.read_text().splitlines(keepends=True)
+    assert len(lines) == 8
+    samples.write_text("".join(lines[:3]) + lines[3][:20])  # the last one was cut
+    again = run_json(*shared, "--samples", samples, "--resume")
+    assert again["tasks"] == tables
+    assert sorted(samples.read_text().splitlines(keepends=True)) == sorted(lines)
+    assert run(*shared, "--samples", samples).exit_code == 2
+    assert run(*shared, "--resume").exit_code == 2
+    shown = run(*shared)
+    assert "acc_norm" in shown.stdout and "chance" in shown.stdout
+
+
+def test_tasks_of_a_folder_are_listed_and_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"context": "Once upon a", "target": " time"}\n')
+    assert "mine" in run("eval", "--tasks-dir", tmp_path, "--list").stdout
+    listed = run_json("eval", "--list")["tasks"]
+    assert isinstance(listed, list) and len(listed) == 3
+    found = run_json("eval", "--tasks-dir", tmp_path, "-c", 256)["tasks"]
+    assert isinstance(found, list) and found[0]["metrics"]["acc"]["value"] == 1.0
+    for arguments in (
+        ("arc",),
+        ("--tasks-dir", tmp_path / "none"),
+        ("mine", "--samples", tmp_path),
+    ):
+        assert run("eval", *arguments).exit_code == 2
+
+
+def test_quants_shows_files_side_by_side_and_continues(text: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "quants.json"
+    shared = ("quants", DRAFT, TARGET, "-f", text, "-c", 64, "--chunks", 2)
+    found = run_json(*shared, "-o", kept)
+    rows = found["models"]
+    assert isinstance(rows, list)
+    assert found["base"] == TARGET and [row["model"] for row in rows] == [TARGET, DRAFT]
+    assert rows[0]["kl"] == 0.0 < rows[1]["kl"] and rows[1]["same_top"] < 1.0
+    assert rows[0]["size_bytes"] == Path(TARGET).stat().st_size
+    assert not list(tmp_path.glob("*.logits"))
+    shown = run(*shared).stdout
+    assert f"{rows[1]['kl']:.5f}" in shown and "█" in shown
+    data = json.loads(kept.read_text())
+    assert set(data["rows"]) == {TARGET, DRAFT}
+    assert run_json(*shared, "-o", kept, "--resume")["models"] == rows  # nothing is left to do
+    assert run(*shared, "--chunks", 1, "-o", kept, "--resume").exit_code == 2
+
+
+def test_quants_draws_a_plot(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.png"
+    arguments = ("quants", DRAFT, TARGET, "-f", text, "-c", 64, "--chunks", 1, "--plot", path)
+    assert run(*arguments).exit_code == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_scored_is_refused_before_a_model_loads(text: Path, tmp_path: Path) -> None:
+    latin, empty = tmp_path / "latin.txt", tmp_path / "empty.txt"
+    latin.write_bytes("Größe".encode("latin-1"))
+    empty.write_text("")
+    for arguments in (
+        ("perplexity", "-f", latin),
+        ("perplexity", "-f", empty),
+        ("perplexity", "-f", tmp_path / "none"),
+        ("perplexity", "-f", text, "-c", 1024),
+        ("perplexity", "-f", text, "--save-logits", text),
+        ("kld", text),
+        ("kld", tmp_path / "none"),
+        ("quants", TARGET, "-f", text),
+        ("quants", TARGET, TARGET, "-f", text),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2, result.output
+        assert result.stderr.startswith("error: ")
+    assert text.read_text() == TEXT
+
+
+def test_a_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
+    text, kept = tmp_path / "long.txt", tmp_path / "kept.json"
+    text.write_text(TEXT * 60)
+    command = [
+        sys.executable, "-m", "llamabranch.cli", "perplexity", "-f", str(text), "-c", "64",
+        "-b", "64", "-t", "1", "-o", str(kept), "--save-logits", str(tmp_path / "logits"),
+    ]  # fmt: skip
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
+    ) as process:
+        while not (tmp_path / "logits").exists() or (tmp_path / "logits").stat().st_size < 10**7:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate()
+    assert process.returncode == 130
+    data = json.loads(kept.read_text())
+    assert 0 < data["n_done"] < data["n_chunks"]
+    assert f"{data['n_done']} of {data['n_chunks']}" in out

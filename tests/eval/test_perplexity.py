@@ -1,0 +1,276 @@
+"""Perplexity by chunks and by windows, saved log-probabilities, and the divergence from them."""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import toys
+
+import llamabranch as lb
+from llamabranch import Branch, Context
+from llamabranch.errors import CacheFullError, ConfigError, VocabularyMismatchError
+from llamabranch.eval import (
+    KLDivergence,
+    LogitsFile,
+    Perplexity,
+    divergence,
+    perplexity,
+    save_logits,
+    strided_perplexity,
+)
+
+TEXT = (
+    "Once upon a time there was a king who had three sons. The eldest was proud, the second was lazy, "
+    "and the youngest was kind. One day the old king fell ill, and no doctor could help him. Then an old "
+    "woman came to the castle and said that only the water of life could make him well again. "
+) * 3
+
+
+def losses_by_hand(ctx: Context, tokens: list[int], first: int) -> list[float]:
+    with Branch.create(ctx) as branch:
+        rows = branch.extend(tokens, logits="all")
+    wide = [row.astype(np.float64) for row in rows]
+    return [
+        float(np.logaddexp.reduce(wide[i]) - wide[i][tokens[i + 1]])
+        for i in range(first, len(tokens) - 1)
+    ]
+
+
+def test_perplexity_is_that_of_raw_logits(ctx: Context) -> None:
+    tokens = ctx.model.tokenize(TEXT)
+    found = perplexity(ctx, TEXT, 32)
+    assert found.n_done == found.n_chunks == len(tokens) // 32
+    expected = [
+        losses_by_hand(ctx, tokens[i * 32 : (i + 1) * 32], 16) for i in range(found.n_chunks)
+    ]
+    assert np.concatenate(found.losses) == pytest.approx(np.concatenate(expected), abs=1e-5)
+    flat = np.concatenate(expected)
+    assert found.value == pytest.approx(math.exp(flat.mean()), rel=1e-5)
+    assert found.stderr == pytest.approx(
+        found.value * flat.std() / math.sqrt(len(flat) - 1), rel=1e-5
+    )
+    assert found.running[-1] == pytest.approx(found.value)
+    assert found.n_tokens == 15 * found.n_chunks
+    assert ctx.usage().cells_used == 0
+
+
+def test_bos_replaces_the_first_token_of_each_chunk(toy: lb.Model) -> None:
+    assert toy.tokenize("a")[0] == toy.bos == 0
+    text = "abcdefgh" * 8
+    tokens = toy.tokenize(text)
+    with lb.Context(toy, n_ctx=256, n_seq_max=1, n_threads=1) as ctx:
+        found = perplexity(ctx, text, 8)
+        for i, its in enumerate(found.losses):
+            chunk = [0, *tokens[8 * i + 1 : 8 * i + 8]]
+            assert its == pytest.approx(losses_by_hand(ctx, chunk, 4), abs=1e-3)
+
+
+def test_few_rows_at_a_time_and_chunks_side_by_side_change_nothing(target: lb.Model) -> None:
+    values = []
+    for n_seq_max, n_outputs_max, n_batch in ((1, 3, 512), (4, 200, 512), (8, 8, 16)):
+        with lb.Context(
+            target, n_ctx=512, n_seq_max=n_seq_max, n_outputs_max=n_outputs_max, n_batch=n_batch,
+            n_threads=1, batch_invariant=True,
+        ) as ctx:  # fmt: skip
+            values.append(np.concatenate(perplexity(ctx, TEXT, 32).losses).tolist())
+            ctx.audit()
+    assert values[0] == values[1] == values[2]
+
+
+def test_strided_perplexity_scores_every_token_once(ctx: Context) -> None:
+    tokens = ctx.model.tokenize(TEXT)
+    for window, stride in ((32, 16), (48, 7), (len(tokens) + 5, 9)):
+        found = strided_perplexity(ctx, TEXT, window, stride)
+        expected: list[float] = []
+        scored = 1
+        for start in range(0, len(tokens), stride):
+            end = min(start + window, len(tokens))
+            if scored < end:
+                expected += losses_by_hand(ctx, tokens[start:end], scored - start - 1)
+            scored = end
+            if end == len(tokens):
+                break
+        assert found.n_tokens == len(tokens) - 1
+        assert np.concatenate(found.losses) == pytest.approx(expected, abs=1e-5)
+        assert found.method == f"strided, {stride}"
+
+
+def test_an_interrupted_run_is_continued(ctx: Context, tmp_path: Path) -> None:
+    whole = perplexity(ctx, TEXT, 32)
+    kept: list[Perplexity] = []
+
+    def stop(done: Perplexity) -> None:
+        kept[:] = [Perplexity.from_dict(done.as_dict())]
+        if done.n_done == 2:
+            raise KeyboardInterrupt
+
+    for path in (None, tmp_path / "k"):
+        kept.clear()
+        with lb.Context(ctx.model, n_ctx=64, n_seq_max=2, n_batch=64, n_threads=1) as other:
+            with pytest.raises(KeyboardInterrupt):
+                if path is None:
+                    perplexity(other, TEXT, 32, progress=stop)
+                else:
+                    save_logits(other, TEXT, path, 32, progress=stop)
+            assert 0 < kept[0].n_done < whole.n_chunks
+            assert other.n_seq_free == 2
+            if path is None:
+                again = perplexity(other, TEXT, 32, resume=kept[0])
+            else:
+                with pytest.raises(ConfigError, match="incomplete"):
+                    LogitsFile.open(path)
+                again = save_logits(other, TEXT, path, 32, resume=kept[0])
+                save_logits(other, TEXT, tmp_path / "whole", 32)
+                assert path.read_bytes() == (tmp_path / "whole").read_bytes()
+        assert again.value == whole.value and again.stderr == whole.stderr
+    with pytest.raises(ConfigError, match="window"):
+        perplexity(ctx, TEXT, 16, resume=kept[0])
+    with pytest.raises(ConfigError, match="text"):
+        perplexity(ctx, TEXT + "x", 32, resume=kept[0])
+
+
+def test_the_file_is_laid_out_as_llama_cpp_lays_it_out(ctx: Context, tmp_path: Path) -> None:
+    path = tmp_path / "logits"
+    save_logits(ctx, TEXT, path, 32, chunks=2)
+    data, n_vocab = path.read_bytes(), ctx.n_vocab
+    tokens = ctx.model.tokenize(TEXT)[:64]
+    assert data[:20] == b"_logits_" + struct.pack("<3i", 32, n_vocab, 2)
+    assert data[20 : 20 + 256] == struct.pack("<64i", *tokens)
+    width = 2 * ((n_vocab + 1) // 2) + 4
+    assert len(data) == 20 + 256 + 2 * 15 * width * 2
+    with Branch.create(ctx) as branch:
+        rows = branch.extend(tokens[:32], logits="all")
+    body = np.frombuffer(data, dtype="<u2", offset=276).reshape(30, width)
+    for codes, row in zip(body[:15], rows[16:], strict=False):
+        scale, smallest = codes[:4].copy().view("<f4")
+        decoded = scale * codes[4 : 4 + n_vocab] + smallest
+        wide = row.astype(np.float64)
+        exact = np.maximum(wide, wide.max() - 16) - np.logaddexp.reduce(wide)
+        assert np.abs(decoded - exact).max() <= scale / 2 + 1e-5
+        assert codes[4:].max() == 65535
+
+
+def test_a_model_does_not_diverge_from_itself(ctx: Context, tmp_path: Path) -> None:
+    path = tmp_path / "logits"
+    saved = save_logits(ctx, TEXT, path, 32)
+    found = divergence(ctx, path)
+    assert found.n_tokens == saved.n_tokens
+    assert found.statistics.perplexity.value == pytest.approx(saved.value, rel=1e-5)
+    assert found.statistics.base_perplexity.value == pytest.approx(saved.value, rel=1e-3)
+    assert abs(found.statistics.mean.value) < 1e-4 and found.statistics.same_top.value == 1.0
+    assert abs(found.statistics.log_ratio.value) < 1e-3 and found.statistics.correlation > 0.9999
+
+
+def test_divergence_is_that_of_the_distributions(
+    ctx: Context, draft_ctx: Context, tmp_path: Path
+) -> None:
+    """Against float64 over the whole vocabulary: the base's codes have 16 bits, and end 16 nats down."""
+    path = tmp_path / "logits"
+    save_logits(ctx, TEXT, path, 32, chunks=3)
+    found = divergence(draft_ctx, path)
+    tokens = ctx.model.tokenize(TEXT)
+    kls, same, changes = [], [], []
+    for c in range(3):
+        chunk = tokens[c * 32 : (c + 1) * 32]
+        logs = []
+        for context in (ctx, draft_ctx):
+            with Branch.create(context) as branch:
+                rows = [row.astype(np.float64) for row in branch.extend(chunk, logits="all")]
+            logs.append([row - np.logaddexp.reduce(row) for row in rows])
+        for i in range(16, 31):
+            p, q = logs[0][i], logs[1][i]
+            kls.append(float(np.sum(np.exp(p) * (p - q))))
+            same.append(p.argmax() == q.argmax())
+            changes.append(math.exp(q[chunk[i + 1]]) - math.exp(p[chunk[i + 1]]))
+    assert found.statistics.mean.value == pytest.approx(np.mean(kls), abs=2e-3)
+    assert found.percentile(1.0) == pytest.approx(max(kls), abs=1e-2)
+    assert found.percentile(0.5) == pytest.approx(np.median(kls), abs=5e-3)
+    assert found.statistics.same_top.value == pytest.approx(np.mean(same))
+    assert found.statistics.p_change.value == pytest.approx(np.mean(changes), abs=1e-4)
+    assert found.statistics.p_change_rms.value == pytest.approx(
+        math.sqrt(np.mean(np.square(changes))), abs=1e-4
+    )
+    assert found.statistics.mean.stderr == pytest.approx(
+        np.std(kls) / math.sqrt(len(kls) - 1), rel=0.05
+    )
+
+
+def test_an_interrupted_comparison_is_continued(ctx: Context, tmp_path: Path) -> None:
+    path = tmp_path / "logits"
+    save_logits(ctx, TEXT, path, 32)
+    whole = divergence(ctx, path)
+    kept: list[KLDivergence] = []
+
+    def stop(done: KLDivergence) -> None:
+        kept[:] = [KLDivergence.from_dict(done.as_dict())]
+        raise KeyboardInterrupt
+
+    with lb.Context(ctx.model, n_ctx=64, n_seq_max=1, n_batch=32, n_threads=1) as other:
+        with pytest.raises(KeyboardInterrupt):
+            divergence(other, path, progress=stop)
+        assert kept[0].n_done == 1
+        again = divergence(other, path, resume=kept[0])
+    assert again.n_tokens == whole.n_tokens
+    assert again.statistics.mean.value == pytest.approx(whole.statistics.mean.value, abs=1e-6)
+
+
+def test_short_texts_and_small_contexts_are_refused(ctx: Context, tmp_path: Path) -> None:
+    before = ctx.decoder.n_decodes
+    with pytest.raises(ConfigError, match="empty"):
+        perplexity(ctx, "", 32)
+    with pytest.raises(ConfigError, match="needs 64"):
+        perplexity(ctx, "Once upon a time", 32)
+    with pytest.raises(CacheFullError, match="4096"):
+        perplexity(ctx, TEXT, 4096)
+    with pytest.raises(ConfigError):
+        perplexity(ctx, TEXT, 3)
+    with pytest.raises(ConfigError):
+        strided_perplexity(ctx, TEXT, 32, 32)
+    with pytest.raises(ConfigError, match="one token"):
+        strided_perplexity(ctx, [5])
+    with pytest.raises(ConfigError, match="cannot write"):
+        save_logits(ctx, TEXT, tmp_path / "no" / "folder", 32)
+    assert ctx.decoder.n_decodes == before
+
+
+def test_files_of_other_kinds_and_models_are_refused(
+    ctx: Context, toy: lb.Model, tmp_path: Path
+) -> None:
+    path = tmp_path / "logits"
+    save_logits(ctx, TEXT, path, 32, chunks=2)
+    whole = path.read_bytes()
+    other = tmp_path / "other"
+    for data, message in (
+        (b"", "no file of"),
+        (b"GGUF" + whole[4:], "no file of"),
+        (whole[:15], "no file of"),
+        (whole[:40], "incomplete"),
+        (whole[:-1], "incomplete"),
+        (whole[:8] + struct.pack("<3i", -1, 4096, 2) + whole[20:], "damaged"),
+        (whole[:8] + struct.pack("<3i", 32, 0, 2) + whole[20:], "damaged"),
+    ):
+        other.write_bytes(data)
+        with pytest.raises(ConfigError, match=message):
+            divergence(ctx, other)
+    with pytest.raises(ConfigError, match="cannot read"):
+        divergence(ctx, tmp_path / "none")
+    with (
+        lb.Context(toy, n_ctx=256, n_threads=1) as small,
+        pytest.raises(VocabularyMismatchError, match=str(ctx.n_vocab)),
+    ):
+        divergence(small, path)
+
+
+def test_an_odd_vocabulary_is_padded(tmp_path: Path) -> None:
+    with (
+        lb.Model(toys.write_llama(tmp_path / "odd.gguf", vocab=259)) as model,
+        lb.Context(model, n_ctx=256, n_seq_max=1, n_threads=1) as ctx,
+    ):
+        path = tmp_path / "logits"
+        save_logits(ctx, list(range(2, 42)), path, 8)
+        assert path.stat().st_size == 20 + 4 * 40 + 5 * 3 * 2 * 264
+        assert divergence(ctx, path).n_tokens == 15

@@ -1,0 +1,180 @@
+"""`eval.score`: log-probabilities by hand, shared equal to unshared, and what is refused."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from rounding import rounding
+
+import llamabranch as lb
+from llamabranch import Branch, Context
+from llamabranch.errors import CacheFullError, ConfigError, TokenizeError
+from llamabranch.eval import Score, encode_pair, score
+
+SHOTS = "A king had three sons. The eldest was proud. The second was lazy. "
+QUESTIONS = [
+    (SHOTS + "The youngest", [" was kind", " was kind and good", " went away into the forest"]),
+    (SHOTS + "The youngest", [" sang", " was kind"]),
+    (SHOTS + "One day the old king", [" fell ill.", " died", " rode out"]),
+    ("Once upon a time", [" there was", " there was a poor woodcutter", " fish"]),
+    ("", ["Once", "The little girl was happy"]),
+]
+
+
+def by_hand(ctx: Context, context: str, continuation: str) -> tuple[list[float], bool]:
+    """Return log p of each token from the raw rows, in 64 bits, and whether each is the largest."""
+    before, after = encode_pair(ctx.model, context, continuation)
+    with Branch.create(ctx) as branch:
+        rows = branch.extend([*before, *after], logits="all")
+    found, greedy = [], True
+    for row, token in zip(rows[len(before) - 1 :], after, strict=False):
+        wide = row.astype(np.float64)
+        found.append(float(wide[token] - np.logaddexp.reduce(wide)))
+        greedy &= bool(row[token] == row.max())
+    return found, greedy
+
+
+def one_by_one(ctx: Context, questions: list[tuple[str, list[str]]]) -> list[list[Score]]:
+    return [[score(ctx, [(c, [one])])[0][0] for one in many] for c, many in questions]
+
+
+def test_scores_are_those_of_raw_logits(ctx: Context) -> None:
+    found = score(ctx, QUESTIONS)
+    for (context, continuations), its in zip(QUESTIONS, found, strict=True):
+        for continuation, got in zip(continuations, its, strict=True):
+            expected, greedy = by_hand(ctx, context, continuation)
+            assert list(got.logprobs) == pytest.approx(expected, abs=1e-5)
+            assert got.logprob == pytest.approx(sum(expected), abs=1e-4)
+            assert got.is_greedy == greedy
+            assert list(got.tokens) == encode_pair(ctx.model, context, continuation)[1]
+
+
+def test_what_the_model_writes_is_greedy(ctx: Context) -> None:
+    with Branch.start(ctx, "Once upon a time", temperature=0) as branch:
+        text = "".join(token.text for token in branch.generate(12))
+    right, wrong = score(ctx, [("Once upon a time", [text, " zebra"])])[0]
+    assert right.is_greedy and not wrong.is_greedy
+
+
+def test_shared_equals_unshared_to_the_bit(ctx: Context) -> None:
+    assert score(ctx, QUESTIONS) == one_by_one(ctx, QUESTIONS)
+
+
+@pytest.mark.parametrize("n_seq_max", [1, 2, 3, 16])
+def test_any_number_of_sequences_gives_the_same(target: lb.Model, n_seq_max: int) -> None:
+    options = {"n_ctx": 256, "n_threads": 1, "batch_invariant": True}
+    with lb.Context(target, n_seq_max=n_seq_max, **options) as ctx:  # type: ignore[arg-type]
+        found = score(ctx, QUESTIONS)
+        ctx.audit()
+        assert ctx.usage().cells_used == 0
+    with lb.Context(target, n_seq_max=8, **options) as other:  # type: ignore[arg-type]
+        assert found == one_by_one(other, QUESTIONS)
+
+
+def test_random_trees_of_tokens_are_what_each_line_is_alone(toy: lb.Model) -> None:
+    """Prefixes of prefixes, equal lines, lines that continue each other; F32 weights round."""
+    rng = random.Random(7)
+    lines: list[list[int]] = [[5, 6, 7]]
+    for _ in range(40):
+        base = rng.choice(lines)
+        lines.append(
+            [
+                *base[: rng.randint(1, len(base))],
+                *(rng.randint(2, 200) for _ in range(rng.randint(1, 30))),
+            ]
+        )
+    questions = []
+    for line in lines:
+        cut = rng.randint(1, len(line) - 1)
+        questions.append((line[:cut], [line[cut:], [3], [3, 4]]))
+    with lb.Context(toy, n_ctx=512, n_seq_max=5, n_threads=1) as ctx:
+        together = score(ctx, questions)
+        alone = [[score(ctx, [(c, [one])])[0][0] for one in many] for c, many in questions]
+        ctx.audit()
+        tolerance = rounding(ctx)
+    for a, b in zip(together, alone, strict=True):
+        for one, other in zip(a, b, strict=True):
+            assert one.tokens == other.tokens
+            assert one.logprobs == pytest.approx(other.logprobs, abs=tolerance)
+
+
+def test_common_beginnings_are_decoded_once(ctx: Context) -> None:
+    tokens = ctx.model.tokenize(SHOTS * 4)
+    seen: list[int] = []
+    inner = ctx.decoder.decode
+
+    def counted(*given: object, **named: object) -> object:
+        seen.append(len(given[0]))  # type: ignore[arg-type]
+        return inner(*given, **named)  # type: ignore[arg-type]
+
+    ctx.decoder.decode = counted  # type: ignore[method-assign, assignment]
+    try:
+        score(ctx, [([*tokens, i], [[7, 8, 9, 10], [11, 12, 13]]) for i in range(20, 30)])
+    finally:
+        del ctx.decoder.decode
+    unshared = 10 * 2 * (len(tokens) + 3)
+    assert sum(seen) == len(tokens) + 10 * (1 + 3 + 2) < unshared / 10
+
+
+def test_a_request_is_reported_as_soon_as_it_is_known(ctx: Context) -> None:
+    seen: dict[int, list[Score]] = {}
+    found = score(ctx, QUESTIONS, on_done=seen.__setitem__)
+    assert [seen[i] for i in range(len(QUESTIONS))] == found
+
+
+def test_spaces_belong_to_the_continuation(target: lb.Model) -> None:
+    assert encode_pair(target, "Once upon  ", "a time") == encode_pair(
+        target, "Once upon", "  a time"
+    )
+    before, after = encode_pair(target, "Once upon", " a time")
+    assert before + after == target.prompt_tokens("Once upon a time")
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        "text",
+        [("a", "b")],
+        [("a",)],
+        ["ab"],
+        [("a", [""])],
+        [("a", []), ("a", ["b", ""])],
+        [([1, 2], ["b"])],
+        [("a", [[1]])],
+        [([1, 2], [[]])],
+    ],
+)
+def test_bad_requests_are_refused_and_nothing_is_decoded(requests: object, ctx: Context) -> None:
+    before = ctx.decoder.n_decodes
+    with pytest.raises(ConfigError):
+        score(ctx, requests)  # type: ignore[arg-type]
+    assert ctx.decoder.n_decodes == before
+
+
+def test_a_long_context_and_a_bad_id_are_refused(ctx: Context) -> None:
+    before = ctx.decoder.n_decodes
+    with pytest.raises(CacheFullError, match="1024"):
+        score(ctx, [("a", [" b"]), ([3] * 1024, [[4, 5]])])
+    with pytest.raises(TokenizeError):
+        score(ctx, [([3], [[10**6]])])
+    assert ctx.decoder.n_decodes == before
+    assert score(ctx, []) == []
+
+
+def test_branches_that_are_there_stay(ctx: Context) -> None:
+    with Branch.start(ctx, "Once upon a time") as branch:
+        before = branch.logits
+        found = score(ctx, QUESTIONS)
+        assert np.array_equal(branch.logits, before)
+    assert found == score(ctx, QUESTIONS)
+
+
+def test_an_interruption_returns_all_sequences(ctx: Context) -> None:
+    def stop(_: int, __: list[Score]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(ctx, QUESTIONS, on_done=stop)
+    assert ctx.n_seq_free == ctx.n_seq_max and ctx.usage().cells_used == 0

@@ -51,17 +51,17 @@ def test_only_what_the_table_has_is_possible(ctx: lb.Context, state: JobState, n
     for step in WAYS[state]:
         act(job, step, ctx)
     assert job.state is state
-    branch, n_preempted = job.branch, job.n_preempted
+    branch, num_preemptions = job.branch, job.num_preemptions
     expected = NEXT.get((state, name))
     if expected is None:
         with pytest.raises(JobStateError, match=f"'a' sample 0, {state.value}"):
             act(job, name, ctx)
-        assert (job.state, job.branch, job.n_preempted) == (state, branch, n_preempted)
+        assert (job.state, job.branch, job.num_preemptions) == (state, branch, num_preemptions)
     else:
         act(job, name, ctx)
         assert job.state is expected
         holds = expected in (JobState.READING, JobState.RUNNING)
-        assert (job.branch is not None, job.n_preempted) == (holds, name == "preempt")
+        assert (job.branch is not None, job.num_preemptions) == (holds, name == "preempt")
     if job.branch is not None:
         job.end()
 

@@ -123,12 +123,12 @@ def _tokens(model: Model, n: int) -> list[int]:
 
 def _why_not_invariant(model: Model, params: ContextParams) -> str:
     """Return the rule that excludes exact batches, "" if none does and measuring tells."""
-    if params.kv_type not in INVARIANT_KV_TYPES:
-        return f"the K/V type is {params.kv_type}, not bf16 or q8_0"  # f16 differs only after 500 tokens
-    if params.flash_attention is False:
-        return "flash attention is off"
     if model.on_gpu:
         return "layers may run on a GPU"
     if model.memory_type != "attention":
         return f"not established for {model.memory_type} memory"
+    if params.flash_attention is False:
+        return "flash attention is off"
+    if params.kv_type not in INVARIANT_KV_TYPES:
+        return f"the K/V type is {params.kv_type}, not bf16 or q8_0"  # f16 differs only after 500 tokens
     return ""

@@ -34,21 +34,22 @@ class Batch:
         self.wants: list[bool] = []
         self.n_rows: list[int] = []
 
-    def add(self, seq_id: int, tokens: Sequence[int], logits: str = "last") -> None:
+    def add(self, seq_id: int, tokens: Sequence[int], logits: str | int = "last") -> None:
         """Add tokens that follow what ``seq_id`` holds, earlier runs of this batch included.
 
         Args:
             seq_id: the sequence.
             tokens: ids, at least one.
-            logits: the rows wanted: "all", "last" or "none".
+            logits: the rows wanted: "all", "last" or "none", or those from a token of this number on.
         """
-        n, wants_all = len(tokens), logits == "all"
+        n = len(tokens)
+        if isinstance(logits, str):
+            logits = 0 if logits == "all" else n - (logits == "last")
+        n_rows = max(0, n - logits)
         self.tokens += tokens
         self.seqs += [seq_id] * n
-        self.wants += [wants_all] * n
-        if logits == "last":
-            self.wants[-1] = True
-        self.n_rows.append(n if wants_all else logits == "last")
+        self.wants += [False] * (n - n_rows) + [True] * n_rows
+        self.n_rows.append(n_rows)
 
     def decode(
         self,

@@ -81,7 +81,9 @@ def probe(
         reason = _why_not_invariant(model, params)
         if not reason:
             ask = params.batch_invariant is True
-            setting = f"K/V {params.kv_type}, {params.n_threads} threads"
+            setting = (
+                f"K/V {params.kv_type}, {params.n_threads} threads{', head' if is_head else ''}"
+            )
             measured = exact_rows(decoder, cache, model, setting=setting, ask=ask)
             rows = measured or 0
             if measured is None:

@@ -613,7 +613,7 @@ def _open(
             trial = probe(handle, model, params, is_head=target is not None)
             found = trial[0]
             if not found.batch_invariant and resolved is first:
-                again = _adapted(resolved, given, found)
+                again = _adapted(model, resolved, given, found)
                 if again is not None:
                     handle.close()
                     resolved, reason = again, found.batch_invariant_reason
@@ -641,7 +641,7 @@ def _check_copies(handle: ContextHandle, layout: StateLayout | None) -> None:
 
 
 def _adapted(
-    resolved: ContextParams, given: ContextParams, found: Capabilities
+    model: Model, resolved: ContextParams, given: ContextParams, found: Capabilities
 ) -> ContextParams | None:
     """Return the parameters for a model whose batches are not exact as they are; None = these.
 
@@ -657,7 +657,7 @@ def _adapted(
             hint="it takes weights on the CPU of a type that llama.cpp computes alike in all batches, "
             "such as Q8_0 or Q4_0, kv_type bf16 or q8_0, and flash attention",
         )
-    if given.kv_type == "auto" and resolved.kv_type != "f16":
+    if (given.kv_type, resolved.kv_type) == ("auto", "bf16") and model.memory_type == "attention":
         return replace(resolved, kv_type="f16")
     return None
 

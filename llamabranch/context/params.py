@@ -218,16 +218,19 @@ class ContextParams:
         )
 
     def _resolved_kv_type(self, model: Model) -> str:
-        """Return the K/V type that "auto" tries first: bf16 where it may make batches exact."""
+        """Return the K/V type that "auto" takes, or tries first: bf16 where batches may be exact with it.
+
+        Other memory than attention is never exact, but with bf16 the number of threads does not matter.
+        """
         if self.kv_type != "auto":
             return self.kv_type
-        exact = (
+        possible = (
             self.batch_invariant is not False
             and self.flash_attention is not False
-            and model.memory_type == "attention"
+            and (model.memory_type == "attention" or model.file_type == "Q8_0")
             and not model.on_gpu
         )
-        return "bf16" if exact else "f16"
+        return "bf16" if possible else "f16"
 
     def trained_length(self, model: Model) -> int | None:
         """Return the number of tokens the model was trained for.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 from ..branch import Branch
 from ..context import Context
@@ -158,10 +158,15 @@ class Scheduler:
         self._queue.clear()
         self._set_aside.clear()
         self.n_waiting = 0
-        with ExitStack() as stack:  # the others too, if a drafter fails to close its state
-            for job in self.active:
-                stack.callback(job.preempt)
-            self.active.clear()
+        self._release_active()
+
+    def _release_active(self) -> None:
+        try:
+            while self.active:
+                self.active.pop().preempt()
+        finally:  # the others too, if a drafter fails to close its state
+            if self.active:
+                self._release_active()
 
     @property
     def is_idle(self) -> bool:

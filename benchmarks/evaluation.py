@@ -46,6 +46,7 @@ def main() -> None:
         "--items", type=int, default=200, help="of multiple choice; default: 200"
     )
     described.add_argument("--text", type=Path, help="a book; default: the shipped tasks' passages")
+    described.add_argument("--kv-type", default="auto", help="of multiple choice; default: auto")
     args = described.parse_args()
     settings = Settings.of(args, tokens=2 * WINDOW)
     text = read_text(args.text)
@@ -60,7 +61,7 @@ def main() -> None:
     with lb.Model(lb.resolve(settings.target)) as model:
         title(model)
         items = make_items(text, n_items)
-        results["multiple choice"] = _choices(settings, model, items, tool)
+        results["multiple choice"] = _choices(settings, model, items, tool, args.kv_type)
         results["perplexity"] = _perplexity(settings, model, text, tool)
         results["memory"] = _memory(settings, tool)
         emit("evaluation", settings, {"target": model}, results)
@@ -90,7 +91,7 @@ def make_items(text: str, n: int) -> list[Item]:
 
 
 def _choices(
-    settings: Settings, model: lb.Model, items: Sequence[Item], tool: Path | None
+    settings: Settings, model: lb.Model, items: Sequence[Item], tool: Path | None, kv_type: str
 ) -> dict[str, object]:
     requests = [(context, [" " + choice for choice in choices]) for context, choices in items]
     rates: dict[str, list[float]] = {"shared": [], "unshared": [], "llama-perplexity": []}
@@ -98,7 +99,7 @@ def _choices(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(choice_file(items))
     right: dict[str, float] = {}
-    with _context(settings, model, n_ctx=2048, n_seq_max=64) as ctx:
+    with _context(settings, model, n_ctx=2048, n_seq_max=64, kv_type=kv_type) as ctx:
         for _ in range(settings.runs):
             start = perf_counter()
             shared = evaluation.score(ctx, requests)
@@ -121,11 +122,11 @@ def _choices(
                 rates["llama-perplexity"].append(len(items) / seconds)
                 found = re.search(r"Final result: ([\d.]+)", log)
                 right["llama-perplexity"] = float(found[1]) / 100 if found else float("nan")
-        exact = ctx.capabilities.batch_invariant
+        exact, kv_type = ctx.capabilities.batch_invariant, ctx.kv_type
     spreads = {name: Spread.of(values) for name, values in rates.items()}
     base = spreads["shared"].median
     table(
-        f"Multiple choice: {len(items)} items of four choices",
+        f"Multiple choice: {len(items)} items of four choices, K/V {kv_type} (llama-perplexity: f16)",
         ("", "items a second", "shared is x times as fast", "right"),
         [
             (
@@ -139,7 +140,7 @@ def _choices(
         ],
     )
     described = {name: spread.as_dict() for name, spread in spreads.items() if rates[name]}
-    return {**described, "right": right, "batch_invariant": exact}
+    return {**described, "right": right, "batch_invariant": exact, "kv_type": kv_type}
 
 
 def best_choice(scores: Sequence[evaluation.Score]) -> int:

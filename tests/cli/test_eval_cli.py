@@ -174,7 +174,7 @@ def test_what_cannot_be_scored_is_refused_before_a_model_loads(text: Path, tmp_p
 
 def test_a_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     text, kept = tmp_path / "long.txt", tmp_path / "kept.json"
-    text.write_text(TEXT * 60)
+    text.write_text(TEXT * 300)  # half a minute, of which a second is run
     command = [
         sys.executable, "-m", "llamabranch.cli", "perplexity", "-f", str(text), "-c", "64",
         "-b", "64", "-t", "1", "-o", str(kept), "--save-logits", str(tmp_path / "logits"),

@@ -124,7 +124,8 @@ def _piece(raw: bytes) -> str | list[int]:
 async def detokenize(call: Exchange, service: Service) -> None:
     """Turn tokens into text: ``content`` is llama-server's name for it, ``prompt`` vLLM's."""
     fields = await call.json(_decode_detokenize)
-    text = service.model.detokenize(fields.tokens)
+    service.model.check_tokens(fields.tokens)
+    text = service.vocabulary.joined(fields.tokens, control=True)
     await call.reply({"content": text, "prompt": text})
 
 
@@ -186,5 +187,5 @@ async def metrics(call: Exchange, service: Service) -> None:
     lines.append(f"# HELP {own} Answers by status.\n# TYPE {own} counter")
     lines += [f'{own}{{status="{status}"}} {n}' for status, n in sorted(c.requests.items())]
     text = "\n".join(lines) + "\n"
-    started = [(b"process-start-time-unix", str(service.created).encode())]
+    started = [(b"Process-Start-Time-Unix", str(service.created).encode())]
     await call.reply(text.encode(), headers=started, kind=b"text/plain; version=0.0.4")

@@ -111,11 +111,11 @@ def _same(origin: str, host: str) -> bool:
 
 def _cors(origin: bytes) -> list[tuple[bytes, bytes]]:
     return [
-        (b"Access-Control-Allow-Origin", origin),
-        (b"Vary", b"Origin"),
-        (b"Access-Control-Allow-Credentials", b"true"),
-        (b"Access-Control-Allow-Methods", _METHODS),
-        (b"Access-Control-Allow-Headers", b"*"),
+        (b"access-control-allow-origin", origin),
+        (b"vary", b"Origin"),
+        (b"access-control-allow-credentials", b"true"),
+        (b"access-control-allow-methods", _METHODS),
+        (b"access-control-allow-headers", b"*"),
     ]
 
 

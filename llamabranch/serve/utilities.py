@@ -187,5 +187,5 @@ async def metrics(call: Exchange, service: Service) -> None:
     lines.append(f"# HELP {own} Answers by status.\n# TYPE {own} counter")
     lines += [f'{own}{{status="{status}"}} {n}' for status, n in sorted(c.requests.items())]
     text = "\n".join(lines) + "\n"
-    started = [(b"Process-Start-Time-Unix", str(service.created).encode())]
+    started = [(b"process-start-time-unix", str(service.created).encode())]
     await call.reply(text.encode(), headers=started, kind=b"text/plain; version=0.0.4")

@@ -490,7 +490,7 @@ class Branch:
         return self._generate(OutputBuffer(max_tokens, stop))
 
     def _generate(self, output: OutputBuffer) -> Iterator[Produced]:
-        self.sequence.finish_reason = None
+        self.sequence.finish_reason = output.finish_reason
         while output.finish_reason is None:
             try:
                 emitted = output.add(self.step())
@@ -502,7 +502,6 @@ class Branch:
             self.sequence.finish_reason = output.finish_reason
             if emitted is not None:
                 yield emitted
-        self.sequence.finish_reason = output.finish_reason
 
     def extend(self, tokens: TokenIds, logits: str = "last") -> list[npt.NDArray[np.float32]]:
         """Append several tokens as if they had been generated, decoded at once.

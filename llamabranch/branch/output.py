@@ -30,8 +30,8 @@ class OutputBuffer:
         tokens: ids, those of a stop string included; EOG tokens are not among them.
         texts: the text emitted with each token; joined they are the text, without the stop string.
         emitted: each of ``tokens`` with all that is known of it.
-        finish_reason: "stop" (EOG token or stop string), "length", or None while it continues; the
-            caller may set it to "capacity" or "cancelled".
+        finish_reason: "stop" (EOG token or stop string), "length", None while it continues, or what
+            ``break_off`` was given. Nobody else sets it.
         is_stuck: it cannot continue for now, but may later: meanwhile ``text`` includes the text held
             back for a stop string.
         elapsed_s: seconds so far, if the caller counts them.
@@ -97,11 +97,15 @@ class OutputBuffer:
             self.finish_reason = "length"
         return emitted.with_text(text)
 
-    def break_off(self) -> Produced | None:
+    def break_off(self, reason: str | None = None) -> Produced | None:
         """End the text without an EOG token; return the held-back text as an item, None if there is none.
 
         After a regular end, and on a second call, no text is held back.
+
+        Args:
+            reason: why it cannot go on: "capacity", "cancelled" or "rejected"; None: it may, or has ended
         """
+        self.finish_reason = reason or self.finish_reason
         held = self._stops.flush()
         if not held:
             return None

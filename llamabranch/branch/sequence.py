@@ -40,7 +40,7 @@ class TokenSequence:
         surprisals: -log p of those after the prompt, nats; NaN where it was not computed.
         seed_given: whether the seed, or the one it is derived from, was chosen by the user.
         fork_position: how many tokens it shared with the parent when it was forked.
-        finish_reason: why the last generation ended, None before that.
+        finish_reason: why the last generation ended, as its output says; None before that.
         is_pruned: True once the sequence id was returned.
         row: the logits after the last token, None or invalid if unavailable; see ``logits_row``.
     """

@@ -34,21 +34,22 @@ class Batch:
         self.wants: list[bool] = []
         self.n_rows: list[int] = []
 
-    def add(self, seq_id: int, tokens: Sequence[int], logits: str = "last") -> None:
+    def add(self, seq_id: int, tokens: Sequence[int], logits: str | int = "last") -> None:
         """Add tokens that follow what ``seq_id`` holds, earlier runs of this batch included.
 
         Args:
             seq_id: the sequence.
             tokens: ids, at least one.
-            logits: the rows wanted: "all", "last" or "none".
+            logits: the rows wanted: "all", "last" or "none", or those from a token of this number on.
         """
-        n, wants_all = len(tokens), logits == "all"
+        n = len(tokens)
+        if isinstance(logits, str):
+            logits = 0 if logits == "all" else n - (logits == "last")
+        n_rows = max(0, n - logits)
         self.tokens += tokens
         self.seqs += [seq_id] * n
-        self.wants += [wants_all] * n
-        if logits == "last":
-            self.wants[-1] = True
-        self.n_rows.append(n if wants_all else logits == "last")
+        self.wants += [False] * (n - n_rows) + [True] * n_rows
+        self.n_rows.append(n_rows)
 
     def decode(
         self,
@@ -70,27 +71,22 @@ class Batch:
         Raises:
             CacheFullError, DecodeError: no sequence has changed. And what ``read`` raises.
         """
-        tokens, seqs, wants, n_rows = self.tokens, self.seqs, self.wants, self.n_rows
-        n, handle = len(tokens), decoder.handle
-        if n <= handle.n_chunk and sum(n_rows) <= handle.n_outputs_max and read is None:
-            given = iter(decoder.decode(tokens, seqs, wants, expiring, states) if n else ())
-            return [list(islice(given, its)) for its in n_rows]
-        cache = decoder.cache
-        starts = {seq_id: cache.next_position(seq_id) for seq_id in set(seqs)}
-        pieces = list(self._pieces(handle.n_chunk, handle.n_outputs_max))
+        cache, handle = decoder.cache, decoder.handle
+        tokens, seqs, wants = self.tokens, self.seqs, self.wants
+        pieces = list(self._pieces(handle.n_chunk, handle.n_outputs_max)) if tokens else []
         if len(pieces) > 1:
             expiring = ()  # a later decode may fail after an earlier one has overwritten the row
-            decoder.make_room(n)
+            decoder.make_room(len(tokens))
+        starts = {seq_id: cache.next_position(seq_id) for seq_id in set(seqs)}
         rows: list[LogitsRow] = []
         n_read = 0
         try:
             for low, high in pieces:
                 for row in rows:  # the next decode overwrites the buffer
                     row.detach()
-                its_states = None if states is None else states[low:high]
-                new = decoder.decode(
-                    tokens[low:high], seqs[low:high], wants[low:high], expiring, its_states
-                )
+                part = slice(low, high)
+                its_states = None if states is None else states[part]
+                new = decoder.decode(tokens[part], seqs[part], wants[part], expiring, its_states)
                 if read is None:
                     rows += new
                 else:
@@ -102,7 +98,7 @@ class Batch:
                     cache.cut(seq_id, start)
             raise
         given = iter(rows)
-        return [list(islice(given, its)) for its in n_rows]
+        return [list(islice(given, n)) for n in self.n_rows]
 
     def _pieces(self, most: int, most_rows: int) -> Iterator[tuple[int, int]]:
         """Yield the bounds of each decode: at most ``most`` tokens, at most ``most_rows`` rows."""

@@ -88,6 +88,7 @@ class Decoder:
         self._n_trained = END if n_trained is None else n_trained
         self.watch = watch
         self._live: list[LogitsRow] = []
+        self._places: list[int] | None = None  # of the last rows in llama.cpp's order, if another
         self._eog_tokens = eog_tokens
         self._encoder = encoder
         self._loop: DraftLoop | None = None
@@ -217,6 +218,7 @@ class Decoder:
             positions = [positions[i] for i in order]
             seqs = [seqs[i] for i in order]
             wants_logits = [wants_logits[i] for i in order]
+            states = None if states is None else states[order]
         n_outputs = sum(wants_logits)
         self._protect_rows(n_outputs, expiring)
         handle.tokens[:n] = tokens
@@ -241,7 +243,11 @@ class Decoder:
                 rows = self._read(n_outputs)
                 for row in expiring:
                     row.invalidate()
-                return rows if order is None else _as_given(rows, order, wants_logits)
+                if order is None:
+                    return rows
+                wanted = [i for i, wants in zip(order, wants_logits, strict=True) if wants]
+                self._places = [wanted.index(i) for i in sorted(wanted)]
+                return [rows[place] for place in self._places]
         except BaseException:  # Ctrl-C arrives when the call returns
             self._undo(starts, expiring)
             raise
@@ -297,6 +303,7 @@ class Decoder:
             self._undo(starts, expiring)
             raise
         self.n_decodes += n_decodes
+        self._places = None
         if code not in (0, 1, -1):
             self._undo({seq_id: cache.next_position(seq_id) for seq_id in starts}, expiring)
             if code == -2:
@@ -389,8 +396,9 @@ class Decoder:
         return self.handle.decode(n) if watch is None else watch.decode(n)
 
     def _read(self, n_outputs: int) -> list[LogitsRow]:
-        """Return the rows of the decode that has just succeeded."""
+        """Return the rows of the decode that has just succeeded, as llama.cpp has them."""
         self.n_decodes += 1
+        self._places = None
         if n_outputs == 0:
             return []
         arrays = self.handle.rows(n_outputs)[:n_outputs]
@@ -504,7 +512,8 @@ class Decoder:
 
         For a head, which reads them with the next token of its draft.
         """
-        return heads.nextn_rows(self.handle, n).copy()
+        rows = heads.nextn_rows(self.handle, n)
+        return rows.copy() if self._places is None else rows[self._places]
 
     def decode_beside(
         self, tokens: Sequence[int], seqs: Sequence[int], positions: Sequence[int], states: States
@@ -584,11 +593,3 @@ class Decoder:
         cache = self.cache
         if (cache.n_reserved or cache.prefix_seq_ids) and cache.n_vacant < n:
             self._make_room(n, ())
-
-
-def _as_given(
-    rows: Sequence[LogitsRow], order: Sequence[int], wants_logits: Sequence[bool]
-) -> list[LogitsRow]:
-    """Return the rows in the order in which the tokens were given; ``order`` is that of the decode."""
-    wanted = [i for i, wants in zip(order, wants_logits, strict=True) if wants]
-    return [row for _, row in sorted(zip(wanted, rows, strict=True), key=lambda pair: pair[0])]

@@ -71,6 +71,7 @@ class EngineCore:
         redraws: where the engine has no given seed: each request draws another text, not all together.
 
     Attributes:
+        learning: what it drafts with and learns from.
         n_added: how many requests were added.
     """
 
@@ -87,7 +88,7 @@ class EngineCore:
     ) -> None:
         self.n_added = 0
         self._settings = settings
-        self._learning = learning
+        self.learning = learning
         self._seeds = seeds
         self._stats = stats
         self._scheduler = Scheduler(settings.target)
@@ -266,7 +267,7 @@ class EngineCore:
             self._added.clear()
             self._events.clear()
             self._scheduler.close()
-            self._learning.save()
+            self.learning.save()
 
     def _step(self) -> None:
         start = perf_counter()
@@ -285,7 +286,7 @@ class EngineCore:
         Returns:
             the texts that go on, and those whose prompt is read.
         """
-        scheduler, concurrency = self._scheduler, self._learning.concurrency
+        scheduler, concurrency = self._scheduler, self.learning.concurrency
         while self._added:
             scheduler.add(self._added[0])
             self._added.popleft()
@@ -313,10 +314,13 @@ class EngineCore:
 
     def _run(self, running: list[Job], reading: list[Job]) -> Step:
         """Draft, decode once, and give each text what it has got."""
+        joint = self.learning.joint
         streams = [
-            (job.stream, job.output.draft_limit) for job in running if job.stream is not None
+            (job.stream, job.output.draft_limit if joint.drafter else 0)
+            for job in running
+            if job.stream is not None
         ]
-        step = self._learning.joint.run(streams, reading)
+        step = joint.run(streams, reading)
         self._stats.target_forward_passes += step.n_tokens > 0
         self._stats.draft_forward_passes += step.n_draft_decodes
         return step
@@ -362,24 +366,18 @@ class EngineCore:
             seed_given=settings.seed_given or params.seed is not None,
             temperature=params.temperature,
         )
-        drafts = self._learning.drafts_for(branch) and job.output.finish_reason is None
-        # So the drafter, too, reads a shared prompt only once.
-        source, n_shared = job.shared
-        if source is not None and (
-            source.request.grammar != job.request.grammar
-            or source.stream is None
-            or source.stream.rule != rule
+        drafts = self.learning.drafts_for(branch) and job.output.finish_reason is None
+        like, (source, n_shared) = None, job.shared
+        if (
+            source is not None
+            and source.stream is not None
+            and source.stream.rule == rule
+            and source.request.grammar == job.request.grammar
         ):
-            source = None
-        stream = self._learning.joint.open(
-            branch,
-            rule,
-            job.stats,
-            job.request.top_logprobs or 0,
-            drafts=drafts,
-            like=None if source is None or source.stream is None else source.stream.state,
-        )
-        if source is not None:
+            like = source.stream.state  # so the drafter, too, reads a shared prompt only once
+        top = job.request.top_logprobs or 0
+        stream = self.learning.joint.open(branch, rule, job.stats, top, drafts=drafts, like=like)
+        if like is not None:
             stream.state.observe(n_shared)
         job.begin(stream)
         if stream.pending is not None or job.output.finish_reason is not None:
@@ -401,20 +399,20 @@ class EngineCore:
         self._scheduler.finish(job)
         self._stats.speculative.add(job.stats)
         self._stats.generated_tokens += len(result.tokens)
-        concurrency = self._learning.concurrency
+        concurrency = self.learning.concurrency
         if concurrency is not None and error is None:
             concurrency.note_end(result.num_prompt_tokens + len(result.tokens))
-        self._learning.save()
+        self.learning.save()
 
     def _learn(self, n_running: int, jobs: list[Job], seconds: float) -> None:
         """Learn from a decode how many texts should run at a time."""
-        concurrency = self._learning.concurrency
+        concurrency = self.learning.concurrency
         if concurrency is not None:
             ctx = self._settings.target
             concurrency.note_step(
                 n_running,
                 len(jobs),
-                sum(job.branch.position for job in jobs if job.branch is not None),
+                sum(len(job.branch.sequence.tokens) for job in jobs if job.branch is not None),
                 seconds,
                 most=min(ctx.n_seq_max, self._settings.parallel or ctx.n_seq_max),
                 waits=self._scheduler.n_queued > 0,

@@ -14,6 +14,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import closing
+from functools import partial
 from typing import cast
 
 from ..arguments import whole
@@ -119,6 +120,9 @@ class Engine:
         self._seeds = Seeds(random_seed() if given is None else given, given is not None)
         self._learning = Learning(target, None if drafter is None else self.drafter, self.config)
         self.stats = EngineStats()
+        self._new_core = partial(
+            EngineCore, self._settings, self._learning, self._seeds, self.stats
+        )
         self.core = self._new_core(redraws=True)
         self._adding = threading.Lock()
         self._is_closed = False
@@ -276,23 +280,6 @@ class Engine:
         core = self._new_core(reports_tokens=reports_tokens, expected=source.expected)
         self._streams.append(weakref.ref(core, self._streams.remove))
         return core
-
-    def _new_core(
-        self,
-        *,
-        reports_tokens: bool = True,
-        expected: Collection[str] = (),
-        redraws: bool = False,
-    ) -> EngineCore:
-        return EngineCore(
-            self._settings,
-            self._learning,
-            self._seeds,
-            self.stats,
-            reports_tokens=reports_tokens,
-            expected=expected,
-            redraws=redraws,
-        )
 
     def _run(self, core: EngineCore, source: _Source) -> Generator[list[Event], None, None]:
         """Yield the events of each step until ``source`` and all requests have ended."""

@@ -210,11 +210,8 @@ class Job:
         self.stream, self.shared = None, (None, 0)
         try:
             if stream is not None:
-                try:
-                    stream.report()
-                finally:
-                    stream.state.close()
-        finally:  # also if the drafter or the length fails, which may be a user's
+                stream.close()
+        finally:  # also if the drafter fails, which may be a user's
             if branch is not None and not branch.ctx.closed:
                 branch.sequence.keep_cached(is_last=True)
                 branch.prune()
@@ -270,8 +267,8 @@ class Job:
         if self.wants_rows:
             k = self.request.prompt_logprobs or 0
             del self.scores[start + 1 :]
-            for row, token in zip(rows, self.prompt[start + 1 :], strict=False):
-                self.scores.append(row.score(token, self.submission.model, k))
+            for its, token in zip(rows, self.prompt[start + 1 :], strict=False):
+                self.scores.append(its.score(token, self.submission.model, k))
         row = rows[-1] if rows and len(tokens) == self.n_uncached else None
         n = max(0, self.n_read - start)  # the others were generated before
         if n:

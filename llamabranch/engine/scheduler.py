@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from ..branch import Branch
 from ..context import Context
@@ -44,7 +44,7 @@ class Scheduler:
         self.limit: int | None = None
         self.no_sequence: SequencesExhaustedError | None = None
         self._queue: list[tuple[Key, Submission | Job]] = []  # a heap; keys are unique
-        self._parked: dict[str, list[Job]] = {}  # paused jobs without a sequence
+        self._set_aside: dict[str, list[Job]] = {}  # paused jobs without a sequence
         self._known: dict[str, Submission] = {}  # those with unfinished texts, by id
 
     # -- the queue -----------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ class Scheduler:
                 heapq.heappop(self._queue)
             elif first.name in self.paused:
                 heapq.heappop(self._queue)
-                self._parked.setdefault(first.name, []).append(first)
+                self._set_aside.setdefault(first.name, []).append(first)
             else:
                 return first
         return None
@@ -96,7 +96,7 @@ class Scheduler:
     def resume(self, name: str) -> None:
         """Continue the texts of a paused request."""
         self.paused.discard(name)
-        for job in self._parked.pop(name, ()):
+        for job in self._set_aside.pop(name, ()):
             self._push(job)
 
     def end(self, submission: Submission) -> list[Job]:
@@ -113,7 +113,7 @@ class Scheduler:
         submission.jobs.pop(job.sample, None)
         if not (submission.jobs or submission.samples):
             self._known.pop(submission.name, None)
-            self._parked.pop(submission.name, None)
+            self._set_aside.pop(submission.name, None)
             self.paused.discard(submission.name)
         if job in self.active:
             self.active.remove(job)
@@ -131,7 +131,7 @@ class Scheduler:
             if submission.samples and submission.samples[0] in submission.jobs:
                 submission.samples.popleft()  # it had just begun
         self.active.clear()
-        self._parked.clear()
+        self._set_aside.clear()
         for name in [n for n, s in self._known.items() if not (s.jobs or s.samples)]:
             del self._known[name]
         begun = [job for s in self._known.values() for job in s.jobs.values()]
@@ -156,17 +156,12 @@ class Scheduler:
         """Free all sequences and forget all requests."""
         self._known.clear()
         self._queue.clear()
-        self._parked.clear()
+        self._set_aside.clear()
         self.n_waiting = 0
-        self._release_active()
-
-    def _release_active(self) -> None:
-        try:
-            while self.active:
-                self.active.pop().preempt()
-        finally:  # the others too, if a drafter fails to close its state
-            if self.active:
-                self._release_active()
+        with ExitStack() as stack:  # the others too, if a drafter fails to close its state
+            for job in self.active:
+                stack.callback(job.preempt)
+            self.active.clear()
 
     @property
     def is_idle(self) -> bool:
@@ -190,11 +185,11 @@ class Scheduler:
                 refused.append((job, CacheFullError.of_prompt(n_tokens, self._ctx.n_ctx_seq)))
                 continue
             if self.limit is not None and len(self.active) >= self.limit:
-                if self._park_paused():
+                if self._set_paused_aside():
                     continue
                 break
             if (self.active or before) and self._ctx.n_seq_free == 0:
-                if self._park_paused():
+                if self._set_paused_aside():
                     continue  # the queue has changed
                 self.no_sequence = None if self.active else before
                 break
@@ -203,7 +198,7 @@ class Scheduler:
             if shared is not None and shared.position < n_shared:
                 break  # the prefix it will share is still being decoded
             if self.active and not self._has_room(n_tokens + 1 - n_shared):
-                if self._park_paused():
+                if self._set_paused_aside():
                     continue
                 break
             try:
@@ -267,7 +262,7 @@ class Scheduler:
             return None, 0
         return best
 
-    def _park_paused(self) -> bool:
+    def _set_paused_aside(self) -> bool:
         """Take the sequence of a paused job, if there is one; it waits until it is resumed."""
         for job in self.active:
             if job.name in self.paused:

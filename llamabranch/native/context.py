@@ -119,6 +119,7 @@ class ContextHandle(Handle):
 
     closes_first = True
     around: DecodeHook | None = None
+    lock: threading.RLock
     states: Rows  # of a head: what each token of the batch comes with, (n_batch, n_embd_out)
     _rows: Rows
     rows_address: int | None  # of the rows that ``rows`` has returned

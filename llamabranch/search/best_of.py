@@ -91,8 +91,7 @@ def best_of_n(
                 running = [line for line in running if not line.is_finished]
                 ranked = sorted(running, key=score_of, reverse=True)
                 for line in ranked[(len(ranked) + 1) // 2 :]:
-                    line.output.break_off()
-                    line.output.finish_reason = "rejected"
+                    line.output.break_off("rejected")
                     lines.release(line.node)
                 running = [line for line in running if not line.is_finished]
         found = [line.hypothesis(score_of(line)) for line in all_lines]

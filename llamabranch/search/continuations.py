@@ -169,7 +169,7 @@ class Continuations:
         """Free what the drafter holds. Idempotent."""
         for line in self._active:
             if line.stream is not None:
-                line.stream.state.close()
+                line.stream.close()
                 line.stream = None
         if self._root_state is not None:
             self._root_state.close()
@@ -296,16 +296,14 @@ class Continuations:
 
     def _end_early(self, line: Continuation, reason: str) -> None:
         """End a text where it is."""
-        line.output.break_off()
-        line.output.finish_reason = reason
+        line.output.break_off(reason)
         self._end(line)
 
     def _release(self, line: Continuation, *, keep: bool) -> None:
         """End the stream of a text; without ``keep`` return its sequence."""
         if line.stream is not None:
-            line.stream.report()
             line.pending = line.stream.pending
-            line.stream.state.close()
+            line.stream.close()
             line.stream = None
         if line.branch is not None and not keep:
             self._lines.discard(line.branch)
@@ -317,8 +315,7 @@ class Continuations:
             self._end_early(self._active[0], "cancelled")
         while self._waiting:
             line = self._waiting.popleft()
-            line.output.break_off()
-            line.output.finish_reason = "cancelled"
+            line.output.break_off("cancelled")
             if line.tokens:  # it was preempted
                 self._active.append(line)
                 self._end(line)
@@ -403,6 +400,5 @@ class Continuations:
             lines.capacity = max(1, lines.capacity // 2)
         else:
             line = self._waiting.popleft()
-            line.output.finish_reason = "capacity"
             self._active.append(line)
-            self._end(line)
+            self._end_early(line, "capacity")

@@ -116,22 +116,11 @@ def step_search(
             if lines.is_cancelled or all(line.is_finished for line in group):
                 done += scored
                 break
-            at = (iteration + 1) * n  # the number of the next draw
-            chosen: list[Continuation] = []
             if method == "particles":
-                for line, count in _resampled(scored, temperature, seed, iteration):
-                    chosen += _copies(line, count, seed, at + len(chosen))
+                counts = _resampled(scored, temperature, seed, iteration)
             elif method == "dvts":
-                kept: list[int] = []
-                for tree in dict.fromkeys(trees):
-                    members = [pair for pair, of in zip(scored, trees, strict=True) if of == tree]
-                    best = max(members, key=lambda pair: pair[1])  # of equals, the first
-                    if best[0].is_finished:
-                        done.append(best)
-                    else:
-                        chosen += _copies(best[0], beam_width, seed, at + len(chosen))
-                        kept += [tree] * beam_width
-                trees = kept
+                counts, trees, ended = _best_of_trees(scored, trees, beam_width)
+                done += ended
             else:
                 done += [pair for pair in scored if pair[0].is_finished]
                 open_ones = [pair for pair in scored if not pair[0].is_finished]
@@ -139,13 +128,19 @@ def step_search(
                     counts = _beam_counts(open_ones, n, beam_width)
                 else:
                     counts = rebase_counts(open_ones, n - len(done), temperature)
-                for line, count in counts:
-                    chosen += _copies(line, count, seed, at + len(chosen))
+            at = (iteration + 1) * n  # the number of the next draw
+            chosen: list[Continuation] = []
+            for line, count in counts:
+                chosen += _copies(line, count, seed, at + len(chosen))
             group = chosen
             lines.retain({line.node for line in group})
             if not group:
                 break
-        hypotheses = [line.hypothesis(score) for line, score in done]
+    return _result(lines, done)
+
+
+def _result(lines: Lines, done: Scored) -> SearchResult:
+    hypotheses = [line.hypothesis(score) for line, score in done]
     hypotheses.sort(key=lambda h: -h.score)  # of equals, the one that was finished first
     chosen_nodes = {h.node for h in hypotheses}
     for node in lines.root.walk():
@@ -165,6 +160,24 @@ def _limit(entropy: float) -> float:
     if not entropy >= 0:
         raise ConfigError(f"entropy must be at least 0 nats, not {entropy!r}")
     return entropy
+
+
+def _best_of_trees(
+    scored: Scored, trees: list[int], beam_width: int
+) -> tuple[list[tuple[Continuation, int]], list[int], Scored]:
+    """Return the best text of each tree that goes on, the trees of its copies, and those that ended."""
+    counts: list[tuple[Continuation, int]] = []
+    kept: list[int] = []
+    ended: Scored = []
+    for tree in dict.fromkeys(trees):
+        members = [pair for pair, of in zip(scored, trees, strict=True) if of == tree]
+        best = max(members, key=lambda pair: pair[1])  # of equals, the first
+        if best[0].is_finished:
+            ended.append(best)
+        else:
+            counts.append((best[0], beam_width))
+            kept += [tree] * beam_width
+    return counts, kept, ended
 
 
 def _beam_counts(scored: Scored, n: int, beam_width: int) -> list[tuple[Continuation, int]]:

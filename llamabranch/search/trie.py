@@ -113,7 +113,8 @@ class Trie:
         stats.tokens_redecoded += sum(node in self._read_nodes for node in nodes)
         stats.tokens_decoded += len(nodes)
         before = ctx.decoder.n_decodes
-        fits = len(nodes) <= ctx.n_outputs_max and ctx.capabilities.can_truncate
+        can = ctx.capabilities
+        fits = len(nodes) <= ctx.n_outputs_max and can.can_truncate and can.can_share
         sequence = self._lines.sequence(self._start)
         if is_chain:
             self._decode_chain(nodes)

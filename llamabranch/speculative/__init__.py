@@ -5,7 +5,8 @@ rules.py        which drafted tokens are accepted: pure functions over distribut
 drafters/       where drafts come from: the interface, models, copying, chains of drafters
 length/         how many tokens to draft: the interface, a fixed number, or what raises the throughput
 profile.py      what "auto" keeps between runs about a target and its drafters
-round.py        one round: plan, verify, accept, for any branch
+round.py        what one stream of tokens knows about its rounds: draft, pending token, acceptance
+joint.py        one step of any number of streams: draft, decode once for all, accept
 draft_cache.py  the draft states that are kept between generations, and their forks and rewinds
 speculator.py   a whole generation, round by round
 session.py      the same, one token per call

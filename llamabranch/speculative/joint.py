@@ -24,7 +24,7 @@ from ..branch.sequence import TokenSequence
 from ..context import Context
 from ..context.batch import Batch
 from ..context.logits import LogitsRow
-from ..errors import CacheFullError, CapacityError, DecodeError, LlamaBranchError
+from ..errors import CacheFullError, CapacityError, LlamaBranchError
 from .drafters.base import NO_DRAFT, Drafter, DraftRequest, DraftState, NullState
 from .length.base import DraftLength
 from .round import Stream
@@ -133,8 +133,11 @@ class Joint:
         """Run a step of one stream by itself; return what it emits, at most ``limit`` + 1 tokens."""
         if stream.pending is None:
             return [stream.begin()]
-        if stream.skips_draft:
-            emitted = stream.step()
+        if self.drafter is None or stream.skips_draft():
+            with self._ctx.lock:
+                start = perf_counter()
+                rows = stream.decode()
+                emitted = stream.accept(rows, perf_counter() - start)
             stream.conclude()
             return emitted
         step = self._run([(stream, limit)], ())
@@ -200,27 +203,28 @@ class Joint:
     def _draft(self, streams: Sequence[tuple[Stream, int]], n_readers: int) -> int:
         """Give each stream a draft that fits into the decode; return how often the drafter decoded."""
         ctx, drafter = self._ctx, self.drafter
+        if drafter is None:
+            return 0
         asked: list[Stream] = []
         requests: list[DraftRequest] = []
         own_cells = 0 if ctx.capabilities.can_share else ctx.n_ctx_seq
         for stream, limit in streams:
             if own_cells:
                 limit = min(limit, own_cells - stream.branch.position - 1)
-            request = None if drafter is None else stream.request(limit)
+            request = stream.request(limit)
             if request is None:
                 stream.set_draft(NO_DRAFT)
             else:
                 asked.append(stream)
                 requests.append(request)
-        if drafter is None or not requests:
+        if not requests:
             return 0
         room = min(ctx.n_batch, ctx.n_outputs_max) - len(streams) - n_readers
         n_decodes = 0
         for stream, draft in zip(asked, drafter.propose_many(requests), strict=True):
-            if draft.tokens:
-                keep = min(len(draft.tokens), max(0, room))
-                room -= keep
-                draft.cut(keep)
+            if len(draft.tokens) > room:
+                draft.cut(max(0, room))
+            room -= len(draft.tokens)
             n_decodes += draft.n_decodes
             stream.set_draft(draft)
         return n_decodes
@@ -229,12 +233,12 @@ class Joint:
         """Decode pending tokens, drafts and texts together; let each take its rows."""
         ctx = self._ctx
         alone = streams[0] if len(streams) == 1 and not readers else None
-        if alone is not None and not alone.n_drafted:
-            self._decode_plain(step, alone)
-            return
-        batch, texts = self._pack(streams, readers)
-        members = (*streams, *readers)
-        expiring = [row for member in members for row in member.sequence.expiring_rows()]
+        members: tuple[Stream | Reader, ...] = (*streams, *readers)
+        if alone is None:
+            batch, texts = self._pack(streams, readers)
+            expiring = [row for member in members for row in member.sequence.expiring_rows()]
+        else:
+            batch, texts, expiring = Batch(), [alone.plan], []
         with ctx.lock:  # the logits are valid until the next decode of any thread
             start = perf_counter()
             rows = batch.decode(ctx.decoder, expiring) if alone is None else [alone.decode()]
@@ -255,19 +259,6 @@ class Joint:
                         if isinstance(error, CapacityError):  # memory that decodes again to accept
                             raise
                     outcome.error = error
-
-    @staticmethod
-    def _decode_plain(step: Step, stream: Stream) -> None:
-        """Decode the pending token of the only stream: the compiled core draws in the same call."""
-        outcome = step.outcomes[0]
-        try:
-            outcome.emitted = stream.step()
-        except (CapacityError, DecodeError):
-            raise
-        except LlamaBranchError as error:  # nothing can be drawn
-            outcome.error = error
-        step.n_tokens = outcome.n_tokens = 1
-        step.verify_s = stream.plain_s
 
     def _pack(
         self, streams: Sequence[Stream], readers: Sequence[Reader]

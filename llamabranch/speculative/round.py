@@ -8,10 +8,10 @@ accepted. `joint` runs the rounds, of one stream or of many.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..branch import Branch, Produced
 from ..branch.sequence import TokenSequence
@@ -26,6 +26,8 @@ from .rules import DraftTree, Noise, Rule, apply_rule, match_draws, tree_rule
 from .stats import SpeculativeStats
 
 __all__ = ["Stream", "finish_at"]
+
+T = TypeVar("T")
 
 _MOST_PLAIN = 64  # plain steps that are reported together
 
@@ -55,8 +57,8 @@ class Stream:
     """A branch being continued, the state that drafts for it, and its pending token.
 
     Attributes:
+        sequence: that of the branch.
         pending: the last emitted token, which is not yet decoded; None before the first.
-        plain_s: seconds of its last decode without a draft.
     """
 
     def __init__(
@@ -69,14 +71,14 @@ class Stream:
         n_alternatives: int = 0,
     ) -> None:
         self.branch = branch
+        self.sequence: TokenSequence = branch.sequence
         self.state = state
         self.length = length
         self.stats = stats
         self.pending: Produced | None = None
-        self.plain_s = math.nan
         self.rule = rule
         self._n_alternatives = n_alternatives
-        self._draft = Draft()
+        self._draft = NO_DRAFT
         # Tokens the draft state has been given; it gets the others with its next call.
         self._n_seen = 0
         self._n_plain_left = 0  # plain steps to take before it is called again
@@ -91,36 +93,10 @@ class Stream:
             self.pending = self._plain()
         return self.pending
 
-    @property
     def skips_draft(self) -> bool:
-        """True while the draft length has asked for plain steps: ``step`` makes one."""
-        return self._n_plain_left > 0
-
-    def step(self) -> list[Produced]:
-        """Decode and draw without a draft: the same as accepting an empty one, and faster.
-
-        ``conclude`` must follow, once the lock is free.
-        """
-        if self._n_plain_left:
-            self._n_plain_left -= 1
-        branch = self.branch
-        with branch.ctx.lock:
-            pending = self.pending or self.begin()
-            start = perf_counter()
-            branch.sequence.commit(pending.token, draws_next=True)
-            verified = perf_counter()
-            return self._end_plain(verified - start, verified)
-
-    def _end_plain(self, verify_s: float, since: float) -> list[Produced]:
-        """End a round without a draft; its decode took ``verify_s`` and ended at time ``since``."""
-        self.plain_s = verify_s
-        self.pending = emitted = self._plain()
-        overhead_s = perf_counter() - since
-        if self._draft is NO_DRAFT:
-            self._plain_s.append((verify_s, overhead_s))
-        else:
-            self._outcome = _Outcome(0, 1, verify_s, overhead_s)
-        return [emitted]
+        """Return whether the length has asked for a plain step now; count it."""
+        self._n_plain_left -= 1
+        return self._n_plain_left >= 0
 
     def conclude(self) -> None:
         """Report the round to the draft state and the length. Call it without the target's lock."""
@@ -145,6 +121,13 @@ class Stream:
             self.stats.count_plain(n, sum(verify_s), sum(overhead_s), NO_DRAFT.stopped)
             self.length.learn(RoundReport.plain(n, median(verify_s), median(overhead_s)))
 
+    def close(self) -> None:
+        """Report its last steps and free the draft state."""
+        try:
+            self.report()
+        finally:  # also if the length fails, which may be a user's
+            self.state.close()
+
     def request(self, limit: int) -> DraftRequest | None:
         """Return the request for a draft of at most ``limit`` tokens; None if this round has none."""
         pending = self.pending or self.begin()
@@ -155,7 +138,7 @@ class Stream:
         n_tokens = self.branch.position + 1
         n_plain = self.length.plain_steps(n_tokens - self._n_seen)
         if n_plain:
-            self._n_plain_left = n_plain  # with this one
+            self._n_plain_left = n_plain - 1  # without this one
             return None
         self._n_seen = n_tokens
         tokens = self.branch.tokens
@@ -198,11 +181,6 @@ class Stream:
         return len(parents)
 
     @property
-    def sequence(self) -> TokenSequence:
-        """That of its branch."""
-        return self.branch.sequence
-
-    @property
     def plan(self) -> list[int]:
         """The tokens to decode in this round: the pending one and the draft."""
         pending = self.pending or self.begin()
@@ -226,10 +204,15 @@ class Stream:
             verification.abandon()
 
     def decode(self) -> Sequence[LogitsRow]:
-        """Decode the pending token and the draft by themselves; return the rows for ``accept``.
+        """Decode the plan by itself; return what ``accept`` needs.
 
-        Trees, and memory that cannot drop a tail, need sequences of their own for it.
+        Trees, and memory that cannot drop a tail, need sequences of their own for it. Without a draft
+        the compiled core draws the next token in the same call.
         """
+        pending = self.pending or self.begin()
+        if not self._draft.tokens:
+            self.sequence.commit(pending.token, draws_next=True)
+            return ()
         self._verification = self._verification_of(self.plan)
         return self._verification.decode()
 
@@ -251,8 +234,15 @@ class Stream:
         if self.pending is None:
             raise RuntimeError("call set_draft before accept")
         if not draft.tokens:
-            branch.sequence.append(self.pending.token, -self.pending.logprob, rows[0])
-            return self._end_plain(verify_s, start)
+            if rows:
+                branch.sequence.append(self.pending.token, -self.pending.logprob, rows[0])
+            self.pending = self._plain()
+            overhead_s = perf_counter() - start
+            if draft is NO_DRAFT:
+                self._plain_s.append((verify_s, overhead_s))
+            else:
+                self._outcome = _Outcome(0, 1, verify_s, overhead_s)
+            return [self.pending]
         plan = self.plan
         verification = self._verification or self._verification_of(plan, rows)
         path, following = self._choose(plan, verification.targets)
@@ -305,21 +295,19 @@ class Stream:
         branch, draft = self.branch, self._draft
         is_eog = branch.ctx.model.is_eog
 
-        def target(i: int) -> Distribution:
+        def after(i: int, found: Callable[[int], T], nothing: Callable[[int], T]) -> T:
             if i and is_eog(plan[i]):  # nothing follows an EOG token: this draw is not emitted
-                return Distribution.point(plan[i])
+                return nothing(plan[i])
             try:
-                return targets.distribution(i)
+                return found(i)
             except (ConfigError, GrammarError) as error:
                 raise _DeadEnd(i) from error
 
+        def target(i: int) -> Distribution:
+            return after(i, targets.distribution, Distribution.point)
+
         def drawn(i: int) -> int:
-            if i and is_eog(plan[i]):
-                return plan[i]
-            try:
-                return targets.draw(i)
-            except (ConfigError, GrammarError) as error:
-                raise _DeadEnd(i) from error
+            return after(i, targets.draw, int)
 
         seed, first = branch.seed, branch.position + 1
         if draft.parents is not None:

@@ -66,7 +66,8 @@ class Speculator:
         self._profile: PairProfile | None = None
         if not isinstance(self.drafter, NullDrafter):
             self.length, self._profile = PairProfile.open(target, self.drafter, self.config)
-        self.joint = Joint(target, self.length, self.drafter)
+        is_plain = isinstance(self.drafter, NullDrafter)
+        self.joint = Joint(target, self.length, None if is_plain else self.drafter)
         self.stats = SpeculativeStats()
         self._is_default = drafter is None
         self._of_grammars: Speculator | None = None  # drafts where none was asked for
@@ -324,9 +325,7 @@ def _run(
             finally:
                 speculator.close_stream(stream, keep=not owned)
     except LlamaBranchError as error:
-        if isinstance(error, CapacityError):
-            output.finish_reason = "capacity"
-        held = output.break_off()
+        held = output.break_off("capacity" if isinstance(error, CapacityError) else None)
         if held is not None and is_consumed:  # a generator that is being closed may not yield
             output.elapsed_s += perf_counter() - start
             try:

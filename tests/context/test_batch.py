@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from llamabranch import Context
@@ -10,10 +12,10 @@ from llamabranch.errors import CacheFullError
 from llamabranch.model import Model
 
 TEXTS = {0: list(range(5, 18)), 1: list(range(9, 11)), 2: list(range(30, 50)), 3: [7]}
-WANTS = {0: "all", 1: "last", 2: "all", 3: "none"}
+WANTS: dict[int, str | int] = {0: "all", 1: "last", 2: 0, 3: "none"}
 
 
-def rows_of(ctx: Context, wants: dict[int, str]) -> list[list[int]]:
+def rows_of(ctx: Context, wants: Mapping[int, str | int]) -> list[list[int]]:
     batch = Batch()
     for seq_id, tokens in TEXTS.items():
         batch.add(seq_id, tokens, wants[seq_id])
@@ -30,7 +32,7 @@ def test_runs_get_their_rows_however_small_a_decode_is(
     with Context(target, n_ctx=256, n_threads=1, n_seq_max=4) as ctx:
         for seq_id, tokens in TEXTS.items():
             with ctx.lock:
-                rows = decode_run(ctx.decoder, tokens, seq_id, WANTS[seq_id])
+                rows = decode_run(ctx.decoder, tokens, seq_id, str(WANTS[seq_id] or "all"))
                 alone.append([row.best for row in rows])
     with Context(
         target, n_ctx=256, n_threads=1, n_seq_max=4, n_batch=n_batch, n_outputs_max=n_rows
@@ -39,6 +41,12 @@ def test_runs_get_their_rows_however_small_a_decode_is(
         assert [len(rows) for rows in alone] == [13, 1, 20, 0]
         sizes = [ctx.kv_cache.next_position(seq_id) for seq_id in TEXTS]
         assert sizes == [len(tokens) for tokens in TEXTS.values()]
+
+
+def test_rows_from_a_token_on(target: Model) -> None:
+    with Context(target, n_ctx=256, n_threads=1, n_seq_max=4, n_batch=8) as ctx:
+        found = rows_of(ctx, {0: 10, 1: 0, 2: 20, 3: 9})
+        assert [len(rows) for rows in found] == [3, 2, 0, 0]
 
 
 def test_as_few_decodes_as_possible(target: Model) -> None:

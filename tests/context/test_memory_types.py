@@ -139,11 +139,11 @@ def test_text_is_that_of_plain_decoding(
     emitted = list(generation)
     if world.ctx.capabilities.sliding_window and which == "tree" and not same(emitted, expected):
         # The cells of a tree are in another order, and f16 attention adds in the order of cells.
-        prompt, texts = (
-            world.ctx.tokenize(PROMPT),
-            [[t.token for t in e] for e in (expected, emitted)],
+        prompt = world.ctx.tokenize(PROMPT)
+        plain, drafted = ([t.token for t in each] for each in (expected, emitted))
+        found = lb.proofs.first_divergence(
+            world.ctx, prompt, plain, drafted, params, seed=params.seed or 0
         )
-        found = lb.proofs.first_divergence(world.ctx, prompt, *texts, params, params.seed or 0)
         assert found is not None
         assert found.gap <= world.rounding
         return

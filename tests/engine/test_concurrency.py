@@ -67,7 +67,7 @@ def test_limited_texts_are_the_same(ctx: Context, other_ctx: Context) -> None:
     while limited.has_unfinished():
         n_steps = limited.stats.target_forward_passes
         # Whatever is learned meanwhile changes no text.
-        limited.core.settings.concurrency.limit = (None, 2, 4)[n_steps // 8 % 3]  # type: ignore[union-attr]
+        limited.core.learning.concurrency.limit = (None, 2, 4)[n_steps // 8 % 3]  # type: ignore[union-attr]
         tokens_of = set()
         for event in limited.step():
             tokens_of.add(event.id)

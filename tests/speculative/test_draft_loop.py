@@ -47,7 +47,7 @@ def learned(drafter: str) -> AutoLength:
     for i in range(12):
         length.learn(RoundReport.plain(1, 1.0, 0.05))
         entropies = [0.1 + 0.3 * ((i + j) % 9) for j in range(4)]
-        length.learn(RoundReport(drafter, True, entropies, 4, (i * 5) % 5, 5, 0.5, 1.6, 0.1, 1))
+        length.learn(RoundReport(drafter, True, entropies, 4, (i * 3) % 5, 5, 0.5, 1.6, 0.1, 1))
     return length
 
 

@@ -359,6 +359,32 @@ def test_compiled_loop_drafts_what_python_drafts(
     assert drafts() == compiled
 
 
+@pytest.mark.skipif(not draft_loop.available, reason="the compiled core is not here")
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "own cells"])
+def test_compiled_loop_drafts_for_several_texts_what_python_drafts(
+    unified: bool, target: lb.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where llama.cpp takes the texts in another order than they are given."""
+    sizes: dict[str, Any] = {"n_ctx": 512, "n_seq_max": 4, "n_threads": 1}
+
+    def drafts() -> list[list[int]]:
+        with lb.Context(target, **sizes) as ctx:
+            head = lb.Context(lb.Model(HEAD), target=ctx, owns_model=True, kv_unified=unified)
+            drafter = lb.EagleDrafter(head)
+            requests = []
+            for prompt in PROMPTS:
+                tokens = ctx.tokenize(prompt)
+                branch = lb.Branch.create(ctx, SETTINGS["greedy"])
+                branch.prefill(tokens[:-1])
+                state = drafter.start(branch, "seeded")
+                requests.append(DraftRequest(state, tokens, FixedLength(5), 5))
+            return [draft.tokens for draft in drafter.propose_many(requests)]
+
+    compiled = drafts()
+    monkeypatch.setattr(draft_loop, "available", False)
+    assert drafts() == compiled
+
+
 def test_acceptance_of_the_bundled_head(eagle: Pair) -> None:
     """A head that read wrong states would have about one token in a thousand accepted."""
     generation = eagle.speculator().generate(PROMPTS[0], max_tokens=80, sampling=SETTINGS["greedy"])

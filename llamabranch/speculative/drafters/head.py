@@ -267,7 +267,6 @@ class HeadRun(DraftRun):
         self.hidden: States | None = None
         self._first, self._features = features  # the number of their first pair
         self._row: LogitsRow | None = None
-        self._output = -1  # the number of its row in the loop's last decode
         self._sampler = state.sampler(request.tokens)
         self.unread = self.behind(0)[0]
         draft.n_read = len(request.tokens) - len(state.tokens)
@@ -309,11 +308,6 @@ class HeadRun(DraftRun):
         stream.start(state.seq_ids[0], row, hidden, state.ahead + state.n_skipped)
         return DraftInput(stream, self.unread, (), self.states())
 
-    def take(self, stream: DraftStream, row: LogitsRow | None, *, is_read: bool) -> None:
-        """Add what the compiled loop has drawn."""
-        super().take(stream, row, is_read=is_read)
-        self._output = stream.output
-
     def note_decoded(self, tokens: Sequence[int], row: LogitsRow | None) -> None:
         """Note that the text was read."""
         if tokens and self.reads_text:
@@ -325,16 +319,6 @@ class HeadRun(DraftRun):
         """Note that what was unread was decoded: the logits and the state after it."""
         self.note_decoded(self.unread, row)
         self.hidden, self.unread = hidden, ()
-
-    def note_states(self, kept: States) -> None:
-        """Note the states of the loop's last decode."""
-        if self._output >= 0:
-            self.hidden = kept[self._output]
-
-    @property
-    def n_outputs(self) -> int:
-        """How many rows the loop's last decode has at least."""
-        return self._output + 1
 
 
 class HeadDrafting(Drafting[HeadRun]):
@@ -382,11 +366,11 @@ class HeadDrafting(Drafting[HeadRun]):
         """Draft in the compiled core; return False if it cannot draft for these streams."""
         if not super().loop(runs):
             return False
-        n_outputs = max(run.n_outputs for run in runs)
-        if n_outputs and not all(run.is_done for run in runs):
-            kept = self.ctx.decoder.output_states(n_outputs)
-            for run in runs:
-                run.note_states(kept)
+        live = [run for run in runs if not run.is_done and run.output >= 0]
+        if live:
+            kept = self.ctx.decoder.output_states(1 + max(run.output for run in live))
+            for run in live:
+                run.hidden = kept[run.output]
         return True
 
     def read(

@@ -131,6 +131,7 @@ class DraftRun(ABC):
         text: the tokens that the draft follows.
         unread: tokens that are decoded before the next draw: of the text, or the last one drawn.
         is_done: the draft has ended.
+        output: the number of its row in the last decode of the compiled loop, -1 if that had none.
         reads_text: what is unread belongs to the text; so it is for every run of a drafting.
     """
 
@@ -143,6 +144,7 @@ class DraftRun(ABC):
         self.limit = request.limit
         self.unread: Sequence[int] = ()
         self.is_done = False
+        self.output = -1
         self._state = state
         self._is_seeded = state.rule == "seeded"
         self._noise = state.seed if self._is_seeded else draft_seed(state.seed, len(self.text))
@@ -229,7 +231,7 @@ class DraftRun(ABC):
 
     def take(self, stream: DraftStream, row: LogitsRow | None, *, is_read: bool) -> None:
         """Add what the compiled loop has drawn; ``is_read``: it has decoded what was unread."""
-        draft, drawn = self.draft, stream.tokens
+        draft, drawn, self.output = self.draft, stream.tokens, stream.output
         following = [*self.unread, *drawn]
         n_decoded = stream.n_decoded + (len(self.unread) if is_read else 0)
         self.note_decoded(following[:n_decoded], row)

@@ -72,7 +72,7 @@ class Process:
             self._server = server
             run(server)
 
-        Server.run = noted  # type: ignore[method-assign]
+        Server.run = noted  # type: ignore[method-assign, assignment]
         try:
             app(arguments, standalone_mode=False)
         finally:

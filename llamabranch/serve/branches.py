@@ -250,7 +250,7 @@ async def get(call: Exchange, service: Service) -> None:
         raise HttpError(400, "include takes tokens and next", param="include")
     shown = _shown(service, node) | await _resident(service, node)
     if "tokens" in wanted:
-        shown |= {"tokens": node.tokens, "text": service.model.detokenize(node.tokens)}
+        shown |= {"tokens": node.tokens, "text": service.vocabulary.joined(node.tokens)}
     if "next" in wanted:
         if node.next is None:
             await _look(service, node, _N_NEXT)

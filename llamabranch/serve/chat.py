@@ -28,7 +28,7 @@ class ChatFields(TextFields, kw_only=True):
     tools: list[dict[str, object]] | None = None
     tool_choice: str | dict[str, object] | None = None
     chat_template_kwargs: dict[str, object] | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -69,42 +69,59 @@ async def chat(call: Exchange, service: Service) -> None:
 
 def conversation(service: Service, fields: ChatFields, tools: Tools) -> list[int]:
     """Return the tokens of a conversation; a last message of the assistant is continued."""
-    messages: Sequence[Mapping[str, object]] = fields.messages
-    model, prefill = service.model, ""
-    if fields.continue_final_message is not False and fields.add_generation_prompt:
+    messages, options, begun = _parts(service, fields, tools)
+    tokens = service.model.chat_tokens(messages, **options)  # type: ignore[arg-type]
+    return tokens + service.model.tokenize(begun, add_special=False) if begun else tokens
+
+
+def _parts(
+    service: Service, fields: ChatFields, tools: Tools
+) -> tuple[list[Mapping[str, object]], dict[str, object], str]:
+    """Return the messages, the template's variables, and the begin of the answer, if it is given."""
+    messages: list[Mapping[str, object]] = list(fields.messages)
+    generates, continues = fields.add_generation_prompt, fields.continue_final_message
+    if generates and continues:
+        told = "add_generation_prompt and continue_final_message exclude each other"
+        raise HttpError(400, told, param="continue_final_message")
+    begun = ""
+    if continues or (continues is None and generates is not False):
         ends = [message.get("role") == "assistant" for message in messages[-2:]]
         if ends == [True, True]:
             raise HttpError(400, "the conversation ends with two answers", param="messages")
         if ends[-1:] == [True] and not messages[-1].get("tool_calls"):
-            content = messages[-1].get("content")
+            content = messages.pop().get("content")
             parts = content if isinstance(content, list) else [{"text": content or ""}]
-            prefill = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
-            messages = messages[:-1]
-    variables = dict(fields.chat_template_kwargs or {})
+            begun = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+            generates = True
+    variables = fields.chat_template_kwargs or {}
     if set(variables) & _RESERVED:
         told = f"chat_template_kwargs must not hold {', '.join(sorted(_RESERVED))}"
         raise HttpError(400, told, param="chat_template_kwargs")
-    template = model.chat_template or ""
+    template = service.model.chat_template or ""
     knows_tools = "tools" in template
     if "tool_calls" not in template:
         messages = [without_calls(message) for message in messages]
     if tools.is_used and not knows_tools:
         messages = tools.told(messages)
-    tokens = model.chat_tokens(
+    given = tools.given if tools.is_used and knows_tools else None
+    return (
         messages,
-        tools=tools.given if tools.is_used and knows_tools else None,
-        add_generation_prompt=fields.add_generation_prompt,
-        **variables,
+        {**variables, "tools": given, "add_generation_prompt": generates is not False},
+        begun,
     )
-    return tokens + model.tokenize(prefill, add_special=False) if prefill else tokens
 
 
 async def input_tokens(call: Exchange, service: Service) -> None:
-    """Count the tokens of a conversation, or write it as a prompt (``/apply-template``)."""
+    """Count the tokens of a conversation, and write it as a prompt (``/apply-template``)."""
     fields = await call.json(_decode)
     tools = Tools(fields.tools or (), fields.tool_choice)
-    tokens = await service.in_thread(lambda: conversation(service, fields, tools))
-    text = service.model.detokenize(tokens, special=True)
+
+    def written() -> tuple[list[int], str]:
+        messages, options, begun = _parts(service, fields, tools)
+        text = service.model.apply_chat_template(messages, **options)  # type: ignore[arg-type]
+        return conversation(service, fields, tools), text + begun
+
+    tokens, text = await service.in_thread(written)
     await call.reply({"input_tokens": len(tokens), "prompt": text, "tokens": tokens})
 
 
@@ -127,7 +144,7 @@ class _Writer:
             **usage(choices),
         }
         if self._fields.verbose:
-            prompt = self._service.model.detokenize(choices[0].prompt, special=True)
+            prompt = self._service.vocabulary.joined(choices[0].prompt, control=True)
             found["__verbose"] = {"prompt": prompt}
         return found
 

@@ -114,9 +114,9 @@ class _Writer:
         return [event] if self._fields.includes_usage else []
 
     def _part(self, update: Update, index: int) -> dict[str, object]:
-        fields, words, model = self._fields, self._service.vocabulary, self._service.model
+        fields, words = self._fields, self._service.vocabulary
         ids, result = update.choice.prompt, update.result
-        echo = model.detokenize(ids) if fields.echo else ""
+        echo = words.joined(ids) if fields.echo else ""
         found: dict[str, object] = {
             "index": index,
             "text": (echo if update.is_first else "") + update.text,
@@ -222,7 +222,7 @@ class _NativeWriter:
             "tokens_evaluated": result.num_prompt_tokens,
             "tokens_cached": result.num_cached_tokens,
             "generation_settings": {**sampling_of(params), **own, "stop": self._fields.stops},
-            "prompt": self._service.model.detokenize(update.choice.prompt, special=True),
+            "prompt": self._service.vocabulary.joined(update.choice.prompt, control=True),
             "has_new_line": "\n" in result.text,
             "truncated": False,
             "stop_type": ended,

@@ -124,7 +124,8 @@ def _piece(raw: bytes) -> str | list[int]:
 async def detokenize(call: Exchange, service: Service) -> None:
     """Turn tokens into text: ``content`` is llama-server's name for it, ``prompt`` vLLM's."""
     fields = await call.json(_decode_detokenize)
-    text = service.model.detokenize(fields.tokens)
+    service.model.check_tokens(fields.tokens)
+    text = service.vocabulary.joined(fields.tokens, control=True)
     await call.reply({"content": text, "prompt": text})
 
 

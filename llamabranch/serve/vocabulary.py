@@ -36,6 +36,12 @@ class Vocabulary:
             found = self._known[token] = piece, piece.decode("utf-8", "replace")
         return found
 
+    def joined(self, tokens: Iterable[int], *, control: bool = False) -> str:
+        """Return the text of tokens, each as it is; ``control``: with the names of control tokens."""
+        raw = self._model.piece
+        parts = (self.entry(token)[0] if control else raw(token) for token in tokens)
+        return b"".join(parts).decode("utf-8", "replace")
+
     def name(self, token: int | None) -> str | None:
         """Return the text of a token, None of none."""
         return None if token is None else self.entry(token)[1]

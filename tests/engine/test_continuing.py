@@ -98,7 +98,7 @@ def test_what_the_grammar_forbids_cannot_be_continued(target: lb.Model) -> None:
 def test_only_token_ids_can_be_continued() -> None:
     for prompt, n in (("text", 1), ([1, 2], 2), ([{"role": "user", "content": "x"}], 1)):
         with pytest.raises(ConfigError, match="continues"):
-            Request(prompt, continues=n)  # type: ignore[arg-type]
+            Request(prompt, continues=n)
 
 
 def test_part_of_a_prompt_is_rated_as_in_the_whole(target: lb.Model) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,8 @@ def test_fork_takes_a_part_and_adds_to_it(api: Api, server: Serving) -> None:
     assert same["position"] == child["position"] + 1
     deep = api.post(f"/{more['id']}/fork", 201, at=2)
     assert api.get(f"/{deep['id']}?include=tokens")["tokens"] == tokens[:2]
-    for bad in ({"at": 0}, {"at": 10_000}, {"append": {}}, {"append": {"tokens": [-1]}}):
+    wrong: list[Any] = [{"at": 0}, {"at": 10_000}, {"append": {}}, {"append": {"tokens": [-1]}}]
+    for bad in wrong:
         api.post(f"/{child['id']}/fork", 400, **bad)
 
 
@@ -144,7 +146,8 @@ def test_score_is_that_of_the_library_and_reads_the_node_once(api: Api, target: 
             assert [t["rank"] for t in found["tokens"]] == [r.rank for r in rated]
             assert found["logprob"] == pytest.approx(sum(r.logprob for r in rated))
     assert api.get(f"/{root['id']}")["children"] == []
-    for bad in ([], [""], [[]], [[-1]]):
+    wrong: list[Any] = [[], [""], [[]], [[-1]]]
+    for bad in wrong:
         api.post(f"/{root['id']}/score", 400, continuations=bad)
 
 
@@ -227,7 +230,10 @@ def test_quota_and_time_to_live() -> None:
 def test_use_of_a_node_keeps_those_it_comes_from() -> None:
     kept = nodes.Branches(10, 100.0, None, "")
     params = lb.SamplingParams()
-    make = lambda parent: nodes.Node(parent, 0, nodes.array("i", [1]), 1, params)  # noqa: E731
+
+    def make(parent: nodes.Node | None) -> nodes.Node:
+        return nodes.Node(parent, 0, array("i", [1]), 1, params)
+
     root, other = make(None), make(None)
     child = make(root)
     for node in (root, other, child):

@@ -11,7 +11,7 @@ from serving import Serving, serving
 
 import llamabranch as lb
 
-WARM = {"temperature": 0.8, "seed": 42}
+WARM: dict[str, Any] = {"temperature": 0.8, "seed": 42}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_prompts_may_be_texts_or_tokens_one_or_many(api: Any, ctx: lb.Context) -
 
 
 def test_stream_joined_is_the_answer_in_one_piece(api: Any) -> None:
-    body = {
+    body: dict[str, Any] = {
         "prompt": ["Once upon a time", "The wolf"],
         "n": 2,
         "max_tokens": 12,
@@ -129,7 +129,7 @@ def test_given_text_is_scored(api: Any, ctx: lb.Context) -> None:
 
 
 def test_best_of_gives_the_most_probable(api: Any) -> None:
-    body = {"prompt": "Once upon a time", "max_tokens": 8, **WARM}
+    body: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8, **WARM}
     all_ = choices(api, **body, n=4, logprobs=0)
     means = [sum(c["logprobs"]["token_logprobs"]) / 8 for c in all_]
     ranked = [c["text"] for _, c in sorted(zip(means, all_, strict=True), key=lambda x: -x[0])]
@@ -140,7 +140,7 @@ def test_best_of_gives_the_most_probable(api: Any) -> None:
 
 
 def test_texts_end_where_asked(api: Any, ctx: lb.Context) -> None:
-    body = {"prompt": "Once upon a time", "max_tokens": 20, **WARM}
+    body: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 20, **WARM}
     (whole,) = choices(api, **body, return_token_ids=True)
     assert whole["prompt_token_ids"] == ctx.model.prompt_tokens("Once upon a time")
     word = whole["text"][5:11]
@@ -184,7 +184,7 @@ def test_text_follows_what_is_asked_for(api: Any) -> None:
 
 
 def test_seeds_repeat_texts_and_no_seed_does_not(api: Any) -> None:
-    body = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 1.5}
+    body: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 1.5}
     once, again, other = (choices(api, **body, seed=seed)[0]["text"] for seed in (7, 7, 8))
     assert once == again != other
     assert len({choices(api, **body)[0]["text"] for _ in range(3)}) == 3
@@ -247,7 +247,7 @@ def test_end_of_the_cache_is_a_length(api: Any, ctx: lb.Context) -> None:
 
 def test_llama_servers_own_endpoint(api: Any) -> None:
     (ours,) = choices(api, prompt="Once upon a time", max_tokens=8, logprobs=2, **WARM)
-    body = {"prompt": "Once upon a time", "n_predict": 8, "n_probs": 2, **WARM}
+    body: dict[str, Any] = {"prompt": "Once upon a time", "n_predict": 8, "n_probs": 2, **WARM}
     whole = post(api, path="/completion", **body, return_tokens=True)
     assert whole["content"] == ours["text"]
     assert whole["stop_type"] == "limit"

@@ -191,6 +191,7 @@ def test_last_answer_is_continued(client: Any, server: Serving) -> None:
         {"tool_choice": "required"},
         {"modalities": ["audio"]},
         {"extra_body": {"functions": []}},
+        {"extra_body": {"add_generation_prompt": True, "continue_final_message": True}},
         {"extra_body": {"chat_template_kwargs": {"messages": []}}},
     ],
 )

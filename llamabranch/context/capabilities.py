@@ -42,6 +42,8 @@ class Capabilities:
     exact_rows: int = 0
 
 
+_N_CHECKED = 8  # tokens that versions before 0.3 decoded alone, and then together
+
 Trial = tuple[Capabilities, StateLayout | None, int]
 
 
@@ -55,7 +57,9 @@ def probe(
         is_head: the context computes a head, not the model's trunk.
 
     Returns:
-        the capabilities, the layout of saved states (None if unknown), and the number of decodes used.
+        the capabilities, the layout of saved states (None if unknown), and the number of decodes from
+        which
+        ``Context.sample`` counts: the same whether batches are measured now or were before.
     """
     n_seq_max = params.native().n_seq_max
     # A head has attention only, whatever the trunk has whose file it is in.
@@ -74,18 +78,20 @@ def probe(
     if window:
         can_truncate &= params.swa_full and n_seq_max <= MOST_WITH_WINDOW
         can_truncate &= layout is not None and layout.has_window
+    n_decodes = decoder.n_decodes
     cache.clear()
     rows, reason = 0, "not asked for"
     n_ubatch = params.n_ubatch or handle.n_batch
     if params.batch_invariant is not False:
         reason = _why_not_invariant(model, params)
+        if is_head:
+            reason = reason or "not measured for a head, which needs the states of its target"
         if not reason:
             ask = params.batch_invariant is True
-            setting = (
-                f"K/V {params.kv_type}, {params.n_threads} threads{', head' if is_head else ''}"
-            )
+            setting = f"K/V {params.kv_type}, {params.n_threads} threads"
             measured = exact_rows(decoder, cache, model, setting=setting, ask=ask)
             rows = measured or 0
+            n_decodes += min(handle.n_batch, _N_CHECKED) + 1
             if measured is None:
                 reason = (
                     "not measured: it would take more than 2 s (batch_invariant=True asks for it)"
@@ -105,7 +111,7 @@ def probe(
         batch_invariant_reason=reason,
         exact_rows=rows,
     )
-    return capabilities, layout, decoder.n_decodes
+    return capabilities, layout, n_decodes
 
 
 def of_sharing_head(target: Capabilities) -> Capabilities:
@@ -129,8 +135,8 @@ def _why_not_invariant(model: Model, params: ContextParams) -> str:
         return "layers may run on a GPU"
     if model.memory_type != "attention":
         return f"not established for {model.memory_type} memory"
-    if params.flash_attention is False:
-        return "flash attention is off"
     if params.kv_type not in INVARIANT_KV_TYPES:
         return f"the K/V type is {params.kv_type}, not bf16 or q8_0"  # f16 differs only after 500 tokens
+    if params.flash_attention is False:
+        return "flash attention is off"
     return ""

@@ -612,7 +612,7 @@ def _open(
                 return resolved, handle, tuner, (of_sharing_head(target.capabilities), None, 0)
             trial = probe(handle, model, params, is_head=target is not None)
             found = trial[0]
-            if not found.batch_invariant and resolved is first:
+            if not found.batch_invariant and resolved is first and target is None:
                 again = _adapted(model, resolved, given, found)
                 if again is not None:
                     handle.close()

@@ -43,7 +43,7 @@ def kept(path: Path) -> dict[str, Any]:
     """Return the entries about threads, {} if there is no file."""
     section: dict[str, Any] = {}
     if path.exists():
-        section = json.loads(path.read_text(encoding="utf-8"))["threads"]
+        section = json.loads(path.read_text(encoding="utf-8")).get("threads", {})
     return section
 
 
@@ -152,7 +152,7 @@ def test_a_given_number_is_obeyed_and_nothing_is_measured(target: lb.Model, prof
             assert (ctx.n_threads, ctx.n_threads_batch) == (given, given)
     with Context(target, n_ctx=256, n_threads=1, n_threads_batch=2) as ctx:
         assert (ctx.n_threads, ctx.n_threads_batch) == (1, 2)
-    assert not profile.exists()
+    assert not kept(profile)
 
 
 def test_measuring_leaves_a_context_as_if_nothing_had_been(

@@ -86,10 +86,11 @@ async def props(call: Exchange, service: Service) -> None:
 
 
 async def slots(call: Exchange, service: Service) -> None:
-    """Tell how many texts run."""
+    """Tell how many texts hold a sequence."""
     if not service.settings.slots:
         raise HttpError(501, "the server was started with --no-slots")
-    n, running = service.settings.parallel, service.n_texts
+    ctx, n = service.ctx, service.settings.parallel
+    running = ctx.n_seq_max - ctx.n_seq_free
     await call.reply(
         [{"id": i, "n_ctx": service.n_ctx, "is_processing": i < running} for i in range(n)]
     )

@@ -58,8 +58,7 @@ def probe(
 
     Returns:
         the capabilities, the layout of saved states (None if unknown), and the number of decodes from
-        which
-        ``Context.sample`` counts: the same whether batches are measured now or were before.
+        which ``Context.sample`` counts: the same whether batches are measured now or were before.
     """
     n_seq_max = params.native().n_seq_max
     # A head has attention only, whatever the trunk has whose file it is in.

@@ -477,7 +477,7 @@ def test_texts_that_differ_are_reported_with_place_and_gap(
     assert f"(a factor of {math.exp(divergence['gap']):.3g} in probability)" in shown
     assert f"logits must change by {divergence['gap']:.3g} relative to each other" in shown
     assert (divergence["difference"], divergence["explained"]) == (0.0, False)
-    assert "batch-invariant (checked" in shown
+    assert "batch-invariant (measured" in shown
     assert "bug in llamabranch" in shown
 
 
@@ -732,7 +732,7 @@ def test_layers_for_the_gpu_have_the_name_of_llama_cpp() -> None:
         ),
         *(("-ns", "--samples"), ("-tb", "--threads"), ("-ngld", "-ngl")),
         *(("-ts", "--gpu-layers"), ("--color", "--no-color"), ("--mirostat", "--min-p")),
-        *(("--host", "no server"), ("--image", "not supported"), ("--reverse-prompt", "--stop")),
+        *(("--host", "of `llamabranch serve`"), ("--image", "not supported"), ("--reverse-prompt", "--stop")),
     ],
 )
 def test_other_options_of_llama_cpp_are_refused_by_name(

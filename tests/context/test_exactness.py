@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import numpy as np
+import numpy.typing as npt
 import pytest
 import toys
 from rounding import rounding
@@ -62,8 +64,8 @@ def tokens_of(seq: int) -> list[int]:
 
 def test_claims_hold_in_random_batches(model: lb.Model) -> None:
     """500 batches of 1 to 64 rows, or as many as are claimed: texts and tokens of six sequences."""
-    options = {"n_ctx": 1024, "n_seq_max": N_SEQ, "n_threads": 1, "kv_type": "bf16"}
-    alone = {}
+    options: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": N_SEQ, "n_threads": 1, "kv_type": "bf16"}
+    alone: dict[int, list[npt.NDArray[np.float32]]] = {}
     with Context(model, **options) as ctx:
         claimed = ctx.capabilities.exact_rows
         assert 1 <= claimed <= ctx.n_batch
@@ -81,7 +83,8 @@ def test_claims_hold_in_random_batches(model: lb.Model) -> None:
             branches = [Branch.create(ctx) for _ in range(N_SEQ)]
             unread = {seq: tokens_of(seq) for seq in range(N_SEQ)}
             while any(unread.values()) and n_batches < N_BATCHES:
-                left, batch = min(claimed, int(rng.integers(1, 65))), {}
+                left = min(claimed, int(rng.integers(1, 65)))
+                batch: dict[Branch, list[int]] = {}
                 for seq in rng.permutation(N_SEQ).tolist():
                     n = min(left, int(rng.integers(1, 20)), len(unread[seq]))
                     if n:
@@ -98,7 +101,7 @@ def test_claims_hold_in_random_batches(model: lb.Model) -> None:
 
 
 def test_exact_mode_keeps_to_the_rows_that_are_exact(model: lb.Model) -> None:
-    options = {"n_ctx": 1024, "n_seq_max": 4, "n_threads": 1}
+    options: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 4, "n_threads": 1}
     with Context(model, kv_type="bf16", **options) as ctx:
         rows = ctx.capabilities.exact_rows
     if rows < 2:
@@ -154,7 +157,7 @@ def test_what_was_measured_is_kept_in_the_profile(
     files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "profile.json"))
-    options = {"n_ctx": 256, "n_threads": 1, "kv_type": "bf16"}
+    options: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "kv_type": "bf16"}
     with lb.Model(files["Q8_0"]) as model, Context(model, **options) as ctx:
         first = ctx.capabilities
     monkeypatch.setattr("llamabranch.context.exactness._measure", None)  # nobody measures again

@@ -306,9 +306,10 @@ def test_invalid_drafters_are_ignored(
 
 def test_a_model_whose_file_is_gone_keeps_nothing(tmp_path: Path, profile: Path) -> None:
     path = toys.write_llama(tmp_path / "toy.gguf", vocab="bytes")
-    with lb.Model(path) as model, lb.Context(model, n_ctx=256, n_threads=1) as ctx:
+    with lb.Model(path) as model:
         path.unlink()
-        generate(ctx, lb.PromptLookupDrafter(), 12)
+        with lb.Context(model, n_ctx=256, n_threads=1) as ctx:
+            generate(ctx, lb.PromptLookupDrafter(), 12)
     assert not profile.exists()
 
 

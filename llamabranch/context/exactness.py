@@ -48,8 +48,9 @@ def exact_rows(
         ask: whether to measure all sizes however long it takes. Otherwise fewer are for more than a
             billion parameters, and None is returned for more than four, for which it takes over 2 s.
     """
-    is_part = model.n_params > _ALL and not ask
-    if model.n_params > _SOME and not ask:
+    n_params = model.handle.number("n_params")
+    is_part = n_params > _ALL and not ask
+    if n_params > _SOME and not ask:
         return None
     setting += ", few sizes" if is_part else ""
     known = _found.setdefault(model, {})

@@ -265,6 +265,8 @@ def test_async_twins(chatting: Context) -> None:
             assert list(texts.values()) == expected
             with pytest.raises(ConfigError):
                 await engine.complete(PROMPTS[0], n=0)
+            with pytest.raises(ConfigError, match="drafter"):
+                await engine.complete(PROMPTS[0], drafter=lb.NullDrafter())
             async for event in engine.chat(HELLO, stream=True):
                 assert event.text or event.result
                 break

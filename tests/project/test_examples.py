@@ -201,5 +201,5 @@ def test_the_puzzle_is_solved_by_few_texts() -> None:
 
 
 def test_turn_of_the_chat_reads_only_what_is_new() -> None:
-    assert figure("chat", "Evaluated") < figure("chat", "Tokens of all prompts and answers") / 5
+    assert figure("chat", "Read") < figure("chat", "Tokens of all prompts") / 5
     assert output("chat").count("branch ") == 3

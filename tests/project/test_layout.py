@@ -24,7 +24,7 @@ FLOORS = (
     ("speculative",),
     ("engine",),
     ("search", "bench", "proofs"),
-    ("eval", "serve", "scale"),
+    ("eval", "serve", "scale", "chat"),
     ("cli",),
 )
 RANK = {room: rank for rank, floor in enumerate(FLOORS) for room in floor}
@@ -95,6 +95,7 @@ def test_room_imports_from_floors_below_only(path: Path) -> None:
             "",
             "cli",
             "bench",
+            "chat",
             "eval",
             "hub",
             "loading",

@@ -25,6 +25,7 @@ Rows = npt.NDArray[np.float32]
 
 _STOPPED, _EOG = 2, 3  # states of a stream in ``core.c``
 
+_NEXT_TO_NOTHING = 0.03  # of the time of a plain step
 _MOST_CANDIDATES = 1 << 17  # of all sources of a draft; a longer one goes back to Python
 
 
@@ -73,6 +74,11 @@ class StopRule:
                 return "goodput"
             self.reach *= acceptance
         return ""
+
+    def is_cheap(self) -> bool:
+        """Return whether the next token adds next to nothing to the time of the round."""
+        costs, n = self.costs, self.n_drafted
+        return n + 1 < len(costs) and costs[n + 1] - costs[n] < _NEXT_TO_NOTHING * costs[0]
 
     def _pays(self, k: int, acceptance: float) -> bool:
         """Return whether some draft longer than ``k`` gains more tokens than its time is worth."""

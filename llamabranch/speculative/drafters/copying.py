@@ -22,7 +22,7 @@ from ...errors import ConfigError
 from ...model import Model
 from ..length.base import DraftLength
 from .base import Draft, Drafter, DraftState
-from .ngram_index import Guess, Segment, SharedIndex, TokenIndex, doubling
+from .ngram_index import Guess, Match, Segment, SharedIndex, TokenIndex, doubling
 
 __all__ = ["PromptLookupDrafter", "SuffixDrafter"]
 
@@ -171,15 +171,18 @@ class _CopyState:
         draft = Draft(drafter=self._policy.name, stopped="no evidence")
         start = perf_counter()
         self._index_new(tokens)
-        guess = self._guess(limit)
-        if guess.tokens and length.consider(draft.drafter):
+        match, guess = self._guess(limit)
+        if match is not None and length.consider(draft.drafter):
             self._fill(draft, guess, length, limit)
+            rule = length.stop_rule(len(draft.tokens)) if draft.stopped == "no evidence" else None
+            if rule is not None and rule.is_cheap():  # up to the edge even bad guesses cost nothing
+                self._fill(draft, match.follow(self._index.tokens, limit, 0.0), length, limit)
         draft.seconds = perf_counter() - start
         return draft
 
     def _fill(self, draft: Draft, guess: Guess, length: DraftLength, limit: int) -> None:
-        draft.stopped = "length"
-        for token, probability in zip(guess.tokens, guess.probabilities, strict=True):
+        draft.stopped, n = "length", len(draft.tokens)
+        for token, probability in zip(guess.tokens[n:], guess.probabilities[n:], strict=True):
             surprisal = -math.log(probability)
             draft.entropies.append(surprisal)
             if not length.goes_on(len(draft.tokens), surprisal):
@@ -198,19 +201,19 @@ class _CopyState:
             self._segment = self._shared.write(self._segment, tokens, self._n_written)
             self._n_written = len(tokens)
 
-    def _guess(self, limit: int) -> Guess:
+    def _guess(self, limit: int) -> tuple[Match | None, Guess]:
         index, policy = self._index, self._policy
         matches = [index.longest(policy.most)]
         if self._shared is not None:
             matches.append(self._shared.longest(index.tokens, skip=self._segment))
-        best = Guess([], [])
+        best, best_match = Guess([], []), None
         for match in matches:
             if match is not None:
                 most = policy.budget(match.length, limit)
                 guess = match.follow(index.tokens, most, policy.floor)
                 if guess.expected > best.expected:
-                    best = guess
-        return best
+                    best, best_match = guess, match
+        return best_match, best
 
     def observe(self, n_tokens: int) -> None:
         if n_tokens < len(self._index):

@@ -12,8 +12,8 @@ from ...native.draft_loop import StopRule
 from ..config import SpeculativeConfig
 from .acceptance import Acceptance
 from .base import DraftLength, FixedLength, RoundReport
+from .curve import Curve, smooth
 from .known import Known, KnownDrafter
-from .target_times import TargetTimes, smooth
 
 __all__ = ["AutoLength", "draft_length"]
 
@@ -68,8 +68,7 @@ class _Learned:
         self.known = known
         self.records: dict[str, _Record] = {}
         self.record = _Record()  # of the drafter that was called last
-        self.times = TargetTimes()
-        self.times.start_from(known.target_s)
+        self.curve = Curve(known.target_s)
         self.overhead_s = {False: 0.0, True: 0.0}  # of a stream's round, by whether it had a draft
         self.n_streams = 1  # in the last decode
         self.n_plain = 0  # rounds
@@ -90,8 +89,8 @@ class _Learned:
         if known is not None:
             record.acceptance.start_from(known.counts)
             record.source = known.source
-            if self.times:
-                record.step_s = known.cost * self.times.of(1)
+            if self.curve:
+                record.step_s = known.cost * self.curve.of(1)
         return record
 
     def described(self) -> _Record:
@@ -173,15 +172,20 @@ class AutoLength:
 
     # -- measurements ------------------------------------------------------------------------------
 
+    @property
+    def curve(self) -> Curve:
+        """The times of the target's decodes."""
+        return self._learned.curve
+
     def step_cost(self) -> float:
         """Return c: a draft step's time over a plain target step's; nan before it is measured."""
         with self._learned.lock:
-            return self._learned.record.step_s / self._time(1) if self._learned.times else math.nan
+            return self._learned.record.step_s / self._time(1) if self._learned.curve else math.nan
 
     def verify_cost(self, n: int) -> float:
         """Return v(n): the target's time for n tokens over its time for one, interpolated."""
         with self._learned.lock:
-            return self._time(n) / self._time(1) if self._learned.times else math.nan
+            return self._time(n) / self._time(1) if self._learned.curve else math.nan
 
     @property
     def is_on(self) -> bool:
@@ -210,12 +214,12 @@ class AutoLength:
         return not records or any(record.is_on for record in records.values())
 
     def _time(self, n: int) -> float:
-        return self._learned.times.of(n)
+        return self._learned.curve.of(n)
 
     def _plain_s(self) -> float:
         """Return the seconds of a plain token: a stream's share of the decode plus its overhead."""
         n = self._learned.n_streams
-        return self._time(n) / n + self._learned.overhead_s[False]
+        return self._learned.curve.filled(n) / n + self._learned.overhead_s[False]
 
     def _costs(self, record: _Record) -> list[float]:
         """Return a stream's seconds per round, for k = 0, 1, ... tokens drafted by each stream."""
@@ -223,10 +227,11 @@ class AutoLength:
         if not learned.costs or learned.costs_of is not record:
             learned.costs_of = record
             n, per_token = learned.n_streams, learned.n_streams * self._width
-            # Measured times are noisy, but more tokens never take less time than fewer.
-            least_s, overhead_s = self._time(n), max(learned.overhead_s.values())
+            # Measured times are noisy, but no draft makes a decode take less than without it.
+            filled, overhead_s = learned.curve.filled, max(learned.overhead_s.values())
+            least_s = filled(n)
             learned.costs = [
-                k * record.step_s + max(least_s, self._time(n + k * per_token)) / n + overhead_s
+                k * record.step_s + max(least_s, filled(n + k * per_token)) / n + overhead_s
                 for k in range(self.limit + 1)
             ]
             learned.costs[0] = self._plain_s()
@@ -334,7 +339,8 @@ class AutoLength:
             if self._shares_decode:
                 self._report = report if report.drafter_called else None
             else:
-                self._learn_round([report], report.n_verified, report.verify_s, report.n_rounds)
+                n_rows = report.n_rows or report.n_verified
+                self._learn_round([report], n_rows, report.verify_s, report.n_rounds)
 
     def learn_decode(self, streams: Sequence[DraftLength], n_tokens: int, verify_s: float) -> None:
         """Learn the time of a decode that ``streams`` shared; NaN = it is not comparable."""
@@ -353,19 +359,20 @@ class AutoLength:
     ) -> None:
         """Learn from one decode of ``n_tokens``; the reports of its streams together weigh as one."""
         learned, n_streams = self._learned, len(reports)
+        n_drafted = sum(report.n_verified for report in reports) - n_streams
         learned.n_streams = n_streams
-        factor = learned.times.learn(n_tokens, verify_s, n_rounds)
+        factor = learned.curve.learn(n_tokens, verify_s, n_rounds)
         for record in learned.records.values():
             if record.n_timed == 0:
                 record.step_s *= factor
         learned.costs = []
         learned.since_plain += n_rounds
-        if n_tokens == n_streams and not any(report.drafter_called for report in reports):
+        if not n_drafted and not any(report.drafter_called for report in reports):
             learned.n_plain += n_rounds
             learned.since_plain = 0
         # Each stream is charged the time that its own draft added to the decode.
-        plain_s = self._time(n_streams) if n_tokens > n_streams else verify_s
-        added_s = (verify_s - plain_s) / max(1, n_tokens - n_streams)
+        plain_s = learned.curve.filled(n_streams) if n_drafted else verify_s
+        added_s = (verify_s - plain_s) / max(1, n_drafted)
         weight = n_rounds / n_streams
         for report in reports:
             seconds = plain_s / n_streams + (report.n_verified - 1) * added_s
@@ -414,12 +421,12 @@ class AutoLength:
     def findings(self) -> Known | None:
         """Return what was measured so far, for later runs; None as long as t(1) is not known."""
         with self._learned.lock:
-            times = self._learned.times
-            if not times.n_measured or not times.has(1):
+            curve = self._learned.curve
+            if not curve.n_measured or 1 not in curve.sizes:
                 return None
-            one_s = times.of(1)
+            one_s = curve.of(1)
             return Known(
-                {1: one_s} | {n: times.of(n) for n in times.n_measured},
+                {1: one_s} | {n: curve.of(n) for n in curve.n_measured},
                 drafters={
                     name: KnownDrafter(
                         record.acceptance.counts(), record.step_s / one_s, n_drafts=record.n_drafts
@@ -427,7 +434,7 @@ class AutoLength:
                     for name, record in self._learned.records.items()
                     if record.n_timed
                 },
-                n_decodes=dict(times.n_measured),
+                n_decodes=dict(curve.n_measured),
             )
 
     def explain(self) -> str:
@@ -438,7 +445,7 @@ class AutoLength:
     def _explanation(self) -> str:
         learned, record = self._learned, self._learned.described()
         has_acceptance = learned.n_drafts > 0 or record.acceptance.is_kept
-        known = (("plain step", bool(learned.times)), ("draft", has_acceptance))
+        known = (("plain step", bool(learned.curve)), ("draft", has_acceptance))
         missing = [name for name, is_known in known if not is_known]
         if missing:
             waiting = " and ".join(f"no {name}" for name in missing)
@@ -446,13 +453,10 @@ class AutoLength:
         one_s = self._time(1)
         k, speedup = self._best(record)
         n = learned.n_streams
-        sizes = [
-            m for m in sorted({1, *(n * i for i in (1, 2, 3, 5, 9))}) if m <= learned.times.largest
-        ]
         facts = (
             f"a drafted token is accepted with probability {record.acceptance.mean:.2f}, "
-            f"a draft step costs c = {record.step_s / one_s:.2f} target steps, a target decode of "
-            + ", ".join(f"{m} tokens v = {self._time(m) / one_s:.2f}" for m in sizes)
+            f"a draft step costs c = {record.step_s / one_s:.2f} target steps, "
+            + learned.curve.explain()
         ) + self._sources(record)
         streams = "" if n == 1 else f" with {n} streams in a decode"
         if not self._is_on():
@@ -469,7 +473,7 @@ class AutoLength:
         """Return where the numbers come from: what was known before, and what was measured since."""
         learned = self._learned
         costs = learned.known.source if learned.known.target_s else ""
-        n_decodes = sum(learned.times.n_measured.values())
+        n_decodes = sum(learned.curve.n_measured.values())
         kept = record.source if record.acceptance.is_kept else ""
         dropped = f" ({record.source} was wrong)" if record.source and not kept else ""
         return (

@@ -25,7 +25,6 @@ Rows = npt.NDArray[np.float32]
 
 _STOPPED, _EOG = 2, 3  # states of a stream in ``core.c``
 
-_NEXT_TO_NOTHING = 0.03  # of the time of a plain step
 _MOST_CANDIDATES = 1 << 17  # of all sources of a draft; a longer one goes back to Python
 
 
@@ -43,6 +42,7 @@ class StopRule:
         mean: the acceptance of tokens whose entropy is not known yet.
         rate: tokens a second that a longer draft must exceed.
         is_probe: the first token is drawn even if that does not pay.
+        weighs: drafting itself costs next to nothing: ``longest`` decides on all that could follow.
         n_drafted: tokens of the draft when the loop begins.
         reach: the product of the acceptance of the tokens drafted so far.
     """
@@ -55,6 +55,7 @@ class StopRule:
     mean: float = 0.0
     rate: float = 0.0
     is_probe: bool = False
+    weighs: bool = False
     n_drafted: int = 0
     reach: float = 1.0
 
@@ -75,10 +76,24 @@ class StopRule:
             self.reach *= acceptance
         return ""
 
-    def is_cheap(self) -> bool:
-        """Return whether the next token adds next to nothing to the time of the round."""
-        costs, n = self.costs, self.n_drafted
-        return n + 1 < len(costs) and costs[n + 1] - costs[n] < _NEXT_TO_NOTHING * costs[0]
+    def longest(self, entropies: Sequence[float]) -> int:
+        """Return how many of the tokens that may follow, of which all is known, to draft.
+
+        As many as gain the most over what their time would yield otherwise.
+        """
+        k, costs, reach, gained = self.n_drafted, self.costs, self.reach, 0.0
+        best, n = 0.0, 0
+        for i, entropy in enumerate(entropies, 1):
+            if k + i >= len(costs) or k + i > self.most_tokens or entropy > self.most_entropy:
+                break
+            reach *= self.acceptance[
+                -1 if math.isnan(entropy) else bisect.bisect(self.edges, entropy)
+            ]
+            gained += reach
+            gain = gained - self.rate * (costs[k + i] - costs[k])
+            if gain > best:
+                best, n, self.reach = gain, i, reach
+        return n
 
     def _pays(self, k: int, acceptance: float) -> bool:
         """Return whether some draft longer than ``k`` gains more tokens than its time is worth."""

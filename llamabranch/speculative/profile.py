@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from time import monotonic, perf_counter, strftime
 
 from ..context import Context
@@ -48,7 +49,7 @@ class PairProfile:
     def __init__(
         self, target: Context, drafter: Drafter, *, batched: bool, n_rows: int = _MOST_ROWS
     ) -> None:
-        self._known = Known()
+        self._known = Known(estimates=drafter.estimates)
         self._saved_at = -math.inf
         self._n_saved = 0.0
         self._is_off = is_off()
@@ -65,7 +66,7 @@ class PairProfile:
         if times is not None:  # c and v(n) are ratios: without t(1) they are of no use
             found = {name: _drafter(read_entry(_DRAFTERS, key)) for name, key in self._keys.items()}
             drafters = {name: each for name, each in found.items() if each is not None}
-            self._known = Known(times.target_s, times.source, drafters, times.n_decodes)
+            self._known = replace(times, drafters=drafters, estimates=drafter.estimates)
 
     @classmethod
     def open(

@@ -20,6 +20,7 @@ from ...arguments import real, whole
 from ...branch import Branch
 from ...errors import ConfigError
 from ...model import Model
+from ...native.draft_loop import StopRule
 from ..length.base import DraftLength
 from .base import Draft, Drafter, DraftState
 from .ngram_index import Guess, Match, Segment, SharedIndex, TokenIndex, doubling
@@ -27,7 +28,19 @@ from .ngram_index import Guess, Match, Segment, SharedIndex, TokenIndex, doublin
 __all__ = ["PromptLookupDrafter", "SuffixDrafter"]
 
 
-class PromptLookupDrafter(Drafter):
+class _CopyDrafter(Drafter):
+    """Copies token ids of the target's own text, and estimates how probable they are."""
+
+    @property
+    def estimates(self) -> frozenset[str]:
+        """Its name: the entropies of its drafts are surprisals."""
+        return frozenset({self.name})
+
+    def check(self, target: Model) -> None:
+        """Accept any target: it copies token ids of the target's own text."""
+
+
+class PromptLookupDrafter(_CopyDrafter):
     """Copies the tokens that followed the last few tokens at their latest occurrence in prompt or output.
 
     Known as prompt lookup decoding (Saxena 2023) and n-gram speculation. It looks for the longest
@@ -48,16 +61,13 @@ class PromptLookupDrafter(Drafter):
         self.min_ngram = whole("min_ngram", min_ngram, 1, self.max_ngram)
         self._policy = _Policy(self.name, most=1, floor=0.0, factor=0.0, offset=math.inf)
 
-    def check(self, target: Model) -> None:
-        """Accept any target: it copies token ids of the target's own text."""
-
     def start(self, target: Branch, rule: str) -> DraftState:
         """Return a new state."""
         index = TokenIndex(range(self.min_ngram, self.max_ngram + 1))
         return _CopyState(self._policy, index, None, target.position, target.ctx.model.is_eog)
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(_CopyDrafter):
     """Follows the most frequent continuation of the longest suffix seen before.
 
     Known as SuffixDecoding (Oliaro et al. 2024, 2411.04975): one index holds the request's prompt and
@@ -113,9 +123,6 @@ class SuffixDrafter(Drafter):
         self.shared_tokens = shared_tokens
         self._policy = _Policy(self.name, max_occurrences, min_probability, factor, offset)
         self._shared: WeakKeyDictionary[Model, SharedIndex] = WeakKeyDictionary()
-
-    def check(self, target: Model) -> None:
-        """Accept any target: it copies token ids of the target's own text."""
 
     def start(self, target: Branch, rule: str) -> DraftState:
         """Return a new state; the tokens generated from here on enter the shared index."""
@@ -173,16 +180,32 @@ class _CopyState:
         self._index_new(tokens)
         match, guess = self._guess(limit)
         if match is not None and length.consider(draft.drafter):
-            self._fill(draft, guess, length, limit)
-            rule = length.stop_rule(len(draft.tokens)) if draft.stopped == "no evidence" else None
-            if rule is not None and rule.is_cheap():  # up to the edge even bad guesses cost nothing
-                self._fill(draft, match.follow(self._index.tokens, limit, 0.0), length, limit)
+            rule = length.stop_rule(0) if length.reads_entropy else None
+            if rule is not None and rule.weighs:
+                self._weigh(draft, match.follow(self._index.tokens, limit, 0.0), rule, limit)
+            else:
+                self._fill(draft, guess, length, limit)
         draft.seconds = perf_counter() - start
         return draft
 
+    def _weigh(self, draft: Draft, guess: Guess, rule: StopRule, limit: int) -> None:
+        """Draft as much of the guess as gains the most; nothing limits it otherwise."""
+        ends = [i for i, token in enumerate(guess.tokens, 1) if self._is_eog(token)]
+        tokens = guess.tokens[: min(ends, default=limit)]
+        surprisals = [-math.log(p) for p in guess.probabilities[: len(tokens)]]
+        n = rule.longest(surprisals)
+        draft.tokens = tokens[:n]
+        draft.entropies = surprisals[: n + 1]
+        if n < len(tokens):
+            draft.stopped = "goodput"
+        elif ends:
+            draft.stopped = "end"
+        elif n == limit:
+            draft.stopped = "length"
+
     def _fill(self, draft: Draft, guess: Guess, length: DraftLength, limit: int) -> None:
-        draft.stopped, n = "length", len(draft.tokens)
-        for token, probability in zip(guess.tokens[n:], guess.probabilities[n:], strict=True):
+        draft.stopped = "length"
+        for token, probability in zip(guess.tokens, guess.probabilities, strict=True):
             surprisal = -math.log(probability)
             draft.entropies.append(surprisal)
             if not length.goes_on(len(draft.tokens), surprisal):

@@ -27,6 +27,7 @@ class _Record:
     n_drafts: int = 0  # of this run
     n_timed: int = 0  # of these, those whose steps were timed
     source: str = ""  # of what was known before this run
+    estimates: bool = False  # its entropies are its own estimates of its tokens' surprisal
     # Whether it is called in every round; tokens, seconds and number of the latest rounds in which it
     # was called, with less weight the older they are.
     is_on: bool = True
@@ -86,6 +87,8 @@ class _Learned:
     def new_record(self, drafter: str) -> _Record:
         """Return a record that begins with what is known of a drafter."""
         record, known = _Record(), self.known.drafters.get(drafter)
+        if drafter in self.known.estimates:
+            record.acceptance, record.estimates = Acceptance(of_surprisals=True), True
         if known is not None:
             record.acceptance.start_from(known.counts)
             record.source = known.source
@@ -136,6 +139,7 @@ class AutoLength:
     COOLDOWN, LONGEST_COOLDOWN = 16, 1024  # rounds between trials
     TRIAL_SHARE = 0.02  # the most a trial may cost, as a share of the time since the last one
     LOOK_EVERY = 8  # plain steps between checks whether a trial is due
+    CHEAP = 0.02  # of a plain step: the time of a draft step that costs next to nothing
     EMPTY_PROBES = 8  # rounds without a draft after which a trial ends
 
     reads_entropy = True
@@ -274,6 +278,9 @@ class AutoLength:
             is_new = drafter not in self._learned.records
             record = self._learned.record_of(drafter)
             self._record = self._learned.record = record
+            if self._weighs(record):
+                self._is_trial = False
+                return record.is_on or self._is_due(record)
             if is_new and self._is_known(record) and self._best(record)[0] == 0:
                 record.switch(on=False)  # a few trials at once show whether that still holds
             self._is_trial = not record.is_on and self._is_due(record)
@@ -286,6 +293,12 @@ class AutoLength:
             return False
         self.reason = self.stop_rule(n_drafted).reason(n_drafted, entropy)
         return not self.reason
+
+    def _weighs(self, record: _Record) -> bool:
+        """Return whether all tokens that could follow are looked at, since that costs next to nothing."""
+        if not record.estimates or not (record.n_timed or self._learned.known.target_s):
+            return False
+        return record.step_s < self.CHEAP * self._plain_s()
 
     def _is_known(self, record: _Record) -> bool:
         """Return whether a drafter's acceptance can be relied on; else its drafts are a warm-up."""
@@ -307,18 +320,20 @@ class AutoLength:
 
     def _new_rule(self, record: _Record) -> StopRule:
         most = math.inf if self._entropy_stop is None else self._entropy_stop
-        if not self._is_known(record):
+        weighs = self._weighs(record)
+        if not (weighs or self._is_known(record)):
             return StopRule(most, self.WARM_UP_K)
         acceptance = record.acceptance
         return StopRule(
             most,
-            self.WARM_UP_K if record.n_drafts < self.SHORT_DRAFTS else self.limit,
+            self.WARM_UP_K if record.n_drafts < self.SHORT_DRAFTS and not weighs else self.limit,
             edges=acceptance.edges,
             acceptance=acceptance.rates(),
             costs=self._costs(record),
             mean=acceptance.mean,
             rate=self._throughput(record),
             is_probe=self._is_trial,
+            weighs=weighs,
         )
 
     # -- learning ----------------------------------------------------------------------------------
@@ -399,6 +414,8 @@ class AutoLength:
             lost_s = seconds - tokens * self._plain_s()
             record.lost_s = max(0.0, record.lost_s + weight * lost_s)
         if record.is_on:
+            if self._weighs(record):
+                return  # each draft is decided by itself
             is_useless = self._is_known(record) and self._best(record)[0] == 0
             if is_useless or record.lost_s > self.LOST_STEPS * self._plain_s():
                 record.switch(on=False)

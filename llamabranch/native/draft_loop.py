@@ -25,6 +25,7 @@ Rows = npt.NDArray[np.float32]
 
 _STOPPED, _EOG = 2, 3  # states of a stream in ``core.c``
 
+_LEAST_GAIN = 0.2  # tokens that a draft must be expected to gain: acceptance is not known exactly
 _MOST_CANDIDATES = 1 << 17  # of all sources of a draft; a longer one goes back to Python
 
 
@@ -82,7 +83,7 @@ class StopRule:
         As many as gain the most over what their time would yield otherwise.
         """
         k, costs, reach, gained = self.n_drafted, self.costs, self.reach, 0.0
-        best, n = 0.0, 0
+        best, n = _LEAST_GAIN, 0
         for i, entropy in enumerate(entropies, 1):
             if k + i >= len(costs) or k + i > self.most_tokens or entropy > self.most_entropy:
                 break

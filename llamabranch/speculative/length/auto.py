@@ -131,6 +131,7 @@ class AutoLength:
 
     WARM_UP_PLAIN = 3  # plain steps before the first draft
     WARM_UP_DRAFTS, WARM_UP_K = 4, 3  # drafts that measure a new drafter, and their tokens
+    FIRST_K, FEW_SIZES = 7, 3  # tokens of a copied draft while fewer sizes of decodes have a time
     SHORT_DRAFTS = 2  # drafts of a known drafter that are as short, in case it has changed
     RATE_ROUNDS = 32  # the number of rounds that the recent throughput covers, about
     LOST_STEPS = 8  # a drafter that has lost the time of so many plain steps is switched off
@@ -280,7 +281,7 @@ class AutoLength:
             self._record = self._learned.record = record
             if self._weighs(record):
                 self._is_trial = False
-                return record.is_on or self._is_due(record)
+                return True
             if is_new and self._is_known(record) and self._best(record)[0] == 0:
                 record.switch(on=False)  # a few trials at once show whether that still holds
             self._is_trial = not record.is_on and self._is_due(record)
@@ -296,9 +297,7 @@ class AutoLength:
 
     def _weighs(self, record: _Record) -> bool:
         """Return whether all tokens that could follow are looked at, since that costs next to nothing."""
-        if not record.estimates or not (record.n_timed or self._learned.known.target_s):
-            return False
-        return record.step_s < self.CHEAP * self._plain_s()
+        return record.estimates and record.step_s < self.CHEAP * self._plain_s()
 
     def _is_known(self, record: _Record) -> bool:
         """Return whether a drafter's acceptance can be relied on; else its drafts are a warm-up."""
@@ -323,10 +322,14 @@ class AutoLength:
         weighs = self._weighs(record)
         if not (weighs or self._is_known(record)):
             return StopRule(most, self.WARM_UP_K)
-        acceptance = record.acceptance
+        acceptance, most_tokens = record.acceptance, self.limit
+        if weighs and len(self._learned.curve.sizes) < self.FEW_SIZES:
+            most_tokens = self.FIRST_K
+        elif record.n_drafts < self.SHORT_DRAFTS and not weighs:
+            most_tokens = self.WARM_UP_K
         return StopRule(
             most,
-            self.WARM_UP_K if record.n_drafts < self.SHORT_DRAFTS and not weighs else self.limit,
+            most_tokens,
             edges=acceptance.edges,
             acceptance=acceptance.rates(),
             costs=self._costs(record),

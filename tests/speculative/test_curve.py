@@ -78,6 +78,12 @@ def test_sizes_that_are_not_decoded_keep_pace_with_those_that_are() -> None:
     assert curve.of(8) / curve.of(1) == pytest.approx(12.0 / 4.7, rel=0.05)
 
 
+def test_first_decode_of_a_size_that_is_slow_moves_little() -> None:
+    curve = stairs()
+    curve.learn(20, 900.0)
+    assert curve.of(20) < 4 * STAIRS[17]
+
+
 def test_last_step_of_the_curve_is_no_slope() -> None:
     assert stairs().of(33) < 1.6 * STAIRS[17]
 

@@ -16,6 +16,7 @@ __all__ = ["Curve", "smooth"]
 
 _GAIN = 0.97  # what a filled decode may take of the time of one that is not
 _MOST_SHOWN = 33  # sizes
+_SLOW = 3.0  # times what was expected
 _EVERY = 16  # decodes after which the edges are looked for again
 
 
@@ -67,8 +68,10 @@ class Curve:
                 factor = 1.0 + weight * (min(2.0, max(0.5, ratio)) - 1.0)
                 self._pace *= factor
             n_before = n_here if n in self._kept else None
-            old = self._shape.get(n, 0.0)
-            self._shape[n] = smooth(old, seconds / self._pace, times, n_before)
+            old, new = self._shape.get(n, 0.0), seconds / self._pace
+            if not old and self._shape:  # a first decode that is slow says little about its size
+                new = min(new, _SLOW * _interpolated(self._shape, n))
+            self._shape[n] = smooth(old, new, times, n_before)
             self.n_measured[n] = n_here + times
             if n_all // _EVERY != (n_all + times) // _EVERY:
                 self._rows = []

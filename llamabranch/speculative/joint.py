@@ -244,20 +244,18 @@ class Joint:
 
     def _decode(self, step: Step, streams: Sequence[Stream], readers: Sequence[Reader]) -> None:
         """Decode pending tokens, drafts and texts together; let each take its rows."""
-        ctx = self._ctx
         filler = [] if readers else self._filler(streams)
-        alone = streams[0] if len(streams) == 1 and not readers and not filler else None
+        if len(streams) == 1 and not readers and not filler:
+            return self._decode_alone(step, streams[0])
+        ctx = self._ctx
         members: tuple[Stream | Reader, ...] = (*streams, *readers)
-        if alone is None:
-            batch, texts = self._pack(streams, readers)
-            expiring = [row for member in members for row in member.sequence.expiring_rows()]
-            if filler:
-                batch.add(streams[-1].sequence.seq_id, filler, "all")
-        else:
-            batch, texts, expiring = Batch(), [alone.plan], []
+        batch, texts = self._pack(streams, readers)
+        expiring = [row for member in members for row in member.sequence.expiring_rows()]
+        if filler:
+            batch.add(streams[-1].sequence.seq_id, filler, "all")
         with ctx.lock:  # the logits are valid until the next decode of any thread
             start = perf_counter()
-            rows = batch.decode(ctx.decoder, expiring) if alone is None else [alone.decode()]
+            rows = batch.decode(ctx.decoder, expiring)
             step.verify_s = verify_s = perf_counter() - start
             n = sum(map(len, texts))
             step.n_tokens = n + len(filler)
@@ -265,22 +263,35 @@ class Joint:
                 rows.pop()
                 sequence = streams[-1].sequence
                 ctx.kv_cache.drop(sequence.seq_id, sequence.position + len(texts[-1]))
+            n_rows = step.n_tokens if len(members) == 1 else 0
             for member, tokens, its, outcome in zip(
                 members, texts, rows, step.outcomes, strict=True
             ):
                 outcome.n_tokens = len(tokens)
                 try:
                     if isinstance(member, Stream):
-                        n_rows = step.n_tokens if len(members) == 1 else 0
                         outcome.emitted = member.accept(its, verify_s * len(tokens) / n, n_rows)
                     elif tokens:
                         member.read(tokens, its)
                 except LlamaBranchError as error:
-                    if alone is not None:
-                        alone.abandon()
-                        if isinstance(error, CapacityError):  # memory that decodes again to accept
-                            raise
                     outcome.error = error
+        return None
+
+    def _decode_alone(self, step: Step, stream: Stream) -> None:
+        """Decode the plan of one stream, a tree perhaps, and let it take its rows."""
+        outcome = step.outcomes[0]
+        with self._ctx.lock:
+            start = perf_counter()
+            rows = stream.decode()
+            step.verify_s = perf_counter() - start
+            step.n_tokens = outcome.n_tokens = 1 + stream.n_drafted
+            try:
+                outcome.emitted = stream.accept(rows, step.verify_s)
+            except LlamaBranchError as error:
+                stream.abandon()
+                if isinstance(error, CapacityError):  # memory that decodes again to accept
+                    raise
+                outcome.error = error
 
     def _filler(self, streams: Sequence[Stream]) -> list[int]:
         """Return tokens that nobody reads, with which the decode ends on an edge of its curve.

@@ -74,14 +74,16 @@ def seconds_by_size(
     found: dict[int, float] = {}
     start = time.perf_counter()
     with stopped_after(handle, max(2.0, 2 * limit_s)):
-        for _ in range(_ROUNDS):
-            for i, n in enumerate(sizes):
+        for turn in range(_ROUNDS + 1):
+            for n in (
+                sizes if turn else sizes[:1]
+            ):  # the very first decode may still load the weights
                 if found and time.perf_counter() - start > limit_s:
                     return found
-                for _ in range(1 + (i == 0)):  # the first decode of all may still load the weights
-                    seconds = trial_decode(handle, n, wants_all=True)
-                    handle.remove(0, 0, -1)
-                    if seconds is None:
-                        return found
-                found[n] = min(seconds, found.get(n, seconds))
+                seconds = trial_decode(handle, n, wants_all=True)
+                handle.remove(0, 0, -1)
+                if seconds is None:
+                    return found
+                if turn:
+                    found[n] = min(seconds, found.get(n, seconds))
     return found

@@ -94,6 +94,7 @@ class StopRule:
             gain = gained - self.rate * (costs[k + i] - costs[k])
             if gain > best:
                 best, n, self.reach = gain, i, reach
+        self.n_drafted = k + n
         return n
 
     def _pays(self, k: int, acceptance: float) -> bool:

@@ -78,7 +78,7 @@ class PairProfile:
         """
         if isinstance(config.draft_k, int):
             return draft_length(config), None
-        n_rows = max(1 + config.max_draft_tokens, target.n_seq_max if batched else 0)
+        n_rows = config.max_draft_tokens + (target.n_seq_max if batched else 1)
         profile = cls(target, drafter, batched=batched, n_rows=n_rows)
         length = draft_length(config, drafter.width, profile.known())
         if isinstance(length, AutoLength):

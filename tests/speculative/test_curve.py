@@ -142,6 +142,30 @@ def test_auto_drafts_up_to_the_edge() -> None:
     assert drafts.count(7) > 200
 
 
+def test_drafts_of_many_streams_fill_what_is_left() -> None:
+    """Five streams are decoded with eight rows: three copied tokens cost nothing, whoever has them."""
+    length = AutoLength(16, known=Known(STAIRS, "a claim", estimates=frozenset({"suffix"})))
+    length.curve.fills = True
+    streams = [length.stream(shares_decode=True) for _ in range(5)]
+    for stream in streams:
+        stream.learn(RoundReport.plain(1, 0.0, 0.0))
+    length.learn_decode(streams, 8, STAIRS[8])
+
+    def drafted(surprisals: Sequence[float]) -> list[int]:
+        found = []
+        for stream in streams:
+            assert stream.plain_steps(1) == 0 and stream.consider("suffix")
+            weighing = stream.stop_rule(0)
+            assert weighing.weighs
+            found.append(weighing.longest(surprisals))
+        length.learn_decode(streams, 8, STAIRS[8])
+        return found
+
+    assert drafted([0.7, 0.7]) == [2, 1, 0, 0, 0]  # each is accepted in half of the cases
+    assert drafted([0.7]) == [1, 1, 1, 0, 0]
+    assert drafted([3.0]) == [0] * 5
+
+
 # -- filled decodes change nothing ------------------------------------------------------------------
 
 

@@ -72,6 +72,7 @@ class _Learned:
         self.curve = Curve(known.target_s)
         self.overhead_s = {False: 0.0, True: 0.0}  # of a stream's round, by whether it had a draft
         self.n_streams = 1  # in the last decode
+        self.weighed: list[StopRule] = []  # of drafts that will share the next decode
         self.n_plain = 0  # rounds
         self.n_drafts = 0
         self.since_plain = 0  # rounds since the last of them
@@ -216,7 +217,7 @@ class AutoLength:
 
     def _is_on(self) -> bool:
         records = self._learned.records
-        return not records or any(record.is_on for record in records.values())
+        return not records or any(r.is_on or self._weighs(r) for r in records.values())
 
     def _time(self, n: int) -> float:
         return self._learned.curve.of(n)
@@ -241,6 +242,20 @@ class AutoLength:
             ]
             learned.costs[0] = self._plain_s()
         return learned.costs
+
+    def _added_costs(self, record: _Record) -> list[float]:
+        """Return what a stream's draft adds to a decode with the drafts that others have in it already.
+
+        Up to the next edge that is nothing, even where drafts would not pay otherwise.
+        """
+        learned = self._learned
+        filled, n = learned.curve.filled, learned.n_streams
+        n += sum(rule.n_drafted for rule in learned.weighed)
+        without_s, plain_s = filled(n), self._plain_s()
+        return [
+            plain_s + k * record.step_s + max(0.0, filled(n + k) - without_s)
+            for k in range(self.limit + 1)
+        ]
 
     def _throughput(self, record: _Record) -> float:
         """Return the recent tokens per second; plain decoding's if those are higher."""
@@ -313,6 +328,8 @@ class AutoLength:
             reach = rule.reach if rule is not None and n_drafted else 1.0
             with self._learned.lock:
                 rule = self._rule = self._new_rule(record)
+                if rule.weighs and self._shares_decode:
+                    self._learned.weighed.append(rule)
             self._rule_of, rule.reach = record, reach
         rule.n_drafted = n_drafted
         return rule
@@ -332,7 +349,9 @@ class AutoLength:
             most_tokens,
             edges=acceptance.edges,
             acceptance=acceptance.rates(),
-            costs=self._costs(record),
+            costs=self._added_costs(record)
+            if weighs and self._shares_decode
+            else self._costs(record),
             mean=acceptance.mean,
             rate=self._throughput(record),
             is_probe=self._is_trial,
@@ -363,6 +382,7 @@ class AutoLength:
     def learn_decode(self, streams: Sequence[DraftLength], n_tokens: int, verify_s: float) -> None:
         """Learn the time of a decode that ``streams`` shared; NaN = it is not comparable."""
         with self._learned.lock:
+            self._learned.weighed.clear()
             reports: list[RoundReport] = []
             for stream in streams:
                 if isinstance(stream, AutoLength):
@@ -387,6 +407,7 @@ class AutoLength:
         learned.since_plain += n_rounds
         if not n_drafted and not any(report.drafter_called for report in reports):
             learned.n_plain += n_rounds
+        if not n_drafted:
             learned.since_plain = 0
         # Each stream is charged the time that its own draft added to the decode.
         plain_s = learned.curve.filled(n_streams) if n_drafted else verify_s

@@ -119,8 +119,10 @@ def _opening(
                 with lb.Model(model.path) as fresh:  # what was measured is kept with the model
                     lb.Context(fresh, n_ctx=64, n_threads=1, batch_invariant=False).close()
                     start = perf_counter()
-                    options = {} if measures else {"batch_invariant": False}
-                    lb.Context(fresh, n_ctx=1024, n_threads=settings.threads, **options).close()
+                    exact: bool | str = "auto" if measures else False
+                    lb.Context(
+                        fresh, n_ctx=1024, n_threads=settings.threads, batch_invariant=exact
+                    ).close()
                     its.append(perf_counter() - start)
     finally:
         os.environ["LLAMABRANCH_PROFILE"] = kept

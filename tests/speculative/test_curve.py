@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -117,7 +117,7 @@ def test_weighed_drafts_gain_the_most_on_any_curve(seed: int) -> None:
 
     def gain(k: int) -> float:
         chances = [0.8 if entropy < 0.5 else 0.3 for entropy in entropies]
-        return float(sum(np.cumprod(chances)[:k])) - 0.6 * (costs[k] - costs[0])
+        return float(np.cumprod(chances)[:k].sum()) - 0.6 * float(costs[k] - costs[0])
 
     best = max(range(len(costs)), key=gain)
     assert n == (best if gain(best) > 0.2 else 0)
@@ -202,10 +202,15 @@ def plain(ctx: Context, prompt: str, n: int) -> list[int]:
 
 
 @pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch, ctx: Context) -> Iterator[list[int]]:
+def decoded(ctx: Context) -> Iterator[list[int]]:
     """The tokens of each decode."""
     sizes: list[int] = []
-    before = ctx.decoder.hook(lambda decode, n: (sizes.append(n), decode(n))[1])
+
+    def note(decode: Callable[[int], int], n: int) -> int:
+        sizes.append(n)
+        return decode(n)
+
+    before = ctx.decoder.hook(note)
     yield sizes
     ctx.decoder.hook(before)
 

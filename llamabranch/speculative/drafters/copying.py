@@ -83,6 +83,8 @@ class SuffixDrafter(_CopyDrafter):
         min_match: the shortest suffix that counts as evidence.
         factor, offset: a match of m tokens allows a draft of floor(m * factor + offset) tokens.
         min_probability: ends a draft where the probability that all of it is accepted falls below this.
+            "auto" weighs whatever could follow instead, without these limits, where copying costs next
+            to nothing beside a step of the target.
         max_occurrences: how many occurrences of a suffix are counted, the newest ones.
         shared_tokens: the most tokens that the shared index holds; beyond it the oldest are forgotten.
             Each target model has a shared index of its own, since token ids mean nothing to another.

@@ -124,6 +124,10 @@ def test_engine_runs_as_many_texts_as_end_on_an_edge(n: int, target: lb.Model) -
         ]
         expected = [result.tokens for result in Engine(ctx, seed=1).generate(requests)]
         engine = Engine(ctx, seed=1)
+        assert engine.explain() == "plain decoding: there is no drafter"
+        engine.core.learning.joint.curve = stairs()
+        assert "9 tokens v = 3.34" in engine.explain() and "5 to 8" in engine.explain()
+        engine.core.learning.joint.curve = None
         engine.core.learning.concurrency = Concurrency(stairs())
         for request in requests:
             engine.add_request(request)

@@ -48,6 +48,11 @@ class Curve:
         return bool(self._shape)
 
     @property
+    def is_kept(self) -> bool:
+        """True if it began with times: it then decides how decodes are filled."""
+        return bool(self._kept)
+
+    @property
     def sizes(self) -> list[int]:
         """The numbers of tokens that have a time, ascending."""
         with self._lock:

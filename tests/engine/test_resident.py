@@ -378,11 +378,11 @@ def test_ctrl_c_in_a_step_loses_nothing(
     accept, n_calls = Stream.accept, 0
 
     def interrupted(
-        stream: Stream, rows: Sequence[LogitsRow], verify_s: float
+        stream: Stream, rows: Sequence[LogitsRow], verify_s: float, n_rows: int
     ) -> list[lb.Produced]:
         nonlocal n_calls
         n_calls += 1
-        emitted = accept(stream, rows, verify_s)
+        emitted = accept(stream, rows, verify_s, n_rows)
         if n_calls % 7 == 0:
             raise KeyboardInterrupt
         return emitted

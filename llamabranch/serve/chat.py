@@ -9,9 +9,8 @@ import msgspec
 from .counters import timings
 from .errors import HttpError
 from .exchange import Exchange
-from .fields import TextFields, limit_of
+from .fields import TextFields, check_top, engine_requests, limit_of
 from .generation import Choice, Update, answer, usage
-from .requests import check_top, engine_requests
 from .service import Service
 from .tools import CallParser, Tools, whole_calls, without_calls
 
@@ -58,7 +57,7 @@ async def chat(call: Exchange, service: Service) -> None:
     limits = [fields.max_completion_tokens, fields.max_tokens, fields.n_predict]
     asked = next((limit for limit in limits if limit is not None), service.settings.max_tokens)
     requests = await engine_requests(
-        service, fields, [tokens], n=1 if fields.n is None else fields.n,
+        service, fields, [tokens], n=fields.n,
         max_tokens=limit_of(asked), top_logprobs=(top or 0) if fields.logprobs else None,
         schema=tools.schema() if tools.forced else None,
     )  # fmt: skip

@@ -71,7 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.numbers)
 
 
-def pytest_collection_finish() -> None:
+@pytest.fixture(scope="module", autouse=True)
+def freeze() -> None:
     """Take modules and thousands of collected tests out of what `audit` has the collector search."""
     gc.collect()
     gc.freeze()

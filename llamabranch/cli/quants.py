@@ -6,7 +6,7 @@ import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated
@@ -129,14 +129,14 @@ def quants(
         state = _State(kept, settings, kept_file)
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         logits = state.logits_path(Path(folder))
+        task = _Task(first, text, window, chunks, logits, state)
         with interruptible(console) as interrupted:
             for name in names:
                 if name not in state.rows:
-                    row = _measure(
-                        name, first, sizes[name], text, window, chunks, logits, state, runtime,
-                        hub, console,
-                    )  # fmt: skip
-                    state.add(row)
+                    models = TargetOptions(download=hub.download, offline=hub.offline, target=name)
+                    with ExitStack() as opened:
+                        ctx = open_for_chunks(models, name, runtime, window, console, opened)
+                        state.add(_measure(ctx, name, sizes[name], task, console))
         rows = [state.rows[name] for name in names if name in state.rows]
         if not interrupted:
             state.end()
@@ -204,69 +204,70 @@ def _check_vocabularies(names: Sequence[str]) -> None:
                     )
 
 
-def _measure(
-    name: str,
-    base: str,
-    size: int,
-    text: str,
-    window: int,
-    chunks: int,
-    logits: Path,
-    state: _State,
-    runtime: RuntimeOptions,
-    hub: HubOptions,
-    console: Console,
-) -> _Row:
-    """Return the row of a model; the base writes its log-probabilities first."""
-    models = TargetOptions(download=hub.download, offline=hub.offline, target=name)
-    with ExitStack() as stack:
-        ctx = open_for_chunks(models, name, runtime, window, console, stack)
-        earlier = state.begun(name)
-        start_s = perf_counter()
-        last: list[Perplexity | KLDivergence] = []
-        shown = Progress(console, f"chunks, {base_name(name)}", chunks)
+@dataclass(frozen=True)
+class _Task:
+    """What every model is measured on; the base writes its log-probabilities to ``logits`` first."""
 
-        def note(done: Perplexity | KLDivergence) -> None:
-            last[:] = [done]
-            shown.show(done.n_done)
-            state.note(name, done)
+    base: str
+    text: str
+    window: int
+    chunks: int
+    logits: Path
+    state: _State
 
-        n_before = 0
-        try:
-            if name == base:
-                begun = None if earlier is None else Perplexity.from_dict(earlier)
-                n_before = 0 if begun is None else begun.n_done
-                found = save_logits(
-                    ctx, text, logits, window, chunks=chunks, progress=note, resume=begun
-                )
-                row = _Row(name, ctx.model.file_type, size, found.value, found.stderr)
-            else:
-                compared = None if earlier is None else KLDivergence.from_dict(earlier)
-                n_before = 0 if compared is None else compared.n_done
-                kl = divergence(ctx, logits, progress=note, resume=compared)
-                its = kl.statistics
-                row = _Row(
-                    name, ctx.model.file_type, size, *its.perplexity, *its.mean,
-                    kl.percentile(0.99), its.same_top.value,
-                )  # fmt: skip
-        except BaseException:
-            if last:
-                state.note(name, last[0], now=True)
-            raise
-        n_read = (last[0].n_done - n_before) * window if last else 0
-        read_s = perf_counter() - start_s
-        written = _write_speed(ctx, text)
-        with lb.Context(ctx.model, n_ctx=256, n_seq_max=2, n_threads=ctx.n_threads) as plain:
-            can = plain.capabilities
-        return _Row(
-            **{
-                **asdict(row),
-                "read_tokens_per_s": n_read / read_s if n_read else math.nan,
-                "write_tokens_per_s": written,
-                "exact": can.batch_invariant,
-                "why": can.batch_invariant_reason,
-            }
-        )
+
+def _measure(ctx: lb.Context, name: str, size: int, task: _Task, console: Console) -> _Row:
+    """Return the row of a model."""
+    start_s = perf_counter()
+    row, n_read = _compare(ctx, name, size, task, console)
+    read_s = perf_counter() - start_s
+    with lb.Context(ctx.model, n_ctx=256, n_seq_max=2, n_threads=ctx.n_threads) as plain:
+        can = plain.capabilities
+    return replace(
+        row,
+        read_tokens_per_s=n_read / read_s if n_read else math.nan,
+        write_tokens_per_s=_write_speed(ctx, task.text),
+        exact=can.batch_invariant,
+        why=can.batch_invariant_reason,
+    )
+
+
+def _compare(
+    ctx: lb.Context, name: str, size: int, task: _Task, console: Console
+) -> tuple[_Row, int]:
+    """Return the row of a model without its speed, and how many tokens were read for it."""
+    earlier = task.state.begun(name)
+    last: list[Perplexity | KLDivergence] = []
+    shown = Progress(console, f"chunks, {base_name(name)}", task.chunks)
+
+    def note(done: Perplexity | KLDivergence) -> None:
+        last[:] = [done]
+        shown.show(done.n_done)
+        task.state.note(name, done)
+
+    try:
+        if name == task.base:
+            begun = Perplexity.from_dict(earlier) if earlier else None
+            n_before = begun.n_done if begun else 0
+            found = save_logits(
+                ctx, task.text, task.logits, task.window,
+                chunks=task.chunks, progress=note, resume=begun,
+            )  # fmt: skip
+            row = _Row(name, ctx.model.file_type, size, found.value, found.stderr)
+        else:
+            compared = KLDivergence.from_dict(earlier) if earlier else None
+            n_before = compared.n_done if compared else 0
+            kl = divergence(ctx, task.logits, progress=note, resume=compared)
+            its = kl.statistics
+            row = _Row(
+                name, ctx.model.file_type, size, *its.perplexity, *its.mean,
+                kl.percentile(0.99), its.same_top.value,
+            )  # fmt: skip
+    except BaseException:
+        if last:
+            task.state.note(name, last[0], now=True)
+        raise
+    return row, (last[0].n_done - n_before) * task.window if last else 0
 
 
 def _write_speed(ctx: lb.Context, text: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from ..errors import SequencesExhaustedError
 from .kv_cache import KVCache
 
 __all__ = ["SequenceIds"]
+
+_TRIES = 1000  # a millisecond each: as long as a collection in another thread may take
 
 
 class SequenceIds:
@@ -91,7 +94,7 @@ class SequenceIds:
         with self._lock:
             self._check()
             if len(self._holders) == self.n_seq_max:
-                gc.collect()  # an unreferenced branch may be in a reference cycle
+                _collect_garbage()  # an unreferenced branch may be in a reference cycle
                 self.collect(noted=False)
             while len(self._holders) == self.n_seq_max and self.n_cached and self.evict():
                 pass
@@ -145,3 +148,13 @@ class SequenceIds:
             self.give_back(seq_id)
         for _ in range(n):
             self._collected.popleft()
+
+
+def _collect_garbage() -> None:
+    """Collect all garbage. ``gc.collect`` does nothing while another thread is collecting."""
+    for _ in range(_TRIES):
+        n_before = gc.get_stats()[-1]["collections"]
+        gc.collect()
+        if gc.get_stats()[-1]["collections"] > n_before:
+            return
+        time.sleep(0.001)

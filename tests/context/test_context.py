@@ -449,6 +449,35 @@ def test_forgotten_tree_gives_its_sequences_back(ctx: Context) -> None:
     assert len([Branch.start(ctx, A) for _ in range(8)]) == 8
 
 
+def test_forgotten_branches_come_back_while_another_thread_collects_garbage(ctx: Context) -> None:
+    """``gc.collect`` does nothing while another thread is in the middle of a collection."""
+    begun, end = threading.Event(), threading.Event()
+
+    class Slow:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            begun.set()
+            end.wait()
+
+    gc.disable()  # or it may be collected here
+    try:
+        Slow()
+        collecting = threading.Thread(target=gc.collect)
+        collecting.start()
+        begun.wait()
+    finally:
+        gc.enable()
+    for _ in range(ctx.n_seq_max):
+        branch = Branch.start(ctx, A)
+        branch.cycle = branch  # type: ignore[attr-defined]  # only the collector ends it
+    del branch
+    threading.Timer(0.05, end.set).start()
+    assert Branch.start(ctx, A).position > 0
+    collecting.join()
+
+
 def test_child_outlives_a_forgotten_parent(ctx: Context, other_ctx: Context) -> None:
     root = Branch.start(ctx, A, temperature=0.0)
     child = root.fork()

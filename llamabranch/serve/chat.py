@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import date
 
 import msgspec
 
@@ -18,6 +19,7 @@ __all__ = ["ChatFields", "chat", "conversation", "input_tokens"]
 
 _REFUSED = ("functions", "function_call", "audio", "web_search_options")
 _RESERVED = {"messages", "tools", "add_generation_prompt"}
+_DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}  # what llama.cpp tells templates
 
 
 class ChatFields(TextFields, kw_only=True):
@@ -92,7 +94,7 @@ def _parts(
             parts = content if isinstance(content, list) else [{"text": content or ""}]
             begun = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
             generates = True
-    variables = fields.chat_template_kwargs or {}
+    variables = _variables(service, fields)
     if set(variables) & _RESERVED:
         told = f"chat_template_kwargs must not hold {', '.join(sorted(_RESERVED))}"
         raise HttpError(400, told, param="chat_template_kwargs")
@@ -108,6 +110,13 @@ def _parts(
         {**variables, "tools": given, "add_generation_prompt": generates is not False},
         begun,
     )
+
+
+def _variables(service: Service, fields: ChatFields) -> dict[str, object]:
+    """Return the template's variables: those of the request, else the date if it asks for one."""
+    template, today = service.model.chat_template or "", date.today()
+    dates = {name: today.strftime(form) for name, form in _DATES.items() if name in template}
+    return {**dates, **(fields.chat_template_kwargs or {})}
 
 
 async def input_tokens(call: Exchange, service: Service) -> None:

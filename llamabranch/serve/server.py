@@ -115,7 +115,7 @@ class Server:
         config = uvicorn.Config(
             make_app(self, self.settings, self._log), http=_Protocol, loop="none", ws="none",
             lifespan="off", log_config=None, access_log=False, log_level="critical",
-            server_header=False, timeout_keep_alive=75, timeout_graceful_shutdown=1,
+            server_header=False, proxy_headers=False, timeout_keep_alive=75, timeout_graceful_shutdown=1,
         )  # fmt: skip
         server = _Uvicorn(config)
         serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))

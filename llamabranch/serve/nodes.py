@@ -186,7 +186,8 @@ class Branches:
         saved = [
             _Saved(
                 node.id, node.parent_id, node.start, list(node.own), node.n_read,
-                node.sampling, node.grammar and node.grammar.as_dict(), node.finish_reason,
+                node.sampling, None if node.grammar is None else node.grammar.as_dict(),
+                node.finish_reason,
             )
             for node in self.all()
         ]  # fmt: skip

@@ -34,7 +34,7 @@ WINDOW = 512
 N_VOCAB = 262_144
 _CONTEXT_WORDS, _CHOICE_WORDS = 75, 7
 _TRIES = 8
-_TIME = re.compile(r"^(\d+)\.(\d+)\.(\d+)\.(\d+) ")
+_TIME = re.compile(r"(\d+)\.(\d\d)\.(\d{3})\.(\d{3}) ")
 
 Item = tuple[str, list[str]]
 
@@ -284,12 +284,14 @@ def _run(tool: Path, *arguments: object, begin: str, end: str) -> tuple[float, s
         )
         log = done.stdout + done.stderr
         times = {}
-        for line in log.splitlines():
-            found = _TIME.match(line)
-            for mark in (begin, end):
-                if found is not None and mark in line:
-                    minutes, seconds, ms, us = map(int, found.groups())
-                    times[mark] = 60 * minutes + seconds + ms / 1e3 + us / 1e6
+        for mark in (
+            begin,
+            end,
+        ):  # a line may follow another one without its end: the last time counts
+            found = _TIME.findall(log.partition(mark)[0]) if mark in log else []
+            if found:
+                minutes, seconds, ms, us = map(int, found[-1])
+                times[mark] = 60 * minutes + seconds + ms / 1e3 + us / 1e6
         if done.returncode:
             break
         if len(times) == 2:

@@ -18,7 +18,7 @@ def main() -> None:
             before = perf_counter()
             with lb.Branch.start(target, PROMPT, temperature=0.8, seed=SEED) as branch:
                 start, n_prompt = perf_counter(), branch.position
-                text = "".join(token.text for token in branch.generate(max_tokens=MAX_TOKENS))
+                text = branch.generate_text(max_tokens=MAX_TOKENS)
                 elapsed_s, n_tokens = perf_counter() - start, branch.position - n_prompt
                 perplexity = branch.perplexity()
             speeds.append(n_tokens / elapsed_s)

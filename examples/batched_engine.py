@@ -24,7 +24,7 @@ def alone(target: lb.Context, result: lb.Result) -> str:
     """Return the text of plain decoding for the same prompt, without other prompts."""
     sampling = SETTINGS.replace(seed=result.seed)
     with lb.Branch.start(target, result.prompt, sampling=sampling) as branch:
-        return "".join(t.text for t in branch.generate(MAX_TOKENS))
+        return branch.generate_text(MAX_TOKENS)
 
 
 def main() -> None:

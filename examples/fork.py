@@ -11,13 +11,13 @@ def main() -> None:
         print(f"3 forks of {root.position} tokens: {ctx.usage().cells_used - before} new cells\n")
 
         for child in children:
-            story = "".join(token.text for token in child.generate(max_tokens=40))
+            story = child.generate_text(max_tokens=40)
             print(f"seq {child.seq_id}, perplexity {child.perplexity():.1f}: ...{story}\n")
 
         # Keep the branch with the lowest perplexity, and continue it.
         best = min(children, key=lambda child: child.perplexity())
         best.promote()
-        more = "".join(token.text for token in best.generate(max_tokens=30))
+        more = best.generate_text(max_tokens=30)
         usage = ctx.usage()
         print(f"the best goes on: ...{more}\n")
         print(f"cells: {usage.cells_used} of {usage.cells_total}, sequences: {usage.sequences}")

@@ -1,7 +1,5 @@
 """Constrain the generated text with a GBNF grammar, and with a JSON schema."""
 
-import json
-
 import llamabranch as lb
 
 LIST = r"""
@@ -23,15 +21,12 @@ SCHEMA = {
 def main() -> None:
     with lb.load() as ctx:
         prompt = "In the wood lived three creatures:"
-        with lb.Branch.start(ctx, prompt, grammar=LIST, temperature=0.8, seed=1) as branch:
-            print(prompt + "".join(token.text for token in branch.generate(max_tokens=60)))
+        print(prompt + ctx.complete(prompt, grammar=LIST, max_tokens=60, seed=1).text)
 
-        schema = lb.Grammar.from_json_schema(SCHEMA)
         prompt = "The hero of the tale, as a record: "
-        with lb.Branch.start(ctx, prompt, grammar=schema, temperature=0.8, seed=2) as branch:
-            answer = "".join(token.text for token in branch.generate(max_tokens=80))
-        print("\n" + prompt + answer)
-        print(f"parsed: {json.loads(answer)}")
+        answer = ctx.complete(prompt, json_schema=SCHEMA, max_tokens=80, seed=2)
+        print("\n" + prompt + answer.text)
+        print(f"parsed: {answer.parsed}")
 
 
 if __name__ == "__main__":

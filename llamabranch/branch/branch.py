@@ -489,6 +489,14 @@ class Branch:
         """
         return self._generate(OutputBuffer(max_tokens, stop))
 
+    def generate_text(self, max_tokens: int | None = None, stop: str | Sequence[str] = ()) -> str:
+        """Generate as ``generate`` does, and return the text.
+
+        Raises:
+            CacheFullError: as ``generate``; ``text`` of the branch holds what was generated.
+        """
+        return "".join(token.text for token in self.generate(max_tokens, stop))
+
     def _generate(self, output: OutputBuffer) -> Iterator[Produced]:
         self.sequence.finish_reason = output.finish_reason
         while output.finish_reason is None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import SupportsIndex
+from typing import TYPE_CHECKING, Literal, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from ..errors import (
     ConfigError,
     UnsupportedError,
 )
-from ..model import Model, TokenIds, token_list
+from ..model import Message, Model, Prompt, TokenIds, token_list
 from ..native import (
     ContextHandle,
     HeadOf,
@@ -37,11 +37,16 @@ from .compaction import rewrite_in_order
 from .decoder import Decoder
 from .kv_cache import KVCache
 from .logits import LogitsRow
-from .params import ContextOptions, ContextParams, warn_of_length
+from .params import MOST_WITH_PREFIXES, ContextOptions, ContextParams, warn_of_length
 from .prefix_cache import LeasedSequences, PrefixCache
 from .saved_prefixes import SavedPrefixes
 from .sequence_ids import SequenceIds
 from .threads import ThreadTuner, ThreadWatch
+
+if TYPE_CHECKING:
+    from ..engine import Event, Result
+    from ..engine.completion import ChatOptions, TextOptions
+    from ..speculative import Drafter
 
 __all__ = ["Context", "text_context"]
 
@@ -70,7 +75,8 @@ class Context:
         n_ctx_seq: how many tokens a sequence can hold: n_ctx, or with ``kv_unified=False`` its part.
         n_vocab: size of the vocabulary.
         capabilities: what this context's memory can do.
-        prefix_cache: the texts whose K/V is kept, None without ``prefix_cache=True``.
+        prefix_cache: the texts whose K/V is kept; None without ``prefix_cache=True``, until the first
+            call of ``complete`` or ``chat``.
 
     Raises:
         ConfigError: a bad option, or llama.cpp cannot create the context (the reason is given).
@@ -143,6 +149,9 @@ class Context:
             encoder=encoder,
         )
         self.sequences = SequenceIds(self._cache, self._lock, self._check_raw, lambda: self.closed)
+        self.residents: dict[
+            str, object
+        ] = {}  # kept by rooms above while it is open; not for users
         self.prefix_cache = None
         if resolved.prefix_cache:
             self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
@@ -173,6 +182,7 @@ class Context:
 
     def close(self) -> None:
         """Free the context; branches on it raise ClosedError from now on. Idempotent."""
+        self.residents.clear()
         self._decoder.handle.close_children()  # heads: not under this lock, they have their own
         with self._lock:
             self._decoder.close()
@@ -284,6 +294,13 @@ class Context:
         return rewrite_in_order(
             self._cache, self._decoder, self.sequences.holders(), self.prefix_cache
         )
+
+    def keep_prefixes(self) -> None:
+        """Open the prefix cache, unless ``prefix_cache`` was given or kept texts would take sequences."""
+        with self._lock:
+            can = self.capabilities.can_share and self.capabilities.can_truncate
+            if can and self.params.prefix_cache is None and self.n_seq_max <= MOST_WITH_PREFIXES:
+                self.prefix_cache = self.prefix_cache or self._open_prefix_cache(0)
 
     def _reclaim(self, n: int) -> bool:
         """Free cells for ``n`` tokens, if any can be freed; True if some were.
@@ -528,6 +545,142 @@ class Context:
     def detokenize(self, tokens: TokenIds, *, special: bool = False) -> str:
         """Return ``model.detokenize(...)``."""
         return self.model.detokenize(tokens, special=special)
+
+    # -- texts in one call: the door to the engine, which is on a higher floor -------------------------
+
+    @overload
+    def complete(
+        self,
+        prompt: list[str] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, object]]],
+        *,
+        stream: Literal[False] = False,
+        drafter: Drafter | None = None,
+        **options: Unpack[TextOptions],
+    ) -> list[Result]: ...
+    @overload
+    def complete(
+        self,
+        prompt: Prompt,
+        *,
+        stream: Literal[False] = False,
+        drafter: Drafter | None = None,
+        **options: Unpack[TextOptions],
+    ) -> Result: ...
+    @overload
+    def complete(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        *,
+        stream: Literal[True],
+        drafter: Drafter | None = None,
+        **options: Unpack[TextOptions],
+    ) -> Generator[Event, None, None]: ...
+    def complete(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        *,
+        stream: bool = False,
+        drafter: Drafter | None = None,
+        **options: Unpack[TextOptions],
+    ) -> Result | list[Result] | Generator[Event, None, None]:
+        """Continue a prompt, or each of a list: ``ctx.complete("Once upon a time").text``.
+
+        An `Engine` that stays with the context generates: it takes as many of its sequences at a time as
+        are free. With a seed, or at temperature 0, the text is the one of ``Branch.generate``.
+
+        Args:
+            prompt: text, token ids, or messages; or a list of prompts.
+            stream: return an iterator of `Event`: ``event.text`` of each token, and at the end of each
+                text ``event.result``. ``event.id`` is the index of the prompt, as text.
+            drafter: None = what the model and the text offer, where it was measured to be faster: MTP
+                layers, copies from the text so far, what a grammar forces. ``NullDrafter()`` = none.
+            options: all by name:
+
+                - ``max_tokens``: the most tokens to generate (128); None = until the text or the cache
+                  ends. ``stop``, ``stop_tokens``: strings and tokens that end the text.
+                - ``n``: texts of each prompt (1), in ``result.choices``; the result is the first.
+                - one of ``json_schema`` (a schema, or a type), ``regex``, ``choices`` (a list of texts)
+                  and ``grammar`` (a `Grammar` or GBNF); ``result.parsed`` is the value.
+                - ``top_logprobs``: alternatives of each token in ``result.logprobs`` (0);
+                  ``prompt_logprobs``, ``parse_special``: as for `Request`.
+                - ``sampling``, or settings of `SamplingParams`: ``temperature=0.8, top_p=0.9, seed=1``.
+
+        Returns:
+            the result; for a list of prompts a list. Without a seed ``result.seed`` gives the same text
+            again. A text for which the cache has no more room has the ``finish_reason`` "capacity".
+
+        Raises:
+            ConfigError, GrammarError, TokenizeError, CacheFullError: something is invalid, or a prompt is
+                too long; nothing has happened.
+            LlamaBranchError: no text has a token, and this is why: `SequencesExhaustedError` where
+                branches hold all sequences.
+        """
+        from ..engine import completion
+
+        plan = completion.plan_texts(self, prompt, **options)
+        return completion.run(self, plan, drafter, stream=stream)
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[Mapping[str, object]]] | Sequence[list[Message]],
+        *,
+        stream: Literal[False] = False,
+        drafter: Drafter | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> list[Result]: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        stream: Literal[False] = False,
+        drafter: Drafter | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Result: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        *,
+        stream: Literal[True],
+        drafter: Drafter | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Generator[Event, None, None]: ...
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        *,
+        stream: bool = False,
+        drafter: Drafter | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Result | list[Result] | Generator[Event, None, None]:
+        """Answer a conversation in the format of the model's chat template, or each of a list of them.
+
+        Args:
+            messages: mappings with ``role`` and ``content``, or pairs of both. A last message of the
+                assistant is continued.
+            stream, drafter: as for ``complete``.
+            options: those of ``complete``, and
+
+                - ``tools``: functions that the model may call, as OpenAI describes them;
+                  ``result.tool_calls`` are its calls.
+                - ``tool_choice``: "auto"; "none"; "required", or the description of a function with its
+                  name, forces a call that follows its schema.
+                - ``chat_template_kwargs``: what else the template is given, such as
+                  ``{"enable_thinking": False}``.
+
+        Returns:
+            as ``complete``.
+
+        Raises:
+            UnsupportedError: there is no chat template, or it ignores ``tools``.
+            LlamaBranchError: as for ``complete``.
+        """
+        from ..engine import completion
+
+        plan = completion.plan_chat(self, messages, **options)
+        return completion.run(self, plan, drafter, stream=stream)
 
 
 def text_context(name: str, value: object) -> Context:

@@ -14,6 +14,7 @@ from ..native.context import FLASH_ATTENTION, KV_TYPES, ROPE_SCALING
 
 __all__ = [
     "INVARIANT_KV_TYPES",
+    "MOST_WITH_PREFIXES",
     "ContextOptions",
     "ContextParams",
     "warn_of_length",
@@ -21,7 +22,7 @@ __all__ = [
 
 DEFAULT_N_CTX = 2048
 DEFAULT_N_SEQ_MAX = 8
-_MOST_WITH_PREFIXES = max_sequences() - 16  # sequences, so that some ids are left for kept texts
+MOST_WITH_PREFIXES = max_sequences() - 16  # sequences, so that some ids are left for kept texts
 _STEP = 256  # llama.cpp rounds the cells of a cache up to a multiple of this
 
 # With these and flash attention on, attention does not depend on the batch: f16 takes another path from
@@ -55,7 +56,7 @@ class ContextOptions(TypedDict, total=False):
     swa_full: bool
     offload_kqv: bool
     kv_unified: bool
-    prefix_cache: bool
+    prefix_cache: bool | None
     cache_ram: int
     rope_scaling: str | None
     rope_freq_base: float
@@ -96,7 +97,8 @@ class ContextParams:
             texts that share little. Forks copy K/V there, token trees are refused, and with a prefix
             cache each kept text takes a sequence until another needs it. For plain attention memory.
         prefix_cache: keep the K/V of prompts and finished texts until its cells are needed, so that a
-            prompt that begins like one of them is not read again.
+            prompt that begins like one of them is not read again. None: from the first call of
+            ``complete`` or ``chat`` on, where memory can share cells.
         cache_ram: bytes of host memory for K/V that the prefix cache gives up; it comes back where that
             is faster than reading the text again. 0: none.
         rope_scaling: None (the model's own), "none", "linear", "yarn" or "longrope";
@@ -119,7 +121,7 @@ class ContextParams:
     swa_full: bool = True
     offload_kqv: bool = True
     kv_unified: bool = True
-    prefix_cache: bool = False
+    prefix_cache: bool | None = None
     cache_ram: int = 0
     rope_scaling: str | None = None
     rope_freq_base: float = 0.0
@@ -140,8 +142,10 @@ class ContextParams:
             if not least <= value < math.inf:
                 raise ConfigError(f"{name} must be at least {least:g} and finite, not {value}")
             object.__setattr__(self, name, value)
-        for name in ("swa_full", "offload_kqv", "kv_unified", "prefix_cache"):
+        for name in ("swa_full", "offload_kqv", "kv_unified"):
             object.__setattr__(self, name, bool(getattr(self, name)))
+        if self.prefix_cache is not None:
+            object.__setattr__(self, "prefix_cache", bool(self.prefix_cache))
         for name in ("flash_attention", "batch_invariant"):
             if getattr(self, name) not in ("auto", True, False):
                 raise ConfigError(
@@ -184,9 +188,9 @@ class ContextParams:
             raise ConfigError(
                 "cache_ram is for what the prefix cache gives up: set prefix_cache=True"
             )
-        if self.prefix_cache and kv_unified and n_seq_max > _MOST_WITH_PREFIXES:
+        if self.prefix_cache and kv_unified and n_seq_max > MOST_WITH_PREFIXES:
             raise ConfigError(
-                f"n_seq_max must be at most {_MOST_WITH_PREFIXES} with a prefix cache, not {n_seq_max}",
+                f"n_seq_max must be at most {MOST_WITH_PREFIXES} with a prefix cache, not {n_seq_max}",
                 hint="the prefix cache needs sequence ids of its own",
             )
         n_ubatch = n_batch if self.n_ubatch is None else min(self.n_ubatch, n_batch)

@@ -8,6 +8,8 @@ learning.py   the drafter of an engine, and what it learns from its steps
 core.py       the loop over one set of requests: schedule, run, postprocess
 engine.py     requests at any time, or all of a job
 async_engine.py  the engine on a thread of its own
+completion.py  one call from prompts to texts: `Context.complete` and `chat`
+openai.py     OpenAI's shapes, for results and for the server
 """
 
 from .async_engine import AsyncEngine

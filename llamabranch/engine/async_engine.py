@@ -11,19 +11,26 @@ import asyncio
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
+from typing import Literal, TypeVar, overload
+
+from typing_extensions import Unpack
 
 from ..arguments import whole
 from ..context import Context
 from ..errors import ClosedError
+from ..model import Message, Prompt
 from ..sampling import SamplingParams
 from ..speculative import Drafter, SpeculativeConfig
+from .completion import ChatOptions, Completion, TextOptions, plan_chat, plan_texts
 from .engine import AnyRequest, Engine
-from .request import EngineStats, Event, Request
+from .request import EngineStats, Event, Request, Result
 
-__all__ = ["AsyncEngine"]
+__all__ = ["AsyncEngine", "merged"]
+
+T = TypeVar("T")
 
 
 class AsyncEngine:
@@ -141,6 +148,120 @@ class AsyncEngine:
                     self._engine.abort(name)
                     self._tell()
 
+    # -- texts in one call -----------------------------------------------------------------------------
+
+    @overload
+    def complete(
+        self,
+        prompt: list[str] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, object]]],
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[TextOptions],
+    ) -> Coroutine[None, None, list[Result]]: ...
+    @overload
+    def complete(
+        self, prompt: Prompt, *, stream: Literal[False] = False, **options: Unpack[TextOptions]
+    ) -> Coroutine[None, None, Result]: ...
+    @overload
+    def complete(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        *,
+        stream: Literal[True],
+        **options: Unpack[TextOptions],
+    ) -> AsyncGenerator[Event, None]: ...
+    def complete(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        *,
+        stream: bool = False,
+        **options: Unpack[TextOptions],
+    ) -> Coroutine[None, None, Result | list[Result]] | AsyncGenerator[Event, None]:
+        """Continue prompts as ``Context.complete`` does: ``(await engine.complete("The king")).text``.
+
+        With ``stream=True``: ``async for event in engine.complete(prompt, stream=True)``. The drafter,
+        and what is not given, are the engine's.
+
+        Raises:
+            LlamaBranchError: as ``Context.complete``, when it is awaited; and as ``generate``.
+        """
+        engine = self._engine
+
+        def plan() -> Completion:
+            return plan_texts(engine.target, prompt, engine.sampling, **options)
+
+        return self._stream(plan) if stream else self._answer(plan)
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[Mapping[str, object]]] | Sequence[list[Message]],
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[ChatOptions],
+    ) -> Coroutine[None, None, list[Result]]: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[ChatOptions],
+    ) -> Coroutine[None, None, Result]: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        *,
+        stream: Literal[True],
+        **options: Unpack[ChatOptions],
+    ) -> AsyncGenerator[Event, None]: ...
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        *,
+        stream: bool = False,
+        **options: Unpack[ChatOptions],
+    ) -> Coroutine[None, None, Result | list[Result]] | AsyncGenerator[Event, None]:
+        """Answer conversations as ``Context.chat`` does; see ``complete``.
+
+        Raises:
+            LlamaBranchError: as ``Context.chat``, when it is awaited; and as ``generate``.
+        """
+        engine = self._engine
+
+        def plan() -> Completion:
+            return plan_chat(engine.target, messages, engine.sampling, **options)
+
+        return self._stream(plan) if stream else self._answer(plan)
+
+    async def _answer(self, plan: Callable[[], Completion]) -> Result | list[Result]:
+        completion = await asyncio.to_thread(plan)
+        async with aclosing(self._taken(completion)) as events:
+            async for _ in events:
+                pass
+        return completion.answer()
+
+    async def _stream(self, plan: Callable[[], Completion]) -> AsyncGenerator[Event, None]:
+        completion = await asyncio.to_thread(plan)
+        async with aclosing(self._taken(completion)) as events:
+            async for event in events:
+                yield event
+        completion.check()
+
+    async def _taken(self, completion: Completion) -> AsyncGenerator[Event, None]:
+        """Yield the events of all prompts, as they come."""
+
+        async def numbered(number: int) -> AsyncGenerator[list[Event], None]:
+            async with aclosing(self.steps(completion.requests[number])) as steps:
+                async for events in steps:
+                    yield [completion.take(number, event) for event in events]
+
+        async with aclosing(merged([*map(numbered, range(len(completion.requests)))])) as steps:
+            async for events in steps:
+                for event in events:
+                    yield event
+
     def abort(self, request_id: str) -> None:
         """End a request at its next step; its result holds what it has generated."""
         with self._wake:
@@ -256,6 +377,44 @@ class AsyncEngine:
         engine = self._engine
         idle = engine.core.is_stalled if engine.has_unfinished() else self._ends is None
         return idle and not self._has_news
+
+
+async def merged(
+    sources: Sequence[AsyncGenerator[list[T], None]],
+) -> AsyncGenerator[list[T], None]:
+    """Yield what several sources yield, as it comes; none runs ahead of the reader."""
+    if len(sources) < 2:
+        for source in sources:
+            async with aclosing(source):
+                async for each in source:
+                    yield each
+        return
+    queue: asyncio.Queue[list[T] | BaseException | None] = asyncio.Queue(len(sources))
+
+    async def pump(source: AsyncGenerator[list[T], None]) -> None:
+        try:
+            async with aclosing(source):
+                async for each in source:
+                    await queue.put(each)
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.ensure_future(pump(source)) for source in sources]
+    n_left = len(sources)
+    try:
+        while n_left:
+            found = await queue.get()
+            if isinstance(found, BaseException):
+                raise found
+            if found is None:
+                n_left -= 1
+            else:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Reader:

@@ -83,6 +83,7 @@ class Engine:
     Attributes:
         stats: totals over all requests so far.
         seed: the seed in use.
+        sampling: the settings of requests that give none.
         core: runs the requests that are added; for ``AsyncEngine``, not for users.
     """
 
@@ -107,10 +108,11 @@ class Engine:
             raise ConfigError("token trees cannot share a decode: use a drafter of width 1")
         self.config = config or SpeculativeConfig()
         self._max_waiting = None if max_waiting is None else whole("max_waiting", max_waiting, 0)
+        self.sampling = sampling or SamplingParams()
         self._settings = EngineSettings(
             target=target,
             config=self.config,
-            sampling=sampling or SamplingParams(),
+            sampling=self.sampling,
             max_tokens=None if max_tokens is None else whole("max_tokens", max_tokens, 0),
             seed_given=seed is not None,
             wait_s=wait_s,

@@ -17,6 +17,7 @@ from ..sampling import Grammar, SamplingParams
 from ..sampling.noise import derive_seed, seed_from_text
 from ..speculative import SpeculativeStats
 from ..speculative.round import Stream
+from .openai import named_piece
 from .request import Event, Request, Result
 
 __all__ = ["Job", "JobState", "JobStateError", "Submission", "refusal"]
@@ -327,7 +328,16 @@ class Job:
             prompt_logprobs=None if self.request.prompt_logprobs is None else scores,
             emitted=tuple(self.output.emitted),
             grammar=grammar if isinstance(grammar, Grammar) else None,
+            model=self.submission.model.name,
+            pieces=self._pieces(),
         )
+
+    def _pieces(self) -> dict[int, bytes]:
+        """Return the bytes of all tokens that its ``logprobs`` name, if it has alternatives."""
+        if not self.request.top_logprobs:
+            return {}
+        named = {a.token for one in self.output.emitted for a in one.alternatives}
+        return {t: named_piece(self.submission.model, t) for t in named | set(self.output.tokens)}
 
     def _since_arrival(self, moment: float | None) -> float | None:
         return None if moment is None else moment - self.submission.arrival

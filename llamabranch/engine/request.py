@@ -7,6 +7,7 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import cast
 
 import numpy as np
@@ -16,10 +17,12 @@ from ..branch import Produced
 from ..context.logits import TokenScore
 from ..errors import ConfigError, LlamaBranchError
 from ..model import chat_messages, is_chat, token_list
+from ..model.tools import ToolCall, Tools
 from ..pictures import tokens_picture
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from ..speculative import SpeculativeStats
+from .openai import Vocabulary, chat_choice, completion_choice, end_reason, head, usage
 
 __all__ = ["EngineStats", "Event", "Request", "Result"]
 
@@ -146,6 +149,10 @@ class Result:
         prompt_logprobs: a rating of each prompt token, if the request asked for it; None for the first
             token, which follows nothing.
         grammar: of the request, for ``parsed``.
+        choices: from ``complete`` and ``chat``: all texts of the prompt, this one included.
+        tools: from ``chat``: those of the request.
+        model: the model's name.
+        pieces: the bytes of the tokens in ``logprobs``, where alternatives were asked for too.
     """
 
     id: str
@@ -168,6 +175,15 @@ class Result:
     logprobs: list[Produced] | None = None
     prompt_logprobs: list[TokenScore | None] | None = None
     grammar: Grammar | None = field(default=None, repr=False, compare=False)
+    choices: list[Result] = field(default_factory=list, compare=False)
+    tools: Tools | None = field(default=None, compare=False)
+    model: str = field(default="", compare=False)
+    pieces: Mapping[int, bytes] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls of functions in the text, in order; empty without tools. One that was cut is none."""
+        return [] if self.tools is None else self.tools.calls(self.text)
 
     @property
     def parsed(self) -> object:
@@ -199,6 +215,30 @@ class Result:
         count = f"{len(self.tokens)} tokens, {self.finish_reason}"
         caption = f"request {self.id}, sample {self.sample}: {count}"
         return tokens_picture(self.emitted, prompt=prompt, caption=caption)
+
+    def to_openai(self) -> dict[str, object]:
+        """Return the body of an OpenAI answer: a chat completion for messages, else a completion.
+
+        It holds all ``choices``, and the log-probabilities where ``top_logprobs`` were asked for.
+        """
+        results = self.choices or [self]
+        chat = is_chat(self.prompt)
+        kind = ("chatcmpl", "chat.completion") if chat else ("cmpl", "text_completion")
+        made = []
+        for i, each in enumerate(results):
+            end = end_reason(each.finish_reason, each.stop_reason)
+            words, logprobs = Vocabulary(each.pieces.__getitem__), each.logprobs or ()
+            rated = [token for token in logprobs if token.token >= 0 and not token.is_stop]
+            if chat:
+                content = words.chat_logprobs(rated) if each.pieces else None
+                made.append(chat_choice(i, each.text, each.tools, end, content))
+            else:
+                pairs = [(token.token, token) for token in rated]
+                lists = words.completion_logprobs(pairs) if each.pieces else None
+                made.append(completion_choice(i, each.text, end, lists))
+        n_generated = sum(len(each.tokens) for each in results)
+        counts = usage(self.num_prompt_tokens, n_generated, self.num_cached_tokens)
+        return {**head(*kind, self.model), "choices": made, "usage": counts}
 
     def as_dict(self, *, stats: bool = True) -> dict[str, object]:
         """Return JSON types, without times and counts of the cache, which differ from run to run.
@@ -262,6 +302,11 @@ class Event:
     sample: int
     emitted: Produced | None = None
     result: Result | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of its token; "" of the end of a text."""
+        return "" if self.emitted is None else self.emitted.text
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from .chat import Message, Prompt, chat_messages, is_chat
 from .model import Model
 from .text import NO_TOKEN, StopStrings, TextDecoder, TokenIds, stop_strings, token_list
+from .tools import ToolCall
 from .vocabulary import VocabularyReport
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "StopStrings",
     "TextDecoder",
     "TokenIds",
+    "ToolCall",
     "VocabularyReport",
     "chat_messages",
     "is_chat",

@@ -7,13 +7,11 @@ errors.py       errors as a client gets them
 fields.py       the fields of requests, as sampling settings and grammars
 requests.py     fields as token ids and the engine's requests
 generation.py   the texts of one request, and the answer made of them
-vocabulary.py   how tokens are written
 counters.py     totals and times
 nodes.py        branches as immutable nodes
 service.py      what all endpoints share
 completions.py  /v1/completions, and llama-server's /completion
 chat.py         /v1/chat/completions
-tools.py        tool calls
 branches.py     /v1/branches
 utilities.py    models, properties, tokens, metrics
 app.py          the routes

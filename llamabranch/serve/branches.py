@@ -195,7 +195,7 @@ class _Writer:
         own = array("i", result.tokens)
         child = Node(
             parent, parent.position, own, parent.n_read, sampling, parent.grammar,
-            update.finish_reason,
+            update.end["finish_reason"],
         )  # fmt: skip
         self._service.branches.add(child)
         return {**_shown(self._service, child), **self._part(update)}
@@ -205,8 +205,7 @@ class _Writer:
             "index": update.choice.index,
             "text": update.text,
             "tokens": [token.token for token in update.tokens],
-            "finish_reason": update.finish_reason,
-            "stop_reason": update.stop_reason,
+            **update.end,
         }
         if self._top is not None:
             words = self._service.vocabulary
@@ -250,7 +249,7 @@ async def get(call: Exchange, service: Service) -> None:
         raise HttpError(400, "include takes tokens and next", param="include")
     shown = _shown(service, node) | await _resident(service, node)
     if "tokens" in wanted:
-        shown |= {"tokens": node.tokens, "text": service.vocabulary.joined(node.tokens)}
+        shown |= {"tokens": node.tokens, "text": service.text(node.tokens)}
     if "next" in wanted:
         if node.next is None:
             await _look(service, node, _N_NEXT)

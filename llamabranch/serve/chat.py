@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
+from ..engine.openai import chat_choice
+from ..errors import ConfigError
+from ..model.tools import CallParser, Conversation, Tools, conversation
 from .counters import timings
 from .errors import HttpError
 from .exchange import Exchange
@@ -13,12 +16,10 @@ from .fields import TextFields, limit_of
 from .generation import Choice, Update, answer, usage
 from .requests import check_top, engine_requests
 from .service import Service
-from .tools import CallParser, Tools, whole_calls, without_calls
 
-__all__ = ["ChatFields", "chat", "conversation", "input_tokens"]
+__all__ = ["ChatFields", "chat", "input_tokens"]
 
 _REFUSED = ("functions", "function_call", "audio", "web_search_options")
-_RESERVED = {"messages", "tools", "add_generation_prompt"}
 
 
 class ChatFields(TextFields, kw_only=True):
@@ -53,8 +54,10 @@ async def chat(call: Exchange, service: Service) -> None:
     top = check_top(fields.top_logprobs)
     if top and not fields.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs", param="top_logprobs")
-    tools = Tools(fields.tools or (), fields.tool_choice)
-    tokens = await service.in_thread(lambda: conversation(service, fields, tools))
+    tools = _tools(fields)
+    tokens = await service.in_thread(
+        lambda: _conversation(service, fields, tools).tokens(service.model)
+    )
     limits = [fields.max_completion_tokens, fields.max_tokens, fields.n_predict]
     asked = next((limit for limit in limits if limit is not None), service.settings.max_tokens)
     requests = await engine_requests(
@@ -67,59 +70,31 @@ async def chat(call: Exchange, service: Service) -> None:
     )
 
 
-def conversation(service: Service, fields: ChatFields, tools: Tools) -> list[int]:
-    """Return the tokens of a conversation; a last message of the assistant is continued."""
-    messages, options, begun = _parts(service, fields, tools)
-    tokens = service.model.chat_tokens(messages, **options)  # type: ignore[arg-type]
-    return tokens + service.model.tokenize(begun, add_special=False) if begun else tokens
+def _conversation(service: Service, fields: ChatFields, tools: Tools) -> Conversation:
+    """Return what the template is given; a last message of the assistant is continued."""
+    return conversation(
+        service.model, fields.messages, tools, fields.chat_template_kwargs,
+        continues=fields.continue_final_message, generates=fields.add_generation_prompt,
+        describes=True,
+    )  # fmt: skip
 
 
-def _parts(
-    service: Service, fields: ChatFields, tools: Tools
-) -> tuple[list[Mapping[str, object]], dict[str, object], str]:
-    """Return the messages, the template's variables, and the begin of the answer, if it is given."""
-    messages: list[Mapping[str, object]] = list(fields.messages)
-    generates, continues = fields.add_generation_prompt, fields.continue_final_message
-    if generates and continues:
-        told = "add_generation_prompt and continue_final_message exclude each other"
-        raise HttpError(400, told, param="continue_final_message")
-    begun = ""
-    if continues or (continues is None and generates is not False):
-        ends = [message.get("role") == "assistant" for message in messages[-2:]]
-        if ends == [True, True]:
-            raise HttpError(400, "the conversation ends with two answers", param="messages")
-        if ends[-1:] == [True] and not messages[-1].get("tool_calls"):
-            content = messages.pop().get("content")
-            parts = content if isinstance(content, list) else [{"text": content or ""}]
-            begun = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
-            generates = True
-    variables = fields.chat_template_kwargs or {}
-    if set(variables) & _RESERVED:
-        told = f"chat_template_kwargs must not hold {', '.join(sorted(_RESERVED))}"
-        raise HttpError(400, told, param="chat_template_kwargs")
-    template = service.model.chat_template or ""
-    knows_tools = "tools" in template
-    if "tool_calls" not in template:
-        messages = [without_calls(message) for message in messages]
-    if tools.is_used and not knows_tools:
-        messages = tools.told(messages)
-    given = tools.given if tools.is_used and knows_tools else None
-    return (
-        messages,
-        {**variables, "tools": given, "add_generation_prompt": generates is not False},
-        begun,
-    )
+def _tools(fields: ChatFields) -> Tools:
+    try:
+        return Tools(fields.tools or (), fields.tool_choice)
+    except ConfigError as error:
+        param = "tool_choice" if error.message.startswith("tool_choice") else "tools"
+        raise HttpError(400, error.message, param=param) from None
 
 
 async def input_tokens(call: Exchange, service: Service) -> None:
     """Count the tokens of a conversation, and write it as a prompt (``/apply-template``)."""
     fields = await call.json(_decode)
-    tools = Tools(fields.tools or (), fields.tool_choice)
+    tools = _tools(fields)
 
     def written() -> tuple[list[int], str]:
-        messages, options, begun = _parts(service, fields, tools)
-        text = service.model.apply_chat_template(messages, **options)  # type: ignore[arg-type]
-        return conversation(service, fields, tools), text + begun
+        found = _conversation(service, fields, tools)
+        return found.tokens(service.model), found.text(service.model)
 
     tokens, text = await service.in_thread(written)
     await call.reply({"input_tokens": len(tokens), "prompt": text, "tokens": tokens})
@@ -144,7 +119,7 @@ class _Writer:
             **usage(choices),
         }
         if self._fields.verbose:
-            prompt = self._service.vocabulary.joined(choices[0].prompt, control=True)
+            prompt = self._service.vocabulary.joined(choices[0].prompt)
             found["__verbose"] = {"prompt": prompt}
         return found
 
@@ -157,7 +132,8 @@ class _Writer:
             parser = self._parsers[index] = CallParser(self._tools)
             deltas.append({"role": "assistant", "content": None})
         content, parts = parser.feed(update.text, last=result is not None)
-        logprobs = self._logprobs(update) if update.tokens else None
+        rated = self._logprobs(update) if update.tokens else None
+        logprobs = None if rated is None else {"content": rated}
         n_before = len(deltas)
         if content or (logprobs is not None and not parts):
             deltas.append({"content": content})
@@ -169,9 +145,8 @@ class _Writer:
         if len(chunks) > n_before:
             chunks[n_before] |= {"logprobs": logprobs, **self._ids(update, with_prompt=False)}
         if result is not None:
-            reason = "tool_calls" if parser.n_calls else update.finish_reason
-            end: dict[str, object] = {"delta": {}, "logprobs": None, "finish_reason": reason}
-            chunks.append({"index": index, **end, "stop_reason": update.stop_reason})
+            end = {**update.end, **({"finish_reason": "tool_calls"} if parser.n_calls else {})}
+            chunks.append({"index": index, "delta": {}, "logprobs": None, **end})
         events: list[dict[str, object]] = [{**self._head, "choices": [each]} for each in chunks]
         if self._fields.timings_per_token and result is not None:
             events[-1]["timings"] = timings(result)
@@ -183,19 +158,9 @@ class _Writer:
         return [event] if self._fields.includes_usage else []
 
     def _message(self, update: Update) -> dict[str, object]:
-        parser = CallParser(self._tools)
-        content, parts = parser.feed(update.text, last=True)
-        message: dict[str, object] = {"role": "assistant", "content": content}
-        if parts:
-            message |= {"content": content or None, "tool_calls": whole_calls(parts)}
-        return {
-            "index": update.choice.index,
-            "message": message,
-            "logprobs": self._logprobs(update),
-            "finish_reason": "tool_calls" if parser.n_calls else update.finish_reason,
-            "stop_reason": update.stop_reason,
-            **self._ids(update, with_prompt=True),
-        }
+        index, logprobs = update.choice.index, self._logprobs(update)
+        choice = chat_choice(index, update.text, self._tools, update.end, logprobs)
+        return choice | self._ids(update, with_prompt=True)
 
     def _ids(self, update: Update, *, with_prompt: bool) -> dict[str, object]:
         if not self._fields.return_token_ids:
@@ -203,8 +168,8 @@ class _Writer:
         found: dict[str, object] = {"token_ids": [token.token for token in update.tokens]}
         return found | ({"prompt_token_ids": update.choice.prompt} if with_prompt else {})
 
-    def _logprobs(self, update: Update) -> dict[str, object] | None:
+    def _logprobs(self, update: Update) -> list[dict[str, object]] | None:
         if not self._fields.logprobs:
             return None
         more = bool(self._fields.token_details)
-        return {"content": self._service.vocabulary.chat_logprobs(update.tokens, more=more)}
+        return self._service.vocabulary.chat_logprobs(update.tokens, more=more)

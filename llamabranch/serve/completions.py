@@ -9,6 +9,7 @@ import msgspec
 
 from ..branch import Produced
 from ..context import TokenScore
+from ..engine.openai import completion_choice
 from ..sampling import SamplingParams
 from .counters import timings
 from .errors import HttpError
@@ -116,14 +117,9 @@ class _Writer:
     def _part(self, update: Update, index: int) -> dict[str, object]:
         fields, words = self._fields, self._service.vocabulary
         ids, result = update.choice.prompt, update.result
-        echo = words.joined(ids) if fields.echo else ""
-        found: dict[str, object] = {
-            "index": index,
-            "text": (echo if update.is_first else "") + update.text,
-            "logprobs": None,
-            "finish_reason": update.finish_reason,
-            "stop_reason": update.stop_reason,
-        }
+        echo = self._service.text(ids) if fields.echo else ""
+        text = (echo if update.is_first else "") + update.text
+        found = completion_choice(index, text, update.end, None)
         scores = None if result is None else result.prompt_logprobs
         if self._logprobs is not None:
             rated: list[tuple[int, Produced | TokenScore | None]] = [
@@ -212,7 +208,7 @@ class _NativeWriter:
         if not self._fields.return_tokens:
             found["tokens"] = []
         word = result.stop_reason if isinstance(result.stop_reason, str) else ""
-        ended = "limit" if update.finish_reason == "length" else "word" if word else "eos"
+        ended = "limit" if update.end["finish_reason"] == "length" else "word" if word else "eos"
         own = {"seed": result.seed, "n_predict": self._limit, "max_tokens": self._limit}
         return {
             **found,
@@ -222,7 +218,7 @@ class _NativeWriter:
             "tokens_evaluated": result.num_prompt_tokens,
             "tokens_cached": result.num_cached_tokens,
             "generation_settings": {**sampling_of(params), **own, "stop": self._fields.stops},
-            "prompt": self._service.vocabulary.joined(update.choice.prompt, control=True),
+            "prompt": self._service.vocabulary.joined(update.choice.prompt),
             "has_new_line": "\n" in result.text,
             "truncated": False,
             "stop_type": ended,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
@@ -11,6 +10,9 @@ from typing import Protocol
 
 from ..branch import Produced
 from ..engine import Request, Result
+from ..engine.async_engine import merged
+from ..engine.openai import End, end_reason
+from ..engine.openai import usage as usage_of
 from .counters import timings
 from .errors import HttpError, http_error
 from .exchange import Exchange
@@ -47,19 +49,11 @@ class Update:
         return [one for one in self.fresh if one.token >= 0 and not one.is_stop]
 
     @property
-    def finish_reason(self) -> str | None:
-        """OpenAI's: "stop", "length", or None before the end."""
+    def end(self) -> End:
+        """How the text has ended; None before."""
         if self.result is None:
-            return None
-        return "stop" if self.result.finish_reason == "stop" else "length"
-
-    @property
-    def stop_reason(self) -> str | int | None:
-        """vLLM's: the stop string or token; "capacity" where the cache could hold no more."""
-        if self.result is None:
-            return None
-        is_full = self.result.finish_reason == "capacity"
-        return "capacity" if is_full else self.result.stop_reason
+            return {"finish_reason": None, "stop_reason": None}
+        return end_reason(self.result.finish_reason, self.result.stop_reason)
 
 
 @dataclass
@@ -142,7 +136,7 @@ async def _updates(
         _of_one(service, request, sum(before.n for before in requests[:i]))
         for i, request in enumerate(requests)
     ]
-    async with aclosing(sources[0] if len(sources) == 1 else _merged(sources)) as found:
+    async with aclosing(merged(sources)) as found:
         async for each in found:
             yield each
 
@@ -178,51 +172,13 @@ def _check(result: Result) -> None:
         raise http_error(result.error)
 
 
-async def _merged(
-    sources: Sequence[AsyncGenerator[list[Update], None]],
-) -> AsyncGenerator[list[Update], None]:
-    """Yield what several sources yield, as it comes; none runs ahead of the reader."""
-    queue: asyncio.Queue[list[Update] | BaseException | None] = asyncio.Queue(len(sources))
-
-    async def pump(source: AsyncGenerator[list[Update], None]) -> None:
-        try:
-            async with aclosing(source):
-                async for each in source:
-                    await queue.put(each)
-            await queue.put(None)
-        except Exception as error:
-            await queue.put(error)
-
-    tasks = [asyncio.ensure_future(pump(source)) for source in sources]
-    n_left = len(sources)
-    try:
-        while n_left:
-            found = await queue.get()
-            if isinstance(found, BaseException):
-                raise found
-            if found is None:
-                n_left -= 1
-            else:
-                yield found
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def usage(choices: Iterable[Choice]) -> dict[str, object]:
     """Return OpenAI's ``usage``, and llama-server's ``timings`` of the first text."""
     results = [(choice, choice.result) for choice in choices if choice.result is not None]
     prompts = {id(choice.request): found.num_prompt_tokens for choice, found in results}
-    n_prompt = sum(prompts.values())
     n_completion = sum(len(found.tokens) for _, found in results)
     n_cached = sum(found.num_cached_tokens for _, found in results if found.sample == 0)
     return {
-        "usage": {
-            "prompt_tokens": n_prompt,
-            "completion_tokens": n_completion,
-            "total_tokens": n_prompt + n_completion,
-            "prompt_tokens_details": {"cached_tokens": n_cached},
-        },
+        "usage": usage_of(sum(prompts.values()), n_completion, n_cached),
         "timings": timings(results[0][1]) if results else {},
     }

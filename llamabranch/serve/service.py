@@ -6,19 +6,19 @@ import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from time import time
 from typing import TypeVar
-from uuid import uuid4
 
 from ..context import Context
 from ..engine import AsyncEngine, Event, Request
+from ..engine.openai import Vocabulary, head, named_piece
 from .counters import Counters
 from .errors import HttpError
 from .nodes import Branches
 from .settings import ServeSettings
-from .vocabulary import Vocabulary
 
 __all__ = ["Service"]
 
@@ -44,7 +44,7 @@ class Service:
         self.settings = settings
         self.ctx: Context = engine.engine.target
         self.model = self.ctx.model
-        self.vocabulary = Vocabulary(self.model)
+        self.vocabulary = Vocabulary(partial(named_piece, self.model))
         self.counters = Counters()
         self.created = int(time())
         self.is_draining = False
@@ -72,16 +72,12 @@ class Service:
 
     def head(self, prefix: str, kind: str) -> dict[str, object]:
         """Return the fields with which answers begin."""
-        head: dict[str, object] = {
-            "id": f"{prefix}-{uuid4().hex}",
-            "object": kind,
-            "created": int(time()),
-            "model": self.names[0],
-            "system_fingerprint": self.fingerprint,
-        }
-        if not self.is_exact:
-            head["batch_invariant"] = False
-        return head
+        found = head(prefix, kind, self.names[0]) | {"system_fingerprint": self.fingerprint}
+        return found if self.is_exact else found | {"batch_invariant": False}
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, each as it is; control tokens have none."""
+        return b"".join(map(self.model.piece, tokens)).decode("utf-8", "replace")
 
     def n_cached(self, tokens: Sequence[int]) -> int:
         """Return how many of the first tokens have their K/V in the prefix cache. It may take a while."""

@@ -126,7 +126,7 @@ async def detokenize(call: Exchange, service: Service) -> None:
     """Turn tokens into text: ``content`` is llama-server's name for it, ``prompt`` vLLM's."""
     fields = await call.json(_decode_detokenize)
     service.model.check_tokens(fields.tokens)
-    text = service.vocabulary.joined(fields.tokens, control=True)
+    text = service.vocabulary.joined(fields.tokens)
     await call.reply({"content": text, "prompt": text})
 
 

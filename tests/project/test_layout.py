@@ -28,6 +28,13 @@ FLOORS = (
     ("cli",),
 )
 RANK = {room: rank for rank, floor in enumerate(FLOORS) for room in floor}
+# A file that imports from a higher floor, inside the methods that need it, and why.
+DOORS = {
+    "llamabranch/context/context.py": (
+        {"engine", "speculative"},
+        "Context.complete and chat are the engine's: users look for them where they have the model",
+    ),
+}
 SOURCES = sorted([*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.pyi")])
 PROGRAMS = [
     p for folder in ("examples", "benchmarks") for p in sorted((ROOT / folder).glob("*.py"))
@@ -102,7 +109,8 @@ def test_room_imports_from_floors_below_only(path: Path) -> None:
             "theory",
         }, "the command line uses the public API"
     else:
-        wrong = {r for r in imported if r != room and (not r or RANK[r] >= RANK[room])}
+        door, _ = DOORS.get(_name(path), (set(), ""))
+        wrong = {r for r in imported - door if r != room and (not r or RANK[r] >= RANK[room])}
         assert not wrong, f"{room} must not import from {sorted(wrong)}"
 
 

@@ -135,7 +135,7 @@ def test_reference_has_every_public_name_once() -> None:
             expected += {
                 f"{room}.{name}" for name in getattr(llamabranch, room).__all__ if name not in top
             }
-    expected += ["model.TextDecoder", "model.VocabularyReport"]
+    expected += ["model.TextDecoder", "model.ToolCall", "model.VocabularyReport"]
     assert sorted(directives) == sorted(expected)
 
 

@@ -11,7 +11,7 @@ import pytest
 from serving import Serving, serving
 
 import llamabranch as lb
-from llamabranch.serve.tools import CallParser, Tools, whole_calls
+from llamabranch.model.tools import CallParser, Tools, whole_calls
 
 openai = pytest.importorskip("openai", reason="openai is not installed")
 

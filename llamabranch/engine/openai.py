@@ -1,27 +1,111 @@
-"""How tokens and their log-probabilities are written in answers."""
+"""OpenAI's shapes: the bodies of answers, and the tokens and log-probabilities in them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from time import time
+from typing import TypedDict
+from uuid import uuid4
 
 from ..branch import Produced
 from ..context import TokenScore
 from ..model import Model
+from ..model.tools import Tools
 
-__all__ = ["Vocabulary"]
+__all__ = [
+    "End",
+    "Vocabulary",
+    "chat_choice",
+    "completion_choice",
+    "end_reason",
+    "head",
+    "named_piece",
+    "usage",
+]
 
 _LOWEST = -9999.0  # stands for minus infinity, as with OpenAI
+
+
+def head(prefix: str, kind: str, model: str) -> dict[str, object]:
+    """Return the fields with which answers begin."""
+    return {
+        "id": f"{prefix}-{uuid4().hex}",
+        "object": kind,
+        "created": int(time()),
+        "model": model,
+    }
+
+
+class End(TypedDict):
+    """How a text has ended.
+
+    Attributes:
+        finish_reason: OpenAI's: "stop", "length" or "tool_calls"; None before the end.
+        stop_reason: vLLM's: the stop string or token; "capacity" where the cache could hold no more.
+    """
+
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+def end_reason(finish_reason: str, stop_reason: str | int | None) -> End:
+    """Return how a text has ended, by the reasons of a `Result`."""
+    return {
+        "finish_reason": "stop" if finish_reason == "stop" else "length",
+        "stop_reason": "capacity" if finish_reason == "capacity" else stop_reason,
+    }
+
+
+def completion_choice(
+    index: int, text: str, end: End, logprobs: dict[str, object] | None
+) -> dict[str, object]:
+    """Return a text as one of a completion's ``choices``."""
+    return {"index": index, "text": text, "logprobs": logprobs, **end}
+
+
+def chat_choice(
+    index: int,
+    text: str,
+    tools: Tools | None,
+    end: End,
+    logprobs: list[dict[str, object]] | None,
+) -> dict[str, object]:
+    """Return a whole text as one of a chat completion's ``choices``, its tool calls apart."""
+    content, calls = (text, []) if tools is None else tools.read(text)
+    message: dict[str, object] = {"role": "assistant", "content": content}
+    if calls:
+        message |= {"content": content or None, "tool_calls": calls}
+        end = {"finish_reason": "tool_calls", "stop_reason": end["stop_reason"]}
+    found = None if logprobs is None else {"content": logprobs}
+    return {"index": index, "message": message, "logprobs": found, **end}
+
+
+def usage(n_prompt: int, n_completion: int, n_cached: int) -> dict[str, object]:
+    """Return the counts of tokens."""
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_completion,
+        "total_tokens": n_prompt + n_completion,
+        "prompt_tokens_details": {"cached_tokens": n_cached},
+    }
+
+
+def named_piece(model: Model, token: int) -> bytes:
+    """Return the bytes of a token; of a control token those of its name."""
+    if not model.has_text:
+        return b""
+    return model.piece(token) or model.detokenize([token], special=True).encode()
 
 
 class Vocabulary:
     """The tokens of a model as text and bytes.
 
     Args:
-        model: it.
+        piece: returns the bytes of a token, see `named_piece`.
     """
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    def __init__(self, piece: Callable[[int], bytes]) -> None:
+        self._piece = piece
         self._known: dict[int, tuple[bytes, str]] = {}
 
     def entry(self, token: int) -> tuple[bytes, str]:
@@ -31,16 +115,13 @@ class Vocabulary:
         """
         found = self._known.get(token)
         if found is None:
-            piece = self._model.piece(token)
-            piece = piece or self._model.detokenize([token], special=True).encode()
+            piece = self._piece(token)
             found = self._known[token] = piece, piece.decode("utf-8", "replace")
         return found
 
-    def joined(self, tokens: Iterable[int], *, control: bool = False) -> str:
-        """Return the text of tokens, each as it is; ``control``: with the names of control tokens."""
-        raw = self._model.piece
-        parts = (self.entry(token)[0] if control else raw(token) for token in tokens)
-        return b"".join(parts).decode("utf-8", "replace")
+    def joined(self, tokens: Iterable[int]) -> str:
+        """Return the text of tokens, with the names of control tokens."""
+        return b"".join(self.entry(token)[0] for token in tokens).decode("utf-8", "replace")
 
     def name(self, token: int | None) -> str | None:
         """Return the text of a token, None of none."""
@@ -57,18 +138,18 @@ class Vocabulary:
     def completion_logprobs(
         self,
         rated: Iterable[tuple[int, Produced | TokenScore | None]],
-        offset: int,
-        n_top: int,
+        offset: int = 0,
+        n_top: int | None = None,
         *,
-        as_ids: bool,
-        more: bool,
+        as_ids: bool = False,
+        more: bool = False,
     ) -> dict[str, object]:
         """Return OpenAI's ``logprobs`` of a completion.
 
         Args:
             rated: ids of tokens, with what is known of them; None for a prompt's first.
             offset: where the text of the first begins.
-            n_top: how many of the most probable tokens are told.
+            n_top: how many of the most probable tokens are told; None = all that are known.
             as_ids: write tokens as ``token_id:N``.
             more: tell entropies and sources too.
         """
@@ -90,7 +171,9 @@ class Vocabulary:
                 found["sources"].append(score.source if isinstance(score, Produced) else "prompt")
         return dict(found)
 
-    def chat_logprobs(self, tokens: Iterable[Produced], *, more: bool) -> list[dict[str, object]]:
+    def chat_logprobs(
+        self, tokens: Iterable[Produced], *, more: bool = False
+    ) -> list[dict[str, object]]:
         """Return OpenAI's ``logprobs.content`` of a message; ``more``: entropies and sources too."""
         return [
             self._item(each.token, each.logprob)

@@ -1,0 +1,295 @@
+"""One call from prompts to texts: what `Context.complete`, `chat` and their twins have in common.
+
+A call is checked as a whole before anything is decoded. The engine that runs it stays with the context,
+with its drafter and what that has learned, and K/V stays in the context's prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from types import EllipsisType
+from typing import cast
+
+from typing_extensions import Unpack
+
+from ..arguments import plain_int
+from ..context import Context
+from ..context.context import text_context
+from ..errors import CacheFullError, ConfigError, LlamaBranchError
+from ..model import Message, chat_messages, is_chat
+from ..model.tools import Tools, conversation
+from ..sampling import SamplingParams, SamplingSettings
+from ..sampling.grammar import Grammar
+from ..speculative import (
+    ChainDrafter,
+    Drafter,
+    GrammarDrafter,
+    MTPDrafter,
+    SpeculativeConfig,
+    SuffixDrafter,
+)
+from .engine import Engine
+from .request import Event, Request, Result
+
+__all__ = ["ChatOptions", "Completion", "TextOptions", "plan_chat", "plan_texts", "run"]
+
+
+_Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
+
+
+class TextOptions(SamplingSettings, total=False):
+    """How texts are generated: fields of `Request`, grammars, and sampling settings by name."""
+
+    max_tokens: int | None
+    stop: str | Sequence[str]
+    stop_tokens: Sequence[int]
+    n: int
+    sampling: SamplingParams | None
+    grammar: Grammar | str | None
+    json_schema: str | Mapping[str, object] | type | None
+    regex: str | None
+    choices: Sequence[str] | None
+    top_logprobs: int | None
+    prompt_logprobs: int | None
+    parse_special: bool
+
+
+class ChatOptions(TextOptions, total=False):
+    """`TextOptions`, and what the chat template is given."""
+
+    tools: Sequence[Mapping[str, object]] | None
+    tool_choice: str | Mapping[str, object] | None
+    chat_template_kwargs: Mapping[str, object] | None
+
+
+@dataclass
+class Completion:
+    """A call that was checked, and the results it has so far.
+
+    Attributes:
+        requests: one for each prompt.
+        prompts: as they were given.
+        is_list: whether the answer is a list.
+        tools: those of a chat.
+        found: the results of each prompt, by the number of the sample.
+    """
+
+    requests: list[Request]
+    prompts: Sequence[_Prompt]
+    is_list: bool
+    tools: Tools | None = None
+    found: list[list[Result]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.found = [[] for _ in self.requests]
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether a grammar constrains the texts."""
+        return bool(self.requests) and self.requests[0].grammar is not None
+
+    def take(self, number: int, event: Event) -> Event:
+        """Return an event of a prompt as the caller gets it, and keep its result."""
+        result, name = event.result, str(number)
+        if result is not None:
+            choices = self.found[number]
+            choices.append(result)
+            choices.sort(key=lambda each: each.sample)
+            result.id, result.prompt = name, self.prompts[number]
+            result.choices, result.tools = choices, self.tools
+        return event if event.id == name else replace(event, id=name)
+
+    def check(self) -> None:
+        """Raise what has ended the texts, if none of them has a token."""
+        found = [result for results in self.found for result in results]
+        if any(result.tokens for result in found):
+            return
+        for result in found:
+            if result.error is not None:
+                raise result.error
+
+    def answer(self) -> Result | list[Result]:
+        """Return the first text of each prompt, with the others as its ``choices``.
+
+        Raises:
+            LlamaBranchError: no text has a token, and this is why.
+        """
+        self.check()
+        results = [results[0] for results in self.found]
+        return results if self.is_list else results[0]
+
+
+def plan_texts(
+    ctx: Context,
+    prompt: object,
+    base: SamplingParams | None = None,
+    *,
+    max_tokens: int | EllipsisType | None = ...,
+    stop: str | Sequence[str] = (),
+    stop_tokens: Sequence[int] = (),
+    n: int = 1,
+    sampling: SamplingParams | None = None,
+    grammar: Grammar | str | None = None,
+    json_schema: str | Mapping[str, object] | type | None = None,
+    regex: str | None = None,
+    choices: Sequence[str] | None = None,
+    top_logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    parse_special: bool = True,
+    **settings: Unpack[SamplingSettings],
+) -> Completion:
+    """Return a call of ``complete``, checked.
+
+    Args:
+        ctx: generates.
+        prompt: one, or a list of them.
+        base: the settings where ``sampling`` is not given.
+        max_tokens: ``...`` = the engine's.
+
+    The others are those of ``Context.complete``.
+
+    Raises:
+        ConfigError, GrammarError, TokenizeError, CacheFullError: something is invalid, or too long.
+    """
+    text_context("ctx", ctx)
+    prompts, is_list = _prompts(prompt)
+    params = (sampling or base or SamplingParams()).replace(**settings)
+    made = _grammar(grammar, json_schema, regex, choices)
+    requests = []
+    for each in prompts:
+        request = Request(
+            each,
+            max_tokens=(
+                ctx.n_ctx_seq if max_tokens is None else None if max_tokens is ... else max_tokens
+            ),
+            sampling=params,
+            stop=stop,
+            stop_tokens=stop_tokens,
+            grammar=made,
+            n=n,
+            top_logprobs=0 if top_logprobs is None and params.logprobs else top_logprobs,
+            prompt_logprobs=prompt_logprobs,
+            parse_special=parse_special,
+        )
+        tokens = ctx.model.prompt_tokens(request.prompt, parse_special=request.parse_special)
+        if len(tokens) > ctx.n_ctx_seq:
+            raise CacheFullError.of_prompt(len(tokens), ctx.n_ctx_seq)
+        ctx.model.check_tokens(request.stop_tokens)
+        requests.append(replace(request, prompt=tokens))
+    return Completion(requests, prompts, is_list)
+
+
+def plan_chat(
+    ctx: Context,
+    messages: object,
+    base: SamplingParams | None = None,
+    *,
+    tools: Sequence[Mapping[str, object]] | None = None,
+    tool_choice: str | Mapping[str, object] | None = None,
+    chat_template_kwargs: Mapping[str, object] | None = None,
+    **options: Unpack[TextOptions],
+) -> Completion:
+    """Return a call of ``chat``, checked; see ``plan_texts``.
+
+    Raises:
+        ConfigError, UnsupportedError, GrammarError, TokenizeError, CacheFullError: something is invalid.
+    """
+    text_context("ctx", ctx)
+    known = Tools(tools or (), tool_choice)
+    is_list = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
+    given = cast(Sequence[Sequence[Message]], messages if is_list else [messages])
+    told = [chat_messages(each) for each in given]
+    prompts = [
+        conversation(ctx.model, each, known, chat_template_kwargs).tokens(ctx.model)
+        for each in told
+    ]
+    if known.forced:
+        if any(options.get(name) is not None for name in _GRAMMARS):
+            raise ConfigError("a forced tool call has a grammar of its own: give no other one")
+        options["json_schema"] = known.schema()
+    found = plan_texts(ctx, prompts, base, **options)
+    found.prompts, found.is_list, found.tools = list(told), is_list, known
+    return found
+
+
+def _prompts(prompt: object) -> tuple[list[_Prompt], bool]:
+    """Return the prompts, and whether they were given as a list."""
+    is_list = isinstance(prompt, (list, tuple)) and not is_chat(prompt)
+    several = cast(Sequence[_Prompt], prompt) if is_list else ()
+    if is_list and not (several and plain_int(several[0]) is not None):
+        return list(several), True
+    return [cast(_Prompt, prompt)], False
+
+
+_GRAMMARS = ("grammar", "json_schema", "regex", "choices")
+
+
+def _grammar(
+    grammar: Grammar | str | None,
+    json_schema: str | Mapping[str, object] | type | None,
+    regex: str | None,
+    choices: Sequence[str] | None,
+) -> Grammar | None:
+    given = [each is not None for each in (grammar, json_schema, regex, choices)]
+    if sum(given) > 1:
+        raise ConfigError(f"give one of {', '.join(_GRAMMARS)}")
+    if json_schema is not None:
+        return Grammar.from_json_schema(json_schema)
+    if regex is not None:
+        return Grammar.from_regex(regex)
+    if choices is not None:
+        return Grammar.from_choices(choices)
+    return Grammar(grammar) if isinstance(grammar, str) else grammar
+
+
+# -- with the engine that stays with a context -----------------------------------------------------
+
+
+def run(
+    ctx: Context, plan: Completion, drafter: Drafter | None, *, stream: bool
+) -> Result | list[Result] | Generator[Event, None, None]:
+    """Generate the texts of a call; ``stream``: return an iterator of events.
+
+    Raises:
+        LlamaBranchError: no text has a token, and this is why; with ``stream`` after the last event.
+    """
+    engine = _engine(ctx, drafter, plan.is_structured)
+    if stream:
+        return _events(engine, plan)
+    for result in engine.generate(plan.requests):
+        plan.take(int(result.id), Event(result.id, result.sample, result=result))
+    return plan.answer()
+
+
+def _events(engine: Engine, plan: Completion) -> Generator[Event, None, None]:
+    yield from (plan.take(int(event.id), event) for event in engine.stream(plan.requests))
+    plan.check()
+
+
+def _engine(ctx: Context, drafter: Drafter | None, structured: bool) -> Engine:
+    """Return the engine that stays with a context: of a given drafter, or of a kind of texts."""
+    name = "drafter" if drafter is not None else "structured" if structured else "text"
+    with ctx.lock:
+        ctx.decoder.check_open()
+        engine = ctx.residents.get(name)
+        if not isinstance(engine, Engine) or (drafter and drafter is not engine.drafter):
+            ctx.keep_prefixes()
+            # Under the seeded rule the seed in a result gives the same text again.
+            config = SpeculativeConfig(rule="seeded")
+            engine = Engine(ctx, drafter or _own_drafter(ctx, structured), config, wait_s=0.5)
+            ctx.residents[name] = engine
+        return engine
+
+
+def _own_drafter(ctx: Context, structured: bool) -> Drafter:
+    """Return a drafter of copied text, and of the model's MTP layers and what a grammar forces."""
+    values: Drafter = SuffixDrafter(min_match=1 if structured else 2, shared_tokens=0)
+    if ctx.model.n_mtp_layers:
+        with suppress(LlamaBranchError):  # such as memory that is in use
+            head = ctx.residents.setdefault("head", None) or Context(ctx.model, target=ctx)
+            ctx.residents["head"] = head
+            if isinstance(head, Context):
+                values = ChainDrafter([values, MTPDrafter(head)])
+    return GrammarDrafter(values) if structured else values

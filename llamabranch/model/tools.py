@@ -1,0 +1,307 @@
+"""Conversations with tools: forced calls follow a JSON schema, others are found in the model's text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+from uuid import uuid4
+
+from ..errors import ConfigError, UnsupportedError
+from .chat import Message, chat_messages
+from .model import Model
+
+__all__ = ["CallParser", "Conversation", "ToolCall", "Tools", "conversation", "whole_calls"]
+
+_RESERVED = {"messages", "tools", "add_generation_prompt"}
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_PROMPT = (
+    "You may call functions. They are described by JSON schemas:\n{tools}\nTo call one, answer with "
+    'nothing but {{"name": NAME, "arguments": ARGUMENTS}}, where ARGUMENTS follows its schema.'
+)
+
+
+class ToolCall(NamedTuple):
+    """A call of a function, as a model has written it.
+
+    Attributes:
+        name: the function's.
+        arguments: a JSON value, of most functions a dict.
+        id: to name the call in the message that answers it, as ``tool_call_id``.
+    """
+
+    name: str
+    arguments: object
+    id: str
+
+
+class Tools:
+    """The tools of a request, and whether one has to be called.
+
+    Args:
+        given: OpenAI's ``tools``.
+        choice: OpenAI's ``tool_choice``: None and "auto" = as the model likes.
+
+    Raises:
+        ConfigError: one is no function, or the choice names none of them.
+
+    Attributes:
+        forced: the names of those of which one must be called; empty where none must.
+    """
+
+    def __init__(self, given: Sequence[Mapping[str, object]], choice: object) -> None:
+        is_list = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
+        self.given = list(given) if is_list else []
+        self._schemas: dict[str, object] = {}
+        for tool in self.given if is_list else [given]:
+            function = tool.get("function") if isinstance(tool, Mapping) else None
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+                raise ConfigError(
+                    "tools must be a list of functions with names",
+                    hint='{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}',
+                )
+            self._schemas[name] = function.get("parameters") or {"type": "object"}
+        self.is_used = bool(given) and choice != "none"
+        self.forced: list[str] = []
+        self.is_named = False
+        if choice == "required":
+            self.forced = list(self._schemas)
+        elif isinstance(choice, Mapping):
+            function = choice.get("function")
+            name = function.get("name") if isinstance(function, Mapping) else None
+            self.forced, self.is_named = [str(name)], True
+        elif choice not in (None, "auto", "none"):
+            raise ConfigError("tool_choice is auto, none, required or a function")
+        if (self.is_named or choice == "required") and not set(self.forced) & set(self._schemas):
+            raise ConfigError("tool_choice names no function of tools")
+
+    def schema(self) -> dict[str, object]:
+        """Return the schema of a call of one of the forced tools."""
+        calls: list[object] = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "arguments": self._schemas[name]},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for name in self.forced
+        ]
+        return {"anyOf": calls}
+
+    def read(self, text: str) -> tuple[str, list[dict[str, object]]]:
+        """Return the content of a whole text, and its calls as OpenAI writes them."""
+        content, parts = CallParser(self).feed(text, last=True)
+        return content, whole_calls(parts)
+
+    def calls(self, text: str) -> list[ToolCall]:
+        """Return the calls in a whole text; one that was cut is none."""
+        found = []
+        for call in self.read(text)[1]:
+            function = call["function"]
+            if isinstance(function, dict):
+                try:
+                    arguments = json.loads(function["arguments"])
+                except (ValueError, RecursionError):
+                    continue
+                found.append(ToolCall(function["name"], arguments, str(call["id"])))
+        return found
+
+
+class Conversation(NamedTuple):
+    """What a chat template is given.
+
+    Attributes:
+        messages: without an answer that is begun.
+        options: arguments of ``Model.chat_tokens``.
+        begun: the beginning of the answer, if it is given.
+    """
+
+    messages: list[dict[str, object]]
+    options: dict[str, object]
+    begun: str
+
+    def tokens(self, model: Model) -> list[int]:
+        """Return its token ids."""
+        tokens = model.chat_tokens(self.messages, **self.options)  # type: ignore[arg-type]
+        return tokens + model.tokenize(self.begun, add_special=False) if self.begun else tokens
+
+    def text(self, model: Model) -> str:
+        """Return its text."""
+        text = model.apply_chat_template(self.messages, **self.options)  # type: ignore[arg-type]
+        return text + self.begun
+
+
+def conversation(
+    model: Model,
+    messages: Sequence[Message],
+    tools: Tools,
+    variables: Mapping[str, object] | None = None,
+    *,
+    continues: bool | None = None,
+    generates: bool | None = None,
+    describes: bool = False,
+) -> Conversation:
+    """Return what the template of ``model`` is given for messages and tools.
+
+    Args:
+        model, messages, tools, variables: the template's, the conversation's, and what else it is given.
+        continues: whether a last message of the assistant is the beginning of the answer; None = yes,
+            unless ``generates`` is False.
+        generates: whether an answer begins after the messages; None = yes.
+        describes: whether a template that ignores tools gets them in a system message.
+
+    Raises:
+        ConfigError: invalid messages or variables, two answers at the end, or options that exclude
+            each other.
+        UnsupportedError: the template ignores the tools, or there is none.
+    """
+    if generates and continues:
+        raise ConfigError("add_generation_prompt and continue_final_message exclude each other")
+    if set(variables or {}) & _RESERVED:
+        raise ConfigError(f"chat_template_kwargs must not hold {', '.join(sorted(_RESERVED))}")
+    told, begun, options = chat_messages(messages), "", dict(variables or {})
+    if continues or (continues is None and generates is not False):
+        ends = [message["role"] == "assistant" for message in told[-2:]]
+        if ends == [True, True]:
+            raise ConfigError("the conversation ends with two answers")
+        if ends[-1] and not told[-1].get("tool_calls"):
+            begun, generates = str(told.pop()["content"]), True
+    if "tool_calls" not in (model.chat_template or ""):
+        told = [_without_calls(message) for message in told]
+    options["add_generation_prompt"] = generates is not False
+    if tools.is_used and _reads_tools(model, told, tools.given, options):
+        options["tools"] = tools.given
+    elif tools.is_used and describes:
+        told = _described(told, tools.given)
+    elif tools.is_used:
+        raise UnsupportedError(
+            f"the chat template of {model.name} ignores tools",
+            hint="give one that writes them: load(..., chat_template=...); or describe them in a message",
+        )
+    return Conversation(told, options, begun)
+
+
+def _reads_tools(
+    model: Model,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, object]],
+    options: Mapping[str, object],
+) -> bool:
+    """Return whether the template writes tools into the conversation."""
+    if model.chat_template is not None and "tools" not in model.chat_template:
+        return False
+    plain = model.apply_chat_template(messages, **options)  # type: ignore[arg-type]
+    return plain != model.apply_chat_template(messages, tools=tools, **options)  # type: ignore[arg-type]
+
+
+def _described(
+    messages: Sequence[dict[str, object]], tools: Sequence[Mapping[str, object]]
+) -> list[dict[str, object]]:
+    """Return messages that describe the tools, for a template that does not."""
+    text = _PROMPT.format(tools=json.dumps(tools, ensure_ascii=False))
+    if messages and messages[0].get("role") == "system":
+        first, *rest = messages
+        return [{**first, "content": f"{first.get('content') or ''}\n\n{text}"}, *rest]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _without_calls(message: dict[str, object]) -> dict[str, object]:
+    """Return a message with its calls as text, for a template that does not write them."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    plain = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**plain, "content": plain.get("content") or json.dumps(calls, ensure_ascii=False)}
+
+
+def _call(name: str, arguments: str, index: int) -> dict[str, object]:
+    function = {"name": name, "arguments": arguments}
+    return {
+        "index": index, "id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function,
+    }  # fmt: skip
+
+
+def whole_calls(parts: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+    """Return whole calls from the parts of a stream."""
+    calls: list[dict[str, object]] = []
+    for part in parts:
+        if "id" in part:
+            calls.append({key: value for key, value in part.items() if key != "index"})
+            continue
+        function, more = calls[-1]["function"], part["function"]
+        if isinstance(function, dict) and isinstance(more, dict):
+            function["arguments"] += more["arguments"]
+    return calls
+
+
+class CallParser:
+    """Tells the calls in a text from the rest, as the text comes.
+
+    Args:
+        tools: those of the request.
+
+    Attributes:
+        n_calls: how many calls there were so far.
+    """
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+        self._held = ""
+        self._is_content = not tools.is_used
+        self._name: str | None = None  # of the forced call that is being written
+        self.n_calls = 0
+
+    def feed(self, text: str, *, last: bool) -> tuple[str, list[dict[str, object]]]:
+        """Return the content and the parts of calls that ``text`` adds, as in OpenAI's streams."""
+        if self._is_content:
+            return text, []
+        self._held += text
+        if self._tools.forced:
+            return "", self._forced(last=last)
+        start = self._held.lstrip()
+        may_call = start.startswith("{") or _OPEN.startswith(start[: len(_OPEN)])
+        if start and not may_call:
+            self._is_content = True
+        elif not last:
+            return "", []
+        held, self._held = self._held, ""
+        calls = [] if self._is_content else self._found(held)
+        return ("", calls) if calls else (held, [])
+
+    def _forced(self, *, last: bool) -> list[dict[str, object]]:
+        """Return parts of the one call that the grammar allows: its name, then its arguments."""
+        parts: list[dict[str, object]] = []
+        if self._name is None:
+            head = re.match(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ', self._held)
+            if head is None:
+                return []
+            self._name = str(json.loads(head[1]))
+            self._held = self._held[head.end() :]
+            self.n_calls = 1
+            parts.append(_call(self._name, "", 0))
+        # The last character closes the object around the arguments.
+        more, self._held = self._held[:-1], self._held[-1:]
+        if last and self._held != "}":
+            more += self._held
+        if more:
+            parts.append({"index": 0, "function": {"arguments": more}})
+        return parts
+
+    def _found(self, text: str) -> list[dict[str, object]]:
+        parts = re.findall(rf"{_OPEN}(.*?)(?:{_CLOSE}|$)", text, re.DOTALL) or [text]
+        calls: list[dict[str, object]] = []
+        for part in parts:
+            try:
+                found = json.loads(part)
+            except (ValueError, RecursionError):
+                return []
+            name = found.get("name") if isinstance(found, dict) else None
+            arguments = found.get("arguments", found.get("parameters")) if name else None
+            if not isinstance(name, str) or arguments is None:
+                return []
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            calls.append(_call(name, text, len(calls)))
+        self.n_calls = len(calls)
+        return calls

@@ -1,0 +1,384 @@
+"""`Context.complete` and `chat`: one call, with the text that a branch generates."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toys
+from typing_extensions import assert_type
+
+import llamabranch as lb
+from llamabranch import Branch, Context, Event, Request, Result
+from llamabranch.errors import (
+    CacheFullError,
+    ClosedError,
+    ConfigError,
+    GrammarError,
+    SequencesExhaustedError,
+    TokenizeError,
+    UnsupportedError,
+)
+
+PROMPTS = ["Once upon a time", "The wolf and the wolf and the wolf", "In the forest there stood"]
+HELLO = [{"role": "user", "content": "Tell me of a king."}]
+WARM: dict[str, Any] = {"temperature": 0.8, "seed": 42}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"enum": [7, 70]}},
+    "required": ["name", "age"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
+    for name in ("marry", "crown")
+]
+# Writes tools, if there are any.
+TEMPLATE = "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}" + toys.CHAT_TEMPLATE
+
+
+def plain(
+    ctx: Context, prompt: Any, n: int, stop: Any = (), **settings: Any
+) -> tuple[str, list[int]]:
+    """Return what a branch generates by itself."""
+    with Branch.start(ctx, prompt, **{**WARM, **settings}) as branch:
+        found = list(branch.generate(n, stop))
+        return "".join(token.text for token in found), [t.token for t in found if not t.is_stop]
+
+
+def same(result: Result, expected: tuple[str, list[int]]) -> bool:
+    return (result.text, result.tokens) == expected
+
+
+@pytest.fixture
+def chatting(target: lb.Model) -> Any:
+    with lb.load(target.path, n_ctx=1024, n_threads=1, chat_template=TEMPLATE) as ctx:
+        yield ctx
+
+
+@pytest.mark.parametrize("n_seq_max", [1, 8])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_text_is_that_of_a_branch(target: lb.Model, n_seq_max: int, temperature: float) -> None:
+    options: dict[str, Any] = {**WARM, "temperature": temperature}
+    with Context(target, n_ctx=512, n_seq_max=n_seq_max, n_threads=1) as ctx:
+        expected = [plain(ctx, prompt, 40, **options) for prompt in PROMPTS]
+        one = [ctx.complete(prompt, max_tokens=40, **options) for prompt in PROMPTS]
+        many = ctx.complete(PROMPTS, max_tokens=40, **options)
+        for results in (one, many):
+            assert all(map(same, results, expected))
+        assert [result.id for result in many] == ["0", "1", "2"]
+        ids = ctx.complete(ctx.tokenize(PROMPTS[0]), max_tokens=40, **options)
+        assert ids.text == expected[0][0] and ids.prompt == ctx.tokenize(PROMPTS[0])
+        assert many[0].prompt == PROMPTS[0] and many[0].finish_reason == "length"
+        details = many[0].logprobs
+        assert details is not None and [t.token for t in details] == many[0].tokens
+        assert all(token.logprob < 0 for token in details)
+        assert ctx.n_seq_free == n_seq_max
+        ctx.audit()
+
+
+def test_any_drafter_gives_that_text_on_a_toy(toy: lb.Model) -> None:
+    with Context(toy, n_ctx=512, n_threads=1) as ctx, Context(toy, n_ctx=512, n_threads=1) as twin:
+        expected = plain(ctx, "abcabcabc", 40)
+        drafters = (None, lb.NullDrafter(), lb.PromptLookupDrafter(), lb.ModelDrafter(twin))
+        for drafter in drafters:
+            for _ in range(2):
+                found = ctx.complete("abcabcabc", max_tokens=40, drafter=drafter, **WARM)
+                assert same(found, expected)
+        with pytest.raises(lb.VocabularyMismatchError):
+            ctx.complete("abc", drafter=Picky())
+        twin.audit()
+        ctx.audit()
+
+
+class Picky(lb.Drafter):
+    name = "picky"
+
+    def check(self, target: lb.Model) -> None:
+        raise lb.VocabularyMismatchError("not this one")
+
+    def start(self, target: Branch, rule: str) -> Any: ...
+
+
+def test_several_texts_of_a_prompt(ctx: Context) -> None:
+    (request,) = [Request(PROMPTS[0], n=3, sampling=lb.SamplingParams(**WARM), max_tokens=12)]
+    expected = [result.text for result in lb.Engine(ctx).generate([request])]
+    result = ctx.complete(PROMPTS[0], n=3, max_tokens=12, **WARM)
+    assert result.choices[0] is result
+    assert [each.text for each in result.choices] == expected
+    events = list(ctx.complete(PROMPTS[0], n=3, max_tokens=12, stream=True, **WARM))
+    last = [event.result for event in events if event.result is not None]
+    assert [each.text for each in last[-1].choices] == expected
+    one = ctx.complete(PROMPTS[0], max_tokens=12)
+    again = ctx.complete(PROMPTS[0], max_tokens=12, seed=one.seed)
+    assert again.tokens == one.tokens  # also without a seed
+
+
+def test_a_prompt_is_read_once_and_branches_go_on(ctx: Context) -> None:
+    long = "Once upon a time there was a king who had three daughters. " * 8
+    n = len(ctx.tokenize(long))
+    with Branch.start(ctx, "The wolf", **WARM) as branch, Branch.start(ctx, "The fox", seed=1):
+        before = branch.tokens
+        first = ctx.complete(long, max_tokens=8, **WARM)
+        second = ctx.complete(long + first.text, max_tokens=8, **WARM)
+        assert first.num_cached_tokens == 0 and second.num_cached_tokens >= n
+        assert ctx.complete(long, max_tokens=8, **WARM).num_cached_tokens == n - 1
+        assert branch.tokens == before and ctx.n_seq_free == ctx.n_seq_max - 2
+        text = "".join(token.text for token in branch.generate(12))
+    ctx.kv_cache_clear()
+    assert ctx.usage().cells_used == 0
+    assert text == plain(ctx, "The wolf", 12)[0]
+    with Context(ctx.model, n_ctx=512, n_threads=1, prefix_cache=False) as fresh:
+        fresh.complete(long, max_tokens=4)
+        assert fresh.prefix_cache is None and fresh.usage().cells_used == 0
+
+
+def test_a_stream_yields_the_text(ctx: Context) -> None:
+    stop = plain(ctx, PROMPTS[0], 40)[0][30:36]
+    whole = ctx.complete(PROMPTS[0], max_tokens=40, stop=[stop], **WARM)
+    assert whole.finish_reason == "stop" and whole.stop_reason == stop
+    assert whole.text == plain(ctx, PROMPTS[0], 40, [stop])[0]
+    events = list(ctx.complete(PROMPTS[0], max_tokens=40, stop=stop, stream=True, **WARM))
+    assert "".join(event.text for event in events) == whole.text
+    last = events[-1].result
+    assert last is not None and same(last, (whole.text, whole.tokens))
+    texts = dict.fromkeys("012", "")
+    for event in ctx.complete(PROMPTS, max_tokens=12, stream=True, **WARM):
+        texts[event.id] += event.text
+    assert list(texts.values()) == [plain(ctx, prompt, 12)[0] for prompt in PROMPTS]
+    stream = ctx.complete(PROMPTS, max_tokens=200, stream=True)
+    next(stream)
+    stream.close()
+    assert ctx.n_seq_free == ctx.n_seq_max
+
+
+def test_threads_share_a_context(ctx: Context) -> None:
+    expected = {prompt: plain(ctx, prompt, 20) for prompt in PROMPTS}
+    found: list[tuple[str, Result]] = []
+
+    def work(prompt: str) -> None:
+        for _ in range(3):
+            found.append((prompt, ctx.complete(prompt, max_tokens=20, **WARM)))
+
+    threads = [threading.Thread(target=work, args=(prompt,)) for prompt in PROMPTS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 9 and all(same(result, expected[prompt]) for prompt, result in found)
+
+
+def test_structured_texts_have_values(ctx: Context) -> None:
+    result = ctx.complete("The hero: ", json_schema=SCHEMA, max_tokens=80, **WARM)
+    assert isinstance(result.parsed, dict) and result.parsed["age"] in (7, 70)
+    assert result.stats.num_forced_tokens > 0
+    with Branch.start(
+        ctx, "The hero: ", grammar=lb.Grammar.from_json_schema(SCHEMA), **WARM
+    ) as branch:
+        assert [t.token for t in branch.generate(80) if not t.is_stop] == result.tokens
+    assert ctx.complete("A colour:", choices=[" red", " blue"]).parsed in (" red", " blue")
+    assert ctx.complete("A year: ", regex="1[0-9]{3}").text.startswith("1")
+    assert ctx.complete("Yes?", grammar='root ::= " yes"').parsed == " yes"
+    assert ctx.complete([], max_tokens=3) == []
+
+
+def test_chat_is_the_branchs_text(chatting: Context) -> None:
+    ctx = chatting
+    result = ctx.chat(HELLO, max_tokens=16, **WARM)
+    assert same(result, plain(ctx, HELLO, 16)) and result.prompt == HELLO
+    pairs = ctx.chat([("user", "Tell me of a king.")], max_tokens=16, **WARM)
+    for each in (pairs, *ctx.chat([HELLO, HELLO], max_tokens=16, **WARM)):
+        assert each.tokens == result.tokens and each.prompt == HELLO
+    begun = [*HELLO, {"role": "assistant", "content": "The king was"}]
+    tokens = ctx.model.chat_tokens(HELLO) + ctx.tokenize("The king was", add_special=False)
+    assert same(ctx.chat(begun, max_tokens=16, **WARM), plain(ctx, tokens, 16))
+    events = list(ctx.chat(HELLO, max_tokens=16, stream=True, **WARM))
+    assert "".join(event.text for event in events) == result.text
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "crown"}}]
+)
+def test_forced_calls_are_parsed(chatting: Context, choice: Any) -> None:
+    result = chatting.chat(HELLO, tools=TOOLS, tool_choice=choice, max_tokens=80, **WARM)
+    (call,) = result.tool_calls
+    assert call.name == "crown" or choice == "required"
+    assert isinstance(call.arguments, dict) and call.arguments["age"] in (7, 70)
+    body: Any = result.to_openai()
+    message = body["choices"][0]["message"]
+    assert body["choices"][0]["finish_reason"] == "tool_calls" and message["content"] is None
+    assert message["tool_calls"][0]["function"]["name"] == call.name
+    n_prompt = len(chatting.model.chat_tokens(HELLO, tools=TOOLS))
+    assert result.num_prompt_tokens == n_prompt > len(chatting.model.chat_tokens(HELLO))
+    free = chatting.chat(HELLO, tools=TOOLS, tool_choice="none", max_tokens=8, **WARM)
+    assert free.tool_calls == [] and free.num_prompt_tokens < n_prompt
+    cut = chatting.chat(HELLO, tools=TOOLS, tool_choice=choice, max_tokens=12, **WARM)
+    assert cut.tool_calls == [] and cut.finish_reason == "length"
+
+
+def test_tools_that_a_template_ignores_are_refused(target: lb.Model) -> None:
+    mentions = toys.CHAT_TEMPLATE + "{# no tools #}"
+    for template in (toys.CHAT_TEMPLATE, mentions, "chatml"):
+        with lb.load(target.path, n_ctx=256, n_threads=1, chat_template=template) as ctx:
+            with pytest.raises(UnsupportedError, match="ignores tools"):
+                ctx.chat(HELLO, tools=TOOLS)
+            assert ctx.usage().cells_used == 0
+
+
+def test_openais_shapes(ctx: Context, chatting: Context) -> None:
+    types = pytest.importorskip("openai.types", reason="openai is not installed")
+    chat_types = pytest.importorskip("openai.types.chat", reason="openai is not installed")
+    result = ctx.complete(PROMPTS[0], n=2, max_tokens=6, top_logprobs=2, stop=" the", **WARM)
+    found = types.Completion.model_validate(result.to_openai())
+    assert [each.text for each in found.choices] == [each.text for each in result.choices]
+    assert len(found.choices[0].logprobs.top_logprobs[0]) == 2
+    n = sum(len(each.tokens) for each in result.choices)
+    assert found.usage.completion_tokens == n and found.model == ctx.model.name
+    answer = chatting.chat(HELLO, max_tokens=6, top_logprobs=2, **WARM)
+    shown = chat_types.ChatCompletion.model_validate(answer.to_openai())
+    assert shown.choices[0].message.content == answer.text
+    assert len(shown.choices[0].logprobs.content) == len(answer.tokens)
+    assert shown.choices[0].finish_reason == "length"
+
+
+def test_async_twins(chatting: Context) -> None:
+    ctx = chatting
+    expected = [plain(ctx, prompt, 12)[0] for prompt in PROMPTS]
+    talk = ctx.chat(HELLO, max_tokens=12, **WARM)
+
+    async def main() -> None:
+        async with lb.AsyncEngine(ctx, sampling=lb.SamplingParams(**WARM), max_tokens=12) as engine:
+            assert (await engine.complete(PROMPTS[0])).text == expected[0]
+            found = await engine.complete(PROMPTS)
+            assert [(each.id, each.text) for each in found] == list(
+                zip("012", expected, strict=True)
+            )
+            assert (await engine.chat(HELLO)).text == talk.text
+            texts = dict.fromkeys("012", "")
+            async for event in engine.complete(PROMPTS, stream=True):
+                texts[event.id] += event.text
+            assert list(texts.values()) == expected
+            with pytest.raises(ConfigError):
+                await engine.complete(PROMPTS[0], n=0)
+            async for event in engine.chat(HELLO, stream=True):
+                assert event.text or event.result
+                break
+            waiting = asyncio.ensure_future(engine.complete(PROMPTS, max_tokens=None))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+
+    asyncio.run(main())
+    assert ctx.n_seq_free == ctx.n_seq_max
+    ctx.audit()
+
+
+def test_types_are_known(chatting: Context) -> None:
+    """What mypy makes of each call; run, they are true."""
+    ctx, few = chatting, 2
+    assert_type(ctx.complete("The king", max_tokens=few), Result)
+    assert_type(ctx.complete([5, 6], max_tokens=few), Result)
+    assert_type(ctx.complete(HELLO, max_tokens=few), Result)
+    assert_type(ctx.complete(["The king"], max_tokens=few), list[Result])
+    assert_type(ctx.complete([[5, 6]], max_tokens=few), list[Result])
+    assert_type(ctx.complete([HELLO], max_tokens=few), list[Result])
+    assert_type(ctx.chat(HELLO, max_tokens=few), Result)
+    assert_type(ctx.chat([("user", "Hello")], max_tokens=few), Result)
+    assert_type(ctx.chat([HELLO], max_tokens=few), list[Result])
+    streams = [
+        assert_type(
+            ctx.complete("The king", stream=True, max_tokens=few), Generator[Event, None, None]
+        ),
+        assert_type(ctx.chat(HELLO, stream=True, max_tokens=few), Generator[Event, None, None]),
+    ]
+    assert all(list(stream)[-1].result for stream in streams)
+
+    async def main() -> None:
+        async with lb.AsyncEngine(ctx, max_tokens=few) as engine:
+            assert_type(await engine.complete("The king"), Result)
+            assert_type(await engine.complete(["The king"]), list[Result])
+            assert_type(await engine.chat(HELLO), Result)
+            async for event in engine.complete("The king", stream=True):
+                assert_type(event, Event)
+
+    asyncio.run(main())
+
+
+BAD: dict[str, tuple[Any, dict[str, Any], type[Exception]]] = {
+    "bytes": (b"x", {}, ConfigError),
+    "number": (5, {}, ConfigError),
+    "mixed": (["a", 5], {}, ConfigError),
+    "token": ([1, 1 << 40], {}, TokenizeError),
+    "too long": ("a " * 3000, {}, CacheFullError),
+    "one of two too long": (["a", "a " * 3000], {}, CacheFullError),
+    "max_tokens": ("a", {"max_tokens": -1}, ConfigError),
+    "n": ("a", {"n": 0}, ConfigError),
+    "stop": ("a", {"stop": 5}, ConfigError),
+    "stop token": ("a", {"stop_tokens": [1 << 40]}, TokenizeError),
+    "setting": ("a", {"temprature": 1.0}, ConfigError),
+    "range": ("a", {"temperature": -1.0}, ConfigError),
+    "grammar": ("a", {"grammar": "root ="}, GrammarError),
+    "schema": ("a", {"json_schema": {"not": {}}}, GrammarError),
+    "two grammars": ("a", {"regex": "a", "choices": ["b"]}, ConfigError),
+    "drafter": ("a", {"drafter": 5}, ConfigError),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_refused(ctx: Context, name: str, stream: bool) -> None:
+    prompt, options, kind = BAD[name]
+    call: Any = ctx.complete
+    with pytest.raises(kind):
+        call(prompt, stream=stream, **options)
+    assert ctx.usage().cells_used == 0 and ctx.n_seq_free == ctx.n_seq_max
+
+
+def test_what_chat_refuses(chatting: Context, ctx: Context) -> None:
+    with pytest.raises(UnsupportedError, match="no chat template"):
+        ctx.chat(HELLO)
+    call: Any = chatting.chat
+    bad: list[dict[str, Any]] = [
+        {"tools": [{}]}, {"tools": 5}, {"tools": TOOLS, "tool_choice": "sometimes"},
+        {"tool_choice": "required"}, {"chat_template_kwargs": {"messages": []}},
+        {"tools": TOOLS, "tool_choice": "required", "regex": "a"},
+    ]  # fmt: skip
+    for more in bad:
+        with pytest.raises(ConfigError):
+            call(HELLO, **more)
+    unfit: list[Any] = [[], "Hello", [{}], [5]]
+    for messages in unfit:
+        with pytest.raises(ConfigError):
+            call(messages)
+
+
+def test_held_sequences_and_closed_contexts_raise(target: lb.Model) -> None:
+    with Context(target, n_ctx=256, n_seq_max=1, n_threads=1) as ctx:
+        with Branch.start(ctx, "The fox", **WARM), pytest.raises(SequencesExhaustedError):
+            ctx.complete("The king")
+        full = ctx.complete("The king", max_tokens=None, logit_bias={ctx.model.eos or 0: -1e9})
+        assert full.finish_reason == "capacity" and len(full.tokens) > 200
+        assert ctx.complete("The king", max_tokens=2).tokens
+    with pytest.raises(ClosedError):
+        ctx.complete("The king")
+    dropped = Context(target, n_ctx=256, n_threads=1)
+    dropped.complete("The king", max_tokens=2)
+    gone = weakref.ref(dropped)
+    del dropped
+    gc.collect()
+    assert gone() is None  # the engine that stays with it does not keep it
+
+
+def test_mtp_layers_draft_by_themselves(tmp_path: Path) -> None:
+    path = toys.write_toy(tmp_path / "mtp.gguf", "glm4moe", vocab="bytes", weights="f32")
+    with lb.load(path, n_ctx=512, n_threads=1, load_mtp=True) as ctx:
+        expected = plain(ctx, "abcabc", 24)
+        ctx.kv_cache_clear()
+        assert same(ctx.complete("abcabc", max_tokens=24, **WARM), expected)
+        assert isinstance(ctx.residents["head"], Context)
+        ctx.audit()

@@ -2,6 +2,7 @@
 
 # ruff: isort: skip_file
 
+from . import chat as chat
 from . import eval as eval
 from . import hub as hub
 from . import model as model
@@ -16,6 +17,9 @@ from .branch import (
     BranchStore as BranchStore,
     Produced as Produced,
     Snapshot as Snapshot,
+)
+from .chat import (
+    Chat as Chat,
 )
 from .context import (
     Capabilities as Capabilities,

@@ -7,7 +7,7 @@ because whoever changes the file can recompute its checksums.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from typing import TypeVar
 
@@ -97,15 +97,9 @@ class Snapshot:
         write_file(path, metadata, self._arrays)
 
     def _metadata(self) -> dict[str, object]:
-        sampling: dict[str, object] = {
-            f.name: getattr(self.sampling, f.name) for f in fields(self.sampling)
-        }
+        sampling = self.sampling.as_dict()
         if self.sampling.logprobs:
             del sampling["logprobs"]  # the default, which version 0.1 does not know
-        sampling["logit_bias"] = [  # JSON has no infinity
-            [token, None if value == -np.inf else value]
-            for token, value in self.sampling.logit_bias.items()
-        ]
         about: dict[str, object] = {
             "engine": engine_versions(),
             "origin": asdict(self.origin),
@@ -259,7 +253,7 @@ def _parse(metadata: bytes) -> Snapshot:
         # A character has at most four bytes, so three can be pending.
         if len(pending) > 3 or finish_reason not in (None, "stop", "length"):
             raise ValueError("pending bytes or finish_reason are invalid")
-        sampling = _sampling(about.get("sampling", dict))
+        sampling = SamplingParams.from_dict(about.get("sampling", dict))
         seed_given = about.maybe("seed_given", bool)
         layers = about.maybe("hidden_layers", list) or []
         if any(type(layer) is not int for layer in layers):
@@ -296,20 +290,6 @@ def _parse(metadata: bytes) -> Snapshot:
         )
     except (ValueError, TypeError, RecursionError, LlamaBranchError) as error:
         raise SnapshotError(f"the snapshot's metadata is invalid: {error}") from error
-
-
-def _sampling(settings: dict[str, object]) -> SamplingParams:
-    settings = dict(settings)
-    bias: dict[int, float] = {}
-    pairs = settings.pop("logit_bias", [])
-    breakers = settings.get("dry_sequence_breakers", [])
-    if not isinstance(pairs, list) or not isinstance(breakers, list):
-        raise ValueError("logit_bias and dry_sequence_breakers must be lists")
-    for token, value in pairs:
-        if type(token) is not int or type(value) not in (int, float, type(None)):
-            raise ValueError("the logit bias must consist of numbers")
-        bias[token] = -np.inf if value is None else float(value)
-    return SamplingParams().replace(logit_bias=bias, **settings)
 
 
 # -- in and out of a context -----------------------------------------------------------------------

@@ -23,6 +23,7 @@ __all__ = ["COMMANDS", "app", "load_command", "main"]
 # name in the module of that name.
 COMMANDS = {
     "demo": "Show what this is for, in half a minute: forks, drafts, scores, all measured as you watch.",
+    "chat": "Talk with a model in the terminal; turns can be retried, edited, forked and saved.",
     "speculate": "Generate text with a draft model and show what the drafting did.",
     "generate": "Continue any number of prompts together, with a draft model.",
     "bench": "Measure a pair: what drafting costs and brings here, and the best setting to use.",

@@ -15,7 +15,7 @@ _AFFINITY = "threads are placed by the system: --threads sets how many there are
 _LOG = "--verbose prints llama.cpp's log to standard error"
 _NO_LOG = "llama.cpp's log is off unless --verbose is given"
 _CONVERSATION = (
-    "--chat wraps one prompt in the model's chat template, --system-prompt adds a system message"
+    "`llamabranch chat` is a conversation; elsewhere --chat wraps one prompt in the chat template"
 )
 _REASONING = "what a model thinks is part of the text here"
 _DRAFT_NGRAM = "the copying drafters have no settings: --draft suffix, or --draft lookup"

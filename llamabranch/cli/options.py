@@ -59,6 +59,7 @@ __all__ = [
     "RuntimeOptions",
     "SamplingOptions",
     "SharedOptions",
+    "SystemOptions",
     "TargetOptions",
     "TemplateOptions",
     "TextOptions",
@@ -418,15 +419,14 @@ class TemplateOptions:
 
 
 @dataclass(frozen=True)
-class ChatOptions(TemplateOptions):
-    """How a prompt becomes tokens: as it is, or as a message of a conversation."""
+class SystemOptions(TemplateOptions):
+    """The chat template and the system message."""
 
     panel: ClassVar[str] = REQUESTS
 
-    chat: bool = option(False, "Wrap the prompt in the target's chat template.", "--chat")
     system_prompt: str | None = option(
         None,
-        "The system message before the prompt; turns --chat on.",
+        "The system message before the prompt.",
         "--system-prompt",
         "-sys",
         callback=_unescaped,
@@ -437,15 +437,6 @@ class ChatOptions(TemplateOptions):
         "--system-prompt-file",
         "-sysf",
     )
-    parse_special: ParseSpecial = True
-
-    @property
-    def is_on(self) -> bool:
-        """Whether prompts are wrapped: `--chat` or what implies it was given."""
-        implied = (
-            self.system_prompt, self.system_prompt_file, self.chat_template, self.chat_template_file,
-        )  # fmt: skip
-        return self.chat or any(given is not None for given in implied)
 
     @property
     def system(self) -> str | None:
@@ -457,6 +448,28 @@ class ChatOptions(TemplateOptions):
         return _either(
             self.system_prompt, self.system_prompt_file, read_prompt_file, "--system-prompt"
         )
+
+
+@dataclass(frozen=True)
+class ChatOptions(SystemOptions):
+    """How a prompt becomes tokens: as it is, or as a message of a conversation."""
+
+    panel: ClassVar[str] = REQUESTS
+
+    chat: bool = option(
+        False,
+        "Wrap the prompt in the target's chat template; a template or a system message turns it on.",
+        "--chat",
+    )
+    parse_special: ParseSpecial = True
+
+    @property
+    def is_on(self) -> bool:
+        """Whether prompts are wrapped: `--chat` or what implies it was given."""
+        implied = (
+            self.system_prompt, self.system_prompt_file, self.chat_template, self.chat_template_file,
+        )  # fmt: skip
+        return self.chat or any(given is not None for given in implied)
 
     def prompt_tokens(self, model: Model, prompt: str) -> list[int]:
         """Return the tokens of a prompt, as a user's turn in the chat template where that is on.

@@ -232,6 +232,10 @@ class Context:
         """
         self._decoder.handle.stop()
 
+    def resume(self) -> None:
+        """Undo an ``interrupt`` that has stopped no decode yet: the next one runs."""
+        self._decoder.handle.resume()
+
     @contextmanager
     def time_limit(self, seconds: float) -> Iterator[None]:
         """Interrupt what the ``with`` block decodes on this context after ``seconds``.

@@ -211,6 +211,39 @@ class SamplingParams:
         _check_names(changes)
         return replace(self, **changes)  # type: ignore[arg-type]
 
+    def as_dict(self) -> dict[str, object]:
+        """Return the settings as JSON types: a bias is a pair, one of -inf has null."""
+        found: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self)}
+        found["logit_bias"] = [
+            [token, None if value == -math.inf else value]
+            for token, value in self.logit_bias.items()
+        ]
+        return found
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, object]) -> SamplingParams:
+        """Return the settings that ``as_dict`` gave; others have their defaults.
+
+        Raises:
+            ConfigError: an unknown name or a bad value.
+        """
+        bias: dict[int, float] = {}
+        pairs = settings.get("logit_bias", [])
+        if not isinstance(pairs, list) or not isinstance(
+            settings.get("dry_sequence_breakers", ()), (list, tuple)
+        ):
+            raise ConfigError("logit_bias and dry_sequence_breakers must be lists")
+        for pair in pairs:
+            if (
+                type(pair) is not list
+                or len(pair) != 2
+                or type(pair[0]) is not int
+                or type(pair[1]) not in (int, float, type(None))
+            ):
+                raise ConfigError("the logit bias must consist of numbers")
+            bias[pair[0]] = -math.inf if pair[1] is None else float(pair[1])
+        return cls().replace(**{**settings, "logit_bias": bias})
+
     @property
     def uses_history(self) -> bool:
         """True if penalties or DRY depend on the tokens so far."""

@@ -24,7 +24,7 @@ FLOORS = (
     ("speculative",),
     ("engine",),
     ("search", "bench", "proofs"),
-    ("eval", "serve", "scale"),
+    ("eval", "serve", "scale", "chat"),
     ("cli",),
 )
 RANK = {room: rank for rank, floor in enumerate(FLOORS) for room in floor}

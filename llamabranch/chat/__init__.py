@@ -1,0 +1,6 @@
+"""Conversations whose turns are branches: only new tokens are evaluated."""
+
+from .chat import Answer, Chat, ChatStats
+from .conversation import Exchange
+
+__all__ = ["Answer", "Chat", "ChatStats", "Exchange"]

@@ -1,0 +1,525 @@
+"""A conversation with a model: answers, and all that one does with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..arguments import whole
+from ..branch import Branch, Produced
+from ..branch.branch import random_seed
+from ..branch.tree import BranchTree
+from ..context import Context
+from ..errors import CacheFullError, CapacityError, ConfigError, UnsupportedError, UsageError
+from ..pictures import TreeLine
+from ..sampling import SamplingParams, SamplingSettings
+from ..sampling.noise import derive_seed
+from ..speculative import (
+    Drafter,
+    Generation,
+    NullDrafter,
+    SpeculativeConfig,
+    SpeculativeStats,
+    Speculator,
+    SuffixDrafter,
+)
+from .conversation import Exchange, Line, exchanges_of, messages_of, tree_of
+from .saved import SavedChat, read_chat, write_chat
+from .turns import TurnBranches
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+__all__ = ["Answer", "Chat", "ChatStats"]
+
+_LEAST_ROOM, _MORE_ROOM = (
+    8,
+    4,
+)  # parts of the context: for an answer at least, and once turns are cut
+
+
+@dataclass
+class ChatStats:
+    """What a chat has cost so far.
+
+    Attributes:
+        num_evaluated_tokens: tokens of prompts and answers that the model has read.
+        num_cached_tokens: tokens of prompts that were there already.
+        num_answers: answers that were begun.
+        num_cut_exchanges: exchanges that were left out because the context was full.
+        speculative: what was drafted and accepted; drafted tokens that were rejected are no part of
+            ``num_evaluated_tokens``.
+    """
+
+    num_evaluated_tokens: int
+    num_cached_tokens: int
+    num_answers: int
+    num_cut_exchanges: int
+    speculative: SpeculativeStats
+
+
+class Chat:
+    """A conversation that can be taken back, edited, forked and saved; only new tokens are evaluated.
+
+    The model's chat template writes the conversation; what is in a message stays text, whatever control
+    tokens it spells. The K/V of earlier turns is kept in branches: however the conversation goes on, the
+    longest beginning of its tokens that is there is not evaluated again.
+
+    Each answer has the text that a branch with the same prompt tokens, settings and seed has, where the
+    context is batch-invariant; elsewhere rounding can change it.
+
+    Args:
+        ctx: the context that answers. With 8 sequences or more, several turns are kept.
+        drafter: drafts the answers; None = copying from the conversation, where the memory can drop
+            tokens. ``NullDrafter()`` = plain decoding.
+        config: how much to draft.
+        system: the system message.
+        sampling: settings. Without a seed one is picked.
+        max_tokens: the most tokens of an answer; None = until the model ends it or the context is full.
+        stop: strings that end an answer.
+        settings: fields of `SamplingParams` by name, in place of those of ``sampling``.
+
+    Raises:
+        UnsupportedError: the model has no chat template, or one that cannot be run.
+        ConfigError: an unknown setting, or the template refuses a system message.
+        VocabularyMismatchError: the drafter cannot draft for the model.
+
+    Attributes:
+        ctx: the context.
+        sampling, max_tokens: the settings of the next answer; `set` changes them.
+        stop: as above.
+        speculator: what generates.
+        current: the number of the branch that the conversation is on.
+    """
+
+    def __init__(
+        self,
+        ctx: Context,
+        drafter: Drafter | None = None,
+        config: SpeculativeConfig | None = None,
+        *,
+        system: str | None = None,
+        sampling: SamplingParams | None = None,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        **settings: Unpack[SamplingSettings],
+    ) -> None:
+        if drafter is None:
+            copies = ctx.capabilities.can_truncate
+            drafter = SuffixDrafter(shared_tokens=0) if copies else NullDrafter()
+        self.speculator = Speculator(ctx, drafter, config)
+        self.ctx = ctx
+        self.sampling = sampling or SamplingParams()
+        self.max_tokens: int | None = None
+        self.set(**{"seed": self.sampling.seed, "max_tokens": max_tokens, **settings})
+        self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        self.current = 1
+        self._lines = {1: Line(1, system=system)}
+        self._turns = TurnBranches(ctx)
+        self._answer: Answer | None = None
+        self._n_evaluated = self._n_cached = self._n_answers = self._n_cut = 0
+        if ctx.model.chat_template is None:
+            raise UnsupportedError(
+                f"{ctx.model.name} has no chat template: it was not trained on conversations",
+                hint="load(..., chat_template='chatml') gives it one; Branch.append continues plain text",
+            )
+        self._tokens(system, (), "x")  # what the template refuses is refused now
+
+    # -- what it is --------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        n = len(self.exchanges)
+        return f"<Chat with {self.ctx.model.name!r}: {n} answers, branch {self.current}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End a running answer and free all sequences. Idempotent."""
+        self._end_answer()
+        if not self.ctx.closed:
+            self._turns.close()
+
+    @property
+    def _line(self) -> Line:
+        return self._lines[self.current]
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """The messages of the current branch with their answers, the first one first."""
+        return self._line.path
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The messages of the current branch, as a chat template takes them."""
+        return messages_of(self.system, self.exchanges)
+
+    @property
+    def system(self) -> str | None:
+        """The system message of the current branch, None without one; it can be set.
+
+        The model then reads the whole branch again with its next message.
+        """
+        return self._line.system
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        self._tokens(text, (), "x")
+        self._end_answer()
+        self._line.system = text
+
+    def set(self, **changes: object) -> None:
+        """Change settings of the next answers: fields of `SamplingParams`, or ``max_tokens``.
+
+        Without a seed (None) one is picked.
+
+        Raises:
+            ConfigError: an unknown setting or a bad value; nothing is changed.
+        """
+        limit = changes.pop("max_tokens", self.max_tokens)
+        if limit is not None:
+            limit = whole("max_tokens", limit, 1)
+        if changes.get("seed", 0) is None:
+            changes["seed"] = random_seed()
+        self.sampling, self.max_tokens = self.sampling.replace(**changes), limit
+
+    @property
+    def n_cut(self) -> int:
+        """How many exchanges of the current branch the model does not see: the context was full."""
+        return self._line.n_cut
+
+    @property
+    def branches(self) -> list[int]:
+        """The numbers of the branches that the conversation has, oldest first."""
+        return list(self._lines)
+
+    @property
+    def branch(self) -> Branch | None:
+        """The branch that ends with the last answer; None before that, or if it had to be pruned."""
+        found = None if self._line.head is None else self._line.head.branch
+        return None if found is None or found.state == "pruned" else found
+
+    @property
+    def stats(self) -> ChatStats:
+        """What it has cost so far."""
+        total = SpeculativeStats()
+        total.add(self.speculator.stats)
+        return ChatStats(self._n_evaluated, self._n_cached, self._n_answers, self._n_cut, total)
+
+    def tree(self) -> BranchTree:
+        """Return the tree of all branches, for printing: a line for each message and its answer."""
+        return BranchTree([self.outline()])
+
+    def outline(self) -> TreeLine:
+        """Return the same tree, for other drawings of it."""
+        return tree_of(self._lines.values(), self.current)
+
+    # -- answers -----------------------------------------------------------------------------------
+
+    def send(self, text: str) -> Answer:
+        """Read a message; return its answer, which is generated as one iterates over it.
+
+        Where less than an eighth of the context is left for it, the oldest exchanges are left out from
+        now on, until a quarter is; `n_cut` tells how many. A running answer is ended first.
+
+        Raises:
+            CacheFullError: the message is too long, even by itself. ConfigError: it is no text, or the
+                template refuses it. DecodeError. The conversation is as before.
+        """
+        self._end_answer()
+        return self._begin(self._line, self._line.head, text, self.sampling)
+
+    def retry(self) -> Answer:
+        """Answer the last message once more, with another seed, on a new branch.
+
+        Raises:
+            UsageError: there is no message. As `send`.
+        """
+        self._end_answer()
+        last = self._exchange(len(self.exchanges))
+        return self._again(last, last.user)
+
+    def edit(self, n: int, text: str) -> Answer:
+        """Replace the ``n``-th message of the current branch (the first is 1), on a new branch.
+
+        Raises:
+            UsageError: there is no such message. As `send`.
+        """
+        self._end_answer()
+        return self._again(self._exchange(n), text)
+
+    def _again(self, instead_of: Exchange, text: str) -> Answer:
+        """Answer ``text`` on a new line, with a seed that no answer to it has had."""
+        seed = self.sampling.seed or 0
+        before = {id(e): e for line in self._lines.values() for e in line.path}.values()
+        n = sum(e.parent is instead_of.parent and e.user == text for e in before)
+        params = self.sampling.replace(seed=derive_seed(seed, n) if n else seed)
+        line = replace(self._line, number=max(self._lines) + 1)
+        return self._begin(line, instead_of.parent, text, params)
+
+    def _exchange(self, n: int) -> Exchange:
+        found = self.exchanges
+        n = whole("the number of a message", n)
+        if not 1 <= n <= len(found):
+            raise UsageError(
+                f"there is no message {n}" if found else "there is no message yet",
+                hint=f"messages are numbered from 1 to {len(found)}" if found else "send one first",
+            )
+        return found[n - 1]
+
+    def _begin(
+        self, line: Line, parent: Exchange | None, text: str, params: SamplingParams
+    ) -> Answer:
+        """Read the prompt of an answer; only then the conversation changes."""
+        if not isinstance(text, str):
+            raise ConfigError(f"a message must be text, not {text!r:.40}")
+        before = [] if parent is None else parent.path
+        tokens, n_cut = self._fitting(line, before, text)
+        prompt, n_new = self._turns.read(tokens, params)
+        branch = self._turns.fork(prompt)
+        if not self.ctx.capabilities.can_truncate and not self.ctx.n_seq_free:
+            self._turns.prune_one(branch, for_cells=False)  # a verification needs a sequence
+        branch.resample(params)
+        self._n_evaluated += n_new
+        self._n_cached += len(tokens) - n_new
+        self._n_answers += 1
+        self._n_cut += max(0, n_cut - line.n_cut)
+        exchange = Exchange(parent, text, seed=branch.seed, branch=branch)
+        undo = (self._lines, self.current)
+        line = replace(line, head=exchange, n_cut=n_cut)
+        self._lines, self.current = {**self._lines, line.number: line}, line.number
+        self._answer = Answer(self, exchange, branch, self._turns, undo)
+        return self._answer
+
+    def _fitting(self, line: Line, before: Sequence[Exchange], text: str) -> tuple[list[int], int]:
+        """Return the tokens of a prompt, and how many exchanges are left out for want of room."""
+        n_cut, size = min(line.n_cut, len(before)), self.ctx.n_ctx_seq
+        least = size // _LEAST_ROOM
+        least = least if self.max_tokens is None else min(least, self.max_tokens)
+        tokens = self._tokens(line.system, before[n_cut:], text)
+        if size - len(tokens) < least:
+            while size - len(tokens) < max(least, size // _MORE_ROOM) and n_cut < len(before):
+                n_cut += 1
+                tokens = self._tokens(line.system, before[n_cut:], text)
+            if len(tokens) >= size:
+                raise CacheFullError.of_prompt(len(tokens), size)
+        return tokens, n_cut
+
+    def _tokens(self, system: str | None, before: Sequence[Exchange], text: str) -> list[int]:
+        return self.ctx.model.chat_tokens(messages_of(system, before, text))
+
+    def _end_answer(self) -> None:
+        """End a running answer: what there is of it stays."""
+        if self._answer is not None:
+            self._answer.close()
+
+    def conclude(self, answer: Answer) -> None:
+        """Take in an answer that has ended; for `Answer`, not for users."""
+        if self._answer is answer:
+            self._answer = None
+            self._n_evaluated += answer.exchange.n_tokens
+            if not answer.exchange.n_tokens and answer.finish_reason is None:
+                self._lines, self.current = answer.undo
+
+    # -- branches ----------------------------------------------------------------------------------
+
+    def undo(self) -> str:
+        """Take the last message and its answer back, and return the message.
+
+        Raises:
+            UsageError: there is none.
+        """
+        self._end_answer()
+        last = self._exchange(len(self.exchanges))
+        head = last.parent
+        n_cut = min(self.n_cut, len(self.exchanges) - 1)
+        self._lines[self.current] = replace(self._line, head=head, n_cut=n_cut)
+        return last.user
+
+    def fork(self) -> int:
+        """Go on on a new branch, which begins like the current one; return its number."""
+        self._end_answer()
+        number = max(self._lines) + 1
+        self._lines[number] = replace(self._line, number=number)
+        self.current = number
+        return number
+
+    def switch(self, number: int) -> None:
+        """Go on on another branch; nothing is evaluated before its next message.
+
+        Raises:
+            UsageError: there is no such branch.
+        """
+        number = whole("the number of a branch", number)
+        self._check_number(number)
+        self._end_answer()
+        self.current = number
+
+    def on(self, number: int) -> list[Exchange]:
+        """Return the exchanges of any branch.
+
+        Raises:
+            UsageError: there is no such branch.
+        """
+        self._check_number(number)
+        return self._lines[number].path
+
+    def _check_number(self, number: int) -> None:
+        if number not in self._lines:
+            raise UsageError(
+                f"there is no branch {number}",
+                hint="branches: " + ", ".join(map(str, self._lines)),
+            )
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the conversation and the K/V of its branches to a folder, which is made; see `load`.
+
+        A chat that was saved there before is replaced, other things are not.
+
+        Raises:
+            SnapshotError: it cannot be written, or the folder is another one.
+        """
+        self._end_answer()
+        lines = list(self._lines.values())
+        saved = SavedChat(lines, self.current, self.sampling, self.max_tokens, self.stop)
+        ends = {exchange.branch: exchange for exchange in exchanges_of(lines) if exchange.branch}
+        write_chat(folder, saved, [ends[branch] for branch in self._turns.leaves(ends)])
+
+    @classmethod
+    def load(
+        cls,
+        ctx: Context,
+        folder: str | os.PathLike[str],
+        drafter: Drafter | None = None,
+        config: SpeculativeConfig | None = None,
+        *,
+        trusted: bool = False,
+    ) -> Chat:
+        """Return the conversation that ``save`` wrote; it goes on as if it had never ended.
+
+        K/V that there is no room for is evaluated again when it is needed.
+
+        Args:
+            ctx: where it goes on: a context of the same model.
+            folder: the folder.
+            drafter, config: as for a new one.
+            trusted: as for ``Branch.load``.
+
+        Raises:
+            SnapshotError: no chat is there, it is damaged, or not of this model.
+            UnsupportedError: its K/V cannot be checked, and is not ``trusted``; no chat template.
+        """
+        saved, branches = read_chat(ctx, folder, trusted=trusted)
+        try:
+            chat = cls(ctx, drafter, config, sampling=saved.sampling, max_tokens=saved.max_tokens,
+                       stop=saved.stop)  # fmt: skip
+        except BaseException:
+            for branch in branches:
+                branch.prune()
+            raise
+        chat._lines, chat.current = {line.number: line for line in saved.lines}, saved.current
+        for branch in branches:
+            chat._turns.keep(branch)
+        return chat
+
+
+class Answer:
+    """An answer: an iterator of :class:`Produced`, with the text so far.
+
+    Attributes:
+        exchange: the message and its answer, as the chat keeps them.
+        branch: the prompt's tokens and the answer's.
+        prompt: the ids of the prompt, as the chat template wrote it.
+        undo: the branches of the chat before it, and the current one; not for users.
+    """
+
+    def __init__(
+        self,
+        chat: Chat,
+        exchange: Exchange,
+        branch: Branch,
+        turns: TurnBranches,
+        undo: tuple[dict[int, Line], int],
+    ) -> None:
+        self.exchange = exchange
+        self.branch = branch
+        self.prompt = branch.tokens
+        self.undo = undo
+        self._chat = chat
+        self._turns = turns
+        self._generations: list[
+            Generation
+        ] = []  # another one where a full cache has ended the last
+        self._events = self._run()
+        self._has_ended = False
+
+    def __repr__(self) -> str:
+        n = len(self.tokens)
+        return f"<Answer {self.text!r:.40}, {n} tokens, {self.finish_reason or 'not complete'}>"
+
+    @property
+    def text(self) -> str:
+        """The text so far, without the stop string that ended it."""
+        return "".join(generation.text for generation in self._generations)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids so far, a copy."""
+        return [token for generation in self._generations for token in generation.tokens]
+
+    @property
+    def finish_reason(self) -> str | None:
+        """ "stop", "length", "capacity" where the context is full; None: it runs, or was broken off."""
+        return self.exchange.finish_reason
+
+    def __iter__(self) -> Iterator[Produced]:
+        return self
+
+    def __next__(self) -> Produced:
+        try:
+            return next(self._events)
+        except BaseException:  # the end, too
+            self.close()
+            raise
+
+    def _run(self) -> Generator[Produced, None, None]:
+        chat, limit = self._chat, self._chat.max_tokens
+        while self.finish_reason is None:
+            left = None if limit is None else limit - len(self.tokens)
+            generation = chat.speculator.generate(self.branch, max_tokens=left, stop=chat.stop)
+            self._generations.append(generation)
+            try:
+                yield from generation
+            except CapacityError:
+                has_room = self.branch.position < chat.ctx.n_ctx_seq
+                if not (has_room and self._turns.prune_one(self.branch, for_cells=True)):
+                    self.exchange.finish_reason = "capacity"
+            else:
+                self.exchange.finish_reason = generation.finish_reason
+
+    def finish(self) -> Answer:
+        """Run to the end; return itself."""
+        for _ in self:
+            pass
+        return self
+
+    def close(self) -> None:
+        """End it here: what there is of it stays in the conversation, if it is anything. Idempotent."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        try:
+            self._events.close()
+        finally:
+            exchange = self.exchange
+            exchange.answer, exchange.n_tokens = self.text, len(self.tokens)
+            if not self._chat.ctx.closed:
+                self._turns.keep(self.branch)
+            self._chat.conclude(self)

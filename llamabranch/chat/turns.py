@@ -1,0 +1,135 @@
+"""The branches that a chat keeps: one where a prompt ends, one where an answer ends.
+
+They are a cache. The tokens of a prompt decide what is read of it: the branch with the longest common
+prefix is forked, cut there where the memory allows it, and reads the rest. Where sequences or cells run
+out, the least recently used ones are pruned; their tokens are evaluated again when they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
+
+from ..branch import Branch
+from ..context import Context
+from ..context.cell_ledger import n_common
+from ..errors import CacheFullError, CapacityError, SequencesExhaustedError
+from ..sampling import SamplingParams
+
+__all__ = ["TurnBranches"]
+
+T = TypeVar("T")
+
+
+class TurnBranches:
+    """Branches at the ends of turns, the least recently used first.
+
+    Args:
+        ctx: the context that holds them.
+    """
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self._cuts = ctx.capabilities.can_truncate
+        self._branches: list[Branch] = []
+
+    def read(self, tokens: Sequence[int], sampling: SamplingParams) -> tuple[Branch, int]:
+        """Return a kept branch with exactly these tokens, and how many of them were evaluated.
+
+        Raises:
+            CapacityError, DecodeError: it cannot be read; nothing was lost but branches that were pruned.
+        """
+        best, n = self._nearest(tokens)
+        if best is not None and best.position == n == len(tokens):
+            return best, 0
+        if best is None:
+            branch = self.with_room(lambda: Branch.create(self._ctx, sampling))
+            n = branch.sequence.take_cached(tokens[:-1])
+        else:
+            n = min(n, len(tokens) - 1)  # the last one is evaluated for its logits
+            branch = self.fork(best)
+        try:
+            branch.rewind(n)
+            self.with_room(lambda: branch.append(tokens[n:]), branch)
+            branch.sequence.keep_cached()
+        except BaseException:
+            self._drop(branch)
+            raise
+        self.keep(branch)
+        return branch, len(tokens) - n
+
+    def _nearest(self, tokens: Sequence[int]) -> tuple[Branch | None, int]:
+        """Return the branch to begin from and how many tokens it has in common; it is now in use."""
+        best, most = None, 0
+        for branch in self.living():
+            n = n_common(branch.sequence.tokens, tokens)
+            if n < branch.position and not self._cuts:
+                continue  # all of its tokens would be evaluated again
+            if n > most or (n and n == most and branch.position == n):
+                best, most = branch, n
+        if best is not None:
+            self.keep(best)
+        return best, most
+
+    def living(self) -> list[Branch]:
+        """Return the kept branches, but for those that somebody else has pruned."""
+        self._branches = [branch for branch in self._branches if branch.state != "pruned"]
+        return list(self._branches)
+
+    def leaves(self, among: Collection[Branch]) -> list[Branch]:
+        """Return the kept ones of some branches, without those that a cut of another one gives."""
+        found = [branch for branch in self.living() if branch in among]
+        return [branch for branch in found if not (self._cuts and self._is_inside(branch, found))]
+
+    @staticmethod
+    def _is_inside(branch: Branch, others: Sequence[Branch]) -> bool:
+        """Return whether all tokens of a branch begin a longer one, which owns its cells too."""
+        n, tokens = branch.position, branch.sequence.tokens
+        return any(o.position > n and o.sequence.tokens[:n] == tokens for o in others)
+
+    def keep(self, branch: Branch) -> None:
+        """Keep a branch as the one that was used last."""
+        self._branches = [each for each in self._branches if each is not branch] + [branch]
+
+    def fork(self, branch: Branch) -> Branch:
+        """Return a fork of a kept branch; the branch itself, no longer kept, where no other fits."""
+        try:
+            return self.with_room(branch.fork, branch)
+        except SequencesExhaustedError:
+            self._branches = [each for each in self._branches if each is not branch]
+            return branch
+
+    def with_room(self, act: Callable[[], T], used: Branch | None = None) -> T:
+        """Return what ``act`` returns; branches other than ``used`` are pruned until there is room."""
+        while True:
+            try:
+                return act()
+            except CapacityError as error:
+                if not self.prune_one(used, for_cells=isinstance(error, CacheFullError)):
+                    raise
+
+    def prune_one(self, used: Branch | None, *, for_cells: bool) -> bool:
+        """Prune the branch that is missed least; False if there is none but ``used``.
+
+        A branch inside a longer one has no cells of its own, and can be had again by a cut: the first to
+        give up a sequence, the last where cells are needed.
+        """
+        kept = self.living()
+        others = [branch for branch in kept if branch is not used]
+        if not others:
+            return False
+        if self._cuts or for_cells:
+            others.sort(key=lambda branch: self._is_inside(branch, kept) == for_cells)
+        self._drop(others[0])
+        return True
+
+    def _drop(self, branch: Branch) -> None:
+        self._branches = [each for each in self._branches if each is not branch]
+        for child in branch.children:
+            child.detach()
+        branch.prune()
+
+    def close(self) -> None:
+        """Prune all of them."""
+        while self.prune_one(None, for_cells=False):
+            pass

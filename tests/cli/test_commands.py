@@ -981,7 +981,7 @@ def test_models_marks_what_is_present(tmp_path: Path) -> None:
     caches = {"LLAMABRANCH_CACHE": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "none")}
     listed = json.loads(run("models", "--json", **caches).stdout)["models"]
     present = {entry["name"] for entry in listed if entry["present"]}
-    assert present == {"tale-target", "tale-draft", "tale-eagle", "qwen3-0.6b"}
+    assert present - {"smollm2-135m"} == {"tale-target", "tale-draft", "tale-eagle", "qwen3-0.6b"}
     assert "llamabranch pull" in run("models", **caches).stdout
 
 

@@ -33,6 +33,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         monkeypatch.delenv(name, raising=False)
     for name in ("HOME", "HF_HOME", "HF_HUB_CACHE", "LLAMABRANCH_CACHE"):
         monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setattr("llamabranch.hub.caches.PACKAGES", {})
     with serve() as served:
         monkeypatch.setenv("HF_ENDPOINT", served.endpoint)
         for repository, name in ((TARGET, "tale-target"), (DRAFT, "tale-draft")):

@@ -42,6 +42,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home/hf"))  # where a token would be
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("LLAMABRANCH_CACHE", str(tmp_path / "own"))
+    monkeypatch.setattr("llamabranch.hub.caches.PACKAGES", {})
     with serve() as served:
         monkeypatch.setenv("HF_ENDPOINT", served.endpoint)
         served.add(REPOSITORY, {Q8_0: DATA, F16: DATA[::-1], "README.md": b"a tale"})

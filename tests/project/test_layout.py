@@ -16,8 +16,8 @@ PACKAGE = ROOT / "llamabranch"
 FLOORS = (
     ("errors", "lazy", "startup"),
     ("arguments", "pictures"),
-    ("native", "hub"),
-    ("model", "profile"),
+    ("native",),
+    ("hub", "model", "profile"),
     ("sampling",),
     ("context", "theory"),
     ("branch", "loading"),

@@ -6,7 +6,7 @@ import http.client
 import json
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import NamedTuple
@@ -37,7 +37,9 @@ class LlamaServer:
         ToolError: it does not start.
     """
 
-    def __init__(self, program: Path, model: Path, *, threads: int, n_ctx: int) -> None:
+    def __init__(
+        self, program: Path, model: Path, *, threads: int, n_ctx: int, more: Sequence[str] = ()
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
@@ -45,6 +47,7 @@ class LlamaServer:
             program, "-m", model, "-c", n_ctx, "-t", threads, "-tb", threads, "-np", 1,
             "--host", "127.0.0.1", "--port", self._port, "--no-ui", "-ctk", "bf16", "-ctv", "bf16",
             "-cram", 0,  # what an earlier run has read is not found again
+            *more,
         ]  # fmt: skip
         quiet = subprocess.DEVNULL
         self._process = subprocess.Popen([str(x) for x in command], stdout=quiet, stderr=quiet)
@@ -86,6 +89,31 @@ class LlamaServer:
                 generating_s = float(timings["predicted_ms"]) / 1000
                 n, n_prompt = int(timings["predicted_n"]), int(timings["prompt_n"])
                 return Answer(n, n_prompt, first_s, generating_s)
+        raise ToolError("llama-server gives no answer")
+
+    def chat(
+        self, messages: Sequence[Mapping[str, str]], n_tokens: int
+    ) -> tuple[str, int, int, float]:
+        """Answer messages greedily: the text, tokens read and generated, seconds to the first token."""
+        body = {
+            "messages": list(messages), "max_tokens": n_tokens, "temperature": 0.0, "stream": True,
+            "cache_prompt": True,
+        }  # fmt: skip
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
+        start, first_s, text = perf_counter(), 0.0, ""
+        connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        for line in connection.getresponse():
+            if not line.startswith(b"data: {"):
+                continue
+            found = json.loads(line[6:])
+            delta = found["choices"][0]["delta"] if found["choices"] else {}
+            if delta.get("content"):
+                first_s = first_s or perf_counter() - start
+                text += delta["content"]
+            if "timings" in found:
+                timings = found["timings"]
+                n_read, n = int(timings["prompt_n"]), int(timings["predicted_n"])
+                return text, n_read, n, first_s or perf_counter() - start
         raise ToolError("llama-server gives no answer")
 
     def close(self) -> None:

@@ -100,6 +100,7 @@ def _steps(args: argparse.Namespace) -> Iterator[Step]:
         "batch",
         "layouts",
         "resident",
+        "chat",
         "search",
         "fork",
         "sampling",

@@ -1,41 +1,36 @@
-"""A conversation of ten turns: with a prefix cache, each turn reads only what is new.
+"""A conversation of ten turns, with an answer drawn again and a message edited: only new tokens are read.
 
-Every turn's prompt is the whole conversation so far. Its K/V is still there from the turns before, so
-only the new line is read; the texts are the same as without the cache.
+The bundled target was not trained on conversations: a template makes one of a tale that two tell in turn.
 """
 
 import llamabranch as lb
 
+TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 OPENING = "Once upon a time there was a king who had a clever daughter."
 LINES = [f"On day {day}, the {who} asked:" for day in range(1, 6) for who in ("king", "fox")]
 
 
-def converse(target: lb.Context) -> tuple[str, int, int]:
-    """Return the conversation, the tokens of all prompts, and how many of them were read."""
-    engine = lb.Engine(target, max_tokens=24, seed=7)
-    history = target.tokenize(OPENING)
-    n_prompt = 0
-    for line in LINES:
-        history += target.tokenize(f"\n{line}", add_special=False)
-        engine.add_request(lb.Request(history, id=line))
-        while engine.has_unfinished():
-            for event in engine.step():
-                if event.result is not None:
-                    history += event.result.tokens
-                    n_prompt += event.result.num_prompt_tokens
-    return target.detokenize(history), n_prompt, engine.stats.prompt_tokens
+def converse(chat: lb.Chat) -> int:
+    """Hold the conversation; return the tokens of all prompts together."""
+    answers = [chat.send(line).finish() for line in (OPENING, *LINES[:5])]
+    answers.append(chat.retry().finish())
+    answers.append(chat.edit(3, "On day 1, the bear asked:").finish())
+    answers += [chat.send(line).finish() for line in LINES[5:]]
+    return sum(len(answer.prompt) for answer in answers)
 
 
 def main() -> None:
-    with lb.load("tale-target", prefix_cache=True) as target:
-        text, n_prompt, n_read = converse(target)
-    with lb.load("tale-target") as target:
-        text_without, _, n_read_without = converse(target)
-    print(text)
-    print(f"  Tokens of all prompts: {n_prompt}")
-    print(f"  Read with the prefix cache: {n_read}")
-    print(f"  Read without it: {n_read_without}")
-    print(f"  Same conversation: {text == text_without}")
+    with (
+        lb.load("tale-target", n_seq_max=32, chat_template=TEMPLATE) as ctx,
+        lb.Chat(ctx, seed=7, max_tokens=24) as chat,
+    ):
+        n_prompt = converse(chat)
+        for message in chat.messages:
+            print(message["content"].strip())
+        print()
+        print(chat.tree())
+        print(f"  Tokens of all prompts: {n_prompt}")
+        print(f"  Read: {n_prompt - chat.stats.num_cached_tokens}")
 
 
 if __name__ == "__main__":

@@ -49,25 +49,31 @@ class Terminal:
     def __init__(self, leader: int) -> None:
         self._leader = leader
         self._shown = b""
+        self._start = 0  # of what nobody has looked for yet
 
     def type(self, text: str) -> None:
         os.write(self._leader, text.encode())
 
     def until(self, pattern: str) -> str:
-        """Return what is shown up to a pattern, and forget it."""
+        """Return what is shown up to a pattern, from the end of the last one on."""
         end = time.monotonic() + LONG_S
         while True:
             text = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", self._shown).decode(errors="replace")
-            found = re.search(pattern, text)
+            found = re.compile(pattern).search(text, self._start)
             if found:
-                self._shown = b""
-                return text[: found.end()]
-            assert time.monotonic() < end, f"{pattern} is missing in {text}"
+                start, self._start = self._start, found.end()
+                return text[start : found.end()]
+            assert time.monotonic() < end, f"{pattern} is missing in {text!r}"
             if select.select([self._leader], [], [], 1.0)[0]:
                 self._shown += os.read(self._leader, 1 << 16)
 
+    def ready(self) -> None:
+        """Wait until a line can be typed."""
+        self.until(r">[\s\x08]*$")
+
     def say(self, line: str, pattern: str) -> str:
-        """Type a line; return what is shown up to a pattern after it."""
+        """Type a line when it can be typed; return what is shown up to a pattern after it."""
+        self.ready()
         self.type(line + "\r")
         return self.until(pattern)
 
@@ -114,10 +120,11 @@ def test_every_command_in_a_terminal(tmp_path: Path) -> None:
         chat.say("/undo", r"taken back: And then\?")
         chat.say(f"/load {tmp_path}/kept", r"branch 2, after: And then\?")
         chat.say("/load nowhere", "error: .*nowhere")
-        chat.say("two\\", "> ")
+        chat.say("two\\", "two")
         chat.say("lines", "as many tokens")
         chat.say("/what", "there is no command /what")
         chat.say("/help", "goes on in the next one")
+        chat.ready()
         chat.type("/quit\r")
     saved = json.loads((tmp_path / "kept" / "chat.json").read_text())
     assert saved["sampling"]["temperature"] == 0.5
@@ -132,12 +139,12 @@ def test_ctrl_c_ends_an_answer_and_not_the_program(editor: str) -> None:
             chat.say("One day", r"One day\s+\S+ \S+ \S+ \S+")
             chat.type("\x03")
             chat.until("interrupted: this part of the answer stays")
+        chat.ready()
         chat.type("never sent\x03")
-        chat.until("> ")
         tree = chat.say("/branches", r"branch 1 \(current\)")
         assert tree.count("One day > ") == 2
         assert "never sent" not in tree.split("/branches")[-1]
-        chat.until("> ")
+        chat.ready()
         chat.type("\x04")
 
 

@@ -95,6 +95,7 @@ def test_room_imports_from_floors_below_only(path: Path) -> None:
             "",
             "cli",
             "bench",
+            "chat",
             "eval",
             "hub",
             "loading",

@@ -1,4 +1,7 @@
-"""``llamabranch demo``: what it prints on terminals, into a pipe and as JSON, all of it measured."""
+"""``llamabranch demo``: what it prints on terminals, into a pipe and as JSON, all of it measured.
+
+Most tests run it on the bundled pair, as where SmolLM2 is not installed.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +21,46 @@ from typer.testing import CliRunner, Result
 
 from llamabranch.cli import app, demo
 
-HEADINGS = (
+HEADINGS = (  # on the bundled pair
     "1. One prompt of",
     "2. Speculative decoding, 4 tokens drafted a round",
     "3. Three endings, ranked by the model",
+)
+REAL_HEADINGS = (
+    "1. One prompt of",
+    "2. A function edited",
+    "3. A text as JSON under a schema",
+    "4. Four answers, ranked by the model",
 )
 # A smaller demo, in a process of its own.
 SMALL = """
 import sys
 from llamabranch.cli import compare, demo
 from llamabranch.cli.app import main
-demo.N_PROMPT, demo.N_STEPS, demo.N_TOKENS, compare.MOST_PAIRS = 100, 8, 24, 1
+compare.MOST_PAIRS = 1
+vars(demo).update({!r})
 sys.argv[0] = "llamabranch"
 main()
 """
+BUNDLED = {"MODEL": "", "N_PROMPT": 100, "N_STEPS": 8, "N_TOKENS": 24}
+REAL = {  # the weights as they come
+    "WEIGHTS": "smollm2-135m", "NOTICE": "A fair.", "N_FORKS": 2, "N_STEPS": 4, "MOST_TOKENS": 16,
+}  # fmt: skip
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def bundled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundled pair, as if SmolLM2 were not there."""
+    monkeypatch.setattr("llamabranch.cli.demo.MODEL", "")
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """A smaller demo: fewer tokens, and one pair of timed runs."""
-    monkeypatch.setattr("llamabranch.cli.demo.N_PROMPT", 100)
-    monkeypatch.setattr("llamabranch.cli.demo.N_STEPS", 8)
-    monkeypatch.setattr("llamabranch.cli.demo.N_TOKENS", 24)
+    for name, value in (
+        BUNDLED if not request.node.get_closest_marker("smollm2") else REAL
+    ).items():
+        monkeypatch.setattr(f"llamabranch.cli.demo.{name}", value)
     monkeypatch.setattr("llamabranch.cli.compare.MOST_PAIRS", 1)
 
 
@@ -47,7 +68,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["demo", "--threads", "1", *arguments])
 
 
-def on_a_terminal(columns: int) -> str:
+def on_a_terminal(columns: int, settings: dict[str, object]) -> str:
     """Return what a smaller demo writes to a terminal."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
@@ -55,7 +76,7 @@ def on_a_terminal(columns: int) -> str:
     for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
         environment.pop(name, None)
     with subprocess.Popen(
-        [sys.executable, "-c", SMALL, "demo", "--threads", "1"],
+        [sys.executable, "-c", SMALL.format(settings), "demo", "--threads", "1"],
         stdin=follower, stdout=follower, stderr=follower, env=environment,
     ) as process:  # fmt: skip
         os.close(follower)
@@ -76,7 +97,7 @@ def on_a_terminal(columns: int) -> str:
 def test_demo_fits_terminals_of_any_width_and_colours_tokens_by_source() -> None:
     stories = []
     for columns in (60, 80, 140):
-        shown = on_a_terminal(columns)
+        shown = on_a_terminal(columns, BUNDLED)
         assert "\x1b[32m" in shown  # drafted and accepted
         assert "\x1b[33m" in shown  # corrected by the target
         text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).replace("\r", "\n")
@@ -106,7 +127,9 @@ def test_demo_in_a_pipe_is_plain_text_and_says_what_to_type_next(small: None) ->
     assert commands == ["speculate", "speculate", "generate", "bench", "doctor"]
 
 
-def test_demo_as_json_holds_the_figures_and_a_tree_whose_paths_are_eight_texts() -> None:
+def test_demo_as_json_holds_the_figures_and_a_tree_whose_paths_are_eight_texts(
+    bundled: None,
+) -> None:
     result = run("--json")
     assert result.exit_code == 0, result.stderr
     answer = json.loads(result.stdout)
@@ -134,3 +157,29 @@ def test_demo_as_json_holds_the_figures_and_a_tree_whose_paths_are_eight_texts()
     assert found == sorted(found)
     assert all(math.isfinite(each) for each in found)
     assert "tax reports" in answer["ranking"][-1]["text"]
+
+
+@pytest.mark.smollm2
+def test_demo_on_smollm2_fits_a_narrow_terminal() -> None:
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", on_a_terminal(60, REAL)).replace("\r", "\n")
+    for heading in REAL_HEADINGS:
+        assert heading in text
+    assert max(map(len, text.splitlines())) <= 60
+    assert "def report(orders, customer):\n    amount = 0.0\n    for order in orders:\n" in text
+
+
+@pytest.mark.smollm2
+def test_demo_on_smollm2_as_json_holds_the_figures(small: None) -> None:
+    result = run("--json")
+    assert result.exit_code == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert answer["model"] == "smollm2-135m"
+    assert answer["forks"]["kv_cells_before_forks"] == answer["forks"]["kv_cells_after_forks"]
+    for name in ("edit", "json"):
+        figures = answer[name]
+        assert figures["verdict"] in ("faster", "slower", "inconclusive", "nothing drafted")
+        assert figures["speedup"] == pytest.approx(
+            figures["tokens_per_s"] / figures["plain_tokens_per_s"]
+        )
+    assert answer["json"]["text"].startswith('{"full_name": "')
+    assert answer["ranking"][0]["text"] == "Paris"

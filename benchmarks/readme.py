@@ -2,10 +2,10 @@
 
     python -m benchmarks.readme [--only edit json vote chat] [--q8-0 FILE] [--bf16 FILE]
 
-The edit and the JSON text are decoded by ``ctx.complete`` as it is and with ``NullDrafter()``, in turn, with
-the prompt in the cache; ratios are taken within a run. The questions of ``arithmetic.txt`` are answered
-greedily, by one sample, and by a vote of eight, whose time is that of the forks in shared decodes against
-eight calls of ``complete``, which find the prompt in the cache too. Some minutes on two quiet cores.
+The edit and the JSON text are decoded by ``ctx.complete`` as it is and with ``NullDrafter()``, in turn,
+with the prompt in the cache; ratios are taken within a run. The questions of ``arithmetic.txt`` are
+answered greedily, by one sample, and by a vote of eight. Its time is that of forks in shared decodes
+against eight calls of ``complete``, which find the prompt in the cache too. Some minutes on two cores.
 """
 
 from __future__ import annotations

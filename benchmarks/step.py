@@ -40,9 +40,9 @@ from llamabranch.bench import (
     save_plot,
 )
 from llamabranch.context.logits import LogitsRow
+from llamabranch.context.token_states import kept_states
 from llamabranch.sampling import Sampler
 from llamabranch.sampling.noise import DRAW
-from llamabranch.speculative.drafters.head import target_states
 from llamabranch.speculative.length.base import FixedLength
 
 from .prompts import PROMPTS, long_prompt
@@ -301,9 +301,7 @@ def _text(ctx: lb.Context, prompt: str, params: lb.SamplingParams, n: int) -> Te
     branch = lb.Branch.start(ctx, prompt, sampling=params)
     n_prompt = branch.position
     list(branch.generate(n))
-    return Text(
-        branch, branch.tokens, n_prompt, target_states(ctx, branch.seq_id, branch.tokens, 0)
-    )
+    return Text(branch, branch.tokens, n_prompt, kept_states(ctx, branch.seq_id, branch.tokens, 0))
 
 
 def _bare(drafter: Drafter, text: Text, rung: str) -> Sample:

@@ -7,7 +7,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ..arguments import whole
 from ..context import Context, TokenScore
 from ..context.context import text_context
+from ..context.token_states import layer_states
 from ..errors import BranchStateError, CacheFullError, ConfigError, LlamaBranchError
 from ..model import Prompt, TokenIds, token_list
 from ..pictures import Token, tokens_picture
@@ -488,6 +489,39 @@ class Branch:
                 and any other error, text that was held back comes with ``is_stop`` and the token id -1.
         """
         return self._generate(OutputBuffer(max_tokens, stop))
+
+    def hidden_state(self, layer: int = -1) -> npt.NDArray[np.float32]:
+        """Return the hidden state of the last token, float32 (n_embd,), a copy; see ``hidden_states``."""
+        (state,) = self.hidden_states(layer, max(0, self.position - 1))
+        return cast(npt.NDArray[np.float32], state)
+
+    def hidden_states(self, layer: int = -1, start: int = 0) -> npt.NDArray[np.float32]:
+        """Return the hidden states of the tokens from a position on, float32 (n, n_embd), a copy.
+
+        From the first call for an inner layer on, the context keeps that layer's states of every token
+        that it decodes, 4 x n_embd bytes each, so forks and steps need nothing more. Tokens decoded
+        before are decoded once more, in a sequence of their own; after the last layer at each call.
+
+        Args:
+            layer: how many layers the states have passed, counted as in Hugging Face's transformers: 0 =
+                the embeddings, n_layer or -1 = all of them and the output norm, -2 = all but the last.
+            start: the first position, 0 to ``position`` - 1.
+
+        Raises:
+            BranchStateError: the branch is empty or pruned.
+            ConfigError: no such layer or position.
+            UnsupportedError: llama.cpp gives no inner layers of this architecture, or a head that reads
+                others drafts for the context.
+            CapacityError: no free sequence or cells to decode tokens once more.
+        """
+        with self._lock:
+            self.sequence.check_usable()
+            if not self.position:
+                raise BranchStateError(
+                    "the branch is empty: it has no hidden states", hint="prefill it first"
+                )
+            start = whole("start", start, 0, self.position - 1)
+            return layer_states(self.ctx, self.seq_id, self.tokens, layer, start)
 
     def generate_text(self, max_tokens: int | None = None, stop: str | Sequence[str] = ()) -> str:
         """Generate as ``generate`` does, and return the text.

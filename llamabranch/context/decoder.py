@@ -491,21 +491,56 @@ class Decoder:
             row.invalidate()
         return emptied
 
-    def watch_hidden(self, layers: Sequence[int], is_read: Callable[[], bool]) -> HiddenStates:
+    def watch_hidden(
+        self, layers: Sequence[int], is_read: Callable[[], bool] | None
+    ) -> HiddenStates:
         """Keep the hidden states of all tokens from now on, until ``is_read`` is False.
+
+        None: until a head reads others.
 
         Raises:
             ConfigError: another head reads them. And as ``HiddenStates``, which raises UnsupportedError.
         """
         self._protect_rows(0, ())  # the buffer of the logits will move
-        if self.cache.hidden is not None:
+        before = self.cache.hidden
+        if before is not None and before.is_for_head:
             raise ConfigError(
                 "another head drafts for this context already", hint="close its context first"
             )
         self.handle.forget_rows()
-        hidden = HiddenStates(self.handle, self.cache.ledger, layers, is_read)
-        self.cache.hidden = hidden
-        return hidden
+        if before is not None:
+            before.turn(on=False)
+            self.cache.hidden = None
+        try:
+            self.cache.hidden = HiddenStates(self.handle, self.cache.ledger, layers, is_read)
+        except BaseException:
+            if before is not None:
+                before.turn(on=True)
+                self.cache.hidden = before
+            raise
+        return self.cache.hidden
+
+    def final_states(self, tokens: Sequence[int], seq_id: int) -> States:
+        """Decode tokens at the end of a sequence; return the states after the output norm, (n, n_embd).
+
+        Raises:
+            CacheFullError, DecodeError: those before are decoded; cut the sequence.
+        """
+        handle, found = self.handle, []
+        most = min(handle.n_chunk, handle.n_outputs_max)
+        self._protect_rows(0, ())  # the buffer of the logits will move
+        handle.forget_rows()
+        heads.extract_embeddings(handle, True)
+        try:
+            for low in range(0, len(tokens), most):
+                part = tokens[low : low + most]
+                self.decode(part, [seq_id] * len(part), [True] * len(part))
+                found.append(heads.embedding_rows(handle, len(part)))
+        finally:
+            self._live = []
+            handle.forget_rows()
+            heads.extract_embeddings(handle, False)
+        return np.concatenate(found)
 
     def output_states(self, n: int) -> States:
         """Return the states of the last decode's ``n`` rows of logits, float32 (n, n_embd_out), a copy.

@@ -1,4 +1,4 @@
-"""The hidden states of a target's tokens, kept for a head that drafts with them.
+"""The hidden states of a context's tokens, kept for a head that drafts with them, or for branches.
 
 A row is kept for each cell of the cache, under the index at which the cell was written. So sequences that
 share cells share rows, and what forks, rewinds or prunes a sequence needs to do nothing here.
@@ -41,7 +41,7 @@ class HiddenStates:
         ledger: which sequence holds which of its cells.
         layers: whose inputs make up a row, in this order; the number of layers itself is the state
             before the output norm. That alone is what MTP layers read.
-        is_read: whether there is still a head that reads them.
+        is_read: whether there is still a head that reads them; None: no head, but branches.
 
     Raises:
         UnsupportedError: llama.cpp does not give these states for the architecture.
@@ -53,26 +53,33 @@ class HiddenStates:
         handle: ContextHandle,
         ledger: CellLedger,
         layers: Sequence[int],
-        is_read: Callable[[], bool],
+        is_read: Callable[[], bool] | None,
     ) -> None:
         bad = [layer for layer in layers if not 0 <= layer <= handle.n_layer]
         if bad:
             raise ConfigError(f"there is no layer {bad[0]}: the model has {handle.n_layer}")
         self._sources = [heads.ExtractedRows(handle, layer) for layer in layers]
         self.width = sum(source.width for source in self._sources)
-        self.is_read = is_read
+        self.is_read = is_read or (lambda: True)
+        self.is_for_head = is_read is not None
         self._handle = handle
         self._ledger = ledger
-        self._layers = tuple(layers)
+        self.layers = tuple(layers)
         self._rows: dict[int, Rows] = {}
         self.turn(on=True)
+
+    def columns(self, layer: int) -> slice:
+        """Return which numbers of a row are those of one of its layers."""
+        before = self.layers.index(layer)
+        start = sum(source.width for source in self._sources[:before])
+        return slice(start, start + self._sources[before].width)
 
     def turn(self, *, on: bool) -> None:
         """Turn the extraction on or off. The logits buffer moves with the next decode."""
         handle = self._handle
-        inner = {layer for layer in self._layers if layer < handle.n_layer}
-        if on or handle.n_layer in self._layers:
-            heads.extract_nextn(handle, on and handle.n_layer in self._layers, masked=False)
+        inner = {layer for layer in self.layers if layer < handle.n_layer}
+        if on or handle.n_layer in self.layers:
+            heads.extract_nextn(handle, on and handle.n_layer in self.layers, masked=False)
         heads.extract_layers(handle, inner, on)
 
     def record(self, first: int, n: int) -> None:
@@ -110,11 +117,11 @@ class HiddenStates:
         rows = [row for row in self.all_of(seq_id) if row is not None]
         if not rows or len(rows) < self._ledger.next_position(seq_id):
             return None
-        return PackedStates(self._layers, np.stack(rows))
+        return PackedStates(self.layers, np.stack(rows))
 
     def restore(self, seq_id: int, packed: PackedStates) -> None:
         """Keep rows for the first positions of a sequence; those of other layers are of no use."""
-        if packed.layers == self._layers and packed.rows.shape[1] == self.width:
+        if packed.layers == self.layers and packed.rows.shape[1] == self.width:
             self.set_all(seq_id, packed.rows)
 
     def _forget_unused(self) -> None:

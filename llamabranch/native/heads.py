@@ -23,6 +23,8 @@ __all__ = [
     "Encoder",
     "ExtractedRows",
     "Rows",
+    "embedding_rows",
+    "extract_embeddings",
     "extract_layers",
     "extract_nextn",
     "nextn_rows",
@@ -65,6 +67,17 @@ def extract_nextn(handle: ContextHandle, on: bool, *, masked: bool) -> None:
             f"llama.cpp does not give the last hidden state of {handle.architecture} models"
         )
     functions["set_nextn"](handle.ptr, on, masked)
+
+
+def extract_embeddings(handle: ContextHandle, on: bool) -> None:
+    """Give out the state after the output norm with each decode, or no longer; all rows need logits."""
+    C.llama_set_embeddings(handle.ptr, on)
+
+
+def embedding_rows(handle: ContextHandle, n: int) -> Rows:
+    """Return the last decode's ``n`` rows of states after the output norm, a copy."""
+    address = ctypes.cast(C.llama_get_embeddings(handle.ptr), ctypes.c_void_p).value
+    return _view(address, n, handle.n_embd_out).copy()
 
 
 class ExtractedRows:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import llamabranch as lb
-from llamabranch.speculative.drafters.head import target_states
+from llamabranch.context.token_states import kept_states
 
 MISSING = [m for m in ("torch", "tokenizers", "gguf") if importlib.util.find_spec(m) is None]
 pytestmark = pytest.mark.skipif(
@@ -186,7 +186,7 @@ def test_head_reads_its_own_drafts_as_llama_cpp_lets_it(work: Path) -> None:
         lb.load(work / "head.gguf", target=ctx, n_threads=1, kv_type="f32") as ours,
         lb.Branch.start(ctx, tokens) as branch,
     ):
-        found = target_states(ctx, branch.sequence.seq_id, tokens, 0)
+        found = kept_states(ctx, branch.sequence.seq_id, tokens, 0)
         states = ours.decoder.encode(found[:n])
         seq_id = ours.sequences.lease(branch)
         for step in range(3):

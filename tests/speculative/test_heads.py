@@ -21,10 +21,11 @@ from typer.testing import CliRunner
 
 import llamabranch as lb
 from llamabranch.cli import app
+from llamabranch.context.token_states import kept_states
 from llamabranch.errors import DecodeInterruptedError
 from llamabranch.native import draft_loop, heads, staging
 from llamabranch.speculative.drafters.base import DraftRequest
-from llamabranch.speculative.drafters.head import HeadState, target_states
+from llamabranch.speculative.drafters.head import HeadState
 from llamabranch.speculative.length.base import FixedLength
 
 DATA = Path(lb.__file__).parent / "data"
@@ -247,7 +248,7 @@ def test_snapshot_continues_with_a_head(pair: Pair, tmp_path: Path) -> None:
     with lb.Branch.load(pair.ctx, tmp_path / "branch.lb") as restored:
         n_decodes = pair.ctx.decoder.n_decodes
         tokens = restored.tokens
-        target_states(pair.ctx, restored.sequence.seq_id, tokens, 0)
+        kept_states(pair.ctx, restored.sequence.seq_id, tokens, 0)
         assert pair.ctx.decoder.n_decodes == n_decodes
         generation = speculator.generate(restored, max_tokens=10)
         assert generation.finish().tokens == wanted
@@ -398,11 +399,11 @@ def test_hidden_states_are_kept_only_while_a_head_reads_them(target: lb.Model) -
         with pytest.raises(lb.ConfigError, match="another head"):
             lb.Context(lb.Model(HEAD), target=ctx)
         with lb.Branch.start(ctx, "Once") as branch:
-            assert target_states(ctx, branch.sequence.seq_id, branch.tokens, 0).shape[1] == 3 * 256
+            assert kept_states(ctx, branch.sequence.seq_id, branch.tokens, 0).shape[1] == 3 * 256
             head.close()
             branch.step()
             with pytest.raises(lb.UnsupportedError, match="no hidden states"):
-                target_states(ctx, branch.sequence.seq_id, branch.tokens, 0)
+                kept_states(ctx, branch.sequence.seq_id, branch.tokens, 0)
         with lb.Context(lb.Model(HEAD), target=ctx):
             pass
 
@@ -435,7 +436,7 @@ def test_compaction_keeps_the_hidden_states(target: lb.Model) -> None:
         lb.Context(lb.Model(HEAD), target=ctx),
         lb.Branch.start(ctx, "Once upon a time") as branch,
     ):
-        before = target_states(ctx, branch.sequence.seq_id, branch.tokens, 0)
+        before = kept_states(ctx, branch.sequence.seq_id, branch.tokens, 0)
         assert ctx.compact()
         found = ctx.kv_cache.hidden
         assert found is not None
@@ -470,7 +471,7 @@ def test_text_with_trees_is_that_of_plain_decoding(trees: Pair, width: int, sett
         assert found.stats.num_draft_tokens > 2 * found.stats.num_drafts
         # What the head read of accepted nodes is what a decode of the text alone gives.
         kept, again = (
-            target_states(trees.ctx, each.sequence.seq_id, each.tokens[:-1], 0)
+            kept_states(trees.ctx, each.sequence.seq_id, each.tokens[:-1], 0)
             for each in (branch, twin)
         )
         assert np.allclose(kept, again, rtol=1e-3, atol=1e-3)

@@ -15,10 +15,11 @@ import numpy.typing as npt
 
 from ...branch import Branch
 from ...context import Context
-from ...context.batch import Batch, decode_run
+from ...context.batch import Batch
 from ...context.decoder import DraftInput
 from ...context.logits import LogitsRow
-from ...errors import CapacityError, ConfigError, UnsupportedError
+from ...context.token_states import kept_states
+from ...errors import ConfigError, UnsupportedError
 from ...model import Model
 from ...native.draft_loop import DraftStream
 from ...sampling import Sampler
@@ -33,7 +34,6 @@ __all__ = [
     "HeadRun",
     "HeadState",
     "States",
-    "target_states",
 ]
 
 States = npt.NDArray[np.float32]
@@ -142,7 +142,7 @@ class HeadState(RunState):
         with sequence.ctx.lock:
             sequence.check_usable()
             sequence.catch_up()
-            rows = target_states(sequence.ctx, sequence.seq_id, list(tokens[:-1]), start)
+            rows = kept_states(sequence.ctx, sequence.seq_id, list(tokens[:-1]), start)
         if len(rows) < len(tokens) - 1 - start:
             first = len(tokens) - len(rows) - self.ahead
             self._skip(first)
@@ -210,45 +210,6 @@ class HeadState(RunState):
         if not self._ctx.closed:
             for seq_id in self.seq_ids:
                 self._ctx.sequences.give_back(seq_id)
-
-
-class _Reading:
-    """Holds a sequence in which tokens are decoded once more for their hidden states."""
-
-
-def target_states(target: Context, seq_id: int, tokens: list[int], start: int) -> States:
-    """Return the hidden states of a sequence's tokens from ``start`` on, float32 (n, width), a copy.
-
-    Only while a head reads them. Where some are missing, because the tokens were decoded before the
-    head was opened, the tokens are decoded once more, in another sequence. Without a sequence or
-    cells for that only the rows after the last one missing are returned.
-
-    Raises:
-        CapacityError: that would be none.
-    """
-    with target.lock:
-        target.decoder.check_open()
-        hidden = target.kv_cache.hidden
-        if hidden is None:
-            raise UnsupportedError("the context keeps no hidden states: no head reads them")
-        found = hidden.of(seq_id, start, len(tokens))
-        if any(row is None for row in found):
-            holder = _Reading()
-            try:
-                other = target.sequences.lease(holder)
-                try:
-                    decode_run(target.decoder, tokens, other, "none")
-                    hidden.set_all(seq_id, hidden.all_of(other))
-                finally:
-                    target.sequences.give_back(other)
-                found = hidden.of(seq_id, start, len(tokens))
-            except CapacityError:
-                missing = [i for i, row in enumerate(found) if row is None]
-                found = found[missing[-1] + 1 :]
-                if not found:
-                    raise
-        rows = [row for row in found if row is not None]
-        return np.stack(rows) if rows else np.empty((0, hidden.width), dtype=np.float32)
 
 
 class HeadRun(DraftRun):

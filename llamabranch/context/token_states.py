@@ -1,0 +1,99 @@
+"""The hidden states of the tokens of a sequence, decoded once more where they were not kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arguments import whole
+from ..errors import CapacityError, UnsupportedError
+from .batch import decode_run
+from .context import Context
+
+__all__ = ["kept_states", "layer_states"]
+
+States = npt.NDArray[np.float32]
+
+
+class _Reading:
+    """Holds a sequence in which tokens are decoded once more for their hidden states."""
+
+
+def kept_states(ctx: Context, seq_id: int, tokens: list[int], start: int) -> States:
+    """Return the hidden states of a sequence's tokens from ``start`` on, float32 (n, width), a copy.
+
+    Only while they are kept. Where some are missing, because the tokens were decoded before that, the
+    tokens are decoded once more, in another sequence. Without a sequence or cells for that only the
+    rows after the last one missing are returned.
+
+    Raises:
+        CapacityError: that would be none.
+    """
+    with ctx.lock:
+        ctx.decoder.check_open()
+        hidden = ctx.kv_cache.hidden
+        if hidden is None:
+            raise UnsupportedError("the context keeps no hidden states: no head reads them")
+        found = hidden.of(seq_id, start, len(tokens))
+        if any(row is None for row in found):
+            holder = _Reading()
+            try:
+                other = ctx.sequences.lease(holder)
+                try:
+                    decode_run(ctx.decoder, tokens, other, "none")
+                    hidden.set_all(seq_id, hidden.all_of(other))
+                finally:
+                    ctx.sequences.give_back(other)
+                found = hidden.of(seq_id, start, len(tokens))
+            except CapacityError:
+                missing = [i for i, row in enumerate(found) if row is None]
+                found = found[missing[-1] + 1 :]
+                if not found:
+                    raise
+        rows = [row for row in found if row is not None]
+        return np.stack(rows) if rows else np.empty((0, hidden.width), dtype=np.float32)
+
+
+def layer_states(ctx: Context, seq_id: int, tokens: list[int], layer: int, start: int) -> States:
+    """Return the hidden states of a layer, of a sequence's tokens from ``start`` on; see `Branch`.
+
+    Raises:
+        ConfigError: no such layer.
+        UnsupportedError: llama.cpp does not give it, or a head reads others.
+        CapacityError: no sequence, or no cells, to decode the tokens once more.
+    """
+    with ctx.lock:
+        ctx.decoder.check_open()
+        n_layer = ctx.model.n_layer
+        layer = whole("layer", layer, -n_layer - 1, n_layer) % (n_layer + 1)
+        if layer == n_layer:
+            return _final_states(ctx, seq_id, tokens, start)
+        hidden = ctx.kv_cache.hidden
+        if hidden is None or layer not in hidden.layers:
+            if hidden is not None and hidden.is_for_head and hidden.is_read():
+                raise UnsupportedError(
+                    f"a head drafts for this context and reads the layers {hidden.layers}: no others "
+                    "are kept",
+                    hint="close the context of the head first",
+                )
+            known = () if hidden is None or hidden.is_for_head else hidden.layers
+            hidden = ctx.decoder.watch_hidden(sorted({layer, *known}), None)
+        rows = kept_states(ctx, seq_id, tokens, start)
+        if len(rows) < len(tokens) - start:
+            raise CapacityError("no room to decode the tokens once more", hint="prune a branch")
+        return rows[:, hidden.columns(layer)].copy()
+
+
+def _final_states(ctx: Context, seq_id: int, tokens: list[int], start: int) -> States:
+    """Return the states after the output norm, for which llama.cpp has to decode with embeddings on."""
+    memory = ctx.capabilities
+    shares = memory.can_truncate and memory.can_share and not memory.sliding_window
+    holder = _Reading()
+    other = ctx.sequences.lease(holder)
+    try:
+        first = start if shares else 0
+        if first:
+            ctx.kv_cache.share(seq_id, other, 0, first)
+        return ctx.decoder.final_states(tokens[first:], other)[start - first :]
+    finally:
+        ctx.sequences.give_back(other)

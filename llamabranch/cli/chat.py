@@ -74,7 +74,10 @@ class TurnOptions(SystemOptions):
         metavar="FILE|-",
     )
     load: Path | None = option(
-        None, "Go on with a chat that /save has written.", "--load", metavar="FOLDER"
+        None,
+        "Go on with a chat that /save has written, with its settings.",
+        "--load",
+        metavar="FOLDER",
     )
 
     @property

@@ -231,10 +231,9 @@ class ChatSession:
         """Return the branch whose last answer is another one to the same message; make one if need be."""
         chat, mine = self.chat, self._last_of(self.chat.current)
         for number in reversed(chat.branches):
-            other = (chat.on(number) or [None])[-1]
-            same = other is not None and other.user == mine.user and other.parent is mine.parent
-            if same and other is not mine:
-                return number
+            for other in chat.on(number)[-1:]:
+                if other is not mine and other.user == mine.user and other.parent is mine.parent:
+                    return number
         number = chat.current
         self.retry("")
         return number
@@ -348,10 +347,10 @@ def _line_editor() -> Read:
 
     keys = KeyBindings()
 
-    @keys.add("escape", "enter")
-    def _(event: KeyPressEvent) -> None:
+    def begin_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
+    keys.add("escape", "enter")(begin_line)
     commands = WordCompleter([f"/{name}" for name in COMMANDS], sentence=True)
     session: PromptSession[str] = PromptSession(completer=commands, key_bindings=keys)
     return lambda default: session.prompt(_PROMPT, default=default)

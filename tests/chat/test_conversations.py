@@ -121,8 +121,8 @@ def test_ten_turns_with_a_retry_and_an_edit_evaluate_distinct_tokens_only(ctx: C
 
 
 def test_answers_are_those_of_branches_made_by_hand(ctx: Context, other_ctx: Context) -> None:
-    settings = {"repeat_penalty": 1.1, "dry_multiplier": 0.5, "temperature": 0.9}
-    with Chat(ctx, seed=5, max_tokens=16, **settings) as chat:
+    params = lb.SamplingParams(repeat_penalty=1.1, dry_multiplier=0.5, temperature=0.9)
+    with Chat(ctx, sampling=params, seed=5, max_tokens=16) as chat:
         for answer in ten_turns(chat):
             assert by_hand(other_ctx, answer, chat) == answer.tokens
 
@@ -356,7 +356,7 @@ def test_saved_chat_of_another_kind_is_refused(
         with pytest.raises(lb.SnapshotError, match="not a saved chat"):
             chat.save(tmp_path / "other")
     about = json.loads((tmp_path / "saved" / "chat.json").read_text())
-    damaged = [
+    damaged: list[dict[str, object]] = [
         {"version": 2}, {"current": 9}, {"exchanges": [{}]}, {"lines": 3}, {"sampling": {"x": 1}},
         {"branches": [{"file": "../chat.json", "exchange": 0}]},
         {"exchanges": [{**about["exchanges"][0], "parent": 0}]},

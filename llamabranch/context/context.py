@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, SupportsIndex, overload
@@ -19,7 +19,7 @@ from ..errors import (
     ConfigError,
     UnsupportedError,
 )
-from ..model import Message, Model, Prompt, TokenIds, token_list
+from ..model import Model, Prompt, TokenIds, token_list
 from ..native import (
     ContextHandle,
     HeadOf,
@@ -44,9 +44,15 @@ from .sequence_ids import SequenceIds
 from .threads import ThreadTuner, ThreadWatch
 
 if TYPE_CHECKING:
-    from ..engine import Event, Result
-    from ..engine.completion import ChatOptions, TextOptions
-    from ..speculative import Drafter
+    from ..engine import Result
+    from ..engine.completion import (
+        ChatOptions,
+        Conversations,
+        Events,
+        Messages,
+        Prompts,
+        TextOptions,
+    )
 
 __all__ = ["Context", "text_context"]
 
@@ -554,39 +560,19 @@ class Context:
 
     @overload
     def complete(
-        self,
-        prompt: list[str] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, object]]],
-        *,
-        stream: Literal[False] = False,
-        drafter: Drafter | None = None,
-        **options: Unpack[TextOptions],
+        self, prompt: Prompts, *, stream: Literal[False] = False, **options: Unpack[TextOptions]
     ) -> list[Result]: ...
     @overload
     def complete(
-        self,
-        prompt: Prompt,
-        *,
-        stream: Literal[False] = False,
-        drafter: Drafter | None = None,
-        **options: Unpack[TextOptions],
+        self, prompt: Prompt, *, stream: Literal[False] = False, **options: Unpack[TextOptions]
     ) -> Result: ...
     @overload
     def complete(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        *,
-        stream: Literal[True],
-        drafter: Drafter | None = None,
-        **options: Unpack[TextOptions],
-    ) -> Generator[Event, None, None]: ...
+        self, prompt: Prompt | Prompts, *, stream: Literal[True], **options: Unpack[TextOptions]
+    ) -> Events: ...
     def complete(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        *,
-        stream: bool = False,
-        drafter: Drafter | None = None,
-        **options: Unpack[TextOptions],
-    ) -> Result | list[Result] | Generator[Event, None, None]:
+        self, prompt: Prompt | Prompts, *, stream: bool = False, **options: Unpack[TextOptions]
+    ) -> Result | list[Result] | Events:
         """Continue a prompt, or each of a list: ``ctx.complete("Once upon a time").text``.
 
         An `Engine` that stays with the context generates: it takes as many of its sequences at a time as
@@ -596,10 +582,11 @@ class Context:
             prompt: text, token ids, or messages; or a list of prompts.
             stream: return an iterator of `Event`: ``event.text`` of each token, and at the end of each
                 text ``event.result``. ``event.id`` is the index of the prompt, as text.
-            drafter: None = what the model and the text offer, where it was measured to be faster: MTP
-                layers, copies from the text so far, what a grammar forces. ``NullDrafter()`` = none.
             options: all by name:
 
+                - ``drafter``: None = what the model and the text offer, where it was measured to be
+                  faster: MTP layers, copies from the text so far, what a grammar forces.
+                  ``NullDrafter()`` = none.
                 - ``max_tokens``: the most tokens to generate (128); None = until the text or the cache
                   ends. ``stop``, ``stop_tokens``: strings and tokens that end the text.
                 - ``n``: texts of each prompt (1), in ``result.choices``; the result is the first.
@@ -621,50 +608,45 @@ class Context:
         """
         from ..engine import completion
 
-        plan = completion.plan_texts(self, prompt, **options)
-        return completion.run(self, plan, drafter, stream=stream)
+        return completion.run(self, completion.plan_texts(self, prompt, **options), stream=stream)
 
     @overload
     def chat(
         self,
-        messages: Sequence[Sequence[Mapping[str, object]]] | Sequence[list[Message]],
+        messages: Conversations,
         *,
         stream: Literal[False] = False,
-        drafter: Drafter | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[Result]: ...
     @overload
     def chat(
         self,
-        messages: Sequence[Message],
+        messages: Messages,
         *,
         stream: Literal[False] = False,
-        drafter: Drafter | None = None,
         **options: Unpack[ChatOptions],
     ) -> Result: ...
     @overload
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Messages | Conversations,
         *,
         stream: Literal[True],
-        drafter: Drafter | None = None,
         **options: Unpack[ChatOptions],
-    ) -> Generator[Event, None, None]: ...
+    ) -> Events: ...
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Messages | Conversations,
         *,
         stream: bool = False,
-        drafter: Drafter | None = None,
         **options: Unpack[ChatOptions],
-    ) -> Result | list[Result] | Generator[Event, None, None]:
+    ) -> Result | list[Result] | Events:
         """Answer a conversation in the format of the model's chat template, or each of a list of them.
 
         Args:
             messages: mappings with ``role`` and ``content``, or pairs of both. A last message of the
                 assistant is continued.
-            stream, drafter: as for ``complete``.
+            stream: as for ``complete``.
             options: those of ``complete``, and
 
                 - ``tools``: functions that the model may call, as OpenAI describes them;
@@ -683,8 +665,7 @@ class Context:
         """
         from ..engine import completion
 
-        plan = completion.plan_chat(self, messages, **options)
-        return completion.run(self, plan, drafter, stream=stream)
+        return completion.run(self, completion.plan_chat(self, messages, **options), stream=stream)
 
 
 def text_context(name: str, value: object) -> Context:

@@ -11,7 +11,7 @@ import asyncio
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Literal, TypeVar, overload
@@ -20,11 +20,20 @@ from typing_extensions import Unpack
 
 from ..arguments import whole
 from ..context import Context
-from ..errors import ClosedError
-from ..model import Message, Prompt
+from ..errors import ClosedError, ConfigError
+from ..model import Prompt
 from ..sampling import SamplingParams
 from ..speculative import Drafter, SpeculativeConfig
-from .completion import ChatOptions, Completion, TextOptions, plan_chat, plan_texts
+from .completion import (
+    ChatOptions,
+    Completion,
+    Conversations,
+    Messages,
+    Prompts,
+    TextOptions,
+    plan_chat,
+    plan_texts,
+)
 from .engine import AnyRequest, Engine
 from .request import EngineStats, Event, Request, Result
 
@@ -152,11 +161,7 @@ class AsyncEngine:
 
     @overload
     def complete(
-        self,
-        prompt: list[str] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, object]]],
-        *,
-        stream: Literal[False] = False,
-        **options: Unpack[TextOptions],
+        self, prompt: Prompts, *, stream: Literal[False] = False, **options: Unpack[TextOptions]
     ) -> Coroutine[None, None, list[Result]]: ...
     @overload
     def complete(
@@ -164,18 +169,10 @@ class AsyncEngine:
     ) -> Coroutine[None, None, Result]: ...
     @overload
     def complete(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        *,
-        stream: Literal[True],
-        **options: Unpack[TextOptions],
+        self, prompt: Prompt | Prompts, *, stream: Literal[True], **options: Unpack[TextOptions]
     ) -> AsyncGenerator[Event, None]: ...
     def complete(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        *,
-        stream: bool = False,
-        **options: Unpack[TextOptions],
+        self, prompt: Prompt | Prompts, *, stream: bool = False, **options: Unpack[TextOptions]
     ) -> Coroutine[None, None, Result | list[Result]] | AsyncGenerator[Event, None]:
         """Continue prompts as ``Context.complete`` does: ``(await engine.complete("The king")).text``.
 
@@ -195,7 +192,7 @@ class AsyncEngine:
     @overload
     def chat(
         self,
-        messages: Sequence[Sequence[Mapping[str, object]]] | Sequence[list[Message]],
+        messages: Conversations,
         *,
         stream: Literal[False] = False,
         **options: Unpack[ChatOptions],
@@ -203,7 +200,7 @@ class AsyncEngine:
     @overload
     def chat(
         self,
-        messages: Sequence[Message],
+        messages: Messages,
         *,
         stream: Literal[False] = False,
         **options: Unpack[ChatOptions],
@@ -211,14 +208,14 @@ class AsyncEngine:
     @overload
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Messages | Conversations,
         *,
         stream: Literal[True],
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[Event, None]: ...
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Messages | Conversations,
         *,
         stream: bool = False,
         **options: Unpack[ChatOptions],
@@ -235,15 +232,22 @@ class AsyncEngine:
 
         return self._stream(plan) if stream else self._answer(plan)
 
+    @staticmethod
+    async def _planned(plan: Callable[[], Completion]) -> Completion:
+        found = await asyncio.to_thread(plan)
+        if found.drafter is not None:
+            raise ConfigError("the drafter is that of the engine: AsyncEngine(ctx, drafter)")
+        return found
+
     async def _answer(self, plan: Callable[[], Completion]) -> Result | list[Result]:
-        completion = await asyncio.to_thread(plan)
+        completion = await self._planned(plan)
         async with aclosing(self._taken(completion)) as events:
             async for _ in events:
                 pass
         return completion.answer()
 
     async def _stream(self, plan: Callable[[], Completion]) -> AsyncGenerator[Event, None]:
-        completion = await asyncio.to_thread(plan)
+        completion = await self._planned(plan)
         async with aclosing(self._taken(completion)) as events:
             async for event in events:
                 yield event

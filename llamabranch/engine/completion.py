@@ -33,10 +33,26 @@ from ..speculative import (
 from .engine import Engine
 from .request import Event, Request, Result
 
-__all__ = ["ChatOptions", "Completion", "TextOptions", "plan_chat", "plan_texts", "run"]
+__all__ = [
+    "ChatOptions",
+    "Completion",
+    "Conversations",
+    "Events",
+    "Messages",
+    "Prompts",
+    "TextOptions",
+    "plan_chat",
+    "plan_texts",
+    "run",
+]
 
 
-_Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
+_Messages = Sequence[Mapping[str, object]]
+_Prompt = str | Sequence[int] | _Messages
+Prompts = list[str] | Sequence[Sequence[int]] | Sequence[_Messages]
+Messages = Sequence[Message]
+Conversations = Sequence[_Messages] | Sequence[list[Message]]
+Events = Generator[Event, None, None]
 
 
 class TextOptions(SamplingSettings, total=False):
@@ -54,6 +70,7 @@ class TextOptions(SamplingSettings, total=False):
     top_logprobs: int | None
     prompt_logprobs: int | None
     parse_special: bool
+    drafter: Drafter | None  # not of an `AsyncEngine`, which has its own
 
 
 class ChatOptions(TextOptions, total=False):
@@ -73,6 +90,7 @@ class Completion:
         prompts: as they were given.
         is_list: whether the answer is a list.
         tools: those of a chat.
+        drafter: the one that was given.
         found: the results of each prompt, by the number of the sample.
     """
 
@@ -80,6 +98,7 @@ class Completion:
     prompts: Sequence[_Prompt]
     is_list: bool
     tools: Tools | None = None
+    drafter: Drafter | None = None
     found: list[list[Result]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -138,6 +157,7 @@ def plan_texts(
     top_logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     parse_special: bool = True,
+    drafter: Drafter | None = None,
     **settings: Unpack[SamplingSettings],
 ) -> Completion:
     """Return a call of ``complete``, checked.
@@ -178,7 +198,7 @@ def plan_texts(
             raise CacheFullError.of_prompt(len(tokens), ctx.n_ctx_seq)
         ctx.model.check_tokens(request.stop_tokens)
         requests.append(replace(request, prompt=tokens))
-    return Completion(requests, prompts, is_list)
+    return Completion(requests, prompts, is_list, drafter=drafter)
 
 
 def plan_chat(
@@ -247,15 +267,13 @@ def _grammar(
 # -- with the engine that stays with a context -----------------------------------------------------
 
 
-def run(
-    ctx: Context, plan: Completion, drafter: Drafter | None, *, stream: bool
-) -> Result | list[Result] | Generator[Event, None, None]:
+def run(ctx: Context, plan: Completion, *, stream: bool) -> Result | list[Result] | Events:
     """Generate the texts of a call; ``stream``: return an iterator of events.
 
     Raises:
         LlamaBranchError: no text has a token, and this is why; with ``stream`` after the last event.
     """
-    engine = _engine(ctx, drafter, plan.is_structured)
+    engine = _engine(ctx, plan.drafter, plan.is_structured)
     if stream:
         return _events(engine, plan)
     for result in engine.generate(plan.requests):
@@ -263,7 +281,7 @@ def run(
     return plan.answer()
 
 
-def _events(engine: Engine, plan: Completion) -> Generator[Event, None, None]:
+def _events(engine: Engine, plan: Completion) -> Events:
     yield from (plan.take(int(event.id), event) for event in engine.stream(plan.requests))
     plan.check()
 

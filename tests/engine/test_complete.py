@@ -265,6 +265,8 @@ def test_async_twins(chatting: Context) -> None:
             assert list(texts.values()) == expected
             with pytest.raises(ConfigError):
                 await engine.complete(PROMPTS[0], n=0)
+            with pytest.raises(ConfigError, match="drafter"):
+                await engine.complete(PROMPTS[0], drafter=lb.NullDrafter())
             async for event in engine.chat(HELLO, stream=True):
                 assert event.text or event.result
                 break
@@ -372,6 +374,23 @@ def test_held_sequences_and_closed_contexts_raise(target: lb.Model) -> None:
     del dropped
     gc.collect()
     assert gone() is None  # the engine that stays with it does not keep it
+
+
+def test_text_is_that_of_a_branch_on_smollm2() -> None:
+    try:
+        path = lb.resolve("smollm2-135m", download=False)
+    except ConfigError:
+        pytest.skip("SmolLM2 is not on this machine")
+    with lb.load(path, n_ctx=512, n_threads=1) as ctx:
+        if not ctx.capabilities.batch_invariant:
+            pytest.skip("drafts may change texts by rounding here")
+        copy = [{"role": "user", "content": "Repeat: the cat sat on the mat, and the cat slept."}]
+        for temperature in (0.0, 0.8):
+            options: dict[str, Any] = {**WARM, "temperature": temperature}
+            result = ctx.chat(copy, max_tokens=32, **options)
+            assert same(result, plain(ctx, copy, 32, **options))
+            result = ctx.complete("The capital of France", max_tokens=24, **options)
+            assert same(result, plain(ctx, "The capital of France", 24, **options))
 
 
 def test_mtp_layers_draft_by_themselves(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ RANK = {room: rank for rank, floor in enumerate(FLOORS) for room in floor}
 # A file that imports from a higher floor, inside the methods that need it, and why.
 DOORS = {
     "llamabranch/context/context.py": (
-        {"engine", "speculative"},
+        {"engine"},
         "Context.complete and chat are the engine's: users look for them where they have the model",
     ),
 }

@@ -1,10 +1,10 @@
-"""The prompts of all benchmarks: twenty openings of tales."""
+"""The prompts of all benchmarks: twenty openings of tales, and five tasks for real models."""
 
 from __future__ import annotations
 
 import llamabranch as lb
 
-__all__ = ["PROMPTS", "long_prompt"]
+__all__ = ["PROMPTS", "TASKS", "long_prompt"]
 
 PROMPTS: tuple[str, ...] = (
     "Once upon a time there was a miller who had nothing left but his mill and one grey goose.",
@@ -34,3 +34,53 @@ def long_prompt(ctx: lb.Context, n: int) -> list[int]:
     """Return ``n`` tokens of text: the prompts, again and again."""
     tokens = [token for prompt in PROMPTS for token in ctx.tokenize(" " + prompt)]
     return (tokens * (n // len(tokens) + 1))[:n]
+
+
+# Texts that a model of 135M parameters continues sensibly. What is asked for begins at the end of each.
+_CODE = """\
+def report(orders, customer):
+    total = 0.0
+    for order in orders:
+        total += order["price"] * order["quantity"]
+    print("Customer:", customer["name"])
+    print("Address:", customer["street"], customer["city"])
+    print("Number of orders:", len(orders))
+    print("Sum of orders:", round(total, 2), "EUR")
+    return total
+"""
+_NOTICE = """\
+The village of Hollow Bridge holds its autumn fair on the last Saturday of September, from ten in the \
+morning until the lamps are lit. There are forty stalls along the river, with apples and cider, cheese, \
+honey, baskets and wool. At noon the bakers race with trays of rolls on their heads. Please leave the \
+car at the sawmill: the bridge is closed to carts and cars all day. If it rains, everything moves into \
+the barn and the school."""
+TASKS: dict[str, str] = {
+    "edit": f"""\
+# The original, with the variable `total`:
+{_CODE}
+# The same function, with `amount` instead of `total`:
+def report(orders, customer):
+    amount = 0.0
+    for order in orders:""",
+    "extract": """\
+Text: Otto Baumgartner, born in 1957, is a railway engineer in Innsbruck. Mail: otto@bahn.example.at
+JSON: {"full_name": "Otto Baumgartner", "born": 1957, "occupation": "railway engineer", \
+"city_of_residence": "Innsbruck", "contact_email": "otto@bahn.example.at"}
+
+Text: Maria Lindqvist, born in 1982, is a marine biologist in Gothenburg. Mail: \
+maria.lindqvist@example.org
+JSON:""",
+    "quote": f"""\
+{_NOTICE}
+
+A summary that quotes the notice word for word:
+1. When it is: "The village of Hollow Bridge holds its autumn fair on the last Saturday of September"
+2. Where to leave the car: \"""",
+    "translate": """\
+English: the house, the tree, the river, the bread, the king, the water, the night, the book
+French: la maison, l'arbre, la rivière, le pain, le roi, l'eau, la nuit, le livre
+
+English: the king, the night, the book, the house, the river, the water, the bread, the tree
+French:""",
+    "free": "The three most important things to know about the sea are",
+}

@@ -1,6 +1,6 @@
 """The server against llama-server of the same source, and against the engine in its own process.
 
-    python -m benchmarks.serve --target MODEL.gguf --threads 2
+    python -m benchmarks.serve --target MODEL.gguf --threads 2 [--only load]
 
 Clients of one event loop stream completions of a fixed length over plain sockets, the same for all sides:
 tokens a second and time to the first token at 1, 4, 8, 16 clients; then a chat of ten turns, 64 requests
@@ -31,6 +31,7 @@ from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, pm, table, title
 from .structured import SCHEMA, TEXTS
 
+PARTS = ("load", "chat", "shared", "json", "cancel")
 CLIENTS = (1, 4, 8, 16)
 LENGTHS = (64, 128, 192, 256)  # tokens of a stream
 OURS, THEIRS, ENGINE = "llamabranch serve", "llama-server", "engine in process"
@@ -148,7 +149,9 @@ async def request(
 def main() -> None:
     """Measure all parts."""
     described = parser("the server", runs=5, prompts=8, tokens=256)
-    settings = Settings.of(described.parse_args(), tokens=8)
+    described.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    args = described.parse_args()
+    settings = Settings.of(args, tokens=8)
     results: dict[str, object] = {}
     with ExitStack() as stack, settings.context(settings.target) as probe:
         path = Path(probe.model.path)
@@ -161,11 +164,17 @@ def main() -> None:
             except ToolError as error:
                 print(f"without llama-server: {error}", file=sys.stderr)
         caption = f"{title(probe.model)}, {settings.threads} threads, {_SLOTS} slots"
-        results["load"] = _load(settings, sides, path, caption)
-        for name, work in (("chat of ten turns", _chat), ("64 requests, one system prompt", _shared),
-                           ("JSON under a schema", _json)):  # fmt: skip
-            results[name] = _compare(settings, sides, name, work, caption)
-        results["cancel"] = _cancel(settings, sides, caption)
+        if "load" in args.only:
+            results["load"] = _load(settings, sides, path, caption)
+        for part, name, work in (
+            ("chat", "chat of ten turns", _chat),
+            ("shared", "64 requests, one system prompt", _shared),
+            ("json", "JSON under a schema", _json),
+        ):
+            if part in args.only:
+                results[name] = _compare(settings, sides, name, work, caption)
+        if "cancel" in args.only:
+            results["cancel"] = _cancel(settings, sides, caption)
         emit("serve", settings, {"target": probe.model}, results)
 
 

@@ -23,7 +23,7 @@ import llamabranch as lb
 from benchmarks import llama_tools
 from benchmarks.drafters import AdversarialDrafter
 from benchmarks.llama_tools import LlamaTools, ToolError, parse_report
-from benchmarks.prompts import PROMPTS
+from benchmarks.prompts import PROMPTS, TASKS
 from benchmarks.report import is_padded
 from benchmarks.step import OTHER, Work, measure, seconds_by_part, step_cost
 from llamabranch.bench import (
@@ -125,6 +125,24 @@ def test_speculative_benchmark_finds_the_text_of_plain_decoding(cache: Path) -> 
     seeded = [cell for name, cell in cells.items() if "rule" not in name]
     assert len(seeded) > 10
     assert all(cell["same_text"] == cell["compared_text"] == 1 for cell in seeded)
+
+
+@needs_gguf
+@pytest.mark.slow
+def test_tasks_are_measured_with_every_length(cache: Path) -> None:
+    found = program("tasks", cache, "--target", "tale-target", "--only", "edit", "free")
+    results = found["results"]
+    assert isinstance(results, dict)
+    assert list(results) == ["edit, T = 0.8", "free, T = 0.8"]
+    for task in results.values():
+        cells = task["compared"]
+        assert list(cells) == ["plain", "auto", "fixed 3", "fixed 7", "fixed 15"]
+        assert set(task["auto_over"]) == {"plain", task["best_fixed"]}
+
+
+def test_tasks_are_five_texts_of_moderate_length(target: lb.Model) -> None:
+    assert list(TASKS) == ["edit", "extract", "quote", "translate", "free"]
+    assert all(5 <= len(target.tokenize(text)) <= 700 for text in TASKS.values())
 
 
 def test_run_lists_every_program() -> None:

@@ -17,8 +17,9 @@ from time import perf_counter
 
 import llamabranch as lb
 from llamabranch.bench import Spread
-from llamabranch.cli.demo import EDIT, EDITED, PERSON, SCHEMA
+from llamabranch.cli.demo import PERSON, SCHEMA
 
+from .prompts import TASKS
 from .report import Settings, emit, number, parser, percent, pm, table, title
 
 PARTS = ("edit", "json", "vote", "chat")
@@ -61,7 +62,7 @@ def main() -> None:
 def _measure(part: str, ctx: lb.Context, settings: Settings) -> Mapping[str, object]:
     if part == "edit":
         caption = "A function with a variable renamed"
-        return _drafted(caption, ctx, settings, EDIT + EDITED, stop=("\n\n", "\n```"), schema=None)
+        return _drafted(caption, ctx, settings, TASKS["edit"], stop=("\n\n", "\n```"), schema=None)
     if part == "json":
         prompt = f"Text: {PERSON}\nThe same as JSON: "
         return _drafted(

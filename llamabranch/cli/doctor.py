@@ -124,10 +124,10 @@ def doctor(*, models: TargetOptions, threads: Threads = None, output: OutputOpti
             name = models.target or (REAL if is_here else hub.BUNDLED_TARGET)
             try:
                 with ExitStack() as closing:
-                    measured = RuntimeOptions(threads=threads).open(name, console, closing)
+                    context = RuntimeOptions(threads=threads).open(name, console, closing)
                     if models.target is not None:
-                        tell("model", _model(measured))
-                    tell("what the build costs", _build_costs(name, measured, machine))
+                        tell("model", _model(context))
+                    tell("what the build costs", _build_costs(name, context, machine))
             except LlamaBranchError as error:
                 checks.append(Check(f"loading {name}", False, _told(error)))
             checks += _self_test(target, draft)
@@ -286,8 +286,10 @@ def _build_costs(name: str, context: Context, machine: Machine) -> dict[str, str
         + f" times one row of {1e3 * times[1]:.2f} ms ({built} tinyBLAS: -DGGML_LLAMAFILE=on or off)"
     )
     if context.model.size_bytes <= LARGEST_TWICE and context.model.extra_buffers:
-        options = {"n_ctx": 256, "n_threads": context.n_threads}
-        with lb.load(name, extra_buffers=False, batch_invariant=False, **options) as plain:
+        with lb.load(
+            name, n_ctx=256, n_threads=context.n_threads, kv_type=context.kv_type,
+            batch_invariant=False, extra_buffers=False,
+        ) as plain:  # fmt: skip
             other = verify_costs(plain, (1, 4), n_prefix=32, repeats=5)
         rows["without repacked weights"] = (
             ", ".join(f"{n} row{'s' * (n > 1)} {other[n] / times[n]:.2f}" for n in other)

@@ -51,7 +51,7 @@ SEED = 7
 # SmolLM2. In BF16 a decode of many tokens costs little more than one of one token.
 MODEL = "smollm2-135m"
 WEIGHTS = f"{MODEL}:BF16"
-COMPARE_S = 5.0  # for each comparison with plain decoding
+COMPARE_S = 4.0  # for each comparison with plain decoding
 MOST_TOKENS = 160  # of an edit or a JSON text
 NOTICE = """\
 The village of Hollow Bridge holds its autumn fair on the last Saturday of September, from ten in the \

@@ -46,17 +46,15 @@ def main() -> None:
     args = described.parse_args()
     settings = Settings.of(args, tokens=24)
     results: dict[str, object] = {}
-    models = {"Q8_0": args.q8_0, "BF16": args.bf16}
-    for weights, name in models.items():
-        with settings.context(name, n_ctx=4096, n_seq_max=24) as ctx:
-            parts = [part for part in args.only if weights == "Q8_0" or part in ("edit", "json")]
-            for part in parts:
-                results[f"{part}, {weights}"] = _measure(part, ctx, settings)
-            if weights == "Q8_0":
-                emit("readme", settings, {weights: ctx.model}, dict(results))
-                results.clear()
-            elif results:
-                emit("readme", settings, {weights: ctx.model}, results)
+    with (
+        settings.context(args.q8_0, n_ctx=4096, n_seq_max=24) as q8_0,
+        settings.context(args.bf16, n_ctx=4096, n_seq_max=24) as bf16,
+    ):
+        for part in args.only:
+            results[f"{part}, Q8_0"] = _measure(part, q8_0, settings)
+            if part in ("edit", "json"):
+                results[f"{part}, BF16"] = _measure(part, bf16, settings)
+        emit("readme", settings, {"target": q8_0.model, "bf16": bf16.model}, results)
 
 
 def _measure(part: str, ctx: lb.Context, settings: Settings) -> Mapping[str, object]:

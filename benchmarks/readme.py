@@ -97,7 +97,7 @@ def _drafted(
             if run > 1:
                 seconds[name].append(perf_counter() - start)
                 decodes[name].append(found[name].stats.target_forward_passes)
-        n_same += run > 1 and found["auto"].tokens == found["plain"].tokens
+        n_same += run > 1 and found["auto"].text == found["plain"].text
     faster = Spread.of([b / a for a, b in zip(seconds["auto"], seconds["plain"], strict=True)])
     rows = [
         (

@@ -4,9 +4,13 @@ In a unified cache the attention of every token runs over the cells of all texts
 be slower together than some of them at a time. While texts wait, the throughput is measured with the
 present number and then with half and twice as many, for as long as it gets better. Fewer run by admitting
 fewer: a text that has begun goes on, since it keeps its cells.
+
+Besides, the number ends on an edge of the target's curve: nine rows can take far more time than eight.
 """
 
 from __future__ import annotations
+
+from ..speculative.length.curve import Curve
 
 __all__ = ["Concurrency"]
 
@@ -19,12 +23,17 @@ _OTHER_LENGTH = 1.5  # texts longer or shorter by this factor are measured anew
 class Concurrency:
     """Measures throughput and chooses how many texts run.
 
+    Args:
+        curve: the times of the target's decodes.
+
     Attributes:
-        limit: that number; None = as many as can.
+        limit: that number, before the curve is looked at; None = as many as can.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, curve: Curve | None = None) -> None:
         self.limit: int | None = None
+        self._curve = curve
+        self._edge = (0, 0, 0)  # the last answer of ``on_edge``, after what was asked
         self._rates: dict[int, float] = {}  # tokens a second, by the number of texts
         self._length = 0.0  # tokens of the texts for which these hold
         self._begin()
@@ -33,6 +42,19 @@ class Concurrency:
         """Begin a measurement."""
         self._n_tokens = self._n_ended = self._n_ended_tokens = self._most_cells = 0
         self._seconds = 0.0
+
+    def on_edge(self, most: int, n_texts: int) -> int:
+        """Return how many of ``n_texts`` unfinished texts, at most ``most``, to run at a time.
+
+        As many as take the least time if all get equally many tokens: in waves of them, the last one
+        smaller, or, if there are far more texts, with the most tokens a second.
+        """
+        curve = self._curve
+        if curve is None or most not in curve.sizes or min(most, n_texts) < 2:
+            return most
+        if self._edge[:2] != (most, n_texts):
+            self._edge = (most, n_texts, _fastest(curve, most, n_texts))
+        return self._edge[2]
 
     def note_step(
         self, n_tokens: int, n_active: int, n_cells: int, seconds: float, *, most: int, waits: bool
@@ -81,3 +103,14 @@ class Concurrency:
         near = [n for n in (max(1, best // 2), min(most, 2 * best)) if n not in rates]
         best = near[0] if near else best
         self.limit = None if best >= most else best
+
+
+def _fastest(curve: Curve, most: int, n_texts: int) -> int:
+    def seconds(n: int) -> float:
+        if n_texts >= 2 * most:
+            return curve.filled(n) / n
+        n_waves, rest = divmod(n_texts, n)
+        return n_waves * curve.filled(n) + (curve.filled(rest) if rest else 0.0)
+
+    best = min(range(most, 0, -1), key=seconds)
+    return best if _GAIN * seconds(best) < seconds(most) else most

@@ -286,7 +286,7 @@ class EngineCore:
         Returns:
             the texts that go on, and those whose prompt is read.
         """
-        scheduler, concurrency = self._scheduler, self.learning.concurrency
+        scheduler = self._scheduler
         while self._added:
             scheduler.add(self._added[0])
             self._added.popleft()
@@ -296,8 +296,8 @@ class EngineCore:
                 for job in scheduler.end(submission):
                     self._end(job, "cancelled")
             self._aborted.popleft()
-        scheduler.limit = (concurrency and concurrency.limit) or self._settings.parallel
         if scheduler.n_queued:
+            scheduler.limit = self._limit()
             n_shared, n_cached = scheduler.n_shared, scheduler.n_cached
             for job, error in scheduler.admit():
                 self._end(job, _reason(error), error)
@@ -311,6 +311,20 @@ class EngineCore:
         active, paused = scheduler.active, scheduler.paused
         running = [j for j in active if j.state is JobState.RUNNING and j.name not in paused]
         return running, [job for job in active if job.state is JobState.READING]
+
+    def _limit(self) -> int | None:
+        """Return how many texts may run at a time, while some wait; None = as many as can."""
+        parallel, concurrency = self._settings.parallel, self.learning.concurrency
+        if concurrency is None:
+            return parallel
+        most = concurrency.limit or self._most
+        return concurrency.on_edge(most, self._scheduler.n_unfinished(2 * most))
+
+    @property
+    def _most(self) -> int:
+        """The most texts that can run at a time."""
+        n_seq_max = self._settings.target.n_seq_max
+        return min(n_seq_max, self._settings.parallel or n_seq_max)
 
     def _run(self, running: list[Job], reading: list[Job]) -> Step:
         """Draft, decode once, and give each text what it has got."""
@@ -408,13 +422,15 @@ class EngineCore:
         """Learn from a decode how many texts should run at a time."""
         concurrency = self.learning.concurrency
         if concurrency is not None:
-            ctx = self._settings.target
+            most = self._most
+            if concurrency.limit is None:
+                most = self._scheduler.limit or most
             concurrency.note_step(
                 n_running,
                 len(jobs),
                 sum(len(job.branch.sequence.tokens) for job in jobs if job.branch is not None),
                 seconds,
-                most=min(ctx.n_seq_max, self._settings.parallel or ctx.n_seq_max),
+                most=most,
                 waits=self._scheduler.n_queued > 0,
             )
 

@@ -299,12 +299,14 @@ class Engine:
             core.close()
 
     def explain(self) -> str:
-        """Return a description of how it drafts, with the measurements behind it."""
+        """Return a description of how it drafts and fills decodes, with the measurements behind it."""
         joint = self._learning.joint
         if joint.drafter is not None:
             return joint.length.explain()
         if isinstance(self.drafter, NullDrafter):
-            return "plain decoding: there is no drafter"
+            curve = joint.curve
+            times = f"; {curve.explain()}" if curve is not None and curve.is_kept else ""
+            return f"plain decoding: there is no drafter{times}"
         return "plain decoding: this model's memory cannot remove the rejected tokens of a draft"
 
 

@@ -42,15 +42,16 @@ class Learning:
         ):
             self._draft_with(drafter)
         elif capabilities.batch_invariant and capabilities.can_share:
+            self._draft_with(None)
             # Who is in the batch must not change a text, so this depends on no clock elsewhere.
-            self.concurrency = Concurrency()
+            self.concurrency = Concurrency(self.joint.curve)
 
-    def _draft_with(self, drafter: Drafter) -> None:
-        joint = self.joint
-        joint.drafter, self.concurrency = drafter, None
-        joint.length, self._profile = PairProfile.open(
-            self._target, drafter, self._config, batched=True
+    def _draft_with(self, drafter: Drafter | None) -> None:
+        length, self._profile = PairProfile.open(
+            self._target, drafter or NullDrafter(), self._config, batched=True
         )
+        self.joint.use(length, drafter)
+        self.concurrency = None
 
     def drafts_for(self, branch: Branch) -> bool:
         """Return whether the text of ``branch`` is drafted; the first grammar makes the drafter."""

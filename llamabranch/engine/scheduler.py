@@ -145,6 +145,15 @@ class Scheduler:
         """At least 1 while something may be admitted."""
         return len(self._queue)
 
+    def n_unfinished(self, most: int) -> int:
+        """Return how many texts have a sequence or wait for one, ``most`` if there are more."""
+        n = len(self.active)
+        for _, each in self._queue:
+            if n >= most:
+                return most
+            n += len(each.samples) if isinstance(each, Submission) else 1
+        return min(n, most)
+
     @property
     def is_stalled(self) -> bool:
         """True if all that is unfinished is paused."""

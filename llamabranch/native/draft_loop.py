@@ -25,6 +25,7 @@ Rows = npt.NDArray[np.float32]
 
 _STOPPED, _EOG = 2, 3  # states of a stream in ``core.c``
 
+_LEAST_GAIN = 0.2  # tokens that a draft must be expected to gain: acceptance is not known exactly
 _MOST_CANDIDATES = 1 << 17  # of all sources of a draft; a longer one goes back to Python
 
 
@@ -42,6 +43,7 @@ class StopRule:
         mean: the acceptance of tokens whose entropy is not known yet.
         rate: tokens a second that a longer draft must exceed.
         is_probe: the first token is drawn even if that does not pay.
+        weighs: drafting itself costs next to nothing: ``longest`` decides on all that could follow.
         n_drafted: tokens of the draft when the loop begins.
         reach: the product of the acceptance of the tokens drafted so far.
     """
@@ -54,6 +56,7 @@ class StopRule:
     mean: float = 0.0
     rate: float = 0.0
     is_probe: bool = False
+    weighs: bool = False
     n_drafted: int = 0
     reach: float = 1.0
 
@@ -73,6 +76,26 @@ class StopRule:
                 return "goodput"
             self.reach *= acceptance
         return ""
+
+    def longest(self, entropies: Sequence[float]) -> int:
+        """Return how many of the tokens that may follow, of which all is known, to draft.
+
+        As many as gain the most over what their time would yield otherwise.
+        """
+        k, costs, reach, gained = self.n_drafted, self.costs, self.reach, 0.0
+        best, n = _LEAST_GAIN, 0
+        for i, entropy in enumerate(entropies, 1):
+            if k + i >= len(costs) or k + i > self.most_tokens or entropy > self.most_entropy:
+                break
+            reach *= self.acceptance[
+                -1 if math.isnan(entropy) else bisect.bisect(self.edges, entropy)
+            ]
+            gained += reach
+            gain = gained - self.rate * (costs[k + i] - costs[k])
+            if gain > best:
+                best, n, self.reach = gain, i, reach
+        self.n_drafted = k + n
+        return n
 
     def _pays(self, k: int, acceptance: float) -> bool:
         """Return whether some draft longer than ``k`` gains more tokens than its time is worth."""

@@ -26,6 +26,7 @@ from ..context.batch import Batch
 from ..context.logits import LogitsRow
 from ..errors import CacheFullError, CapacityError, LlamaBranchError
 from .drafters.base import NO_DRAFT, Drafter, DraftRequest, DraftState, NullState
+from .length.auto import AutoLength
 from .length.base import DraftLength
 from .round import Stream
 from .rules import Rule, rule_name
@@ -72,7 +73,7 @@ class Step:
 
     Attributes:
         outcomes: of the streams, then of the readers, in their order.
-        n_tokens: of the decode; 0 if there was none.
+        n_tokens: of the decode, rows that nobody reads among them; 0 if there was none.
         n_draft_decodes: of the drafter.
         verify_s: seconds of the decode.
         no_room: the cache has no room for the step: somebody must give way. Nothing has changed.
@@ -93,12 +94,20 @@ class Joint:
         ctx: the context that generates.
         length: how long drafts are; it learns from the steps.
         drafter: drafts for all streams; None = none drafts.
+
+    Attributes:
+        curve: the times of the decodes, where the length learns them.
     """
 
     def __init__(self, ctx: Context, length: DraftLength, drafter: Drafter | None = None) -> None:
         self._ctx = ctx
+        self.use(length, drafter)
+
+    def use(self, length: DraftLength, drafter: Drafter | None) -> None:
+        """Draft with another drafter from the next step on, as far as ``length`` says."""
         self.length = length
         self.drafter = drafter
+        self.curve = length.curve if isinstance(length, AutoLength) else None
 
     def open(
         self,
@@ -159,11 +168,15 @@ class Joint:
                 raises.
         """
         step = self._run(streams, readers)
-        if step.n_tokens and self.drafter is not None:
+        if not step.n_tokens:
+            return step
+        if self.drafter is not None:
             # The time of a decode that also read texts is not comparable.
             verify_s = math.nan if readers else step.verify_s
             lengths = [stream.length for stream, _ in streams]
             self.length.learn_decode(lengths, step.n_tokens, verify_s)
+        elif self.curve is not None and not readers:
+            self.curve.learn(step.n_tokens, step.verify_s)
         return step
 
     def _run(self, streams: Sequence[tuple[Stream, int]], readers: Sequence[Reader]) -> Step:
@@ -231,34 +244,71 @@ class Joint:
 
     def _decode(self, step: Step, streams: Sequence[Stream], readers: Sequence[Reader]) -> None:
         """Decode pending tokens, drafts and texts together; let each take its rows."""
+        filler = [] if readers else self._filler(streams)
+        if len(streams) == 1 and not readers and not filler:
+            return self._decode_alone(step, streams[0])
         ctx = self._ctx
-        alone = streams[0] if len(streams) == 1 and not readers else None
         members: tuple[Stream | Reader, ...] = (*streams, *readers)
-        if alone is None:
-            batch, texts = self._pack(streams, readers)
-            expiring = [row for member in members for row in member.sequence.expiring_rows()]
-        else:
-            batch, texts, expiring = Batch(), [alone.plan], []
+        batch, texts = self._pack(streams, readers)
+        expiring = [row for member in members for row in member.sequence.expiring_rows()]
+        if filler:
+            batch.add(streams[-1].sequence.seq_id, filler, "all")
         with ctx.lock:  # the logits are valid until the next decode of any thread
             start = perf_counter()
-            rows = batch.decode(ctx.decoder, expiring) if alone is None else [alone.decode()]
+            rows = batch.decode(ctx.decoder, expiring)
             step.verify_s = verify_s = perf_counter() - start
-            step.n_tokens = n = sum(map(len, texts))
+            n = sum(map(len, texts))
+            step.n_tokens = n + len(filler)
+            if filler:
+                rows.pop()
+                sequence = streams[-1].sequence
+                ctx.kv_cache.drop(sequence.seq_id, sequence.position + len(texts[-1]))
+            n_rows = step.n_tokens if len(members) == 1 else 0
             for member, tokens, its, outcome in zip(
                 members, texts, rows, step.outcomes, strict=True
             ):
                 outcome.n_tokens = len(tokens)
                 try:
                     if isinstance(member, Stream):
-                        outcome.emitted = member.accept(its, verify_s * len(tokens) / n)
+                        outcome.emitted = member.accept(its, verify_s * len(tokens) / n, n_rows)
                     elif tokens:
                         member.read(tokens, its)
                 except LlamaBranchError as error:
-                    if alone is not None:
-                        alone.abandon()
-                        if isinstance(error, CapacityError):  # memory that decodes again to accept
-                            raise
                     outcome.error = error
+        return None
+
+    def _decode_alone(self, step: Step, stream: Stream) -> None:
+        """Decode the plan of one stream, a tree perhaps, and let it take its rows."""
+        outcome = step.outcomes[0]
+        with self._ctx.lock:
+            start = perf_counter()
+            rows = stream.decode()
+            step.verify_s = perf_counter() - start
+            step.n_tokens = outcome.n_tokens = 1 + stream.n_drafted
+            try:
+                outcome.emitted = stream.accept(rows, step.verify_s)
+            except LlamaBranchError as error:
+                stream.abandon()
+                if isinstance(error, CapacityError):  # memory that decodes again to accept
+                    raise
+                outcome.error = error
+
+    def _filler(self, streams: Sequence[Stream]) -> list[int]:
+        """Return tokens that nobody reads, with which the decode ends on an edge of its curve.
+
+        They go to the end of the last sequence, above all other cells, and are dropped at once.
+        """
+        if self.curve is None or not self.curve.fills:
+            return []
+        n = len(streams) + sum(stream.n_drafted for stream in streams)
+        rows = self.curve.rows(n)
+        ctx = self._ctx
+        if rows == n or rows > min(ctx.n_batch, ctx.n_outputs_max) or ctx.kv_cache.n_vacant < rows:
+            return []
+        last = streams[-1]
+        if last.has_tree or last.sequence.n_cached < last.sequence.position:
+            return []
+        return [last.plan[-1]] * (rows - n)
 
     def _pack(
         self, streams: Sequence[Stream], readers: Sequence[Reader]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from time import monotonic, perf_counter, strftime
 
 from ..context import Context
@@ -29,8 +30,7 @@ _TIMES, _DRAFTERS = "decode_times", "drafters"
 # verifying n tokens costs nearly n steps: drafting gains little, and learning while it runs costs little.
 LEAST_BYTES = 32 << 20
 LIMIT_S = 1.0  # seconds of the measurement
-# Tokens of the decodes that are measured if nothing is kept: no draft, drafts of 4, 8, 2, 1 and 16.
-_SIZES = (1, 5, 9, 3, 2, 17)
+_MOST_ROWS = 33  # of the decodes that are measured if nothing is kept
 _WEIGHT_OF_QUICK = 4.0  # decodes that this quick measurement counts as
 _MOST_WEIGHT = 64.0  # decodes, or drafts, that all earlier runs together count as: so old ones fade
 _MOST_SIZES = 48
@@ -43,10 +43,13 @@ class PairProfile:
     Args:
         target, drafter: the pair.
         batched: whether several streams draft together, which changes what a draft step costs.
+        n_rows: the most tokens that decodes will usually have.
     """
 
-    def __init__(self, target: Context, drafter: Drafter, *, batched: bool) -> None:
-        self._known = Known()
+    def __init__(
+        self, target: Context, drafter: Drafter, *, batched: bool, n_rows: int = _MOST_ROWS
+    ) -> None:
+        self._known = Known(estimates=drafter.estimates)
         self._saved_at = -math.inf
         self._n_saved = 0.0
         self._is_off = is_off()
@@ -59,11 +62,11 @@ class PairProfile:
         except OSError:  # the file of a model is gone
             self._is_off = True
             return
-        times = _times(read_entry(_TIMES, self._target_key)) or _measured(target)
+        times = _times(read_entry(_TIMES, self._target_key)) or _measured(target, n_rows)
         if times is not None:  # c and v(n) are ratios: without t(1) they are of no use
             found = {name: _drafter(read_entry(_DRAFTERS, key)) for name, key in self._keys.items()}
             drafters = {name: each for name, each in found.items() if each is not None}
-            self._known = Known(times.target_s, times.source, drafters, times.n_decodes)
+            self._known = replace(times, drafters=drafters, estimates=drafter.estimates)
 
     @classmethod
     def open(
@@ -75,8 +78,13 @@ class PairProfile:
         """
         if isinstance(config.draft_k, int):
             return draft_length(config), None
-        profile = cls(target, drafter, batched=batched)
-        return draft_length(config, drafter.width, profile.known()), profile
+        n_rows = config.max_draft_tokens + (target.n_seq_max if batched else 1)
+        profile = cls(target, drafter, batched=batched, n_rows=n_rows)
+        length = draft_length(config, drafter.width, profile.known())
+        if isinstance(length, AutoLength):
+            can = target.capabilities
+            length.curve.fills = can.batch_invariant and can.can_truncate and can.can_share
+        return length, profile
 
     def known(self) -> Known:
         """Return what the profile has, or what was measured instead."""
@@ -144,9 +152,12 @@ def measure_decode_times(ctx: Context, sizes: Sequence[int]) -> dict[int, float]
         return ctx.decoder.time_sizes(sizes, LIMIT_S)
 
 
-def _measured(target: Context) -> Known | None:
+def _measured(target: Context, n_rows: int) -> Known | None:
     start = perf_counter()
-    seconds = measure_decode_times(target, _SIZES)
+    # Blocks of rows end at 16, 8, 4 and 2: these first, where there is no time for all.
+    every = range(1, min(n_rows, _MOST_ROWS) + 1)
+    sizes = sorted(every, key=lambda n: (n > 1, n & (n - 1) > 0, n % 8 > 1, n % 4 > 1, -n))
+    seconds = measure_decode_times(target, sizes)
     took = f"a quick measurement of {perf_counter() - start:.1f} s"
     weights = dict.fromkeys(seconds, _WEIGHT_OF_QUICK)
     return Known(seconds, took, n_decodes=weights) if 1 in seconds else None

@@ -49,6 +49,7 @@ class _Outcome(NamedTuple):
 
     n_accepted: int
     n_verified: int
+    n_rows: int
     verify_s: float
     overhead_s: float
 
@@ -191,6 +192,11 @@ class Stream:
         return [pending.token, *self._draft.tokens]
 
     @property
+    def has_tree(self) -> bool:
+        """Whether the draft of this round is a tree."""
+        return self._draft.parents is not None
+
+    @property
     def n_drafted(self) -> int:
         """How many tokens the draft of this round has."""
         return len(self._draft.tokens)
@@ -227,9 +233,10 @@ class Stream:
     def _plan_parents(self) -> list[int]:
         return [-1, *(parent + 1 for parent in self._draft.parents or ())]
 
-    def accept(self, rows: Sequence[LogitsRow], verify_s: float) -> list[Produced]:
+    def accept(self, rows: Sequence[LogitsRow], verify_s: float, n_rows: int = 0) -> list[Produced]:
         """Apply the rule to the plan whose logits are ``rows``; return the tokens that are emitted.
 
+        ``n_rows``: of the decode, where no other stream shared it; more than the plan's if it was filled.
         These are the accepted tokens and the one that follows them. ``conclude`` must follow, once the
         target's lock is free.
         """
@@ -245,7 +252,7 @@ class Stream:
             if draft is NO_DRAFT:
                 self._plain_s.append((verify_s, overhead_s))
             else:
-                self._outcome = _Outcome(0, 1, verify_s, overhead_s)
+                self._outcome = _Outcome(0, 1, n_rows, verify_s, overhead_s)
             return [self.pending]
         plan = self.plan
         verification = self._verification or self._verification_of(plan, rows)
@@ -282,7 +289,7 @@ class Stream:
         last = kept_rows[-1]
         self.pending = self._emitted(branch.sequence.describe(following, last), last, source)
         emitted.append(self.pending)
-        self._outcome = _Outcome(n, len(plan), verify_s, perf_counter() - start)
+        self._outcome = _Outcome(n, len(plan), n_rows, verify_s, perf_counter() - start)
         return emitted
 
     def _choose(
@@ -367,9 +374,9 @@ class Stream:
         return row.alternatives(self.branch.ctx.model, self._n_alternatives)
 
     def _count(self, outcome: _Outcome, overhead_s: float) -> None:
-        n_accepted, n_verified, verify_s, _ = outcome
+        n_accepted, n_verified, n_rows, verify_s, _ = outcome
         stats, draft = self.stats, self._draft
-        stats.count_decode(n_verified, verify_s)
+        stats.count_decode(n_rows or n_verified, verify_s)
         n_steps = draft.n_steps
         if draft.tokens:
             stats.record_draft(len(draft.tokens), n_steps, n_accepted)
@@ -390,6 +397,7 @@ class Stream:
                 verify_s=verify_s,
                 overhead_s=overhead_s,
                 n_read=draft.n_read,
+                n_rows=n_rows,
             )
         )
 

@@ -403,6 +403,14 @@ def test_kv_types_are_timed_and_compared(cache: Path) -> None:
     assert found["bf16"]["difference"] == found["q8_0"]["difference"] == 0
 
 
+def test_edges_are_measured(cache: Path) -> None:
+    found = program("edges", cache, "--only", "curve", "opening", "engine")["results"]
+    assert isinstance(found, dict)
+    assert set(found["curve"]) == {str(n) for n in range(1, 10)}
+    assert set(found["opening"]) == {"exactness_s"}
+    assert set(found["engine"]) == {f"{n}, {k} sequences" for n in (8, 16) for k in (8, 9, 16)}
+
+
 def test_growth_draws_its_plots(cache: Path) -> None:
     plots = ("--plots", str(cache / "plots"))
     results = program("step", cache, "--only", "growth", *plots)["results"]

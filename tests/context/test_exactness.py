@@ -63,7 +63,10 @@ def tokens_of(seq: int) -> list[int]:
 
 
 def test_claims_hold_in_random_batches(model: lb.Model) -> None:
-    """500 batches of 1 to 64 rows, or as many as are claimed: texts and tokens of six sequences."""
+    """500 batches of 1 to 64 rows, some of up to 400, or as many as are claimed, of six sequences.
+
+    After every third, tokens of one sequence are decoded and dropped again, as those of rejected drafts.
+    """
     options: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": N_SEQ, "n_threads": 1, "kv_type": "bf16"}
     alone: dict[int, list[npt.NDArray[np.float32]]] = {}
     with Context(model, **options) as ctx:
@@ -83,16 +86,22 @@ def test_claims_hold_in_random_batches(model: lb.Model) -> None:
             branches = [Branch.create(ctx) for _ in range(N_SEQ)]
             unread = {seq: tokens_of(seq) for seq in range(N_SEQ)}
             while any(unread.values()) and n_batches < N_BATCHES:
-                left = min(claimed, int(rng.integers(1, 65)))
+                is_large = n_batches % 20 == 0  # more than was tried when the context opened
+                left = min(claimed, int(rng.integers(65, 400) if is_large else rng.integers(1, 65)))
                 batch: dict[Branch, list[int]] = {}
                 for seq in rng.permutation(N_SEQ).tolist():
-                    n = min(left, int(rng.integers(1, 20)), len(unread[seq]))
+                    n = min(left, int(rng.integers(1, 81 if is_large else 20)), len(unread[seq]))
                     if n:
                         batch[branches[seq]] = unread[seq][:n]
                         del unread[seq][:n]
                         left -= n
                 store.prefill(batch)
                 n_batches += 1
+                if n_batches % 3 == 0:
+                    last = branches[max(seq for seq in range(N_SEQ) if branches[seq] in batch)]
+                    end = last.position
+                    last.extend([7] * min(claimed, 7))
+                    last.rewind(end)
                 for seq, branch in enumerate(branches):
                     if branch in batch:
                         assert np.array_equal(branch.logits, alone[seq][branch.position - 1])

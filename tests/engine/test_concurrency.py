@@ -7,6 +7,7 @@ import pytest
 import llamabranch as lb
 from llamabranch import Context, Engine, Request, SamplingParams
 from llamabranch.engine.concurrency import Concurrency
+from llamabranch.speculative.length.curve import Curve
 
 
 def run(
@@ -78,6 +79,66 @@ def test_limited_texts_are_the_same(ctx: Context, other_ctx: Context) -> None:
     assert found == expected
     assert max(n_running) == 5
     assert other_ctx.usage().cells_used == 0
+
+
+def stairs(*, beyond: float = 3.7) -> Curve:
+    """Return a curve on which four rows more cost little, and the first one after them much."""
+    block = {1: 4.7, 2: 8.0, 3: 11.1, 4: 10.2, 5: 12.9, 6: 14.1, 7: 16.9, 8: 12.0}
+    curve = Curve(block | {8 + n: 12.0 + beyond * (n > 0) for n in range(1, 9)})
+    curve.fills = True
+    return curve
+
+
+@pytest.mark.parametrize(
+    ("most", "n_texts", "expected"),
+    [
+        (9, 8, 8),  # no more than there are
+        (9, 9, 9),  # 15.7 against 12 and then 4.7
+        (9, 16, 8),  # two waves of 12 against 15.7 and 12
+        (9, 1000, 8),
+        (16, 16, 16),  # one wave of 15.7
+        (16, 8, 8),
+        (8, 16, 8),
+        (3, 100, 3),
+        (1, 5, 1),
+        (40, 100, 40),  # not known
+    ],
+)
+def test_texts_run_in_numbers_that_end_on_an_edge(most: int, n_texts: int, expected: int) -> None:
+    found = Concurrency(stairs())
+    assert min(n_texts, found.on_edge(most, min(n_texts, 2 * most))) == expected
+
+
+def test_where_nothing_is_measured_all_run() -> None:
+    assert Concurrency(Curve()).on_edge(9, 16) == 9
+    assert Concurrency().on_edge(9, 16) == 9
+
+
+@pytest.mark.parametrize("n", [1, 16])
+def test_engine_runs_as_many_texts_as_end_on_an_edge(n: int, target: lb.Model) -> None:
+    """Sixteen texts on nine sequences: eight at a time, whether they are of one request or of many."""
+    with Context(target, n_ctx=1024, n_seq_max=9, n_threads=1, batch_invariant=True) as ctx:
+        requests = [
+            Request(f"The wolf {i}", max_tokens=12, n=n, sampling=SamplingParams(seed=i))
+            for i in range(16 // n)
+        ]
+        expected = [result.tokens for result in Engine(ctx, seed=1).generate(requests)]
+        engine = Engine(ctx, seed=1)
+        assert engine.explain() == "plain decoding: there is no drafter"
+        engine.core.learning.joint.curve = stairs()
+        assert "9 tokens v = 3.34" in engine.explain() and "5 to 8" in engine.explain()
+        engine.core.learning.joint.curve = None
+        engine.core.learning.concurrency = Concurrency(stairs())
+        for request in requests:
+            engine.add_request(request)
+        texts: dict[tuple[str, int], list[int]] = {}
+        most = 0
+        while engine.has_unfinished():
+            events = engine.step()
+            most = max(most, len({(e.id, e.sample) for e in events if e.result is None}))
+            texts |= {(e.id, e.sample): e.result.tokens for e in events if e.result is not None}
+        assert most == 8
+        assert [texts[str(i), k] for i in range(16 // n) for k in range(n)] == expected
 
 
 def test_limit_must_be_a_positive_number(ctx: Context) -> None:

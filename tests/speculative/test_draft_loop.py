@@ -21,8 +21,10 @@ from llamabranch.errors import DecodeInterruptedError
 from llamabranch.native import core, draft_loop
 from llamabranch.speculative import Draft
 from llamabranch.speculative.drafters.base import DraftRequest, DraftState
+from llamabranch.speculative.length.acceptance import AcceptanceCounts
 from llamabranch.speculative.length.auto import AutoLength
 from llamabranch.speculative.length.base import DraftLength, FixedLength, RoundReport
+from llamabranch.speculative.length.known import Known, KnownDrafter
 
 pytestmark = pytest.mark.skipif(
     not draft_loop.available, reason="the compiled core is missing or off"
@@ -51,11 +53,23 @@ def learned(drafter: str) -> AutoLength:
     return length
 
 
+def on_stairs(drafter: str) -> AutoLength:
+    """One for a target whose decodes of 4, 8 and 12 tokens take less time than those of fewer."""
+    stairs = {n: 1.0 + 0.4 * (n // 4) + 0.5 * (n % 4) for n in range(1, 14)}
+    counts = AcceptanceCounts((30.0,) * 13, (21.0,) * 13, (5.0,) * 13)
+    known = Known(stairs, "a claim", {drafter: KnownDrafter(counts, 0.1, "a claim")})
+    length = AutoLength(12, known=known)
+    length.learn(RoundReport.plain(1, 1.0, 0.05))
+    length._learned.record_of(drafter).n_drafts = 2  # no longer short
+    return length
+
+
 LENGTHS: dict[str, Callable[[str], DraftLength]] = {
     "four": lambda drafter: FixedLength(4),
     "one": lambda drafter: FixedLength(1),
     "entropy": lambda drafter: FixedLength(9, entropy_stop=2.0),
     "auto": learned,
+    "stairs": on_stairs,
     "new_auto": lambda drafter: AutoLength(8),
 }
 

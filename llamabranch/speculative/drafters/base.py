@@ -192,6 +192,11 @@ class Drafter(ABC):
         kind = type(self)
         return {self.name: f"{kind.__module__}.{kind.__qualname__} {self.name}"}
 
+    @property
+    def estimates(self) -> frozenset[str]:
+        """Names that drafts have whose ``entropies`` are surprisals, by the drafter's own estimate."""
+        return frozenset()
+
     @abstractmethod
     def check(self, target: Model) -> None:
         """Raise VocabularyMismatchError if it cannot draft for ``target``."""

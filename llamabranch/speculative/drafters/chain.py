@@ -50,6 +50,11 @@ class ChainDrafter(Drafter):
         """Those of its drafters."""
         return {name: key for each in self.drafters for name, key in each.profile_keys.items()}
 
+    @property
+    def estimates(self) -> frozenset[str]:
+        """Those of its drafters."""
+        return frozenset().union(*(each.estimates for each in self.drafters))
+
     def check(self, target: Model) -> None:
         """Raise VocabularyMismatchError if one of them cannot draft for ``target``."""
         for drafter in self.drafters:

@@ -20,14 +20,27 @@ from ...arguments import real, whole
 from ...branch import Branch
 from ...errors import ConfigError
 from ...model import Model
+from ...native.draft_loop import StopRule
 from ..length.base import DraftLength
 from .base import Draft, Drafter, DraftState
-from .ngram_index import Guess, Segment, SharedIndex, TokenIndex, doubling
+from .ngram_index import Guess, Match, Segment, SharedIndex, TokenIndex, doubling
 
 __all__ = ["PromptLookupDrafter", "SuffixDrafter"]
 
 
-class PromptLookupDrafter(Drafter):
+class _CopyDrafter(Drafter):
+    """Copies token ids of the target's own text, and estimates how probable they are."""
+
+    @property
+    def estimates(self) -> frozenset[str]:
+        """Its name: the entropies of its drafts are surprisals."""
+        return frozenset({self.name})
+
+    def check(self, target: Model) -> None:
+        """Accept any target: it copies token ids of the target's own text."""
+
+
+class PromptLookupDrafter(_CopyDrafter):
     """Copies the tokens that followed the last few tokens at their latest occurrence in prompt or output.
 
     Known as prompt lookup decoding (Saxena 2023) and n-gram speculation. It looks for the longest
@@ -48,16 +61,13 @@ class PromptLookupDrafter(Drafter):
         self.min_ngram = whole("min_ngram", min_ngram, 1, self.max_ngram)
         self._policy = _Policy(self.name, most=1, floor=0.0, factor=0.0, offset=math.inf)
 
-    def check(self, target: Model) -> None:
-        """Accept any target: it copies token ids of the target's own text."""
-
     def start(self, target: Branch, rule: str) -> DraftState:
         """Return a new state."""
         index = TokenIndex(range(self.min_ngram, self.max_ngram + 1))
         return _CopyState(self._policy, index, None, target.position, target.ctx.model.is_eog)
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(_CopyDrafter):
     """Follows the most frequent continuation of the longest suffix seen before.
 
     Known as SuffixDecoding (Oliaro et al. 2024, 2411.04975): one index holds the request's prompt and
@@ -73,6 +83,8 @@ class SuffixDrafter(Drafter):
         min_match: the shortest suffix that counts as evidence.
         factor, offset: a match of m tokens allows a draft of floor(m * factor + offset) tokens.
         min_probability: ends a draft where the probability that all of it is accepted falls below this.
+            "auto" weighs whatever could follow instead, without these limits, where copying costs next
+            to nothing beside a step of the target.
         max_occurrences: how many occurrences of a suffix are counted, the newest ones.
         shared_tokens: the most tokens that the shared index holds; beyond it the oldest are forgotten.
             Each target model has a shared index of its own, since token ids mean nothing to another.
@@ -113,9 +125,6 @@ class SuffixDrafter(Drafter):
         self.shared_tokens = shared_tokens
         self._policy = _Policy(self.name, max_occurrences, min_probability, factor, offset)
         self._shared: WeakKeyDictionary[Model, SharedIndex] = WeakKeyDictionary()
-
-    def check(self, target: Model) -> None:
-        """Accept any target: it copies token ids of the target's own text."""
 
     def start(self, target: Branch, rule: str) -> DraftState:
         """Return a new state; the tokens generated from here on enter the shared index."""
@@ -171,11 +180,30 @@ class _CopyState:
         draft = Draft(drafter=self._policy.name, stopped="no evidence")
         start = perf_counter()
         self._index_new(tokens)
-        guess = self._guess(limit)
-        if guess.tokens and length.consider(draft.drafter):
-            self._fill(draft, guess, length, limit)
+        match, guess = self._guess(limit)
+        if match is not None and length.consider(draft.drafter):
+            rule = length.stop_rule(0) if length.reads_entropy else None
+            if rule is not None and rule.weighs:
+                self._weigh(draft, match.follow(self._index.tokens, limit, 0.0), rule, limit)
+            else:
+                self._fill(draft, guess, length, limit)
         draft.seconds = perf_counter() - start
         return draft
+
+    def _weigh(self, draft: Draft, guess: Guess, rule: StopRule, limit: int) -> None:
+        """Draft as much of the guess as gains the most; nothing limits it otherwise."""
+        ends = [i for i, token in enumerate(guess.tokens, 1) if self._is_eog(token)]
+        tokens = guess.tokens[: min(ends, default=limit)]
+        surprisals = [-math.log(p) for p in guess.probabilities[: len(tokens)]]
+        n = rule.longest(surprisals)
+        draft.tokens = tokens[:n]
+        draft.entropies = surprisals[: n + 1]
+        if n < len(tokens):
+            draft.stopped = "goodput"
+        elif ends:
+            draft.stopped = "end"
+        elif n == limit:
+            draft.stopped = "length"
 
     def _fill(self, draft: Draft, guess: Guess, length: DraftLength, limit: int) -> None:
         draft.stopped = "length"
@@ -198,19 +226,19 @@ class _CopyState:
             self._segment = self._shared.write(self._segment, tokens, self._n_written)
             self._n_written = len(tokens)
 
-    def _guess(self, limit: int) -> Guess:
+    def _guess(self, limit: int) -> tuple[Match | None, Guess]:
         index, policy = self._index, self._policy
         matches = [index.longest(policy.most)]
         if self._shared is not None:
             matches.append(self._shared.longest(index.tokens, skip=self._segment))
-        best = Guess([], [])
+        best, best_match = Guess([], []), None
         for match in matches:
             if match is not None:
                 most = policy.budget(match.length, limit)
                 guess = match.follow(index.tokens, most, policy.floor)
                 if guess.expected > best.expected:
-                    best = guess
-        return best
+                    best, best_match = guess, match
+        return best_match, best
 
     def observe(self, n_tokens: int) -> None:
         if n_tokens < len(self._index):

@@ -56,6 +56,11 @@ class GrammarDrafter(Drafter):
         mine = {_NAME: f"{type(self).__module__}.{type(self).__qualname__}"}
         return mine if self.values is None else {**mine, **self.values.profile_keys}
 
+    @property
+    def estimates(self) -> frozenset[str]:
+        """Those of ``values``."""
+        return frozenset() if self.values is None else self.values.estimates
+
     def check(self, target: Model) -> None:
         """Raise VocabularyMismatchError if ``values`` cannot draft for ``target``."""
         if self.values is not None:

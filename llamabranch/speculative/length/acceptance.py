@@ -16,6 +16,8 @@ _UNKNOWN = _N_BUCKETS  # the bucket of tokens whose drafter gives no entropy
 # The weight with which a token drawn in a bucket counts in it, and in its neighbours.
 _SHARED = ((-2, 0.1), (-1, 0.3), (0, 1.0), (1, 0.3), (2, 0.1))
 _PRIOR = 0.5  # one token in two is accepted
+_MIDDLES = [sum(ends) / 2 for ends in zip((0.0, *_EDGES), (*_EDGES, 7.0), strict=True)]
+_OF_SURPRISALS = [*(math.exp(-middle) for middle in _MIDDLES), _PRIOR]
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,23 @@ class Acceptance:
     It begins with one accepted in two, at a small weight, or with the counts of earlier runs. Those have
     the weight of some twenty tokens a bucket, and are dropped if too many or too few tokens are accepted
     for them to be true of this run.
+
+    Args:
+        of_surprisals: the entropies are surprisals of the tokens themselves, as the drafter estimates
+            them: it begins with these estimates.
     """
 
     KEPT_WEIGHT = 20.0  # the most tested tokens of a bucket that earlier runs count as
     KEPT_DRAWN = 100.0  # the same for how often each entropy occurs, over all buckets
+    FADE, FADE_SURPRISALS = 0.01, 0.05  # of a bucket's counts, with each tested token
     SURPRISE = 2.5  # standard deviations, plus half a token, from which they are dropped
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_surprisals: bool = False) -> None:
+        self._prior = _OF_SURPRISALS if of_surprisals else [_PRIOR] * (_N_BUCKETS + 1)
+        # Where a text begins to repeat another, copies are right that were wrong before.
+        self._fades = self.FADE_SURPRISALS if of_surprisals else self.FADE
         self.tested = [1.0] * (_N_BUCKETS + 1)
-        self.accepted = [_PRIOR] * (_N_BUCKETS + 1)
+        self.accepted = list(self._prior)
         self.drawn = [0.0] * (_N_BUCKETS + 1)
         # What earlier runs contributed to these, and by how much they are wrong about this run.
         self._kept: AcceptanceCounts | None = None
@@ -127,7 +137,7 @@ class Acceptance:
         for offset, weight in ((0, 1.0),) if bucket == _UNKNOWN else _SHARED:
             at = bucket + offset
             if 0 <= at < _N_BUCKETS or at == bucket:
-                self._fade(at, 1.0 - 0.01 * weight)
+                self._fade(at, 1.0 - self._fades * weight)
                 self.tested[at] += weight
                 self.accepted[at] += weight * accepted
 
@@ -135,7 +145,7 @@ class Acceptance:
         """Move the bucket a little towards the prior; else what is never drawn would never be retried."""
         self._fade(bucket, 0.98)
         self.tested[bucket] += 0.02
-        self.accepted[bucket] += 0.02 * _PRIOR
+        self.accepted[bucket] += 0.02 * self._prior[bucket]
 
     def _fade(self, bucket: int, keep: float) -> None:
         self.tested[bucket] *= keep
@@ -162,7 +172,7 @@ class Acceptance:
         for i, keep in enumerate(self._keeps):
             if kept.tested[i] >= 1.0:
                 self.tested[i] += keep * (1.0 - kept.tested[i])
-                self.accepted[i] += keep * (_PRIOR - kept.accepted[i])
+                self.accepted[i] += keep * (self._prior[i] - kept.accepted[i])
 
 
 def _bucket(entropy: float) -> int:

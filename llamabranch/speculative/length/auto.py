@@ -12,8 +12,8 @@ from ...native.draft_loop import StopRule
 from ..config import SpeculativeConfig
 from .acceptance import Acceptance
 from .base import DraftLength, FixedLength, RoundReport
+from .curve import Curve, smooth
 from .known import Known, KnownDrafter
-from .target_times import TargetTimes, smooth
 
 __all__ = ["AutoLength", "draft_length"]
 
@@ -27,6 +27,7 @@ class _Record:
     n_drafts: int = 0  # of this run
     n_timed: int = 0  # of these, those whose steps were timed
     source: str = ""  # of what was known before this run
+    estimates: bool = False  # its entropies are its own estimates of its tokens' surprisal
     # Whether it is called in every round; tokens, seconds and number of the latest rounds in which it
     # was called, with less weight the older they are.
     is_on: bool = True
@@ -68,10 +69,10 @@ class _Learned:
         self.known = known
         self.records: dict[str, _Record] = {}
         self.record = _Record()  # of the drafter that was called last
-        self.times = TargetTimes()
-        self.times.start_from(known.target_s)
+        self.curve = Curve(known.target_s)
         self.overhead_s = {False: 0.0, True: 0.0}  # of a stream's round, by whether it had a draft
         self.n_streams = 1  # in the last decode
+        self.weighed: list[StopRule] = []  # of drafts that will share the next decode
         self.n_plain = 0  # rounds
         self.n_drafts = 0
         self.since_plain = 0  # rounds since the last of them
@@ -87,11 +88,13 @@ class _Learned:
     def new_record(self, drafter: str) -> _Record:
         """Return a record that begins with what is known of a drafter."""
         record, known = _Record(), self.known.drafters.get(drafter)
+        if drafter in self.known.estimates:
+            record.acceptance, record.estimates = Acceptance(of_surprisals=True), True
         if known is not None:
             record.acceptance.start_from(known.counts)
             record.source = known.source
-            if self.times:
-                record.step_s = known.cost * self.times.of(1)
+            if self.curve:
+                record.step_s = known.cost * self.curve.of(1)
         return record
 
     def described(self) -> _Record:
@@ -129,6 +132,7 @@ class AutoLength:
 
     WARM_UP_PLAIN = 3  # plain steps before the first draft
     WARM_UP_DRAFTS, WARM_UP_K = 4, 3  # drafts that measure a new drafter, and their tokens
+    FIRST_K, FEW_SIZES = 7, 3  # tokens of a copied draft while fewer sizes of decodes have a time
     SHORT_DRAFTS = 2  # drafts of a known drafter that are as short, in case it has changed
     RATE_ROUNDS = 32  # the number of rounds that the recent throughput covers, about
     LOST_STEPS = 8  # a drafter that has lost the time of so many plain steps is switched off
@@ -137,6 +141,7 @@ class AutoLength:
     COOLDOWN, LONGEST_COOLDOWN = 16, 1024  # rounds between trials
     TRIAL_SHARE = 0.02  # the most a trial may cost, as a share of the time since the last one
     LOOK_EVERY = 8  # plain steps between checks whether a trial is due
+    CHEAP = 0.02  # of a plain step: the time of a draft step that costs next to nothing
     EMPTY_PROBES = 8  # rounds without a draft after which a trial ends
 
     reads_entropy = True
@@ -173,15 +178,20 @@ class AutoLength:
 
     # -- measurements ------------------------------------------------------------------------------
 
+    @property
+    def curve(self) -> Curve:
+        """The times of the target's decodes."""
+        return self._learned.curve
+
     def step_cost(self) -> float:
         """Return c: a draft step's time over a plain target step's; nan before it is measured."""
         with self._learned.lock:
-            return self._learned.record.step_s / self._time(1) if self._learned.times else math.nan
+            return self._learned.record.step_s / self._time(1) if self._learned.curve else math.nan
 
     def verify_cost(self, n: int) -> float:
         """Return v(n): the target's time for n tokens over its time for one, interpolated."""
         with self._learned.lock:
-            return self._time(n) / self._time(1) if self._learned.times else math.nan
+            return self._time(n) / self._time(1) if self._learned.curve else math.nan
 
     @property
     def is_on(self) -> bool:
@@ -207,15 +217,15 @@ class AutoLength:
 
     def _is_on(self) -> bool:
         records = self._learned.records
-        return not records or any(record.is_on for record in records.values())
+        return not records or any(r.is_on or self._weighs(r) for r in records.values())
 
     def _time(self, n: int) -> float:
-        return self._learned.times.of(n)
+        return self._learned.curve.of(n)
 
     def _plain_s(self) -> float:
         """Return the seconds of a plain token: a stream's share of the decode plus its overhead."""
         n = self._learned.n_streams
-        return self._time(n) / n + self._learned.overhead_s[False]
+        return self._learned.curve.filled(n) / n + self._learned.overhead_s[False]
 
     def _costs(self, record: _Record) -> list[float]:
         """Return a stream's seconds per round, for k = 0, 1, ... tokens drafted by each stream."""
@@ -223,14 +233,29 @@ class AutoLength:
         if not learned.costs or learned.costs_of is not record:
             learned.costs_of = record
             n, per_token = learned.n_streams, learned.n_streams * self._width
-            # Measured times are noisy, but more tokens never take less time than fewer.
-            least_s, overhead_s = self._time(n), max(learned.overhead_s.values())
+            # Measured times are noisy, but no draft makes a decode take less than without it.
+            filled, overhead_s = learned.curve.filled, max(learned.overhead_s.values())
+            least_s = filled(n)
             learned.costs = [
-                k * record.step_s + max(least_s, self._time(n + k * per_token)) / n + overhead_s
+                k * record.step_s + max(least_s, filled(n + k * per_token)) / n + overhead_s
                 for k in range(self.limit + 1)
             ]
             learned.costs[0] = self._plain_s()
         return learned.costs
+
+    def _added_costs(self, record: _Record) -> list[float]:
+        """Return what a stream's draft adds to a decode with the drafts that others have in it already.
+
+        Up to the next edge that is nothing, even where drafts would not pay otherwise.
+        """
+        learned = self._learned
+        filled, n = learned.curve.filled, learned.n_streams
+        n += sum(rule.n_drafted for rule in learned.weighed)
+        without_s, plain_s = filled(n), self._plain_s()
+        return [
+            plain_s + k * record.step_s + max(0.0, filled(n + k) - without_s)
+            for k in range(self.limit + 1)
+        ]
 
     def _throughput(self, record: _Record) -> float:
         """Return the recent tokens per second; plain decoding's if those are higher."""
@@ -269,6 +294,9 @@ class AutoLength:
             is_new = drafter not in self._learned.records
             record = self._learned.record_of(drafter)
             self._record = self._learned.record = record
+            if self._weighs(record):
+                self._is_trial = False
+                return True
             if is_new and self._is_known(record) and self._best(record)[0] == 0:
                 record.switch(on=False)  # a few trials at once show whether that still holds
             self._is_trial = not record.is_on and self._is_due(record)
@@ -281,6 +309,10 @@ class AutoLength:
             return False
         self.reason = self.stop_rule(n_drafted).reason(n_drafted, entropy)
         return not self.reason
+
+    def _weighs(self, record: _Record) -> bool:
+        """Return whether all tokens that could follow are looked at, since that costs next to nothing."""
+        return record.estimates and record.step_s < self.CHEAP * self._plain_s()
 
     def _is_known(self, record: _Record) -> bool:
         """Return whether a drafter's acceptance can be relied on; else its drafts are a warm-up."""
@@ -296,24 +328,34 @@ class AutoLength:
             reach = rule.reach if rule is not None and n_drafted else 1.0
             with self._learned.lock:
                 rule = self._rule = self._new_rule(record)
+                if rule.weighs and self._shares_decode:
+                    self._learned.weighed.append(rule)
             self._rule_of, rule.reach = record, reach
         rule.n_drafted = n_drafted
         return rule
 
     def _new_rule(self, record: _Record) -> StopRule:
         most = math.inf if self._entropy_stop is None else self._entropy_stop
-        if not self._is_known(record):
+        weighs = self._weighs(record)
+        if not (weighs or self._is_known(record)):
             return StopRule(most, self.WARM_UP_K)
-        acceptance = record.acceptance
+        acceptance, most_tokens = record.acceptance, self.limit
+        if weighs and len(self._learned.curve.sizes) < self.FEW_SIZES:
+            most_tokens = self.FIRST_K
+        elif record.n_drafts < self.SHORT_DRAFTS and not weighs:
+            most_tokens = self.WARM_UP_K
         return StopRule(
             most,
-            self.WARM_UP_K if record.n_drafts < self.SHORT_DRAFTS else self.limit,
+            most_tokens,
             edges=acceptance.edges,
             acceptance=acceptance.rates(),
-            costs=self._costs(record),
+            costs=self._added_costs(record)
+            if weighs and self._shares_decode
+            else self._costs(record),
             mean=acceptance.mean,
             rate=self._throughput(record),
             is_probe=self._is_trial,
+            weighs=weighs,
         )
 
     # -- learning ----------------------------------------------------------------------------------
@@ -334,11 +376,13 @@ class AutoLength:
             if self._shares_decode:
                 self._report = report if report.drafter_called else None
             else:
-                self._learn_round([report], report.n_verified, report.verify_s, report.n_rounds)
+                n_rows = report.n_rows or report.n_verified
+                self._learn_round([report], n_rows, report.verify_s, report.n_rounds)
 
     def learn_decode(self, streams: Sequence[DraftLength], n_tokens: int, verify_s: float) -> None:
         """Learn the time of a decode that ``streams`` shared; NaN = it is not comparable."""
         with self._learned.lock:
+            self._learned.weighed.clear()
             reports: list[RoundReport] = []
             for stream in streams:
                 if isinstance(stream, AutoLength):
@@ -353,19 +397,21 @@ class AutoLength:
     ) -> None:
         """Learn from one decode of ``n_tokens``; the reports of its streams together weigh as one."""
         learned, n_streams = self._learned, len(reports)
+        n_drafted = sum(report.n_verified for report in reports) - n_streams
         learned.n_streams = n_streams
-        factor = learned.times.learn(n_tokens, verify_s, n_rounds)
+        factor = learned.curve.learn(n_tokens, verify_s, n_rounds)
         for record in learned.records.values():
             if record.n_timed == 0:
                 record.step_s *= factor
         learned.costs = []
         learned.since_plain += n_rounds
-        if n_tokens == n_streams and not any(report.drafter_called for report in reports):
+        if not n_drafted and not any(report.drafter_called for report in reports):
             learned.n_plain += n_rounds
+        if not n_drafted:
             learned.since_plain = 0
         # Each stream is charged the time that its own draft added to the decode.
-        plain_s = self._time(n_streams) if n_tokens > n_streams else verify_s
-        added_s = (verify_s - plain_s) / max(1, n_tokens - n_streams)
+        plain_s = learned.curve.filled(n_streams) if n_drafted else verify_s
+        added_s = (verify_s - plain_s) / max(1, n_drafted)
         weight = n_rounds / n_streams
         for report in reports:
             seconds = plain_s / n_streams + (report.n_verified - 1) * added_s
@@ -392,6 +438,8 @@ class AutoLength:
             lost_s = seconds - tokens * self._plain_s()
             record.lost_s = max(0.0, record.lost_s + weight * lost_s)
         if record.is_on:
+            if self._weighs(record):
+                return  # each draft is decided by itself
             is_useless = self._is_known(record) and self._best(record)[0] == 0
             if is_useless or record.lost_s > self.LOST_STEPS * self._plain_s():
                 record.switch(on=False)
@@ -414,12 +462,12 @@ class AutoLength:
     def findings(self) -> Known | None:
         """Return what was measured so far, for later runs; None as long as t(1) is not known."""
         with self._learned.lock:
-            times = self._learned.times
-            if not times.n_measured or not times.has(1):
+            curve = self._learned.curve
+            if not curve.n_measured or 1 not in curve.sizes:
                 return None
-            one_s = times.of(1)
+            one_s = curve.of(1)
             return Known(
-                {1: one_s} | {n: times.of(n) for n in times.n_measured},
+                {1: one_s} | {n: curve.of(n) for n in curve.n_measured},
                 drafters={
                     name: KnownDrafter(
                         record.acceptance.counts(), record.step_s / one_s, n_drafts=record.n_drafts
@@ -427,7 +475,7 @@ class AutoLength:
                     for name, record in self._learned.records.items()
                     if record.n_timed
                 },
-                n_decodes=dict(times.n_measured),
+                n_decodes=dict(curve.n_measured),
             )
 
     def explain(self) -> str:
@@ -438,7 +486,7 @@ class AutoLength:
     def _explanation(self) -> str:
         learned, record = self._learned, self._learned.described()
         has_acceptance = learned.n_drafts > 0 or record.acceptance.is_kept
-        known = (("plain step", bool(learned.times)), ("draft", has_acceptance))
+        known = (("plain step", bool(learned.curve)), ("draft", has_acceptance))
         missing = [name for name, is_known in known if not is_known]
         if missing:
             waiting = " and ".join(f"no {name}" for name in missing)
@@ -446,13 +494,10 @@ class AutoLength:
         one_s = self._time(1)
         k, speedup = self._best(record)
         n = learned.n_streams
-        sizes = [
-            m for m in sorted({1, *(n * i for i in (1, 2, 3, 5, 9))}) if m <= learned.times.largest
-        ]
         facts = (
             f"a drafted token is accepted with probability {record.acceptance.mean:.2f}, "
-            f"a draft step costs c = {record.step_s / one_s:.2f} target steps, a target decode of "
-            + ", ".join(f"{m} tokens v = {self._time(m) / one_s:.2f}" for m in sizes)
+            f"a draft step costs c = {record.step_s / one_s:.2f} target steps, "
+            + learned.curve.explain()
         ) + self._sources(record)
         streams = "" if n == 1 else f" with {n} streams in a decode"
         if not self._is_on():
@@ -469,7 +514,7 @@ class AutoLength:
         """Return where the numbers come from: what was known before, and what was measured since."""
         learned = self._learned
         costs = learned.known.source if learned.known.target_s else ""
-        n_decodes = sum(learned.times.n_measured.values())
+        n_decodes = sum(learned.curve.n_measured.values())
         kept = record.source if record.acceptance.is_kept else ""
         dropped = f" ({record.source} was wrong)" if record.source and not kept else ""
         return (

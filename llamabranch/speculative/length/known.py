@@ -33,9 +33,11 @@ class Known:
         source: where the times come from.
         drafters: by name.
         n_decodes: how many decodes each time is the mean of.
+        estimates: the drafters whose entropies are surprisals of their tokens, by their own estimate.
     """
 
     target_s: Mapping[int, float] = field(default_factory=dict)
     source: str = ""
     drafters: Mapping[str, KnownDrafter] = field(default_factory=dict)
     n_decodes: Mapping[int, float] = field(default_factory=dict)
+    estimates: frozenset[str] = frozenset()

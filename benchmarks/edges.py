@@ -1,0 +1,257 @@
+"""Decodes of n tokens, and what is decided by their cost: lengths of drafts, texts at a time.
+
+    python -m benchmarks.edges --target MODEL.gguf [--only curve opening tasks engine]
+
+curve: v(n) of every n up to 33, one kind of decode after another.
+opening: what measuring exactness adds to opening a context, where nothing is kept of it.
+tasks: prompts of a chat, at temperature 0, without a draft model: copied drafts of fixed lengths and
+"auto" over plain decoding. Each generation has a context of its own, so "auto" begins as in a new
+program; the profile is this process's, so its first run begins with nothing.
+engine: 8 and 16 requests on 8, 9 and 16 sequences, over ``llama-server -np 8``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from time import perf_counter
+
+import llamabranch as lb
+from llamabranch.bench import Spread, verify_times
+
+from .llama_tools import ToolError, build_server
+from .prompts import PROMPTS
+from .report import Settings, emit, number, parser, pm, table, title
+from .serve import Served
+
+PARTS = ("curve", "opening", "tasks", "engine")
+FIXED = (3, 4, 7, 8, 11, 15)
+SEQUENCES, REQUESTS = (8, 9, 16), (8, 16)
+_PORT = 8917
+_FUNCTION = '''def summarize(orders, discount, tax):
+    """Return the sum of the orders, by customer and in all."""
+    total = 0.0
+    count = 0
+    by_customer = {}
+    for order in orders:
+        price = order["price"] * order["quantity"]
+        if order["is_member"]:
+            price = price * (1.0 - discount)
+        if price < 0:
+            raise ValueError("negative price")
+        total = total + price
+        count = count + 1
+        name = order["customer"]
+        if name not in by_customer:
+            by_customer[name] = 0.0
+        by_customer[name] = by_customer[name] + price
+    total = total * (1.0 + tax)
+    average = total / count if count else 0.0
+    print("total:", total)
+    print("average:", average)
+    for name in sorted(by_customer):
+        print(name, by_customer[name])
+    return total, average, by_customer
+'''
+_FRUIT = "apple pear plum cherry peach melon grape lemon orange banana fig date mango kiwi lime"
+TASKS = {
+    "edit": "Rewrite this function with the variable `total` renamed to `amount`. Answer with the code "
+    f"only.\n\n```python\n{_FUNCTION}```",
+    "list": "Write each word of this list in a table with two columns, number and word:\n"
+    + "\n".join(f"{i}. {word}" for i, word in enumerate(_FRUIT.split(), 1)),
+    "extract": "Extract name, age and city of each person as a JSON list: Anna is 31 and lives in Oslo. "
+    "Ben is 42 and lives in Rome. Carla is 27 and lives in Paris. Dan is 55 and lives in Berlin.",
+    "quote": "Summarize this text in three sentences, with quotes from it: The committee met on Monday "
+    "to discuss the new bridge. Engineers said that the old bridge could not carry heavy trucks any "
+    "longer, and that the repair would cost more than a new one. The mayor asked whether the new bridge "
+    "could be built beside the old one. The engineers agreed, but said that it would take two years.",
+    "free": "Write a short story about a fox who learns to swim.",
+}
+
+
+def main() -> None:
+    """Measure the chosen parts."""
+    described = parser("edges of batches", runs=5, prompts=1, tokens=256)
+    described.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    described.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    args = described.parse_args()
+    settings = Settings.of(args, tokens=8)
+    with lb.Model(lb.resolve(settings.target)) as model:
+        caption = f"{title(model)}, {settings.threads} threads"
+        results: dict[str, object] = {}
+        for name, part in zip(PARTS, (_curve, _opening, _tasks, _engine), strict=True):
+            if name in args.only:
+                results[name] = part(settings, model, caption, args)
+        emit("edges", settings, {"target": model}, results)
+
+
+def _open(settings: Settings, model: lb.Model, n_seq_max: int = 1) -> lb.Context:
+    n_ctx = 1024 + n_seq_max * (settings.tokens + 64)
+    return lb.Context(model, n_ctx=n_ctx, n_seq_max=n_seq_max, n_threads=settings.threads)
+
+
+def _curve(
+    settings: Settings, model: lb.Model, caption: str, args: argparse.Namespace
+) -> dict[str, object]:
+    sizes = range(1, 10 if settings.quick else 34)
+    with _open(settings, model) as ctx:
+        times = verify_times(ctx, sizes, n_prefix=128, repeats=2 * settings.runs)
+    spreads = {n: Spread.of([1e3 * seconds for seconds in its]) for n, its in times.items()}
+    one = spreads[1].median
+    rows = [(str(n), pm(each), number(each.median / one)) for n, each in spreads.items()]
+    table(f"One decode of n tokens, {caption}", ("n", "ms", "v(n)"), rows)
+    return {str(n): each.as_dict() for n, each in spreads.items()}
+
+
+def _opening(
+    settings: Settings, model: lb.Model, caption: str, args: argparse.Namespace
+) -> dict[str, object]:
+    kept = os.environ["LLAMABRANCH_PROFILE"]
+    os.environ["LLAMABRANCH_PROFILE"] = "0"
+    try:
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(settings.runs):
+            for measures, its in seconds.items():
+                with lb.Model(model.path) as fresh:  # what was measured is kept with the model
+                    lb.Context(fresh, n_ctx=64, n_threads=1, batch_invariant=False).close()
+                    start = perf_counter()
+                    exact: bool | str = "auto" if measures else False
+                    lb.Context(
+                        fresh, n_ctx=1024, n_threads=settings.threads, batch_invariant=exact
+                    ).close()
+                    its.append(perf_counter() - start)
+    finally:
+        os.environ["LLAMABRANCH_PROFILE"] = kept
+    added = Spread.of([b - a for a, b in zip(*seconds.values(), strict=True)])
+    table(f"Opening a context, {caption}", ("", "s"), [("measuring exactness adds", pm(added))])
+    return {"exactness_s": added.as_dict()}
+
+
+def _tasks(
+    settings: Settings, model: lb.Model, caption: str, args: argparse.Namespace
+) -> dict[str, object]:
+    lengths: tuple[int | str, ...] = (*(FIXED[:1] if settings.quick else FIXED), "auto")
+    found: dict[str, object] = {}
+    rows = []
+    for task in args.tasks:
+        prompt = model.prompt_tokens([{"role": "user", "content": TASKS[task]}])
+        speeds: dict[int | str, list[float]] = {k: [] for k in lengths}
+        for _ in range(settings.runs):
+            plain_s, text = _generate(settings, model, prompt, None)
+            for k, its in speeds.items():
+                seconds, drafted = _generate(settings, model, prompt, k)
+                its.append(plain_s / seconds * len(drafted) / len(text))
+        spreads = {str(k): Spread.of(its) for k, its in speeds.items()}
+        best = max(FIXED[: len(lengths) - 1], key=lambda k: spreads[str(k)].median)
+        auto, fixed = spreads["auto"], spreads[str(best)]
+        share = auto.median / max(1.0, fixed.median)
+        first = number(speeds["auto"][0])
+        rows.append((task, pm(auto), first, f"{best}: {pm(fixed)}", number(share)))
+        found[task] = {k: each.as_dict() for k, each in spreads.items()}
+    columns = (
+        "",
+        "auto over plain",
+        "its first run",
+        "best fixed length",
+        "auto over it, or over plain",
+    )
+    table(f"Tasks, at most {settings.tokens} tokens, {caption}", columns, rows)
+    return found
+
+
+def _generate(
+    settings: Settings, model: lb.Model, prompt: list[int], k: int | str | None
+) -> tuple[float, list[int]]:
+    with _open(settings, model) as ctx:
+        drafter = None if k is None else lb.SuffixDrafter(shared_tokens=0)
+        config = lb.SpeculativeConfig() if k is None else lb.SpeculativeConfig(draft_k=k)
+        greedy = lb.SamplingParams(temperature=0.0)
+        generation = lb.Speculator(ctx, drafter, config).generate(
+            prompt, max_tokens=settings.tokens, sampling=greedy
+        )
+        generation.finish()
+        return generation.elapsed_s, generation.tokens
+
+
+def _engine(
+    settings: Settings, model: lb.Model, caption: str, args: argparse.Namespace
+) -> dict[str, object]:
+    rates: dict[tuple[int, str], list[float]] = {}
+    with ExitStack() as stack:
+        server = _server(settings, model) if settings.peers else None
+        if server is not None:
+            stack.callback(server.close)
+        for run in range(settings.runs):
+            for n in REQUESTS:
+                if server is not None:
+                    its = rates.setdefault((n, "llama-server -np 8"), [])
+                    its.append(asyncio.run(_of_server(server, n, settings.tokens, run)))
+                for n_seq_max in SEQUENCES:
+                    its = rates.setdefault((n, f"{n_seq_max} sequences"), [])
+                    its.append(_of_engine(settings, model, n, n_seq_max, run))
+    rows, found = [], {}
+    for (n, name), its in rates.items():
+        theirs = rates.get((n, "llama-server -np 8"), its)
+        ratio = Spread.of([ours / other for ours, other in zip(its, theirs, strict=True)])
+        rows.append((f"{n} requests, {name}", pm(Spread.of(its), 1), pm(ratio)))
+        found[f"{n}, {name}"] = {"rate": Spread.of(its).as_dict(), "over": ratio.as_dict()}
+    columns = ("", "tokens/s", "over llama-server")
+    table(f"Texts of {settings.tokens} tokens, prompts included, {caption}", columns, rows)
+    return dict(found)
+
+
+def _server(settings: Settings, model: lb.Model) -> Served | None:
+    n_ctx = 8 * (settings.tokens + 192)
+    try:
+        program = build_server(settings.cache, settings.peers_bin)
+        command = [
+            program, "-m", Path(model.path), "--port", _PORT, "-t", settings.threads,
+            "-tb", settings.threads, "-np", 8, "-c", n_ctx, "--no-ui", "-ctk", "bf16", "-ctv", "bf16",
+            "-cram", 0, "--slots",
+        ]  # fmt: skip
+        return Served(command, _PORT)
+    except ToolError as error:
+        print(f"without llama-server: {error}", file=sys.stderr)
+        return None
+
+
+def _prompt(i: int, run: int) -> str:
+    return f"{100 * run + i}. {PROMPTS[i % len(PROMPTS)]}"
+
+
+async def _of_server(server: Served, n: int, tokens: int, run: int) -> float:
+    bodies = [
+        {"prompt": _prompt(i, run), "max_tokens": tokens, "temperature": 0.8, "seed": i,
+         "ignore_eos": True, "stream": True}
+        for i in range(n)
+    ]  # fmt: skip
+    start = perf_counter()
+    await asyncio.gather(*map(server.ask, bodies))
+    return n * tokens / (perf_counter() - start)
+
+
+def _of_engine(settings: Settings, model: lb.Model, n: int, n_seq_max: int, run: int) -> float:
+    with _open(settings, model, n_seq_max) as ctx:
+        no_end = dict.fromkeys(model.eog_tokens, float("-inf"))
+        requests = [
+            lb.Request(
+                _prompt(i, run),
+                sampling=lb.SamplingParams(
+                    temperature=0.8, seed=i, logit_bias=no_end, logprobs=False
+                ),
+            )
+            for i in range(n)
+        ]
+        engine = lb.Engine(ctx, max_tokens=settings.tokens)
+        start = perf_counter()
+        results = engine.generate(requests)
+        seconds = perf_counter() - start
+        return sum(len(result.tokens) for result in results) / seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -22,6 +22,7 @@ class OutputBuffer:
         max_tokens: the most tokens to emit; None = until the model ends.
         stop: strings that end the text; ``text`` leaves them out, ``tokens`` includes theirs.
         stop_tokens: ids that end the text, and are part of it.
+        min_tokens: the stop strings are looked for after this many tokens.
 
     Raises:
         ConfigError: a limit that is no integer or negative, or an empty stop string.
@@ -42,12 +43,14 @@ class OutputBuffer:
         max_tokens: int | None,
         stop: str | Sequence[str] = (),
         stop_tokens: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         if max_tokens is not None:
             max_tokens = whole("max_tokens", max_tokens, 0)
         self._max_tokens = max_tokens
         self._stops = StopStrings(stop)
         self._stop_tokens = frozenset(stop_tokens)
+        self.min_tokens = min_tokens
         self.tokens: list[int] = []
         self.texts: list[str] = []
         self.emitted: list[Produced] = []
@@ -69,8 +72,10 @@ class OutputBuffer:
 
     @property
     def draft_limit(self) -> int:
-        """The most tokens a draft may have so that the round does not overrun the limit."""
-        return 1 << 30 if self._max_tokens is None else self._max_tokens - len(self.tokens) - 1
+        """The most tokens a draft may have so that the round overruns neither limit."""
+        n = len(self.tokens)
+        limit = 1 << 30 if self._max_tokens is None else self._max_tokens
+        return (min(limit, self.min_tokens) if n < self.min_tokens else limit) - n - 1
 
     def add(self, emitted: Produced) -> Produced | None:
         """Add the next token; return it with the text to emit, None if there is nothing to emit.
@@ -89,7 +94,9 @@ class OutputBuffer:
         self.emitted.append(emitted)
         is_end = emitted.token in self._stop_tokens
         last = len(self.tokens) == self._max_tokens
-        text = self._stops.show(emitted.text, last=last or is_end)
+        text = emitted.text
+        if len(self.tokens) > self.min_tokens:
+            text = self._stops.show(text, last=last or is_end)
         self.texts.append(text)
         if is_end or self._stops.found is not None:
             self.finish_reason = "stop"

@@ -175,6 +175,10 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
 
 def _on_smollm2(ctx: Context, console: Console, interrupts: InterruptHandler) -> dict[str, object]:
     ask = ctx.model.chat_tokens
+    # First of all: what decodes cost is measured in a context that is unused.
+    copying = Speculator(ctx, SuffixDrafter(shared_tokens=0))
+    forced = Speculator(ctx, GrammarDrafter.copying())
+    plain = Speculator(ctx, NullDrafter())
     prompt = ask([{"role": "user", "content": f"{NOTICE}\n\n{QUESTION}"}])
     forks = _fork(ctx, prompt, QUESTION, interrupts)
     forks.print(console)
@@ -185,14 +189,13 @@ def _on_smollm2(ctx: Context, console: Console, interrupts: InterruptHandler) ->
             prompt, max_tokens=MOST_TOKENS, sampling=greedy, grammar=grammar, stop=["\n\n", "\n```"]
         )
 
-    plain = Speculator(ctx, NullDrafter())
     console.heading("2. A function edited, drafts copied from the prompt, no draft model")
     console.line("`total` becomes `amount` in a function of 9 lines; the first three are given.")
     console.legend()
     edit = _compare(
         console,
         EDITED,
-        partial(request, EDIT + EDITED, None, Speculator(ctx, SuffixDrafter(shared_tokens=0))),
+        partial(request, EDIT + EDITED, None, copying),
         partial(request, EDIT + EDITED, None, plain),
         interrupts,
         COMPARE_S,
@@ -205,7 +208,7 @@ def _on_smollm2(ctx: Context, console: Console, interrupts: InterruptHandler) ->
     as_json = _compare(
         console,
         "",
-        partial(request, text, grammar, Speculator(ctx, GrammarDrafter.copying())),
+        partial(request, text, grammar, forced),
         partial(request, text, grammar, plain),
         interrupts,
         COMPARE_S,

@@ -122,24 +122,32 @@ class AsyncEngine:
                 for event in events:
                     yield event
 
-    async def steps(self, request: AnyRequest) -> AsyncGenerator[list[Event], None]:
-        """Yield the events of a request as ``generate`` does, all that have come at once as one list.
+    async def steps(
+        self, *requests: AnyRequest, reports_tokens: bool = True
+    ) -> AsyncGenerator[list[Event], None]:
+        """Yield the events of requests as ``generate`` does, all that have come at once as one list.
 
         A list is what a step gave, or several steps if they were not read meanwhile: one thread switch
         for all the tokens of a draft.
 
+        Args:
+            requests: one or several; if one of them is refused, all are.
+            reports_tokens: as for ``Engine.add_request``.
+
         Raises:
             Exception: as ``generate``.
         """
-        n_texts = request.n if isinstance(request, Request) else 1
+        n_texts = sum(each.n if isinstance(each, Request) else 1 for each in requests)
         reader = _Reader(asyncio.get_running_loop(), self._buffer, n_texts)
-        with self._wake:  # no step ends before the reader is known
-            if self._ends is not None or not self._thread.is_alive():
-                raise ClosedError("the engine is closed")
-            name = self._engine.add_request(request)
-            self._readers[name] = reader
-            self._tell()
         try:
+            with self._wake:  # no step ends before the reader is known
+                if self._ends is not None or not self._thread.is_alive():
+                    raise ClosedError("the engine is closed")
+                for request in requests:
+                    name = self._engine.add_request(request, reports_tokens=reports_tokens)
+                    self._readers[name] = reader
+                    reader.names.append(name)
+                self._tell()
             while reader.n_expected:
                 events = await reader.read()
                 reader.n_expected -= sum(event.result is not None for event in events)
@@ -148,14 +156,11 @@ class AsyncEngine:
                 if reader.is_paused:
                     reader.is_paused = False
                     with self._wake:
-                        self._resumed.append(name)
+                        self._resumed += reader.names
                         self._tell()
         finally:
             with self._wake:
-                if self._readers.get(name) is reader:
-                    del self._readers[name]
-                    self._engine.abort(name)
-                    self._tell()
+                self._leave(reader)
 
     # -- texts in one call -----------------------------------------------------------------------------
 
@@ -303,6 +308,14 @@ class AsyncEngine:
     ) -> None:
         await self.close()
 
+    def _leave(self, reader: _Reader) -> None:
+        """End the requests that nobody reads any more; the caller holds the condition."""
+        for name in reader.names:
+            if self._readers.get(name) is reader:
+                del self._readers[name]
+                self._engine.abort(name)
+                self._tell()
+
     def _tell(self) -> None:
         self._has_news = True
         self._wake.notify()
@@ -356,9 +369,11 @@ class AsyncEngine:
                 if reader is None:
                     continue
                 if reader.send(its):
-                    self._engine.core.pause(name)
+                    for each in reader.names:
+                        self._engine.core.pause(each)
                 if not reader.n_running:
-                    del self._readers[name]
+                    for each in reader.names:
+                        del self._readers[each]
                 batches.setdefault(reader.loop, []).append((reader, its))
             if failure is not None:
                 for name, reader in self._readers.items():
@@ -372,9 +387,7 @@ class AsyncEngine:
             except RuntimeError:  # the loop is closed: nobody will read these
                 with self._wake:
                     for reader, _ in batch:
-                        for name in [n for n, r in self._readers.items() if r is reader]:
-                            del self._readers[name]
-                            self._engine.abort(name)
+                        self._leave(reader)
 
     def _must_wait(self) -> bool:
         """Return whether the thread has nothing to do; the caller holds the condition."""
@@ -422,17 +435,18 @@ async def merged(
 
 
 class _Reader:
-    """The events of one request on their way from the thread to its task.
+    """The events of one ``steps`` on their way from the thread to its task.
 
     Args:
         loop: the event loop of the task.
-        limit: how many events may be unread before the request is to be paused.
-        n_texts: how many texts the request has.
+        limit: how many events may be unread before the requests are to be paused.
+        n_texts: how many texts the requests have.
 
     Attributes:
         n_running: how many texts have not ended for the thread.
         n_expected: how many results the task still expects.
-        is_paused: whether the request is paused, because too many events were unread.
+        is_paused: whether the requests are paused, because too many events were unread.
+        names: the ids of the requests.
         failure: what the task gets instead of more events.
     """
 
@@ -440,6 +454,7 @@ class _Reader:
         self.loop = loop
         self.n_running = self.n_expected = n_texts
         self.is_paused = False
+        self.names: list[str] = []
         self.failure: BaseException | None = None
         self._limit = limit
         self._n_sent = 0  # counted by the thread
@@ -448,7 +463,7 @@ class _Reader:
         self._news = asyncio.Event()
 
     def send(self, events: list[Event]) -> bool:
-        """Count events that the thread hands over; True if the request is to be paused."""
+        """Count events that the thread hands over; True if the requests are to be paused."""
         self._n_sent += len(events)
         self.n_running -= sum(event.result is not None for event in events)
         if self._n_sent - self._n_read < self._limit or self.is_paused:

@@ -105,8 +105,10 @@ class EngineCore:
 
     # -- requests ------------------------------------------------------------------------------------
 
-    def add(self, request: Request, name: str, samples: list[int]) -> None:
-        """Queue the texts ``samples`` of a request, whose id is ``name``.
+    def add(
+        self, request: Request, name: str, samples: list[int], *, reports_tokens: bool = True
+    ) -> None:
+        """Queue the texts ``samples`` of a request, whose id is ``name``; see ``Engine.add_request``.
 
         Raises:
             ConfigError, TokenizeError: its prompt or its stop strings are invalid; it is not queued.
@@ -121,7 +123,7 @@ class EngineCore:
             settings.max_tokens,
             self._seeds.draw() if self._seed is None else self._seed,
             samples,
-            reports_tokens=self._reports_tokens,
+            reports_tokens=self._reports_tokens and reports_tokens,
         )
         self.n_added += 1
         if samples:
@@ -173,7 +175,7 @@ class EngineCore:
 
     @property
     def n_waiting(self) -> int:
-        """How many requests have a text that has not begun."""
+        """How many requests have a text that has never had a sequence."""
         return len(self._added) + self._scheduler.n_waiting
 
     @property

@@ -150,10 +150,15 @@ class Engine:
 
     # -- requests at any time ------------------------------------------------------------------------
 
-    def add_request(self, request: AnyRequest) -> str:
+    def add_request(self, request: AnyRequest, *, reports_tokens: bool = True) -> str:
         """Queue a request; return its id. From any thread.
 
         A request without an id gets its number among those added.
+
+        Args:
+            request: it.
+            reports_tokens: False = there are no events for its tokens, only one for each result. Unless
+                it has ``top_logprobs``, no log-probabilities are computed then.
 
         Raises:
             ConfigError, TokenizeError: the request is invalid, or another of this id is unfinished.
@@ -171,7 +176,8 @@ class Engine:
                     f"the queue is full: {n_waiting} requests wait, max_waiting is {self._max_waiting}",
                     hint="add it again after some steps, or raise max_waiting",
                 )
-            self.core.add(_as_request(request), name, list(range(n)))
+            samples = list(range(n))
+            self.core.add(_as_request(request), name, samples, reports_tokens=reports_tokens)
             return name
 
     def step(self) -> list[Event]:

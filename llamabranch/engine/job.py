@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum
@@ -69,6 +70,7 @@ class Submission:
     Attributes:
         samples: the numbers of the texts that have not begun.
         jobs: its texts that have begun and have no result yet, by their numbers.
+        n_waiting: how many of its texts have not been given a sequence, and have not ended.
         is_aborted: whether they are to end at the next step.
     """
 
@@ -92,6 +94,7 @@ class Submission:
         self.model = model
         self.prompt = model.prompt_tokens(request.prompt, parse_special=request.parse_special)
         self.samples = deque(samples)
+        self.n_waiting = len(self.samples)
         self.jobs: dict[int, Job] = {}
         self.is_aborted = False
         params = request.sampling or sampling
@@ -153,9 +156,11 @@ class Job:
         self.sample = sample
         self.prompt = submission.prompt
         self.n_read = len(self.prompt) - request.continues
-        self.sampling = sampling
+        self._sampling = sampling
         self.key: Key = request.priority, submission.number, sample
-        self.output = OutputBuffer(max_tokens, request.stop, request.stop_tokens)
+        self.output = OutputBuffer(
+            max_tokens, request.stop, request.stop_tokens, request.min_tokens
+        )
         self.stats = SpeculativeStats()
         self.state = JobState.WAITING
         self.branch: Branch | None = None
@@ -171,6 +176,15 @@ class Job:
     def __repr__(self) -> str:
         n = len(self.output.tokens)
         return f"<Job {self.name!r} sample {self.sample}, {self.state.value}, {n} tokens>"
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Its settings: before its ``min_tokens`` no token that ends the text may be drawn."""
+        if len(self.output.tokens) >= self.output.min_tokens:
+            return self._sampling
+        ends = {*self.submission.model.eog_tokens, *self.request.stop_tokens}
+        bias = {**self._sampling.logit_bias, **dict.fromkeys(ends, -math.inf)}
+        return self._sampling.replace(logit_bias=bias)
 
     # -- its states ----------------------------------------------------------------------------------
 
@@ -296,8 +310,10 @@ class Job:
         return [Event(self.name, self.sample, it)] if (it := self.output.break_off()) else []
 
     def note_token(self) -> None:
-        """Note that it got a token just now."""
+        """Note that it got a token just now; after the last of its ``min_tokens`` it may end."""
         self._last = perf_counter()
+        if 0 < self.output.min_tokens == len(self.output.tokens):
+            self.held.resample(self._sampling)
         if self._first is None:
             self._first = self._last
 
@@ -314,7 +330,7 @@ class Job:
             text=self.output.text,
             tokens=list(self.output.tokens),
             finish_reason=reason,
-            seed=self.sampling.seed or 0,
+            seed=self._sampling.seed or 0,
             stats=self.stats,
             num_prompt_tokens=len(self.prompt),
             num_cached_tokens=self.n_cached or 0,

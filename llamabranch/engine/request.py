@@ -46,6 +46,9 @@ class Request:
             ``text`` leaves them out, its ``tokens`` hold them.
         stop_tokens: ids of tokens that end the text, besides the model's EOG tokens; unlike those they
             are part of ``tokens`` and of the text.
+        min_tokens: the text has at least this many tokens: until then EOG tokens and ``stop_tokens`` are
+            not drawn, and stop strings not looked for. Not with a grammar, which decides itself where a
+            text may end, nor with ``continues``.
         grammar: the grammar that the text must follow.
         n: how many texts to generate from one prefill; each but the first is drawn with a seed derived
             from the first's.
@@ -81,6 +84,7 @@ class Request:
     logprobs_from: int = 0
     continues: int = 0
     stop_tokens: Sequence[int] = ()
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         is_bytes = isinstance(self.prompt, (bytes, bytearray, memoryview))
@@ -114,6 +118,7 @@ class Request:
         object.__setattr__(self, "priority", whole("priority", self.priority))
         for name in (
             "max_tokens", "top_logprobs", "prompt_logprobs", "logprobs_from", "continues",
+            "min_tokens",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None:
@@ -124,6 +129,11 @@ class Request:
             raise ConfigError(
                 f"continues={self.continues} needs a prompt of more token ids than that",
                 hint="give the prompt and what was generated as one list of token ids",
+            )
+        if self.min_tokens and (self.grammar is not None or self.continues):
+            raise ConfigError(
+                "min_tokens cannot be combined with a grammar or with continues",
+                hint="let the grammar itself ask for a longer text (minLength, minItems)",
             )
 
 

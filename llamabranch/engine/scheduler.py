@@ -28,7 +28,7 @@ class Scheduler:
         active: the jobs with a sequence: those prefilling their prompt and those generating.
         n_shared: prompt tokens so far that were shared with an active job instead of decoded.
         n_cached: prompt tokens so far that were taken from the prefix cache.
-        n_waiting: how many requests have a text that has not begun.
+        n_waiting: how many requests have a text that has never had a sequence.
         paused: ids of requests whose texts are not continued for now.
         limit: how many jobs may be active at a time; None for as many as there are sequences.
         no_sequence: why no job could be admitted, while no job is active; None if one could.
@@ -75,7 +75,6 @@ class Scheduler:
                 job = first.next_job()
                 if not first.samples:
                     heapq.heappop(self._queue)
-                    self.n_waiting -= 1
                 else:
                     heapq.heapreplace(self._queue, (first.key, first))
                 self._push(job)
@@ -101,8 +100,6 @@ class Scheduler:
 
     def end(self, submission: Submission) -> list[Job]:
         """Begin the texts of an unfinished request that have not; return all that have no result."""
-        if submission.samples:
-            self.n_waiting -= 1
         while submission.samples:
             submission.next_job()
         return list(submission.jobs.values())
@@ -110,7 +107,8 @@ class Scheduler:
     def finish(self, job: Job) -> None:
         """Remove a job that has ended, and free what it holds."""
         submission = job.submission
-        submission.jobs.pop(job.sample, None)
+        if submission.jobs.pop(job.sample, None) is not None and job.n_cached is None:
+            self._count_out(submission)
         if not (submission.jobs or submission.samples):
             self._known.pop(submission.name, None)
             self._set_aside.pop(submission.name, None)
@@ -136,9 +134,12 @@ class Scheduler:
             del self._known[name]
         begun = [job for s in self._known.values() for job in s.jobs.values()]
         ahead = [s for s in self._known.values() if s.samples]
+        for submission in self._known.values():
+            unbegun = [job for job in submission.jobs.values() if job.n_cached is None]
+            submission.n_waiting = len(submission.samples) + len(unbegun)
         self._queue = [*((job.key, job) for job in begun), *((s.key, s) for s in ahead)]
         heapq.heapify(self._queue)
-        self.n_waiting = len(ahead)
+        self.n_waiting = sum(s.n_waiting > 0 for s in self._known.values())
 
     @property
     def n_queued(self) -> int:
@@ -225,6 +226,7 @@ class Scheduler:
                 refused.append((job, error))
                 continue
             heapq.heappop(self._queue)
+            is_first = job.n_cached is None
             if shared is not None:
                 branch.sequence.share_prefix(shared.sequence, n_shared)
                 job.shared = (source, n_shared)
@@ -243,8 +245,15 @@ class Scheduler:
                 n_cached = min(n_cached, n_prompt)
                 self.n_cached += n_cached
                 job.admit(branch, n_cached)
+            if is_first:
+                self._count_out(job.submission)
             self.active.append(job)
         return refused
+
+    def _count_out(self, submission: Submission) -> None:
+        """Note that a text has got its first sequence, or has ended without one."""
+        submission.n_waiting -= 1
+        self.n_waiting -= not submission.n_waiting
 
     def _has_room(self, n: int) -> bool:
         """Return whether ``n`` cells are free, besides those that the active jobs need next."""

@@ -149,10 +149,10 @@ class _Worker:
         stdin, stdout = process.stdin, process.stdout
         if stdin is None or stdout is None:  # both are pipes
             return None
-        answered = threading.Event()
+        answered, claim = threading.Event(), threading.Lock()
         watch = threading.Thread(
             target=_watch,
-            args=(process, answered, limit_s),
+            args=(process, answered, claim, limit_s),
             name="chat-template-limit",
             daemon=True,
         )
@@ -162,7 +162,8 @@ class _Worker:
                 stdin.write(request + b"\n")
                 stdin.flush()
             line = stdout.readline()
-            reply: dict[str, str] | None = json.loads(line) if line.endswith(b"\n") else None
+            in_time = claim.acquire(blocking=False)
+            reply = json.loads(line) if line.endswith(b"\n") and in_time else None
         except (
             BaseException
         ):  # Ctrl-C too: what it may still write must not answer the next request
@@ -187,15 +188,23 @@ def _stop(process: subprocess.Popen[bytes], pid: int) -> None:
     process.wait()
 
 
-def _watch(process: subprocess.Popen[bytes], answered: threading.Event, limit_s: float) -> None:
-    """Kill the process if it has not answered after ``limit_s``, or takes too much memory until then."""
+def _watch(
+    process: subprocess.Popen[bytes],
+    answered: threading.Event,
+    claim: threading.Lock,
+    limit_s: float,
+) -> None:
+    """Kill the process if it has not answered after ``limit_s``, or takes too much memory until then.
+
+    Who gets ``claim`` first decides: the answer is taken, or the process is killed, never both.
+    """
     end = monotonic() + limit_s
     while (left := end - monotonic()) > 0:
         if answered.wait(min(left, _POLL_S)):
             return
         if _resident_bytes(process.pid) > _MEMORY_BYTES:
             break
-    if not answered.is_set():
+    if claim.acquire(blocking=False):
         process.kill()
 
 

@@ -1,21 +1,20 @@
 """An OpenAI-compatible HTTP server over the engine, with branches.
 
 settings.py     the settings of a server, checked
+server.py       the socket, loading, the end
+app.py          the routes
 security.py     hosts, origins, keys
 exchange.py     one request and its answer: body, JSON, events, who gives up when
 errors.py       errors as a client gets them
-fields.py       the fields of requests, as sampling settings and grammars
-requests.py     fields as token ids and the engine's requests
+fields.py       the fields of requests, and what they mean to the engine
 generation.py   the texts of one request, and the answer made of them
-counters.py     totals and times
-nodes.py        branches as immutable nodes
-service.py      what all endpoints share
 completions.py  /v1/completions, and llama-server's /completion
 chat.py         /v1/chat/completions
 branches.py     /v1/branches
+nodes.py        branches as immutable nodes
 utilities.py    models, properties, tokens, metrics
-app.py          the routes
-server.py       the socket, loading, the end
+counters.py     totals and times
+service.py      what all endpoints share
 
 Importing this imports neither Starlette nor uvicorn; both come with ``pip install 'llamabranch[serve]'``.
 """
@@ -39,7 +38,7 @@ def serve(
     open_engine: Callable[[], AsyncEngine],
     settings: ServeSettings | None = None,
     *,
-    ready: Callable[[str, str], None] | None = None,
+    ready: Callable[[str, str], None] = lambda _url, _name: None,
     log: Callable[[str], None] = print,
 ) -> None:
     """Serve a model over HTTP until SIGINT or SIGTERM comes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 from msgspec import Struct
@@ -13,10 +14,16 @@ from ..engine import Request
 from ..sampling import SamplingParams
 from .errors import HttpError
 from .exchange import Exchange
-from .fields import SamplingFields, StructuredOutputs, TextFields, limit_of
+from .fields import (
+    SamplingFields,
+    StructuredOutputs,
+    TextFields,
+    check_top,
+    limit_of,
+    prompt_tokens,
+)
 from .generation import Choice, Update, all_choices, answer, usage
 from .nodes import Node
-from .requests import check_top, prompt_tokens
 from .service import Service
 
 __all__ = ["continue_", "create", "delete", "fork", "get", "listing", "score"]
@@ -96,13 +103,12 @@ async def create(call: Exchange, service: Service) -> None:
         prompt = fields.tokens if fields.prompt is None else fields.prompt
         (found,) = await prompt_tokens(service, prompt, add_special=fields.add_special_tokens)
         tokens = service.model.prompt_tokens(found)
-    outputs = TextFields(
+    grammar = await TextFields(
         grammar=fields.grammar,
         json_schema=fields.json_schema,
         structured_outputs=fields.structured_outputs,
-    )
-    grammar = await service.in_thread(outputs.text_grammar)
-    sampling = _sampling(service, service.settings.sampling, fields.sampling, fields.seed)
+    ).text_grammar(service)
+    sampling = _sampling(service, service.settings.sampling, fields)
     node = Node(None, 0, array("i", tokens), len(tokens), sampling, grammar)
     await _add(call, service, node, fields.top_logprobs)
 
@@ -110,7 +116,7 @@ async def create(call: Exchange, service: Service) -> None:
 async def fork(call: Exchange, service: Service) -> None:
     """Make a child: the first tokens of a node, and what is appended."""
     fields = await call.json(_decode_fork)
-    parent = service.branches[call.path_param("id")]
+    parent = _node(call, service)
     at = parent.position if fields.at is None else fields.at
     if not 1 <= at <= parent.position:
         raise HttpError(400, f"at must be 1 to {parent.position}, not {at}", param="at")
@@ -124,7 +130,7 @@ async def fork(call: Exchange, service: Service) -> None:
             more = await service.tokenize(text, add_special=False)
         service.model.check_tokens(more)
     n_read = at + len(more) if more else min(at, parent.n_read)
-    sampling = _sampling(service, parent.sampling, fields.sampling, fields.seed)
+    sampling = _sampling(service, parent.sampling, fields)
     node = Node(parent, at, array("i", more), n_read, sampling, parent.grammar)
     await _add(call, service, node, fields.top_logprobs)
 
@@ -133,19 +139,19 @@ async def _add(call: Exchange, service: Service, node: Node, top: int) -> None:
     service.branches.check_quota(1)
     choice = await _look(service, node, check_top(top) or 0)
     service.branches.add(node)
-    shown = _shown(service, node) | await _resident(service, node)
+    shown = await _shown(service, node)
     await call.reply({**shown, "next": node.next, **usage([choice])}, 201)
 
 
 async def continue_(call: Exchange, service: Service) -> None:
     """Generate children of a node."""
     fields = await call.json(_decode_continue)
-    parent = service.branches[call.path_param("id")]
+    parent = _node(call, service)
     if not 1 <= fields.n <= service.settings.max_choices:
         raise HttpError(400, f"n must be 1 to {service.settings.max_choices}", param="n")
     service.branches.check_quota(fields.n)
     top, limit = check_top(fields.top_logprobs), limit_of(fields.max_tokens)
-    sampling = _sampling(service, parent.sampling, fields.sampling, fields.seed)
+    sampling = _sampling(service, parent.sampling, fields)
     tokens = parent.tokens
     service.check_room(tokens, limit)
     request = Request(
@@ -163,16 +169,14 @@ async def continue_(call: Exchange, service: Service) -> None:
     await answer(call, service, [request], writer, stream=fields.stream)
 
 
+@dataclass
 class _Writer:
     """Writes texts as children of a node, which they become when they have ended."""
 
-    def __init__(
-        self, service: Service, parent: Node, sampling: SamplingParams, top: int | None
-    ) -> None:
-        self._service = service
-        self._parent = parent
-        self._sampling = sampling
-        self._top = top
+    service: Service
+    parent: Node
+    sampling: SamplingParams
+    top: int | None
 
     def body(self, choices: Sequence[Choice]) -> dict[str, object]:
         """Make the children and show them."""
@@ -188,17 +192,12 @@ class _Writer:
         return [self.body(choices)]
 
     def _child(self, update: Update) -> dict[str, object]:
-        parent, result = self._parent, update.result
-        if result is None:
-            raise HttpError(500, "internal error: a text without an end")
-        sampling = self._sampling.replace(seed=result.seed)
-        own = array("i", result.tokens)
-        child = Node(
-            parent, parent.position, own, parent.n_read, sampling, parent.grammar,
-            update.end["finish_reason"],
-        )  # fmt: skip
-        self._service.branches.add(child)
-        return {**_shown(self._service, child), **self._part(update)}
+        parent, result = self.parent, update.choice.result
+        sampling = self.sampling.replace(seed=result.seed)
+        own, reason = array("i", result.tokens), update.end["finish_reason"]
+        child = Node(parent, parent.position, own, parent.n_read, sampling, parent.grammar, reason)
+        self.service.branches.add(child)
+        return {**_told(self.service, child), **self._part(update)}
 
     def _part(self, update: Update) -> dict[str, object]:
         found: dict[str, object] = {
@@ -207,8 +206,8 @@ class _Writer:
             "tokens": [token.token for token in update.tokens],
             **update.end,
         }
-        if self._top is not None:
-            words = self._service.vocabulary
+        if self.top is not None:
+            words = self.service.vocabulary
             found["logprobs"] = words.chat_logprobs(update.tokens, more=True)
         return found
 
@@ -216,11 +215,11 @@ class _Writer:
 async def score(call: Exchange, service: Service) -> None:
     """Rate continuations of a node; no node is added."""
     fields = await call.json(_decode_score)
-    node = service.branches[call.path_param("id")]
+    tokens = _node(call, service).tokens
     if not 1 <= len(fields.continuations) <= _MOST_CONTINUATIONS:
         told = f"give 1 to {_MOST_CONTINUATIONS} continuations"
         raise HttpError(400, told, param="continuations")
-    top, tokens = check_top(fields.top_logprobs), node.tokens
+    top, n = check_top(fields.top_logprobs), len(tokens)
     requests = []
     for given in fields.continuations:
         (more,) = await prompt_tokens(service, [given], add_special=False)
@@ -229,13 +228,12 @@ async def score(call: Exchange, service: Service) -> None:
         service.model.check_tokens(more)
         service.check_room([*tokens, *more], 0)
         requests.append(
-            Request([*tokens, *more], max_tokens=0, prompt_logprobs=top, logprobs_from=len(tokens))
+            Request([*tokens, *more], max_tokens=0, prompt_logprobs=top, logprobs_from=n)
         )
     choices = await all_choices(service, requests)
     scores = []
     for choice in choices:
-        found = (None if choice.result is None else choice.result.prompt_logprobs) or []
-        rated = [one for one in found if one is not None]
+        rated = [one for one in choice.result.prompt_logprobs or () if one is not None]
         words = [service.vocabulary.rated(one) for one in rated]
         scores.append({"logprob": sum(one.logprob for one in rated), "tokens": words})
     await call.reply({"object": "branch.scores", "scores": scores, **usage(choices)})
@@ -243,11 +241,11 @@ async def score(call: Exchange, service: Service) -> None:
 
 async def get(call: Exchange, service: Service) -> None:
     """Show a node; ``?include=tokens,next`` shows more of it."""
-    node = service.branches[call.path_param("id")]
+    node = _node(call, service)
     wanted = set(filter(None, call.query.get("include", "").split(",")))
     if wanted - {"tokens", "next"}:
         raise HttpError(400, "include takes tokens and next", param="include")
-    shown = _shown(service, node) | await _resident(service, node)
+    shown = await _shown(service, node)
     if "tokens" in wanted:
         shown |= {"tokens": node.tokens, "text": service.text(node.tokens)}
     if "next" in wanted:
@@ -261,12 +259,12 @@ async def listing(call: Exchange, service: Service) -> None:
     """List all nodes, or those of one tree."""
     root = call.query.get("root")
     nodes = service.branches.all() if root is None else service.branches[root].subtree()
-    await call.reply({"object": "list", "data": [_shown(service, node) for node in nodes]})
+    await call.reply({"object": "list", "data": [_told(service, node) for node in nodes]})
 
 
 async def delete(call: Exchange, service: Service) -> None:
     """Delete a node; ``?subtree=true`` those below too."""
-    node = service.branches[call.path_param("id")]
+    node = _node(call, service)
     subtree = call.query.get("subtree", "").lower() in ("1", "true")
     n = service.branches.delete(node, subtree=subtree)
     await call.reply({"id": node.id, "object": "branch.deleted", "deleted": True, "count": n})
@@ -275,13 +273,18 @@ async def delete(call: Exchange, service: Service) -> None:
 # -- parts -----------------------------------------------------------------------------------------
 
 
+def _node(call: Exchange, service: Service) -> Node:
+    return service.branches[call.path_param("id")]
+
+
 def _sampling(
-    service: Service, default: SamplingParams, given: SamplingFields | None, seed: int | None
+    service: Service, default: SamplingParams, given: CreateFields | ContinueFields | ForkFields
 ) -> SamplingParams:
     """Return settings that have a seed: so a node, continued again, gives the same text."""
-    found = (given or SamplingFields()).sampling(service.model, service.settings, default)
-    if seed is not None and seed != -1:
-        return found.replace(seed=seed)
+    asked = given.sampling or SamplingFields()
+    found = asked.sampling(service.model, service.settings, default)
+    if given.seed is not None and given.seed != -1:
+        return found.replace(seed=given.seed)
     return found if found.seed is not None else found.replace(seed=secrets.randbits(31))
 
 
@@ -293,21 +296,21 @@ async def _look(service: Service, node: Node, top: int) -> Choice:
     sampling = SamplingParams(temperature=0.0, seed=0, logit_bias=banned)
     request = Request(tokens, max_tokens=1, sampling=sampling, top_logprobs=top)
     (choice,) = await all_choices(service, [request])
-    for first in choice.emitted[:1]:
+    for first in choice.result.emitted:
         node.next = {"entropy": first.entropy, "top": service.vocabulary.top(first.alternatives)}
     return choice
 
 
-async def _resident(service: Service, node: Node) -> dict[str, object]:
-    """Return how many of its tokens have their K/V in the cache."""
-    return {"resident": await service.in_thread(lambda: service.n_cached(node.tokens))}
+async def _shown(service: Service, node: Node) -> dict[str, object]:
+    """Return what is told of a node, and how many of its tokens have their K/V in the cache."""
+    return {**_told(service, node), "resident": await service.n_cached(node.tokens)}
 
 
-def _shown(service: Service, node: Node) -> dict[str, object]:
+def _told(service: Service, node: Node) -> dict[str, object]:
     return {
         "id": node.id,
         "object": "branch",
-        "parent": None if node.parent is None else node.parent.id,
+        "parent": node.parent_id,
         "position": node.position,
         "fork_position": node.start,
         "children": [child.id for child in node.children],

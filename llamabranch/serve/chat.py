@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import date
 
 import msgspec
 
@@ -12,14 +13,14 @@ from ..model.tools import CallParser, Conversation, Tools, conversation
 from .counters import timings
 from .errors import HttpError
 from .exchange import Exchange
-from .fields import TextFields, limit_of
+from .fields import TextFields, check_top, engine_requests, limit_of
 from .generation import Choice, Update, answer, usage
-from .requests import check_top, engine_requests
 from .service import Service
 
 __all__ = ["ChatFields", "chat", "input_tokens"]
 
 _REFUSED = ("functions", "function_call", "audio", "web_search_options")
+_DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}  # what llama.cpp tells templates
 
 
 class ChatFields(TextFields, kw_only=True):
@@ -61,7 +62,7 @@ async def chat(call: Exchange, service: Service) -> None:
     limits = [fields.max_completion_tokens, fields.max_tokens, fields.n_predict]
     asked = next((limit for limit in limits if limit is not None), service.settings.max_tokens)
     requests = await engine_requests(
-        service, fields, [tokens], n=1 if fields.n is None else fields.n,
+        service, fields, [tokens], n=fields.n,
         max_tokens=limit_of(asked), top_logprobs=(top or 0) if fields.logprobs else None,
         schema=tools.schema() if tools.forced else None,
     )  # fmt: skip
@@ -73,7 +74,7 @@ async def chat(call: Exchange, service: Service) -> None:
 def _conversation(service: Service, fields: ChatFields, tools: Tools) -> Conversation:
     """Return what the template is given; a last message of the assistant is continued."""
     return conversation(
-        service.model, fields.messages, tools, fields.chat_template_kwargs,
+        service.model, fields.messages, tools, _variables(service, fields),
         continues=fields.continue_final_message, generates=fields.add_generation_prompt,
         describes=True,
     )  # fmt: skip
@@ -85,6 +86,13 @@ def _tools(fields: ChatFields) -> Tools:
     except ConfigError as error:
         param = "tool_choice" if error.message.startswith("tool_choice") else "tools"
         raise HttpError(400, error.message, param=param) from None
+
+
+def _variables(service: Service, fields: ChatFields) -> dict[str, object]:
+    """Return the template's variables: those of the request, else the date if it asks for one."""
+    template, today = service.model.chat_template or "", date.today()
+    dates = {name: today.strftime(form) for name, form in _DATES.items() if name in template}
+    return {**dates, **(fields.chat_template_kwargs or {})}
 
 
 async def input_tokens(call: Exchange, service: Service) -> None:

@@ -14,9 +14,8 @@ from ..sampling import SamplingParams
 from .counters import timings
 from .errors import HttpError
 from .exchange import Exchange
-from .fields import TextFields, limit_of
+from .fields import TextFields, check_top, engine_requests, infill, limit_of, prompt_tokens
 from .generation import Choice, Update, answer, usage
-from .requests import check_top, engine_requests, infill, prompt_tokens
 from .service import Service
 
 __all__ = ["CompletionFields", "completion", "completions", "sampling_of"]
@@ -71,9 +70,10 @@ async def completions(call: Exchange, service: Service) -> None:
         raise HttpError(400, "max_tokens may be 0 only with echo", param="max_tokens")
     if fields.echo and logprobs is not None:
         rated = max(logprobs, rated or 0)
+    top = 0 if logprobs is None and best_of > n else logprobs  # ranked by their log-probabilities
     requests = await engine_requests(
-        service, fields, prompts, n=best_of, max_tokens=max_tokens, top_logprobs=logprobs,
-        prompt_logprobs=rated, rates=best_of > n,
+        service, fields, prompts, n=best_of, max_tokens=max_tokens, top_logprobs=top,
+        prompt_logprobs=rated,
     )  # fmt: skip
     writer = _Writer(service, fields, logprobs, n, best_of)
     await answer(call, service, requests, writer, stream=bool(fields.stream))
@@ -153,7 +153,7 @@ async def completion(call: Exchange, service: Service) -> None:
     asked = fields.max_tokens if fields.n_predict is None else fields.n_predict
     limit = service.settings.max_tokens if asked is None else limit_of(asked, "n_predict")
     requests = await engine_requests(
-        service, fields, prompts, n=1 if fields.n is None else fields.n, max_tokens=limit,
+        service, fields, prompts, n=fields.n, max_tokens=limit,
         top_logprobs=check_top(fields.n_probs, "n_probs") or None,
     )  # fmt: skip
     writer = _NativeWriter(service, fields, limit)
@@ -177,10 +177,12 @@ class _NativeWriter:
 
     def events(self, update: Update) -> list[dict[str, object]]:
         """Return an event for each token, and one for the end."""
-        parts = [Update(update.choice, fresh=[one]) for one in update.fresh if one.token >= 0]
+        tokens, rest = update.tokens, update.text
+        parts = [Update(update.choice, text=one.text, tokens=[one]) for one in tokens]
         found = [self._part(part) for part in parts]
         if update.result is not None:
-            found.append(self._end(Update(update.choice, result=update.result)))
+            rest = rest.removeprefix("".join(one.text for one in tokens))  # held back until the end
+            found.append(self._end(Update(update.choice, text=rest, result=update.result)))
         return found
 
     def last_events(self, choices: Sequence[Choice]) -> list[dict[str, object]]:
@@ -201,14 +203,13 @@ class _NativeWriter:
         return found
 
     def _end(self, update: Update) -> dict[str, object]:
-        result, params = update.result, update.choice.request.sampling
-        if result is None or params is None:
-            raise HttpError(500, "internal error: a text without an end")
+        result, params = update.choice.result, update.choice.request.sampling
         found = self._part(update)
         if not self._fields.return_tokens:
             found["tokens"] = []
         word = result.stop_reason if isinstance(result.stop_reason, str) else ""
         ended = "limit" if update.end["finish_reason"] == "length" else "word" if word else "eos"
+        settings = sampling_of(params or self._service.settings.sampling)
         own = {"seed": result.seed, "n_predict": self._limit, "max_tokens": self._limit}
         return {
             **found,
@@ -217,7 +218,7 @@ class _NativeWriter:
             "tokens_predicted": len(result.tokens),
             "tokens_evaluated": result.num_prompt_tokens,
             "tokens_cached": result.num_cached_tokens,
-            "generation_settings": {**sampling_of(params), **own, "stop": self._fields.stops},
+            "generation_settings": {**settings, **own, "stop": self._fields.stops},
             "prompt": self._service.vocabulary.joined(update.choice.prompt),
             "has_new_line": "\n" in result.text,
             "truncated": False,

@@ -1,11 +1,11 @@
-"""Totals over all texts, and the times of one, by llama-server's names."""
+"""Totals over all texts, and the times of one by llama-server's names."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from ..engine import Result
-from ..speculative import SpeculativeStats
 
 __all__ = ["Counters", "timings"]
 
@@ -17,7 +17,7 @@ def timings(result: Result) -> dict[str, object]:
     """
     n_cached, n = result.num_cached_tokens, len(result.tokens)
     n_prompt = result.num_prompt_tokens - n_cached
-    prompt_s, predicted_s = seconds(result)
+    prompt_s, predicted_s = _seconds(result)
     per_token = predicted_s / (n - 1) if n > 1 else 0.0
     found: dict[str, object] = {
         "cache_n": n_cached,
@@ -36,7 +36,7 @@ def timings(result: Result) -> dict[str, object]:
     return found
 
 
-def seconds(result: Result) -> tuple[float, float]:
+def _seconds(result: Result) -> tuple[float, float]:
     """Return the seconds of a text's prompt, and those from its first token to its last."""
     first, last = result.first_token_s, result.last_token_s
     if first is None or last is None:
@@ -46,35 +46,19 @@ def seconds(result: Result) -> tuple[float, float]:
 
 @dataclass
 class Counters:
-    """Totals over all texts that have ended."""
+    """What the engine's own totals do not tell."""
 
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    prompt_s: float = 0.0
-    predicted_tokens: int = 0
-    predicted_s: float = 0.0
-    most_tokens: int = 0
     texts: int = 0
-    requests: dict[int, int] = field(default_factory=dict)  # by status
-    cancelled: int = 0
-    speculative: SpeculativeStats = field(default_factory=SpeculativeStats)
+    cancelled: int = 0  # requests whose client went away
+    longest: int = 0  # tokens of a text, prompt included
+    prompt_s: float = 0.0
+    predicted_s: float = 0.0
+    requests: Counter[int] = field(default_factory=Counter)  # by status
 
     def add(self, result: Result) -> None:
-        """Count a text."""
-        prompt_s, predicted_s = seconds(result)
-        n = len(result.tokens)
+        """Count a text that has ended."""
+        prompt_s, predicted_s = _seconds(result)
         self.texts += 1
-        self.prompt_tokens += result.num_prompt_tokens - result.num_cached_tokens
-        self.cached_tokens += result.num_cached_tokens
+        self.longest = max(self.longest, result.num_prompt_tokens + len(result.tokens))
         self.prompt_s += prompt_s
-        self.predicted_tokens += n
         self.predicted_s += predicted_s
-        self.most_tokens = max(self.most_tokens, result.num_prompt_tokens + n)
-        self.speculative.add(result.stats)
-
-    def note_request(self, status: int) -> None:
-        """Count a request; status 0 is one whose client went away."""
-        if status == 0:
-            self.cancelled += 1
-        else:
-            self.requests[status] = self.requests.get(status, 0) + 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..errors import (
     CacheFullError,
     CapacityError,
@@ -19,22 +17,12 @@ from ..errors import (
 
 __all__ = ["HttpError", "http_error"]
 
+_TOO_LONG = "exceed_context_size_error"
 _TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    409: "conflict_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    501: "not_supported_error",
-    503: "unavailable_error",
-    504: "timeout_error",
-}
-_RETRY_S = {429: "1", 503: "1"}
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    409: "conflict_error", 429: "rate_limit_error", 500: "server_error",
+    501: "not_supported_error", 503: "unavailable_error", 504: "timeout_error",
+}  # fmt: skip
 
 
 class HttpError(Exception):
@@ -55,38 +43,20 @@ class HttpError(Exception):
         *,
         param: str | None = None,
         kind: str | None = None,
-        more: Mapping[str, object] | None = None,
+        **more: object,
     ) -> None:
         super().__init__(message)
+        kind = kind or _TYPES.get(status, "invalid_request_error")
+        error = {"message": message, "type": kind, "param": param, "code": status, **more}
         self.status = status
-        self._error = {
-            "message": message,
-            "type": kind or _TYPES.get(status, "invalid_request_error"),
-            "param": param,
-            "code": status,
-            **(more or {}),
-        }
-
-    @property
-    def body(self) -> dict[str, object]:
-        """The JSON body."""
-        return {"error": self._error}
-
-    @property
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """Headers that this error needs."""
-        seconds = _RETRY_S.get(self.status)
-        return [] if seconds is None else [(b"retry-after", seconds.encode())]
+        self.body = {"error": error}
+        self.headers = [(b"retry-after", b"1")] if status in (429, 503) else []
 
     @classmethod
     def too_long(cls, n_prompt: int, n_ctx: int) -> HttpError:
         """Return the error of a prompt of ``n_prompt`` tokens in a context of ``n_ctx``."""
-        return cls(
-            400,
-            f"the prompt has {n_prompt} tokens, the context has room for {n_ctx}, the answer included",
-            kind="exceed_context_size_error",
-            more={"n_prompt_tokens": n_prompt, "n_ctx": n_ctx},
-        )
+        told = f"the prompt has {n_prompt} tokens, the context has room for {n_ctx}, the answer included"
+        return cls(400, told, kind=_TOO_LONG, n_prompt_tokens=n_prompt, n_ctx=n_ctx)
 
 
 def http_error(error: BaseException) -> HttpError:
@@ -96,12 +66,15 @@ def http_error(error: BaseException) -> HttpError:
     if not isinstance(error, LlamaBranchError):
         return HttpError(500, f"internal error: {type(error).__name__}")
     message = error.message if error.hint is None else f"{error.message} ({error.hint})"
-    if isinstance(error, QueueFullError):
-        return HttpError(429, f"{error.message}; try again later")
-    if isinstance(error, (ClosedError, DecodeInterruptedError)):
-        return HttpError(503, "the server is shutting down")
-    if isinstance(error, CapacityError):
-        kind = "exceed_context_size_error" if isinstance(error, CacheFullError) else None
-        return HttpError(400 if kind else 503, message, kind=kind)
-    refused = (ConfigError, GrammarError, TokenizeError, UnsupportedError)
-    return HttpError(400 if isinstance(error, refused) else 500, message)
+    match error:
+        case QueueFullError():
+            return HttpError(429, f"{error.message}; try again later")
+        case ClosedError() | DecodeInterruptedError():
+            return HttpError(503, "the server is shutting down")
+        case CacheFullError():
+            return HttpError(400, message, kind=_TOO_LONG)
+        case CapacityError():
+            return HttpError(503, message)
+        case ConfigError() | GrammarError() | TokenizeError() | UnsupportedError():
+            return HttpError(400, message)
+    return HttpError(500, message)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable
 from time import perf_counter
 from typing import TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -24,6 +25,11 @@ T = TypeVar("T")
 Headers = Iterable[tuple[bytes, bytes]]
 
 _JSON = b"application/json"
+_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 _log = logging.getLogger("llamabranch.serve")
 
 
@@ -41,12 +47,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        settings: ServeSettings,
-        headers: Headers = (),
+        self, scope: Scope, receive: Receive, send: Send, settings: ServeSettings, headers: Headers
     ) -> None:
         self.scope = scope
         self.status = 0
@@ -56,9 +57,10 @@ class Exchange:
         self._settings = settings
         self._headers = list(headers)
         self._start = perf_counter()
-        self._task: asyncio.Task[object] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
         self._watcher: asyncio.Task[None] | None = None
-        self._reason: str | None = None  # why the task was cancelled by this class
+        self._reason = ""  # why the task was cancelled by this class
         self._is_stream = self._has_ended = False
 
     @property
@@ -69,8 +71,6 @@ class Exchange:
     @property
     def query(self) -> dict[str, str]:
         """The parameters of the URL; of several with one name the last."""
-        from urllib.parse import parse_qsl
-
         return dict(parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True))
 
     def path_param(self, name: str) -> str:
@@ -81,14 +81,12 @@ class Exchange:
 
     async def run(self, work: Coroutine[object, object, None]) -> None:
         """Run what answers the request; its errors become the answer."""
-        loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
         limit = self._settings.request_timeout_s
-        timer = loop.call_later(limit, self._give_up, "timeout") if limit else None
+        timer = self._loop.call_later(limit, self._give_up, "timeout") if limit else None
         try:
             await work
         except asyncio.CancelledError:
-            if self._reason is None:
+            if not self._reason:
                 raise
             if self._reason == "timeout":
                 await self._fail(HttpError(504, f"the request took more than {limit:g} s"))
@@ -105,7 +103,7 @@ class Exchange:
                 self._watcher.cancel()
 
     def _give_up(self, reason: str) -> None:
-        if self._reason is None and self._task is not None:
+        if not self._reason and self._task is not None:
             self._reason = reason
             self._task.cancel()
 
@@ -116,10 +114,8 @@ class Exchange:
 
     async def _fail(self, error: HttpError) -> None:
         """Answer with an error; in a stream as its last event."""
-        if self._has_ended:
-            return
         self._reason = self._reason or "failed"  # a disconnect is no news any more
-        if self._is_stream:
+        if self._is_stream and not self._has_ended:
             await self.event([error.body])
             await self._close()
         elif not self.status:
@@ -127,44 +123,33 @@ class Exchange:
 
     # -- the request -----------------------------------------------------------------------------------
 
-    async def body(self) -> bytes:
-        """Return the body.
-
-        Raises:
-            HttpError: it is too long, or its client went away.
-        """
-        most = self._settings.max_body
-        parts: list[bytes] = []
-        n = 0
-        while True:
+    async def _body(self) -> bytes:
+        most, found, more = self._settings.max_body, bytearray(), True
+        while more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise HttpError(400, "the request has ended before its body")
-            part: bytes = message.get("body", b"")
-            n += len(part)
-            if n > most:
+            found += message.get("body", b"")
+            if len(found) > most:
                 raise HttpError(413, f"the body has more than {most} bytes")
-            parts.append(part)
-            if not message.get("more_body", False):
-                break
+            more = message.get("more_body", False)
         self._watcher = asyncio.ensure_future(self._watch())
-        return b"".join(parts)
+        return bytes(found)
 
     async def json(self, decode: Callable[[bytes], T]) -> T:
         """Return the body as ``decode``, a msgspec decoder's method, reads it.
 
         Raises:
-            HttpError: the body is no JSON, or a field has another type.
+            HttpError: the body is too long or no JSON, or a field has another type.
         """
-        body = await self.body()
+        body = await self._body()
         try:
             return decode(body)
         except msgspec.ValidationError as error:
             message, _, path = str(error).partition(" - at `")
             param = path.rstrip("`").removeprefix("$").removeprefix(".") or None
-            raise HttpError(
-                400, message if param is None else f"{param}: {message}", param=param
-            ) from None
+            told = message if param is None else f"{param}: {message}"
+            raise HttpError(400, told, param=param) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise HttpError(400, f"the body is no JSON: {error}") from None
 
@@ -175,26 +160,19 @@ class Exchange:
     ) -> None:
         """Send an answer: bytes as they are, anything else as JSON."""
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        self.status, self._has_ended = status, True
+        self._has_ended = True
         length = str(len(data)).encode()
-        own = [(b"content-type", kind), (b"content-length", length), *self._headers, *headers]
-        await self._send({"type": "http.response.start", "status": status, "headers": own})
+        await self._begin(status, [(b"content-type", kind), (b"content-length", length), *headers])
         await self._send({"type": "http.response.body", "body": data})
 
-    async def start_stream(self) -> None:
-        """Send the headers of a stream of events."""
-        self.status, self._is_stream = 200, True
-        own = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),
-            *self._headers,
-        ]
-        await self._send({"type": "http.response.start", "status": 200, "headers": own})
+    async def _begin(self, status: int, headers: Headers) -> None:
+        self.status = status
+        own = [*headers, *self._headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": own})
 
     async def event(self, events: Iterable[object]) -> None:
         """Send events in one piece; a client that does not take them in time is given up."""
-        data = b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
+        data = b"".join([b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events])
         if data:
             await self._write(data)
 
@@ -204,8 +182,11 @@ class Exchange:
         await self._close()
 
     async def _write(self, data: bytes) -> None:
+        if not self.status:
+            self._is_stream = True
+            await self._begin(200, _STREAM_HEADERS)
         limit = self._settings.send_timeout_s
-        timer = asyncio.get_running_loop().call_later(limit, self._give_up, "slow reader")
+        timer = self._loop.call_later(limit, self._give_up, "slow reader")
         try:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
         finally:

@@ -1,4 +1,4 @@
-"""The fields of requests, and the sampling settings and grammars that they mean.
+"""The fields of requests, and what they mean: sampling settings, grammars, token ids, engine requests.
 
 Unknown fields are ignored, as by llama-server and vLLM; so are those of OpenAI that do not change a text
 (``user``, ``store``, ``metadata``, ...). Others that would, and are not offered, are refused by name.
@@ -9,26 +9,27 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from msgspec import Struct
 
+from ..engine import Request
 from ..model import Model
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
 from .errors import HttpError
+from .service import Service
 from .settings import ServeSettings
 
-__all__ = ["SamplingFields", "StructuredOutputs", "TextFields", "compiled", "limit_of"]
+__all__ = [
+    "SamplingFields", "StructuredOutputs", "TextFields", "check_top", "engine_requests", "infill",
+    "limit_of", "prompt_tokens",
+]  # fmt: skip
 
-_SAME = (
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability",
-    "xtc_threshold", "dynatemp_range", "dynatemp_exponent", "repeat_penalty", "presence_penalty",
-    "frequency_penalty", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
-    "dry_sequence_breakers", "min_keep",
-)  # fmt: skip
+_MOST_LOGPROBS = 20
 _ID = re.compile(r"-?[0-9]{1,10}")
-_OTHERS = {"repetition_penalty": "repeat_penalty", "repeat_last_n": "penalty_last_n"}
+_FIM = ("fim_pre_token_id", "fim_suf_token_id", "fim_mid_token_id")
 
 
 class SamplingFields(Struct, kw_only=True):
@@ -66,20 +67,18 @@ class SamplingFields(Struct, kw_only=True):
         """Return the settings; what is not given is ``default``'s, else the server's.
 
         Raises:
-            ConfigError: a value out of range.
-            HttpError: a setting that is not offered.
+            ConfigError, HttpError: a value out of range, or a setting that is not offered.
         """
         if self.mirostat:
             raise HttpError(400, "mirostat is not supported", param="mirostat")
         base = default or settings.sampling
-        names = {**{name: name for name in _SAME}, **_OTHERS}
         given = {
             ours: value
-            for name, ours in names.items()
+            for name, ours in _SETTINGS.items()
             if (value := getattr(self, name)) is not None
         }
-        if isinstance(given.get("top_k"), int) and given["top_k"] < 0:
-            given["top_k"] = 0
+        if self.top_k is not None:
+            given["top_k"] = max(0, self.top_k)
         if self.logit_bias or self.ignore_eos:
             bias = {**base.logit_bias, **self._bias(model)}
             if self.ignore_eos:
@@ -103,6 +102,14 @@ class SamplingFields(Struct, kw_only=True):
             model.check_tokens(tokens)
             found |= dict.fromkeys(tokens, added)
         return found
+
+
+# What the fields are called in SamplingParams, where nothing but the name may differ.
+_SETTINGS = {
+    name: name
+    for name in SamplingFields.__struct_fields__
+    if name != "seed" and hasattr(SamplingParams, name)
+} | {"repetition_penalty": "repeat_penalty", "repeat_last_n": "penalty_last_n"}
 
 
 class JsonSchema(Struct, kw_only=True):
@@ -169,24 +176,6 @@ class TextFields(SamplingFields, kw_only=True):
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def grammars(self) -> list[tuple[str, str]]:
-        """Return the kind and the source of each grammar that is asked for.
-
-        Raises:
-            HttpError: an unknown type of format, or one without its schema.
-        """
-        outputs = self.structured_outputs or StructuredOutputs()
-        asked: list[tuple[str, object]] = [
-            ("json_schema", self._format()), ("json_schema", self.json_schema),
-            ("gbnf", self.grammar or None), ("json_schema", outputs.json),
-            ("regex", outputs.regex), ("choice", outputs.choice), ("gbnf", outputs.grammar),
-        ]  # fmt: skip
-        return [
-            (kind, source if isinstance(source, str) else json.dumps(source))
-            for kind, source in asked
-            if source is not None
-        ]
-
     def _format(self) -> object:
         """Return the schema of ``response_format``, None if there is none."""
         given = self.response_format
@@ -200,34 +189,149 @@ class TextFields(SamplingFields, kw_only=True):
         told = f"response_format of type {given.type[:40]!r} is unknown, or lacks its schema"
         raise HttpError(400, told, param="response_format")
 
-    def text_grammar(self) -> Grammar | None:
-        """Return the grammar that the text must follow, None if there is none. It may take a while.
+    async def text_grammar(
+        self, service: Service, schema: Mapping[str, object] | None = None
+    ) -> Grammar | None:
+        """Return the grammar that the text must follow, None if there is none.
+
+        ``schema`` is one in place of what the fields ask for.
 
         Raises:
-            GrammarError, ConfigError: it is invalid.
-            HttpError: more than one is asked for.
+            GrammarError, ConfigError, HttpError: it is invalid, or more than one is asked for.
         """
-        found = self.grammars()
-        if len(found) > 1:
+        outputs = self.structured_outputs or StructuredOutputs()
+        asked: list[tuple[str, object]] = [
+            ("json_schema", self._format()), ("json_schema", self.json_schema),
+            ("gbnf", self.grammar or None), ("json_schema", outputs.json),
+            ("regex", outputs.regex), ("choice", outputs.choice), ("gbnf", outputs.grammar),
+        ]  # fmt: skip
+        given = [(kind, source) for kind, source in asked if source is not None]
+        if schema is not None:
+            given = [("json_schema", schema)]
+        if len(given) > 1:
             told = "give one of response_format, json_schema, grammar and structured_outputs"
             raise HttpError(400, told, param="grammar")
-        return compiled(*found[0]) if found else None
+        if not given:
+            return None
+        kind, source = given[0]
+        text = source if isinstance(source, str) else json.dumps(source)
+        return await service.in_thread(lambda: _compiled(kind, text))
 
 
 @lru_cache(maxsize=64)
-def compiled(kind: str, source: str) -> Grammar:
-    """Return a grammar, the one made before if there is one."""
+def _compiled(kind: str, source: str) -> Grammar:
     return Grammar(source, kind)
 
 
 def limit_of(given: int | None, name: str = "max_tokens") -> int | None:
-    """Return a limit of tokens; -1 and -2, which are llama-server's, are none.
-
-    Raises:
-        HttpError: it is negative.
-    """
+    """Return a limit of tokens; -1 and -2, which are llama-server's, are none."""
     if given is None or given in (-1, -2):
         return None
     if given < 0:
         raise HttpError(400, f"{name} must be at least 0, not {given}", param=name)
     return given
+
+
+def check_top(top: int | None, name: str = "top_logprobs") -> int | None:
+    """Return how many of the most probable tokens are asked for; raise HttpError for too many."""
+    if top is not None and not 0 <= top <= _MOST_LOGPROBS:
+        raise HttpError(400, f"{name} must be 0 to {_MOST_LOGPROBS}, not {top}", param=name)
+    return top
+
+
+# -- the engine's requests -------------------------------------------------------------------------
+
+
+async def engine_requests(
+    service: Service,
+    fields: TextFields,
+    prompts: Sequence[Sequence[int]],
+    *,
+    n: int | None,
+    max_tokens: int | None,
+    top_logprobs: int | None,
+    prompt_logprobs: int | None = None,
+    schema: Mapping[str, object] | None = None,
+) -> list[Request]:
+    """Return the engine's requests, one for each prompt.
+
+    Args:
+        service, fields, prompts: the model, the request, its prompts.
+        n: texts of each prompt; None = 1.
+        max_tokens, top_logprobs, prompt_logprobs: as for ``Request``; None = no limit.
+        schema: a JSON schema in place of what the fields ask for.
+
+    Raises:
+        HttpError, LlamaBranchError: something is invalid, or too much.
+    """
+    model, most = service.model, service.settings.max_choices
+    n = 1 if n is None else n
+    if n < 1 or len(prompts) * n > most:
+        told = f"{len(prompts)} prompts with {n} texts each; 1 to {most} are allowed"
+        raise HttpError(400, told, param="n")
+    for prompt in prompts:
+        model.check_tokens(prompt)
+        service.check_room(prompt, max_tokens)
+    params = fields.sampling(model, service.settings).replace(logprobs=top_logprobs is not None)
+    grammar = await fields.text_grammar(service, schema)
+    return [
+        Request(
+            prompt,
+            max_tokens=service.n_ctx if max_tokens is None else max_tokens,
+            min_tokens=fields.min_tokens or 0,
+            sampling=params,
+            stop=fields.stops,
+            stop_tokens=fields.stop_token_ids or (),
+            grammar=grammar,
+            n=n,
+            priority=fields.priority or 0,
+            top_logprobs=top_logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+        for prompt in prompts
+    ]
+
+
+async def prompt_tokens(
+    service: Service, prompt: object, *, add_special: bool = True
+) -> list[list[int]]:
+    """Return the token ids of a request's prompts.
+
+    A prompt is a text, token ids, or a list of these; llama-server's lists that mix both for one prompt
+    and its ``{"prompt_string": ...}`` too. Token ids are used as they are.
+
+    Raises:
+        HttpError, TokenizeError: something else, or a text that the vocabulary cannot write.
+    """
+    several = isinstance(prompt, list) and prompt and not any(type(part) is int for part in prompt)
+    prompts = prompt if several and isinstance(prompt, list) else [prompt]
+    return [await _one(service, each, add_special) for each in prompts]
+
+
+async def _one(service: Service, prompt: object, add_special: bool) -> list[int]:
+    if isinstance(prompt, list) and not prompt:
+        raise HttpError(400, "a prompt of token ids must have one at least", param="prompt")
+    tokens: list[int] = []
+    for i, part in enumerate(prompt if isinstance(prompt, list) else [prompt]):
+        if isinstance(part, dict) and set(part) == {"prompt_string"}:
+            part = part["prompt_string"]
+        if isinstance(part, str):
+            tokens += await service.tokenize(part, add_special=add_special and i == 0)
+        elif type(part) is int and isinstance(prompt, list):
+            tokens.append(part)
+        else:
+            told = "prompt must be a text, a list of token ids, or a list of these"
+            raise HttpError(400, told, param="prompt")
+    return tokens
+
+
+async def infill(service: Service, prompt: list[int], suffix: str) -> list[int]:
+    """Return a prompt for the text between ``prompt`` and ``suffix``, for a model that knows this."""
+    known = service.model.metadata
+    ids = [known.get(f"tokenizer.ggml.{name}") for name in _FIM]
+    if None in ids:
+        told = "suffix needs a model that was made to fill in text between two others"
+        raise HttpError(400, told, param="suffix")
+    before, after, middle = (int(each or 0) for each in ids)
+    rest = await service.tokenize(suffix, add_special=False)
+    return [before, *prompt, after, *rest, middle]

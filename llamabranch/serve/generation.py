@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Protocol
 
 from ..branch import Produced
 from ..engine import Request, Result
-from ..engine.async_engine import merged
 from ..engine.openai import End, end_reason
 from ..engine.openai import usage as usage_of
 from .counters import timings
@@ -20,33 +20,27 @@ from .service import Service
 
 __all__ = ["Choice", "Update", "Writer", "all_choices", "answer", "usage"]
 
+_numbers = count()  # of requests to the engine, for their ids
+
 
 @dataclass
 class Update:
-    """What a step has brought for a text; or all of it.
+    """What has come of a text; or all of it.
 
     Attributes:
-        choice: the text; it may be ahead of the update.
+        choice: the text.
         offset: characters of the text before it; 0 for the first.
-        fresh: tokens, and pieces of text without one.
+        text: of the text.
+        tokens: of the text, without one that ends it.
         result: where the text ends with it.
     """
 
     choice: Choice
     offset: int = 0
-    fresh: list[Produced] = field(default_factory=list)
-    result: Result | None = None
     is_first: bool = False
-
-    @property
-    def text(self) -> str:
-        """Its text."""
-        return "".join(one.text for one in self.fresh)
-
-    @property
-    def tokens(self) -> list[Produced]:
-        """Its tokens."""
-        return [one for one in self.fresh if one.token >= 0 and not one.is_stop]
+    text: str = ""
+    tokens: list[Produced] = field(default_factory=list)
+    result: Result | None = None
 
     @property
     def end(self) -> End:
@@ -58,12 +52,13 @@ class Update:
 
 @dataclass
 class Choice:
-    """One text of a request: its number, its prompt and settings, what was emitted, how it ended."""
+    """One text of a request: its number, its prompt and settings, and how it ended."""
 
     index: int
     request: Request
-    emitted: list[Produced] = field(default_factory=list)
-    result: Result | None = None
+    n_characters: int = 0  # that were sent
+    is_begun: bool = False
+    ended: Result | None = None
 
     @property
     def prompt(self) -> list[int]:
@@ -71,14 +66,22 @@ class Choice:
         return [token for token in self.request.prompt if isinstance(token, int)]
 
     @property
+    def result(self) -> Result:
+        """How it ended, and all of it."""
+        if self.ended is None:
+            raise HttpError(500, "internal error: a text without an end")
+        return self.ended
+
+    @property
     def whole(self) -> Update:
         """All of it, once it has ended."""
-        return Update(self, 0, self.emitted, self.result, True)
+        result = self.result
+        return Update(self, 0, True, result.text, list(result.emitted), result)
 
     @property
     def mean_logprob(self) -> float:
         """The mean log-probability of its tokens."""
-        tokens = self.whole.tokens
+        tokens = self.result.emitted
         return math.fsum(token.logprob for token in tokens) / max(1, len(tokens))
 
 
@@ -108,77 +111,86 @@ async def answer(
     if not stream:
         await call.reply(writer.body(await all_choices(service, requests)))
         return
-    ended: dict[int, Choice] = {}
-    async with aclosing(_updates(service, requests)) as steps:
-        async for step in steps:
-            if not call.status:
-                await call.start_stream()
-            await call.event([event for update in step for event in writer.events(update)])
-            ended |= {u.choice.index: u.choice for u in step if u.result is not None}
-    await call.event(writer.last_events([ended[index] for index in sorted(ended)]))
+    choices = _choices(requests)
+    async with aclosing(_updates(service, requests, choices, reports_tokens=True)) as steps:
+        async for updates in steps:
+            await call.event([event for update in updates for event in writer.events(update)])
+    await call.event(writer.last_events(choices))
     await call.end_stream()
 
 
 async def all_choices(service: Service, requests: Sequence[Request]) -> list[Choice]:
     """Return all texts of requests once they have ended, in order."""
-    found: dict[int, Choice] = {}
-    async with aclosing(_updates(service, requests)) as steps:
-        async for step in steps:
-            found |= {update.choice.index: update.choice for update in step}
-    return [found[index] for index in sorted(found)]
+    choices = _choices(requests)
+    async with aclosing(_updates(service, requests, choices, reports_tokens=False)) as steps:
+        async for _ in steps:
+            pass
+    return choices
+
+
+def _choices(requests: Sequence[Request]) -> list[Choice]:
+    of_each = [request for request in requests for _ in range(request.n)]
+    return [Choice(i, request) for i, request in enumerate(of_each)]
 
 
 async def _updates(
-    service: Service, requests: Sequence[Request]
+    service: Service,
+    requests: Sequence[Request],
+    choices: Sequence[Choice],
+    *,
+    reports_tokens: bool,
 ) -> AsyncGenerator[list[Update], None]:
-    """Yield what comes of requests, for each step, or several, the changes of each text together."""
-    sources = [
-        _of_one(service, request, sum(before.n for before in requests[:i]))
-        for i, request in enumerate(requests)
-    ]
-    async with aclosing(merged(sources)) as found:
-        async for each in found:
-            yield each
+    """Yield what has come of requests, the changes of each text together."""
+    first_of: dict[str, int] = {}
+    named = []
+    for request in requests:
+        named.append(replace(request, id=f"http-{next(_numbers)}"))
+        first_of[f"{named[-1].id}"] = sum(before.n for before in named[:-1])
+    left = len(choices)
+    service.n_texts += left
+    try:
+        async with aclosing(service.engine.steps(*named, reports_tokens=reports_tokens)) as steps:
+            async for events in steps:
+                changed: dict[int, Update] = {}
+                for event in events:
+                    index = first_of[event.id] + event.sample
+                    choice, update = choices[index], changed.get(index)
+                    if update is None:
+                        update = Update(choice, choice.n_characters, not choice.is_begun)
+                        changed[index], choice.is_begun = update, True
+                    one = event.emitted
+                    if one is not None:
+                        update.text += one.text
+                        choice.n_characters += len(one.text)
+                        if one.token >= 0 and not one.is_stop:
+                            update.tokens.append(one)
+                    if event.result is not None:
+                        left -= 1
+                        service.n_texts -= 1
+                        service.counters.add(event.result)
+                        choice.ended = update.result = _checked(event.result)
+                yield list(changed.values())
+    finally:
+        service.n_texts -= left
 
 
-async def _of_one(
-    service: Service, request: Request, first: int
-) -> AsyncGenerator[list[Update], None]:
-    choices = [Choice(first + i, request) for i in range(request.n)]
-    offsets = [0] * request.n
-    async with aclosing(service.steps(request)) as steps:
-        async for events in steps:
-            changed: dict[int, Update] = {}
-            for event in events:
-                n, choice = event.sample, choices[event.sample]
-                if n not in changed:
-                    is_first = not choice.emitted
-                    changed[n] = Update(choice, offsets[n], is_first=is_first)
-                if event.emitted is not None:
-                    choice.emitted.append(event.emitted)
-                    changed[n].fresh.append(event.emitted)
-                    offsets[n] += len(event.emitted.text)
-                if event.result is not None:
-                    _check(event.result)
-                    choice.result = changed[n].result = event.result
-            yield list(changed.values())
-
-
-def _check(result: Result) -> None:
-    """Raise if a text has failed, or found no room for its prompt."""
+def _checked(result: Result) -> Result:
+    """Return a result; raise if the text has failed, or found no room for its prompt."""
     if result.finish_reason in ("error", "cancelled"):
         raise http_error(result.error or HttpError(503, "the server is shutting down"))
     if result.error is not None and not result.tokens:
         raise http_error(result.error)
+    return result
 
 
-def usage(choices: Iterable[Choice]) -> dict[str, object]:
+def usage(choices: Sequence[Choice]) -> dict[str, object]:
     """Return OpenAI's ``usage``, and llama-server's ``timings`` of the first text."""
-    results = [(choice, choice.result) for choice in choices if choice.result is not None]
-    prompts = {id(choice.request): found.num_prompt_tokens for choice, found in results}
-    n_completion = sum(len(found.tokens) for _, found in results)
-    n_cached = sum(found.num_cached_tokens for _, found in results if found.sample == 0)
+    results = [choice.result for choice in choices]
+    prompts = [result for result in results if result.sample == 0]
+    n_prompt = sum(result.num_prompt_tokens for result in prompts)
+    n_completion = sum(len(result.tokens) for result in results)
+    n_cached = sum(result.num_cached_tokens for result in prompts)
     return {
-        "usage": usage_of(sum(prompts.values()), n_completion, n_cached),
-        "timings": timings(results[0][1]) if results else {},
+        "usage": usage_of(n_prompt, n_completion, n_cached),
+        "timings": timings(results[0]),
     }

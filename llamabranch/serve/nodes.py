@@ -17,7 +17,6 @@ from time import monotonic
 from uuid import uuid4
 
 import msgspec
-from msgspec import Struct
 
 from ..errors import ConfigError
 from ..sampling import SamplingParams
@@ -26,7 +25,7 @@ from .errors import HttpError
 
 __all__ = ["Branches", "Node"]
 
-_FILE = "branches.json"
+_FILE = "branches.msgpack"
 
 
 @dataclass(eq=False)
@@ -54,6 +53,11 @@ class Node:
     children: list[Node] = field(default_factory=list)
     next: dict[str, object] | None = None
     used: float = 0.0
+
+    @property
+    def parent_id(self) -> str | None:
+        """The parent's id."""
+        return None if self.parent is None else self.parent.id
 
     @property
     def position(self) -> int:
@@ -85,7 +89,7 @@ class Node:
         return found
 
 
-class SavedNode(Struct):
+class _Saved(msgspec.Struct, array_like=True):
     """A node in the file."""
 
     id: str
@@ -93,17 +97,9 @@ class SavedNode(Struct):
     start: int
     own: list[int]
     n_read: int
-    sampling: dict[str, object]
-    bias: list[tuple[int, float | None]]  # JSON has no minus infinity
+    sampling: SamplingParams
     grammar: str | dict[str, str] | None
     finish_reason: str | None
-
-
-class SavedNodes(Struct):
-    """The file."""
-
-    fingerprint: str
-    nodes: list[SavedNode]
 
 
 class Branches:
@@ -134,37 +130,30 @@ class Branches:
         self._touch(node)
         return node
 
-    def _touch(self, node: Node) -> None:
-        above: Node | None = node
-        while above is not None:
-            above.used = monotonic()
-            above = above.parent
+    def _touch(self, node: Node | None) -> None:
+        while node is not None:
+            node.used = monotonic()
+            node = node.parent
 
     def all(self) -> list[Node]:
         """Return all nodes, oldest first."""
-        self._expire()
-        return list(self._nodes.values())
-
-    def check_quota(self, n: int) -> None:
-        """Raise unless ``n`` nodes more may be made.
-
-        Raises:
-            HttpError: they may not.
-        """
-        self._expire()
-        if len(self._nodes) + n > self._most:
-            raise HttpError(
-                429,
-                f"there are {len(self._nodes)} branches, {self._most} may exist: delete some, or wait "
-                f"until some have not been used for {self._ttl_s:g} s",
-                kind="branch_quota_exceeded",
-                more={"branches": len(self), "max_branches": self._most, "ttl_s": self._ttl_s},
-            )
-
-    def _expire(self) -> None:
         oldest = monotonic() - self._ttl_s
         for node in [node for node in self._nodes.values() if node.used < oldest]:
             self._remove(node)
+        return list(self._nodes.values())
+
+    def check_quota(self, n: int) -> None:
+        """Raise HttpError unless ``n`` nodes more may be made."""
+        there = len(self.all())
+        if there + n > self._most:
+            told = (
+                f"there are {there} branches, {self._most} may exist: delete some, or wait until some "
+                f"have not been used for {self._ttl_s:g} s"
+            )
+            raise HttpError(
+                429, told, kind="branch_quota_exceeded", branches=there, max_branches=self._most,
+                ttl_s=self._ttl_s,
+            )  # fmt: skip
 
     def add(self, node: Node) -> None:
         """Keep a new node."""
@@ -174,11 +163,7 @@ class Branches:
         self._touch(node)
 
     def delete(self, node: Node, *, subtree: bool) -> int:
-        """Delete a node, with all below if asked for; return how many.
-
-        Raises:
-            HttpError: others begin with it.
-        """
+        """Delete a node, with all below if asked for, else only if there is none; return how many."""
         if node.children and not subtree:
             told = f"{len(node.children)} branches begin with it: ?subtree=true deletes them too"
             raise HttpError(409, told)
@@ -198,47 +183,38 @@ class Branches:
         """Write them to the folder, if there is one."""
         if self._file is None:
             return
-        saved = SavedNodes(self._fingerprint, [_saved(node) for node in self.all()])
+        saved = [
+            _Saved(
+                node.id, node.parent_id, node.start, list(node.own), node.n_read,
+                node.sampling, None if node.grammar is None else node.grammar.as_dict(),
+                node.finish_reason,
+            )
+            for node in self.all()
+        ]  # fmt: skip
         self._file.parent.mkdir(parents=True, exist_ok=True)
         new = self._file.with_suffix(".new")
-        new.write_bytes(msgspec.json.encode(saved))
+        new.write_bytes(msgspec.msgpack.encode((self._fingerprint, saved)))
         os.replace(new, self._file)
 
-    def load(self) -> int:
-        """Read those of the folder, if they are the same model's; return how many.
+    def load(self) -> None:
+        """Read those of the folder, if they are the same model's.
 
         Raises:
             ConfigError: the file is not one that a server wrote.
         """
         if self._file is None or not self._file.exists():
-            return 0
+            return
         try:
-            found = msgspec.json.decode(self._file.read_bytes(), type=SavedNodes)
-            for saved in found.nodes if found.fingerprint == self._fingerprint else ():
-                parent = None if saved.parent is None else self._nodes[saved.parent]
-                self.add(_restored(saved, parent))
+            kind = tuple[str, list[_Saved]]
+            fingerprint, saved = msgspec.msgpack.decode(self._file.read_bytes(), type=kind)
+            for s in saved if fingerprint == self._fingerprint else ():
+                parent = None if s.parent is None else self._nodes[s.parent]
+                grammar = None if s.grammar is None else Grammar.from_dict(s.grammar)
+                own = array("i", s.own)
+                self.add(
+                    Node(parent, s.start, own, s.n_read, s.sampling, grammar, s.finish_reason, s.id)
+                )
         except (OSError, msgspec.MsgspecError, LookupError, OverflowError) as error:
             raise ConfigError(
                 f"{self._file} cannot be read: {error}", hint="delete it, or name another folder"
             ) from None
-        return len(self)
-
-
-def _saved(node: Node) -> SavedNode:
-    sampling = msgspec.to_builtins(node.sampling)
-    bias = [(t, b if b > float("-inf") else None) for t, b in node.sampling.logit_bias.items()]
-    return SavedNode(
-        node.id, None if node.parent is None else node.parent.id, node.start, list(node.own),
-        node.n_read, {**sampling, "logit_bias": {}}, bias,
-        None if node.grammar is None else node.grammar.as_dict(), node.finish_reason,
-    )  # fmt: skip
-
-
-def _restored(saved: SavedNode, parent: Node | None) -> Node:
-    bias = {token: float("-inf") if added is None else added for token, added in saved.bias}
-    grammar = None if saved.grammar is None else Grammar.from_dict(saved.grammar)
-    sampling = SamplingParams().replace(**{**saved.sampling, "logit_bias": bias})
-    own = array("i", saved.own)
-    return Node(
-        parent, saved.start, own, saved.n_read, sampling, grammar, saved.finish_reason, saved.id
-    )

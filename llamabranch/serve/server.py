@@ -8,7 +8,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -23,7 +22,7 @@ from .settings import ServeSettings
 __all__ = ["Server"]
 
 _POLL_S = 0.05
-_MOST_HEADER_BYTES = 64 << 10
+_MOST_HEADER_BYTES = 128 << 10
 _SEND_BYTES = 128 << 10
 _HEADER_S = 30.0  # from the connection, or from the last answer, to the end of a request's headers
 
@@ -42,27 +41,26 @@ class Server:
 
     Attributes:
         service: once the model is loaded.
-        port: the port it listens on.
+        port, url: where it listens.
     """
 
     def __init__(
         self,
         open_engine: Callable[[], AsyncEngine],
         settings: ServeSettings,
-        ready: Callable[[str, str], None] | None = None,
+        ready: Callable[[str, str], None] = lambda _url, _name: None,
         log: Callable[[str], None] = print,
     ) -> None:
         self.settings = settings
-        self._ready = ready
         self.service: Service | None = None
         self._open_engine = open_engine
+        self._ready = ready
         self._log = log
-        self._stops = threading.Event()
+        self._n_stops = 0
+        host = settings.host.strip("[]")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-            self._socket = socket.create_server(
-                (settings.host.strip("[]"), settings.port), family=family, backlog=1024
-            )
+            self._socket = socket.create_server((host, settings.port), family=family, backlog=1024)
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"cannot listen on {settings.host}:{settings.port}: {error}",
@@ -71,20 +69,11 @@ class Server:
         # Of each connection: what a client that does not read can take of the system's memory.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         self.port = int(self._socket.getsockname()[1])
-
-    @property
-    def url(self) -> str:
-        """Where it answers."""
-        host = self.settings.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def stop(self) -> None:
         """End it: no new requests, running ones may end in time. A second call ends them, too."""
-        if self._stops.is_set():
-            self._is_forced = True
-        self._stops.set()
-
-    _is_forced = False
+        self._n_stops += 1
 
     def run(self) -> None:
         """Serve until ``stop`` is called, or the process gets SIGINT or SIGTERM.
@@ -95,10 +84,9 @@ class Server:
         try:
             import uvloop
 
-            factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+            loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         except ImportError:  # there is none for Windows
-            factory = asyncio.new_event_loop
-        loop = factory()
+            loop = asyncio.new_event_loop()
         try:
             with self._signals():
                 loop.run_until_complete(self._serve())
@@ -109,16 +97,14 @@ class Server:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def on_signal(_number: int, _frame: FrameType | None) -> None:
+        def on_signal(*_: object) -> None:
             if self.service is None:  # nothing is lost while the model loads
                 quit_interrupted()
             self.stop()
 
-        before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        is_main = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+        before = {number: signal.signal(number, on_signal) for number in numbers}
         try:
             yield
         finally:
@@ -126,11 +112,10 @@ class Server:
                 signal.signal(number, handler)
 
     async def _serve(self) -> None:
-        app = make_app(self, self.settings, self._log)
         config = uvicorn.Config(
-            app, http=_Protocol, loop="none", ws="none", lifespan="off", log_config=None,
-            access_log=False, log_level="critical", server_header=False, timeout_keep_alive=75,
-            timeout_graceful_shutdown=1,
+            make_app(self, self.settings, self._log), http=_Protocol, loop="none", ws="none",
+            lifespan="off", log_config=None, access_log=False, log_level="critical",
+            server_header=False, proxy_headers=False, timeout_keep_alive=75, timeout_graceful_shutdown=1,
         )  # fmt: skip
         server = _Uvicorn(config)
         serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
@@ -140,9 +125,8 @@ class Server:
             service = Service(engine, self.settings)
             service.branches.load()
             self.service = service
-            if self._ready is not None:
-                self._ready(self.url, service.names[0])
-            while not self._stops.is_set() and not serving.done():
+            self._ready(self.url, service.names[0])
+            while not self._n_stops and not serving.done():
                 await asyncio.sleep(_POLL_S)
             await self._drain(service)
         finally:
@@ -159,7 +143,7 @@ class Server:
         if service.n_texts:
             self._log(f"{service.n_texts} texts run: waiting for them; another Ctrl-C does not")
         left = self.settings.shutdown_timeout_s
-        while service.n_texts and left > 0 and not self._is_forced:
+        while service.n_texts and left > 0 and self._n_stops < 2:
             await asyncio.sleep(_POLL_S)
             left -= _POLL_S
         if service.n_texts:
@@ -186,10 +170,10 @@ class _Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._n_header_bytes += len(data) if self._deadline is not None else 0
-        if self._n_header_bytes > _MOST_HEADER_BYTES + (1 << 16):
+        if self._n_header_bytes > _MOST_HEADER_BYTES:
             self.transport.close()
-            return
-        super().data_received(data)
+        else:
+            super().data_received(data)
 
     def on_headers_complete(self) -> None:
         if self._deadline is not None:

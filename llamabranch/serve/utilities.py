@@ -11,15 +11,8 @@ from .exchange import Exchange
 from .service import Service
 
 __all__ = [
-    "detokenize",
-    "health",
-    "metrics",
-    "models",
-    "props",
-    "slots",
-    "tokenize",
-    "tokenizer_info",
-]
+    "detokenize", "health", "metrics", "models", "props", "slots", "tokenize", "tokenizer_info",
+]  # fmt: skip
 
 
 class TokenizeFields(Struct, kw_only=True):
@@ -89,11 +82,9 @@ async def slots(call: Exchange, service: Service) -> None:
     """Tell how many texts hold a sequence."""
     if not service.settings.slots:
         raise HttpError(501, "the server was started with --no-slots")
-    ctx, n = service.ctx, service.settings.parallel
-    running = ctx.n_seq_max - ctx.n_seq_free
-    await call.reply(
-        [{"id": i, "n_ctx": service.n_ctx, "is_processing": i < running} for i in range(n)]
-    )
+    n_running, n_ctx = service.ctx.n_seq_max - service.ctx.n_seq_free, service.n_ctx
+    n = service.settings.parallel
+    await call.reply([{"id": i, "n_ctx": n_ctx, "is_processing": i < n_running} for i in range(n)])
 
 
 async def tokenize(call: Exchange, service: Service) -> None:
@@ -147,21 +138,25 @@ async def metrics(call: Exchange, service: Service) -> None:
     if not service.settings.metrics:
         raise HttpError(501, "the server was started with --no-metrics")
     c, stats, n_texts = service.counters, service.engine.stats, service.n_texts
-    n_parallel, decodes, spec = (
-        service.settings.parallel,
-        stats.target_forward_passes,
-        c.speculative,
+    n_parallel, n_decodes = service.settings.parallel, stats.target_forward_passes
+    n_prompt, n_predicted, spec = stats.prompt_tokens, stats.generated_tokens, stats.speculative
+    n_cached = stats.cached_prompt_tokens + stats.shared_prompt_tokens
+    prompt_rate, rate, per_decode = (
+        n / of if of else 0.0
+        for n, of in (
+            (n_prompt, c.prompt_s),
+            (n_predicted, c.predicted_s),
+            (n_predicted, n_decodes),
+        )
     )
-    prompt_rate = c.prompt_tokens / c.prompt_s if c.prompt_s else 0.0
-    rate = c.predicted_tokens / c.predicted_s if c.predicted_s else 0.0
     counters: list[tuple[str, str, float]] = [
-        ("llamacpp:prompt_tokens_total", "Prompt tokens evaluated.", c.prompt_tokens),
-        ("llamacpp:prompt_tokens_cached_total", "Prompt tokens in the cache.", c.cached_tokens),
+        ("llamacpp:prompt_tokens_total", "Prompt tokens evaluated.", n_prompt),
+        ("llamacpp:prompt_tokens_cached_total", "Prompt tokens in the cache.", n_cached),
         ("llamacpp:prompt_seconds_total", "Seconds of prompts.", c.prompt_s),
-        ("llamacpp:tokens_predicted_total", "Tokens generated.", c.predicted_tokens),
+        ("llamacpp:tokens_predicted_total", "Tokens generated.", n_predicted),
         ("llamacpp:tokens_predicted_seconds_total", "Seconds of generation.", c.predicted_s),
-        ("llamacpp:n_decode_total", "Decodes of the model.", decodes),
-        ("llamacpp:n_tokens_max", "Tokens of the longest text.", c.most_tokens),
+        ("llamacpp:n_decode_total", "Decodes of the model.", n_decodes),
+        ("llamacpp:n_tokens_max", "Tokens of the longest text.", c.longest),
         ("llamacpp:spec_decode_num_drafts_total", "Drafts.", spec.num_drafts),
         ("llamacpp:spec_decode_num_draft_tokens_total", "Drafted.", spec.num_draft_tokens),
         ("llamacpp:spec_decode_num_accepted_tokens_total", "Accepted.", spec.num_accepted_tokens),
@@ -175,10 +170,9 @@ async def metrics(call: Exchange, service: Service) -> None:
         ("llamacpp:predicted_tokens_seconds", "Tokens a second of one text.", rate),
         ("llamacpp:requests_processing", "Texts that run.", min(n_texts, n_parallel)),
         ("llamacpp:requests_deferred", "Texts that wait.", max(0, n_texts - n_parallel)),
-        ("llamacpp:n_busy_slots_per_decode", "Tokens of a decode.",
-         stats.generated_tokens / decodes if decodes else 0.0),
+        ("llamacpp:n_busy_slots_per_decode", "Tokens of a decode.", per_decode),
         ("llamabranch:branches", "Nodes of branches.", len(service.branches)),
-    ]  # fmt: skip
+    ]
     lines = [
         f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {value}"
         for kind, rows in (("counter", counters), ("gauge", gauges))
@@ -187,6 +181,6 @@ async def metrics(call: Exchange, service: Service) -> None:
     own = "llamabranch:requests_total"
     lines.append(f"# HELP {own} Answers by status.\n# TYPE {own} counter")
     lines += [f'{own}{{status="{status}"}} {n}' for status, n in sorted(c.requests.items())]
-    text = "\n".join(lines) + "\n"
+    body = "\n".join([*lines, ""]).encode()
     started = [(b"process-start-time-unix", str(service.created).encode())]
-    await call.reply(text.encode(), headers=started, kind=b"text/plain; version=0.0.4")
+    await call.reply(body, headers=started, kind=b"text/plain; version=0.0.4")

@@ -133,6 +133,48 @@ def test_tokens_that_end_a_text(ctx: Context) -> None:
     assert isinstance(failed.error, TokenizeError)
 
 
+@pytest.mark.parametrize("drafter", [None, lb.SuffixDrafter()], ids=["plain", "drafted"])
+def test_texts_have_at_least_so_many_tokens(ctx: Context, drafter: lb.Drafter | None) -> None:
+    prompt = ctx.model.prompt_tokens("Once upon a time")
+    eog, n = ctx.model.eog_tokens, 9
+    params = {bias: WARM.replace(logit_bias=dict.fromkeys(eog, bias)) for bias in (-1e9, 1e9)}
+    never = one(ctx, Request(prompt, sampling=params[-1e9], max_tokens=20))
+    assert not one(ctx, Request(prompt, sampling=params[1e9], max_tokens=20)).tokens
+    result = one(ctx, Request(prompt, sampling=params[1e9], max_tokens=20, min_tokens=n), drafter)
+    assert (result.tokens, result.finish_reason) == (never.tokens[:n], "stop")
+    assert (
+        one(ctx, Request(prompt, sampling=params[1e9], max_tokens=4, min_tokens=n)).tokens
+        == (never.tokens[:4])
+    )
+    stopped = one(
+        ctx, Request(prompt, sampling=WARM, max_tokens=40, min_tokens=n, stop=" "), drafter
+    )
+    assert len(stopped.tokens) > n and stopped.stop_reason == " "
+    end = stopped.tokens[2]
+    request = Request(prompt, sampling=WARM, max_tokens=40, min_tokens=n, stop_tokens=[end])
+    assert end not in one(ctx, request, drafter).tokens[:n]
+    both = Request(prompt, min_tokens=n, max_tokens=20, n=2, sampling=params[1e9])
+    assert [len(each.tokens) for each in Engine(ctx, drafter).generate(both)] == [n, n]
+    with pytest.raises(ConfigError, match="min_tokens"):
+        Request(prompt, min_tokens=1, grammar=SCHEMA)
+
+
+def test_preempted_texts_keep_their_least_length(target: lb.Model) -> None:
+    bias = dict.fromkeys(target.eog_tokens, 1e9)
+    texts = ["Once upon a time", "The wolf", "A king", "In the forest", "The moon", "Far away"]
+    requests = [
+        Request(text, id=text, max_tokens=60, min_tokens=50, sampling=WARM.replace(logit_bias=bias))
+        for text in texts
+    ]
+    with lb.Context(target, n_ctx=256, n_seq_max=6, n_threads=1) as small:
+        results = Engine(small).generate(requests)
+    assert max(result.num_preemptions for result in results) > 0
+    with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
+        for request, result in zip(requests, results, strict=True):
+            assert result.tokens == one(ctx, request).tokens
+            assert len(result.tokens) == 50
+
+
 def test_steps_are_the_events_of_generate_in_lists(ctx: Context) -> None:
     requests = [
         Request(p, id=p, n=2, max_tokens=12, sampling=WARM) for p in ("Once upon", "The wolf")

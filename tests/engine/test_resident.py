@@ -265,6 +265,22 @@ def test_queue_has_a_limit(ctx: Context) -> None:
     assert_clean(ctx)
 
 
+def test_queue_counts_the_request_that_is_next(target: lb.Model) -> None:
+    with Context(target, n_ctx=256, n_seq_max=1, n_threads=1) as ctx:
+        engine = Engine(ctx, max_waiting=2)
+        for _ in range(3):
+            engine.add_request(Request("The wolf", max_tokens=50))
+            engine.step()  # looks at the next one, which has no sequence yet
+        with pytest.raises(QueueFullError, match="2 requests wait"):
+            engine.add_request("The wolf")
+        engine.abort("1")
+        engine.step()
+        assert engine.core.n_waiting == 1
+        engine.add_request(Request("The wolf", n=3, max_tokens=2))
+        assert len(results_of(run(engine))) == 3
+        assert engine.core.n_waiting == 0
+
+
 def test_urgent_requests_are_admitted_first(target: lb.Model) -> None:
     with Context(target, n_ctx=256, n_seq_max=1, n_threads=1) as ctx:
         engine = Engine(ctx)
@@ -378,11 +394,11 @@ def test_ctrl_c_in_a_step_loses_nothing(
     accept, n_calls = Stream.accept, 0
 
     def interrupted(
-        stream: Stream, rows: Sequence[LogitsRow], verify_s: float
+        stream: Stream, rows: Sequence[LogitsRow], verify_s: float, n_rows: int
     ) -> list[lb.Produced]:
         nonlocal n_calls
         n_calls += 1
-        emitted = accept(stream, rows, verify_s)
+        emitted = accept(stream, rows, verify_s, n_rows)
         if n_calls % 7 == 0:
             raise KeyboardInterrupt
         return emitted

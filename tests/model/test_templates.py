@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -69,6 +71,18 @@ def test_a_template_that_would_run_on_is_stopped(source: str) -> None:
     with pytest.raises(UnsupportedError, match="chat template"):
         render(source, limit_s=0.5)
     assert render("{{ messages[0].content }}") == "Hello"  # the next one is not affected
+
+
+def test_an_answer_at_the_limit_is_taken_or_its_process_is_not_asked_again() -> None:
+    source = "{% for a in range(30000) %}{% endfor %}"
+    render(source)
+    start = time.monotonic()
+    render(source)
+    taken_s = time.monotonic() - start
+    for i in range(40):
+        with suppress(UnsupportedError):
+            render(source, limit_s=taken_s * (0.6 + i / 50))
+        assert render("{{ messages[0].content }}") == "Hello"
 
 
 def test_mappings_and_sequences_of_any_type_are_given_as_json() -> None:

@@ -256,9 +256,9 @@ def test_branches_outlive_the_server(tmp_path: Path) -> None:
         api = Api(client)
         assert api.child(child, max_tokens=9)["text"] == expected
         assert api.get(f"/{child['id']}")["parent"] == root["id"]
-    (tmp_path / "branches.json").write_text('{"fingerprint": 5}')
+    (tmp_path / "branches.msgpack").write_bytes(b"\x05")
     with (
-        pytest.raises(lb.ConfigError, match=r"branches\.json"),
+        pytest.raises(lb.ConfigError, match=r"branches\.msgpack"),
         Serving(bundled_engine, snapshot_dir=tmp_path),
     ):
         pass

@@ -151,6 +151,8 @@ def test_texts_end_where_asked(api: Any, ctx: lb.Context) -> None:
     (found,) = choices(api, **body, stop_token_ids=[end], return_token_ids=True)
     assert found["token_ids"] == whole["token_ids"][: whole["token_ids"].index(end) + 1]
     assert found["stop_reason"] == end
+    (found,) = choices(api, **body, min_tokens=12, stop=" ", return_token_ids=True)
+    assert 12 < len(found["token_ids"]) <= 20 and found["stop_reason"] == " "
     banned = {str(token): -100 for token in whole["token_ids"]}
     (found,) = choices(api, **body, logit_bias=banned, return_token_ids=True)
     assert not set(found["token_ids"]) & set(whole["token_ids"])
@@ -211,7 +213,7 @@ def test_seeds_repeat_texts_and_no_seed_does_not(api: Any) -> None:
         ({"prompt": "x", "top_p": 2}, 400, "top_p"),
         ({"prompt": "x", "suffix": "y"}, 400, "suffix"),
         ({"prompt": "x", "mirostat": 2}, 400, "mirostat"),
-        ({"prompt": "x", "min_tokens": 2}, 400, "min_tokens"),
+        ({"prompt": "x", "min_tokens": 2, "grammar": 'root ::= "a"'}, 400, "min_tokens"),
         ({"prompt": "x", "stop": [5]}, 400, "stop"),
         ({"prompt": "x", "stop_token_ids": [-1]}, 400, "vocabulary"),
         ({"prompt": "x", "logit_bias": {"-5": 1}}, 400, "vocabulary"),

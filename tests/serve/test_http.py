@@ -177,8 +177,8 @@ def test_origins_of_this_machine_and_all() -> None:
         assert answer.status_code == 200
 
 
-def test_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(api_keys=("one", "two")) as server, server.client() as api:
+def test_keys() -> None:
+    with serving(api_keys=("one", "two"), log_requests=True) as server, server.client() as api:
         assert api.get("/health").status_code == 200
         for headers, status in (
             ({}, 401), ({"authorization": "Bearer"}, 401), ({"authorization": "Bearer three"}, 401),
@@ -186,6 +186,15 @@ def test_keys(capsys: pytest.CaptureFixture[str]) -> None:
             ({"x-api-key": "one"}, 200), ({"authorization": b"Bearer \xff"}, 401),
         ):  # fmt: skip
             assert api.get("/v1/models", headers=headers).status_code == status
+        key = {"authorization": "Bearer one"}
+        shown = api.get("/metrics", headers=key).text
+        assert 'llamabranch:requests_total{status="401"} 5' in shown
+        api.get("/none", headers=key)
+        told = ["/health 200", *["/v1/models 401"] * 4, *["/v1/models 200"] * 2]
+        told += ["/v1/models 401", "/metrics 200", "/none 404"]
+        wait_until(
+            lambda: [line.split()[1:3] for line in server.lines] == list(map(str.split, told))
+        )
 
 
 @pytest.mark.parametrize(

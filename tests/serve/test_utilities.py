@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import date
 from typing import Any
 
 import pytest
-from serving import Serving, serving
+from serving import TARGET, Serving, serving
 from toys import CHAT_TEMPLATE
 
 import llamabranch as lb
@@ -75,6 +76,19 @@ def test_templates(api: Any, server: Serving) -> None:
     assert len(bare.json()["prompt"]) < len(found["prompt"])
 
 
+def test_templates_that_ask_for_the_date_are_told_it() -> None:
+    def open_engine() -> lb.AsyncEngine:
+        template = "{{ date_string }}|{{ strftime_now('%Y') }}|{{ messages[0]['content'] }}"
+        ctx = lb.load(TARGET, n_ctx=256, n_threads=1, chat_template=template)
+        return lb.AsyncEngine(ctx, max_tokens=None)
+
+    with Serving(open_engine) as server, server.client() as api:
+        for more, told in (({}, date.today().strftime("%d %b %Y")), ({"date_string": "x"}, "x")):
+            body = {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": more}
+            prompt = api.post("/apply-template", json=body).json()["prompt"]
+            assert prompt == f"{told}|{date.today().year}|Hi"
+
+
 def test_seed_of_the_server_is_that_of_requests_without_one(api: Any) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 9, "temperature": 1.2}
     texts = [
@@ -121,8 +135,6 @@ def test_what_is_turned_off_is_not_there() -> None:
 
 def test_answers_tell_where_batches_are_not_exact() -> None:
     def open_engine() -> lb.AsyncEngine:
-        from serving import TARGET
-
         ctx = lb.load(TARGET, n_ctx=256, n_threads=1, batch_invariant=False)
         return lb.AsyncEngine(ctx, max_tokens=None)
 

@@ -39,17 +39,22 @@ def main() -> None:
         [sys.executable, "-m", "llamabranch.cli", "demo"],
         env=environment, stdout=subprocess.PIPE, check=True, text=True,
     ).stdout  # fmt: skip
-    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
+    console = recorder(COLUMNS)
     console.print(Text("$ llamabranch demo", style="bold"))
     console.print(Text.from_ansi(shown.rstrip()))
-    svg = console.export_svg(
-        title="llamabranch demo",
-        theme=MONOKAI,
-        code_format=FRAME,
-        unique_id="demo",
-    )
-    PICTURE.write_text(svg, encoding="utf-8")
-    print(PICTURE)
+    save(console, "llamabranch demo", PICTURE)
+
+
+def recorder(columns: int) -> Console:
+    """Return a console that keeps what is printed on it, in colours, for ``save``."""
+    return Console(record=True, width=columns, file=io.StringIO(), force_terminal=True)
+
+
+def save(console: Console, title: str, path: Path) -> None:
+    """Write what was printed on ``console`` as a picture."""
+    svg = console.export_svg(title=title, theme=MONOKAI, code_format=FRAME, unique_id=path.stem)
+    path.write_text(svg, encoding="utf-8")
+    print(path)
 
 
 if __name__ == "__main__":

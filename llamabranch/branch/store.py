@@ -84,7 +84,7 @@ class BranchStore:
         Raises:
             ConfigError: a branch of another context, no tokens for one, or an index below 0.
             BranchStateError, TokenizeError, CacheFullError, DecodeError, and what ``visit`` raises: no
-            branch has changed.
+                branch has changed.
         """
         with self._ctx.lock:
             work = {branch: token_list(tokens) for branch, tokens in texts.items()}

@@ -185,7 +185,7 @@ def strided_perplexity(
 
     Raises:
         ConfigError: a text of one token, or ``resume`` is of something else. CacheFullError,
-        TokenizeError, DecodeError.
+            TokenizeError, DecodeError.
     """
     window = whole("window", window, 2)
     stride = whole("stride", stride, 1, window - 1)

@@ -237,7 +237,7 @@ def run_task(
 
     Raises:
         ConfigError: a choice without tokens. CacheFullError: an item is longer than the context; nothing
-        is decoded. TokenizeError, DecodeError.
+            is decoded. TokenizeError, DecodeError.
     """
     items = task.items if limit is None else task.items[:limit]
     found = {sample.item.id: sample for sample in done}

@@ -24,6 +24,7 @@ from benchmarks import llama_tools
 from benchmarks.drafters import AdversarialDrafter
 from benchmarks.llama_tools import LlamaTools, ToolError, parse_report
 from benchmarks.prompts import PROMPTS, TASKS
+from benchmarks.readme import answer_in, questions
 from benchmarks.report import is_padded
 from benchmarks.step import OTHER, Work, measure, seconds_by_part, step_cost
 from llamabranch.bench import (
@@ -138,6 +139,22 @@ def test_tasks_are_measured_with_every_length(cache: Path) -> None:
         cells = task["compared"]
         assert list(cells) == ["plain", "auto", "fixed 3", "fixed 7", "fixed 15"]
         assert set(task["auto_over"]) == {"plain", task["best_fixed"]}
+
+
+@needs_gguf
+@pytest.mark.slow
+def test_results_of_the_readme_are_measured(cache: Path) -> None:
+    names = ["--q8-0", "tale-target", "--bf16", "tale-target"]
+    results = program("readme", cache, *names, "--only", "edit", "json", "vote")["results"]
+    assert isinstance(results, dict)
+    assert list(results) == ["edit, Q8_0", "edit, BF16", "json, Q8_0", "json, BF16", "vote, Q8_0"]
+    assert all(results[name]["same_texts"] == 1 for name in list(results)[:4])
+
+
+def test_word_problems_are_forty_with_whole_numbers() -> None:
+    asked = questions()
+    assert len({question for question, _ in asked}) == len(asked) == 40
+    assert all(answer_in(f"= {answer}.") == answer for _, answer in asked)
 
 
 def test_tasks_are_five_texts_of_moderate_length(target: lb.Model) -> None:

@@ -277,6 +277,10 @@ def test_option_tables_name_only_options_of_the_command(name: str) -> None:
         assert set(re.findall(r"`(-.+?)`", row)) <= options, f"{name} has no {row}"
 
 
+def test_readme_can_be_read_in_some_minutes() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").split()) <= 900
+
+
 def test_links_between_documents_lead_somewhere() -> None:
     for path in DOCUMENTS:
         for found in re.finditer(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):

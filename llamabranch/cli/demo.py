@@ -117,7 +117,7 @@ NEXT = (
     ('llamabranch speculate "The old king" --compare', "drafts against plain decoding, in full"),
     ("llamabranch speculate -hf Qwen/Qwen3-4B-GGUF --chat", "a model of your own, with its draft"),
     ('llamabranch generate --prompts "Once" "Long ago"', "many texts in one batch"),
-    ("llamabranch bench", "the fastest setting on this machine"),
+    ("llamabranch chat", "a conversation that branches"),
     ("llamabranch doctor", "is everything as fast as it could be?"),
 )
 

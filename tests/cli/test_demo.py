@@ -124,7 +124,7 @@ def test_demo_in_a_pipe_is_plain_text_and_says_what_to_type_next(small: None) ->
     )
     assert "the same text as plain decoding" in result.stdout
     commands = re.findall(r"^  llamabranch ([a-z]+)", result.stdout, re.MULTILINE)
-    assert commands == ["speculate", "speculate", "generate", "bench", "doctor"]
+    assert commands == ["speculate", "speculate", "generate", "chat", "doctor"]
 
 
 def test_demo_as_json_holds_the_figures_and_a_tree_whose_paths_are_eight_texts(

@@ -1,0 +1,79 @@
+"""The files that `docs/architecture.md` says a token, a round and an engine's step pass, followed as they run."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+import llamabranch as lb
+
+PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
+PACKAGE = Path(lb.__file__).parent
+WARM = lb.SamplingParams(temperature=0.8, seed=1)
+
+
+def followed(act: Callable[[], object]) -> list[str]:
+    """Return the files of the package in which functions are called, in the order of their first call."""
+    files: dict[str, None] = {}
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            files[path.relative_to(PACKAGE).as_posix()] = None
+
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return list(files)
+
+
+def token() -> list[str]:
+    with lb.load(n_threads=1) as ctx:
+        tokens = lb.Branch.start(ctx, "Once upon a time", sampling=WARM).generate(max_tokens=20)
+        for _ in range(10):
+            next(tokens)
+        return followed(lambda: next(tokens))
+
+
+def round_() -> list[str]:
+    with lb.load(n_threads=1) as ctx, lb.load("tale-draft", n_threads=1) as draft:
+        config = lb.SpeculativeConfig(draft_k=4)
+        speculator = lb.Speculator(ctx, lb.ModelDrafter(draft), config)
+        generation = speculator.generate("The king", max_tokens=200, sampling=WARM)
+        while generation.stats.num_drafts < 5:
+            next(generation)
+
+        def rounds() -> None:  # with drafts that are accepted whole, and others
+            while generation.stats.num_drafts < 25:
+                next(generation)
+
+        return followed(rounds)
+
+
+def step() -> list[str]:
+    with lb.load(n_seq_max=4, n_ctx=1024, n_threads=1) as ctx:
+        engine = lb.Engine(ctx, seed=1)
+        for _ in range(4):
+            engine.add_request(lb.Request("Once upon a time", max_tokens=30, sampling=WARM))
+        for _ in range(5):
+            engine.step()
+        return followed(engine.step)
+
+
+@pytest.mark.parametrize("way", [token, round_, step], ids=["token", "round", "step"])
+def test_the_page_names_the_files_in_their_order(way: Callable[[], list[str]]) -> None:
+    name = way.__name__.strip("_")
+    found = re.search(
+        rf"^A {name} passes (\d+) files: (.*?)\.\n\n", PAGE.read_text("utf-8"), re.M | re.S
+    )
+    assert found is not None
+    named = re.findall(r"`([\w/]+\.py)`", found[2])
+    assert int(found[1]) == len(named)
+    assert named == way()

@@ -398,8 +398,15 @@ class Stream:
                 overhead_s=overhead_s,
                 n_read=draft.n_read,
                 n_rows=n_rows,
+                followed=self._followed(n_accepted),
             )
         )
+
+    def _followed(self, n_accepted: int) -> bool | None:
+        following, pending = self._draft.following, self.pending
+        if following is None or pending is None or n_accepted < len(self._draft.tokens):
+            return None
+        return pending.token == following
 
 
 def finish_at(branch: Branch, position: int, pending: Produced | None) -> None:

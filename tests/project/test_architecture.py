@@ -1,4 +1,4 @@
-"""The files that `docs/architecture.md` says a token, a round and an engine's step pass, followed as they run."""
+"""The files that `docs/architecture.md` says a token, a round and a step pass, followed as they run."""
 
 from __future__ import annotations
 

@@ -166,6 +166,41 @@ def test_drafts_of_many_streams_fill_what_is_left() -> None:
     assert drafted([3.0]) == [0] * 5
 
 
+def test_tokens_that_are_not_drafted_show_whether_they_would_have_been_accepted() -> None:
+    """After a copy that was wrong at once nothing is drafted, until what follows is seen to be copied."""
+    times = {n: 0.5 + 0.5 * n for n in range(1, 18)}
+    length = AutoLength(16, known=Known(times, "a claim", estimates=frozenset({"suffix"})))
+    surprisals = [0.05] * 16
+
+    def drafted(n_accepted: int, *, followed: bool | None) -> int:
+        assert length.consider("suffix")
+        n = length.stop_rule(0).longest(surprisals)
+        shown, accepted = surprisals[: n + 1], min(n, n_accepted)
+        report = RoundReport("suffix", True, shown, n, accepted, 1 + n, 0.0, times[1 + n])
+        length.learn(report._replace(followed=None if accepted < n else followed))
+        return n
+
+    assert drafted(0, followed=None) > 4
+    assert [drafted(0, followed=False) for _ in range(3)] == [0] * 3
+    found = [drafted(16, followed=True) for _ in range(30)]
+    assert found[0] == 0 and found[-1] > 4
+
+
+def test_a_copy_that_is_cut_short_is_tested_by_the_token_in_its_place(ctx: Context) -> None:
+    reports: list[RoundReport] = []
+
+    class Watched(AutoLength):
+        def learn(self, report: RoundReport) -> None:
+            reports.append(report)
+            super().learn(report)
+
+    known = Known({n: float(n) for n in range(1, 18)}, "a claim", estimates=frozenset({"suffix"}))
+    length = Watched(16, known=known)  # a drafted token costs what it costs alone
+    generate(ctx, Joint(ctx, length, lb.SuffixDrafter(min_match=1)), [REFRAIN], 30)
+    tested = [report for report in reports if report.followed is not None]
+    assert {report.followed for report in tested} == {True, False}
+
+
 # -- filled decodes change nothing ------------------------------------------------------------------
 
 

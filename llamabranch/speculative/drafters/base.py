@@ -55,6 +55,8 @@ class Draft:
             "off" (the drafter was not used).
         drafter: the name of the drafter that made it.
         forced: for each token whether a grammar allowed no other text; empty = none of them.
+        following: the token that was next and not worth drafting; the one that is emitted in its place
+            shows whether it would have been accepted.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -67,6 +69,7 @@ class Draft:
     stopped: str = "length"
     drafter: str = ""
     forced: list[bool] = field(default_factory=list)
+    following: int | None = None
 
     @property
     def n_steps(self) -> int:
@@ -75,6 +78,8 @@ class Draft:
 
     def cut(self, n: int) -> None:
         """Keep the first ``n`` tokens; a tree with one leaf left is a chain."""
+        if n < len(self.tokens):
+            self.following = None
         del self.tokens[n:], self.sources[n:], self.forced[n:]
         if self.parents is not None:
             chain = list(range(-1, len(self.tokens) - 1))

@@ -198,6 +198,7 @@ class _CopyState:
         n = rule.longest(surprisals)
         draft.tokens = tokens[:n]
         draft.entropies = surprisals[: n + 1]
+        draft.following = tokens[n] if n < len(tokens) else None
         if n < len(tokens):
             draft.stopped = "goodput"
         elif ends:

@@ -44,7 +44,10 @@ class _Record:
     def learn(self, report: RoundReport) -> None:
         """Learn the acceptance and the time of a step from a round that drafted."""
         self.n_drafts += 1
-        self.acceptance.learn(report.entropies, report.n_steps, report.n_accepted)
+        n_tested, n_accepted = report.n_steps, report.n_accepted
+        if report.followed is not None:
+            n_tested, n_accepted = n_tested + 1, n_accepted + report.followed
+        self.acceptance.learn(report.entropies, n_tested, n_accepted)
         if report.n_steps and not report.caught_up:
             n_before = self.n_timed if self.source else None
             self.step_s = smooth(self.step_s, report.draft_s / report.n_steps, 1, n_before)

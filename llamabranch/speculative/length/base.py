@@ -28,6 +28,8 @@ class RoundReport(NamedTuple):
         verify_s: seconds of the target's decode; if other streams shared it, this stream's share.
         overhead_s: seconds of the rest: sampling, the acceptance rule, text, clean-up.
         n_read: tokens new to the drafter, which it processed before it drew.
+        followed: whether the token after a draft that was accepted whole is the one that was next and not
+            drafted; None = not known.
         n_rows: rows of that decode, if no other stream shared it; 0 = ``n_verified``.
         n_rounds: the number of equal rounds reported here. Plain steps are reported together, with the
             median seconds of one, since a single slow step would mislead.
@@ -45,6 +47,7 @@ class RoundReport(NamedTuple):
     n_read: int = 0
     n_rounds: int = 1
     n_rows: int = 0
+    followed: bool | None = None
 
     @classmethod
     def plain(cls, n_rounds: int, verify_s: float, overhead_s: float) -> RoundReport:

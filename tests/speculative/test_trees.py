@@ -261,3 +261,30 @@ def test_recurrent_draft_can_propose_trees(tmp_path: Path) -> None:
         assert generation.stats.num_accepted_tokens > 0
         other.audit()
         assert other.usage().cells_used == 0
+
+
+@pytest.mark.parametrize("n", range(1, 6))
+def test_ctrl_c_before_a_fork_is_detached_is_what_the_caller_gets(
+    n: int, ctx: Context, draft_ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    detach, n_calls = Branch.detach, 0
+
+    def interrupted(branch: Branch) -> None:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == n:
+            raise KeyboardInterrupt
+        detach(branch)
+
+    speculator = lb.Speculator(
+        ctx, lb.ModelDrafter(draft_ctx, width=2), lb.SpeculativeConfig(draft_k=4)
+    )
+    with Branch.start(ctx, "Once upon a time", seed=1) as branch:
+        monkeypatch.setattr(Branch, "detach", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            speculator.generate(branch, max_tokens=20).finish()
+        monkeypatch.undo()
+        draft_ctx.audit()
+        assert len(speculator.generate(branch, max_tokens=20).finish().tokens) == 20
+        speculator.forget(branch)
+    assert draft_ctx.usage().cells_used == 0

@@ -254,7 +254,7 @@ class _Forks:
         return fork
 
     def free(self, node: Branch) -> None:
-        node.prune()
+        node.prune_subtree()  # a Ctrl-C may have come before a fork of it was detached
 
     def decode(self, nodes: Sequence[Branch], tokens: Sequence[int]) -> None:
         self._store.commit(dict(zip(nodes, tokens, strict=True)))

@@ -9,6 +9,7 @@ drafts are and nothing else.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from time import monotonic, perf_counter, strftime
@@ -23,7 +24,6 @@ from .drafters.base import Drafter
 from .length.acceptance import AcceptanceCounts
 from .length.auto import AutoLength, draft_length
 from .length.base import DraftLength
-from .length.curve import Curve
 from .length.known import Known, KnownDrafter
 
 __all__ = ["PairProfile", "context_key", "keep_decode_times"]
@@ -35,8 +35,7 @@ _TIMES, _DRAFTERS = "decode_times", "drafters"
 LEAST_BYTES = 32 << 20
 _MOST_ROWS = 33  # of the decodes that are timed while nothing runs
 _MOST_S = 0.25  # of a decode that is timed
-_EACH = 2  # timed decodes of each size: the faster one counts
-_ENOUGH = 4.0  # decodes of earlier runs, from which on a size is not timed
+_EACH = 4  # timed decodes of each size, unless the profile has as many: the fastest counts
 _MOST_WEIGHT = 64.0  # decodes, or drafts, that all earlier runs together count as: so old ones fade
 _MOST_SIZES = 48
 _SAVE_EVERY_S = 5.0
@@ -55,7 +54,8 @@ class PairProfile:
         self, target: Context, drafter: Drafter, *, batched: bool, n_rows: int = _MOST_ROWS
     ) -> None:
         self._trial = _Trial(target)
-        self._most_rows = _most_rows(target, n_rows)
+        self._to_time: deque[int] = deque()  # sizes of decodes
+        self._timed: dict[int, list[float]] = {}
         self._known = Known(estimates=drafter.estimates)
         self._saved_at = -math.inf
         self._n_saved = 0.0
@@ -74,6 +74,9 @@ class PairProfile:
             found = {name: _drafter(read_entry(_DRAFTERS, key)) for name, key in self._keys.items()}
             drafters = {name: each for name, each in found.items() if each is not None}
             self._known = replace(times, drafters=drafters, estimates=drafter.estimates)
+        sizes = range(1, _most_rows(target, n_rows) + 1)
+        if any(self._known.n_decodes.get(n, 0.0) < _EACH for n in sizes):
+            self._to_time.extend([*sizes] * _EACH)
 
     @classmethod
     def open(
@@ -95,33 +98,31 @@ class PairProfile:
         return self._known
 
     def measure(self, length: DraftLength) -> bool:
-        """Time one decode of a size of which the profile has too few; False if there is none.
+        """Time one decode, for moments in which nobody waits; False once enough are known.
 
-        For moments in which nobody waits.
+        The sizes take turns, so that what else the machine does affects all; ``length`` gets them in the
+        end.
         """
-        if self._is_off or not isinstance(length, AutoLength):
+        if self._is_off or not isinstance(length, AutoLength) or not self._to_time:
             return False
-        n = self._next(length.curve)
-        seconds = None if n is None else self._trial.seconds(n)
-        if n is not None and seconds is not None:
-            length.curve.measure(n, seconds)
-        has_more = self._next(length.curve) is not None
-        self.save(length, at_once=not has_more)
-        return has_more
+        n = self._to_time[0]
+        seconds = self._trial.seconds(n)
+        if seconds is None:
+            return True
+        self._timed.setdefault(n, []).append(seconds)
+        self._to_time.popleft()
+        if seconds > _MOST_S and len(self._timed[n]) == 1:
+            self._to_time = deque(size for size in self._to_time if size < n)
+        if self._to_time:
+            return True
+        for n, its in self._timed.items():
+            length.curve.measure(n, min(its), len(its))
+        self.save(length, at_once=True)
+        return False
 
     def end_measuring(self) -> None:
         """Stop a decode of ``measure``, if one is running, since somebody waits. From any thread."""
         self._trial.end()
-
-    def _next(self, curve: Curve) -> int | None:
-        """Return the size of decodes to time next."""
-        kept = self._known.n_decodes
-        for n in range(1, self._most_rows + 1):
-            if curve and curve.of(n) > _MOST_S:
-                return None
-            if curve.n_measured.get(n, 0) < _EACH and kept.get(n, 0.0) < _ENOUGH:
-                return n
-        return None
 
     def save(self, length: DraftLength, *, at_once: bool = False) -> None:
         """Add what ``length`` has found to the profile; at most once in some seconds."""

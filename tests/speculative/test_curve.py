@@ -208,8 +208,7 @@ def test_measured_sizes_decide_as_those_of_earlier_runs_do() -> None:
     curve = Curve()
     curve.fills = True
     for n, seconds in STAIRS.items():
-        curve.measure(n, 3 * seconds)
-        curve.measure(n, seconds)
+        curve.measure(n, seconds, 4)
     assert {n: curve.rows(n) for n in ROWS} == ROWS
     assert curve.of(8) == STAIRS[8]
     curve.learn(20, 40.0)

@@ -494,7 +494,8 @@ class AutoLength:
         missing = [name for name, is_known in known if not is_known]
         if missing:
             waiting = " and ".join(f"no {name}" for name in missing)
-            return f"still measuring: {waiting} yet" + self._sources(record)
+            times = f"; {learned.curve.explain()}" if learned.curve else ""
+            return f"still measuring: {waiting} yet{times}" + self._sources(record)
         one_s = self._time(1)
         k, speedup = self._best(record)
         n = learned.n_streams

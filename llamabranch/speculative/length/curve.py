@@ -104,16 +104,11 @@ class Curve:
                 self._rows = []
             return factor
 
-    def measure(self, n: int, seconds: float) -> None:
-        """Take the time of a decode that was made to measure it; of several the fastest."""
+    def measure(self, n: int, seconds: float, times: int) -> None:
+        """Take the time of ``times`` decodes that were made to measure it."""
         with self._lock:
-            seconds /= self._pace
-            if self.n_measured.get(n):
-                seconds = min(seconds, self._kept[n])
-            self._kept[n] = seconds
-            if n not in self._n_learned:
-                self._shape[n] = seconds
-            self.n_measured[n] = self.n_measured.get(n, 0) + 1
+            self._kept[n] = self._shape[n] = seconds / self._pace
+            self.n_measured[n] = times
             self._rows = []
 
     def of(self, n: int) -> float:

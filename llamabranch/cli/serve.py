@@ -15,6 +15,7 @@ from llamabranch.serve import ServeSettings
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .console import print_json
+from .drafters import has_model
 from .jsonl import read_text
 from .opening import open_pair
 from .options import (
@@ -30,6 +31,8 @@ from .options import (
 from .prompts import trained_length
 
 _MOST_CELLS = 8192  # of the cache, unless --n-ctx is given
+_CELLS_PER_TEXT = 2048  # at least, where each has its own
+_PARALLEL = 8
 _KEY_VARIABLE = "LLAMA_API_KEY"  # llama-server's, too
 
 
@@ -139,6 +142,39 @@ class DefaultOptions(SamplingOptions):
     )
 
 
+@dataclass(frozen=True)
+class ServedOptions(SharedOptions):
+    """The context of the server."""
+
+    parallel: int = option(
+        -1, "Texts at a time at most; -1: 8, in one KV cache.", "--parallel", "-np", min=-1, max=255
+    )
+
+    def sized(self, model: Model, drafters: tuple[str, ...]) -> ServedOptions:
+        """Return them with the number of texts, and the layout and size of their cache.
+
+        As in llama-server, texts whose number is given have cells of their own; not where the memory
+        of the model cannot be divided, or a model drafts, whose drafts differ in length.
+
+        Raises:
+            ConfigError: no text at a time.
+        """
+        if self.parallel == 0:
+            raise ConfigError("--parallel must be at least 1, or -1")
+        parallel = _PARALLEL if self.parallel < 0 else self.parallel
+        kv_unified, n_ctx = self.kv_unified, self.n_ctx
+        if kv_unified is None:
+            most = min(n for n in (self.n_batch, self.n_ubatch, parallel) if n)  # of a decode
+            can_divide = model.memory_type == "attention" and most == parallel
+            can_divide = can_divide and not has_model(drafters)
+            kv_unified = self.parallel < 2 or not can_divide
+        if n_ctx is None:
+            n_texts, trained = 1 if kv_unified else parallel, trained_length(model)
+            n_ctx = max(_MOST_CELLS, n_texts * _CELLS_PER_TEXT)
+            n_ctx = min(n_ctx, n_texts * (trained or n_ctx))
+        return replace(self, parallel=parallel, kv_unified=kv_unified, n_ctx=n_ctx)
+
+
 @with_bundles
 def serve(
     *,
@@ -146,7 +182,7 @@ def serve(
     models: DraftedOptions,
     template: TemplateOptions,
     defaults: DefaultOptions,
-    runtime: SharedOptions,
+    runtime: ServedOptions,
     output: OutputOptions,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API, scores of given text, and branches.
@@ -158,7 +194,6 @@ def serve(
         config, chat_template = models.config(), template.template
         settings = replace(
             listening.settings(),
-            parallel=runtime.parallel,
             max_tokens=defaults.max_tokens,
             seed=defaults.seed,
             sampling=defaults.params(),
@@ -166,10 +201,8 @@ def serve(
         names = models.resolve(console)
         with Model(models.find(names[0]), vocab_only=True) as model:
             sampling = defaults.without_eog(settings.sampling, model)
-            trained = trained_length(model)
-        settings = replace(settings, sampling=sampling)
-        if runtime.n_ctx is None:
-            runtime = replace(runtime, n_ctx=min(trained or _MOST_CELLS, _MOST_CELLS))
+            runtime = runtime.sized(model, names[1])
+        settings = replace(settings, sampling=sampling, parallel=runtime.parallel)
 
         def open_engine() -> AsyncEngine:
             of_drafts = LoadOptions(n_seq_max=runtime.parallel, prefix_cache=True)

@@ -182,7 +182,7 @@ class PrefixCache:
         return n
 
     def hand_over(self, tokens: Sequence[int], is_full: bool) -> int | None:
-        """Give up the kept text that ``tokens`` begin like, and return its sequence, which holds what they share.
+        """Give up a kept text that begins like ``tokens``, but not its sequence, cut to what they share.
 
         So nothing is copied where each sequence has cells of its own. The text is given up if ``tokens``
         continue all of it, or, where another would have to be (``is_full``: no sequence is free), if more

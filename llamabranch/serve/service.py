@@ -96,7 +96,9 @@ class Service:
         """Return what a function returns that may take a while."""
         return await asyncio.to_thread(function)
 
-    def check_room(self, prompt: Sequence[int], max_tokens: int | None) -> None:
-        """Raise HttpError unless the context has room for a prompt and a token after it."""
+    def check_room(
+        self, prompt: Sequence[int], max_tokens: int | None, param: str | None = None
+    ) -> None:
+        """Raise HttpError, about a field, unless the context has room for a prompt and a token more."""
         if len(prompt) + (max_tokens != 0) > self.n_ctx:
-            raise HttpError.too_long(len(prompt), self.n_ctx)
+            raise HttpError.too_long(len(prompt), self.n_ctx, param)

@@ -134,21 +134,13 @@ def test_answers_are_the_same_beside_others() -> None:
 @pytest.mark.parametrize(  # every pair of two of these
     ("concurrency", "drafter", "cache"),
     [
-        (8, "none", {}),
-        (32, "none", SMALL),
-        (8, "suffix", SMALL),
-        (32, "suffix", {}),
-        (32, "none", OWN),
-        (8, "suffix", OWN),
-    ],  # fmt: skip
-    ids=[
-        "8-none-usual",
-        "32-none-small",
-        "8-suffix-small",
-        "32-suffix-usual",
-        "32-none-own",
-        "8-suffix-own",
-    ],  # fmt: skip
+        pytest.param(8, "none", {}, id="8-none-usual"),
+        pytest.param(32, "none", SMALL, id="32-none-small"),
+        pytest.param(8, "suffix", SMALL, id="8-suffix-small"),
+        pytest.param(32, "suffix", {}, id="32-suffix-usual"),
+        pytest.param(32, "none", OWN, id="32-none-own"),
+        pytest.param(8, "suffix", OWN, id="8-suffix-own"),
+    ],
 )
 def test_two_hundred_answers_are_the_same_under_any_load(
     concurrency: int, drafter: str, cache: dict[str, Any], expected: list[object]

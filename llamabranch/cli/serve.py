@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from llamabranch import AsyncEngine, ConfigError, Model
+from llamabranch import AsyncEngine, ConfigError, Context, Drafter, Model, UnsupportedError
 from llamabranch import serve as server
 from llamabranch.serve import ServeSettings
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .console import print_json
-from .drafters import has_model
+from .drafters import COPYING, has_model
 from .jsonl import read_text
 from .opening import open_pair
 from .options import (
@@ -147,14 +147,18 @@ class ServedOptions(SharedOptions):
     """The context of the server."""
 
     parallel: int = option(
-        -1, "Texts at a time at most; -1: 8, in one KV cache.", "--parallel", "-np", min=-1, max=255
+        -1, "Texts at a time at most; -1: 8.", "--parallel", "-np", min=-1, max=255
     )
 
-    def sized(self, model: Model, drafters: tuple[str, ...]) -> ServedOptions:
+    def sized(self, trained: int | None, drafters: tuple[str, ...]) -> ServedOptions:
         """Return them with the number of texts, and the layout and size of their cache.
 
-        As in llama-server, texts whose number is given have cells of their own; not where the memory
-        of the model cannot be divided, or a model drafts, whose drafts differ in length.
+        As in llama-server, texts whose number is given have cells of their own; not where a model
+        drafts, since drafts differ in length.
+
+        Args:
+            trained: the length that the model was trained for, if it is known.
+            drafters: what drafts.
 
         Raises:
             ConfigError: no text at a time.
@@ -165,11 +169,9 @@ class ServedOptions(SharedOptions):
         kv_unified, n_ctx = self.kv_unified, self.n_ctx
         if kv_unified is None:
             most = min(n for n in (self.n_batch, self.n_ubatch, parallel) if n)  # of a decode
-            can_divide = model.memory_type == "attention" and most == parallel
-            can_divide = can_divide and not has_model(drafters)
-            kv_unified = self.parallel < 2 or not can_divide
+            kv_unified = self.parallel < 2 or most < parallel or has_model(drafters)
         if n_ctx is None:
-            n_texts, trained = 1 if kv_unified else parallel, trained_length(model)
+            n_texts = 1 if kv_unified else parallel
             n_ctx = max(_MOST_CELLS, n_texts * _CELLS_PER_TEXT)
             n_ctx = min(n_ctx, n_texts * (trained or n_ctx))
         return replace(self, parallel=parallel, kv_unified=kv_unified, n_ctx=n_ctx)
@@ -198,23 +200,36 @@ def serve(
             seed=defaults.seed,
             sampling=defaults.params(),
         )
-        names = models.resolve(console)
-        with Model(models.find(names[0]), vocab_only=True) as model:
+        target, drafters = models.resolve(console)
+        if models.draft in (None, "auto") and all(name in COPYING for name in drafters):
+            drafters = ("grammar", *drafters)  # what a schema forces is not copied from anywhere
+        with Model(models.find(target), vocab_only=True) as model:
             sampling = defaults.without_eog(settings.sampling, model)
-            runtime = runtime.sized(model, names[1])
+            trained = trained_length(model)
+        is_layout_given = runtime.kv_unified is not None
+        runtime = runtime.sized(trained, drafters)
         settings = replace(settings, sampling=sampling, parallel=runtime.parallel)
 
-        def open_engine() -> AsyncEngine:
+        def open_contexts(kv_unified: bool) -> tuple[Context, Drafter]:
             of_drafts = LoadOptions(n_seq_max=runtime.parallel, prefix_cache=True)
             of_target = LoadOptions(
                 **of_drafts,
                 cache_ram=runtime.cache_ram << 20,
-                kv_unified=runtime.kv_unified is not False,
+                kv_unified=kv_unified,
                 chat_template=chat_template,
             )
-            context, drafter = open_pair(runtime, names, console, stack, of_target, of_drafts)
+            names = target, drafters
+            return open_pair(runtime, names, console, stack, of_target, of_drafts)
+
+        def open_engine() -> AsyncEngine:
+            try:
+                context, drafter = open_contexts(runtime.kv_unified is not False)
+            except UnsupportedError:  # memory that cannot be divided, which no option has asked for
+                if is_layout_given or runtime.kv_unified:
+                    raise
+                context, drafter = open_contexts(True)
             return AsyncEngine(
-                context, drafter if names[1] else None, config, sampling=sampling, max_tokens=None,
+                context, drafter if drafters else None, config, sampling=sampling, max_tokens=None,
                 max_waiting=settings.max_queue, parallel=runtime.parallel,
             )  # fmt: skip
 

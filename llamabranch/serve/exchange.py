@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from time import perf_counter
 from typing import TypeVar
 from urllib.parse import parse_qsl
@@ -138,15 +138,15 @@ class Exchange:
         self._watcher = asyncio.ensure_future(self._watch())
         return bytes(found)
 
-    async def json(self, decode: Callable[[bytes], T]) -> T:
-        """Return the body as ``decode``, a msgspec decoder's method, reads it.
+    async def json(self, kind: type[T]) -> T:
+        """Return the body as an object of ``kind``.
 
         Raises:
             HttpError: the body is too long or no JSON, or a field has another type.
         """
         body = await self._body()
         try:
-            fields = decode(body)
+            fields = msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:
             message, _, path = str(error).partition(" - at `")
             missing = re.search("missing required field `(.*)`", message)

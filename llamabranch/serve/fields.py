@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from asyncio import to_thread
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
@@ -221,7 +222,7 @@ class TextFields(SamplingFields, kw_only=True):
         name, kind, source = given[0]
         text = source if isinstance(source, str) else json.dumps(source)
         try:
-            return await service.in_thread(lambda: _compiled(kind, text))
+            return await to_thread(lambda: _compiled(kind, text))
         except LlamaBranchError as error:
             raise http_error(error, param=name) from None
 

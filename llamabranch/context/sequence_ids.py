@@ -100,9 +100,6 @@ class SequenceIds:
         """
         with self._lock:
             self._check()
-            if len(self._holders) == self.n_seq_max:
-                _collect_garbage()  # an unreferenced branch may be in a reference cycle
-                self.collect(noted=False)
             is_full = len(self._holders) == self.n_seq_max
             begun = self.hand_over(beginning, is_full) if beginning else None
             if begun is not None:
@@ -110,6 +107,9 @@ class SequenceIds:
                 return begun
             while len(self._holders) == self.n_seq_max and self.n_cached and self.evict():
                 pass
+            if len(self._holders) == self.n_seq_max:
+                _collect_garbage()  # an unreferenced branch may be in a reference cycle
+                self.collect(noted=False)
             seq_id = self.lease_if_free(holder)
             if seq_id is None:
                 raise self._exhausted()

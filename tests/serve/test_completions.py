@@ -236,7 +236,7 @@ def test_what_is_refused(api: Any, body: dict[str, Any], status: int, told: str)
 
 def test_errors_name_the_wrong_field(api: Any) -> None:
     schema = {"type": "hiccup"}
-    for param, body in (
+    wrong: list[tuple[str, dict[str, Any]]] = [
         ("temperature", {"temperature": -1}),
         ("max_tokens", {"max_tokens": "many"}),
         ("stream_options.include_usage", {"stream_options": {"include_usage": 5}}),
@@ -249,7 +249,8 @@ def test_errors_name_the_wrong_field(api: Any) -> None:
         ),
         ("structured_outputs", {"structured_outputs": {"regex": "("}}),
         ("prompt", {"prompt": "word " * 3000}),
-    ):
+    ]
+    for param, body in wrong:
         assert post(api, 400, **{"prompt": "x", **body})["error"]["param"] == param
     path = "/v1/chat/completions"
     assert post(api, 400, path, max_tokens=3)["error"]["param"] == "messages"

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -124,10 +125,8 @@ def test_answers_are_the_same_beside_others() -> None:
     n = 24
     expected = answers(bundled_engine, n, concurrency=1)
     for cache in (SMALL, OWN):
-        drafted = answers(
-            lambda cache=cache: bundled_engine(drafter=lb.SuffixDrafter, **cache), n,
-            concurrency=8, shuffle=1, leaves=0.3,
-        )  # fmt: skip
+        small = partial(bundled_engine, drafter=lb.SuffixDrafter, **cache)
+        drafted = answers(small, n, concurrency=8, shuffle=1, leaves=0.3)
         assert drafted == expected
 
 

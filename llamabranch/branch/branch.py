@@ -23,7 +23,7 @@ from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingS
 from ..sampling.distribution import log_base
 from ..sampling.noise import derive_seed
 from .output import OutputBuffer
-from .scoring import score_all
+from .scoring import continuation, score_all
 from .sequence import TokenSequence
 from .snapshot import Snapshot, capture, fill
 from .token import Produced
@@ -46,11 +46,18 @@ class Branch:
         sequence: tokens, sampler and logits in step with the K/V cache; for drafters, not for users.
     """
 
-    def __init__(self, ctx: Context, sampler: Sampler, seed: int, parent: Branch | None) -> None:
+    def __init__(
+        self,
+        ctx: Context,
+        sampler: Sampler,
+        seed: int,
+        parent: Branch | None,
+        beginning: Sequence[int] = (),
+    ) -> None:
         """Lease a sequence. For ``create`` and ``fork``, not for users."""
         inherited = None if parent is None else parent.sequence
         self.sequence: TokenSequence = TokenSequence(
-            ctx, ctx.sequences.lease(self), sampler, seed, inherited
+            ctx, ctx.sequences.lease(self, beginning), sampler, seed, inherited
         )
         self._lock = ctx.lock
         self._parent = parent
@@ -67,8 +74,17 @@ class Branch:
         ctx: Context,
         sampling: SamplingParams | None = None,
         grammar: Grammar | str | None = None,
+        *,
+        beginning: Sequence[int] = (),
     ) -> Branch:
         """Return an empty branch; ``prefill`` it next.
+
+        Args:
+            ctx: the context that holds it.
+            sampling: settings.
+            grammar: constrains the generated text.
+            beginning: tokens that it is going to begin with, if known: the prefix cache may have a
+                sequence that holds them.
 
         Raises:
             SequencesExhaustedError, GrammarError, ConfigError: nothing is created.
@@ -80,7 +96,8 @@ class Branch:
         with ctx.lock:
             ctx.decoder.check_open()
             seed = random_seed() if params.seed is None else params.seed
-            return cls(ctx, Sampler(ctx.model, params, grammar), seed, parent=None)
+            sampler = Sampler(ctx.model, params, grammar)
+            return cls(ctx, sampler, seed, None, beginning)
 
     @classmethod
     def start(
@@ -114,11 +131,12 @@ class Branch:
             SequencesExhaustedError, CacheFullError, DecodeError: nothing is created.
         """
         params = (sampling or SamplingParams()).replace(**settings)
-        branch = cls.create(ctx, params, grammar)
+        text_context("ctx", ctx)
+        tokens = ctx.model.prompt_tokens(prompt, parse_special=parse_special)
+        if len(tokens) > ctx.n_ctx_seq:
+            raise CacheFullError.of_prompt(len(tokens), ctx.n_ctx_seq)
+        branch = cls.create(ctx, params, grammar, beginning=tokens[:-1])
         try:
-            tokens = ctx.model.prompt_tokens(prompt, parse_special=parse_special)
-            if len(tokens) > ctx.n_ctx_seq:
-                raise CacheFullError.of_prompt(len(tokens), ctx.n_ctx_seq)
             n_cached = branch.sequence.take_cached(tokens[:-1])
             branch.prefill(tokens[n_cached:])
             branch.sequence.keep_cached()
@@ -359,27 +377,25 @@ class Branch:
             except OverflowError:
                 return -math.inf
 
-    def score(self, tokens: TokenIds, top: int = 0) -> list[TokenScore]:
-        """Rate given tokens as the continuation of this branch, which does not change.
+    def score(self, text: str | TokenIds, top: int = 0) -> list[TokenScore]:
+        """Rate a given text as the continuation of this branch, which does not change.
 
         Under the model's own distribution, before any sampling setting; a grammar does not matter.
 
         Args:
-            tokens: ids, at least one.
-            top: how many of the most probable tokens to give for each.
+            text: token ids, or text, tokenized by itself and without a BOS token: begin it with a space
+                where the text needs one. Control tokens written in it stay text.
+            top: how many of the most probable tokens to give for each token.
 
         Returns:
             for each token its log-probability, rank and entropy, and the most probable tokens there.
 
         Raises:
-            BranchStateError: pruned or empty. TokenizeError: a bad id. CacheFullError, DecodeError: the
-                branch is as before.
+            BranchStateError: pruned or empty. ConfigError: no tokens. TokenizeError: a bad id.
+            CacheFullError, DecodeError: the branch is as before.
         """
         with self._lock:
-            tokens = token_list(tokens)
-            if not tokens:
-                raise ConfigError("nothing to score: no tokens")
-            self.ctx.model.check_tokens(tokens)
+            tokens = continuation(self.ctx.model, text)
             return score_all(self.ctx, [(self.sequence, tokens)], whole("top", top, 0))[0]
 
     def _scored(self, since: str) -> list[float]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import EllipsisType
 from typing import cast
 
 from typing_extensions import Unpack
@@ -71,6 +70,9 @@ class TextOptions(SamplingSettings, total=False):
     prompt_logprobs: int | None
     parse_special: bool
     drafter: Drafter | None  # not of an `AsyncEngine`, which has its own
+
+
+_NOT_SAMPLING = TextOptions.__annotations__.keys() - SamplingSettings.__annotations__.keys()
 
 
 class ChatOptions(TextOptions, total=False):
@@ -144,21 +146,7 @@ def plan_texts(
     ctx: Context,
     prompt: object,
     base: SamplingParams | None = None,
-    *,
-    max_tokens: int | EllipsisType | None = ...,
-    stop: str | Sequence[str] = (),
-    stop_tokens: Sequence[int] = (),
-    n: int = 1,
-    sampling: SamplingParams | None = None,
-    grammar: Grammar | str | None = None,
-    json_schema: str | Mapping[str, object] | type | None = None,
-    regex: str | None = None,
-    choices: Sequence[str] | None = None,
-    top_logprobs: int | None = None,
-    prompt_logprobs: int | None = None,
-    parse_special: bool = True,
-    drafter: Drafter | None = None,
-    **settings: Unpack[SamplingSettings],
+    **options: Unpack[TextOptions],
 ) -> Completion:
     """Return a call of ``complete``, checked.
 
@@ -166,39 +154,42 @@ def plan_texts(
         ctx: generates.
         prompt: one, or a list of them.
         base: the settings where ``sampling`` is not given.
-        max_tokens: ``...`` = the engine's.
-
-    The others are those of ``Context.complete``.
+        options: those of ``Context.complete``; without ``max_tokens`` the engine's holds.
 
     Raises:
         ConfigError, GrammarError, TokenizeError, CacheFullError: something is invalid, or too long.
     """
     text_context("ctx", ctx)
     prompts, is_list = _prompts(prompt)
-    params = (sampling or base or SamplingParams()).replace(**settings)
-    made = _grammar(grammar, json_schema, regex, choices)
+    settings = {name: value for name, value in options.items() if name not in _NOT_SAMPLING}
+    params = (options.get("sampling") or base or SamplingParams()).replace(**settings)
+    max_tokens = options.get("max_tokens")
+    if max_tokens is None and "max_tokens" in options:
+        max_tokens = ctx.n_ctx_seq
+    top_logprobs = options.get("top_logprobs")
+    if top_logprobs is None and params.logprobs:
+        top_logprobs = 0
+    grammar = _grammar(options)
     requests = []
     for each in prompts:
         request = Request(
             each,
-            max_tokens=(
-                ctx.n_ctx_seq if max_tokens is None else None if max_tokens is ... else max_tokens
-            ),
+            max_tokens=max_tokens,
             sampling=params,
-            stop=stop,
-            stop_tokens=stop_tokens,
-            grammar=made,
-            n=n,
-            top_logprobs=0 if top_logprobs is None and params.logprobs else top_logprobs,
-            prompt_logprobs=prompt_logprobs,
-            parse_special=parse_special,
+            stop=options.get("stop", ()),
+            stop_tokens=options.get("stop_tokens", ()),
+            grammar=grammar,
+            n=options.get("n", 1),
+            top_logprobs=top_logprobs,
+            prompt_logprobs=options.get("prompt_logprobs"),
+            parse_special=options.get("parse_special", True),
         )
         tokens = ctx.model.prompt_tokens(request.prompt, parse_special=request.parse_special)
         if len(tokens) > ctx.n_ctx_seq:
             raise CacheFullError.of_prompt(len(tokens), ctx.n_ctx_seq)
         ctx.model.check_tokens(request.stop_tokens)
         requests.append(replace(request, prompt=tokens))
-    return Completion(requests, prompts, is_list, drafter=drafter)
+    return Completion(requests, prompts, is_list, drafter=options.get("drafter"))
 
 
 def plan_chat(
@@ -246,21 +237,16 @@ def _prompts(prompt: object) -> tuple[list[_Prompt], bool]:
 _GRAMMARS = ("grammar", "json_schema", "regex", "choices")
 
 
-def _grammar(
-    grammar: Grammar | str | None,
-    json_schema: str | Mapping[str, object] | type | None,
-    regex: str | None,
-    choices: Sequence[str] | None,
-) -> Grammar | None:
-    given = [each is not None for each in (grammar, json_schema, regex, choices)]
-    if sum(given) > 1:
+def _grammar(options: TextOptions) -> Grammar | None:
+    if sum(options.get(name) is not None for name in _GRAMMARS) > 1:
         raise ConfigError(f"give one of {', '.join(_GRAMMARS)}")
-    if json_schema is not None:
-        return Grammar.from_json_schema(json_schema)
-    if regex is not None:
+    if (schema := options.get("json_schema")) is not None:
+        return Grammar.from_json_schema(schema)
+    if (regex := options.get("regex")) is not None:
         return Grammar.from_regex(regex)
-    if choices is not None:
+    if (choices := options.get("choices")) is not None:
         return Grammar.from_choices(choices)
+    grammar = options.get("grammar")
     return Grammar(grammar) if isinstance(grammar, str) else grammar
 
 

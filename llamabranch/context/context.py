@@ -41,7 +41,8 @@ from .params import MOST_WITH_PREFIXES, ContextOptions, ContextParams, warn_of_l
 from .prefix_cache import LeasedSequences, PrefixCache
 from .saved_prefixes import SavedPrefixes
 from .sequence_ids import SequenceIds
-from .threads import ThreadTuner, ThreadWatch
+from .thread_watch import ThreadWatch
+from .threads import ThreadTuner
 
 if TYPE_CHECKING:
     from ..engine import Result

@@ -6,15 +6,17 @@ number, except bool. What is computed, saved or passed to C is always int or flo
 
 from __future__ import annotations
 
+import difflib
 import math
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from numbers import Real
 from operator import index
 from typing import TypeVar
 
-from .errors import ConfigError
+from .errors import ConfigError, LlamaBranchError
 
 __all__ = [
     "bounded",
@@ -23,6 +25,8 @@ __all__ = [
     "flag",
     "function",
     "instance",
+    "nearest",
+    "placed",
     "plain_int",
     "real",
     "shown",
@@ -124,6 +128,24 @@ def bounded(name: str, value: object, low: float, high: float) -> float:
     if not low <= found <= high:
         raise ConfigError(f"{name} must be from {low:g} to {high:g}, not {found}")
     return found
+
+
+def nearest(text: str, names: Collection[str], what: str) -> str:
+    """Return a hint: the name that ``text`` may be meant for, or all names."""
+    close = difflib.get_close_matches(text, names, n=1)
+    return f"did you mean {close[0]}?" if close else f"{what}: {', '.join(names)}"
+
+
+@contextmanager
+def placed(place: str) -> Iterator[None]:
+    """Begin the message of an error that is raised within with ``place``, unless that is empty."""
+    try:
+        yield
+    except LlamaBranchError as error:
+        if place:
+            error.message = f"{place}: {error.message}"
+            error.args = (error.message,)
+        raise
 
 
 def choice(name: str, value: object, choices: Collection[str]) -> None:

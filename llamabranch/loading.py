@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypedDict, cast
 
-from .arguments import instance
+from .arguments import instance, nearest
 from .context import Context
 from .context.params import ContextOptions
 from .errors import ConfigError
@@ -16,7 +16,6 @@ from .native import set_log_level
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 from .hub import BUNDLED_TARGET, resolve
-from .hub.catalogue import nearest
 
 __all__ = ["LoadOptions", "load"]
 

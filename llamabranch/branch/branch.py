@@ -23,7 +23,7 @@ from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingS
 from ..sampling.distribution import log_base
 from ..sampling.noise import derive_seed
 from .output import OutputBuffer
-from .scoring import score_all
+from .scoring import continuation, score_all
 from .sequence import TokenSequence
 from .snapshot import Snapshot, capture, fill
 from .token import Produced
@@ -359,27 +359,25 @@ class Branch:
             except OverflowError:
                 return -math.inf
 
-    def score(self, tokens: TokenIds, top: int = 0) -> list[TokenScore]:
-        """Rate given tokens as the continuation of this branch, which does not change.
+    def score(self, text: str | TokenIds, top: int = 0) -> list[TokenScore]:
+        """Rate a given text as the continuation of this branch, which does not change.
 
         Under the model's own distribution, before any sampling setting; a grammar does not matter.
 
         Args:
-            tokens: ids, at least one.
-            top: how many of the most probable tokens to give for each.
+            text: token ids, or text, tokenized by itself and without a BOS token: begin it with a space
+                where the text needs one. Control tokens written in it stay text.
+            top: how many of the most probable tokens to give for each token.
 
         Returns:
             for each token its log-probability, rank and entropy, and the most probable tokens there.
 
         Raises:
-            BranchStateError: pruned or empty. TokenizeError: a bad id. CacheFullError, DecodeError: the
-                branch is as before.
+            BranchStateError: pruned or empty. ConfigError: no tokens. TokenizeError: a bad id.
+            CacheFullError, DecodeError: the branch is as before.
         """
         with self._lock:
-            tokens = token_list(tokens)
-            if not tokens:
-                raise ConfigError("nothing to score: no tokens")
-            self.ctx.model.check_tokens(tokens)
+            tokens = continuation(self.ctx.model, text)
             return score_all(self.ctx, [(self.sequence, tokens)], whole("top", top, 0))[0]
 
     def _scored(self, since: str) -> list[float]:

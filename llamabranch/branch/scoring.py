@@ -11,10 +11,24 @@ from collections.abc import Sequence
 from ..context import Context
 from ..context.batch import Batch
 from ..context.logits import LogitsRow, TokenScore
-from ..errors import SequencesExhaustedError
+from ..errors import ConfigError, SequencesExhaustedError
+from ..model import Model, TokenIds, token_list
 from .sequence import TokenSequence
 
-__all__ = ["score_all"]
+__all__ = ["continuation", "score_all"]
+
+
+def continuation(model: Model, text: str | TokenIds) -> list[int]:
+    """Return the token ids of a text to rate: those given, or of a text tokenized by itself.
+
+    Raises:
+        ConfigError: none. TokenizeError: a bad id, or text that cannot be tokenized.
+    """
+    tokens = token_list(model.tokenize(text, add_special=False) if isinstance(text, str) else text)
+    if not tokens:
+        raise ConfigError("nothing to score: no tokens")
+    model.check_tokens(tokens)
+    return tokens
 
 
 class _Continuation:

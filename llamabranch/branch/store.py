@@ -13,7 +13,7 @@ from ..errors import BranchStateError, ConfigError
 from ..model import TokenIds, token_list
 from ..pictures import tree
 from .branch import Branch
-from .scoring import score_all
+from .scoring import continuation, score_all
 from .sequence import TokenSequence
 from .token import Produced
 from .tree import DEFAULT_COLUMNS, BranchTree, tree_lines
@@ -160,12 +160,12 @@ class BranchStore:
             return produced
 
     def score(
-        self, work: Mapping[Branch, Sequence[TokenIds]], top: int = 0
+        self, work: Mapping[Branch, Sequence[str | TokenIds]], top: int = 0
     ) -> dict[Branch, list[list[TokenScore]]]:
         """Rate given continuations of branches, as ``Branch.score``, many in one decode.
 
         Args:
-            work: for each branch its continuations, each of at least one token.
+            work: for each branch its continuations: texts, or token ids.
             top: how many of the most probable tokens to give for each token.
 
         Raises:
@@ -176,11 +176,7 @@ class BranchStore:
             items: list[tuple[Branch, list[int]]] = []
             for branch, continuations in work.items():
                 self._check(branch)
-                items += [(branch, token_list(tokens)) for tokens in continuations]
-            for _, tokens in items:
-                if not tokens:
-                    raise ConfigError("nothing to score: no tokens")
-                self._ctx.model.check_tokens(tokens)
+                items += [(branch, continuation(self._ctx.model, text)) for text in continuations]
             pairs = [(branch.sequence, tokens) for branch, tokens in items]
             scores = score_all(self._ctx, pairs, whole("top", top, 0))
             found: dict[Branch, list[list[TokenScore]]] = {branch: [] for branch in work}

@@ -277,7 +277,7 @@ class Context:
 
     @property
     def lock(self) -> threading.RLock:
-        """Held by every call on this context or a branch of it."""
+        """Held by every call on this context or a branch of it, but for counts such as `n_seq_free`."""
         return self._lock
 
     @property
@@ -292,7 +292,7 @@ class Context:
 
     @property
     def n_seq_free(self) -> int:
-        """How many sequences could be leased now."""
+        """How many sequences could be leased now. Does not wait while another thread decodes."""
         return self.sequences.n_free
 
     def compact(self) -> bool:

@@ -85,7 +85,8 @@ class Decoder:
         self.read_s = math.nan  # seconds for each token of a long chunk, smoothed
         self.cache = cache
         self._reclaim = reclaim or cache.release_reserved
-        self._n_trained = END if n_trained is None else n_trained
+        # No sequence can exceed it where the cells end before.
+        self._n_trained = END if n_trained is None or handle.n_ctx_seq <= n_trained else n_trained
         self.watch = watch
         self._live: list[LogitsRow] = []
         self._places: list[int] | None = None  # of the last rows in llama.cpp's order, if another

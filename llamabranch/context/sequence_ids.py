@@ -55,7 +55,7 @@ class SequenceIds:
     @property
     def n_cached(self) -> int:
         """How many of the leased sequences are the prefix cache's, which gives them up if asked."""
-        return sum(1 for seq_id in self._cache.prefix_seq_ids if seq_id < self.n_seq_max)
+        return sum(1 for seq_id in tuple(self._cache.prefix_seq_ids) if seq_id < self.n_seq_max)
 
     @property
     def n_held(self) -> int:
@@ -64,10 +64,13 @@ class SequenceIds:
 
     @property
     def n_free(self) -> int:
-        """How many could be leased now."""
-        with self._lock:
-            self.collect()
-            return sum(map(self._is_free, range(self.n_seq_max))) + self.n_cached
+        """How many could be leased now. Does not wait for another thread's step, but counts amid it."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self.collect()
+            finally:
+                self._lock.release()
+        return sum(map(self._is_free, range(self.n_seq_max))) + self.n_cached
 
     def _is_free(self, seq_id: int) -> bool:
         return seq_id not in self._holders and self._cache.first_position(seq_id) < 0

@@ -185,14 +185,15 @@ class AsyncEngine:
         and what is not given, are the engine's.
 
         Raises:
-            LlamaBranchError: as ``Context.complete``, when it is awaited; and as ``generate``.
+            LlamaBranchError: as ``Context.complete``: bad arguments when it is awaited, with ``stream``
+                when it is called; and as ``generate``.
         """
         engine = self._engine
 
         def plan() -> Completion:
-            return plan_texts(engine.target, prompt, engine.sampling, **options)
+            return _no_drafter(plan_texts(engine.target, prompt, engine.sampling, **options))
 
-        return self._stream(plan) if stream else self._answer(plan)
+        return self._stream(plan()) if stream else self._answer(plan)
 
     @overload
     def chat(
@@ -228,31 +229,23 @@ class AsyncEngine:
         """Answer conversations as ``Context.chat`` does; see ``complete``.
 
         Raises:
-            LlamaBranchError: as ``Context.chat``, when it is awaited; and as ``generate``.
+            LlamaBranchError: as ``complete``, and ``Context.chat``.
         """
         engine = self._engine
 
         def plan() -> Completion:
-            return plan_chat(engine.target, messages, engine.sampling, **options)
+            return _no_drafter(plan_chat(engine.target, messages, engine.sampling, **options))
 
-        return self._stream(plan) if stream else self._answer(plan)
-
-    @staticmethod
-    async def _planned(plan: Callable[[], Completion]) -> Completion:
-        found = await asyncio.to_thread(plan)
-        if found.drafter is not None:
-            raise ConfigError("the drafter is that of the engine: AsyncEngine(ctx, drafter)")
-        return found
+        return self._stream(plan()) if stream else self._answer(plan)
 
     async def _answer(self, plan: Callable[[], Completion]) -> Result | list[Result]:
-        completion = await self._planned(plan)
+        completion = await asyncio.to_thread(plan)
         async with aclosing(self._taken(completion)) as events:
             async for _ in events:
                 pass
         return completion.answer()
 
-    async def _stream(self, plan: Callable[[], Completion]) -> AsyncGenerator[Event, None]:
-        completion = await self._planned(plan)
+    async def _stream(self, completion: Completion) -> AsyncGenerator[Event, None]:
         async with aclosing(self._taken(completion)) as events:
             async for event in events:
                 yield event
@@ -394,6 +387,12 @@ class AsyncEngine:
         engine = self._engine
         idle = engine.core.is_stalled if engine.has_unfinished() else self._ends is None
         return idle and not self._has_news
+
+
+def _no_drafter(plan: Completion) -> Completion:
+    if plan.drafter is not None:
+        raise ConfigError("the drafter is that of the engine: AsyncEngine(ctx, drafter)")
+    return plan
 
 
 async def merged(

@@ -13,7 +13,7 @@ from typing import cast
 
 from typing_extensions import Unpack
 
-from ..arguments import plain_int
+from ..arguments import placed, plain_int
 from ..context import Context
 from ..context.context import text_context
 from ..errors import CacheFullError, ConfigError, LlamaBranchError
@@ -21,6 +21,7 @@ from ..model import Message, chat_messages, is_chat
 from ..model.tools import Tools, conversation
 from ..sampling import SamplingParams, SamplingSettings
 from ..sampling.grammar import Grammar
+from ..sampling.params import check_names
 from ..speculative import (
     ChainDrafter,
     Drafter,
@@ -160,8 +161,9 @@ def plan_texts(
         ConfigError, GrammarError, TokenizeError, CacheFullError: something is invalid, or too long.
     """
     text_context("ctx", ctx)
-    prompts, is_list = _prompts(prompt)
     settings = {name: value for name, value in options.items() if name not in _NOT_SAMPLING}
+    check_names(settings, ChatOptions.__annotations__)
+    prompts, is_list = _prompts(prompt)
     params = (options.get("sampling") or base or SamplingParams()).replace(**settings)
     max_tokens = options.get("max_tokens")
     if max_tokens is None and "max_tokens" in options:
@@ -169,26 +171,27 @@ def plan_texts(
     top_logprobs = options.get("top_logprobs")
     if top_logprobs is None and params.logprobs:
         top_logprobs = 0
-    grammar = _grammar(options)
+    common = Request(
+        "",
+        max_tokens=max_tokens,
+        sampling=params,
+        stop=options.get("stop", ()),
+        stop_tokens=options.get("stop_tokens", ()),
+        grammar=_grammar(options),
+        n=options.get("n", 1),
+        top_logprobs=top_logprobs,
+        prompt_logprobs=options.get("prompt_logprobs"),
+        parse_special=options.get("parse_special", True),
+    )
+    ctx.model.check_tokens(common.stop_tokens)
     requests = []
-    for each in prompts:
-        request = Request(
-            each,
-            max_tokens=max_tokens,
-            sampling=params,
-            stop=options.get("stop", ()),
-            stop_tokens=options.get("stop_tokens", ()),
-            grammar=grammar,
-            n=options.get("n", 1),
-            top_logprobs=top_logprobs,
-            prompt_logprobs=options.get("prompt_logprobs"),
-            parse_special=options.get("parse_special", True),
-        )
-        tokens = ctx.model.prompt_tokens(request.prompt, parse_special=request.parse_special)
-        if len(tokens) > ctx.n_ctx_seq:
-            raise CacheFullError.of_prompt(len(tokens), ctx.n_ctx_seq)
-        ctx.model.check_tokens(request.stop_tokens)
-        requests.append(replace(request, prompt=tokens))
+    for index, each in enumerate(prompts):
+        with placed(_place(index, prompts)):
+            request = replace(common, prompt=each)
+            tokens = ctx.model.prompt_tokens(request.prompt, parse_special=common.parse_special)
+            if len(tokens) > ctx.n_ctx_seq:
+                raise CacheFullError.of_prompt(len(tokens), ctx.n_ctx_seq)
+            requests.append(replace(request, prompt=tokens))
     return Completion(requests, prompts, is_list, drafter=options.get("drafter"))
 
 
@@ -211,17 +214,18 @@ def plan_chat(
     known = Tools(tools or (), tool_choice)
     is_list = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
     given = cast(Sequence[Sequence[Message]], messages if is_list else [messages])
-    told = [chat_messages(each) for each in given]
-    prompts = [
-        conversation(ctx.model, each, known, chat_template_kwargs).tokens(ctx.model)
-        for each in told
-    ]
+    told, prompts = [], []
+    for index, each in enumerate(given):
+        with placed(_place(index, given)):
+            told.append(chat_messages(each))
+            talk = conversation(ctx.model, told[-1], known, chat_template_kwargs)
+            prompts.append(talk.tokens(ctx.model))
     if known.forced:
         if any(options.get(name) is not None for name in _GRAMMARS):
             raise ConfigError("a forced tool call has a grammar of its own: give no other one")
         options["json_schema"] = known.schema()
     found = plan_texts(ctx, prompts, base, **options)
-    found.prompts, found.is_list, found.tools = list(told), is_list, known
+    found.prompts, found.is_list, found.tools = told, is_list, known
     return found
 
 
@@ -229,9 +233,20 @@ def _prompts(prompt: object) -> tuple[list[_Prompt], bool]:
     """Return the prompts, and whether they were given as a list."""
     is_list = isinstance(prompt, (list, tuple)) and not is_chat(prompt)
     several = cast(Sequence[_Prompt], prompt) if is_list else ()
-    if is_list and not (several and plain_int(several[0]) is not None):
-        return list(several), True
-    return [cast(_Prompt, prompt)], False
+    if not is_list or (several and plain_int(several[0]) is not None):
+        return [cast(_Prompt, prompt)], False
+    for each in several:
+        if isinstance(each, (list, tuple)) and each and isinstance(each[0], (str, list, tuple)):
+            raise ConfigError(
+                f"a prompt must be text, a list of token ids or messages, not {each!r:.40}",
+                hint="give texts in one list; pairs of role and content to chat(messages)",
+            )
+    return list(several), True
+
+
+def _place(index: int, prompts: Sequence[object]) -> str:
+    """Return which of several prompts one is, for messages of errors."""
+    return f"prompts[{index}]" if len(prompts) > 1 else ""
 
 
 _GRAMMARS = ("grammar", "json_schema", "regex", "choices")

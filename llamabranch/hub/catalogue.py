@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ __all__ = [
     "CatalogueEntry",
     "catalogue",
     "draft_for",
-    "nearest",
     "parse_catalogue",
 ]
 
@@ -172,9 +170,3 @@ def _shipped_catalogue() -> tuple[CatalogueEntry, ...]:
     raise ConfigError(
         "models.txt is missing from this installation", hint="install llamabranch again"
     )
-
-
-def nearest(text: str, names: list[str], what: str) -> str:
-    """Return a hint: the name that ``text`` may be meant for, or all names."""
-    close = difflib.get_close_matches(text, names, n=1)
-    return f"did you mean {close[0]}?" if close else f"{what}: {', '.join(names)}"

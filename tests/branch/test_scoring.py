@@ -88,7 +88,9 @@ def test_a_grammar_does_not_matter(ctx: Context) -> None:
     plain = Branch.start(ctx, "The king")
     bound = Branch.start(ctx, "The king", grammar='root ::= "x"')
     tokens = ctx.tokenize(" said", add_special=False)
-    assert bound.score(tokens) == plain.score(tokens)
+    assert bound.score(tokens) == plain.score(tokens) == plain.score(" said")
+    found = BranchStore(ctx).score({bound: [" said"], plain: [tokens]})
+    assert found[bound] == found[plain] == [plain.score(tokens)]
 
 
 @pytest.mark.parametrize("n_guests", [0, 5, 6])
@@ -160,6 +162,8 @@ def test_what_cannot_be_rated_is_refused(ctx: Context, other_ctx: Context) -> No
     branch, store = Branch.start(ctx, [5, 6]), BranchStore(ctx)
     with pytest.raises(ConfigError, match="no tokens"):
         branch.score([])
+    with pytest.raises(ConfigError, match="no tokens"):
+        branch.score("")
     with pytest.raises(ConfigError, match="no tokens"):
         store.score({branch: [[5], []]})
     with pytest.raises(TokenizeError):

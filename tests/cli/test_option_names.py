@@ -229,7 +229,6 @@ def test_minus_one_is_a_random_seed_and_no_limit() -> None:
     assert "needs a limit" in run("search", "-n", "-1").stderr
 
 
-@pytest.mark.filterwarnings("ignore::llamabranch.ContextLengthWarning")  # at its very end
 def test_context_of_zero_tokens_is_the_trained_length() -> None:
     with lb.Model(hub.resolve(hub.BUNDLED_TARGET), vocab_only=True) as model:
         n_ctx = int(model.metadata["llama.context_length"])

@@ -159,6 +159,24 @@ def test_branches_that_threads_forget_come_back(ctx: Context) -> None:
     assert ctx.usage().cells_used == 0
 
 
+def test_free_sequences_are_counted_while_another_thread_decodes(target: lb.Model) -> None:
+    held, counted, waited = threading.Event(), threading.Event(), []
+
+    def hold(ctx: Context) -> None:
+        with ctx.lock:
+            held.set()
+            waited.append(counted.wait(60))
+
+    with Context(target, n_ctx=256, n_seq_max=3, n_threads=1) as ctx:
+        thread = threading.Thread(target=hold, args=[ctx])
+        thread.start()
+        held.wait()
+        assert ctx.n_seq_free == 3
+        counted.set()
+        thread.join()
+    assert waited == [True]
+
+
 # -- the GIL ---------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from llamabranch.errors import (
     ClosedError,
     ConfigError,
     GrammarError,
+    LlamaBranchError,
     SequencesExhaustedError,
     TokenizeError,
     UnsupportedError,
@@ -267,6 +268,12 @@ def test_async_twins(chatting: Context) -> None:
                 await engine.complete(PROMPTS[0], n=0)
             with pytest.raises(ConfigError, match="drafter"):
                 await engine.complete(PROMPTS[0], drafter=lb.NullDrafter())
+            for bad in ({"n": 0}, {"drafter": lb.NullDrafter()}, {"temprature": 1.0}):
+                call: Any = engine.complete  # with a stream at the call, as `Context.complete`
+                with pytest.raises(ConfigError):
+                    call(PROMPTS[0], stream=True, **bad)
+            with pytest.raises(ConfigError):
+                engine.chat([], stream=True)
             async for event in engine.chat(HELLO, stream=True):
                 assert event.text or event.result
                 break
@@ -342,8 +349,9 @@ def test_what_is_refused(ctx: Context, name: str, stream: bool) -> None:
 
 
 def test_what_chat_refuses(chatting: Context, ctx: Context) -> None:
-    with pytest.raises(UnsupportedError, match="no chat template"):
+    with pytest.raises(UnsupportedError, match="no chat template") as none:
         ctx.chat(HELLO)
+    assert "smollm2-135m" in (none.value.hint or "")
     call: Any = chatting.chat
     bad: list[dict[str, Any]] = [
         {"tools": [{}]}, {"tools": 5}, {"tools": TOOLS, "tool_choice": "sometimes"},
@@ -357,6 +365,61 @@ def test_what_chat_refuses(chatting: Context, ctx: Context) -> None:
     for messages in unfit:
         with pytest.raises(ConfigError):
             call(messages)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"logprobs": 3}, "top_logprobs=3"),
+        ({"max_new_tokens": 5}, "max_tokens"),
+        ({"max_completion_tokens": 5}, "max_tokens"),
+        ({"response_format": {"type": "json_object"}}, "json_schema"),
+        ({"stop_sequences": ["a"]}, "stop here"),
+        ({"tools": []}, "chat"),
+        ({"temprature": 1.0}, "did you mean temperature?"),
+        ({"nonsense": 1}, "arguments: max_tokens, stop, "),
+    ],
+)
+def test_habits_from_elsewhere_get_the_argument_of_here(
+    ctx: Context, given: dict[str, Any], meant: str
+) -> None:
+    call: Any = ctx.complete
+    with pytest.raises(ConfigError) as caught:
+        call("a", **given)
+    assert meant in (caught.value.hint or "")
+
+
+class Plain:
+    name: str
+
+
+@pytest.mark.parametrize("schema", [Plain, Plain(), list[Plain], 5])
+def test_what_is_no_schema_gets_what_is(ctx: Context, schema: Any) -> None:
+    with pytest.raises((ConfigError, GrammarError)) as caught:
+        ctx.complete("a", json_schema=schema)
+    assert "pydantic model" in (caught.value.hint or "") and "\n" not in str(caught.value)
+
+
+def test_errors_name_the_prompt_and_the_message(chatting: Context) -> None:
+    long, hello = "a " * 3000, ("user", "Hello")
+    complete: Any = chatting.complete
+    chat: Any = chatting.chat
+    for call, given, place in [
+        (complete, ["a", long], "prompts[1]: the prompt has"),
+        (complete, ["a", b"x"], "prompts[1]: a prompt must be"),
+        (complete, long, "the prompt has"),
+        (chat, [HELLO, [("user", long)]], "prompts[1]: the prompt has"),
+        (chat, [("user", long)], "the prompt has"),
+        (chat, [hello, ("assistant", None), hello], "messages[1]: "),
+        (chat, [[hello], [("usr", "Hello")]], "prompts[1]: messages[0]: unknown role 'usr'"),
+    ]:
+        with pytest.raises(LlamaBranchError) as caught:
+            call(given)
+        assert str(caught.value).startswith(place)
+    for pairs in ([hello], [[hello], [hello]]):
+        with pytest.raises(ConfigError) as refused:
+            complete(pairs)
+        assert "chat(messages)" in (refused.value.hint or "")
 
 
 def test_held_sequences_and_closed_contexts_raise(target: lb.Model) -> None:

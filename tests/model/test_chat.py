@@ -179,6 +179,18 @@ def test_what_are_no_messages_is_refused(messages: Any, open_model: Open) -> Non
         model.apply_chat_template(messages)
 
 
+def test_a_role_is_a_common_one_or_a_word_of_the_template(open_model: Open) -> None:
+    model = open_model("{% if messages[0].role == 'observation' %}seen{% endif %}{# users #}")
+    assert model.apply_chat_template([("observation", "a")]) == "seen"
+    for role in ("system", "developer", "user", "assistant", "tool", "function"):
+        assert model.chat_tokens([(role, "a")]) is not None
+    for render in (model.apply_chat_template, model.chat_tokens):
+        for role, hint in (("asistant", "assistant"), ("users|>", "user"), ("", "roles: system")):
+            with pytest.raises(ConfigError, match=r"messages\[1\]: unknown role") as caught:
+                render([("user", "a"), (role, "b")])
+            assert hint in (caught.value.hint or "")
+
+
 def test_text_parts_of_a_content_are_joined(open_model: Open) -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     model = open_model("{{ messages[0].content }}")

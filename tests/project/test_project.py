@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import typer
 import typer.core
-from conftest import listed
+from conftest import has_smollm2, listed
 from test_layout import FLOORS
 
 import llamabranch
@@ -184,6 +184,8 @@ def test_documented_code_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    if not has_smollm2():  # then the bundled model
+        code = code.replace('"smollm2-135m:Q8_0"', 'chat_template="chatml"')
     exec(compile(code, where, "exec"), {"__name__": "__main__"})
     assert "Traceback" not in capsys.readouterr().err
 

@@ -776,6 +776,7 @@ def test_processed_scores_are_those_after_bias_grammar_and_penalties(small_toy: 
         ("stop", "Request"),
         ("n", "Request"),
         ("repetition_penalty", "repeat_penalty"),
+        ("temprature", "did you mean temperature?"),
         ("nonsense", "settings: dry_allowed_length"),
     ],
 )

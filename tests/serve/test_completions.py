@@ -240,7 +240,6 @@ def test_prompt_over_the_context_tells_by_how_much(api: Any) -> None:
     assert error["n_ctx"] == 1024 < error["n_prompt_tokens"]
 
 
-@pytest.mark.filterwarnings("ignore::llamabranch.ContextLengthWarning")
 def test_end_of_the_cache_is_a_length(api: Any, ctx: lb.Context) -> None:
     prompt = (ctx.model.prompt_tokens("Once upon a time ") * 300)[:1000]
     (found,) = choices(api, prompt=prompt, max_tokens=500, ignore_eos=True, **WARM)

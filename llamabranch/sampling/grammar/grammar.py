@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import get_origin
 
 from ...errors import ConfigError, GrammarError
 from ...model import Model
@@ -111,8 +112,9 @@ class Grammar:
         """Return a grammar for JSON texts that are valid against a schema.
 
         Args:
-            schema: a JSON schema as text or object; or a pydantic model, a TypedDict or a dataclass, for
-                which pydantic must be installed. ``parse`` then returns an instance.
+            schema: a JSON schema as text or object; or a pydantic model, a TypedDict, a dataclass, or a
+                list of them (``list[Person]``), for which pydantic must be installed. ``parse`` then
+                returns an instance.
             whitespace: "single" = a space after each comma and colon, as ``json.dumps`` writes it;
                 "none"; "any" = whatever JSON allows between its tokens, so that a text may be long.
 
@@ -122,13 +124,15 @@ class Grammar:
             ConfigError: pydantic is missing, or cannot describe the type.
         """
         model = None
-        if isinstance(schema, type):
+        if isinstance(schema, type) or get_origin(schema) is not None:
             model, schema = schema, json_schemas.of_type(schema)
         if not isinstance(schema, str):
             try:
                 schema = json.dumps(schema, ensure_ascii=False)
             except (TypeError, ValueError, RecursionError) as error:
-                raise GrammarError(f"the JSON schema is not JSON: {error}") from error
+                raise GrammarError(
+                    f"the JSON schema is not JSON: {error}", hint=json_schemas.TAKEN
+                ) from error
         return cls(schema, "json_schema", whitespace, model)
 
     @classmethod

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+from ...arguments import shown
 from ...errors import ConfigError, GrammarError
 
-__all__ = ["closed", "of_type", "parse", "path_to", "validate"]
+__all__ = ["TAKEN", "closed", "of_type", "parse", "path_to", "validate"]
 
+TAKEN = (
+    "give a pydantic model (class Person(BaseModel)), a dataclass, a TypedDict, a list of them "
+    "(list[Person]), or a JSON schema as a dict or text"
+)
 _COMBINE = ("allOf", "anyOf", "oneOf", "$ref")
 _OPEN = (
     "additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames",
@@ -26,7 +31,7 @@ _NO_LEAP_SECOND = {"time": "^.{6}[0-5]", "date-time": "^.{17}[0-5]"}
 
 
 def of_type(model: type) -> str:
-    """Return the schema of a pydantic model, a TypedDict or a dataclass.
+    """Return the schema of a pydantic model, a TypedDict, a dataclass, or a list of such.
 
     Raises:
         ConfigError: pydantic is missing, or cannot describe the type.
@@ -36,7 +41,11 @@ def of_type(model: type) -> str:
     except ImportError:
         raise
     except Exception as error:  # pydantic's errors have no common class
-        raise ConfigError(f"pydantic has no JSON schema for {model.__name__}: {error}") from error
+        reason = str(error).split(". ")[0].splitlines()[0]
+        raise ConfigError(
+            f"no JSON schema can be made of {shown(model)}: {reason}",
+            hint=TAKEN,
+        ) from error
 
 
 def validate(model: type, text: str) -> object:
@@ -49,7 +58,7 @@ def _adapter(model: type):  # type: ignore[no-untyped-def]
         from pydantic import TypeAdapter
     except ImportError:
         raise ConfigError(
-            f"a schema from the type {model.__name__} needs pydantic", hint="pip install pydantic"
+            f"a schema from the type {shown(model)} needs pydantic", hint="pip install pydantic"
         ) from None
     return TypeAdapter(model)
 
@@ -71,7 +80,7 @@ def parse(source: str) -> dict[str, object]:
     if schema is False:
         raise GrammarError("no text satisfies the JSON schema false")
     if not isinstance(schema, dict):
-        raise GrammarError(f"a JSON schema is an object, not {schema!r:.40}")
+        raise GrammarError(f"a JSON schema is an object, not {schema!r:.40}", hint=TAKEN)
     schema.pop("x-guidance", None)
     for part in _parts(schema):
         ways = part.get("oneOf")

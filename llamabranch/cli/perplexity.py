@@ -15,14 +15,7 @@ from .bundles import option, with_bundles
 from .console import Console, print_json
 from .files import check_new_file
 from .formats import number
-from .measuring import (
-    KeptOptions,
-    Progress,
-    TextFile,
-    interruptible,
-    open_for_chunks,
-    window_of,
-)
+from .measuring import KeptOptions, Progress, TextFile, interruptible, open_for_chunks, window_of
 from .options import OUTPUT, REQUESTS, OutputOptions, RuntimeOptions, TargetOptions
 from .prompts import read_prompt_file
 

@@ -14,20 +14,9 @@ import numpy.typing as npt
 from typing_extensions import Self, Unpack
 
 from ..arguments import instance, plain_int, real, shown, whole
-from ..errors import (
-    BranchStateError,
-    ConfigError,
-    UnsupportedError,
-)
+from ..errors import BranchStateError, ConfigError, UnsupportedError
 from ..model import Model, Prompt, TokenIds, token_list
-from ..native import (
-    ContextHandle,
-    HeadOf,
-    NativeContextParams,
-    StateLayout,
-    heads,
-    max_sequences,
-)
+from ..native import ContextHandle, HeadOf, NativeContextParams, StateLayout, heads, max_sequences
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base
 from .batch import decode_run

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import get_origin
+from typing import cast, get_origin
 
 from ...errors import ConfigError, GrammarError
 from ...model import Model
@@ -123,9 +123,10 @@ class Grammar:
                 which the message names.
             ConfigError: pydantic is missing, or cannot describe the type.
         """
-        model = None
+        model: type | None = None
         if isinstance(schema, type) or get_origin(schema) is not None:
-            model, schema = schema, json_schemas.of_type(schema)
+            model = cast(type, schema)
+            schema = json_schemas.of_type(model)
         if not isinstance(schema, str):
             try:
                 schema = json.dumps(schema, ensure_ascii=False)

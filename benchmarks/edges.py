@@ -1,8 +1,9 @@
 """Decodes of n tokens, and what is decided by their cost: lengths of drafts, texts at a time.
 
-    python -m benchmarks.edges --target MODEL.gguf [--only curve opening tasks engine]
+    python -m benchmarks.edges --target MODEL.gguf [--only curve plain opening tasks engine]
 
-curve: v(n) of every n up to 33, one kind of decode after another.
+curve: v(n) of every n up to 33, one kind of decode after another; the engines know it then.
+plain: ``Branch.generate`` over a loop of nothing but ``llama_decode`` of the same tokens.
 opening: what measuring exactness adds to opening a context, where nothing is kept of it.
 tasks: prompts of a chat, at temperature 0, without a draft model: copied drafts of fixed lengths and
 "auto" over plain decoding. Each generation has a context of its own, so "auto" begins as in a new
@@ -22,13 +23,14 @@ from time import perf_counter
 
 import llamabranch as lb
 from llamabranch.bench import Spread, verify_times
+from llamabranch.speculative.profile import keep_decode_times
 
 from .llama_tools import ToolError, build_server
 from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, pm, table, title
 from .serve import Served
 
-PARTS = ("curve", "opening", "tasks", "engine")
+PARTS = ("curve", "plain", "opening", "tasks", "engine")
 FIXED = (3, 4, 7, 8, 11, 15)
 SEQUENCES, REQUESTS = (8, 9, 16), (8, 16)
 _PORT = 8917
@@ -83,7 +85,7 @@ def main() -> None:
     with lb.Model(lb.resolve(settings.target)) as model:
         caption = f"{title(model)}, {settings.threads} threads"
         results: dict[str, object] = {}
-        for name, part in zip(PARTS, (_curve, _opening, _tasks, _engine), strict=True):
+        for name, part in zip(PARTS, (_curve, _plain, _opening, _tasks, _engine), strict=True):
             if name in args.only:
                 results[name] = part(settings, model, caption, args)
         emit("edges", settings, {"target": model}, results)
@@ -100,11 +102,48 @@ def _curve(
     sizes = range(1, 10 if settings.quick else 34)
     with _open(settings, model) as ctx:
         times = verify_times(ctx, sizes, n_prefix=128, repeats=2 * settings.runs)
+        keep_decode_times(ctx, {n: Spread.of(its).median for n, its in times.items()})
     spreads = {n: Spread.of([1e3 * seconds for seconds in its]) for n, its in times.items()}
     one = spreads[1].median
     rows = [(str(n), pm(each), number(each.median / one)) for n, each in spreads.items()]
     table(f"One decode of n tokens, {caption}", ("n", "ms", "v(n)"), rows)
     return {str(n): each.as_dict() for n, each in spreads.items()}
+
+
+def _plain(
+    settings: Settings, model: lb.Model, caption: str, args: argparse.Namespace
+) -> dict[str, object]:
+    ratios: dict[float, list[float]] = {0.0: [], 0.8: []}
+    for _ in range(settings.runs):
+        for temperature, its in ratios.items():
+            with _open(settings, model) as ctx:
+                no_end = dict.fromkeys(model.eog_tokens, float("-inf"))
+                sampling = lb.SamplingParams(
+                    temperature=temperature, seed=1, logit_bias=no_end, logprobs=False
+                )
+                with lb.Branch.start(ctx, PROMPTS[0], sampling=sampling) as branch:
+                    n, start = branch.position, perf_counter()
+                    tokens = [each.token for each in branch.generate(settings.tokens)]
+                    ours = perf_counter() - start
+            with _open(settings, model) as ctx:
+                prompt = model.tokenize(PROMPTS[0])
+                its.append(_bare_s(ctx, prompt[:n], tokens) / ours)
+    spreads = {f"T = {temperature:g}": Spread.of(its) for temperature, its in ratios.items()}
+    rows = [(name, pm(each)) for name, each in spreads.items()]
+    table(f"Plain over a bare decode loop, {caption}", ("", "speed"), rows)
+    return {name: each.as_dict() for name, each in spreads.items()}
+
+
+def _bare_s(ctx: lb.Context, prompt: list[int], tokens: list[int]) -> float:
+    """Return the seconds of decoding ``tokens`` one by one after a prompt, and nothing else."""
+    ctx.decode(prompt, 0)
+    handle, start = ctx.decoder.handle, perf_counter()
+    for position, token in enumerate(tokens, len(prompt)):
+        handle.tokens[0], handle.positions[0], handle.seqs[0] = token, position, 0
+        handle.wants_logits[0] = 1
+        if handle.decode(1):
+            raise SystemExit("llama_decode failed")
+    return perf_counter() - start
 
 
 def _opening(

@@ -1,11 +1,12 @@
-"""The server against llama-server of the same source, and against the engine in its own process.
+"""The server against llama-server of the same source, each with ``-np 8`` and its other defaults.
 
-    python -m benchmarks.serve --target MODEL.gguf --threads 2 [--only load]
+    python -m benchmarks.serve --target MODEL.gguf --threads 2 [--only load chat] [--clients 1 8]
 
 Clients of one event loop stream completions of a fixed length over plain sockets, the same for all sides:
 tokens a second and time to the first token at 1, 4, 8, 16 clients; then a chat of ten turns, 64 requests
 with a shared system prompt, JSON under a schema, and how long a client that leaves holds its sequence.
-Sides are timed in turn, and ratios are taken within a run.
+``engine`` is the first of these with the engine in this process, without HTTP. Sides are timed in turn,
+and ratios are taken within a run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import llamabranch as lb
 from llamabranch.bench import Spread
@@ -31,10 +32,11 @@ from .prompts import PROMPTS
 from .report import Settings, emit, number, parser, pm, table, title
 from .structured import SCHEMA, TEXTS
 
-PARTS = ("load", "chat", "shared", "json", "cancel")
+PARTS = ("load", "chat", "shared", "json", "cancel", "engine")
 CLIENTS = (1, 4, 8, 16)
 LENGTHS = (64, 128, 192, 256)  # tokens of a stream
-OURS, THEIRS, ENGINE = "llamabranch serve", "llama-server", "engine in process"
+OURS, FAST, THEIRS = "llamabranch serve", "llamabranch serve --fast", "llama-server"
+ENGINE = "engine in process"
 SYSTEM = "You are a patient teller of tales who answers in one sentence. " * 12
 _SLOTS = 8
 _START_S = 120.0
@@ -49,6 +51,7 @@ class Answer(NamedTuple):
     total_s: float
 
 
+T = TypeVar("T")
 Ask = Callable[[Mapping[str, object]], Awaitable[Answer]]
 
 
@@ -149,14 +152,17 @@ async def request(
 def main() -> None:
     """Measure all parts."""
     described = parser("the server", runs=5, prompts=8, tokens=256)
-    described.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    described.add_argument("--only", nargs="+", choices=PARTS, default=PARTS[:-1])
+    described.add_argument("--clients", nargs="+", type=int, help="default: 1 4 8 16")
     args = described.parse_args()
     settings = Settings.of(args, tokens=8)
     results: dict[str, object] = {}
     with ExitStack() as stack, settings.context(settings.target) as probe:
         path = Path(probe.model.path)
-        sides: dict[str, Served] = {OURS: _ours(settings, path)}
-        stack.callback(sides[OURS].close)
+        sides: dict[str, Served] = {}
+        for name, more in ((OURS, ()), (FAST, ("--fast",))):
+            sides[name] = _ours(settings, path, *more)
+            stack.callback(sides[name].close)
         if settings.peers:
             try:
                 sides[THEIRS] = _theirs(settings, path)
@@ -164,8 +170,14 @@ def main() -> None:
             except ToolError as error:
                 print(f"without llama-server: {error}", file=sys.stderr)
         caption = f"{title(probe.model)}, {settings.threads} threads, {_SLOTS} slots"
+        clients = args.clients or CLIENTS[: 2 if settings.quick else None]
+        loads: dict[str, Load] = {}
         if "load" in args.only:
-            results["load"] = _load(settings, sides, path, caption)
+            loads = {name: partial(_at, side, settings) for name, side in sides.items()}
+        if "engine" in args.only:
+            loads[ENGINE] = partial(_in_process, path, settings)
+        if loads:
+            results["load"] = _load(settings, loads, clients, caption)
         for part, name, work in (
             ("chat", "chat of ten turns", _chat),
             ("shared", "64 requests, one system prompt", _shared),
@@ -188,11 +200,11 @@ def _cells() -> int:
     return _SLOTS * 1024
 
 
-def _ours(settings: Settings, path: Path) -> Served:
+def _ours(settings: Settings, path: Path, *more: str) -> Served:
     port = _free_port()
     command = [
         sys.executable, "-m", "llamabranch.cli", "serve", "-m", path, "--port", port,
-        "-t", settings.threads, "-np", _SLOTS, "-c", _cells(), "--draft", "none",
+        "-t", settings.threads, "-np", _SLOTS, "-c", _cells(), *more,
     ]  # fmt: skip
     return Served(command, port)
 
@@ -202,7 +214,7 @@ def _theirs(settings: Settings, path: Path) -> Served:
     program = build_server(settings.cache, settings.peers_bin)
     command = [
         program, "-m", path, "--port", port, "-t", settings.threads, "-tb", settings.threads,
-        "-np", _SLOTS, "-c", _cells(), "--no-ui", "-ctk", "bf16", "-ctv", "bf16", "--slots",
+        "-np", _SLOTS, "-c", _cells(), "--no-ui", "--slots",
     ]  # fmt: skip
     return Served(command, port)
 
@@ -228,11 +240,19 @@ async def _clients(ask: Ask, n: int, longest: int, offset: int) -> list[Answer]:
     return [answer for its in await asyncio.gather(*map(client, range(n))) for answer in its]
 
 
+Load = Callable[[int, int], Awaitable[list[Answer]]]
+
+
+async def _at(side: Served, settings: Settings, n: int, offset: int) -> list[Answer]:
+    return await _timed(partial(_clients, side.ask, n, settings.tokens, offset))
+
+
 async def _in_process(path: Path, settings: Settings, n: int, offset: int) -> list[Answer]:
     """Do the same with the engine in this process."""
     with lb.load(
-        path, n_ctx=_cells(), n_seq_max=_SLOTS, n_threads=settings.threads, prefix_cache=True
-    ) as ctx:
+        path, n_ctx=_cells(), n_seq_max=_SLOTS, n_threads=settings.threads, prefix_cache=True,
+        kv_unified=False,
+    ) as ctx:  # fmt: skip
         async with lb.AsyncEngine(ctx, max_tokens=None, parallel=_SLOTS) as engine:
 
             async def ask(body: Mapping[str, object]) -> Answer:
@@ -254,7 +274,7 @@ async def _in_process(path: Path, settings: Settings, n: int, offset: int) -> li
             return await _timed(partial(_clients, ask, n, settings.tokens, offset))
 
 
-class _Load(NamedTuple):
+class _Rates(NamedTuple):
     rate: float
     first_s: float
 
@@ -266,37 +286,44 @@ async def _timed(work: Callable[[], Awaitable[list[Answer]]]) -> list[Answer]:
     return [*found, Answer("", 0, wall, wall)]
 
 
-def _summary(found: Sequence[Answer]) -> _Load:
+def _summary(found: Sequence[Answer]) -> _Rates:
     *answers, whole = found
     rate = sum(each.n_tokens for each in answers) / whole.total_s
-    return _Load(rate, median(each.first_s for each in answers))
+    return _Rates(rate, median(each.first_s for each in answers))
 
 
 def _load(
-    settings: Settings, sides: Mapping[str, Served], path: Path, caption: str
+    settings: Settings, loads: Mapping[str, Load], clients: Sequence[int], caption: str
 ) -> dict[str, object]:
     rows: list[tuple[str, ...]] = []
     found: dict[str, object] = {}
-    for n in CLIENTS[: 2 if settings.quick else None]:
-        loads: dict[str, list[_Load]] = {}
+    over = ""
+    for n in clients:
+        rates: dict[str, list[_Rates]] = {name: [] for name in loads}
         for run in range(settings.runs):
-            offset = 100 * run
-            for name, side in sides.items():
-                work = partial(_clients, side.ask, n, settings.tokens, offset)
-                loads.setdefault(name, []).append(_summary(asyncio.run(_timed(work))))
-            inside = asyncio.run(_in_process(path, settings, n, offset))
-            loads.setdefault(ENGINE, []).append(_summary(inside))
-        for name, its in loads.items():
-            ratio = Spread.of([a.rate / b.rate for a, b in zip(loads[OURS], its, strict=True)])
+            for name, load in loads.items():
+                rates[name].append(_summary(asyncio.run(_finished(load(n, 100 * run)))))
+        over, ratios = _over({name: [each.rate for each in its] for name, its in rates.items()})
+        for name, its in rates.items():
             rate = Spread.of([each.rate for each in its])
             first = Spread.of([1e3 * each.first_s for each in its])
-            rows.append((f"{n} clients, {name}", pm(rate, 1), pm(first, 1), pm(ratio)))
+            rows.append((f"{n} clients, {name}", pm(rate, 1), pm(first, 1), pm(ratios[name])))
             found[f"{n}, {name}"] = {
-                "tokens_per_s": rate.as_dict(), "first_ms": first.as_dict(), "ours_over": ratio.as_dict(),
+                "tokens_per_s": rate.as_dict(), "first_ms": first.as_dict(),
+                over: ratios[name].as_dict(),
             }  # fmt: skip
-    columns = ("", "tokens/s", "first token, ms", "ours over it")
-    table(f"Streams of 64 to 256 tokens; {caption}", columns, rows)
+    columns, longest = ("", "tokens/s", "first token, ms", over), settings.tokens
+    table(f"Streams of {longest // 4} to {longest} tokens; {caption}", columns, rows)
     return found
+
+
+def _over(rates: Mapping[str, Sequence[float]]) -> tuple[str, dict[str, Spread]]:
+    """Return how much faster each side is than llama-server, or the last one, run by run."""
+    other = THEIRS if THEIRS in rates else list(rates)[-1]
+    return f"over {other}", {
+        name: Spread.of([a / b for a, b in zip(its, rates[other], strict=True)])
+        for name, its in rates.items()
+    }
 
 
 def _compare(
@@ -310,17 +337,18 @@ def _compare(
     rates: dict[str, list[float]] = {side: [] for side in sides}
     for run in range(settings.runs):
         for side, served in sides.items():
-            rates[side].append(asyncio.run(_as_float(work(settings, served.ask, run))))
+            rates[side].append(asyncio.run(_finished(work(settings, served.ask, run))))
     rows, found = [], {}
-    for side, its in rates.items():
-        ratio = Spread.of([a / b for a, b in zip(rates[OURS], its, strict=True)])
-        rows.append((side, pm(Spread.of(its), 2), pm(ratio)))
-        found[side] = {"rate": Spread.of(its).as_dict(), "ours_over": ratio.as_dict()}
-    table(f"{name}; {caption}", ("", "a second", "ours over it"), rows)
+    over, ratios = _over(rates)
+    for side, ratio in ratios.items():
+        rate = Spread.of(rates[side])
+        rows.append((side, pm(rate, 2), pm(ratio)))
+        found[side] = {"rate": rate.as_dict(), over: ratio.as_dict()}
+    table(f"{name}; {caption}", ("", "a second", over), rows)
     return dict(found)
 
 
-async def _as_float(work: Awaitable[float]) -> float:
+async def _finished(work: Awaitable[T]) -> T:
     return await work
 
 

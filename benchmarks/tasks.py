@@ -37,7 +37,6 @@ def main() -> None:
         folder = settings.peers_bin or llama_tools.build(settings.cache)
         tools = LlamaTools(folder, threads=settings.threads, n_ctx=settings.n_ctx)
     with settings.context(settings.target) as ctx:
-        lb.Speculator(ctx, lb.SuffixDrafter())  # measures the decodes of a context that is unused
         results = {
             f"{name}, T = {temperature:g}": _measure(
                 name, ctx, settings, temperature, args.lengths, tools

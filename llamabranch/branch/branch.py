@@ -46,11 +46,18 @@ class Branch:
         sequence: tokens, sampler and logits in step with the K/V cache; for drafters, not for users.
     """
 
-    def __init__(self, ctx: Context, sampler: Sampler, seed: int, parent: Branch | None) -> None:
+    def __init__(
+        self,
+        ctx: Context,
+        sampler: Sampler,
+        seed: int,
+        parent: Branch | None,
+        beginning: Sequence[int] = (),
+    ) -> None:
         """Lease a sequence. For ``create`` and ``fork``, not for users."""
         inherited = None if parent is None else parent.sequence
         self.sequence: TokenSequence = TokenSequence(
-            ctx, ctx.sequences.lease(self), sampler, seed, inherited
+            ctx, ctx.sequences.lease(self, beginning), sampler, seed, inherited
         )
         self._lock = ctx.lock
         self._parent = parent
@@ -67,8 +74,17 @@ class Branch:
         ctx: Context,
         sampling: SamplingParams | None = None,
         grammar: Grammar | str | None = None,
+        *,
+        beginning: Sequence[int] = (),
     ) -> Branch:
         """Return an empty branch; ``prefill`` it next.
+
+        Args:
+            ctx: the context that holds it.
+            sampling: settings.
+            grammar: constrains the generated text.
+            beginning: tokens that it is going to begin with, if known: the prefix cache may have a
+                sequence that holds them.
 
         Raises:
             SequencesExhaustedError, GrammarError, ConfigError: nothing is created.
@@ -80,7 +96,8 @@ class Branch:
         with ctx.lock:
             ctx.decoder.check_open()
             seed = random_seed() if params.seed is None else params.seed
-            return cls(ctx, Sampler(ctx.model, params, grammar), seed, parent=None)
+            sampler = Sampler(ctx.model, params, grammar)
+            return cls(ctx, sampler, seed, None, beginning)
 
     @classmethod
     def start(
@@ -114,11 +131,12 @@ class Branch:
             SequencesExhaustedError, CacheFullError, DecodeError: nothing is created.
         """
         params = (sampling or SamplingParams()).replace(**settings)
-        branch = cls.create(ctx, params, grammar)
+        text_context("ctx", ctx)
+        tokens = ctx.model.prompt_tokens(prompt, parse_special=parse_special)
+        if len(tokens) > ctx.n_ctx_seq:
+            raise CacheFullError.of_prompt(len(tokens), ctx.n_ctx_seq)
+        branch = cls.create(ctx, params, grammar, beginning=tokens[:-1])
         try:
-            tokens = ctx.model.prompt_tokens(prompt, parse_special=parse_special)
-            if len(tokens) > ctx.n_ctx_seq:
-                raise CacheFullError.of_prompt(len(tokens), ctx.n_ctx_seq)
             n_cached = branch.sequence.take_cached(tokens[:-1])
             branch.prefill(tokens[n_cached:])
             branch.sequence.keep_cached()

@@ -437,6 +437,8 @@ class TokenSequence:
     def take_cached(self, tokens: Sequence[int], n_prompt: int | None = None) -> int:
         """Begin this empty sequence with the longest prefix of ``tokens`` that the prefix cache has.
 
+        Or with what the sequence was leased with.
+
         Args:
             tokens: ids; the first ``n_prompt`` (None: all) are a prompt, the others were generated.
             n_prompt: see ``tokens``.
@@ -448,7 +450,7 @@ class TokenSequence:
         if prefixes is None:
             return 0
         with self.ctx.lock:
-            n = prefixes.take(self.seq_id, tokens)
+            n = self.n_cached or prefixes.take(self.seq_id, tokens)
             if n:
                 n_prompt = n if n_prompt is None else min(n, n_prompt)
                 self.append_prompt(tokens[:n_prompt], None)

@@ -175,7 +175,6 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
 
 def _on_smollm2(ctx: Context, console: Console, interrupts: InterruptHandler) -> dict[str, object]:
     ask = ctx.model.chat_tokens
-    # First of all: what decodes cost is measured in a context that is unused.
     copying = Speculator(ctx, SuffixDrafter(shared_tokens=0))
     forced = Speculator(ctx, GrammarDrafter.copying())
     plain = Speculator(ctx, NullDrafter())

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from llamabranch import AsyncEngine, ConfigError, Model
+from llamabranch import AsyncEngine, ConfigError, Context, Drafter, Model, UnsupportedError
 from llamabranch import serve as server
 from llamabranch.serve import ServeSettings
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .console import print_json
+from .drafters import COPYING, has_model
 from .jsonl import read_text
 from .opening import open_pair
 from .options import (
@@ -30,6 +31,8 @@ from .options import (
 from .prompts import trained_length
 
 _MOST_CELLS = 8192  # of the cache, unless --n-ctx is given
+_CELLS_PER_TEXT = 2048  # at least, where each has its own
+_PARALLEL = 8
 _KEY_VARIABLE = "LLAMA_API_KEY"  # llama-server's, too
 
 
@@ -139,6 +142,41 @@ class DefaultOptions(SamplingOptions):
     )
 
 
+@dataclass(frozen=True)
+class ServedOptions(SharedOptions):
+    """The context of the server."""
+
+    parallel: int = option(
+        -1, "Texts at a time at most; -1: 8.", "--parallel", "-np", min=-1, max=255
+    )
+
+    def sized(self, trained: int | None, drafters: tuple[str, ...]) -> ServedOptions:
+        """Return them with the number of texts, and the layout and size of their cache.
+
+        As in llama-server, texts whose number is given have cells of their own; not where a model
+        drafts, since drafts differ in length.
+
+        Args:
+            trained: the length that the model was trained for, if it is known.
+            drafters: what drafts.
+
+        Raises:
+            ConfigError: no text at a time.
+        """
+        if self.parallel == 0:
+            raise ConfigError("--parallel must be at least 1, or -1")
+        parallel = _PARALLEL if self.parallel < 0 else self.parallel
+        kv_unified, n_ctx = self.kv_unified, self.n_ctx
+        if kv_unified is None:
+            most = min(n for n in (self.n_batch, self.n_ubatch, parallel) if n)  # of a decode
+            kv_unified = self.parallel < 2 or most < parallel or has_model(drafters)
+        if n_ctx is None:
+            n_texts = 1 if kv_unified else parallel
+            n_ctx = max(_MOST_CELLS, n_texts * _CELLS_PER_TEXT)
+            n_ctx = min(n_ctx, n_texts * (trained or n_ctx))
+        return replace(self, parallel=parallel, kv_unified=kv_unified, n_ctx=n_ctx)
+
+
 @with_bundles
 def serve(
     *,
@@ -146,7 +184,7 @@ def serve(
     models: DraftedOptions,
     template: TemplateOptions,
     defaults: DefaultOptions,
-    runtime: SharedOptions,
+    runtime: ServedOptions,
     output: OutputOptions,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API, scores of given text, and branches.
@@ -158,30 +196,40 @@ def serve(
         config, chat_template = models.config(), template.template
         settings = replace(
             listening.settings(),
-            parallel=runtime.parallel,
             max_tokens=defaults.max_tokens,
             seed=defaults.seed,
             sampling=defaults.params(),
         )
-        names = models.resolve(console)
-        with Model(models.find(names[0]), vocab_only=True) as model:
+        target, drafters = models.resolve(console)
+        if models.draft in (None, "auto") and all(name in COPYING for name in drafters):
+            drafters = ("grammar", *drafters)  # what a schema forces is not copied from anywhere
+        with Model(models.find(target), vocab_only=True) as model:
             sampling = defaults.without_eog(settings.sampling, model)
             trained = trained_length(model)
-        settings = replace(settings, sampling=sampling)
-        if runtime.n_ctx is None:
-            runtime = replace(runtime, n_ctx=min(trained or _MOST_CELLS, _MOST_CELLS))
+        is_layout_given = runtime.kv_unified is not None
+        runtime = runtime.sized(trained, drafters)
+        settings = replace(settings, sampling=sampling, parallel=runtime.parallel)
 
-        def open_engine() -> AsyncEngine:
+        def open_contexts(kv_unified: bool) -> tuple[Context, Drafter]:
             of_drafts = LoadOptions(n_seq_max=runtime.parallel, prefix_cache=True)
             of_target = LoadOptions(
                 **of_drafts,
                 cache_ram=runtime.cache_ram << 20,
-                kv_unified=runtime.kv_unified is not False,
+                kv_unified=kv_unified,
                 chat_template=chat_template,
             )
-            context, drafter = open_pair(runtime, names, console, stack, of_target, of_drafts)
+            names = target, drafters
+            return open_pair(runtime, names, console, stack, of_target, of_drafts)
+
+        def open_engine() -> AsyncEngine:
+            try:
+                context, drafter = open_contexts(runtime.kv_unified is not False)
+            except UnsupportedError:  # memory that cannot be divided, which no option has asked for
+                if is_layout_given or runtime.kv_unified:
+                    raise
+                context, drafter = open_contexts(True)
             return AsyncEngine(
-                context, drafter if names[1] else None, config, sampling=sampling, max_tokens=None,
+                context, drafter if drafters else None, config, sampling=sampling, max_tokens=None,
                 max_waiting=settings.max_queue, parallel=runtime.parallel,
             )  # fmt: skip
 

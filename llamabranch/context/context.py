@@ -167,6 +167,7 @@ class Context:
         saved = SavedPrefixes(cache_ram) if cache_ram else None
         prefixes = PrefixCache(self._cache, leased, saved, self._decoder)
         self.sequences.evict = prefixes.evict_text
+        self.sequences.hand_over = prefixes.hand_over
         return prefixes
 
     # -- life --------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from .kv_cache import END, KVCache
 from .logits import LogitsRow
 from .params import warn_of_length
 from .thread_watch import ThreadWatch
-from .timing import seconds_by_size
 
 __all__ = ["DecodeHook", "Decoder", "DraftInput"]
 
@@ -589,20 +588,6 @@ class Decoder:
     def use_mtp_layer(self, number: int) -> None:
         """Compute with another MTP layer from the next decode on; 0 = the first, which is the default."""
         heads.use_mtp_layer(self.handle, number)
-
-    def time_sizes(self, sizes: Sequence[int], limit_s: float) -> dict[int, float]:
-        """Return the seconds of decodes by their number of tokens, in about ``limit_s``, two at most.
-
-        Only while nothing has been decoded, else {}; afterwards the memory is as it was.
-        """
-        handle = self.handle
-        if self.cache.ledger.clock:
-            return {}
-        largest = min(handle.n_batch, handle.n_outputs_max, handle.n_ctx_seq)
-        try:
-            return seconds_by_size(handle, [n for n in sizes if n <= largest], limit_s)
-        finally:
-            handle.clear()
 
     def encode(self, features: States) -> States:
         """Return the states that a head's encoder makes of ``features``, float32 (n, n_embd), a copy.

@@ -41,6 +41,9 @@ class KeptSequences(Protocol):
     def take_over(self, seq_id: int, holder: object) -> bool:
         """Make a leased sequence that of ``holder``, with all it holds; False if that is not needed."""
 
+    def hand_over(self, seq_id: int) -> bool:
+        """Let a lessee have a sequence with all it holds; False if that is not needed."""
+
 
 class _ExtraSequences:
     """Ids beyond those of the context: cells can refer to them, but they cannot be decoded."""
@@ -62,6 +65,9 @@ class _ExtraSequences:
 
     def take_over(self, seq_id: int, holder: object) -> bool:
         return False  # sharing cells costs nothing
+
+    def hand_over(self, seq_id: int) -> bool:
+        return False
 
 
 class LeasedSequences:
@@ -89,6 +95,13 @@ class LeasedSequences:
             return False
         self._sequences.transfer(seq_id, holder)
         self._cache.keep(seq_id)
+        return True
+
+    def hand_over(self, seq_id: int) -> bool:
+        """Let a lessee have a sequence with all it holds; False if that is not needed."""
+        if self._cache.is_unified:
+            return False
+        self._cache.prefix_seq_ids.discard(seq_id)
         return True
 
 
@@ -167,6 +180,34 @@ class PrefixCache:
         self.n_hits += 1
         self.n_hit_tokens += n
         return n
+
+    def hand_over(self, tokens: Sequence[int], is_full: bool) -> int | None:
+        """Give up a kept text that begins like ``tokens``, but not its sequence, cut to what they share.
+
+        So nothing is copied where each sequence has cells of its own. The text is given up if ``tokens``
+        continue all of it, or, where another would have to be (``is_full``: no sequence is free), if more
+        of it is shared than lost.
+
+        Returns:
+            a leased sequence; None if ``take`` is to copy, or there is nothing to take.
+        """
+        n, text = self._find(tokens)
+        if text is None or self._worth_restoring(tokens, n) is not None:
+            return None
+        self._kept.move_to_end(text)  # so that another text makes room
+        n_lost = len(text.tokens) - n
+        if n_lost and not (is_full and (n_lost < n or len(self._kept) == 1)):
+            return None
+        if not self._sequences.hand_over(text.seq_id):
+            return None
+        if n_lost:
+            self._save(text)
+            self._cache.drop(text.seq_id, n)
+        self._tree.remove(text.tokens)
+        del self._kept[text]
+        self.n_hits += 1
+        self.n_hit_tokens += n
+        return text.seq_id
 
     def _find(self, tokens: Sequence[int]) -> tuple[int, _Text | None]:
         tree = self._tree

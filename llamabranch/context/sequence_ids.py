@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..errors import SequencesExhaustedError
 from .kv_cache import KVCache
@@ -31,6 +31,7 @@ class SequenceIds:
 
     Attributes:
         evict: frees a sequence that the prefix cache has leased; returns whether it did.
+        hand_over: gives up such a sequence that holds first tokens of those given, see ``PrefixCache``.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class SequenceIds:
     ) -> None:
         self.n_seq_max = cache.ledger.n_seq_max
         self.evict: Callable[[], bool] = lambda: False
+        self.hand_over: Callable[[Sequence[int], bool], int | None] = lambda _tokens, _is_full: None
         self._cache = cache
         self._lock = lock
         self._check = check
@@ -87,8 +89,10 @@ class SequenceIds:
             found = map(self.holder, range(self.n_seq_max))
             return [holder for holder in found if holder is not None]
 
-    def lease(self, holder: object) -> int:
-        """Lease an empty sequence to ``holder`` until ``give_back`` or its garbage collection.
+    def lease(self, holder: object, beginning: Sequence[int] = ()) -> int:
+        """Lease a sequence to ``holder`` until ``give_back`` or its garbage collection.
+
+        It is empty, or holds the first tokens of ``beginning``, if the prefix cache gives that up.
 
         Raises:
             SequencesExhaustedError: all are taken; the message lists the holders.
@@ -96,11 +100,16 @@ class SequenceIds:
         """
         with self._lock:
             self._check()
+            is_full = len(self._holders) == self.n_seq_max
+            begun = self.hand_over(beginning, is_full) if beginning else None
+            if begun is not None:
+                self.transfer(begun, holder)
+                return begun
+            while len(self._holders) == self.n_seq_max and self.n_cached and self.evict():
+                pass
             if len(self._holders) == self.n_seq_max:
                 _collect_garbage()  # an unreferenced branch may be in a reference cycle
                 self.collect(noted=False)
-            while len(self._holders) == self.n_seq_max and self.n_cached and self.evict():
-                pass
             seq_id = self.lease_if_free(holder)
             if seq_id is None:
                 raise self._exhausted()

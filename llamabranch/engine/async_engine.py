@@ -41,12 +41,15 @@ __all__ = ["AsyncEngine", "merged"]
 
 T = TypeVar("T")
 
+_PAUSE_S = 0.1  # between decodes that are timed while there is nothing else to do
+
 
 class AsyncEngine:
     """An :class:`Engine` on a thread of its own: ``async for event in engine.generate(request)``.
 
     Any number of tasks, of one event loop or several, may call ``generate`` at a time; their requests
-    share decodes.
+    share decodes. While there are none, it times decodes of the sizes that the profile lacks, one at a
+    time; a request that comes stops it.
 
     Args:
         target, drafter, config, sampling, max_tokens, seed, wait_s, max_waiting, parallel: as
@@ -87,6 +90,7 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._resumed: deque[str] = deque()
         self._has_news = False  # something to do for the thread, besides going on
+        self._measures = True  # while idle; False once all times are known
         self._ends: str | None = None  # "drain" or "abort" once it is closed
         self._thread = threading.Thread(
             target=self._serve,
@@ -311,6 +315,7 @@ class AsyncEngine:
 
     def _tell(self) -> None:
         self._has_news = True
+        self._engine.core.learning.end_measuring()
         self._wake.notify()
 
     # -- the thread ----------------------------------------------------------------------------------
@@ -323,9 +328,11 @@ class AsyncEngine:
             if engine is None or not engine._turn():
                 return
             with wake:
-                while engine is not None and engine._must_wait():
+                is_idle = False
+                while engine is not None and engine._must_wait() and not is_idle:
+                    measures = engine._measures and not engine._engine.has_unfinished()
                     del engine
-                    wake.wait(1.0)
+                    is_idle = not wake.wait(_PAUSE_S if measures else 1.0) and measures
                     engine = ref()
             del engine
 
@@ -342,12 +349,15 @@ class AsyncEngine:
         failure: BaseException | None = None
         events: list[Event] = []
         if engine.has_unfinished():
+            self._measures = True
             try:
                 events = engine.step()
             except BaseException as error:  # also whatever a user's drafter raises
                 failure = error
         elif ends is not None:
             return False
+        else:
+            self._measures = engine.core.learning.measure()
         self._hand_over(events, failure)
         return failure is None or not engine.target.closed
 

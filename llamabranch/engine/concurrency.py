@@ -50,7 +50,7 @@ class Concurrency:
         smaller, or, if there are far more texts, with the most tokens a second.
         """
         curve = self._curve
-        if curve is None or most not in curve.sizes or min(most, n_texts) < 2:
+        if curve is None or not curve.knows(most) or min(most, n_texts) < 2:
             return most
         if self._edge[:2] != (most, n_texts):
             self._edge = (most, n_texts, _fastest(curve, most, n_texts))

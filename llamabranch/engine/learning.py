@@ -61,6 +61,15 @@ class Learning:
             self._draft_with(GrammarDrafter.copying())
         return branch.grammar is not None
 
+    def measure(self) -> bool:
+        """Time one decode of the target, while nobody waits; False if enough of them are known."""
+        return self._profile is not None and self._profile.measure(self.joint.length)
+
+    def end_measuring(self) -> None:
+        """Stop that decode, since somebody waits. From any thread."""
+        if self._profile is not None:
+            self._profile.end_measuring()
+
     def save(self) -> None:
         """Keep what was learned about drafts for later runs."""
         if self._profile is not None:

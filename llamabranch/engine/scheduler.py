@@ -216,8 +216,15 @@ class Scheduler:
                 if self._set_paused_aside():
                     continue
                 break
+            wanted, n_prompt = job.to_cache[:-1], len(job.prompt)
+            if shared is not None:
+                wanted = []
+            elif job.wants_rows:  # the token before the first rated one has to be decoded
+                wanted = wanted[: max(0, min(job.request.logprobs_from, n_prompt) - 1)]
             try:
-                branch = Branch.create(self._ctx, job.sampling, job.request.grammar)
+                branch = Branch.create(
+                    self._ctx, job.sampling, job.request.grammar, beginning=wanted
+                )
             except SequencesExhaustedError as error:
                 self.no_sequence = None if self.active else error
                 break
@@ -233,9 +240,6 @@ class Scheduler:
                 self.n_shared += n_shared
                 job.admit(branch, n_shared)
             else:
-                wanted, n_prompt = job.to_cache[:-1], len(job.prompt)
-                if job.wants_rows:  # the token before the first rated one has to be decoded
-                    wanted = wanted[: max(0, min(job.request.logprobs_from, n_prompt) - 1)]
                 try:
                     n_cached = branch.sequence.take_cached(wanted, job.n_read)
                 except GrammarError as error:  # forbids what the request continues
@@ -281,9 +285,10 @@ class Scheduler:
             if n >= _MIN_SHARED and n > best[1]:
                 best = (other, n)
         prefixes = self._ctx.prefix_cache
-        if prefixes is not None and prefixes.n_common(tokens) > best[1]:
-            return None, 0
-        return best
+        n_kept = 0 if prefixes is None else prefixes.n_common(tokens)
+        if n_kept == best[1] and not self._ctx.capabilities.can_share:
+            return None, 0  # a kept text may give up its cells, those of a running one are copied
+        return (None, 0) if n_kept > best[1] else best
 
     def _set_paused_aside(self) -> bool:
         """Take the sequence of a paused job, if there is one; it waits until it is resumed."""

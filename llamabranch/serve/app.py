@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -15,22 +14,16 @@ from .security import Guard
 from .service import Service
 from .settings import ServeSettings
 
-__all__ = ["Holder", "make_app"]
+__all__ = ["make_app"]
 
 _ROUTES: dict[str, Callable[[Exchange, Service], Awaitable[None]]] = {
     "POST /v1/completions": completions.completions,
-    "POST /v1/chat/completions": chat.chat,
-    "POST /chat/completions": chat.chat,
-    "POST /v1/chat/completions/input_tokens": chat.input_tokens,
-    "POST /chat/completions/input_tokens": chat.input_tokens,
+    "POST /v1/chat/completions /chat/completions": chat.chat,
+    "POST /v1/chat/completions/input_tokens /chat/completions/input_tokens": chat.input_tokens,
     "POST /apply-template": chat.input_tokens,
-    "POST /completion": completions.completion,
-    "POST /completions": completions.completion,
-    "GET /v1/models": utilities.models,
-    "GET /v1/models/{name:path}": utilities.models,
-    "GET /models": utilities.models,
-    "GET /health": utilities.health,
-    "GET /v1/health": utilities.health,
+    "POST /completion /completions": completions.completion,
+    "GET /v1/models /v1/models/{name:path} /models": utilities.models,
+    "GET /v1/health /health": utilities.health,
     "GET /props": utilities.props,
     "GET /slots": utilities.slots,
     "GET /metrics": utilities.metrics,
@@ -47,26 +40,26 @@ _ROUTES: dict[str, Callable[[Exchange, Service], Awaitable[None]]] = {
 }
 
 
-class Holder(Protocol):
-    """Has the service once the model is loaded."""
+def make_app(
+    service_of: Callable[[], Service | None], settings: ServeSettings, log: Callable[[str], None]
+) -> ASGIApp:
+    """Return the application.
 
-    @property
-    def service(self) -> Service | None:
-        """The service, None while the model is loaded."""
-
-
-def make_app(holder: Holder, settings: ServeSettings, log: Callable[[str], None]) -> ASGIApp:
-    """Return the application; ``log`` gets a line for each request, if the settings ask for it."""
+    Args:
+        service_of: returns the service, None while the model is loaded.
+        settings: limits.
+        log: gets a line for each request, if the settings ask for it.
+    """
     guard = Guard(settings)
     routes = []
     for asked, handler in _ROUTES.items():
-        method, path = asked.split()
-        routes.append((Route(path, handler, methods=[method]), handler))
+        method, *paths = asked.split()
+        routes += [(Route(path, handler, methods=[method]), handler) for path in paths]
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        service = holder.service
+        service = service_of()
         headers = guard.cors(scope)
         if service is not None and not service.is_exact:
             headers.append((b"x-batch-invariant", b"false"))
@@ -82,7 +75,7 @@ def make_app(holder: Holder, settings: ServeSettings, log: Callable[[str], None]
             log(f"{line} {call.note}".rstrip())
 
     async def answer(call: Exchange) -> None:
-        scope, service = call.scope, holder.service
+        scope, service = call.scope, service_of()
         guard.check(scope)
         if scope["method"] == "OPTIONS":
             await call.reply(b"")

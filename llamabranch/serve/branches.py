@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 from array import array
+from asyncio import to_thread
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 from msgspec import Struct
 
 from ..engine import Request
@@ -84,21 +84,15 @@ class ScoreFields(Struct, kw_only=True):
     top_logprobs: int = 0
 
 
-_decode_create = msgspec.json.Decoder(CreateFields).decode
-_decode_continue = msgspec.json.Decoder(ContinueFields).decode
-_decode_fork = msgspec.json.Decoder(ForkFields).decode
-_decode_score = msgspec.json.Decoder(ScoreFields).decode
-
-
 async def create(call: Exchange, service: Service) -> None:
     """Make a root."""
-    fields = await call.json(_decode_create)
+    fields = await call.json(CreateFields)
     given = [fields.prompt, fields.tokens, fields.messages]
     if sum(each is not None for each in given) != 1:
         raise HttpError(400, "give one of prompt, tokens and messages", param="prompt")
     messages = fields.messages
     if messages is not None:
-        tokens = await service.in_thread(lambda: service.model.chat_tokens(messages))
+        tokens = await to_thread(lambda: service.model.chat_tokens(messages))
     else:
         prompt = fields.tokens if fields.prompt is None else fields.prompt
         (found,) = await prompt_tokens(service, prompt, add_special=fields.add_special_tokens)
@@ -115,7 +109,7 @@ async def create(call: Exchange, service: Service) -> None:
 
 async def fork(call: Exchange, service: Service) -> None:
     """Make a child: the first tokens of a node, and what is appended."""
-    fields = await call.json(_decode_fork)
+    fields = await call.json(ForkFields)
     parent = _node(call, service)
     at = parent.position if fields.at is None else fields.at
     if not 1 <= at <= parent.position:
@@ -145,7 +139,7 @@ async def _add(call: Exchange, service: Service, node: Node, top: int) -> None:
 
 async def continue_(call: Exchange, service: Service) -> None:
     """Generate children of a node."""
-    fields = await call.json(_decode_continue)
+    fields = await call.json(ContinueFields)
     parent = _node(call, service)
     if not 1 <= fields.n <= service.settings.max_choices:
         raise HttpError(400, f"n must be 1 to {service.settings.max_choices}", param="n")
@@ -214,7 +208,7 @@ class _Writer:
 
 async def score(call: Exchange, service: Service) -> None:
     """Rate continuations of a node; no node is added."""
-    fields = await call.json(_decode_score)
+    fields = await call.json(ScoreFields)
     tokens = _node(call, service).tokens
     if not 1 <= len(fields.continuations) <= _MOST_CONTINUATIONS:
         told = f"give 1 to {_MOST_CONTINUATIONS} continuations"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from asyncio import to_thread
 from collections.abc import Sequence
 from datetime import date
 
-import msgspec
-
 from ..engine.openai import chat_choice
-from ..errors import ConfigError
 from ..model.tools import CallParser, Conversation, Tools, conversation
 from .counters import timings
 from .errors import HttpError
@@ -42,12 +40,9 @@ class ChatFields(TextFields, kw_only=True):
     web_search_options: object = None
 
 
-_decode = msgspec.json.Decoder(ChatFields).decode
-
-
 async def chat(call: Exchange, service: Service) -> None:
     """Answer a request."""
-    fields = await call.json(_decode)
+    fields = await call.json(ChatFields)
     refused = [name for name in _REFUSED if getattr(fields, name) is not None]
     refused += ["modalities"] if fields.modalities not in (None, ["text"]) else []
     if refused:
@@ -55,10 +50,8 @@ async def chat(call: Exchange, service: Service) -> None:
     top = check_top(fields.top_logprobs)
     if top and not fields.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs", param="top_logprobs")
-    tools = _tools(fields)
-    tokens = await service.in_thread(
-        lambda: _conversation(service, fields, tools).tokens(service.model)
-    )
+    tools = Tools(fields.tools or (), fields.tool_choice)
+    tokens = await to_thread(lambda: _conversation(service, fields, tools).tokens(service.model))
     limits = [fields.max_completion_tokens, fields.max_tokens, fields.n_predict]
     asked = next((limit for limit in limits if limit is not None), service.settings.max_tokens)
     requests = await engine_requests(
@@ -80,14 +73,6 @@ def _conversation(service: Service, fields: ChatFields, tools: Tools) -> Convers
     )  # fmt: skip
 
 
-def _tools(fields: ChatFields) -> Tools:
-    try:
-        return Tools(fields.tools or (), fields.tool_choice)
-    except ConfigError as error:
-        param = "tool_choice" if error.message.startswith("tool_choice") else "tools"
-        raise HttpError(400, error.message, param=param) from None
-
-
 def _variables(service: Service, fields: ChatFields) -> dict[str, object]:
     """Return the template's variables: those of the request, else the date if it asks for one."""
     template, today = service.model.chat_template or "", date.today()
@@ -97,14 +82,14 @@ def _variables(service: Service, fields: ChatFields) -> dict[str, object]:
 
 async def input_tokens(call: Exchange, service: Service) -> None:
     """Count the tokens of a conversation, and write it as a prompt (``/apply-template``)."""
-    fields = await call.json(_decode)
-    tools = _tools(fields)
+    fields = await call.json(ChatFields)
+    tools = Tools(fields.tools or (), fields.tool_choice)
 
     def written() -> tuple[list[int], str]:
         found = _conversation(service, fields, tools)
         return found.tokens(service.model), found.text(service.model)
 
-    tokens, text = await service.in_thread(written)
+    tokens, text = await to_thread(written)
     await call.reply({"input_tokens": len(tokens), "prompt": text, "tokens": tokens})
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-import msgspec
-
 from ..branch import Produced
 from ..context import TokenScore
 from ..engine.openai import completion_choice
@@ -41,12 +39,9 @@ class CompletionFields(TextFields, kw_only=True):
     post_sampling_probs: bool | None = None
 
 
-_decode = msgspec.json.Decoder(CompletionFields).decode
-
-
 async def completions(call: Exchange, service: Service) -> None:
     """Answer a request of OpenAI's."""
-    fields = await call.json(_decode)
+    fields = await call.json(CompletionFields)
     n = 1 if fields.n is None else fields.n
     best_of = n if fields.best_of is None else fields.best_of
     logprobs = check_top(fields.n_probs if fields.logprobs is None else fields.logprobs, "logprobs")
@@ -146,7 +141,7 @@ class _Writer:
 
 async def completion(call: Exchange, service: Service) -> None:
     """Answer a request of llama-server's: an object, or a list of them for several prompts."""
-    fields = await call.json(_decode)
+    fields = await call.json(CompletionFields)
     if fields.post_sampling_probs:
         raise HttpError(400, "post_sampling_probs is not supported", param="post_sampling_probs")
     prompts = await prompt_tokens(service, fields.prompt)

@@ -53,14 +53,22 @@ class HttpError(Exception):
         self.headers = [(b"retry-after", b"1")] if status in (429, 503) else []
 
     @classmethod
-    def too_long(cls, n_prompt: int, n_ctx: int) -> HttpError:
+    def too_long(cls, n_prompt: int, n_ctx: int, param: str | None) -> HttpError:
         """Return the error of a prompt of ``n_prompt`` tokens in a context of ``n_ctx``."""
         told = f"the prompt has {n_prompt} tokens, the context has room for {n_ctx}, the answer included"
-        return cls(400, told, kind=_TOO_LONG, n_prompt_tokens=n_prompt, n_ctx=n_ctx)
+        return cls(400, told, param=param, kind=_TOO_LONG, n_prompt_tokens=n_prompt, n_ctx=n_ctx)
 
 
-def http_error(error: BaseException) -> HttpError:
-    """Return what a client is told about an exception; only what the library raises is described."""
+def http_error(
+    error: BaseException, fields: object = None, *, param: str | None = None
+) -> HttpError:
+    """Return what a client is told about an exception; only what the library raises is described.
+
+    Args:
+        error: the exception.
+        fields: those of the request: one with whose name the message begins is the wrong one.
+        param: the wrong field, where it is known.
+    """
     if isinstance(error, HttpError):
         return error
     if not isinstance(error, LlamaBranchError):
@@ -76,5 +84,6 @@ def http_error(error: BaseException) -> HttpError:
         case CapacityError():
             return HttpError(503, message)
         case ConfigError() | GrammarError() | TokenizeError() | UnsupportedError():
-            return HttpError(400, message)
+            name = message.partition(" ")[0]
+            return HttpError(400, message, param=name if hasattr(fields, name) else param)
     return HttpError(500, message)

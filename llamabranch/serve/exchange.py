@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+import re
+from collections.abc import Coroutine, Iterable
 from time import perf_counter
 from typing import TypeVar
 from urllib.parse import parse_qsl
@@ -62,6 +63,7 @@ class Exchange:
         self._watcher: asyncio.Task[None] | None = None
         self._reason = ""  # why the task was cancelled by this class
         self._is_stream = self._has_ended = False
+        self._fields: object = None  # of the body
 
     @property
     def elapsed_s(self) -> float:
@@ -92,7 +94,7 @@ class Exchange:
                 await self._fail(HttpError(504, f"the request took more than {limit:g} s"))
             self.note = self._reason
         except Exception as error:
-            found = http_error(error)
+            found = http_error(error, self._fields)
             if found.status == 500:
                 _log.error("%s %s failed", self.scope["method"], self.scope["path"], exc_info=error)
             await self._fail(found)
@@ -136,22 +138,26 @@ class Exchange:
         self._watcher = asyncio.ensure_future(self._watch())
         return bytes(found)
 
-    async def json(self, decode: Callable[[bytes], T]) -> T:
-        """Return the body as ``decode``, a msgspec decoder's method, reads it.
+    async def json(self, kind: type[T]) -> T:
+        """Return the body as an object of ``kind``.
 
         Raises:
             HttpError: the body is too long or no JSON, or a field has another type.
         """
         body = await self._body()
         try:
-            return decode(body)
+            fields = msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:
             message, _, path = str(error).partition(" - at `")
-            param = path.rstrip("`").removeprefix("$").removeprefix(".") or None
-            told = message if param is None else f"{param}: {message}"
+            missing = re.search("missing required field `(.*)`", message)
+            names = [path.rstrip("`").removeprefix("$").removeprefix("."), missing and missing[1]]
+            param = ".".join(filter(None, names)) or None
+            told = f"{path and param}: {message}" if path else message
             raise HttpError(400, told, param=param) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise HttpError(400, f"the body is no JSON: {error}") from None
+        self._fields = fields
+        return fields
 
     # -- the answer ------------------------------------------------------------------------------------
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import math
 import re
+from asyncio import to_thread
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from msgspec import Struct
 
 from ..engine import Request
+from ..errors import LlamaBranchError
 from ..model import Model
 from ..sampling import SamplingParams
 from ..sampling.grammar import Grammar
-from .errors import HttpError
+from .errors import HttpError, http_error
 from .service import Service
 from .settings import ServeSettings
 
@@ -194,28 +196,35 @@ class TextFields(SamplingFields, kw_only=True):
     ) -> Grammar | None:
         """Return the grammar that the text must follow, None if there is none.
 
-        ``schema`` is one in place of what the fields ask for.
+        ``schema``, of the tools, is one in place of what the fields ask for.
 
         Raises:
             GrammarError, ConfigError, HttpError: it is invalid, or more than one is asked for.
         """
         outputs = self.structured_outputs or StructuredOutputs()
-        asked: list[tuple[str, object]] = [
-            ("json_schema", self._format()), ("json_schema", self.json_schema),
-            ("gbnf", self.grammar or None), ("json_schema", outputs.json),
-            ("regex", outputs.regex), ("choice", outputs.choice), ("gbnf", outputs.grammar),
-        ]  # fmt: skip
-        given = [(kind, source) for kind, source in asked if source is not None]
+        asked: list[tuple[str, str, object]] = [
+            ("response_format", "json_schema", self._format()),
+            ("json_schema", "json_schema", self.json_schema),
+            ("grammar", "gbnf", self.grammar or None),
+            ("structured_outputs", "json_schema", outputs.json),
+            ("structured_outputs", "regex", outputs.regex),
+            ("structured_outputs", "choice", outputs.choice),
+            ("structured_outputs", "gbnf", outputs.grammar),
+        ]
+        given = [each for each in asked if each[2] is not None]
         if schema is not None:
-            given = [("json_schema", schema)]
+            given = [("tools", "json_schema", schema)]
         if len(given) > 1:
             told = "give one of response_format, json_schema, grammar and structured_outputs"
             raise HttpError(400, told, param="grammar")
         if not given:
             return None
-        kind, source = given[0]
+        name, kind, source = given[0]
         text = source if isinstance(source, str) else json.dumps(source)
-        return await service.in_thread(lambda: _compiled(kind, text))
+        try:
+            return await to_thread(lambda: _compiled(kind, text))
+        except LlamaBranchError as error:
+            raise http_error(error, param=name) from None
 
 
 @lru_cache(maxsize=64)
@@ -271,7 +280,8 @@ async def engine_requests(
         raise HttpError(400, told, param="n")
     for prompt in prompts:
         model.check_tokens(prompt)
-        service.check_room(prompt, max_tokens)
+        param = "messages" if hasattr(fields, "messages") else "prompt"
+        service.check_room(prompt, max_tokens, param)
     params = fields.sampling(model, service.settings).replace(logprobs=top_logprobs is not None)
     grammar = await fields.text_grammar(service, schema)
     return [

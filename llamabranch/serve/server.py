@@ -112,10 +112,11 @@ class Server:
                 signal.signal(number, handler)
 
     async def _serve(self) -> None:
+        app = make_app(lambda: self.service, self.settings, self._log)
         config = uvicorn.Config(
-            make_app(self, self.settings, self._log), http=_Protocol, loop="none", ws="none",
-            lifespan="off", log_config=None, access_log=False, log_level="critical",
-            server_header=False, proxy_headers=False, timeout_keep_alive=75, timeout_graceful_shutdown=1,
+            app, http=_Protocol, loop="none", ws="none", lifespan="off", log_config=None,
+            access_log=False, log_level="critical", server_header=False, proxy_headers=False,
+            timeout_keep_alive=75, timeout_graceful_shutdown=1,
         )  # fmt: skip
         server = _Uvicorn(config)
         serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from asyncio import to_thread
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from time import time
-from typing import TypeVar
 
 from ..engine import AsyncEngine
 from ..engine.openai import Vocabulary, head, named_piece
@@ -19,8 +18,6 @@ from .nodes import Branches
 from .settings import ServeSettings
 
 __all__ = ["Service"]
-
-T = TypeVar("T")
 
 _LONG_TEXT = 4096  # characters: tokenizing more would hold up the event loop
 
@@ -77,7 +74,7 @@ class Service:
             with self.ctx.lock:
                 return 0 if prefixes is None else prefixes.n_common(tokens)
 
-        return await self.in_thread(count)
+        return await to_thread(count)
 
     async def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = True
@@ -89,14 +86,11 @@ class Service:
                 return self.model.prompt_tokens(text, parse_special=parse_special)
             return self.model.tokenize(text, add_special=False, parse_special=parse_special)
 
-        return tokens() if len(text) < _LONG_TEXT else await self.in_thread(tokens)
+        return tokens() if len(text) < _LONG_TEXT else await to_thread(tokens)
 
-    @staticmethod
-    async def in_thread(function: Callable[[], T]) -> T:
-        """Return what a function returns that may take a while."""
-        return await asyncio.to_thread(function)
-
-    def check_room(self, prompt: Sequence[int], max_tokens: int | None) -> None:
-        """Raise HttpError unless the context has room for a prompt and a token after it."""
+    def check_room(
+        self, prompt: Sequence[int], max_tokens: int | None, param: str | None = None
+    ) -> None:
+        """Raise HttpError, about a field, unless the context has room for a prompt and a token more."""
         if len(prompt) + (max_tokens != 0) > self.n_ctx:
-            raise HttpError.too_long(len(prompt), self.n_ctx)
+            raise HttpError.too_long(len(prompt), self.n_ctx, param)

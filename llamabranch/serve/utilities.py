@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from msgspec import Struct
 
 from .completions import sampling_of
@@ -31,10 +30,6 @@ class DetokenizeFields(Struct, kw_only=True):
     """The body of /detokenize."""
 
     tokens: list[int]
-
-
-_decode_tokenize = msgspec.json.Decoder(TokenizeFields).decode
-_decode_detokenize = msgspec.json.Decoder(DetokenizeFields).decode
 
 
 async def health(call: Exchange, service: Service) -> None:
@@ -89,7 +84,7 @@ async def slots(call: Exchange, service: Service) -> None:
 
 async def tokenize(call: Exchange, service: Service) -> None:
     """Turn a text into tokens."""
-    fields = await call.json(_decode_tokenize)
+    fields = await call.json(TokenizeFields)
     text = fields.prompt if fields.content is None else fields.content
     if text is None:
         raise HttpError(400, "give content or prompt", param="content")
@@ -115,7 +110,7 @@ def _piece(raw: bytes) -> str | list[int]:
 
 async def detokenize(call: Exchange, service: Service) -> None:
     """Turn tokens into text: ``content`` is llama-server's name for it, ``prompt`` vLLM's."""
-    fields = await call.json(_decode_detokenize)
+    fields = await call.json(DetokenizeFields)
     service.model.check_tokens(fields.tokens)
     text = service.vocabulary.joined(fields.tokens)
     await call.reply({"content": text, "prompt": text})

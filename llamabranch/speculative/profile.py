@@ -9,11 +9,15 @@ drafts are and nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from time import monotonic, perf_counter, strftime
 
 from ..context import Context
+from ..context.batch import Batch
+from ..errors import DecodeInterruptedError, LlamaBranchError
+from ..native import forkable_lock
 from ..profile import Entry, is_off, machine_key, read_entry, write_entries
 from .config import SpeculativeConfig
 from .drafters.base import Drafter
@@ -22,16 +26,16 @@ from .length.auto import AutoLength, draft_length
 from .length.base import DraftLength
 from .length.known import Known, KnownDrafter
 
-__all__ = ["PairProfile", "context_key", "keep_decode_times", "measure_decode_times"]
+__all__ = ["PairProfile", "context_key", "keep_decode_times"]
 
 _TIMES, _DRAFTERS = "decode_times", "drafters"
 
 # Weights that a processor's caches hold are computed about as fast for one token as they are read, so
 # verifying n tokens costs nearly n steps: drafting gains little, and learning while it runs costs little.
 LEAST_BYTES = 32 << 20
-LIMIT_S = 1.0  # seconds of the measurement
-_MOST_ROWS = 33  # of the decodes that are measured if nothing is kept
-_WEIGHT_OF_QUICK = 4.0  # decodes that this quick measurement counts as
+_MOST_ROWS = 33  # of the decodes that are timed while nothing runs
+_MOST_S = 0.25  # of a decode that is timed
+_EACH = 4  # timed decodes of each size, unless the profile has as many: the fastest counts
 _MOST_WEIGHT = 64.0  # decodes, or drafts, that all earlier runs together count as: so old ones fade
 _MOST_SIZES = 48
 _SAVE_EVERY_S = 5.0
@@ -49,6 +53,9 @@ class PairProfile:
     def __init__(
         self, target: Context, drafter: Drafter, *, batched: bool, n_rows: int = _MOST_ROWS
     ) -> None:
+        self._trial = _Trial(target)
+        self._to_time: deque[int] = deque()  # sizes of decodes
+        self._timed: dict[int, list[float]] = {}
         self._known = Known(estimates=drafter.estimates)
         self._saved_at = -math.inf
         self._n_saved = 0.0
@@ -62,20 +69,20 @@ class PairProfile:
         except OSError:  # the file of a model is gone
             self._is_off = True
             return
-        times = _times(read_entry(_TIMES, self._target_key)) or _measured(target, n_rows)
+        times = _times(read_entry(_TIMES, self._target_key))
         if times is not None:  # c and v(n) are ratios: without t(1) they are of no use
             found = {name: _drafter(read_entry(_DRAFTERS, key)) for name, key in self._keys.items()}
             drafters = {name: each for name, each in found.items() if each is not None}
             self._known = replace(times, drafters=drafters, estimates=drafter.estimates)
+        sizes = range(1, _most_rows(target, n_rows) + 1)
+        if any(self._known.n_decodes.get(n, 0.0) < _EACH for n in sizes):
+            self._to_time.extend([*sizes] * _EACH)
 
     @classmethod
     def open(
         cls, target: Context, drafter: Drafter, config: SpeculativeConfig, *, batched: bool = False
     ) -> tuple[DraftLength, PairProfile | None]:
-        """Return the draft length that ``config`` sets, and for "auto" where its findings are kept.
-
-        If the profile has no times of the target, they are measured: see ``measure_decode_times``.
-        """
+        """Return the draft length that ``config`` sets, and for "auto" where its findings are kept."""
         if isinstance(config.draft_k, int):
             return draft_length(config), None
         n_rows = config.max_draft_tokens + (target.n_seq_max if batched else 1)
@@ -87,12 +94,39 @@ class PairProfile:
         return length, profile
 
     def known(self) -> Known:
-        """Return what the profile has, or what was measured instead."""
+        """Return what the profile has."""
         return self._known
 
-    def save(self, length: DraftLength) -> None:
+    def measure(self, length: DraftLength) -> bool:
+        """Time one decode, for moments in which nobody waits; False once enough are known.
+
+        The sizes take turns, so that what else the machine does affects all; ``length`` gets them in the
+        end.
+        """
+        if self._is_off or not isinstance(length, AutoLength) or not self._to_time:
+            return False
+        n = self._to_time[0]
+        seconds = self._trial.seconds(n)
+        if seconds is None:
+            return True
+        self._timed.setdefault(n, []).append(seconds)
+        self._to_time.popleft()
+        if seconds > _MOST_S and len(self._timed[n]) == 1:
+            self._to_time = deque(size for size in self._to_time if size < n)
+        if self._to_time:
+            return True
+        for n, its in self._timed.items():
+            length.curve.measure(n, min(its), len(its))
+        self.save(length, at_once=True)
+        return False
+
+    def end_measuring(self) -> None:
+        """Stop a decode of ``measure``, if one is running, since somebody waits. From any thread."""
+        self._trial.end()
+
+    def save(self, length: DraftLength, *, at_once: bool = False) -> None:
         """Add what ``length`` has found to the profile; at most once in some seconds."""
-        if self._is_off or monotonic() - self._saved_at < _SAVE_EVERY_S:
+        if self._is_off or (not at_once and monotonic() - self._saved_at < _SAVE_EVERY_S):
             return
         findings = length.findings() if isinstance(length, AutoLength) else None
         if findings is None or sum(findings.n_decodes.values()) == self._n_saved:
@@ -138,29 +172,72 @@ def keep_decode_times(target: Context, seconds: Mapping[int, float]) -> None:
 # -- measuring -----------------------------------------------------------------------------------------
 
 
-def measure_decode_times(ctx: Context, sizes: Sequence[int]) -> dict[int, float]:
-    """Return seconds by number of tokens, with logits for all; empty if the context is not measured.
-
-    Measured are contexts whose weights are ``LEAST_BYTES`` or more, whose memory can be truncated (else
-    no draft is verified like this), and in which nothing has been decoded yet.
-    Takes about a second, two at most. Sizes for which no time was left are missing: give the most
-    important first.
-    """
-    with ctx.lock:
-        if ctx.closed or ctx.model.size_bytes < LEAST_BYTES or not ctx.capabilities.can_truncate:
-            return {}
-        return ctx.decoder.time_sizes(sizes, LIMIT_S)
+def _most_rows(ctx: Context, n_rows: int) -> int:
+    """Return the largest decode to time; 0 for weights or memory with which times are of no use."""
+    if ctx.model.size_bytes < LEAST_BYTES or not ctx.capabilities.can_truncate:
+        return 0
+    return min(n_rows, _MOST_ROWS, ctx.n_batch, ctx.n_outputs_max, ctx.n_ctx_seq)
 
 
-def _measured(target: Context, n_rows: int) -> Known | None:
-    start = perf_counter()
-    # Blocks of rows end at 16, 8, 4 and 2: these first, where there is no time for all.
-    every = range(1, min(n_rows, _MOST_ROWS) + 1)
-    sizes = sorted(every, key=lambda n: (n > 1, n & (n - 1) > 0, n % 8 > 1, n % 4 > 1, -n))
-    seconds = measure_decode_times(target, sizes)
-    took = f"a quick measurement of {perf_counter() - start:.1f} s"
-    weights = dict.fromkeys(seconds, _WEIGHT_OF_QUICK)
-    return Known(seconds, took, n_decodes=weights) if 1 in seconds else None
+class _Trial:
+    """A decode that is timed while nobody waits; it holds its sequence."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self._lock = forkable_lock()
+        self._is_running = self._is_ended = False
+
+    def end(self) -> None:
+        """Stop the decode if it is running, and no other one. From any thread."""
+        with self._lock:
+            if self._is_running:
+                self._is_ended = True
+                self._ctx.interrupt()
+
+    def seconds(self, n: int) -> float | None:
+        """Return the seconds of a decode of ``n`` arbitrary tokens, with logits for all.
+
+        It takes a free sequence and free cells, and returns them: nothing shows that it has taken place.
+        None where there are none, where somebody uses the context, or if it was stopped.
+        """
+        ctx = self._ctx
+        if not ctx.lock.acquire(blocking=False):
+            return None
+        try:
+            if ctx.closed or ctx.kv_cache.hidden is not None or ctx.kv_cache.n_vacant < n:
+                return None
+            seq_id = ctx.sequences.lease_if_free(self)
+            if seq_id is None:
+                return None
+            n_decodes = ctx.decoder.n_decodes
+            try:
+                return self._decode(seq_id, n)
+            finally:
+                ctx.decoder.n_decodes = n_decodes  # ``Context.sample`` takes its noise from it
+                ctx.sequences.give_back(seq_id)
+        except LlamaBranchError:
+            return None
+        finally:
+            ctx.lock.release()
+
+    def _decode(self, seq_id: int, n: int) -> float:
+        ctx, batch = self._ctx, Batch()
+        batch.add(seq_id, [(7 * i + 3) % ctx.model.n_vocab for i in range(n)], "all")
+        with self._lock:
+            self._is_running, self._is_ended = True, False
+        start = perf_counter()
+        try:
+            batch.decode(ctx.decoder)
+        except DecodeInterruptedError:
+            if not self._is_ended:
+                ctx.interrupt()  # it was meant for somebody else's decode
+            raise
+        finally:
+            with self._lock:
+                self._is_running = False
+                if self._is_ended:
+                    ctx.resume()
+        return perf_counter() - start
 
 
 # -- entries -------------------------------------------------------------------------------------------

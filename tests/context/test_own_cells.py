@@ -264,6 +264,43 @@ def test_kept_texts_take_sequences_until_others_need_them(
         own.audit()
 
 
+def test_chats_on_all_sequences_go_on_in_their_own(target: lb.Model, other_ctx: Context) -> None:
+    with Context(
+        target, n_ctx=768, n_seq_max=3, n_threads=1, kv_unified=False, prefix_cache=True
+    ) as own:
+        engine = Engine(own, seed=1)
+        chats = [own.tokenize(f"{name} had a daughter who was proud, and ") for name in "ABC"]
+        for turn in range(4):
+            requests = [Request(text, max_tokens=8, sampling=WARM) for text in chats]
+            n_read = len(chats[0]) - 3 if turn else 0  # but the new ones, and the last one drawn
+            for i, result in enumerate(engine.generate(requests)):
+                assert result.tokens == alone(other_ctx, requests[i], result.seed)
+                assert result.num_cached_tokens == n_read
+                chats[i] += [*result.tokens, 20, 21]
+        own.audit()
+
+
+def test_texts_that_begin_alike_leave_the_others_where_they_are(
+    target: lb.Model, other_ctx: Context
+) -> None:
+    rules = "Once upon a time there was a king who had three clever daughters. "
+    with Context(
+        target, n_ctx=768, n_seq_max=3, n_threads=1, kv_unified=False, prefix_cache=True
+    ) as own:
+        assert own.prefix_cache is not None
+        engine = Engine(own, seed=1)
+        other = Request(PROMPTS[1] * 4, max_tokens=4, sampling=WARM)
+        engine.generate([other])
+        for prompt in PROMPTS * 2:
+            request = Request(rules + prompt, max_tokens=4, sampling=WARM)
+            (result,) = engine.generate([request])
+            assert result.tokens == alone(other_ctx, request, result.seed)
+        assert len(own.prefix_cache) == 3
+        (again,) = engine.generate([other])
+        assert again.num_cached_tokens == again.num_prompt_tokens - 1
+        own.audit()
+
+
 def test_finished_texts_keep_their_sequences_while_all_are_taken(
     target: lb.Model, other_ctx: Context
 ) -> None:

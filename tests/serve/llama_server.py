@@ -46,7 +46,6 @@ def mapped(arguments: list[str]) -> list[str]:
     # What llama-server does unless it is told otherwise.
     for given, default in (
         ("--metrics", ["--no-metrics"]),
-        ("--kv-unified", ["--no-kv-unified"]),
         ("--allow-origin", ["--allow-origin", "*"]),
         ("--chat-template", ["--chat-template", "chatml"]),
     ):

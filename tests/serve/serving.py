@@ -33,11 +33,12 @@ def bundled_engine(
     parallel: int = 4,
     drafter: Callable[[], lb.Drafter | None] = lambda: None,
     max_waiting: int | None = 256,
+    kv_unified: bool = True,
 ) -> lb.AsyncEngine:
     """Return an engine on the bundled target: batch-invariant, with a prefix cache, on one thread."""
     ctx = lb.load(
         TARGET, n_ctx=n_ctx, n_seq_max=parallel, n_threads=1, prefix_cache=True,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=CHAT_TEMPLATE, kv_unified=kv_unified,
     )  # fmt: skip
     return lb.AsyncEngine(
         ctx, drafter(), max_tokens=None, max_waiting=max_waiting, parallel=parallel

@@ -234,6 +234,30 @@ def test_what_is_refused(api: Any, body: dict[str, Any], status: int, told: str)
         assert set(error) >= {"message", "type", "param", "code"}
 
 
+def test_errors_name_the_wrong_field(api: Any) -> None:
+    schema = {"type": "hiccup"}
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("temperature", {"temperature": -1}),
+        ("max_tokens", {"max_tokens": "many"}),
+        ("stream_options.include_usage", {"stream_options": {"include_usage": 5}}),
+        ("min_tokens", {"min_tokens": -1}),
+        ("grammar", {"grammar": "root ::= ("}),
+        ("json_schema", {"json_schema": schema}),
+        (
+            "response_format",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+        ),
+        ("structured_outputs", {"structured_outputs": {"regex": "("}}),
+        ("prompt", {"prompt": "word " * 3000}),
+    ]
+    for param, body in wrong:
+        assert post(api, 400, **{"prompt": "x", **body})["error"]["param"] == param
+    path = "/v1/chat/completions"
+    assert post(api, 400, path, max_tokens=3)["error"]["param"] == "messages"
+    long = [{"role": "user", "content": "word " * 3000}]
+    assert post(api, 400, path, messages=long)["error"]["param"] == "messages"
+
+
 def test_prompt_over_the_context_tells_by_how_much(api: Any) -> None:
     error = post(api, 400, prompt="word " * 3000)["error"]
     assert error["type"] == "exceed_context_size_error"

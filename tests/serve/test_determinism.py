@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -112,7 +113,8 @@ def answers(
     return found
 
 
-SMALL = {"n_ctx": 512, "parallel": 3}
+SMALL: dict[str, Any] = {"n_ctx": 512, "parallel": 3}
+OWN: dict[str, Any] = {"n_ctx": 768, "parallel": 3, "kv_unified": False}
 DRAFTERS: dict[str, Callable[[], lb.Drafter | None]] = {
     "none": lambda: None,
     "suffix": lb.SuffixDrafter,
@@ -122,20 +124,25 @@ DRAFTERS: dict[str, Callable[[], lb.Drafter | None]] = {
 def test_answers_are_the_same_beside_others() -> None:
     n = 24
     expected = answers(bundled_engine, n, concurrency=1)
-    drafted = answers(
-        lambda: bundled_engine(drafter=lb.SuffixDrafter, **SMALL), n, concurrency=8, shuffle=1,
-        leaves=0.3,
-    )  # fmt: skip
-    assert drafted == expected
+    for cache in (SMALL, OWN):
+        small = partial(bundled_engine, drafter=lb.SuffixDrafter, **cache)
+        drafted = answers(small, n, concurrency=8, shuffle=1, leaves=0.3)
+        assert drafted == expected
 
 
 @pytest.mark.parametrize(  # every pair of two of these
     ("concurrency", "drafter", "cache"),
-    [(8, "none", {}), (32, "none", SMALL), (8, "suffix", SMALL), (32, "suffix", {})],
-    ids=["8-none-usual", "32-none-small", "8-suffix-small", "32-suffix-usual"],
+    [
+        pytest.param(8, "none", {}, id="8-none-usual"),
+        pytest.param(32, "none", SMALL, id="32-none-small"),
+        pytest.param(8, "suffix", SMALL, id="8-suffix-small"),
+        pytest.param(32, "suffix", {}, id="32-suffix-usual"),
+        pytest.param(32, "none", OWN, id="32-none-own"),
+        pytest.param(8, "suffix", OWN, id="8-suffix-own"),
+    ],
 )
 def test_two_hundred_answers_are_the_same_under_any_load(
-    concurrency: int, drafter: str, cache: dict[str, int], expected: list[object]
+    concurrency: int, drafter: str, cache: dict[str, Any], expected: list[object]
 ) -> None:
     found = answers(
         lambda: bundled_engine(drafter=DRAFTERS[drafter], **cache), 200, concurrency=concurrency,

@@ -12,10 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from serving import TARGET, Serving, bundled_engine, httpx, serving
+from toys import write_gemma3, write_toy
 from typer.testing import CliRunner
 
 import llamabranch as lb
@@ -327,6 +329,21 @@ class Command:
             self.process.send_signal(number)
         _, errors = self.process.communicate(timeout=120)
         return self.process.returncode, errors
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to send")
+def test_number_of_texts_divides_the_cache_where_it_can(tmp_path: Path) -> None:
+    forced = {"choice": ["thereoncewasaking"]}
+    body = {"prompt": "a king", "max_tokens": 9, "seed": 1, "structured_outputs": forced}
+    for write, n_ctx in ((write_toy, 512), (write_gemma3, 2048)):
+        path = write(tmp_path / f"{n_ctx}.gguf", vocab="bytes")
+        command = Command("-m", str(path), "-np", "4", "-c", "2048", "--draft", "auto")
+        with httpx.Client(base_url=command.url, timeout=120) as api:
+            assert api.get("/props").json()["default_generation_settings"]["n_ctx"] == n_ctx
+            answer = api.post("/v1/completions", json=body)
+        command.end(signal.SIGTERM)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["timings"].get("draft_n", 0) > 0  # what is forced
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to send")

@@ -11,6 +11,7 @@ from serving import TARGET, Serving, serving
 from toys import CHAT_TEMPLATE
 
 import llamabranch as lb
+from llamabranch.cli.serve import ServedOptions
 
 
 @pytest.fixture(scope="module")
@@ -143,3 +144,23 @@ def test_answers_tell_where_batches_are_not_exact() -> None:
         assert answer.json()["batch_invariant"] is False
         assert answer.headers["x-batch-invariant"] == "false"
         assert api.post("/v1/branches", json={"prompt": "a"}).json()["batch_invariant"] is False
+
+
+def test_texts_whose_number_is_given_have_cells_of_their_own() -> None:
+    def sized(trained: int | None = 1024, drafter: str = "suffix", **given: Any) -> object:
+        found = ServedOptions(**given).sized(trained, (drafter,))
+        return found.parallel, found.kv_unified, found.n_ctx
+
+    assert sized() == (8, True, 1024)
+    assert sized(None) == (8, True, 8192)
+    assert sized(parallel=6) == (6, False, 6 * 1024)
+    assert sized(10_000, parallel=6) == (6, False, 6 * 2048)
+    assert sized(10_000, parallel=2) == (2, False, 8192)
+    assert sized(parallel=6, n_ctx=0) == (6, False, 0)
+    assert sized(parallel=1) == (1, True, 1024)
+    assert sized(parallel=6, kv_unified=True) == (6, True, 1024)
+    assert sized(kv_unified=False, n_ctx=4096) == (8, False, 4096)
+    assert sized(parallel=6, drafter="tale-draft") == (6, True, 1024)
+    assert sized(parallel=6, n_batch=4) == (6, True, 1024)
+    with pytest.raises(lb.ConfigError, match="parallel"):
+        sized(parallel=0)

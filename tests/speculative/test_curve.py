@@ -167,7 +167,7 @@ def test_drafts_of_many_streams_fill_what_is_left() -> None:
 
 
 def test_tokens_that_are_not_drafted_show_whether_they_would_have_been_accepted() -> None:
-    """After a copy that was wrong at once nothing is drafted, until what follows is seen to be copied."""
+    """After copies that were wrong nothing is drafted, until what follows is seen to be copied."""
     times = {n: 0.5 + 0.5 * n for n in range(1, 18)}
     length = AutoLength(16, known=Known(times, "a claim", estimates=frozenset({"suffix"})))
     surprisals = [0.05] * 16
@@ -181,9 +181,40 @@ def test_tokens_that_are_not_drafted_show_whether_they_would_have_been_accepted(
         return n
 
     assert drafted(0, followed=None) > 4
+    assert drafted(0, followed=None) > 0  # a single one that is wrong does not end drafting
+    while drafted(0, followed=False):
+        pass
     assert [drafted(0, followed=False) for _ in range(3)] == [0] * 3
     found = [drafted(16, followed=True) for _ in range(30)]
     assert found[0] == 0 and found[-1] > 4
+
+
+def test_copied_drafts_grow_with_the_decodes_that_have_a_time() -> None:
+    """Nothing is known at first: no draft relies on a time far beyond those that were seen."""
+    length = AutoLength(32, known=Known(estimates=frozenset({"suffix"})))
+    length.learn(RoundReport.plain(3, 1.0, 0.0))
+    assert length.plain_steps(1) == 0
+    found, surprisals = [], [0.01] * 32
+    for _ in range(4):
+        assert length.consider("suffix")
+        n = length.stop_rule(0).longest(surprisals)
+        seconds = 1.0 + n / 100
+        length.learn(RoundReport("suffix", True, surprisals[: n + 1], n, n, 1 + n, 0.0, seconds))
+        found.append(n)
+    assert found == [7, 15, 31, 32]
+
+
+def test_measured_sizes_decide_as_those_of_earlier_runs_do() -> None:
+    curve = Curve()
+    curve.fills = True
+    for n, seconds in STAIRS.items():
+        curve.measure(n, seconds, 4)
+    assert {n: curve.rows(n) for n in ROWS} == ROWS
+    assert curve.of(8) == STAIRS[8]
+    curve.learn(20, 40.0)
+    said = curve.explain()
+    assert "measured while nothing ran: 1 to 17; learned from this run's decodes: 20" in said
+    assert "others: interpolated" in said and "profile" not in said
 
 
 def test_a_copy_that_is_cut_short_is_tested_by_the_token_in_its_place(ctx: Context) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,6 @@ from llamabranch.speculative.profile import (
     PairProfile,
     context_key,
     keep_decode_times,
-    measure_decode_times,
 )
 
 AUTO = SpeculativeConfig(draft_k="auto")
@@ -41,8 +41,9 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny targets are measured too."""
+    """Tiny targets are timed too, and however long it takes on a busy machine."""
     monkeypatch.setattr(pair_profile, "LEAST_BYTES", 0)
+    monkeypatch.setattr(pair_profile, "_MOST_S", 1e9)
 
 
 def sections(path: Path) -> dict[str, Any]:
@@ -341,78 +342,157 @@ def test_text_never_depends_on_the_profile(
     assert len(set(n_drafted)) > 1
 
 
-# -- the quick measurement -------------------------------------------------------------------------
+# -- decodes that are timed while nobody waits -----------------------------------------------------
+
+FEW = SpeculativeConfig(max_draft_tokens=2)
 
 
-def test_a_first_run_measures_and_says_so(
-    ctx: lb.Context, draft_ctx: lb.Context, profile: Path, any_size: None
-) -> None:
-    speculator = lb.Speculator(ctx, lb.ModelDrafter(draft_ctx), AUTO)
-    assert "times from a quick measurement of" in speculator.explain()
-    length = speculator.length
-    assert isinstance(length, AutoLength) and length.verify_cost(17) > 1
-    speculator.generate(PROMPT, max_tokens=16, sampling=WARM).finish()
-    assert "a quick measurement of" in speculator.explain()
+def opened(ctx: lb.Context) -> tuple[AutoLength, PairProfile]:
+    length, profile = PairProfile.open(ctx, lb.PromptLookupDrafter(), FEW)
+    assert isinstance(length, AutoLength) and profile is not None
+    return length, profile
+
+
+def n_timed(profile: PairProfile) -> int:
+    return sum(map(len, profile._timed.values()))
+
+
+def test_nothing_is_decoded_before_a_text(ctx: lb.Context, profile: Path, any_size: None) -> None:
+    n_decodes = ctx.decoder.n_decodes
+    speculator = lb.Speculator(ctx, lb.PromptLookupDrafter(), AUTO)
+    engine = lb.Engine(ctx, lb.PromptLookupDrafter(), AUTO)
+    assert ctx.decoder.n_decodes == n_decodes and ctx.kv_cache.ledger.clock == 0
+    assert "from nothing yet" in speculator.explain()
+    engine.generate([lb.Request(PROMPT, max_tokens=8, sampling=WARM)])
+    assert "learned from this run's decodes: 1" in engine.explain()
     (times,) = sections(profile)["decode_times"].values()
-    assert {"1", "2", "3", "5", "9", "17"} <= set(times["v"])
-    assert "the profile of" in lb.Speculator(ctx, lb.PromptLookupDrafter(), AUTO).explain()
+    assert "1" in times["v"]
 
 
-def _observed(target: lb.Model, act: Callable[[lb.Context], object]) -> list[object]:
-    """Return all that a user can see of a context after ``act``, and what it then generates."""
+def test_every_size_is_timed_one_decode_at_a_time_and_kept(
+    ctx: lb.Context, profile: Path, any_size: None
+) -> None:
+    length, kept = opened(ctx)
+    n = 1
+    while kept.measure(length):
+        n += 1
+    assert n == 12 and length.curve.n_measured == {1: 4, 2: 4, 3: 4}
+    assert not kept.measure(length)
+    assert "measured while nothing ran: 1 to 3" in length.curve.explain()
+    assert "others" not in length.curve.explain()
+    (times,) = sections(profile)["decode_times"].values()
+    assert times["decodes"] == {"1": 4, "2": 4, "3": 4}
+    again, kept = opened(ctx)
+    assert "from the profile: 1 to 3" in again.curve.explain()
+    assert not kept.measure(again)
+    keep_times(ctx, decodes={"1": 64, "2": 3, "5": 64, "9": 64, "17": 64})
+    assert opened(ctx)[1].measure(again)  # two tokens were decoded three times only, three never
+
+
+def _observed(target: lb.Model, *, measures: bool) -> list[object]:
+    """Return all that a user can see of a context in use, and what it generates."""
     with lb.Context(target, n_ctx=512, n_seq_max=4, n_threads=1) as ctx:
-        held = lb.Branch.create(ctx, WARM)
-        act(ctx)
-        ctx.audit()
-        seen: list[object] = [ctx.usage(), ctx.decoder.n_decodes, ctx.n_seq_free]
-        held.prune()
-        ctx.decode([5, 6, 7], 0, logits="all")
-        seen += [ctx.logits(i).tobytes() for i in range(3)]
-        seen.append(ctx.sample(SamplingParams(temperature=1.0, seed=3)))
-        ctx.kv_cache_clear()
+        length, profile = opened(ctx)
+
+        def idle() -> None:
+            for _ in range(6 * measures):
+                assert profile.measure(length) == (n_timed(profile) < 12)
+
+        idle()
+        ctx.keep_prefixes()
+        plain = lb.NullDrafter()  # what is drafted depends on the times
+        first = ctx.complete(PROMPT, max_tokens=24, temperature=0.0, drafter=plain).tokens
         with lb.Branch.start(ctx, PROMPT, sampling=WARM) as branch:
-            text = [(t.token, t.logprob) for t in branch.generate(24)]
-            return [*seen, text, ctx.usage(), ctx.kv_cache.ledger.clock]
+            before = branch.fork()
+            ctx.decode([5, 6, 7], 0, logits="all")
+            idle()
+            ctx.audit()
+            assert length.curve.n_measured == ({1: 4, 2: 4, 3: 4} if measures else {})
+            seen: list[object] = [ctx.usage(), ctx.decoder.n_decodes, ctx.n_seq_free, first]
+            seen += [ctx.logits(i).tobytes() for i in range(3)]
+            seen += [before.logits.tobytes(), ctx.sample(SamplingParams(temperature=1.0, seed=3))]
+            seen += [[(t.token, t.logprob) for t in each.generate(24)] for each in (before, branch)]
+            before.prune()
+        again = ctx.complete(PROMPT, max_tokens=24, temperature=0.0, drafter=plain).tokens
+        return [*seen, again, ctx.usage()]
 
 
-def test_measuring_leaves_the_context_exactly_as_it_was(target: lb.Model, any_size: None) -> None:
-    def measure(ctx: lb.Context) -> None:
-        assert list(measure_decode_times(ctx, (1, 9, 17, 10**6))) == [1, 9, 17]
+def test_timing_decodes_leaves_a_context_in_use_as_it_was(
+    target: lb.Model, any_size: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    for measures in (True, False):
+        monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / f"{measures}.json"))
+        seen.append(_observed(target, measures=measures))
+    assert seen[0] == seen[1]
 
-    assert _observed(target, measure) == _observed(target, lambda ctx: None)
 
-
-def test_only_large_unused_contexts_that_can_be_truncated_are_measured(
+def test_only_what_is_free_is_used(
     target: lb.Model, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
-        assert measure_decode_times(ctx, (1, 2)) == {}  # a bundled model is tiny
+    with lb.Context(target, n_ctx=256, n_seq_max=1, n_threads=1) as ctx:
+        length, kept = opened(ctx)
+        assert not kept.measure(length)  # a bundled model is tiny
         monkeypatch.setattr(pair_profile, "LEAST_BYTES", 0)
+        length, kept = opened(ctx)
         with lb.Branch.start(ctx, PROMPT):
-            assert measure_decode_times(ctx, (1, 2)) == {}
-        assert measure_decode_times(ctx, (1, 2)) == {}  # its cells have been used
-    with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
-        assert set(measure_decode_times(ctx, (1, 2))) == {1, 2}
-    assert measure_decode_times(ctx, (1, 2)) == {}  # closed
+            assert kept.measure(length) and n_timed(kept) == 0
+        with lb.Branch.start(ctx, [5] * 255):
+            assert kept.measure(length) and n_timed(kept) == 0
+        assert kept.measure(length) and n_timed(kept) == 1
+    assert kept.measure(length) and n_timed(kept) == 1  # it is closed
     path = toys.write_toy(tmp_path / "toy.gguf", "mamba", vocab="bytes")
     with lb.Model(path) as model, lb.Context(model, n_ctx=256, n_threads=1) as ctx:
-        assert measure_decode_times(ctx, (1, 2)) == {}
+        length, kept = opened(ctx)
+        assert not kept.measure(length)
 
 
-def test_measuring_is_bounded_in_time(
-    target: lb.Model, any_size: None, monkeypatch: pytest.MonkeyPatch
+def test_slow_decodes_are_not_timed(
+    ctx: lb.Context, profile: Path, any_size: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pair_profile, "LIMIT_S", 0.0)
-    with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
-        assert list(measure_decode_times(ctx, (1, 9, 17))) == [1]
+    monkeypatch.setattr(pair_profile, "_MOST_S", 0.0)
+    length, kept = opened(ctx)
+    assert not kept.measure(length) and length.curve.n_measured == {1: 1}
 
 
-def test_an_interruption_that_waits_is_not_swallowed(target: lb.Model, any_size: None) -> None:
-    with lb.Context(target, n_ctx=256, n_threads=1) as ctx:
-        ctx.interrupt()
-        assert measure_decode_times(ctx, (1, 9)) == {}
-        with pytest.raises(lb.DecodeInterruptedError):
-            ctx.decode([5], 0)
+def test_who_waits_ends_the_decode_and_no_other_one(
+    ctx: lb.Context, profile: Path, any_size: None
+) -> None:
+    length, kept = opened(ctx)
+    kept.end_measuring()
+    assert kept.measure(length) and n_timed(kept) == 1
+
+    def ended(decode: Callable[[int], int], n: int) -> int:
+        kept.end_measuring()
+        return decode(n)
+
+    ctx.decoder.hook(ended)
+    assert kept.measure(length) and n_timed(kept) == 1
+    ctx.decoder.hook(None)
+    ctx.decode([5], 0)
+    ctx.audit()
+
+
+def test_an_interruption_that_waits_is_not_swallowed(
+    ctx: lb.Context, profile: Path, any_size: None
+) -> None:
+    length, kept = opened(ctx)
+    ctx.interrupt()
+    assert kept.measure(length) and n_timed(kept) == 0
+    with pytest.raises(lb.DecodeInterruptedError):
+        ctx.decode([5], 0)
+
+
+def test_an_idle_engine_times_decodes(ctx: lb.Context, profile: Path, any_size: None) -> None:
+    async def run() -> None:
+        async with lb.AsyncEngine(ctx, lb.PromptLookupDrafter(), FEW) as engine:
+            most = 2 + ctx.n_seq_max
+            while f"measured while nothing ran: 1 to {most}" not in engine.engine.explain():
+                await asyncio.sleep(0.05)
+            found = await engine.complete(PROMPT, max_tokens=8, temperature=0.0)
+            assert len(found.tokens) == 8
+
+    asyncio.run(run())
 
 
 # -- bench -----------------------------------------------------------------------------------------

@@ -17,7 +17,9 @@ _UNKNOWN = _N_BUCKETS  # the bucket of tokens whose drafter gives no entropy
 _SHARED = ((-2, 0.1), (-1, 0.3), (0, 1.0), (1, 0.3), (2, 0.1))
 _PRIOR = 0.5  # one token in two is accepted
 _MIDDLES = [sum(ends) / 2 for ends in zip((0.0, *_EDGES), (*_EDGES, 7.0), strict=True)]
-_OF_SURPRISALS = [*(math.exp(-middle) for middle in _MIDDLES), _PRIOR]
+# A copy ends where the text differs, of which its estimate knows nothing: it is too sure by about a half.
+_OF_SURPRISALS = [*(math.exp(-1.5 * middle) for middle in _MIDDLES), _PRIOR]
+_WEIGHT, _WEIGHT_OF_ESTIMATES = 1.0, 8.0  # tested tokens that the prior counts as
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,11 @@ class Acceptance:
 
     def __init__(self, *, of_surprisals: bool = False) -> None:
         self._prior = _OF_SURPRISALS if of_surprisals else [_PRIOR] * (_N_BUCKETS + 1)
+        self._weight = _WEIGHT_OF_ESTIMATES if of_surprisals else _WEIGHT
         # Where a text begins to repeat another, copies are right that were wrong before.
         self._fades = self.FADE_SURPRISALS if of_surprisals else self.FADE
-        self.tested = [1.0] * (_N_BUCKETS + 1)
-        self.accepted = list(self._prior)
+        self.tested = [self._weight] * (_N_BUCKETS + 1)
+        self.accepted = [self._weight * chance for chance in self._prior]
         self.drawn = [0.0] * (_N_BUCKETS + 1)
         # What earlier runs contributed to these, and by how much they are wrong about this run.
         self._kept: AcceptanceCounts | None = None
@@ -171,8 +174,8 @@ class Acceptance:
         self.drawn = list(self._drawn_here)
         for i, keep in enumerate(self._keeps):
             if kept.tested[i] >= 1.0:
-                self.tested[i] += keep * (1.0 - kept.tested[i])
-                self.accepted[i] += keep * (self._prior[i] - kept.accepted[i])
+                self.tested[i] += keep * (self._weight - kept.tested[i])
+                self.accepted[i] += keep * (self._weight * self._prior[i] - kept.accepted[i])
 
 
 def _bucket(entropy: float) -> int:

@@ -135,7 +135,7 @@ class AutoLength:
 
     WARM_UP_PLAIN = 3  # plain steps before the first draft
     WARM_UP_DRAFTS, WARM_UP_K = 4, 3  # drafts that measure a new drafter, and their tokens
-    FIRST_K, FEW_SIZES = 7, 3  # tokens of a copied draft while fewer sizes of decodes have a time
+    FIRST_K = 7  # tokens of a copied draft at first; later at most twice the largest timed decode
     SHORT_DRAFTS = 2  # drafts of a known drafter that are as short, in case it has changed
     RATE_ROUNDS = 32  # the number of rounds that the recent throughput covers, about
     LOST_STEPS = 8  # a drafter that has lost the time of so many plain steps is switched off
@@ -272,7 +272,7 @@ class AutoLength:
         with self._learned.lock:
             learned = self._learned
             self._n_behind = n_behind
-            warm_up = 0 if learned.known.target_s else self.WARM_UP_PLAIN
+            warm_up = 0 if learned.curve.is_kept else self.WARM_UP_PLAIN
             if learned.n_plain < warm_up:
                 return warm_up - learned.n_plain
             if self._is_on():
@@ -343,9 +343,9 @@ class AutoLength:
         if not (weighs or self._is_known(record)):
             return StopRule(most, self.WARM_UP_K)
         acceptance, most_tokens = record.acceptance, self.limit
-        if weighs and len(self._learned.curve.sizes) < self.FEW_SIZES:
-            most_tokens = self.FIRST_K
-        elif record.n_drafts < self.SHORT_DRAFTS and not weighs:
+        if weighs:
+            most_tokens = max(self.FIRST_K, 2 * max(self._learned.curve.sizes) - 1)
+        elif record.n_drafts < self.SHORT_DRAFTS:
             most_tokens = self.WARM_UP_K
         return StopRule(
             most,
@@ -466,11 +466,12 @@ class AutoLength:
         """Return what was measured so far, for later runs; None as long as t(1) is not known."""
         with self._learned.lock:
             curve = self._learned.curve
-            if not curve.n_measured or 1 not in curve.sizes:
+            n_decodes = curve.n_decodes
+            if not n_decodes or 1 not in curve.sizes:
                 return None
             one_s = curve.of(1)
             return Known(
-                {1: one_s} | {n: curve.of(n) for n in curve.n_measured},
+                {1: one_s} | {n: curve.of(n) for n in n_decodes},
                 drafters={
                     name: KnownDrafter(
                         record.acceptance.counts(), record.step_s / one_s, n_drafts=record.n_drafts
@@ -478,7 +479,7 @@ class AutoLength:
                     for name, record in self._learned.records.items()
                     if record.n_timed
                 },
-                n_decodes=dict(curve.n_measured),
+                n_decodes=n_decodes,
             )
 
     def explain(self) -> str:
@@ -493,7 +494,8 @@ class AutoLength:
         missing = [name for name, is_known in known if not is_known]
         if missing:
             waiting = " and ".join(f"no {name}" for name in missing)
-            return f"still measuring: {waiting} yet" + self._sources(record)
+            times = f"; {learned.curve.explain()}" if learned.curve else ""
+            return f"still measuring: {waiting} yet{times}" + self._sources(record)
         one_s = self._time(1)
         k, speedup = self._best(record)
         n = learned.n_streams
@@ -516,8 +518,10 @@ class AutoLength:
     def _sources(self, record: _Record) -> str:
         """Return where the numbers come from: what was known before, and what was measured since."""
         learned = self._learned
+        n_idle, n_decodes = learned.curve.n_idle, learned.curve.n_learned
         costs = learned.known.source if learned.known.target_s else ""
-        n_decodes = sum(learned.curve.n_measured.values())
+        if n_idle:
+            costs = " and ".join(filter(None, (costs, f"{n_idle} decodes while nothing ran")))
         kept = record.source if record.acceptance.is_kept else ""
         dropped = f" ({record.source} was wrong)" if record.source and not kept else ""
         return (

@@ -8,7 +8,7 @@ a decode up to it where that was measured to be faster.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ...native import forkable_lock
 
@@ -23,22 +23,24 @@ _EVERY = 16  # decodes after which the edges are looked for again
 class Curve:
     """Seconds by number of tokens, each a moving average of the decodes of that size.
 
-    It begins with nothing, or with the times of earlier runs or of a measurement. The machine may be
-    slower or faster now, and a context grows: all sizes keep their ratios and follow the pace of those
-    that are decoded.
+    It begins with nothing, or with the times of earlier runs, to which ``measure`` adds. The machine may
+    be slower or faster now, and a context grows: all these sizes keep their ratios and follow the pace
+    of those that are decoded.
 
     Args:
         kept: seconds of earlier runs, by number of tokens.
 
     Attributes:
         fills: whether rows that nobody reads may be decoded: only where they change no text.
-        n_measured: decodes of this run by number of tokens.
+        n_measured: decodes made to measure them, by number of tokens.
     """
 
     def __init__(self, kept: Mapping[int, float] | None = None) -> None:
         self.fills = False
         self.n_measured: dict[int, int] = {}
-        self._kept = dict(kept or {})
+        self._n_learned: dict[int, int] = {}  # decodes of this run's texts
+        self._kept = dict(kept or {})  # and those measured
+        self._of_profile = frozenset(self._kept)
         self._shape = dict(self._kept)  # seconds at the pace of those kept
         self._pace = 1.0
         self._rows: list[int] = []  # to decode n tokens with; made anew when empty
@@ -49,8 +51,28 @@ class Curve:
 
     @property
     def is_kept(self) -> bool:
-        """True if it began with times: it then decides how decodes are filled."""
+        """True if it has times of earlier runs, or measured ones: these decide how decodes are filled."""
         return bool(self._kept)
+
+    def knows(self, n: int) -> bool:
+        """Return whether the time of ``n`` tokens is one of those."""
+        return n in self._kept
+
+    @property
+    def n_idle(self) -> int:
+        """How many decodes were made to measure them."""
+        return sum(self.n_measured.values())
+
+    @property
+    def n_learned(self) -> int:
+        """How many decodes of texts it has learned from."""
+        return sum(self._n_learned.values())
+
+    @property
+    def n_decodes(self) -> dict[int, int]:
+        """All decodes of this run by number of tokens."""
+        counts = (self.n_measured, self._n_learned)
+        return {n: sum(each.get(n, 0) for each in counts) for each in counts for n in each}
 
     @property
     def sizes(self) -> list[int]:
@@ -65,9 +87,9 @@ class Curve:
             the factor by which the pace has changed.
         """
         with self._lock:
-            factor, n_all = 1.0, sum(self.n_measured.values())
-            n_here = self.n_measured.get(n, 0)
-            if self._kept:
+            factor, n_all = 1.0, self.n_learned
+            n_here = self._n_learned.get(n, 0)
+            if n <= max(self._kept, default=0):
                 ratio = seconds / (self._pace * _interpolated(self._kept, n))
                 weight = max(0.1, 1.0 / (2.0 + n_all))
                 factor = 1.0 + weight * (min(2.0, max(0.5, ratio)) - 1.0)
@@ -77,10 +99,17 @@ class Curve:
             if not old and self._shape:  # a first decode that is slow says little about its size
                 new = min(new, _SLOW * _interpolated(self._shape, n))
             self._shape[n] = smooth(old, new, times, n_before)
-            self.n_measured[n] = n_here + times
+            self._n_learned[n] = n_here + times
             if n_all // _EVERY != (n_all + times) // _EVERY:
                 self._rows = []
             return factor
+
+    def measure(self, n: int, seconds: float, times: int) -> None:
+        """Take the time of ``times`` decodes that were made to measure it."""
+        with self._lock:
+            self._kept[n] = self._shape[n] = seconds / self._pace
+            self.n_measured[n] = times
+            self._rows = []
 
     def of(self, n: int) -> float:
         """Return the seconds of ``n`` tokens: known, between two known ones, or extrapolated."""
@@ -93,7 +122,7 @@ class Curve:
     def rows(self, n: int) -> int:
         """Return the number of rows, ``n`` or more, with which ``n`` tokens are decoded fastest.
 
-        More than ``n`` only where both were measured before this run, so that no single decode decides.
+        More than ``n`` only where both were measured, or known before this run: no single decode decides.
         """
         if not self.fills:
             return n
@@ -118,11 +147,30 @@ class Curve:
         return self.of(self.rows(n))
 
     def explain(self) -> str:
-        """Return v(n) = t(n) / t(1) of all sizes that have a time, and how decodes are filled."""
+        """Return v(n) = t(n) / t(1) of all sizes that have a time, whence, and how decodes are filled."""
         sizes, one_s = self.sizes, self.of(1)
         v = ", ".join(f"{n} tokens v = {self.of(n) / one_s:.2f}" for n in sizes[:_MOST_SHOWN])
         filled = [f"{n} to {self.rows(n)}" for n in sizes if self.rows(n) > n]
-        return f"a target decode of {v}" + ("; filled: " + ", ".join(filled) if filled else "")
+        sources = {
+            "from the profile": self._of_profile,
+            "measured while nothing ran": self.n_measured,
+            "learned from this run's decodes": self._n_learned,
+        }
+        told = [f"{name}: {_ranges(its)}" for name, its in sources.items() if its]
+        told += ["others: interpolated"] if sizes != [*range(1, sizes[-1] + 1)] else []
+        told += ["filled: " + ", ".join(filled)] if filled else []
+        return "; ".join([f"a target decode of {v}", *told])
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as text: "1, 3 to 8"."""
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _interpolated(seconds: Mapping[int, float], n: int) -> float:

@@ -12,17 +12,32 @@ from ..branch import Produced
 from ..context import Context
 from ..errors import CacheFullError, CapacityError, DecodeInterruptedError, LlamaBranchError
 from ..native.interrupts import HeldInterrupts
+from ..sampling import SamplingParams
 from ..sampling.noise import derive_seed
+from ..speculative.config import SpeculativeConfig
 from ..speculative.joint import Outcome, Step
 from ..speculative.rules import choose_rule
-from .job import EngineSettings, Job, JobState, Submission, refusal
+from .job import Job, JobState, Submission, refusal
 from .learning import Learning
 from .request import EngineStats, Event, Request
 from .scheduler import Scheduler
 
-__all__ = ["EngineCore", "Seeds"]
+__all__ = ["EngineCore", "EngineSettings", "Seeds"]
 
 _POLL_S = 0.02  # how often to check whether others have freed a sequence
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What all requests of an engine have in common; see ``Engine``."""
+
+    target: Context
+    config: SpeculativeConfig
+    sampling: SamplingParams
+    max_tokens: int | None
+    seed_given: bool
+    wait_s: float
+    parallel: int | None = None
 
 
 @dataclass
@@ -98,11 +113,14 @@ class EngineCore:
         Raises:
             ConfigError, TokenizeError: its prompt or its stop strings are invalid; it is not queued.
         """
+        settings = self._settings
         submission = Submission(
             request,
             name,
             self.n_added,
-            self._settings,
+            settings.target.model,
+            settings.sampling,
+            settings.max_tokens,
             self._seeds.draw() if self._seed is None else self._seed,
             samples,
             reports_tokens=self._reports_tokens and reports_tokens,

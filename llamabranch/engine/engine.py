@@ -18,8 +18,7 @@ from ..model import is_chat
 from ..sampling import SamplingParams
 from ..speculative import Drafter, NullDrafter, SpeculativeConfig
 from ..speculative.drafters.base import checked_drafter
-from .core import EngineCore, Seeds
-from .job import EngineSettings
+from .core import EngineCore, EngineSettings, Seeds
 from .learning import Learning
 from .request import EngineStats, Event, Request, Result
 

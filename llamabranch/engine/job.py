@@ -5,24 +5,23 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from time import perf_counter
 
 from ..branch import Branch, Produced
 from ..branch.output import OutputBuffer
 from ..branch.sequence import TokenSequence
-from ..context import Context
 from ..context.logits import LogitsRow, TokenScore
 from ..errors import LlamaBranchError
+from ..model import Model
 from ..sampling import Grammar, SamplingParams
 from ..sampling.noise import derive_seed, seed_from_text
-from ..speculative import SpeculativeConfig, SpeculativeStats
+from ..speculative import SpeculativeStats
 from ..speculative.round import Stream
 from .openai import named_piece
 from .request import Event, Request, Result
 
-__all__ = ["EngineSettings", "Job", "JobState", "JobStateError", "Submission", "refusal"]
+__all__ = ["Job", "JobState", "JobStateError", "Submission", "refusal"]
 
 Key = tuple[int, int, int]  # priority, number of the request, sample: the order of admission
 
@@ -51,19 +50,6 @@ class JobStateError(RuntimeError):
     """A fault of the engine: a text cannot go from its state to another one; nothing has changed."""
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """What all requests of an engine have in common; see ``Engine``."""
-
-    target: Context
-    config: SpeculativeConfig
-    sampling: SamplingParams
-    max_tokens: int | None
-    seed_given: bool
-    wait_s: float
-    parallel: int | None = None
-
-
 class Submission:
     """A request with its prompt tokenized; makes a job for each of its texts when its turn comes.
 
@@ -71,7 +57,8 @@ class Submission:
         request: the request.
         name: its id.
         number: how many requests came before it.
-        settings, seed: the engine's, for what the request leaves out; its model tokenizes the prompt.
+        model: tokenizes the prompt.
+        sampling, max_tokens, seed: the engine's, for what the request leaves out.
         samples: the numbers of the texts to generate.
         reports_tokens: whether there are events for tokens; without them, and unless the request asks for
             them, no log-probabilities are computed.
@@ -92,7 +79,9 @@ class Submission:
         request: Request,
         name: str,
         number: int,
-        settings: EngineSettings,
+        model: Model,
+        sampling: SamplingParams,
+        max_tokens: int | None,
         seed: int,
         samples: Iterable[int],
         *,
@@ -102,19 +91,19 @@ class Submission:
         self.name = name
         self.number = number
         self.arrival = perf_counter()
-        self.model = model = settings.target.model
+        self.model = model
         self.prompt = model.prompt_tokens(request.prompt, parse_special=request.parse_special)
         self.samples = deque(samples)
         self.n_waiting = len(self.samples)
         self.jobs: dict[int, Job] = {}
         self.is_aborted = False
-        params = request.sampling or settings.sampling
+        params = request.sampling or sampling
         self.reports_tokens = reports_tokens
         logprobs = params.logprobs and (reports_tokens or request.top_logprobs is not None)
         self._params = params.replace(logprobs=logprobs)
         params_seed = self._params.seed
         self._seed = derive_seed(seed, seed_from_text(name)) if params_seed is None else params_seed
-        self._max_tokens = settings.max_tokens if request.max_tokens is None else request.max_tokens
+        self._max_tokens = max_tokens if request.max_tokens is None else request.max_tokens
         OutputBuffer(self._max_tokens, request.stop)  # raises for a bad stop string
         model.check_tokens(request.stop_tokens)
 

@@ -1247,6 +1247,7 @@ def test_result_is_parsed_by_the_type_it_was_made_for(ctx: Context) -> None:
     assert choice.parsed == choice.text in ("yes", "no")
     assert free.parsed is None
     several = ctx.complete("The heroes: ", json_schema=list[Hero], max_tokens=200, seed=1)
-    assert several.parsed is None or all(isinstance(each, Hero) for each in several.parsed)
+    heroes = [] if several.parsed is None else several.parsed
+    assert isinstance(heroes, list) and all(isinstance(each, Hero) for each in heroes)
     (cut,) = Engine(ctx, seed=1).generate([lb.Request("A", grammar=grammars[0], max_tokens=3)])
     assert (cut.finish_reason, cut.parsed) == ("length", None)

@@ -9,13 +9,7 @@ plotting.py   curves as PNG files
 """
 
 from .costs import CallClock, DecodeClock, draft_cost, verify_costs, verify_times
-from .machine import (
-    Machine,
-    free_memory_bytes,
-    load_average,
-    processor_flags,
-    profile_in_use,
-)
+from .machine import Machine, free_memory_bytes, load_average, processor_flags, profile_in_use
 from .pair import Cell, PairBench, PairReport, Sweep
 from .plotting import Curve, save_plot
 from .timing import (

@@ -17,12 +17,7 @@ import numpy.typing as npt
 from ..context import Context
 from ..context.hidden_states import PackedStates
 from ..context.logits import LogitsRow
-from ..errors import (
-    CacheFullError,
-    LlamaBranchError,
-    SnapshotError,
-    UnsupportedError,
-)
+from ..errors import CacheFullError, LlamaBranchError, SnapshotError, UnsupportedError
 from ..native import engine_versions
 from ..sampling import Sampler, SamplingParams
 from ..sampling.grammar import Grammar

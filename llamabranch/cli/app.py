@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, cast
 
 import typer
+from typer.core import TyperCommand
 
 from llamabranch.startup import quit_interrupted, quit_on_ctrl_c, read_arguments_as_utf8
 
@@ -47,18 +48,20 @@ TAKE_PROMPTS = {"generate", "bench"}
 
 
 @cache
-def load_command(name: str) -> Any:  # a TyperCommand
+def load_command(name: str) -> TyperCommand:
     """Import a subcommand and return it."""
     holder = typer.Typer(add_completion=False)
     function = getattr(import_module(f".{name}", __package__), name)
     holder.command(cls=PromptsCommand if name in TAKE_PROMPTS else Command)(function)
-    return typer.main.get_command(holder)
+    return cast(TyperCommand, typer.main.get_command(holder))
 
 
 class _Commands(CommandGroup):
     """Lists the subcommands without importing them."""
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+    def resolve_command(  # type: ignore[override]
+        self, ctx: typer.Context, args: list[str]
+    ) -> tuple[str | None, TyperCommand | None, list[str]]:
         """Return the subcommand that the arguments name, imported, and the arguments after it."""
         name, listed, rest = super().resolve_command(ctx, args)
         if listed is None:

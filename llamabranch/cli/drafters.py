@@ -186,7 +186,7 @@ def note_translation(drafter: Drafter, target: Model, console: Console) -> None:
 def tree_sequences(config: SpeculativeConfig, width: int) -> tuple[int, int]:
     """Return how many sequences trees need at most: in the target's context, in the draft's.
 
-    The target needs one for each leaf, the draft one for each node of a level and of the next.
+    The target needs one for each leaf, the draft one for each node of a level, and one for the text.
     """
     levels = config.draft_k if isinstance(config.draft_k, int) else config.max_draft_tokens
-    return min(256, 1 + levels * width), 1 + 2 * width
+    return min(256, 1 + levels * width), 1 + width

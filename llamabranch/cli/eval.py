@@ -6,15 +6,16 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated
+from typing import IO, Annotated, ClassVar
 
 import typer
 
-from llamabranch import ConfigError
+from llamabranch import ConfigError, Context
 from llamabranch.eval import Item, Sample, Task, TaskResult, find_task, run_task, task_names
 
-from .bundles import with_bundles
+from .bundles import option, with_bundles
 from .console import Console, print_json
 from .files import check_new_file
 from .formats import number
@@ -26,60 +27,48 @@ _SEQUENCES = 64
 _N_CTX = 4096
 
 
-@with_bundles
-def eval(
+@dataclass(frozen=True)
+class TaskOptions:
+    """Which items are scored, and where what is known of each goes."""
+
+    panel: ClassVar[str] = REQUESTS
+
     names: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="TASK",
             help="Tasks that are shipped, or of --tasks-dir. Default: all of the one or the other.",
+            rich_help_panel="Arguments",
         ),
-    ] = None,
-    tasks_dir: Annotated[
-        Path | None,
-        typer.Option(help="A folder of tasks, one NAME.jsonl each.", rich_help_panel=REQUESTS),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(min=1, help="Items of each task at most.", rich_help_panel=REQUESTS),
-    ] = None,
-    list_tasks: Annotated[
-        bool, typer.Option("--list", help="List the tasks, and score nothing.")
-    ] = False,
-    samples_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--samples",
-            help="Write what the model made of each item to this file, one a line, at once.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Leave out the items that are in --samples.", rich_help_panel=OUTPUT
-        ),
-    ] = False,
-    *,
-    models: TargetOptions,
-    runtime: RuntimeOptions,
-    output: OutputOptions,
+    ] = None
+    tasks_dir: Path | None = option(None, "A folder of tasks, one NAME.jsonl each.")
+    limit: int | None = option(None, "Items of each task at most.", min=1)
+    list_tasks: bool = option(False, "List the tasks, and score nothing.", "--list")
+    samples_file: Path | None = option(
+        None,
+        "Write what the model made of each item to this file, one a line, at once.",
+        "--samples",
+        rich_help_panel=OUTPUT,
+    )
+    resume: bool = option(
+        False, "Leave out the items that are in --samples.", "--resume", rich_help_panel=OUTPUT
+    )
+
+
+@with_bundles
+def eval(
+    *, given: TaskOptions, models: TargetOptions, runtime: RuntimeOptions, output: OutputOptions
 ) -> None:
     """Score a model on tasks with right answers, offline.
 
     Tasks of lm-evaluation-harness run through `llamabranch.eval.LlamaBranchLM` in Python.
     """
     with output.console() as console, ExitStack() as stack:
-        if tasks_dir is not None and not tasks_dir.is_dir():
-            raise ConfigError(f"{tasks_dir} is not a folder")
-        listed = names or task_names(tasks_dir)
-        if not listed:
-            raise ConfigError(f"{tasks_dir} has no tasks", hint="a task is a file NAME.jsonl")
-        tasks = [find_task(task, tasks_dir) for task in dict.fromkeys(listed)]
-        if list_tasks:
+        tasks = _tasks(given)
+        if given.list_tasks:
             _print_tasks(console, tasks, as_json=output.as_json)
             return
-        done, file = _open_samples(samples_file, resume, tasks, stack)
+        done, file = _open_samples(given.samples_file, given.resume, tasks, stack)
         name = models.target_name
         models.find(name)
         more = scoring_options(name, runtime, min(_SEQUENCES, runtime.n_batch or _SEQUENCES))
@@ -90,31 +79,7 @@ def eval(
         start_s = time.perf_counter()
         with interruptible(console) as interrupted:
             for task in tasks:
-                items = task.items[:limit]
-                begun = [sample for sample in done[task.name] if sample.item in items]
-                shown = Progress(console, f"items of {task.name}", len(items), len(begun))
-                found = list(begun)
-
-                def note(
-                    sample: Sample,
-                    task: Task = task,
-                    found: list[Sample] = found,
-                    shown: Progress = shown,
-                ) -> None:
-                    found.append(sample)
-                    if file is not None:
-                        line = {"task": task.name, **_as_dict(sample)}
-                        file.write(json.dumps(line, ensure_ascii=False) + "\n")
-                        file.flush()
-                    right = sum(each.is_right for each in found)
-                    shown.show(len(found), f"{right / len(found):.1%} right")
-
-                results.append(TaskResult(task, ()))
-                try:
-                    results[-1] = run_task(ctx, task, limit=limit, done=begun, on_sample=note)
-                finally:
-                    if not results[-1].samples:
-                        results[-1] = TaskResult(task, tuple(found))
+                _run(ctx, task, given.limit, done[task.name], file, console, results)
         seconds = time.perf_counter() - start_s
         results = [result for result in results if result.samples]
         if output.as_json:
@@ -126,6 +91,47 @@ def eval(
             _print(console, results)
         if interrupted:
             raise interrupted[0]
+
+
+def _tasks(given: TaskOptions) -> list[Task]:
+    """Return the tasks that are asked for. Raises ConfigError if there are none."""
+    folder = given.tasks_dir
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder")
+    names = given.names or task_names(folder)
+    if not names:
+        raise ConfigError(f"{folder} has no tasks", hint="a task is a file NAME.jsonl")
+    return [find_task(name, folder) for name in dict.fromkeys(names)]
+
+
+def _run(
+    ctx: Context,
+    task: Task,
+    limit: int | None,
+    done: list[Sample],
+    file: IO[str] | None,
+    console: Console,
+    results: list[TaskResult],
+) -> None:
+    """Add the result of a task to ``results``: of the items that are done, where it is interrupted."""
+    items = task.items[:limit]
+    found = [sample for sample in done if sample.item in items]
+    shown = Progress(console, f"items of {task.name}", len(items), len(found))
+
+    def note(sample: Sample) -> None:
+        found.append(sample)
+        if file is not None:
+            line = {"task": task.name, **_as_dict(sample)}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.flush()
+        right = sum(each.is_right for each in found)
+        shown.show(len(found), f"{right / len(found):.1%} right")
+
+    result = TaskResult(task, ())
+    try:
+        result = run_task(ctx, task, limit=limit, done=tuple(found), on_sample=note)
+    finally:
+        results.append(result if result.samples else TaskResult(task, tuple(found)))
 
 
 def _open_samples(

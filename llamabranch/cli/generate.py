@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import typer
 
-from llamabranch import (
-    ConfigError,
-    DecodeInterruptedError,
-    Engine,
-    Grammar,
-    Request,
-)
+from llamabranch import ConfigError, DecodeInterruptedError, Engine, Grammar, Request
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles

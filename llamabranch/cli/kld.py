@@ -13,14 +13,7 @@ from llamabranch.eval import KLDivergence, LogitsFile, Uncertain, divergence
 from .bundles import with_bundles
 from .console import Console, print_json
 from .formats import number
-from .measuring import (
-    Kept,
-    KeptFile,
-    Progress,
-    Resume,
-    interruptible,
-    open_for_chunks,
-)
+from .measuring import KeptOptions, Progress, interruptible, open_for_chunks
 from .options import OutputOptions, RuntimeOptions, TargetOptions
 
 
@@ -33,9 +26,8 @@ def kld(
             help="What `perplexity --save-logits` or llama-perplexity wrote of the base model.",
         ),
     ],
-    kept_file: KeptFile = None,
-    resume: Resume = False,
     *,
+    keeping: KeptOptions,
     models: TargetOptions,
     runtime: RuntimeOptions,
     output: OutputOptions,
@@ -45,7 +37,7 @@ def kld(
     The file holds the text. The numbers are those of llama-perplexity --kl-divergence.
     """
     with output.console() as console, ExitStack() as stack:
-        kept = Kept(kept_file, resume, "kld")
+        kept = keeping.open("kld")
         earlier = KLDivergence.from_dict(kept.data) if kept.data else None
         with LogitsFile.open(logits) as file:
             window, n_chunks = file.window, len(file.chunks)

@@ -6,15 +6,17 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
 import llamabranch as lb
 from llamabranch import ConfigError, Context, DecodeInterruptedError
 
+from .bundles import option
 from .console import Console, finite
 from .files import check_new_file, write_error
 from .jsonl import read_text
@@ -25,18 +27,14 @@ if TYPE_CHECKING:
     from ..loading import LoadOptions
 
 __all__ = [
-    "Chunks", "Kept", "KeptFile", "Progress", "Resume", "TextFile", "interruptible", "open_for_chunks",
-    "scoring_options", "window_of",
+    "Kept", "KeptOptions", "Progress", "TextFile", "interruptible", "open_for_chunks", "scoring_options",
+    "window_of",
 ]  # fmt: skip
 
 DEFAULT_WINDOW = 512
 _ROW_BYTES = 64 * 2**20  # of logits at a time
 _SAVED_EVERY_S = 10.0
 
-Chunks = Annotated[
-    int | None,
-    typer.Option(min=1, help="Score so many chunks at most.", rich_help_panel=REQUESTS),
-]
 TextFile = Annotated[
     Path,
     typer.Option(
@@ -46,19 +44,22 @@ TextFile = Annotated[
         rich_help_panel=REQUESTS,
     ),
 ]
-KeptFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        help="Write the results to this file, also when interrupted.",
-        rich_help_panel=OUTPUT,
-    ),
-]
-Resume = Annotated[
-    bool,
-    typer.Option("--resume", help="Go on where --output ends.", rich_help_panel=OUTPUT),
-]
+
+
+@dataclass(frozen=True)
+class KeptOptions:
+    """Where results are kept while a command goes on."""
+
+    panel: ClassVar[str] = OUTPUT
+
+    kept_file: Path | None = option(
+        None, "Write the results to this file, also when interrupted.", "--output", "-o"
+    )
+    resume: bool = option(False, "Go on where --output ends.", "--resume")
+
+    def open(self, kind: str) -> Kept:
+        """Return what is kept of a command; see `Kept`."""
+        return Kept(self.kept_file, self.resume, kind)
 
 
 def window_of(name: str, runtime: RuntimeOptions) -> int:
@@ -159,7 +160,7 @@ class Kept:
 
     def __init__(self, path: Path | None, resume: bool, kind: str) -> None:
         self.data: dict[str, object] = {}
-        self._path = path
+        self.path = path
         self._kind = kind
         self._saved_s = perf_counter()
         if path is None:
@@ -185,14 +186,14 @@ class Kept:
         Raises:
             OutputError: the disk is full.
         """
-        if self._path is None or (not now and perf_counter() - self._saved_s < _SAVED_EVERY_S):
+        if self.path is None or (not now and perf_counter() - self._saved_s < _SAVED_EVERY_S):
             return
-        beside = self._path.with_name(f".{self._path.name}.part")
+        beside = self.path.with_name(f".{self.path.name}.part")
         try:
             text = json.dumps(finite({"kind": self._kind, **data()}), ensure_ascii=False)
             beside.write_text(text + "\n", "utf-8")
-            os.replace(beside, self._path)
+            os.replace(beside, self.path)
         except OSError as error:
             beside.unlink(missing_ok=True)
-            raise write_error(self._path, error) from None
+            raise write_error(self.path, error) from None
         self._saved_s = perf_counter()

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from inspect import Parameter, Signature
-from typing import Annotated, Any
+from typing import Annotated, Protocol
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -30,25 +30,29 @@ __all__ = [
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
+class _Parameter(Protocol):
+    """An argument or an option of either Click."""
+
+    opts: list[str]
+    secondary_opts: list[str]
+
+
 class Command(TyperCommand):
     """A command that takes options by llama.cpp's names too, and refuses those that it lacks by name.
 
     Without that, Click would read an option of llama.cpp's tools as a short one with text behind it.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        others = [name for param in self.params for name in param.opts if name not in _shown(param)]
+    def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
+        """Return the help, with one long name for each option and the others at the end."""
+        names = [(param, param.opts) for param in self.params]
+        others = [name for param, opts in names for name in opts if name not in _shown(param)]
         if others:
             self.epilog = "Other names of these options: " + ", ".join(others)
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help, with one long name for each option and the others at the end."""
-        names = [(param, param.opts) for param in self.params]
         try:
             for param in self.params:
                 param.opts = _shown(param)
-            super().format_help(ctx, formatter)
+            return super().get_help(ctx)
         finally:
             for param, opts in names:
                 param.opts = opts
@@ -64,20 +68,20 @@ class Command(TyperCommand):
                 error.possibilities = [n for n in suggested if n in own]  # type: ignore[attr-defined]
             raise
 
-    def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
+    def get_params(self, ctx: typer.Context) -> list[_Parameter]:  # type: ignore[override]
         """Return its own parameters and the hidden ones whose error names what to use instead."""
         own = super().get_params(ctx)
         known = {name for param in own for name in (*param.opts, *param.secondary_opts)}
         return [*own, *(option for option in _refused_options() if option.opts[0] not in known)]
 
 
-def _shown(param: Any) -> list[str]:
+def _shown(param: _Parameter) -> list[str]:
     """Return an option's first name and its names of one dash."""
     return [name for i, name in enumerate(param.opts) if i == 0 or not name.startswith("--")]
 
 
 @cache
-def _refused_options() -> list[Any]:
+def _refused_options() -> list[_Parameter]:
     # Typer makes them, from the signature of a command that does nothing: the names of Click's own
     # classes differ from version to version.
     def nothing() -> None:

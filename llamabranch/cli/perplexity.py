@@ -3,61 +3,53 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
+from typing import ClassVar
 
 from llamabranch import ConfigError, Context
 from llamabranch.eval import Perplexity, save_logits, strided_perplexity
 from llamabranch.eval import perplexity as measure
 
-from .bundles import with_bundles
+from .bundles import option, with_bundles
 from .console import Console, print_json
 from .files import check_new_file
 from .formats import number
-from .measuring import (
-    Chunks,
-    Kept,
-    KeptFile,
-    Progress,
-    Resume,
-    TextFile,
-    interruptible,
-    open_for_chunks,
-    window_of,
-)
+from .measuring import KeptOptions, Progress, TextFile, interruptible, open_for_chunks, window_of
 from .options import OUTPUT, REQUESTS, OutputOptions, RuntimeOptions, TargetOptions
 from .prompts import read_prompt_file
 
 
+@dataclass(frozen=True)
+class TextOptions:
+    """What is measured."""
+
+    panel: ClassVar[str] = REQUESTS
+
+    file: TextFile
+    stride: int | None = option(
+        None,
+        "Sliding windows, each so many tokens after the last one: another number.",
+        "--stride",
+        "--ppl-stride",
+        min=1,
+    )
+    chunks: int | None = option(None, "Score so many chunks at most.", min=1)
+    save_to: Path | None = option(
+        None,
+        "Write the log-probabilities to this file, for `kld` and llama-perplexity.",
+        "--save-logits",
+        "--save-all-logits",
+        "--kl-divergence-base",
+        rich_help_panel=OUTPUT,
+    )
+
+
 @with_bundles
 def perplexity(
-    file: TextFile,
-    stride: Annotated[
-        int | None,
-        typer.Option(
-            "--stride",
-            "--ppl-stride",
-            min=1,
-            help="Sliding windows, each so many tokens after the last one: another number.",
-            rich_help_panel=REQUESTS,
-        ),
-    ] = None,
-    chunks: Chunks = None,
-    save_to: Annotated[
-        Path | None,
-        typer.Option(
-            "--save-logits",
-            "--save-all-logits",
-            "--kl-divergence-base",
-            help="Write the log-probabilities to this file, for `kld` and llama-perplexity.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    kept_file: KeptFile = None,
-    resume: Resume = False,
     *,
+    given: TextOptions,
+    keeping: KeptOptions,
     models: TargetOptions,
     runtime: RuntimeOptions,
     output: OutputOptions,
@@ -67,10 +59,11 @@ def perplexity(
     The text is cut into chunks of --n-ctx tokens (default: 512); the second half of each is scored.
     """
     with output.console() as console, ExitStack() as stack:
+        stride, chunks, save_to = given.stride, given.chunks, given.save_to
         if stride is not None and (save_to is not None or chunks is not None):
             raise ConfigError("--stride goes with neither --save-logits nor --chunks")
-        text = read_prompt_file(file)
-        kept = Kept(kept_file, resume, "perplexity")
+        text = read_prompt_file(given.file)
+        kept = keeping.open("perplexity")
         if save_to is not None and not kept.data:
             check_new_file(save_to)
         earlier = Perplexity.from_dict(kept.data) if kept.data else None

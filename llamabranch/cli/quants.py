@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -17,15 +17,14 @@ import llamabranch as lb
 from llamabranch import ConfigError, VocabularyMismatchError
 from llamabranch.eval import KLDivergence, Perplexity, divergence, save_logits
 
-from .bundles import with_bundles
+from .bundles import option, with_bundles
 from .console import Console, print_json
 from .files import check_new_file
 from .formats import base_name, decimal_size, number
 from .measuring import (
     Kept,
-    KeptFile,
+    KeptOptions,
     Progress,
-    Resume,
     TextFile,
     interruptible,
     open_for_chunks,
@@ -66,34 +65,40 @@ class _Row:
     why: str = ""
 
 
+@dataclass(frozen=True)
+class QuantsOptions:
+    """What is compared, and on which text."""
+
+    panel: ClassVar[str] = REQUESTS
+
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL",
+            help="Quantisations of one model, two or more.",
+            rich_help_panel="Arguments",
+        ),
+    ]
+    file: TextFile
+    base: str | None = option(
+        None,
+        "What the others are compared with. Default: the largest.",
+        metavar="MODEL",
+        rich_help_panel=MODELS,
+    )
+    chunks: int = option(_CHUNKS, "Chunks of the text at most.", min=1)
+    plot: Path | None = option(
+        None,
+        "Also draw size and divergence to this PNG file; needs matplotlib.",
+        rich_help_panel=OUTPUT,
+    )
+
+
 @with_bundles
 def quants(
-    names: Annotated[
-        list[str], typer.Argument(metavar="MODEL", help="Quantisations of one model, two or more.")
-    ],
-    file: TextFile,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="What the others are compared with. Default: the largest.",
-            rich_help_panel=MODELS,
-        ),
-    ] = None,
-    chunks: Annotated[
-        int,
-        typer.Option(min=1, help="Chunks of the text at most.", rich_help_panel=REQUESTS),
-    ] = _CHUNKS,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Also draw size and divergence to this PNG file; needs matplotlib.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    kept_file: KeptFile = None,
-    resume: Resume = False,
     *,
+    given: QuantsOptions,
+    keeping: KeptOptions,
     hub: HubOptions,
     runtime: RuntimeOptions,
     output: OutputOptions,
@@ -104,13 +109,14 @@ def quants(
     probable, speed, and whether its batches are exact.
     """
     with output.console() as console, ExitStack() as stack:
-        names = list(dict.fromkeys(names if base is None else [base, *names]))
+        base, plot = given.base, given.plot
+        names = list(dict.fromkeys(given.names if base is None else [base, *given.names]))
         if len(names) < 2:
             raise ConfigError("give two models or more", hint="quants a.gguf b.gguf -f text.txt")
-        text = read_prompt_file(file)
+        text = read_prompt_file(given.file)
         if plot is not None:
             check_new_file(plot)
-        kept = Kept(kept_file, resume, "quants")
+        kept = keeping.open("quants")
         sizes = {
             name: sum(p.stat().st_size for p in lb.hub.parts(hub.find(name))) for name in names
         }
@@ -119,17 +125,17 @@ def quants(
         _check_vocabularies(names)
         window = window_of(first, runtime)
         settings: dict[str, object] = {
-            "models": names, "file": str(file), "chunks": chunks, "window": window,
+            "models": names, "file": str(given.file), "chunks": given.chunks, "window": window,
         }  # fmt: skip
         if kept.data and kept.data.get("settings") != settings:
             raise ConfigError(
-                f"{kept_file} is of other models, another text or other settings",
+                f"{keeping.kept_file} is of other models, another text or other settings",
                 hint="resume with the same command",
             )
-        state = _State(kept, settings, kept_file)
+        state = _State(kept, settings)
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         logits = state.logits_path(Path(folder))
-        task = _Task(first, text, window, chunks, logits, state)
+        task = _Task(first, text, window, given.chunks, logits, state)
         with interruptible(console) as interrupted:
             for name in names:
                 if name not in state.rows:
@@ -153,10 +159,9 @@ def quants(
 class _State:
     """What is done, in the file that is kept, with the base's log-probabilities beside it."""
 
-    def __init__(self, kept: Kept, settings: dict[str, object], path: Path | None) -> None:
+    def __init__(self, kept: Kept, settings: dict[str, object]) -> None:
         self._kept = kept
         self._settings = settings
-        self._path = path
         self._begun = kept.data.get("begun")
         found = kept.data.get("rows")
         rows = found if isinstance(found, dict) else {}
@@ -164,9 +169,9 @@ class _State:
 
     def logits_path(self, folder: Path) -> Path:
         """Return where the base's log-probabilities are: beside the kept file, or in ``folder``."""
-        if self._path is None:
+        if self._kept.path is None:
             return folder / "logits"
-        return self._path.with_name(self._path.name + ".logits")
+        return self._kept.path.with_name(self._kept.path.name + ".logits")
 
     def begun(self, name: str) -> Mapping[str, object] | None:
         """Return what is done of a model whose turn was interrupted."""
@@ -185,7 +190,7 @@ class _State:
 
     def end(self) -> None:
         """Delete the log-probabilities: all is done."""
-        if self._path is not None:
+        if self._kept.path is not None:
             self.logits_path(Path()).unlink(missing_ok=True)
 
     def _as_dict(self, begun: dict[str, object] | None) -> dict[str, object]:

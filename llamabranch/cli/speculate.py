@@ -30,11 +30,7 @@ from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .compare import Comparison, compare, run
 from .console import Console, print_json
-from .drafters import (
-    drafting_contexts,
-    has_model,
-    tree_sequences,
-)
+from .drafters import drafting_contexts, has_model, tree_sequences
 from .files import check_new_file, write_new_file
 from .interrupts import InterruptHandler
 from .opening import open_pair

@@ -7,14 +7,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import typer
 
 from llamabranch import ConfigError
 from llamabranch import theory as formulas
 
-from .bundles import with_bundles
+from .bundles import option, with_bundles
 from .console import print_json
 from .jsonl import read_text
 from .options import DRAFT_LENGTH_NAMES, OutputOptions
@@ -33,60 +33,55 @@ class _Measured:
     verify_cost: str = "1"
 
 
-@with_bundles
-def theory(
+@dataclass(frozen=True)
+class TheoryOptions:
+    """What is put into the formulas."""
+
+    panel: ClassVar[str] = "Options"
+
     measured: Annotated[
         Path | None,
         typer.Argument(
             metavar="BENCH.JSON",
             help="File written by `bench --output`; supplies values not given.",
+            rich_help_panel="Arguments",
         ),
-    ] = None,
-    *,
-    acceptance: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--acceptance",
-            "-a",
-            metavar="A,A,...",
-            help="Probability that a drafted token is accepted if those before it were. "
-            "Default: 0.7,0.8.",
-        ),
-    ] = None,
-    draft_length: Annotated[
-        list[str] | None,
-        typer.Option(
-            *DRAFT_LENGTH_NAMES, metavar="N,N,...", help="Tokens drafted a round. Default: 4,8."
-        ),
-    ] = None,
-    draft_cost: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--c",
-            metavar="C,C,...",
-            help="Time of a draft step over a target step. Default: 0.05,0.1,0.2.",
-        ),
-    ] = None,
-    verify_cost: Annotated[
-        str | None,
-        typer.Option(
-            metavar="V|N:V,N:V,...",
-            help="Time to verify, in target steps: one number, or points to interpolate between. "
-            "Default: 1.",
-        ),
-    ] = None,
-    output: OutputOptions,
-) -> None:
+    ] = None
+    acceptance: list[str] | None = option(
+        None,
+        "Probability that a drafted token is accepted if those before it were. Default: 0.7,0.8.",
+        "--acceptance",
+        "-a",
+        metavar="A,A,...",
+    )
+    draft_length: list[str] | None = option(
+        None, "Tokens drafted a round. Default: 4,8.", *DRAFT_LENGTH_NAMES, metavar="N,N,..."
+    )
+    draft_cost: list[str] | None = option(
+        None,
+        "Time of a draft step over a target step. Default: 0.05,0.1,0.2.",
+        "--c",
+        metavar="C,C,...",
+    )
+    verify_cost: str | None = option(
+        None,
+        "Time to verify, in target steps: one number, or points to interpolate between. Default: 1.",
+        metavar="V|N:V,N:V,...",
+    )
+
+
+@with_bundles
+def theory(*, given: TheoryOptions, output: OutputOptions) -> None:
     """Print tokens a round, speedup and best draft length that the theory expects.
 
     E is the tokens a round; "Amdahl" is Amdahl's law, too simple here, for comparison.
     """
     with output.console() as console:
-        found = _Measured() if measured is None else _read(measured)
-        rates = _numbers(acceptance, float, "--acceptance") or found.acceptances
-        lengths = _numbers(draft_length, int, "--draft-length") or found.draft_lengths
-        costs = _numbers(draft_cost, float, "--c") or found.draft_costs
-        verify_cost = found.verify_cost if verify_cost is None else verify_cost
+        found = _Measured() if given.measured is None else _read(given.measured)
+        rates = _numbers(given.acceptance, float, "--acceptance") or found.acceptances
+        lengths = _numbers(given.draft_length, int, "--draft-length") or found.draft_lengths
+        costs = _numbers(given.draft_cost, float, "--c") or found.draft_costs
+        verify_cost = found.verify_cost if given.verify_cost is None else given.verify_cost
         cost = _parse_cost(verify_cost)
         rows = formulas.table(rates, lengths, costs, cost)
         best = [[_best(a, c, cost) for c in costs] for a in rates]

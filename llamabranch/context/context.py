@@ -14,20 +14,9 @@ import numpy.typing as npt
 from typing_extensions import Self, Unpack
 
 from ..arguments import instance, plain_int, real, shown, whole
-from ..errors import (
-    BranchStateError,
-    ConfigError,
-    UnsupportedError,
-)
+from ..errors import BranchStateError, ConfigError, UnsupportedError
 from ..model import Model, Prompt, TokenIds, token_list
-from ..native import (
-    ContextHandle,
-    HeadOf,
-    NativeContextParams,
-    StateLayout,
-    heads,
-    max_sequences,
-)
+from ..native import ContextHandle, HeadOf, NativeContextParams, StateLayout, heads, max_sequences
 from ..sampling import Sampler, SamplingParams
 from ..sampling.distribution import log_base
 from .batch import decode_run
@@ -41,7 +30,8 @@ from .params import MOST_WITH_PREFIXES, ContextOptions, ContextParams, warn_of_l
 from .prefix_cache import LeasedSequences, PrefixCache
 from .saved_prefixes import SavedPrefixes
 from .sequence_ids import SequenceIds
-from .threads import ThreadTuner, ThreadWatch
+from .thread_watch import ThreadWatch
+from .threads import ThreadTuner
 
 if TYPE_CHECKING:
     from ..engine import Result

@@ -24,7 +24,7 @@ from .hidden_states import HiddenStates
 from .kv_cache import END, KVCache
 from .logits import LogitsRow
 from .params import warn_of_length
-from .threads import ThreadWatch
+from .thread_watch import ThreadWatch
 
 __all__ = ["DecodeHook", "Decoder", "DraftInput"]
 
@@ -229,11 +229,7 @@ class Decoder:
             handle.states[:n] = states
         starts = {seq_id: self.cache.next_position(seq_id) for seq_id in ends}
         try:
-            begun = perf_counter()
-            code = handle.decode(n) if self.n_decodes & _WATCHED else self._watched(n)
-            if n >= _LONG and code == 0:
-                took, known = (perf_counter() - begun) / n, self.read_s
-                self.read_s = took if known != known else 0.9 * known + 0.1 * took
+            code = handle.decode(n) if n < _LONG and self.n_decodes & _WATCHED else self._watched(n)
             if code == 1 and self._make_room(n, expiring):
                 return self.decode(tokens, seqs, wants_logits, expiring, states)
             if code == 0:
@@ -392,8 +388,16 @@ class Decoder:
         warn_of_length("a sequence gets", trained, self.handle.n_ctx)
 
     def _watched(self, n: int) -> int:
+        """Decode the first ``n`` entries of the arrays, timed; return llama.cpp's code."""
         watch = self.watch
-        return self.handle.decode(n) if watch is None else watch.decode(n)
+        if n < _LONG:
+            return self.handle.decode(n) if watch is None else watch.decode(n)
+        begun = perf_counter()
+        code = self.handle.decode(n)
+        if code == 0:
+            took, known = (perf_counter() - begun) / n, self.read_s
+            self.read_s = took if known != known else 0.9 * known + 0.1 * took
+        return code
 
     def _read(self, n_outputs: int) -> list[LogitsRow]:
         """Return the rows of the decode that has just succeeded, as llama.cpp has them."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import EllipsisType
 from typing import cast
 
 from typing_extensions import Unpack
@@ -72,6 +71,9 @@ class TextOptions(SamplingSettings, total=False):
     prompt_logprobs: int | None
     parse_special: bool
     drafter: Drafter | None  # not of an `AsyncEngine`, which has its own
+
+
+_NOT_SAMPLING = TextOptions.__annotations__.keys() - SamplingSettings.__annotations__.keys()
 
 
 class ChatOptions(TextOptions, total=False):
@@ -145,21 +147,7 @@ def plan_texts(
     ctx: Context,
     prompt: object,
     base: SamplingParams | None = None,
-    *,
-    max_tokens: int | EllipsisType | None = ...,
-    stop: str | Sequence[str] = (),
-    stop_tokens: Sequence[int] = (),
-    n: int = 1,
-    sampling: SamplingParams | None = None,
-    grammar: Grammar | str | None = None,
-    json_schema: str | Mapping[str, object] | type | None = None,
-    regex: str | None = None,
-    choices: Sequence[str] | None = None,
-    top_logprobs: int | None = None,
-    prompt_logprobs: int | None = None,
-    parse_special: bool = True,
-    drafter: Drafter | None = None,
-    **settings: Unpack[SamplingSettings],
+    **options: Unpack[TextOptions],
 ) -> Completion:
     """Return a call of ``complete``, checked.
 
@@ -167,41 +155,44 @@ def plan_texts(
         ctx: generates.
         prompt: one, or a list of them.
         base: the settings where ``sampling`` is not given.
-        max_tokens: ``...`` = the engine's.
-
-    The others are those of ``Context.complete``.
+        options: those of ``Context.complete``; without ``max_tokens`` the engine's holds.
 
     Raises:
         ConfigError, GrammarError, TokenizeError, CacheFullError: something is invalid, or too long.
     """
     text_context("ctx", ctx)
+    settings = {name: value for name, value in options.items() if name not in _NOT_SAMPLING}
     check_names(settings, ChatOptions.__annotations__)
     prompts, is_list = _prompts(prompt)
-    params = (sampling or base or SamplingParams()).replace(**settings)
-    options = Request(
+    params = (options.get("sampling") or base or SamplingParams()).replace(**settings)
+    max_tokens = options.get("max_tokens")
+    if max_tokens is None and "max_tokens" in options:
+        max_tokens = ctx.n_ctx_seq
+    top_logprobs = options.get("top_logprobs")
+    if top_logprobs is None and params.logprobs:
+        top_logprobs = 0
+    common = Request(
         "",
-        max_tokens=(
-            ctx.n_ctx_seq if max_tokens is None else None if max_tokens is ... else max_tokens
-        ),
+        max_tokens=max_tokens,
         sampling=params,
-        stop=stop,
-        stop_tokens=stop_tokens,
-        grammar=_grammar(grammar, json_schema, regex, choices),
-        n=n,
-        top_logprobs=0 if top_logprobs is None and params.logprobs else top_logprobs,
-        prompt_logprobs=prompt_logprobs,
-        parse_special=parse_special,
+        stop=options.get("stop", ()),
+        stop_tokens=options.get("stop_tokens", ()),
+        grammar=_grammar(options),
+        n=options.get("n", 1),
+        top_logprobs=top_logprobs,
+        prompt_logprobs=options.get("prompt_logprobs"),
+        parse_special=options.get("parse_special", True),
     )
-    ctx.model.check_tokens(options.stop_tokens)
+    ctx.model.check_tokens(common.stop_tokens)
     requests = []
     for index, each in enumerate(prompts):
         with placed(_place(index, prompts)):
-            request = replace(options, prompt=each)
-            tokens = ctx.model.prompt_tokens(request.prompt, parse_special=parse_special)
+            request = replace(common, prompt=each)
+            tokens = ctx.model.prompt_tokens(request.prompt, parse_special=common.parse_special)
             if len(tokens) > ctx.n_ctx_seq:
                 raise CacheFullError.of_prompt(len(tokens), ctx.n_ctx_seq)
             requests.append(replace(request, prompt=tokens))
-    return Completion(requests, prompts, is_list, drafter=drafter)
+    return Completion(requests, prompts, is_list, drafter=options.get("drafter"))
 
 
 def plan_chat(
@@ -261,21 +252,16 @@ def _place(index: int, prompts: Sequence[object]) -> str:
 _GRAMMARS = ("grammar", "json_schema", "regex", "choices")
 
 
-def _grammar(
-    grammar: Grammar | str | None,
-    json_schema: str | Mapping[str, object] | type | None,
-    regex: str | None,
-    choices: Sequence[str] | None,
-) -> Grammar | None:
-    given = [each is not None for each in (grammar, json_schema, regex, choices)]
-    if sum(given) > 1:
+def _grammar(options: TextOptions) -> Grammar | None:
+    if sum(options.get(name) is not None for name in _GRAMMARS) > 1:
         raise ConfigError(f"give one of {', '.join(_GRAMMARS)}")
-    if json_schema is not None:
-        return Grammar.from_json_schema(json_schema)
-    if regex is not None:
+    if (schema := options.get("json_schema")) is not None:
+        return Grammar.from_json_schema(schema)
+    if (regex := options.get("regex")) is not None:
         return Grammar.from_regex(regex)
-    if choices is not None:
+    if (choices := options.get("choices")) is not None:
         return Grammar.from_choices(choices)
+    grammar = options.get("grammar")
     return Grammar(grammar) if isinstance(grammar, str) else grammar
 
 

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import (
-    Callable,
-    Collection,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import cast
@@ -21,12 +13,7 @@ from ..arguments import whole
 from ..branch.branch import random_seed
 from ..context import Context
 from ..context.context import text_context
-from ..errors import (
-    ClosedError,
-    ConfigError,
-    LlamaBranchError,
-    QueueFullError,
-)
+from ..errors import ClosedError, ConfigError, LlamaBranchError, QueueFullError
 from ..model import is_chat
 from ..sampling import SamplingParams
 from ..speculative import Drafter, NullDrafter, SpeculativeConfig

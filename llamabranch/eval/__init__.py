@@ -4,7 +4,7 @@ trie.py         token sequences as a tree: what they have in common is decoded o
 scoring.py      continuations after contexts
 tasks.py        items with a right answer; suite/ has those that are shipped
 harness.py      a model for lm-evaluation-harness
-chunks.py       a text in chunks, and their logits one by one
+chunks.py       a text in chunks, and their losses
 perplexity.py   llama-perplexity's number, and the strided one
 logits_file.py  llama.cpp's files of log-probabilities
 divergence.py   a model against saved log-probabilities

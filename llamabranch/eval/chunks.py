@@ -1,28 +1,39 @@
-"""A text cut into chunks of one length, as llama-perplexity cuts it, and their logits one by one."""
+"""A text in chunks: what is checked of it, and the losses of as many chunks as fit into a decode."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import numpy as np
+import numpy.typing as npt
 
 from ..branch import Branch, BranchStore
 from ..context import Context
+from ..context.context import text_context
 from ..context.logits import LogitsRow
 from ..errors import CacheFullError, ConfigError
 from ..model import Model, TokenIds, token_list
 
-__all__ = ["bos_of", "check_room", "check_same", "cut", "digest", "read_chunks", "text_tokens"]
+__all__ = ["check_room", "check_same", "digest", "read_chunks", "text_tokens", "with_bos"]
+
+Floats = npt.NDArray[np.float64]
+# Called with the index of a chunk, that of one of its tokens, and the logits after it, which are valid
+# until it returns.
+Visit = Callable[[int, int, LogitsRow], None]
 
 
-def text_tokens(model: Model, text: str | TokenIds) -> list[int]:
+def text_tokens(ctx: Context, text: str | TokenIds, window: int) -> list[int]:
     """Return the tokens of a text as llama-perplexity has them, control tokens in it read as text.
 
     Raises:
         ConfigError: there are none.
+        CacheFullError: ``ctx`` has no room for a window.
         TokenizeError: an id that is not in the vocabulary.
     """
+    model = text_context("ctx", ctx).model
+    check_room(ctx, window)
     if isinstance(text, str):
         tokens = model.tokenize(text) if text else []
     else:
@@ -33,26 +44,10 @@ def text_tokens(model: Model, text: str | TokenIds) -> list[int]:
     return tokens
 
 
-def bos_of(model: Model) -> int | None:
-    """Return the BOS token if the model begins every text with it, else None."""
-    begins = model.tokenize("")
-    return model.bos if begins and begins[0] == model.bos else None
-
-
-def cut(tokens: Sequence[int], window: int, chunks: int | None) -> list[list[int]]:
-    """Return the first ``chunks`` chunks of ``window`` tokens; what is left at the end is not used.
-
-    Raises:
-        ConfigError: fewer tokens than two windows hold.
-    """
-    if len(tokens) < 2 * window:
-        raise ConfigError(
-            f"a text of {len(tokens)} tokens is too short: a window of {window} needs {2 * window}",
-            hint="give a longer text, or a smaller window",
-        )
-    n = len(tokens) // window
-    n = n if chunks is None else min(n, chunks)
-    return [list(tokens[i * window : (i + 1) * window]) for i in range(n)]
+def with_bos(model: Model, chunks: Sequence[list[int]]) -> Sequence[list[int]]:
+    """Return chunks whose first token is replaced by BOS, if the model begins every text with it."""
+    begin = model.tokenize("")[:1]
+    return [[*begin, *chunk[1:]] for chunk in chunks] if begin == [model.bos] else chunks
 
 
 def check_room(ctx: Context, window: int) -> None:
@@ -82,47 +77,35 @@ def digest(tokens: Sequence[int]) -> str:
 
 def read_chunks(
     ctx: Context,
-    chunks: Sequence[Sequence[int]],
-    first: int,
-    visit: Callable[[int, int, LogitsRow], None],
-) -> Iterator[int]:
-    """Decode chunks and show the logits of their tokens from ``first`` on, but for their last token.
+    chunks: Sequence[list[int]],
+    firsts: Sequence[int],
+    start: int,
+    visit: Visit | None,
+) -> list[Floats]:
+    """Return the losses, -log p of tokens in nats, of as many chunks as fit into a decode.
 
-    As many chunks as fit into a decode share it. They are read from empty sequences, and nothing is left.
+    They are read from empty sequences, and nothing is left.
 
     Args:
         ctx: has room for a chunk, see `check_room`.
-        chunks: token ids.
-        first: the index of the first token whose logits are shown.
-        visit: called with the index of a chunk, that of one of its tokens, and the logits after it, which
-            are valid until it returns.
-
-    Yields:
-        how many chunks are done, after each decode or so.
+        chunks: token ids; none is longer than those before it.
+        firsts: for each chunk the index of the token before the first one that is scored.
+        start: the index of the chunk to begin with.
+        visit: called for each token that is scored.
     """
-    store = BranchStore(ctx)
-    done = 0
-    while done < len(chunks):
-        size = len(chunks[done])
-        free = max(1, min(ctx.n_seq_free, ctx.usage().cells_free // size))
-        n = min(free, max(1, ctx.n_batch // size), len(chunks) - done)
-        branches: dict[Branch, int] = {}
-        try:
-            for number in range(done, done + n):
-                branches[Branch.create(ctx)] = number
+    size = len(chunks[start])
+    n = min(ctx.n_seq_free, ctx.usage().cells_free // size, ctx.n_batch // size)
+    group = range(start, min(start + max(1, n), len(chunks)))
+    losses = {i: np.empty(len(chunks[i]) - 1 - firsts[i]) for i in group}
+    with ExitStack() as stack:
+        numbers = {stack.enter_context(Branch.create(ctx)): i for i in group}
 
-            def show(
-                branch: Branch, i: int, row: LogitsRow, at: dict[Branch, int] = branches
-            ) -> None:
-                visit(at[branch], i, row)
+        def show(branch: Branch, i: int, row: LogitsRow) -> None:
+            number = numbers[branch]
+            losses[number][i - firsts[number]] = -row.logprob(chunks[number][i + 1])
+            if visit is not None:
+                visit(number, i, row)
 
-            store.read(
-                {branch: chunks[number][:-1] for branch, number in branches.items()},
-                show,
-                dict.fromkeys(branches, first),
-            )
-        finally:
-            for branch in branches:
-                branch.prune()
-        done += n
-        yield done
+        texts = {branch: chunks[i][:-1] for branch, i in numbers.items()}
+        BranchStore(ctx).read(texts, show, {branch: firsts[i] for branch, i in numbers.items()})
+    return list(losses.values())

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from ..arguments import instance, whole
 from ..context import Context
@@ -18,9 +17,9 @@ from ..context.context import text_context
 from ..context.logits import LogitsRow
 from ..errors import ConfigError, VocabularyMismatchError
 from ..model import TokenIds
-from .chunks import check_room, check_same, digest
-from .logits_file import LogitsFile
-from .perplexity import Perplexity, measure, prepare
+from .chunks import Floats, check_room, check_same, digest, read_chunks, with_bos
+from .logits_file import Codes, LogitsFile
+from .perplexity import Perplexity, exp, measure, prepare
 
 __all__ = ["KLDivergence", "KLStatistics", "Uncertain", "divergence", "save_logits"]
 
@@ -28,8 +27,6 @@ _FLOOR = np.float32(-16.0)  # nats: less probable tokens of the base are left ou
 _SAME = ("window", "n_chunks", "text", "model")
 KL_FRACTIONS = (1.0, 0.999, 0.99, 0.95, 0.9, 0.5, 0.1, 0.05, 0.01, 0.001, 0.0)
 P_FRACTIONS = (1.0, 0.999, 0.99, 0.95, 0.9, 0.75, 0.5, 0.25, 0.1, 0.05, 0.01, 0.001, 0.0)
-
-Floats = npt.NDArray[np.float64]
 
 
 class Uncertain(NamedTuple):
@@ -111,6 +108,7 @@ class KLDivergence:
         square = _mean(change**2)
         root = math.sqrt(square.value)
         share = _mean(same).value
+        share_stderr = math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else math.nan
         product = a.stderr * b.stderr
         return KLStatistics(
             mean=_mean(kl),
@@ -121,25 +119,26 @@ class KLDivergence:
             difference=_difference(p, p_base, p.value * p_base.value * covariance),
             p_change=_mean(change),
             p_change_rms=Uncertain(root, 0.5 / root * square.stderr if root else 0.0),
-            same_top=Uncertain(
-                share, math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else math.nan
-            ),
+            same_top=Uncertain(share, share_stderr),
             correlation=covariance / product if product else math.nan,
         )
 
     def percentile(self, fraction: float) -> float:
         """Return the KL divergence that ``fraction`` of the tokens do not exceed."""
-        return _percentile(self._columns()[2], fraction)
+        return self._quantile(2, fraction)
 
     def p_change_percentile(self, fraction: float) -> float:
         """Return the change of probability that ``fraction`` of the tokens do not exceed."""
-        return _percentile(self._columns()[3], fraction)
+        return self._quantile(3, fraction)
+
+    def _quantile(self, column: int, fraction: float) -> float:
+        values = self._columns()[column]
+        return float(np.quantile(values, min(1.0, max(0.0, fraction)))) if len(values) else math.nan
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON types, with every statistic; `from_dict` takes them."""
-        found: dict[str, object] = {
-            name: getattr(self, name) for name in (*_SAME, "n_done", "n_tokens")
-        }
+        names = (*_SAME, "n_done", "n_tokens")
+        found: dict[str, object] = {name: getattr(self, name) for name in names}
         for name, value in self.statistics._asdict().items():
             found[name] = value._asdict() if isinstance(value, Uncertain) else value
         found["kl_percentiles"] = {f"{100 * f:g}": self.percentile(f) for f in KL_FRACTIONS}
@@ -150,11 +149,7 @@ class KLDivergence:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> KLDivergence:
-        """Return what ``as_dict`` was called on.
-
-        Raises:
-            ConfigError: it is something else.
-        """
+        """Return what ``as_dict`` was called on. Raises ConfigError if it is something else."""
         try:
             window, n_chunks = whole("window", data["window"]), whole("n_chunks", data["n_chunks"])
             given = cast(Sequence[Sequence[Sequence[float]]], data["rows"])
@@ -198,11 +193,9 @@ def save_logits(
     """
     parts, begun = prepare(ctx, text, window, chunks, resume)
     with LogitsFile.create(path, ctx.n_vocab, parts, begun.n_done) as file:
-
-        def write(_chunk: int, _i: int, row: LogitsRow) -> None:
-            file.write(row.array)
-
-        return measure(ctx, parts, file.first, begun, progress, also=write)
+        firsts = [file.first] * len(parts)
+        read = with_bos(ctx.model, parts)
+        return measure(ctx, read, firsts, begun, progress, lambda _, i, row: file.write(row.array))
 
 
 def divergence(
@@ -238,25 +231,23 @@ def divergence(
         ctx.model.check_tokens(flat)
         found = KLDivergence(file.window, len(file.chunks), digest(flat), ctx.model.fingerprint)
         if resume is not None:
-            given = instance("resume", resume, KLDivergence)
-            check_same(found, given, _SAME)
+            check_same(found, instance("resume", resume, KLDivergence), _SAME)
             found.rows.extend(resume.rows[: len(file.chunks)])
-        rows: dict[int, Floats] = {}
+        rows: list[Floats] = []
 
         def compare(chunk: int, i: int, row: LogitsRow) -> None:
             if i == file.first:
-                rows[chunk] = np.empty((file.n_rows, 5))
+                rows.append(np.empty((file.n_rows, 5)))
                 file.seek(chunk)
-            rows[chunk][i - file.first] = _compare(row, *file.read(), file.chunks[chunk][i + 1])
+            rows[-1][i - file.first] = _compare(row, *file.read(), file.chunks[chunk][i + 1])
 
-        def note(_: Perplexity) -> None:
-            found.rows.extend(rows.pop(chunk) for chunk in sorted(rows))
+        chunks, firsts = with_bos(ctx.model, file.chunks), [file.first] * len(file.chunks)
+        while found.n_done < len(chunks):
+            read_chunks(ctx, chunks, firsts, found.n_done, compare)
+            found.rows.extend(rows)
+            rows.clear()
             if progress is not None:
                 progress(found)
-
-        done = Perplexity("chunked", file.window, len(file.chunks), "", "")
-        done.losses.extend(each[:, 0] for each in found.rows)
-        measure(ctx, file.chunks, file.first, done, note, also=compare)
         return found
 
 
@@ -264,7 +255,7 @@ def _compare(
     row: LogitsRow,
     scale: np.float32,
     smallest: np.float32,
-    codes: npt.NDArray[np.uint16],
+    codes: Codes,
     token: int,
 ) -> tuple[float, float, float, float, float]:
     """Return the numbers of one token, with llama-perplexity's arithmetic: 32 bits, sums in 64."""
@@ -296,14 +287,5 @@ def _difference(a: Uncertain, b: Uncertain, covariance: float) -> Uncertain:
 
 
 def _exp(log: Uncertain) -> Uncertain:
-    try:
-        value = math.exp(log.value)
-    except OverflowError:
-        value = math.inf
+    value = exp(log.value)
     return Uncertain(value, value * log.stderr)
-
-
-def _percentile(values: Floats, fraction: float) -> float:
-    if not len(values):
-        return math.nan
-    return float(np.quantile(values, min(1.0, max(0.0, fraction))))

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from importlib import metadata
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from ..arguments import whole
 from ..context import Context
@@ -24,6 +25,7 @@ from .scoring import Score, score
 try:
     import lm_eval.models  # noqa: F401  (the registry loads its own list only while it is empty)
     from lm_eval import utils
+    from lm_eval.api.instance import Instance
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.models import utils as model_utils
@@ -32,39 +34,18 @@ except ImportError:
     _MISSING = True
     if not TYPE_CHECKING:
         TemplateLM = object
-
-        def register_model(*_):
-            """Leave the class as it is."""
-            return lambda kind: kind
 else:
     _MISSING = False
 
 __all__ = ["LlamaBranchLM"]
 
-_N_CTX = 4096
-_SEQUENCES = 64
-_MAX_GEN_TOKS = 256
-# Settings of a generation by the names of Transformers and of vLLM.
-_SETTINGS = (
-    "temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
-_RENAMED = {"repetition_penalty": "repeat_penalty"}
 _WITHOUT_EFFECT: dict[str, object] = {
     "num_beams": 1, "num_return_sequences": 1, "do_sample": None, "use_cache": True,
 }  # fmt: skip
 
-Window = tuple[list[int], list[int]]
 TokenRequest = tuple[object, list[int], list[int]]
 
 
-class _Instance(Protocol):
-    """A request of the harness."""
-
-    @property
-    def args(self) -> tuple[object, ...]: ...
-
-
-@register_model("llamabranch")
 class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
     """A GGUF model for ``lm_eval.simple_evaluate``, as an object or by the name "llamabranch".
 
@@ -84,9 +65,9 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         think_end_token: what ends the model's thinking; only the text after it counts.
         parse_special: whether control tokens in texts are parsed, as chat templates need it.
         seed: of generated texts whose task samples without a seed.
-        batch_size, max_batch_size, device: accepted and not needed.
         options: of `llamabranch.load`: ``n_ctx`` (4,096) and ``n_seq_max`` (64) determine how many
-            requests share a decode.
+            requests share a decode. ``batch_size``, ``max_batch_size`` and ``device`` are accepted and
+            not needed.
 
     Raises:
         UnsupportedError: lm-evaluation-harness is not installed.
@@ -101,13 +82,10 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         *,
         pretrained: str | None = None,
         max_length: int | None = None,
-        max_gen_toks: int = _MAX_GEN_TOKS,
+        max_gen_toks: int = 256,
         think_end_token: str | None = None,
         parse_special: bool = True,
         seed: int = 0,
-        batch_size: object = None,
-        max_batch_size: object = None,
-        device: object = None,
         **options: object,
     ) -> None:
         if _MISSING:
@@ -116,21 +94,19 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
                 hint="pip install 'llamabranch[eval]', or pip install lm_eval",
             )
         super().__init__()
+        for name in ("batch_size", "max_batch_size", "device"):
+            options.pop(name, None)
         if isinstance(model, Context):
             if options:
                 raise ConfigError(f"an open context takes no {', '.join(options)}")
             self.ctx = model
         else:
-            given: dict[str, object] = {"n_ctx": _N_CTX, "n_seq_max": _SEQUENCES, **options}
+            given: dict[str, object] = {"n_ctx": 4096, "n_seq_max": 64, **options}
             self.ctx = load(model if pretrained is None else pretrained, **cast(LoadOptions, given))
-        trained = self.ctx.model.n_ctx_train or self.ctx.n_ctx_seq
-        most = min(self.ctx.n_ctx_seq, trained)
-        self.max_length = most if max_length is None else whole("max_length", max_length, 2)
-        if self.max_length > self.ctx.n_ctx_seq:
-            raise ConfigError(
-                f"max_length={self.max_length} does not fit into a context of {self.ctx.n_ctx_seq}",
-                hint="raise n_ctx",
-            )
+        most = min(self.ctx.n_ctx_seq, self.ctx.model.n_ctx_train or self.ctx.n_ctx_seq)
+        if max_length is not None:
+            most = whole("max_length", max_length, 2, self.ctx.n_ctx_seq)
+        self.max_length = most
         self.max_gen_toks = whole("max_gen_toks", max_gen_toks, 1)
         self._think_end_token = think_end_token
         self._parse_special = parse_special
@@ -141,10 +117,8 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
     @property
     def eot_token_id(self) -> int:
         """The token that ends a text."""
-        model = self.ctx.model
-        if model.eos is None:
-            return min(model.eog_tokens, default=self.prefix_token_id)
-        return model.eos
+        eos, eog = self.ctx.model.eos, self.ctx.model.eog_tokens
+        return min(eog, default=self.prefix_token_id) if eos is None else eos
 
     @property
     def prefix_token_id(self) -> int:
@@ -206,7 +180,15 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         self, requests: Sequence[TokenRequest], disable_tqdm: bool = False, **_: object
     ) -> list[tuple[float, bool]]:
         """Return of each continuation log p, nats, and whether it is what the model would write."""
-        windows = [self._window(context, after) for _, context, after in requests]
+        pairs = []
+        for _asked, context, after in requests:
+            if len(after) > self.max_length:
+                raise ConfigError(
+                    f"a continuation has {len(after)} tokens, max_length is {self.max_length}",
+                    hint="raise max_length and n_ctx",
+                )
+            window = (context + after)[-(self.max_length + 1) :]  # the last token is no input
+            pairs.append((window[: -len(after)], [after]))
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         with tqdm(total=len(requests), desc="loglikelihood", disable=disable_tqdm) as bar:
 
@@ -217,49 +199,26 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
                     self.cache_hook.add_partial("loglikelihood", asked, found[number])
                 bar.update()
 
-            score(self.ctx, [(before, [after]) for before, after in windows], on_done=note)
+            score(self.ctx, pairs, on_done=note)
         return found
 
-    def _window(self, context: list[int], after: list[int]) -> Window:
-        """Return the last ``max_length`` + 1 tokens: the final one is no input."""
-        if not after:
-            raise ConfigError("a continuation has no tokens: the task has an empty choice")
-        if len(after) > self.max_length:
-            raise ConfigError(
-                f"a continuation has {len(after)} tokens, max_length is {self.max_length}",
-                hint="raise max_length and n_ctx",
-            )
-        before = (context + after)[-(self.max_length + 1) :][: -len(after)]
-        return before, after
-
     def loglikelihood_rolling(
-        self, requests: Sequence[_Instance], disable_tqdm: bool = False
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """Return log p of whole texts, nats, in windows that do not overlap."""
-        windows: list[TokenRequest] = []
-        numbers: list[int] = []
-        for number, request in enumerate(requests):
-            (text,) = request.args
-            its = utils.get_rolling_token_windows(
-                token_list=self.tok_encode(str(text), add_special_tokens=False),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            )
-            for before, after in map(utils.make_disjoint_window, its):
-                windows.append((None, before, after))
-                numbers.append(number)
-        totals = [0.0] * len(requests)
-        found = self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm)
-        for number, (logprob, _) in zip(numbers, found, strict=True):
-            totals[number] += logprob
+        windows = []
+        for request in requests:
+            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
+            its = utils.get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
+            windows.append(list(map(utils.make_disjoint_window, its)))
+        flat = [(None, before, after) for its in windows for before, after in its]
+        found = iter(self._loglikelihood_tokens(flat, disable_tqdm=disable_tqdm))
+        totals = [sum((next(found)[0] for _ in its), 0.0) for its in windows]
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
-    def generate_until(
-        self, requests: Sequence[_Instance], disable_tqdm: bool = False
-    ) -> list[str]:
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return what the model writes after each context, up to the stop strings of its task."""
         work = [self._generation(str(i), *request.args) for i, request in enumerate(requests)]
         texts = [""] * len(requests)
@@ -288,8 +247,7 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         if not isinstance(settings, dict):
             raise ConfigError(f"the settings of a generation must be a dict, not {settings!r:.60}")
         given = model_utils.normalize_gen_kwargs(settings, self.max_gen_toks)
-        ctx = self.ctx
-        eos = ctx.detokenize([self.eot_token_id], special=True)
+        eos = self.ctx.detokenize([self.eot_token_id], special=True)
         until = model_utils.handle_stop_sequences(given.pop("until", None), eos=eos)
         n_new = given.pop("max_gen_toks")
         room = self.max_length - n_new
@@ -312,12 +270,18 @@ def _sampling(given: Mapping[str, object]) -> SamplingParams:
         ConfigError: a setting that has no counterpart.
     """
     settings: dict[str, object] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    known = {each.name for each in fields(SamplingParams)}
     for name, value in given.items():
-        if name in _SETTINGS or name in _RENAMED:
-            settings[_RENAMED.get(name, name)] = value
+        own = "repeat_penalty" if name == "repetition_penalty" else name
+        if own in known:
+            settings[own] = value
         elif name not in _WITHOUT_EFFECT or _WITHOUT_EFFECT[name] not in (None, value):
             raise ConfigError(
                 f"a task asks for {name}={value!r}, which has no counterpart here",
                 hint="override it: gen_kwargs={...}",
             )
     return SamplingParams().replace(**settings)
+
+
+if not _MISSING:
+    register_model("llamabranch")(LlamaBranchLM)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -25,6 +26,7 @@ from ..errors import ConfigError
 __all__ = ["LogitsFile"]
 
 _MAGIC = b"_logits_"
+_HEAD = len(_MAGIC) + 12  # bytes before the tokens
 _RANGE = np.float32(16.0)  # nats that a row reaches below its largest log-probability
 _LARGEST = np.float32(65535.0)
 
@@ -44,6 +46,20 @@ def _encode(logits: npt.NDArray[np.float32], out: Codes) -> None:
     if scale:
         steps = np.rint((np.float32(1) / scale) * (logits - smallest))
         out[4 : 4 + n] = np.where(logits > smallest, steps, 0)
+
+
+@contextmanager
+def _opened(path: Path, mode: str, purpose: str) -> Iterator[IO[bytes]]:
+    """Open a file, which is closed if the block raises, and only then."""
+    try:
+        file = path.open(mode)
+    except OSError as error:
+        raise ConfigError(f"cannot {purpose} {path}: {error.strerror or error}") from None
+    try:
+        yield file
+    except BaseException:
+        file.close()
+        raise
 
 
 class LogitsFile:
@@ -75,25 +91,20 @@ class LogitsFile:
             ConfigError: it cannot be read, is of another kind, or shorter than it tells.
         """
         path = Path(path)
-        try:
-            file = path.open("rb")
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-        try:
-            magic, head = file.read(len(_MAGIC)), file.read(12)
-            if magic != _MAGIC or len(head) < 12:
+        with _opened(path, "rb", "read") as file:
+            head = file.read(_HEAD)
+            if len(head) < _HEAD or not head.startswith(_MAGIC):
                 raise ConfigError(
                     f"{path} is no file of log-probabilities",
                     hint="`llamabranch perplexity -f TEXT --save-logits FILE` writes one",
                 )
-            window, n_vocab, n_chunks = struct.unpack("<3i", head)
+            window, n_vocab, n_chunks = struct.unpack("<3i", head[len(_MAGIC) :])
             if window < 4 or n_vocab < 1 or n_chunks < 1:
                 raise ConfigError(
                     f"{path} is damaged: {n_chunks} chunks of {window} tokens, a vocabulary of {n_vocab}"
                 )
             found = cls(path, file, window, n_vocab, [])
-            needed = found.size(n_chunks)
-            size = path.stat().st_size
+            size, needed = path.stat().st_size, found.size(n_chunks)
             if size < needed:
                 raise ConfigError(
                     f"{path} is incomplete: {size:,} of {needed:,} bytes",
@@ -101,9 +112,6 @@ class LogitsFile:
                 )
             tokens = np.frombuffer(file.read(4 * window * n_chunks), dtype="<i4")
             found.chunks = tokens.reshape(n_chunks, window).tolist()
-        except BaseException:
-            file.close()
-            raise
         return found
 
     @classmethod
@@ -122,24 +130,16 @@ class LogitsFile:
         path, window = Path(path), len(chunks[0])
         tokens = np.asarray(chunks, dtype="<i4").tobytes()
         header = _MAGIC + struct.pack("<3i", window, n_vocab, len(chunks)) + tokens
-        try:
-            file = path.open("r+b" if n_done else "wb")
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
-        found = cls(path, file, window, n_vocab, chunks)
-        try:
-            if n_done:
-                kept = found.size(len(chunks)) - (len(chunks) - n_done) * found._chunk_bytes
-                is_same = file.read(len(header)) == header and path.stat().st_size >= kept
-                if not is_same:
-                    raise ConfigError(f"{path} is not what was begun", hint="begin anew")
-                file.truncate(kept)
-                file.seek(kept)
-            else:
+        with _opened(path, "r+b" if n_done else "wb", "write") as file:
+            found = cls(path, file, window, n_vocab, chunks)
+            if not n_done:
                 file.write(header)
-        except BaseException:
-            file.close()
-            raise
+                return found
+            kept = len(header) + n_done * found._chunk_bytes
+            if file.read(len(header)) != header or path.stat().st_size < kept:
+                raise ConfigError(f"{path} is not what was begun", hint="begin anew")
+            file.truncate(kept)
+            file.seek(kept)
         return found
 
     @property
@@ -158,7 +158,7 @@ class LogitsFile:
 
     def size(self, n_chunks: int) -> int:
         """Return how many bytes the file has with so many chunks."""
-        return len(_MAGIC) + 12 + 4 * self.window * n_chunks + n_chunks * self._chunk_bytes
+        return _HEAD + 4 * self.window * n_chunks + n_chunks * self._chunk_bytes
 
     def write(self, logits: npt.NDArray[np.float32]) -> None:
         """Write a row of logits at the end. Raises OSError if the disk is full."""
@@ -168,7 +168,7 @@ class LogitsFile:
 
     def seek(self, chunk: int, row: int = 0) -> None:
         """Go to a row of a chunk."""
-        begin = self.size(len(self.chunks)) - len(self.chunks) * self._chunk_bytes
+        begin = _HEAD + 4 * self.window * len(self.chunks)
         self._file.seek(begin + chunk * self._chunk_bytes + 2 * self._width * row)
 
     def read(self) -> tuple[np.float32, np.float32, Codes]:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
 from ..arguments import instance, whole
 from ..context import Context
-from ..context.context import text_context
-from ..context.logits import LogitsRow
 from ..errors import ConfigError
 from ..model import TokenIds
-from .chunks import bos_of, check_room, check_same, cut, digest, read_chunks, text_tokens
+from .chunks import Floats, Visit, check_same, digest, read_chunks, text_tokens, with_bos
 
-__all__ = ["Perplexity", "perplexity", "strided_perplexity"]
+__all__ = ["Perplexity", "exp", "measure", "perplexity", "prepare", "strided_perplexity"]
 
 Progress = Callable[["Perplexity"], None]
+_SAME = ("method", "window", "text", "model")  # in a run that is continued
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Perplexity:
     n_chunks: int
     text: str
     model: str
-    losses: list[npt.NDArray[np.float64]] = field(default_factory=list, repr=False)
+    losses: list[Floats] = field(default_factory=list, repr=False)
 
     @property
     def n_done(self) -> int:
@@ -55,7 +54,7 @@ class Perplexity:
     @property
     def value(self) -> float:
         """The perplexity: exp of the mean loss; NaN without a token, infinite where it overflows."""
-        return _exp(float(np.mean(np.concatenate(self.losses)))) if self.losses else math.nan
+        return exp(float(np.mean(np.concatenate(self.losses)))) if self.losses else math.nan
 
     @property
     def stderr(self) -> float:
@@ -69,46 +68,33 @@ class Perplexity:
     @property
     def by_chunk(self) -> list[float]:
         """The perplexity of each chunk alone."""
-        return [_exp(float(np.mean(losses))) for losses in self.losses]
+        return [exp(float(np.mean(losses))) for losses in self.losses]
 
     @property
     def running(self) -> list[float]:
         """The perplexity of the text up to the end of each chunk, which llama-perplexity prints."""
         sums = np.cumsum([losses.sum() for losses in self.losses])
         counts = np.cumsum([len(losses) for losses in self.losses])
-        return [_exp(float(total / n)) for total, n in zip(sums, counts, strict=True)]
+        return [exp(float(total / n)) for total, n in zip(sums, counts, strict=True)]
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON types; `from_dict` takes them."""
         return {
             "perplexity": self.value,
             "stderr": self.stderr,
-            "method": self.method,
-            "window": self.window,
-            "n_chunks": self.n_chunks,
-            "n_done": self.n_done,
-            "n_tokens": self.n_tokens,
-            "text": self.text,
-            "model": self.model,
+            **{name: getattr(self, name) for name in (*_SAME, "n_chunks", "n_done", "n_tokens")},
             "losses": [losses.tolist() for losses in self.losses],
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> Perplexity:
-        """Return what ``as_dict`` was called on.
-
-        Raises:
-            ConfigError: it is something else.
-        """
+        """Return what ``as_dict`` was called on. Raises ConfigError if it is something else."""
         try:
-            names = ("method", "window", "n_chunks", "text", "model")
-            method, window, n_chunks, text, model = (data[name] for name in names)
-            given = data["losses"]
-            if not isinstance(given, Sequence):
-                raise TypeError
-            losses = [np.array(each, dtype=np.float64) for each in given]
-            whole_numbers = whole("window", window), whole("n_chunks", n_chunks)
-            return cls(str(method), *whole_numbers, str(text), str(model), losses)
+            window, n_chunks = whole("window", data["window"]), whole("n_chunks", data["n_chunks"])
+            given = cast(Sequence[Sequence[float]], data["losses"])
+            losses = [np.array(each, dtype=np.float64).reshape(-1) for each in given]
+            about = str(data["text"]), str(data["model"])
+            return cls(str(data["method"]), window, n_chunks, *about, losses)
         except (KeyError, TypeError, ValueError):
             raise ConfigError("this is no saved perplexity") from None
 
@@ -143,7 +129,7 @@ def perplexity(
         CacheFullError: the context is smaller than a window. TokenizeError, DecodeError.
     """
     parts, begun = prepare(ctx, text, window, chunks, resume)
-    return measure(ctx, parts, begun.window // 2, begun, progress)
+    return measure(ctx, with_bos(ctx.model, parts), [window // 2] * len(parts), begun, progress)
 
 
 def prepare(
@@ -155,11 +141,17 @@ def prepare(
 ) -> tuple[list[list[int]], Perplexity]:
     """Return a text's chunks and what is done of them; arguments and errors are those of `perplexity`."""
     window = whole("window", window, 4)
-    text_context("ctx", ctx)
-    check_room(ctx, window)
-    tokens = text_tokens(ctx.model, text)
-    parts = cut(tokens, window, None if chunks is None else whole("chunks", chunks, 1))
-    return parts, _begun(ctx, "chunked", window, tokens, len(parts), resume)
+    tokens = text_tokens(ctx, text, window)
+    n = len(tokens) // window
+    if n < 2:
+        raise ConfigError(
+            f"a text of {len(tokens)} tokens is too short: a window of {window} needs {2 * window}",
+            hint="give a longer text, or a smaller window",
+        )
+    n = n if chunks is None else min(n, whole("chunks", chunks, 1))
+    parts = [tokens[i * window : (i + 1) * window] for i in range(n)]
+    begun = Perplexity("chunked", window, n, digest(tokens), ctx.model.fingerprint)
+    return parts, _resumed(begun, resume)
 
 
 def strided_perplexity(
@@ -189,84 +181,42 @@ def strided_perplexity(
     """
     window = whole("window", window, 2)
     stride = whole("stride", stride, 1, window - 1)
-    text_context("ctx", ctx)
-    check_room(ctx, window)
-    tokens = text_tokens(ctx.model, text)
+    tokens = text_tokens(ctx, text, window)
     if len(tokens) < 2:
         raise ConfigError("a text of one token has nothing that can be scored")
-    spans = list(_spans(len(tokens), window, stride))
-    begun = _begun(ctx, f"strided, {stride}", window, tokens, len(spans), resume)
-    found = begun
-    for start, end, first in spans[begun.n_done :]:
-        one = Perplexity(begun.method, window, 1, "", "")
-        part = measure(ctx, [tokens[start:end]], first - start - 1, one, None, begins=False)
-        found.losses.extend(part.losses)
-        if progress is not None:
-            progress(found)
-    return found
+    starts = range(0, max(1, len(tokens) - window + stride), stride)
+    parts = [tokens[start : start + window] for start in starts]
+    firsts = [0, *[window - stride - 1] * (len(parts) - 1)]
+    method = f"strided, {stride}"
+    begun = Perplexity(method, window, len(parts), digest(tokens), ctx.model.fingerprint)
+    return measure(ctx, parts, firsts, _resumed(begun, resume), progress)
 
 
-def _spans(n: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yield where a window begins and ends, and its first token that is scored."""
-    scored = 1
-    for start in range(0, n, stride):
-        end = min(start + window, n)
-        if scored < end:
-            yield start, end, scored
-        scored = end
-        if end == n:
-            return
-
-
-def _begun(
-    ctx: Context,
-    method: str,
-    window: int,
-    tokens: Sequence[int],
-    n_chunks: int,
-    resume: Perplexity | None,
-) -> Perplexity:
-    found = Perplexity(method, window, n_chunks, digest(tokens), ctx.model.fingerprint)
-    if resume is not None:
-        given = instance("resume", resume, Perplexity)
-        check_same(found, given, ("method", "window", "text", "model"))
-        found.losses.extend(resume.losses[:n_chunks])
-    return found
+def _resumed(begun: Perplexity, earlier: Perplexity | None) -> Perplexity:
+    if earlier is not None:
+        check_same(begun, instance("resume", earlier, Perplexity), _SAME)
+        begun.losses.extend(earlier.losses[: begun.n_chunks])
+    return begun
 
 
 def measure(
     ctx: Context,
     parts: Sequence[list[int]],
-    first: int,
+    firsts: Sequence[int],
     begun: Perplexity,
     progress: Progress | None,
-    *,
-    begins: bool = True,
-    also: Callable[[int, int, LogitsRow], None] | None = None,
+    also: Visit | None = None,
 ) -> Perplexity:
-    """Score the tokens after index ``first`` of each part, from where ``begun`` ends; it is returned.
-
-    ``also`` is called with the index of a chunk, that of a token and the logits after it.
-    """
-    bos = bos_of(ctx.model) if begins else None
-    skipped = begun.n_done
-    left = parts[skipped:]
-    read = [part if bos is None else [bos, *part[1:]] for part in left]
-    losses = {i: np.empty(len(part) - 1 - first) for i, part in enumerate(left)}
-
-    def visit(chunk: int, i: int, row: LogitsRow) -> None:
-        losses[chunk][i - first] = -row.logprob(left[chunk][i + 1])
-        if also is not None:
-            also(skipped + chunk, i, row)
-
-    for done in read_chunks(ctx, read, first, visit):
-        begun.losses.extend(losses.pop(i) for i in range(begun.n_done - skipped, done))
+    """Score the tokens after index ``firsts`` of each part, from where ``begun`` ends; it is returned."""
+    while begun.n_done < len(parts):
+        begun.losses.extend(read_chunks(ctx, parts, firsts, begun.n_done, also))
         if progress is not None:
             progress(begun)
     return begun
 
 
-def _exp(value: float) -> float:
+def exp(value: float) -> float:
+    """Return e to the power ``value``; infinite where it overflows."""
     try:
         return math.exp(value)
     except OverflowError:

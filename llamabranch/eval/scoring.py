@@ -24,6 +24,7 @@ __all__ = ["Score", "ScoreRequest", "encode_pair", "score"]
 
 ScoreRequest = tuple[str | TokenIds, Sequence[str | TokenIds]]
 
+_MEANT = "requests must be a list of pairs: a context and a list of continuations"
 # How many decodes the tokens of a group fill, at least: more leave fewer half empty, and need more cells.
 _DECODES = 4
 
@@ -78,14 +79,13 @@ def score(
         TokenizeError, SequencesExhaustedError, DecodeError: all sequences are returned.
     """
     text_context("ctx", ctx)
-    lines = [
-        _lines(ctx.model, i, request, parse_special) for i, request in enumerate(_checked(requests))
-    ]
+    if not _is_list(requests):
+        raise ConfigError(_MEANT, hint='for example [("2 + 2 =", [" 4", " 5"])]')
+    lines = [_lines(ctx.model, i, its, parse_special) for i, its in enumerate(requests)]
     longest = max((len(line.tokens) for its in lines for line in its), default=0)
     if longest > ctx.n_ctx_seq:
         raise CacheFullError.of_prompt(longest, ctx.n_ctx_seq)
-    run = _Run(ctx, lines, on_done)
-    run.walk(None, build(line for its in lines for line in its))
+    _Run(ctx, lines, on_done).walk(None, build(line for its in lines for line in its))
     return [[_score(line) for line in its] for its in lines]
 
 
@@ -107,20 +107,9 @@ def encode_pair(
     return whole[:n_context], whole[n_context:]
 
 
-def _checked(given: Sequence[ScoreRequest]) -> Sequence[ScoreRequest]:
-    meant = "requests must be a list of pairs: a context and a list of continuations"
-    requests: object = given
-    if isinstance(requests, (str, bytes)) or not isinstance(requests, Sequence):
-        raise ConfigError(meant, hint='for example [("2 + 2 =", [" 4", " 5"])]')
-    for i, request in enumerate(requests):
-        if not isinstance(request, Sequence) or isinstance(request, str) or len(request) != 2:
-            raise ConfigError(f"{meant}; request {i} is {request!r:.60}")
-        if isinstance(request[1], (str, bytes)) or not isinstance(request[1], Sequence):
-            raise ConfigError(f"{meant}; the continuations of request {i} are {request[1]!r:.60}")
-    return given
-
-
 def _lines(model: Model, number: int, request: ScoreRequest, parse_special: bool) -> list[Line]:
+    if not (_is_list(request) and len(request) == 2 and _is_list(request[1])):
+        raise ConfigError(f"{_MEANT}; request {number} is {request!r:.60}")
     context, continuations = request
     lines = []
     for continuation in continuations:
@@ -139,13 +128,18 @@ def _lines(model: Model, number: int, request: ScoreRequest, parse_special: bool
                 f"request {number}: {continuation!r:.60} has no tokens of its own after its context",
                 hint="a continuation must not be empty, and mostly begins with a space",
             )
-        lines.append(Line([*before, *after[:-1]], len(before), after[-1]))
+        lines.append(Line([*before, *after], len(before)))
     return lines
 
 
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
 def _score(line: Line) -> Score:
-    tokens = tuple(line.continuation)
-    return Score(tokens, tuple(line.logprobs[i] for i in range(len(tokens))), line.is_greedy)
+    tokens = line.tokens[line.n_context :]
+    logprobs = tuple(line.logprobs[i] for i in range(line.n_context, len(line.tokens)))
+    return Score(tuple(tokens), logprobs, line.is_greedy)
 
 
 class _Run:
@@ -162,13 +156,12 @@ class _Run:
         self._lines = lines
         self._on_done = on_done
         self._request = {line: i for i, its in enumerate(lines) for line in its}
-        self._n_left = [len(its) for its in lines]
 
     def walk(self, base: Branch | None, nodes: Sequence[Node]) -> None:
         """Read all that is below ``base``: subtrees that fit together at once, others one by one."""
         for group in self._groups(nodes):
             first = group[0]
-            if len(group) > 1 or not first.children or self._fits(first.n_tokens, first.n_leaves):
+            if len(group) > 1 or not first.children or self._fits(group):
                 self._read_group(base, group)
             elif self._ctx.n_seq_free < 3:  # none would be left for what is below
                 self.walk(base, first.paths())
@@ -180,19 +173,17 @@ class _Run:
                 finally:
                     branch.prune()
 
-    def _fits(self, n_tokens: int, n_leaves: int) -> bool:
+    def _fits(self, nodes: Sequence[Node]) -> bool:
         cells = min(self._ctx.usage().cells_free, _DECODES * self._ctx.n_batch)
-        return n_tokens <= cells and n_leaves <= self._ctx.n_seq_free
+        n_leaves = sum(node.n_leaves for node in nodes)
+        return sum(node.n_tokens for node in nodes) <= cells and n_leaves <= self._ctx.n_seq_free
 
     def _groups(self, nodes: Sequence[Node]) -> Iterator[list[Node]]:
         group: list[Node] = []
-        n_tokens = n_leaves = 0
         for node in nodes:
-            n_tokens += node.n_tokens
-            n_leaves += node.n_leaves
-            if group and not self._fits(n_tokens, n_leaves):
+            if group and not self._fits([*group, node]):
                 yield group
-                group, n_tokens, n_leaves = [], node.n_tokens, node.n_leaves
+                group = []
             group.append(node)
         if group:
             yield group
@@ -226,14 +217,14 @@ class _Run:
         done: list[int] = []
 
         def visit(branch: Branch, i: int, row: LogitsRow) -> None:
-            for line, number in nodes[branch].ratings.get(i, ()):
-                if number in line.logprobs:
+            position = nodes[branch].start + i
+            for line in nodes[branch].ratings.get(position, ()):
+                if position + 1 in line.logprobs:
                     continue  # a beginning that is read again
-                at = line.n_context + number
-                token = line.tokens[at] if at < len(line.tokens) else line.last
-                line.logprobs[number] = row.logprob(token)
+                token = line.tokens[position + 1]
+                line.logprobs[position + 1] = row.logprob(token)
                 line.is_greedy &= bool(row.array[token] >= row.array[row.best])
-                if len(line.logprobs) == len(line.tokens) - line.n_context + 1:
+                if line.is_done:
                     done.append(self._request[line])
 
         self._store.read(
@@ -241,7 +232,7 @@ class _Run:
             visit,
             {branch: node.first_row for branch, node in nodes.items()},
         )
-        for request in done:
-            self._n_left[request] -= 1
-            if not self._n_left[request] and self._on_done is not None:
-                self._on_done(request, [_score(line) for line in self._lines[request]])
+        for request in dict.fromkeys(done):
+            lines = self._lines[request]
+            if self._on_done is not None and all(line.is_done for line in lines):
+                self._on_done(request, [_score(line) for line in lines])

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ..context import Context
 from ..errors import ConfigError
+from .perplexity import exp
 from .scoring import Score, score
 
 __all__ = ["Item", "Sample", "Task", "TaskResult", "find_task", "run_task", "task_names"]
@@ -70,39 +71,35 @@ class Task:
             raise ConfigError(f"{path} is not UTF-8", hint="convert it: iconv -t utf-8") from None
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-        items = []
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                items.append(_item(path, number, line))
+        lines = enumerate(text.split("\n"), 1)
+        items = tuple(_item(path, number, line) for number, line in lines if line.strip())
         if not items:
             raise ConfigError(f"{path} has no items")
         if len({len(item.choices) > 1 for item in items}) > 1:
             raise ConfigError(f"{path} has items with choices and items with targets")
         if len({item.id for item in items}) < len(items):
             raise ConfigError(f"{path} has two items with one id")
-        return cls(path.stem, path, tuple(items))
+        return cls(path.stem, path, items)
 
     def harness_config(self) -> dict[str, object]:
         """Return the same task as lm-evaluation-harness takes it: ``simple_evaluate(tasks=[...])``."""
-        config: dict[str, object] = {
+        if self.is_choice:
+            kind, metrics = "multiple_choice", ("acc", "acc_norm")
+            answers = {"doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
+        else:
+            kind, metrics = "loglikelihood", ("perplexity", "acc")
+            answers = {"doc_to_target": "{{target}}"}
+        return {
             "task": self.name,
             "dataset_path": "json",
             "dataset_kwargs": {"data_files": {"test": str(self.path)}},
             "test_split": "test",
+            "output_type": kind,
             "doc_to_text": "{{context}}",
             "target_delimiter": "",
+            **answers,
+            "metric_list": [{"metric": metric} for metric in metrics],
         }
-        if self.is_choice:
-            metrics = ["acc", "acc_norm"]
-            kind = {
-                "output_type": "multiple_choice",
-                "doc_to_choice": "{{choices}}",
-                "doc_to_target": "{{answer}}",
-            }
-        else:
-            metrics = ["perplexity", "acc"]
-            kind = {"output_type": "loglikelihood", "doc_to_target": "{{target}}"}
-        return {**config, **kind, "metric_list": [{"metric": metric} for metric in metrics]}
 
 
 @dataclass(frozen=True)
@@ -122,17 +119,18 @@ class Sample:
     @property
     def is_right(self) -> bool:
         """Whether the answer is the most probable choice, or the target what the model would write."""
-        if len(self.logprobs) == 1:
-            return self.is_greedy[0]
-        return _best(self.logprobs) == self.item.answer
+        return self._answers(self.logprobs)
 
     @property
     def is_right_by_length(self) -> bool:
         """The same for log-probabilities a character, the harness's ``acc_norm``."""
-        if len(self.logprobs) == 1:
+        choices = zip(self.logprobs, self.item.choices, strict=True)
+        return self._answers([logprob / len(choice) for logprob, choice in choices])
+
+    def _answers(self, values: Sequence[float]) -> bool:
+        if len(values) == 1:
             return self.is_greedy[0]
-        sizes = [len(choice) for choice in self.item.choices]
-        return _best([p / n for p, n in zip(self.logprobs, sizes, strict=True)]) == self.item.answer
+        return values.index(max(values)) == self.item.answer
 
 
 @dataclass(frozen=True)
@@ -154,18 +152,14 @@ class TaskResult:
         ``acc``: the share of right answers. ``acc_norm``: that by log-probability a character.
         ``perplexity``: of targets, exp of the mean of -log p.
         """
+        found = {"acc": _mean([sample.is_right for sample in self.samples])}
         if self.task.is_choice:
-            return {
-                "acc": _share([sample.is_right for sample in self.samples]),
-                "acc_norm": _share([sample.is_right_by_length for sample in self.samples]),
-            }
-        losses = [-sample.logprobs[0] for sample in self.samples]
-        mean, stderr = _mean(losses)
-        value = math.exp(min(mean, 700.0))
-        return {
-            "acc": _share([sample.is_right for sample in self.samples]),
-            "perplexity": (value, value * stderr),
-        }
+            found["acc_norm"] = _mean([sample.is_right_by_length for sample in self.samples])
+        else:
+            mean, stderr = _mean([-sample.logprobs[0] for sample in self.samples])
+            value = exp(mean)
+            found["perplexity"] = value, value * stderr
+        return found
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -183,17 +177,15 @@ class TaskResult:
         """The share of right answers of a guess."""
         if not self.task.is_choice:
             return 0.0
-        chances = [1 / len(sample.item.choices) for sample in self.samples]
-        return math.fsum(chances) / len(chances) if chances else math.nan
+        return _mean([1 / len(sample.item.choices) for sample in self.samples])[0]
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON types, without the samples."""
-        found = {name: {"value": v, "stderr": e} for name, (v, e) in self.metrics.items()}
         return {
             "task": self.task.name,
             "n_items": len(self.task.items),
             "n_done": len(self.samples),
-            "metrics": found,
+            "metrics": {k: {"value": v, "stderr": e} for k, (v, e) in self.metrics.items()},
             "interval_95": list(self.interval),
             "chance": self.chance,
         }
@@ -210,12 +202,12 @@ def find_task(name: str, folder: str | os.PathLike[str] | None = None) -> Task:
     Raises:
         ConfigError: there is none of that name, or its file is no task.
     """
-    for place in (folder, _SUITE):
-        path = None if place is None else Path(place) / f"{name}.jsonl"
-        if path is not None and path.is_file():
+    folders = [_SUITE] if folder is None else [Path(folder), _SUITE]
+    for place in folders:
+        if (path := place / f"{name}.jsonl").is_file():
             return Task.read(path)
-    known = [*task_names(), *(task_names(folder) if folder is not None else ())]
-    raise ConfigError(f"there is no task {name!r}", hint=f"tasks: {', '.join(sorted(set(known)))}")
+    known = {each for place in folders for each in task_names(place)}
+    raise ConfigError(f"there is no task {name!r}", hint=f"tasks: {', '.join(sorted(known))}")
 
 
 def run_task(
@@ -259,28 +251,21 @@ def _item(path: Path, number: int, line: str) -> Item:
         data = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{path}, line {number} is no JSON: {error}") from None
-    meant = "an object with context, choices and answer, or with context and target"
-    if not isinstance(data, dict) or set(data) - _FIELDS:
-        raise ConfigError(f"{path}, line {number} is not {meant}")
-    context, target, choices, answer = (
-        data.get(name) for name in ("context", "target", "choices", "answer")
+    invalid = ConfigError(
+        f"{path}, line {number} is not an object with context, choices and answer, or with context "
+        "and target"
     )
+    if not isinstance(data, dict) or set(data) - _FIELDS:
+        raise invalid
+    context, target, choices, answer = map(data.get, ("context", "target", "choices", "answer"))
     if isinstance(target, str) and choices is None and answer is None:
         choices, answer = [target], 0
     elif not isinstance(choices, list) or len(choices) < 2 or target is not None:
-        raise ConfigError(f"{path}, line {number} is not {meant}")
+        raise invalid
     is_text = isinstance(context, str) and all(isinstance(c, str) and c for c in choices)
     if not is_text or type(answer) is not int or not 0 <= answer < len(choices):
-        raise ConfigError(f"{path}, line {number} is not {meant}")
+        raise invalid
     return Item(str(data.get("id", number)), str(context), tuple(choices), answer)
-
-
-def _best(values: Sequence[float]) -> int:
-    return max(range(len(values)), key=values.__getitem__)  # of equals, the first
-
-
-def _share(right: Sequence[bool]) -> tuple[float, float]:
-    return _mean([float(one) for one in right])
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:

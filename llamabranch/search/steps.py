@@ -25,6 +25,7 @@ STEP_METHODS = ("beam", "dvts", "rebase", "particles")
 _TEMPERATURES = {"rebase": 0.2, "particles": 1.0}
 
 Scored = list[tuple[Continuation, float]]
+Counts = list[tuple[Continuation, int]]
 
 
 def step_search(
@@ -81,22 +82,11 @@ def step_search(
     check_start(branch, on_step, drafter)
     function("reward", reward)
     n = whole("n", n, 1, MOST_TEXTS)
-    choice("method", method, STEP_METHODS)
-    beam_width = whole("beam_width", beam_width, 1, MOST_TEXTS)
-    max_tokens = token_limit(max_tokens)
-    if method in ("beam", "dvts") and n % beam_width:
-        raise ConfigError(
-            f"n ({n}) must be a multiple of beam_width ({beam_width})",
-            hint="n / beam_width texts go on after each step",
-        )
-    max_steps = whole("max_steps", max_steps, 1, MOST_STEPS)
-    temperature = real(
-        "temperature", _TEMPERATURES.get(method, 1.0) if temperature is None else temperature
-    )
-    if not 0 < temperature < math.inf:
-        raise ConfigError(f"temperature must be finite and above 0, not {temperature!r}")
-    boundary = Boundary.of(step) if entropy is None else Boundary(entropy=_limit(entropy))
     stop, seed = stop_strings(stop), first_seed(branch, seed)
+    chooser = _Chooser(method, n, beam_width, temperature, seed)
+    max_tokens = token_limit(max_tokens)
+    max_steps = whole("max_steps", max_steps, 1, MOST_STEPS)
+    boundary = Boundary.of(step) if entropy is None else Boundary(entropy=_limit(entropy))
 
     def score_of(line: Continuation) -> float:
         found = finite("what reward returns", reward(line.output.text))
@@ -107,7 +97,6 @@ def step_search(
         group = [
             Continuation(lines.root, slot_seed(seed, slot), max_tokens, stop) for slot in range(n)
         ]
-        trees = [slot // beam_width for slot in range(n)]
         done: Scored = []
         for iteration in range(max_steps):
             running = [line for line in group if not line.is_finished]
@@ -116,18 +105,8 @@ def step_search(
             if lines.is_cancelled or all(line.is_finished for line in group):
                 done += scored
                 break
-            if method == "particles":
-                counts = _resampled(scored, temperature, seed, iteration)
-            elif method == "dvts":
-                counts, trees, ended = _best_of_trees(scored, trees, beam_width)
-                done += ended
-            else:
-                done += [pair for pair in scored if pair[0].is_finished]
-                open_ones = [pair for pair in scored if not pair[0].is_finished]
-                if method == "beam":
-                    counts = _beam_counts(open_ones, n, beam_width)
-                else:
-                    counts = rebase_counts(open_ones, n - len(done), temperature)
+            counts, ended = chooser.choose(scored, iteration, len(done))
+            done += ended
             at = (iteration + 1) * n  # the number of the next draw
             chosen: list[Continuation] = []
             for line, count in counts:
@@ -137,6 +116,40 @@ def step_search(
             if not group:
                 break
     return _result(lines, done)
+
+
+class _Chooser:
+    """Which texts go on after a step, and how often each; arguments and errors as for `step_search`."""
+
+    def __init__(
+        self, method: str, n: int, beam_width: int, temperature: float | None, seed: int
+    ) -> None:
+        choice("method", method, STEP_METHODS)
+        beam_width = whole("beam_width", beam_width, 1, MOST_TEXTS)
+        if method in ("beam", "dvts") and n % beam_width:
+            raise ConfigError(
+                f"n ({n}) must be a multiple of beam_width ({beam_width})",
+                hint="n / beam_width texts go on after each step",
+            )
+        default = _TEMPERATURES.get(method, 1.0)
+        self._temperature = real("temperature", default if temperature is None else temperature)
+        if not 0 < self._temperature < math.inf:
+            raise ConfigError(f"temperature must be finite and above 0, not {self._temperature!r}")
+        self._method, self._n, self._beam_width, self._seed = method, n, beam_width, seed
+        self._trees = [slot // beam_width for slot in range(n)]
+
+    def choose(self, scored: Scored, iteration: int, n_done: int) -> tuple[Counts, Scored]:
+        """Return how often each text goes on, and the texts that have ended."""
+        if self._method == "particles":
+            return _resampled(scored, self._temperature, self._seed, iteration), []
+        if self._method == "dvts":
+            counts, self._trees, ended = _best_of_trees(scored, self._trees, self._beam_width)
+            return counts, ended
+        ended = [pair for pair in scored if pair[0].is_finished]
+        running = [pair for pair in scored if not pair[0].is_finished]
+        if self._method == "beam":
+            return _beam_counts(running, self._n, self._beam_width), ended
+        return rebase_counts(running, self._n - n_done - len(ended), self._temperature), ended
 
 
 def _result(lines: Lines, done: Scored) -> SearchResult:
@@ -164,9 +177,9 @@ def _limit(entropy: float) -> float:
 
 def _best_of_trees(
     scored: Scored, trees: list[int], beam_width: int
-) -> tuple[list[tuple[Continuation, int]], list[int], Scored]:
+) -> tuple[Counts, list[int], Scored]:
     """Return the best text of each tree that goes on, the trees of its copies, and those that ended."""
-    counts: list[tuple[Continuation, int]] = []
+    counts: Counts = []
     kept: list[int] = []
     ended: Scored = []
     for tree in dict.fromkeys(trees):
@@ -180,14 +193,14 @@ def _best_of_trees(
     return counts, kept, ended
 
 
-def _beam_counts(scored: Scored, n: int, beam_width: int) -> list[tuple[Continuation, int]]:
+def _beam_counts(scored: Scored, n: int, beam_width: int) -> Counts:
     """Return the best texts, and how often each goes on: in turn, until there are ``n``."""
     best = sorted(scored, key=lambda pair: -pair[1])[: n // beam_width]
     counts = [n // len(best) + (i < n % len(best)) for i in range(len(best))] if best else []
     return [(line, count) for (line, _), count in zip(best, counts, strict=True)]
 
 
-def rebase_counts(scored: Scored, width: int, temperature: float) -> list[tuple[Continuation, int]]:
+def rebase_counts(scored: Scored, width: int, temperature: float) -> Counts:
     """Share ``width`` among the texts by exp(reward / temperature), each time rounded up."""
     ranked = sorted(scored, key=lambda pair: -pair[1])
     if not ranked:
@@ -204,9 +217,7 @@ def rebase_counts(scored: Scored, width: int, temperature: float) -> list[tuple[
     return found
 
 
-def _resampled(
-    scored: Scored, temperature: float, seed: int, iteration: int
-) -> list[tuple[Continuation, int]]:
+def _resampled(scored: Scored, temperature: float, seed: int, iteration: int) -> Counts:
     """Resample all texts by exp(reward / temperature)."""
     scores = np.array([score for _, score in scored])
     with np.errstate(over="ignore"):  # to -inf

@@ -173,9 +173,7 @@ class Stream:
         ctx.model.check_tokens(draft.tokens)
         fits = ctx.n_outputs_max - 1
         if not ctx.capabilities.can_truncate and not ctx.n_seq_free:
-            return (
-                0  # it is verified on a fork, and asking for one would search for garbage each time
-            )
+            return 0  # it is verified on a fork; to ask for one would search for garbage each time
         if draft.parents is None:
             return min(fits, len(draft.tokens))
         # A tree with one leaf is a chain: it needs no extra sequences, and any memory can verify it.

@@ -18,7 +18,8 @@ import toys
 
 import llamabranch as lb
 from llamabranch import Context, PerformanceWarning
-from llamabranch.context.threads import ThreadWatch, candidates
+from llamabranch.context.thread_watch import ThreadWatch
+from llamabranch.context.threads import candidates
 from llamabranch.native import available_cores
 from llamabranch.profile import MAX_ENTRIES, profile_path, read_entry, write_entries
 

@@ -199,7 +199,7 @@ def _commands() -> dict[str, typer.core.TyperCommand]:
 
 def test_help_lists_each_command_with_the_first_sentence_of_its_own_help() -> None:
     for name, line in COMMANDS.items():
-        assert load_command(name).help.split("\n\n")[0].replace("\n", " ") == line
+        assert (load_command(name).help or "").split("\n\n")[0].replace("\n", " ") == line
         assert load_command(name).name == name
 
 

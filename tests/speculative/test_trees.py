@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -288,3 +289,44 @@ def test_ctrl_c_before_a_fork_is_detached_is_what_the_caller_gets(
         assert len(speculator.generate(branch, max_tokens=20).finish().tokens) == 20
         speculator.forget(branch)
     assert draft_ctx.usage().cells_used == 0
+
+
+@pytest.mark.parametrize(
+    ("write", "width", "n_seq_max"), [(toys.write_llama, 4, 4), (toys.write_mamba, 1, 1)]
+)
+def test_drafting_without_sequences_never_searches_for_garbage(
+    write: Callable[..., Path], width: int, n_seq_max: int, tmp_path: Path
+) -> None:
+    """A search takes a large program a third of a second, and there would be one in each round."""
+    searches: list[str] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        searches.append(phase)
+
+    with (
+        lb.Model(toys.write_llama(tmp_path / "target.gguf")) as target,
+        lb.Model(write(tmp_path / "draft.gguf", drift=0.3)) as draft,
+        Context(target, n_threads=1) as ctx,
+        Context(draft, n_seq_max=n_seq_max, n_threads=1) as small,
+    ):
+        speculator = Speculator(ctx, ModelDrafter(small, width=width), FIXED)
+        gc.disable()
+        gc.callbacks.append(note)
+        try:
+            generation = speculator.generate("abc", max_tokens=20, sampling=WARM).finish()
+        finally:
+            gc.callbacks.remove(note)
+            gc.enable()
+        assert generation.tokens == plain(ctx, "abc", WARM, 20)
+    assert not searches
+
+
+def test_a_tree_needs_a_sequence_for_each_candidate_of_a_level(
+    ctx: Context, draft: lb.Model
+) -> None:
+    with (
+        Context(draft, n_ctx=256, n_seq_max=5, n_threads=1) as small,
+        Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch,
+    ):
+        assert propose(ModelDrafter(small, width=4), branch, 4).n_steps == 4
+        assert propose(ModelDrafter(small, width=5), branch, 4).n_steps == 1

@@ -123,7 +123,7 @@ class Grammar:
                 which the message names.
             ConfigError: pydantic is missing, or cannot describe the type.
         """
-        model = None
+        model: type | None = None
         if isinstance(schema, type) or get_origin(schema) is not None:
             model = cast(type, schema)  # list[Person] too
             schema = json_schemas.of_type(model)

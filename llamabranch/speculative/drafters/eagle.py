@@ -96,7 +96,7 @@ class _Leaves:
     """The sequences of a tree while it grows."""
 
     def __init__(self, ctx: Context, seed: int) -> None:
-        self._ctx = ctx
+        self.ctx = ctx
         self._seed = seed
         self._decoder = ctx.decoder
 
@@ -111,12 +111,12 @@ class _Leaves:
 
     def fork(self, node: _Leaf) -> _Leaf:
         fork = _Leaf(-1, node.sampler, node.position, None, node.hidden)
-        fork.seq_id = self._ctx.sequences.lease(fork)
-        self._ctx.kv_cache.share(node.seq_id, fork.seq_id)
+        fork.seq_id = self.ctx.sequences.lease(fork)
+        self.ctx.kv_cache.share(node.seq_id, fork.seq_id)
         return fork
 
     def free(self, node: _Leaf) -> None:
-        self._ctx.sequences.give_back(node.seq_id)
+        self.ctx.sequences.give_back(node.seq_id)
 
     def decode(self, nodes: Sequence[_Leaf], tokens: Sequence[int]) -> None:
         states = np.stack([node.hidden for node in nodes if node.hidden is not None])

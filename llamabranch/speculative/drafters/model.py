@@ -10,7 +10,7 @@ from ...context import Context
 from ...context.context import text_context
 from ...context.decoder import DraftInput
 from ...context.logits import LogitsRow
-from ...errors import VocabularyMismatchError
+from ...errors import SequencesExhaustedError, VocabularyMismatchError
 from ...model import Model
 from ...native.draft_loop import DraftStream
 from ...sampling import Distribution, Sampler, SamplingParams
@@ -117,6 +117,8 @@ class ModelState(RunState):
 
     def fork_ahead(self) -> Branch:
         """Return a fork to draft on, for memory that cannot be truncated; ``observe`` prunes it."""
+        if not self.branch.ctx.n_seq_free:  # to fork would search for garbage, in each round
+            raise SequencesExhaustedError("no sequence is left to draft on")
         self._ahead = self.branch.fork()
         return self._ahead
 
@@ -237,6 +239,7 @@ class _Forks:
     """The branches of a tree while it grows."""
 
     def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
         self._store = BranchStore(ctx)
 
     def entropy(self, node: Branch) -> float:

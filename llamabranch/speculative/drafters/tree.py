@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from ...arguments import whole
+from ...context import Context
 from ...errors import ConfigError, GrammarError
 from ...sampling import Distribution, SamplingParams
 from ...sampling.noise import gumbel_noise
@@ -28,7 +29,13 @@ N = TypeVar("N")
 
 
 class TreeMemory(Protocol[N]):
-    """The sequences of a tree while it grows; a node is whatever holds the logits after its text."""
+    """The sequences of a tree while it grows; a node is whatever holds the logits after its text.
+
+    Attributes:
+        ctx: has the sequences.
+    """
+
+    ctx: Context
 
     def entropy(self, node: N) -> float:
         """Return the entropy of the distribution after a node, nats."""
@@ -87,6 +94,7 @@ def grow_tree(
     """
     nodes: list[tuple[float, int, int]] = []  # value, token, parent
     level: list[tuple[N, int, float]] = [(root, -1, 0.0)]
+    held: list[N] = []  # what has to be freed
     try:
         for depth in range(limit):
             entropy = memory.entropy(level[0][0]) if length.reads_entropy else math.nan
@@ -105,19 +113,26 @@ def grow_tree(
             if depth + 1 == limit or not found:
                 break
             found.sort(key=lambda f: (-f[0], f[1]))
-            old, chosen, level = level, found[:width], []
-            try:
-                for value, number, _, node in chosen:
-                    level.append((memory.fork(node), number, value))
-            finally:
-                for node, _, _ in old:
-                    if node is not root:
-                        memory.free(node)
+            chosen, level = found[:width], []
+            followed = {id(node) for *_, node in chosen}
+            for node in [node for node in held if id(node) not in followed]:
+                memory.free(node)
+                held.remove(node)
+            left = {id(node) for node in held}  # a node itself goes on as the first of its children
+            if len(chosen) - len(left) > memory.ctx.n_seq_free:
+                draft.stopped = "capacity"  # to fork would search for garbage, in each round
+                break
+            for value, number, _, node in chosen:
+                if id(node) in left:
+                    left.remove(id(node))
+                    level.append((node, number, value))
+                else:
+                    held.append(memory.fork(node))
+                    level.append((held[-1], number, value))
             memory.decode([node for node, _, _ in level], [token for _, _, token, _ in chosen])
     finally:
-        for node, _, _ in level:
-            if node is not root:
-                memory.free(node)
+        for node in held:
+            memory.free(node)
         _keep_best(draft, nodes, limit * width)
 
 

@@ -603,6 +603,9 @@ class Branch:
     def fork_many(self, n: int) -> list[Branch]:
         """Return ``n`` children, each reseeded: the i-th draws from a seed derived from ours and i.
 
+        So a second call at the same place returns the same children again, with or without a seed of
+        its own: ``reseed()`` the branch between the calls for others.
+
         Raises:
             SequencesExhaustedError: not enough sequences; none is forked.
         """

@@ -39,7 +39,13 @@ class Perplexity:
     n_chunks: int
     text: str
     model: str
-    losses: list[Floats] = field(default_factory=list, repr=False)
+    losses: list[Floats] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Perplexity {self.value:.4f} ± {self.stderr:.4f}, {self.method}, window {self.window}: "
+            f"{self.n_done} of {self.n_chunks} chunks, {self.n_tokens} tokens>"
+        )
 
     @property
     def n_done(self) -> int:

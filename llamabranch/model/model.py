@@ -285,10 +285,18 @@ class Model:
             return token
         found = plain_int(token)
         if found is None or not 0 <= found < self.n_vocab:
-            raise TokenizeError(
-                f"token {shown(token)} is not in the vocabulary (0 to {self.n_vocab - 1})"
-            )
+            raise self._no_token(token)
         return found
+
+    def _no_token(self, token: object) -> TokenizeError:
+        is_number = plain_int(token) is not None
+        return TokenizeError(
+            f"token {shown(token)} is not in the vocabulary (0 to {self.n_vocab - 1})",
+            hint=None
+            if is_number
+            else "a token is an integer id: tokenize(text) returns the ids of a "
+            "text, produce().token is one; messages are dictionaries with role and content",
+        )
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Raise TokenizeError unless every item is a plain integer and an id of the vocabulary."""
@@ -298,9 +306,7 @@ class Model:
         for token in tokens:
             if type(token) is int and 0 <= token < n_vocab:
                 continue
-            raise TokenizeError(
-                f"token {shown(token)} is not in the vocabulary (0 to {n_vocab - 1})"
-            )
+            raise self._no_token(token)
 
     def prompt_tokens(self, prompt: Prompt, *, parse_special: bool = True) -> list[int]:
         """Return the token ids of a prompt, at least one.

@@ -83,7 +83,7 @@ class Decoder:
         self.n_decodes = n_decodes
         self.read_s = math.nan  # seconds for each token of a long chunk, smoothed
         self.cache = cache
-        self._reclaim = reclaim or cache.release_reserved
+        self._reclaim = reclaim
         # No sequence can exceed it where the cells end before.
         self._n_trained = END if n_trained is None or handle.n_ctx_seq <= n_trained else n_trained
         self.watch = watch
@@ -419,7 +419,7 @@ class Decoder:
             return False
         for row in expiring:
             row.detach()
-        return self._reclaim(n)
+        return self.cache.release_reserved() if self._reclaim is None else self._reclaim(n)
 
     def decode_tree(
         self,

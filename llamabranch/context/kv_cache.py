@@ -153,8 +153,7 @@ class KVCache:
 
     def _restore(self, seq_id: int, state: State) -> None:
         if not self._handle.set_state(seq_id, state):
-            reason = "; ".join(last_log_lines()) or "no reason given"
-            raise SnapshotError(f"llama.cpp cannot take the K/V: {reason}")
+            raise _refusal()
 
     def drop(self, seq_id: int, start: int, end: int = END) -> bool:
         """Drop positions [start, end) of a sequence; False if this memory cannot."""
@@ -275,10 +274,10 @@ class KVCache:
             SnapshotError: llama.cpp refuses it. The sequence may then hold anything: drop it.
         """
         if not self._handle.set_state(seq_id, state):
-            reason = "; ".join(last_log_lines()) or "no reason given"
-            if "available cells" in reason or "not enough cells" in reason:
+            refusal = _refusal()
+            if "available cells" in str(refusal) or "not enough cells" in str(refusal):
                 return False
-            raise SnapshotError(f"llama.cpp cannot take the K/V: {reason}")
+            raise refusal
         if self._handle.position_range(seq_id)[1] != n_tokens - 1:
             raise SnapshotError("llama.cpp holds other positions than the snapshot has")
         self.append(seq_id, n_tokens)
@@ -363,7 +362,7 @@ class KVCache:
         """Number of cells that hold nothing, but are not reused yet so that cells stay in order."""
         return 0 if self.order is None else self.order.n_cells
 
-    def release_reserved(self, _n: int = 0) -> bool:
+    def release_reserved(self) -> bool:
         """Free the reserved cells although sequences have cells above them: order is lost."""
         if self.order is None or not self.order.n_cells:
             return False
@@ -403,6 +402,12 @@ class KVCache:
                 raise DecodeError(
                     f"sequence {seq_id} should hold positions {ours}, in llama.cpp it holds {theirs}"
                 )
+
+
+def _refusal() -> SnapshotError:
+    """Return the error for a state that llama.cpp has just refused, with the reason it has logged."""
+    reason = "; ".join(last_log_lines()) or "no reason given"
+    return SnapshotError(f"llama.cpp cannot take the K/V: {reason}")
 
 
 def _twin(seq_id: int) -> int:

@@ -79,7 +79,8 @@ class ContextParams:
         n_seq_max: sequences (branches) at a time, 1 to 256. None: 8.
         n_batch: tokens per decode at most; n_ubatch: tokens computed at once (None: n_batch). With a
             sliding window the smaller of the two counts for both.
-        n_outputs_max: rows of logits per decode at most. None: max(n_seq_max, min(n_batch, 256)).
+        n_outputs_max: rows of logits per decode at most, from n_seq_max to n_batch. None:
+            max(n_seq_max, min(n_batch, 256)).
         n_threads, n_threads_batch: for one token and for many. None: the fastest when the context is
             created, of one thread, half of the cores this process may use, and all; stored for the
             next context. All cores where ``LLAMABRANCH_PROFILE=0``, and for one token where the number

@@ -24,9 +24,9 @@ from .radix_tree import RadixTree
 from .saved_prefixes import SavedPrefixes, SavedText
 from .sequence_ids import SequenceIds
 
-__all__ = ["KeptSequences", "LeasedSequences", "PrefixCache"]
+__all__ = ["MIN_SHARED", "KeptSequences", "LeasedSequences", "PrefixCache"]
 
-_MIN_TOKENS = 8  # a shorter prefix is decoded faster than it is shared
+MIN_SHARED = 8  # tokens; a shorter prefix is decoded faster than it is shared
 
 
 class KeptSequences(Protocol):
@@ -71,7 +71,7 @@ class _ExtraSequences:
 
 
 class LeasedSequences:
-    """Sequences of the context itself: a recurrent state exists only for these."""
+    """Sequences of the context itself: only these have recurrent states, and cells of their own."""
 
     def __init__(self, cache: KVCache, sequences: SequenceIds) -> None:
         self._cache = cache
@@ -114,7 +114,9 @@ class _Text:
 
 
 class PrefixCache:
-    """Texts whose K/V is still in the cache. A context has one if it was opened with ``prefix_cache``.
+    """Texts whose K/V is still in the cache, to be shared with those that begin alike.
+
+    ``ContextParams.prefix_cache`` tells which contexts have one.
 
     Args:
         cache: the cells.
@@ -212,7 +214,7 @@ class PrefixCache:
     def _find(self, tokens: Sequence[int]) -> tuple[int, _Text | None]:
         tree = self._tree
         n, text = tree.find(tokens) if self._cache.can_truncate else tree.find_whole(tokens)
-        return (n, text) if n >= _MIN_TOKENS else (0, None)
+        return (n, text) if n >= MIN_SHARED else (0, None)
 
     # -- host memory -------------------------------------------------------------------------------
 
@@ -227,7 +229,7 @@ class PrefixCache:
         if self.saved is None or self._decoder is None:
             return None
         n, text = self.saved.find(tokens)
-        if text is None or n < n_kept + _MIN_TOKENS:
+        if text is None or n < n_kept + MIN_SHARED:
             return None
         restore_s = self._restore_s * len(text.tokens)
         read_s = self._decoder.read_s * (n - n_kept)
@@ -286,7 +288,7 @@ class PrefixCache:
         Returns:
             True if it has become that: its lease must not be ended.
         """
-        if len(tokens) < _MIN_TOKENS:
+        if len(tokens) < MIN_SHARED:
             return False
         n, known = self._find(tokens)
         if known is not None and n == len(tokens):
@@ -331,7 +333,7 @@ class PrefixCache:
                 keep = max(first, len(text.tokens) - (n_cells - freed))
             freed += min(n_alone, len(text.tokens) - keep)
             self._save(text)
-            self._cut(text, keep if keep >= _MIN_TOKENS else 0)
+            self._cut(text, keep if keep >= MIN_SHARED else 0)
         self.n_evicted += freed
         return freed
 

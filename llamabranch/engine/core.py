@@ -295,10 +295,10 @@ class EngineCore:
         while self._aborted:
             submission = self._aborted[0]
             if scheduler.find(submission.name) is submission:
-                for job in scheduler.end(submission):
+                for job in scheduler.jobs_of(submission):
                     self._end(job, "cancelled")
             self._aborted.popleft()
-        if scheduler.n_queued:
+        if scheduler.has_queued:
             scheduler.limit = self._limit()
             n_shared, n_cached = scheduler.n_shared, scheduler.n_cached
             for job, error in scheduler.admit():
@@ -433,7 +433,7 @@ class EngineCore:
                 sum(len(job.branch.sequence.tokens) for job in jobs if job.branch is not None),
                 seconds,
                 most=most,
-                waits=self._scheduler.n_queued > 0,
+                waits=self._scheduler.has_queued,
             )
 
 

@@ -43,7 +43,8 @@ class Learning:
             self._draft_with(drafter)
         elif capabilities.batch_invariant and capabilities.can_share:
             self._draft_with(None)
-            # Who is in the batch must not change a text, so this depends on no clock elsewhere.
+            # It goes by measured times, so which texts share a batch differs from run to run: only where
+            # that changes no text.
             self.concurrency = Concurrency(self.joint.curve)
 
     def _draft_with(self, drafter: Drafter | None) -> None:

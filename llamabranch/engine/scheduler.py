@@ -8,12 +8,11 @@ from contextlib import suppress
 from ..branch import Branch
 from ..context import Context
 from ..context.cell_ledger import n_common
+from ..context.prefix_cache import MIN_SHARED
 from ..errors import CacheFullError, GrammarError, LlamaBranchError, SequencesExhaustedError
 from .job import Job, JobState, Key, Submission
 
 __all__ = ["Scheduler"]
-
-_MIN_SHARED = 8  # tokens; a shorter prefix is decoded faster than it is shared
 
 
 class Scheduler:
@@ -98,8 +97,8 @@ class Scheduler:
         for job in self._set_aside.pop(name, ()):
             self._push(job)
 
-    def end(self, submission: Submission) -> list[Job]:
-        """Begin the texts of an unfinished request that have not; return all that have no result."""
+    def jobs_of(self, submission: Submission) -> list[Job]:
+        """Return the jobs of all texts of a request that have no result, made where there was none."""
         while submission.samples:
             submission.next_job()
         return list(submission.jobs.values())
@@ -142,9 +141,9 @@ class Scheduler:
         self.n_waiting = sum(s.n_waiting > 0 for s in self._known.values())
 
     @property
-    def n_queued(self) -> int:
-        """At least 1 while something may be admitted."""
-        return len(self._queue)
+    def has_queued(self) -> bool:
+        """Whether the queue holds anything; texts that have ended count until ``head`` meets them."""
+        return bool(self._queue)
 
     def n_unfinished(self, most: int) -> int:
         """Return how many texts have a sequence or wait for one, ``most`` if there are more."""
@@ -282,7 +281,7 @@ class Scheduler:
             if other.branch is None:
                 continue
             n = n_common(other.to_cache, wanted)
-            if n >= _MIN_SHARED and n > best[1]:
+            if n >= MIN_SHARED and n > best[1]:
                 best = (other, n)
         prefixes = self._ctx.prefix_cache
         n_kept = 0 if prefixes is None else prefixes.n_common(tokens)

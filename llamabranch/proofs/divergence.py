@@ -155,7 +155,7 @@ def _rows(ctx: Context, prompt: Sequence[int], prefix: Sequence[int]) -> Iterato
             yield branch.logits
             return
         n_rest = len(whole) - start
-        most = min(ctx.n_batch, ctx.n_outputs_max)
+        most = ctx.n_outputs_max
         if not ctx.capabilities.can_truncate and not ctx.n_seq_free:
             most = 1  # there longer runs need a free sequence: they are verified on a fork
         for n in sorted({min(n, most) for n in (*_RUNS, n_rest)}):

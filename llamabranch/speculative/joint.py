@@ -232,7 +232,7 @@ class Joint:
                 requests.append(request)
         if not requests:
             return 0
-        room = min(ctx.n_batch, ctx.n_outputs_max) - len(streams) - n_readers
+        room = ctx.n_outputs_max - len(streams) - n_readers
         n_decodes = 0
         for stream, draft in zip(asked, drafter.propose_many(requests), strict=True):
             if len(draft.tokens) > room:
@@ -303,7 +303,7 @@ class Joint:
         n = len(streams) + sum(stream.n_drafted for stream in streams)
         rows = self.curve.rows(n)
         ctx = self._ctx
-        if rows == n or rows > min(ctx.n_batch, ctx.n_outputs_max) or ctx.kv_cache.n_vacant < rows:
+        if rows == n or rows > ctx.n_outputs_max or ctx.kv_cache.n_vacant < rows:
             return []
         last = streams[-1]
         if last.has_tree or last.sequence.n_cached < last.sequence.position:
@@ -318,7 +318,7 @@ class Joint:
         texts = [stream.plan for stream in streams]
         for stream, plan in zip(streams, texts, strict=True):
             batch.add(stream.sequence.seq_id, plan, "all")
-        room = min(ctx.n_batch, ctx.n_outputs_max) - len(batch.tokens) - len(readers)
+        room = ctx.n_outputs_max - len(batch.tokens) - len(readers)
         for reader in readers:
             left, wants_rows = ctx.n_batch - len(batch.tokens), reader.wants_rows
             if wants_rows:

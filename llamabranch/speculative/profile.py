@@ -176,7 +176,7 @@ def _most_rows(ctx: Context, n_rows: int) -> int:
     """Return the largest decode to time; 0 for weights or memory with which times are of no use."""
     if ctx.model.size_bytes < LEAST_BYTES or not ctx.capabilities.can_truncate:
         return 0
-    return min(n_rows, _MOST_ROWS, ctx.n_batch, ctx.n_outputs_max, ctx.n_ctx_seq)
+    return min(n_rows, _MOST_ROWS, ctx.n_outputs_max, ctx.n_ctx_seq)
 
 
 class _Trial:

@@ -44,7 +44,7 @@ class _DeadEnd(Exception):
         return self.__cause__ or self
 
 
-class _Outcome(NamedTuple):
+class _Unreported(NamedTuple):
     """A round that is accepted and not yet reported; times in seconds."""
 
     n_accepted: int
@@ -84,7 +84,9 @@ class Stream:
         self._n_seen = 0
         self._n_plain_left = 0  # plain steps to take before it is called again
         self._plain_s: list[tuple[float, float]] = []  # of those taken: of the decode, of the rest
-        self._outcome: _Outcome | None = None  # not yet reported to the draft state and the length
+        self._unreported: _Unreported | None = (
+            None  # not yet reported to the draft state and the length
+        )
         self._verification: Verification | None = None  # decoded, but not yet accepted or abandoned
 
     def begin(self) -> Produced:
@@ -101,7 +103,7 @@ class Stream:
 
     def conclude(self) -> None:
         """Report the round to the draft state and the length. Call it without the target's lock."""
-        outcome, self._outcome = self._outcome, None
+        outcome, self._unreported = self._unreported, None
         if outcome is None:
             if len(self._plain_s) >= _MOST_PLAIN:
                 self.report()
@@ -234,14 +236,18 @@ class Stream:
     def accept(self, rows: Sequence[LogitsRow], verify_s: float, n_rows: int = 0) -> list[Produced]:
         """Apply the rule to the plan whose logits are ``rows``; return the tokens that are emitted.
 
-        ``n_rows``: of the decode, where no other stream shared it; more than the plan's if it was filled.
         These are the accepted tokens and the one that follows them. ``conclude`` must follow, once the
         target's lock is free.
+
+        Args:
+            rows: what ``decode`` returned, or those of the plan in a decode of several streams.
+            verify_s: seconds of the decode, or this stream's share of them.
+            n_rows: of the decode, where no other stream shared it; more than the plan's if it was filled.
         """
         start = perf_counter()
         branch, draft = self.branch, self._draft
         if self.pending is None:
-            raise RuntimeError("call set_draft before accept")
+            raise RuntimeError("call begin before accept")
         if not draft.tokens:
             if rows:
                 branch.sequence.append(self.pending.token, -self.pending.logprob, rows[0])
@@ -250,7 +256,7 @@ class Stream:
             if draft is NO_DRAFT:
                 self._plain_s.append((verify_s, overhead_s))
             else:
-                self._outcome = _Outcome(0, 1, n_rows, verify_s, overhead_s)
+                self._unreported = _Unreported(0, 1, n_rows, verify_s, overhead_s)
             return [self.pending]
         plan = self.plan
         verification = self._verification or self._verification_of(plan, rows)
@@ -287,7 +293,7 @@ class Stream:
         last = kept_rows[-1]
         self.pending = self._emitted(branch.sequence.describe(following, last), last, source)
         emitted.append(self.pending)
-        self._outcome = _Outcome(n, len(plan), n_rows, verify_s, perf_counter() - start)
+        self._unreported = _Unreported(n, len(plan), n_rows, verify_s, perf_counter() - start)
         return emitted
 
     def _choose(
@@ -371,7 +377,7 @@ class Stream:
     def _alternatives(self, row: LogitsRow) -> tuple[Alternative, ...]:
         return row.alternatives(self.branch.ctx.model, self._n_alternatives)
 
-    def _count(self, outcome: _Outcome, overhead_s: float) -> None:
+    def _count(self, outcome: _Unreported, overhead_s: float) -> None:
         n_accepted, n_verified, n_rows, verify_s, _ = outcome
         stats, draft = self.stats, self._draft
         stats.count_decode(n_rows or n_verified, verify_s)

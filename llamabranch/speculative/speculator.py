@@ -64,9 +64,9 @@ class Speculator:
         self.config = config or SpeculativeConfig()
         self.length: DraftLength = FixedLength(0)  # without a drafter nothing is drafted
         self._profile: PairProfile | None = None
-        if not isinstance(self.drafter, NullDrafter):
-            self.length, self._profile = PairProfile.open(target, self.drafter, self.config)
         is_plain = isinstance(self.drafter, NullDrafter)
+        if not is_plain:
+            self.length, self._profile = PairProfile.open(target, self.drafter, self.config)
         self.joint = Joint(target, self.length, None if is_plain else self.drafter)
         self.stats = SpeculativeStats()
         self._is_default = drafter is None
@@ -159,7 +159,7 @@ class Speculator:
         """Return a description of how it drafts, with the measurements behind it and the acceptance."""
         if self._of_grammars is not None:
             return self._of_grammars.explain()
-        if isinstance(self.drafter, NullDrafter):
+        if self.joint.drafter is None:
             return "plain decoding: there is no drafter"
         stats = SpeculativeStats()
         with self._lock:

@@ -139,6 +139,22 @@ def test_reference_has_every_public_name_once() -> None:
     assert sorted(directives) == sorted(expected)
 
 
+def test_every_drafter_is_named_where_contributing_says() -> None:
+    room = llamabranch.speculative
+    guide = (ROOT / "docs" / "speculation.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)\(.*\)` \| .+ \| .+ \|$", guide, re.MULTILINE)
+    files = importlib.import_module("llamabranch.speculative.drafters").__doc__ or ""
+    listed = re.findall(r"^(\w.*?)  ", files, re.MULTILINE)
+    for name in room.__all__:
+        drafter = getattr(room, name)
+        if inspect.isclass(drafter) and issubclass(drafter, room.Drafter):
+            file = f"{drafter.__module__.split('.')[-1]}.py"
+            assert name in llamabranch.__all__, f"name {name} in llamabranch/__init__.pyi"
+            assert file in ", ".join(listed).split(", "), f"name {file} in drafters/__init__.py"
+            if drafter is not room.Drafter:
+                assert name in rows, f"give {name} a row in the table of docs/speculation.md"
+
+
 def test_every_module_has_tests_that_contributing_names() -> None:
     """A module's tests have its name, or the table of CONTRIBUTING.md names them."""
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
@@ -157,7 +173,10 @@ def test_every_module_has_tests_that_contributing_names() -> None:
         room = path.relative_to(PACKAGE).parts[0] if path.parent != PACKAGE else ""
         if not list((ROOT / "tests" / room).rglob(f"test_{path.stem}.py")) or not room:
             unnamed.add((room, path.stem))
-    assert named >= unnamed, "no test has their name"
+    assert named >= unnamed, (
+        "no test file has the names of these modules: add them, with the file that tests them, to their "
+        f"row of 'Which tests are a module's' in CONTRIBUTING.md: {sorted(unnamed - named)}"
+    )
     assert all(list((PACKAGE / room).rglob(f"{name}.py")) for room, name in named)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from time import sleep
+from typing import Literal
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +15,8 @@ from typer.testing import CliRunner
 import llamabranch as lb
 from llamabranch import ConfigError, SpeculativeConfig, TokenizeError
 from llamabranch.cli import app
+from llamabranch.speculative.drafters.base import Draft, NullState, propose
+from llamabranch.speculative.length.base import DraftLength, FixedLength
 
 PROMPT = "Once upon a time there was a king"
 FIXED = SpeculativeConfig(draft_k=4)
@@ -88,6 +93,41 @@ def test_function_that_drafts_nothing_is_plain_decoding(ctx: lb.Context) -> None
     generation = generate(ctx, lb.FunctionDrafter(lambda tokens, k: []))
     assert generation.tokens == generate(ctx, None).tokens
     assert generation.stats.num_draft_tokens == 0
+
+
+@pytest.mark.parametrize("draft_k", [2, "auto"])
+def test_time_of_a_function_is_measured(draft_k: Literal["auto"] | int, ctx: lb.Context) -> None:
+    slept_s = 0.0
+
+    def slow(tokens: list[int], k: int) -> list[int]:
+        nonlocal slept_s
+        sleep(0.02)
+        slept_s += 0.02
+        return [7] * k if slept_s < 0.05 else []
+
+    stats = generate(ctx, lb.FunctionDrafter(slow), SpeculativeConfig(draft_k=draft_k)).stats
+    assert stats.draft_time_s > 0.9 * slept_s > 0
+
+
+class Waits(NullState):
+    """Proposes the same draft each time, and keeps it."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+
+    def propose(self, tokens: Sequence[int], length: DraftLength, limit: int) -> Draft:
+        sleep(0.02)
+        return self.draft
+
+
+@pytest.mark.parametrize("entropy_stop", [None, 2.0])
+@pytest.mark.parametrize("draft", [Draft(), Draft([7, 8]), Draft([7, 8], entropies=[1.0, 1.0])])
+def test_draft_without_seconds_is_timed(draft: Draft, entropy_stop: float | None) -> None:
+    timed = propose(Waits(draft), [1, 2], FixedLength(2, entropy_stop), 2)
+    assert timed.seconds > 0.018
+    assert (timed.tokens, draft.seconds) == (draft.tokens, 0.0)
+    known = replace(draft, seconds=0.5)
+    assert propose(Waits(known), [1, 2], FixedLength(2, entropy_stop), 2).seconds == 0.5
 
 
 @pytest.mark.parametrize("guess", [["a"], "text", [10**9], 5, [1.5]])

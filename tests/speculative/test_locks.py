@@ -56,16 +56,24 @@ class NotingLock:
         self._locks = locks
         self._lock = handle.forkable_lock()
 
-    def __enter__(self) -> None:
+    def acquire(self, blocking: bool = True) -> bool:
         held = self._locks.held
-        if any(other is not self for other in held) and self not in held:
+        if blocking and any(other is not self for other in held) and self not in held:
             self._locks.faults.append("".join(traceback.format_stack(limit=8)[:-1]))
-        self._lock.acquire()
+        if not self._lock.acquire(blocking):
+            return False
         held.append(self)
+        return True
 
-    def __exit__(self, *_: object) -> None:
+    def release(self) -> None:
         self._locks.held.remove(self)
         self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 @pytest.fixture

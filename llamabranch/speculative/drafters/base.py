@@ -140,13 +140,14 @@ def propose(state: DraftState, tokens: Sequence[int], length: DraftLength, limit
     """
     start = perf_counter()
     draft = state.propose(tokens, length, limit)
+    if not draft.seconds:
+        draft = replace(draft, seconds=perf_counter() - start)
     if not draft.tokens or draft.entropies or not length.reads_entropy:
         return draft
-    seconds = draft.seconds or perf_counter() - start
     parents = None if draft.parents is None else list(draft.parents)
     draft = replace(  # the state may keep the draft it returned
         draft, tokens=list(draft.tokens), sources=list(draft.sources), parents=parents,
-        entropies=[], seconds=seconds, forced=list(draft.forced),
+        entropies=[], forced=list(draft.forced),
     )  # fmt: skip
     if not length.consider(draft.drafter):
         draft.cut(0)
@@ -216,7 +217,8 @@ class Drafter(ABC):
     def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return a draft for each request; their states are all this drafter's. Default: one by one.
 
-        Override it to share work, such as one decode of a draft model for all requests.
+        Override it to share work, such as one decode of a draft model for all requests. It then sets
+        the ``seconds`` of the drafts itself, and asks the lengths.
         """
         return [propose(*request) for request in requests]
 

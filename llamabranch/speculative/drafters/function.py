@@ -12,7 +12,7 @@ from .base import Draft, Drafter, DraftState
 
 __all__ = ["FunctionDrafter"]
 
-Guess = Callable[[list[int], int], Sequence[int]]
+DraftFunction = Callable[[list[int], int], Sequence[int]]
 
 
 class FunctionDrafter(Drafter):
@@ -32,7 +32,7 @@ class FunctionDrafter(Drafter):
             list of the target's token ids raises TokenizeError there.
     """
 
-    def __init__(self, function: Guess, name: str | None = None) -> None:
+    def __init__(self, function: DraftFunction, name: str | None = None) -> None:
         if not callable(function):
             raise ConfigError(
                 f"a drafter needs a function of tokens and a number, not {function!r}"
@@ -57,7 +57,7 @@ class FunctionDrafter(Drafter):
 class _FunctionState:
     """Calls the function; holds nothing of the text."""
 
-    def __init__(self, function: Guess, name: str) -> None:
+    def __init__(self, function: DraftFunction, name: str) -> None:
         self._function = function
         self._name = name
 

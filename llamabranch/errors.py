@@ -20,7 +20,8 @@
     ├── UnsupportedError                  not possible with this model, memory type or build
     └── VocabularyMismatchError           two models with different vocabularies
 
-Every error can be pickled and has an optional ``hint``, which tells what the user can do about it.
+Every error can be pickled and has an optional ``hint``, which tells what the user can do about it; a
+traceback shows it (Python 3.11 or later).
 
 Warnings:
 
@@ -70,6 +71,8 @@ class LlamaBranchError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        if hint and sys.version_info >= (3, 11):
+            self.add_note(f"hint: {hint}")
 
     def __reduce__(self) -> tuple[Callable[..., LlamaBranchError], tuple[object, ...]]:
         return _rebuild, (type(self), self.message, dict(self.__dict__))

@@ -494,6 +494,9 @@ class Branch:
     ) -> Iterator[Produced]:
         """Yield tokens, committed one by one, until the end.
 
+        Nothing is decoded until it is iterated: ``for token in branch.generate(20)``; ``generate_text``
+        returns a text.
+
         It ends at an EOG token (not committed, and yielded only to carry text that was held back for
         a stop string), after ``max_tokens``, or when the text contains a stop string: text from there
         on is not yielded, but the tokens that completed it are yielded and kept, so ``tokens`` and

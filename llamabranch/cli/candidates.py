@@ -15,7 +15,7 @@ from llamabranch.bench import verify_costs
 
 __all__ = ["Candidate", "Gain", "candidates", "choose_draft", "measure"]
 
-LARGEST_SHARE = 0.5  # of the target's size: a larger draft cannot pay
+LARGEST_SHARE = 0.5  # of the target's bytes and of its parameters: a larger draft cannot pay
 BEST_SHARE = 0.1
 MOST = 6  # models whose vocabularies are compared; a large one takes a second
 SIZES = (1, 2, 3, 5, 9)
@@ -60,8 +60,9 @@ def candidates(target: str) -> list[Candidate]:
     """Return the models that could draft for a target that is on this machine, the fittest first.
 
     First the draft that models.txt lists, then the models of the same vocabulary on this machine, from
-    those of about a tenth of the target's size on, then those that could draft through the text. The
-    bundled draft is left out of the latter: it knows fairy tales only.
+    those of about a tenth of the target's size on, then those that could draft through the text. None has
+    more than half of the target's parameters, as another quantization of the same model has. The bundled
+    draft is left out of the last: it knows fairy tales only.
     """
     path, listed = hub.resolve(target), hub.draft_for(target)
     size = _size(path)
@@ -79,6 +80,8 @@ def candidates(target: str) -> list[Candidate]:
                 if Model.is_head(each) and name != listed:
                     continue  # it fits one model only
                 with Model(each, vocab_only=True) as draft:
+                    if draft.n_params > LARGEST_SHARE * model.n_params:
+                        continue
                     way = model.compatibility(draft).path
             except ModelLoadError:
                 continue

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llamabranch import Capabilities, SpeculativeStats
+    from llamabranch import Capabilities
     from llamabranch.bench import Interval, Machine, Spread
 
 __all__ = [
     "base_name",
     "batch_invariance",
+    "cut_text",
     "decimal_size",
     "interval_text",
     "machine_text",
     "number",
+    "reasons_text",
     "spread_text",
-    "stop_reasons_text",
 ]
 
 
@@ -70,7 +72,15 @@ def batch_invariance(found: Capabilities) -> str:
     return "yes" if found.batch_invariant else f"no: {found.batch_invariant_reason}"
 
 
-def stop_reasons_text(stats: SpeculativeStats) -> str:
-    """Return why drafts were not longer, the most frequent reason first."""
-    reasons = sorted(stats.stop_reasons.items(), key=lambda item: -item[1])
+def reasons_text(counts: Mapping[str, int]) -> str:
+    """Return reasons with how often each was the case, the most frequent one first."""
+    reasons = sorted(counts.items(), key=lambda item: -item[1])
     return ", ".join(f"{reason} {n}" for reason, n in reasons)
+
+
+def cut_text(finish_reason: str) -> str:
+    """Return what to know about a text that ended, by "length" or "capacity", before its grammar did."""
+    limit, more = (
+        ("--max-tokens", "-n") if finish_reason == "length" else ("the context", "--n-ctx")
+    )
+    return f"{limit} ended the text before its grammar: it may be incomplete; raise {more}"

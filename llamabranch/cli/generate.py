@@ -346,12 +346,12 @@ def _run(report: GenerateReport, options: TextSettings, chat: ChatOptions) -> bo
     contexts = [engine.target, *drafting_contexts(engine.drafter)]
     with InterruptHandler(contexts) as interrupts, report.progress() as progress:
         try:
-            for event in stream:
+            if interrupts.requested:  # before there was a decode to stop
+                engine.target.interrupt()
+            for event in stream:  # the last ones after a Ctrl-C are what unfinished texts have
                 progress.update(event)
                 if event.result is not None:
                     report.add(event.result)
-                if interrupts.requested:
-                    break
         except DecodeInterruptedError:
             if not interrupts.requested:
                 raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from llamabranch import Engine, Event, NullDrafter, Request, Result
 
 from .console import Console
-from .formats import batch_invariance, number, stop_reasons_text
+from .formats import batch_invariance, cut_text, number, reasons_text
 from .job_survey import JobSurvey
 from .options import TextOutputOptions
 from .results import ResultFile
@@ -61,6 +61,7 @@ class GenerateReport:
         self.quiet = quiet
         self.results: list[Result] = []
         self.n_failed = 0
+        self._finish_reasons: Counter[str] = Counter()
         self._begun: dict[str, tuple[Request, int]] = {}  # with the number of texts to come
         self.done = set() if file is None else file.done
         self._stats = stats
@@ -84,7 +85,13 @@ class GenerateReport:
             self._order += texts
 
     def add(self, result: Result) -> None:
-        """Give a result, or keep it back until those before it are there."""
+        """Give a result, or keep it back until those before it are there.
+
+        One that an interruption has cut is printed if it has a token, and not written to a file, which
+        --resume completes.
+        """
+        if result.finish_reason == "cancelled" and (self.file is not None or not result.tokens):
+            return
         if self._order is None:
             self._give(result)
             return
@@ -105,6 +112,7 @@ class GenerateReport:
             self._begun[result.id] = request, n_left - 1
         result.prompt = request.prompt  # the given one, without the chat template
         self.n_failed += result.error is not None and not result.tokens
+        self._finish_reasons[result.finish_reason] += 1
         if self.file is not None:
             self.file.write(result, request)
         else:
@@ -113,6 +121,8 @@ class GenerateReport:
                 self._show(result)
         if result.error is not None and not self.quiet:
             self.console.error(f"{_label(result)}: {result.error.message}", result.error.hint)
+        if result.grammar is not None and result.finish_reason in ("length", "capacity"):
+            self.console.note(f"warning: {_label(result)}: {cut_text(result.finish_reason)}")
 
     def _show(self, result: Result) -> None:
         if result.error is not None and not result.tokens:
@@ -173,6 +183,8 @@ class GenerateReport:
             rows.append(("texts in the file already", str(len(self.done))))
         if self.n_failed:
             rows.append(("failed", str(self.n_failed)))
+        if self._finish_reasons:
+            rows.append(("finish reason", reasons_text(self._finish_reasons)))
         rows += [
             ("tokens", str(stats.generated_tokens)),
             ("tokens a second", number(stats.tokens_per_s, 1)),
@@ -184,7 +196,7 @@ class GenerateReport:
                 ("accept rate", number(100 * drafting.draft_acceptance_rate, 1, " %")),
             ]
             if drafting.stop_reasons:
-                rows.append(("drafts ended by", stop_reasons_text(drafting)))
+                rows.append(("drafts ended by", reasons_text(drafting.stop_reasons)))
         rows.append(("target forward passes", str(stats.target_forward_passes)))
         if stats.draft_forward_passes:
             rows.append(("draft forward passes", str(stats.draft_forward_passes)))
@@ -193,6 +205,7 @@ class GenerateReport:
         if stats.preemptions:
             rows.append(("preemptions", str(stats.preemptions)))
         rows.append(("seed", str(self.engine.seed)))
+        rows.append(("K/V type", self.engine.target.kv_type))
         rows.append(("batch-invariant", batch_invariance(self.engine.target.capabilities)))
         console.table(("", "total"), rows)
         if explain:

@@ -249,11 +249,15 @@ class ModelOptions(TargetOptions):
             )
         elif draft == "auto":
             found = choose_draft(target, self.find)
-            draft = "suffix" if found is None else found
             if found is None:
-                console.note(f"no model here drafts for {target}: copying from the text (suffix)")
-            else:
-                console.note(f"draft: {draft}")
+                console.note(
+                    f"no smaller model here drafts for {target}: copying from the text (suffix)"
+                )
+                return target, ("suffix",)
+            # A model that nobody has paired with this target may not pay; copying costs next to nothing.
+            first = () if found == hub.draft_for(target) else ("suffix",)
+            console.note(f"draft: {'+'.join((*first, found))}")
+            return target, (*first, *parse_draft(found, self.find))
         return target, parse_draft(draft, self.find)
 
     @staticmethod

@@ -40,7 +40,8 @@ def reporting_errors(console: Console, *, debug: bool, as_json: bool = False) ->
 
     def fail(error: BaseException, message: str, hint: str | None, code: int) -> typer.Exit:
         _trace(debug)
-        console.error(message, hint)
+        is_noted = debug and f"hint: {hint}" in getattr(error, "__notes__", ())  # in the traceback
+        console.error(message, None if is_noted else hint)
         if as_json:
             print_json_error(error, message, hint)
         return typer.Exit(code)

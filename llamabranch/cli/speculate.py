@@ -191,12 +191,14 @@ def speculate(
             explanation=explanation,
             length_explanation=length,
             capabilities=context.capabilities,
+            kv_type=context.kv_type,
             same_text_expected=same_text_expected,
             comparison=comparison,
             divergence=divergence,
             with_logprobs=output.top_logprobs > 0,
             machine=machine,
             n_threads=context.n_threads,
+            has_grammar=grammar is not None,
         )
         output.show(report, prompt, console)
         if interrupts.requested:

@@ -12,7 +12,7 @@ from llamabranch.proofs import Divergence
 from ..pictures import page, table, tokens_picture
 from .compare import LEAST_PAIRS, MOST_PAIRS, Comparison, Run, round_cost
 from .console import Console
-from .formats import batch_invariance, interval_text, machine_text, number, stop_reasons_text
+from .formats import batch_invariance, cut_text, interval_text, machine_text, number, reasons_text
 
 __all__ = ["SpeculateReport"]
 
@@ -28,10 +28,11 @@ class SpeculateReport:
         rule: the rule in effect.
         explanation: text on how it drafted, why, and what was accepted.
         length_explanation: text on how long drafts are and why.
-        capabilities: those of the target's context.
+        capabilities, kv_type: those of the target's context.
         same_text_expected: the rule guarantees the text of plain decoding, not only its distribution.
         machine: as it was before the run.
         n_threads: threads of the target.
+        has_grammar: whether a grammar constrains the text.
         comparison: with plain decoding, if requested.
         divergence: the first difference of texts that should be the same, or None.
         with_logprobs: whether the JSON lists every token.
@@ -44,9 +45,11 @@ class SpeculateReport:
     explanation: str
     length_explanation: str
     capabilities: Capabilities
+    kv_type: str
     same_text_expected: bool
     machine: Machine
     n_threads: int
+    has_grammar: bool
     comparison: Comparison | None = None
     divergence: Divergence | None = None
     with_logprobs: bool = False
@@ -136,7 +139,9 @@ class SpeculateReport:
             console.table(("", "speculative" if self.drafted else "plain"), rows)
         else:
             console.table(("", "speculative", "plain"), self._compared(comparison))
-        if first.finish_reason == "capacity":
+        if self.has_grammar and first.finish_reason in ("length", "capacity"):
+            console.note(f"warning: {cut_text(first.finish_reason)}")
+        elif first.finish_reason == "capacity":
             console.note("the context is full: raise --n-ctx to go on")
         paragraphs = []
         if explain or (comparison is not None and self.drafted):
@@ -159,13 +164,15 @@ class SpeculateReport:
                 ("drafted", str(stats.num_draft_tokens)),
                 ("accepted", str(stats.num_accepted_tokens)),
                 ("accept rate", number(100 * stats.draft_acceptance_rate, 1, " %")),
-                ("tokens a round", number(stats.mean_acceptance_length, 2)),
+                ("tokens a drafted round", number(stats.mean_acceptance_length, 2)),
                 ("plain steps", str(stats.num_plain_steps)),
             ]
             if stats.stop_reasons:
-                rows.append(("drafts ended by", stop_reasons_text(stats)))
+                rows.append(("drafts ended by", reasons_text(stats.stop_reasons)))
             if self.same_text_expected:  # on this condition
                 rows.append(("batch-invariant", batch_invariance(self.capabilities)))
+        rows.append(("K/V type", self.kv_type))
+        rows.append(("finish reason", self.first.finish_reason or "interrupted"))
         return [*rows, ("tokens", str(len(self.first.tokens)))]
 
     def _compared(self, comparison: Comparison) -> list[tuple[str, str, str]]:

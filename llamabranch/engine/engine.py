@@ -13,7 +13,13 @@ from ..arguments import whole
 from ..branch.branch import random_seed
 from ..context import Context
 from ..context.context import text_context
-from ..errors import ClosedError, ConfigError, LlamaBranchError, QueueFullError
+from ..errors import (
+    ClosedError,
+    ConfigError,
+    DecodeInterruptedError,
+    LlamaBranchError,
+    QueueFullError,
+)
 from ..model import is_chat
 from ..sampling import SamplingParams
 from ..speculative import Drafter, NullDrafter, SpeculativeConfig
@@ -260,6 +266,8 @@ class Engine:
 
         Raises:
             ConfigError: two requests with the same id, or no requests.
+            DecodeInterruptedError: a decode was interrupted. The results of the unfinished requests that
+                were read come before, with what they have, as "cancelled".
         """
         source = _Source(requests, skip)
         return self._events(self._run(self._open(source), source))
@@ -287,7 +295,13 @@ class Engine:
                     if source.failure is not None:
                         raise source.failure
                     return
-                yield core.step()
+                try:
+                    events = core.step()
+                except DecodeInterruptedError:
+                    core.abort_all()
+                    yield core.drain()
+                    raise
+                yield events
         finally:
             core.close()
 

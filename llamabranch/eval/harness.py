@@ -225,8 +225,8 @@ class LlamaBranchLM(TemplateLM):  # type: ignore[misc]
         with tqdm(total=len(requests), desc="generate_until", disable=disable_tqdm) as bar:
             engine = Engine(self.ctx, seed=self._seed)
             for event in engine.stream([request for request, _ in work]):
-                if event.result is None:
-                    continue
+                if event.result is None or event.result.finish_reason == "cancelled":
+                    continue  # an interruption has cut it, and is raised next: nothing to cache
                 if event.result.error is not None:
                     raise event.result.error
                 number = int(event.result.id)

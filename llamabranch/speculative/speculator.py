@@ -170,8 +170,8 @@ class Speculator:
             drafts = "1 draft" if stats.num_drafts == 1 else f"{stats.num_drafts} drafts"
             lines.append(
                 f"{drafts}: {stats.draft_acceptance_rate:.1%} of the drafted tokens were accepted, "
-                f"{stats.mean_acceptance_length:.2f} tokens a round; a tested token is accepted with "
-                f"probability {stats.alpha_hat:.2f} ({low:.2f} to {high:.2f})"
+                f"{stats.mean_acceptance_length:.2f} tokens a drafted round; a tested token is accepted "
+                f"with probability {stats.alpha_hat:.2f} ({low:.2f} to {high:.2f})"
             )
         if stats.stop_reasons:
             reasons = sorted(stats.stop_reasons.items(), key=lambda item: -item[1])
@@ -271,7 +271,7 @@ class Generation:
     def _repr_html_(self) -> str:
         caption = f"{len(self.tokens)} tokens, seed {self.seed}, {self.finish_reason or 'running'}"
         if self.stats.num_drafts:
-            caption += f", {self.stats.mean_acceptance_length:.2f} tokens a round"
+            caption += f", {self.stats.mean_acceptance_length:.2f} tokens a drafted round"
         return tokens_picture(self._output.emitted, caption=caption)
 
     def __iter__(self) -> Iterator[Produced]:

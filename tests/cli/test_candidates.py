@@ -58,9 +58,17 @@ def test_candidates_are_those_of_the_vocabulary_first_and_of_about_a_tenth_of_th
 def test_draft_auto_takes_the_fittest_and_says_so(target: Path) -> None:
     result = run("generate", "-m", str(target), "--draft", "auto", *SHORT)
     assert result.exit_code == 0, result.stderr
-    assert "draft: me/drafts/fitting-Q8_0.gguf\n" in result.stderr
+    assert "draft: suffix+me/drafts/fitting-Q8_0.gguf\n" in result.stderr
     result = run("generate", "--draft", "auto", *SHORT)
     assert "draft: tale-draft\n" in result.stderr
+
+
+def test_another_quantization_of_the_target_is_no_draft(target: Path) -> None:
+    same = target.with_name("f32.gguf")
+    toys.write_llama(same, vocab="bytes", n_layer=12, n_ff=512, weights="f32")
+    (other,) = target.parent.rglob("too-large-Q8_0.gguf")
+    assert other.stat().st_size < same.stat().st_size / 2
+    assert other not in [each.path for each in candidates(str(same))]
 
 
 def test_draft_auto_copies_from_the_text_where_no_model_fits(target: Path) -> None:

@@ -36,7 +36,7 @@ STATISTICS = (
     "drafted",
     "accepted",
     "accept rate",
-    "tokens a round",
+    "tokens a drafted round",
     "tokens a second",
 )
 
@@ -598,7 +598,7 @@ def test_target_without_a_listed_draft_runs_and_says_what_drafts(tmp_path: Path)
     path = write_toy(tmp_path / "other.gguf", vocab="bytes")
     result = run("speculate", "--target", str(path), "-n", "4")
     assert result.exit_code == 0, result.stderr
-    assert f"no model here drafts for {path}: copying from the text" in " ".join(
+    assert f"no smaller model here drafts for {path}: copying from the text" in " ".join(
         result.stderr.split()
     )
     (tmp_path / "empty.gguf").touch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from self_signal import signalled_at_line
+from self_signal import signalled_at_decode, signalled_at_line
 from toys import CHAT_TEMPLATE, write_llama, write_toy
 from typer.testing import CliRunner, Result
 
@@ -721,6 +722,32 @@ def test_interrupted_run_keeps_what_is_done(tmp_path: Path) -> None:
     assert "tokens a second" in err
     assert 0 < len(lines(path)) < 160
     assert all(record["finish_reason"] in ("stop", "length") for record in lines(path))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to one process")
+def test_interrupted_run_prints_the_text_so_far() -> None:
+    command = [*signalled_at_decode("SIGINT", 40), "generate", "-p", SEED_PROMPTS[0]]
+    process = subprocess.run(
+        [*command, "-n", "100000", "--ignore-eos", "--threads", "1", "--draft", "none"],
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert process.returncode == 130, process.stderr
+    assert "Traceback" not in process.stderr
+    assert len(process.stdout) > 40
+    assert re.search(r"finish reason +cancelled 1\n", process.stderr)
+
+
+def test_structure_that_the_limit_cuts_is_warned_of() -> None:
+    common = ("-p", "The king", "--regex", " is [0-9]{8}", "--threads", "1")
+    for command in ("generate", "speculate"):
+        cut = CliRunner().invoke(app, [command, *common, "-n", "3"])
+        assert cut.exit_code == 0, cut.stderr
+        assert "--max-tokens ended the text before its grammar" in cut.stderr
+        assert re.search(r"finish reason +length", cut.stderr)
+        assert re.search(r"K/V type +[a-z]+\d", cut.stderr)
+        whole = CliRunner().invoke(app, [command, *common, "-n", "40"])
+        assert "warning" not in whole.stderr
+        assert re.search(r"finish reason +stop", whole.stderr)
 
 
 def test_incomplete_line_is_cut_off_and_complete_ones_are_kept(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import gc
 import inspect
 import os
 import pickle
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -577,6 +579,9 @@ def test_errors_survive_pickling(kind: type[LlamaBranchError]) -> None:
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is kind
     assert (str(again), again.hint, again.args) == (str(error), error.hint, error.args)
+    notes = ["hint: what to do\n"] if sys.version_info >= (3, 11) else []
+    for each in (error, again):
+        assert traceback.format_exception_only(type(each), each)[1:] == notes
 
 
 def test_decode_error_keeps_its_code_when_pickled() -> None:

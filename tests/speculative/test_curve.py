@@ -57,6 +57,16 @@ def test_no_decode_is_filled_for_a_small_gain_or_by_times_of_this_run_alone() ->
     assert [curve.rows(n) for n in (5, 6, 7)] == [5, 6, 7]
 
 
+def test_no_decode_is_filled_by_times_of_few_decodes() -> None:
+    curve = Curve({1: 1.0, 5: 5.5, 6: 0.49, 7: 7.06}, {1: 40, 5: 1, 6: 1, 7: 2})
+    curve.fills = True
+    assert [curve.rows(n) for n in (1, 5, 7)] == [1, 5, 7]
+    assert "from fewer than 4 decodes: 5 to 7" in curve.explain()
+    curve.measure(6, 0.49, 4)
+    assert curve.rows(1) == 6
+    assert "from fewer than 4 decodes: 5, 7; filled: 1 to 6" in curve.explain()
+
+
 def test_edges_follow_what_is_measured() -> None:
     """Eight rows are not as fast as an earlier run has found."""
     curve = stairs()

@@ -72,7 +72,7 @@ class _Learned:
         self.known = known
         self.records: dict[str, _Record] = {}
         self.record = _Record()  # of the drafter that was called last
-        self.curve = Curve(known.target_s)
+        self.curve = Curve(known.target_s, known.n_decodes)
         self.overhead_s = {False: 0.0, True: 0.0}  # of a stream's round, by whether it had a draft
         self.n_streams = 1  # in the last decode
         self.weighed: list[StopRule] = []  # of drafts that will share the next decode

@@ -17,6 +17,7 @@ __all__ = ["Curve", "smooth"]
 _GAIN = 0.97  # what a filled decode may take of the time of one that is not
 _MOST_SHOWN = 33  # sizes
 _SLOW = 3.0  # times what was expected
+_FEW = 4  # decodes: times of fewer fill no decode, since one slow decode would decide
 _EVERY = 16  # decodes after which the edges are looked for again
 
 
@@ -29,18 +30,22 @@ class Curve:
 
     Args:
         kept: seconds of earlier runs, by number of tokens.
+        n_kept: of how many decodes they are the means, where that is known.
 
     Attributes:
         fills: whether rows that nobody reads may be decoded: only where they change no text.
         n_measured: decodes made to measure them, by number of tokens.
     """
 
-    def __init__(self, kept: Mapping[int, float] | None = None) -> None:
+    def __init__(
+        self, kept: Mapping[int, float] | None = None, n_kept: Mapping[int, float] | None = None
+    ) -> None:
         self.fills = False
         self.n_measured: dict[int, int] = {}
         self._n_learned: dict[int, int] = {}  # decodes of this run's texts
         self._kept = dict(kept or {})  # and those measured
         self._of_profile = frozenset(self._kept)
+        self._n_kept = {n: (n_kept or {}).get(n, _FEW) for n in self._kept}
         self._shape = dict(self._kept)  # seconds at the pace of those kept
         self._pace = 1.0
         self._rows: list[int] = []  # to decode n tokens with; made anew when empty
@@ -108,6 +113,7 @@ class Curve:
         """Take the time of ``times`` decodes that were made to measure it."""
         with self._lock:
             self._kept[n] = self._shape[n] = seconds / self._pace
+            self._n_kept[n] = _FEW
             self.n_measured[n] = times
             self._rows = []
 
@@ -122,7 +128,8 @@ class Curve:
     def rows(self, n: int) -> int:
         """Return the number of rows, ``n`` or more, with which ``n`` tokens are decoded fastest.
 
-        More than ``n`` only where both were measured, or known before this run: no single decode decides.
+        More than ``n`` only where both were measured, or known before this run from some decodes: no
+        single decode decides.
         """
         if not self.fills:
             return n
@@ -131,10 +138,11 @@ class Curve:
 
     def _find_rows(self) -> list[int]:
         with self._lock:
-            best = largest = max(self._kept, default=0)
+            timed = {n for n in self._kept if self._n_kept.get(n, _FEW) >= _FEW}
+            best = largest = max(timed, default=0)
             rows = list(range(largest + 1))
             for n in range(largest, 0, -1):
-                if n in self._kept:
+                if n in timed:
                     if self._of(n) <= self._of(best):
                         best = n
                     elif self._of(best) < _GAIN * self._of(n):
@@ -158,6 +166,8 @@ class Curve:
         }
         told = [f"{name}: {_ranges(its)}" for name, its in sources.items() if its]
         told += ["others: interpolated"] if sizes != [*range(1, sizes[-1] + 1)] else []
+        few = [n for n in sizes if self._n_kept.get(n, 0) + self.n_decodes.get(n, 0) < _FEW]
+        told += [f"from fewer than {_FEW} decodes: {_ranges(few)}"] if few else []
         told += ["filled: " + ", ".join(filled)] if filled else []
         return "; ".join([f"a target decode of {v}", *told])
 

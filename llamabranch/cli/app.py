@@ -15,7 +15,8 @@ from typer.core import TyperCommand
 from llamabranch.startup import quit_interrupted, quit_on_ctrl_c, read_arguments_as_utf8
 
 from .console import Console, print_json_error
-from .parsing import Command, CommandGroup, PromptsCommand, reopen_closed_streams
+from .llama_cpp import COMMANDS_MEANT
+from .parsing import Command, CommandGroup, PromptsCommand, UsageError, reopen_closed_streams
 from .reporting import EXIT_FAILURE
 
 __all__ = ["COMMANDS", "app", "load_command", "main"]
@@ -26,7 +27,7 @@ COMMANDS = {
     "demo": "Show what this is for, in half a minute: forks, drafts, JSON and scores, as you watch.",
     "chat": "Talk with a model in the terminal; turns can be retried, edited, forked and saved.",
     "speculate": "Generate text with a draft model and show what the drafting did.",
-    "generate": "Continue any number of prompts together, with a draft model.",
+    "generate": "Generate text from a prompt, or from many together, with a draft model.",
     "bench": "Measure a pair: what drafting costs and brings here, and the best setting to use.",
     "search": "Search for the best continuation: beams, samples, votes, particles, steps, or a tree.",
     "select": "Score several texts as the continuation of a prompt and print the best.",
@@ -63,6 +64,9 @@ class _Commands(CommandGroup):
         self, ctx: typer.Context, args: list[str]
     ) -> tuple[str | None, TyperCommand | None, list[str]]:
         """Return the subcommand that the arguments name, imported, and the arguments after it."""
+        meant = COMMANDS_MEANT.get(args[0]) if args else None
+        if meant is not None:
+            raise UsageError(f"No such command '{args[0]}'. Did you mean '{meant}'?", ctx)
         name, listed, rest = super().resolve_command(ctx, args)
         if listed is None:
             return name, None, rest

@@ -55,7 +55,14 @@ class SizeOptions:
         "-n",
         min=1,
     )
-    runs: int | None = option(None, "How often everything is measured. Default: 3.", min=1)
+    runs: int | None = option(
+        None,
+        "How often everything is measured. Default: 3.",
+        "--runs",
+        "--repetitions",
+        "-r",
+        min=1,
+    )
     quick: bool = option(
         False,
         "One prompt, one run, 16 tokens, lengths 1, 2 and auto: does it run? The times mean "
@@ -141,6 +148,12 @@ def bench(
     with output.console() as console, ExitStack() as stack:
         # Everything that can be wrong in the arguments is found before a model loads.
         params, sweep = sampling.params(), size.sweep()
+        if any(text.isdecimal() for text in prompts.prompts or ()):
+            raise ConfigError(
+                "-p is a text to continue, not llama-bench's number of prompt tokens",
+                hint="leave it out to measure drafting on four prompts; -n sets the generated tokens, "
+                "--file a long prompt",
+            )
         given = [request.prompt for request in prompts.read().requests(params)]
         if prompts.input_file is not None and not given:
             raise ConfigError(f"{prompts.input_file} has no prompts")

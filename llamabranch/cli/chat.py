@@ -33,6 +33,7 @@ from .options import (
     limit,
 )
 from .prompts import read_standard_input, trained_length
+from .reporting import EXIT_FAILURE
 
 _DEFAULT_MODEL = "smollm2-135m"  # where it is installed
 _N_CTX = 4096  # unless the model was trained for less
@@ -176,6 +177,8 @@ def chat(
             session.run()
         if output.as_json:
             print_json(_as_json(session.chat))
+        if session.has_failed and not given.is_interactive:
+            raise typer.Exit(EXIT_FAILURE)
 
 
 def _suited(

@@ -43,10 +43,11 @@ class ChatSession:
         console: where answers are printed.
         contexts: those that decode; Ctrl-C interrupts them.
         silent: print no answers.
-        interactive: turns are typed; an error does not end the program then.
+        interactive: turns are typed; an answer that fails does not end the program then.
 
     Attributes:
         chat: the conversation, another one after /load.
+        has_failed: whether a command has failed.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class ChatSession:
         self._read: Read | None = None
         self._has_quit = False
         self._n_printed = 0
+        self.has_failed = False
 
     # -- turns -------------------------------------------------------------------------------------
 
@@ -103,12 +105,15 @@ class ChatSession:
                 self.say(line)
                 return
             name, _, rest = line[1:].partition(" ")
+            name = _ALIASES.get(name, name)
             if name not in COMMANDS:
-                raise ConfigError(f"there is no command /{name}", hint="/help lists the commands")
+                hint = _INSTEAD.get(name, "/help lists the commands")
+                raise ConfigError(f"there is no command /{name}", hint=hint)
             COMMANDS[name][2](self, rest.strip())
         except LlamaBranchError as error:
-            if not self._interactive:
+            if not self._interactive and not line.startswith("/"):
                 raise
+            self.has_failed = True
             self._console.error(error.message, error.hint)
 
     def say(self, text: str) -> None:
@@ -206,13 +211,19 @@ class ChatSession:
         self._where()
 
     def compare(self, rest: str) -> None:
-        """Print two answers side by side."""
+        """Print two answers side by side; one after the other where there is no terminal."""
         numbers = [_number(each, "/compare [A [B]]") for each in rest.split()]
         if not numbers:
             numbers = [self._other_answer()]
         if len(numbers) == 1:
             numbers.append(self.chat.current)
         last = [self._last_of(number) for number in numbers[:2]]
+        if not self._console.out.is_terminal:
+            for number, exchange in zip(numbers, last, strict=False):
+                self._console.line(
+                    f"branch {number}\n{_PROMPT}{exchange.user}\n{exchange.answer}\n"
+                )
+            return
         table = Table.grid(padding=(0, 3, 0, 0), expand=True)
         for _ in last:
             table.add_column(ratio=1)
@@ -322,6 +333,13 @@ COMMANDS: dict[str, tuple[str, str, Callable[[ChatSession, str], None]]] = {
     "help": ("/help", "print this list", ChatSession.help),
     "quit": ("/quit", "end the program, as Ctrl-D does", ChatSession.quit),
 }  # fmt: skip
+
+# llama-cli's names, and what does the same or nearly so.
+_ALIASES = {"regen": "retry", "exit": "quit"}
+_INSTEAD = {
+    "clear": "/undo takes a message back, /edit 1 TEXT begins anew on another branch",
+    "read": 'llamabranch chat -p "$(cat FILE)" begins with the text of a file',
+}
 
 
 def _reader() -> Read:

@@ -212,7 +212,7 @@ def generate(
     runtime: BatchOptions,
     output: BatchOutput,
 ) -> None:
-    """Continue any number of prompts together, with a draft model.
+    """Generate text from a prompt, or from many together, with a draft model.
 
     All texts share one decode a step. With a seed, or at temperature 0, each is the one its prompt has
     alone where the context is batch-invariant; elsewhere rounding can change it. A text is printed, or

@@ -1,14 +1,16 @@
-"""The options of llama.cpp's programs that have another name here, or no counterpart, and what to use.
+"""The options and commands of llama.cpp that have another name here, or no counterpart; what to use.
 
 A name that a command has itself is never looked up here. A hint names options of ``generate``, or gives
-the whole command; a test compares both with the options that exist.
+the whole command in backticks; a test compares both with the options that exist.
 """
 
 from __future__ import annotations
 
-__all__ = ["REFUSED"]
+__all__ = ["ACCEPTED", "COMMANDS_MEANT", "REFUSED"]
 
-_SERVER = "an option of `llamabranch serve`; generate --input runs the requests of a file"
+_SERVER = (
+    "an option of `llamabranch serve`; `llamabranch generate --input` runs the requests of a file"
+)
 _NOT_SERVED = "`llamabranch serve` has nothing like it"
 _MEDIA = "images and sounds are not supported"
 _AFFINITY = "threads are placed by the system: --threads sets how many there are"
@@ -27,6 +29,21 @@ _ROPE = "RoPE and YaRN settings are options of llamabranch.load in Python only"
 _PRESET = "there are no presets: --model takes user/repo[:tag] of the Hugging Face hub"
 _SWAPPED = "a full context ends the text: --n-ctx makes it larger"
 _LOADING = "use --mlock, --no-mmap, or neither"
+_KEPT = (
+    "`llamabranch serve` keeps the K/V of finished texts, `llamabranch generate --prefix-cache` too"
+)
+
+# Options without a value that are so by themselves, by command.
+ACCEPTED: dict[str, frozenset[str]] = {
+    "chat": frozenset({"--jinja"}),
+    "serve": frozenset(
+        {"--jinja", "-cb", "--cont-batching", "--cache-prompt", "--no-ui", "--no-webui"}
+    ),
+}
+# What some type in place of a command.
+COMMANDS_MEANT = {
+    "cli": "chat", "complete": "generate", "completion": "generate", "run": "chat", "server": "serve",
+}  # fmt: skip
 
 _BY_HINT: dict[str, str] = {
     "--version": "`llamabranch --version` prints it",
@@ -54,17 +71,15 @@ _BY_HINT: dict[str, str] = {
     "-gan --grp-attn-n -gaw --grp-attn-w": "self-extend is not supported; " + _SWAPPED,
     "--swa-full": "sliding-window layers keep the K/V of all positions already",
     "-ctxcp --ctx-checkpoints --swa-checkpoints -cms --checkpoint-min-step": (
-        "there are no checkpoints to count: --prefix-cache keeps the K/V of finished texts"
+        "there are no checkpoints to count: " + _KEPT
     ),
-    "-kvu --kv-unified -no-kvu --no-kv-unified": "generate and serve have --kv-unified",
-    "-cram --cache-ram": "generate and serve have --cache-ram, for the prefix cache",
-    "--cache-idle-slots --no-cache-idle-slots --cache-prompt --no-cache-prompt --cache-reuse": (
-        "--prefix-cache keeps the K/V of finished texts"
+    "-kvu --kv-unified -no-kvu --no-kv-unified": "`llamabranch generate` and `llamabranch serve` have it",
+    "-cram --cache-ram": "`llamabranch generate` and `llamabranch serve` have it, for the prefix cache",
+    "--cache-idle-slots --no-cache-idle-slots --cache-prompt --no-cache-prompt --cache-reuse": _KEPT,
+    "--prompt-cache --prompt-cache-all --prompt-cache-ro": (
+        "a prompt's K/V is saved by Branch.save in Python; within a run " + _KEPT
     ),
-    "--prompt-cache --prompt-cache-all --prompt-cache-ro --slot-save-path": (
-        "a prompt's K/V is saved by Branch.save in Python; --prefix-cache keeps it within a run"
-    ),
-    "-fa --flash-attn": "flash attention is used where the model can",
+    "--slot-save-path": "`llamabranch serve --snapshot-dir` keeps branches while the server is down",
     "--perf --no-perf --show-timings --no-show-timings": "speeds are in the table, or --json",
     "-bf --binary-file": "a prompt is text: --file",
     "-ptc --print-token-count": "the number of tokens is in the table, or --json",
@@ -90,7 +105,7 @@ _BY_HINT: dict[str, str] = {
     "--yarn-attn-factor --yarn-beta-slow --yarn-beta-fast": _ROPE,
     "-kvo --kv-offload -nkvo --no-kv-offload": "the KV cache is where the layers are: --gpu-layers",
     "--repack -nr --no-repack --no-host": "weights are repacked where llama.cpp can",
-    "-ctk --cache-type-k -ctv --cache-type-v -ctkd --cache-type-k-draft --spec-draft-type-k -ctvd "
+    "-ctkd --cache-type-k-draft --spec-draft-type-k -ctvd "
     "--cache-type-v-draft --spec-draft-type-v": "--kv-type sets the type of K and V, of target and draft",
     "-dt --defrag-thold": "a KV cache is compacted when its cells run out",
     "-ns --sequences": "`llamabranch generate --samples N` gives several texts for a prompt",
@@ -102,7 +117,7 @@ _BY_HINT: dict[str, str] = {
     "--no-mmproj-offload -mmdev --mmproj-device --image --audio --video --image-min-tokens "
     "--image-max-tokens --mtmd-batch-max-tokens --video-fps --video-timestamp-interval "
     "--video-ffmpeg-dir --media-path -hffv -mv -hfv": _MEDIA,
-    "--rpc": "models run on this machine: generate --ray runs a job on a cluster",
+    "--rpc": "models run on this machine: `llamabranch generate --ray` runs a job on a cluster",
     "-lm --load-mode": _LOADING,
     "-lzm --lazy-mode -dio --direct-io -ndio --no-direct-io": _LOADING,
     "-dev --device --list-devices -sm --split-mode -ts --tensor-split -mg --main-gpu -ot "
@@ -133,9 +148,10 @@ _BY_HINT: dict[str, str] = {
     "--api-prefix --ui-config --webui-config --ui-config-file --webui-config-file --ui-mcp-proxy "
     "--webui-mcp-proxy --no-ui-mcp-proxy --no-webui-mcp-proxy --tools --tools-runtime "
     "--mcp-servers-config --mcp-servers-json -ag --agent -no-ag --no-agent --ui --webui --no-ui "
-    "--no-webui --ssl-key-file --ssl-cert-file --sse-ping-interval --threads-http --props --models-dir "
+    "--no-webui --ssl-key-file --ssl-cert-file --sse-ping-interval --threads-http --models-dir "
     "--models-preset --models-max --models-autoload --no-models-autoload -sps --slot-prompt-similarity "
     "--sleep-idle-seconds --server-base": _NOT_SERVED,
+    "--props": "GET /props is answered; properties are options of `llamabranch serve`",
     "--jinja --no-jinja": "chat templates are always run by Jinja: --chat",
     "--chat-template-kwargs": "a template's variables are set by apply_chat_template in Python",
     "--reasoning-format -rea --reasoning --reasoning-effort --reasoning-budget "
@@ -162,7 +178,8 @@ _BY_HINT: dict[str, str] = {
     "--fim-qwen-14b-spec --fim-qwen-30b-default --gpt-oss-20b-default --gpt-oss-120b-default "
     "--vision-gemma-4b-default --vision-gemma-12b-default": _PRESET,
     "-npl -npp -ntg -pps -tgs": "`llamabranch bench` measures drafting, and no batches",
-    "-ofreq": "generate --output appends each result as its text ends",
+    "-ofreq": "`llamabranch generate --output` appends each result as its text ends",
+    "--kl-divergence": "`llamabranch kld` compares with log-probabilities that were saved",
     "-tps": "speeds are in the table, or --json",
 }  # fmt: skip
 # Click would read those of one dash as a short option with text behind it, as it reads -n128.

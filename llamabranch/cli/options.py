@@ -7,6 +7,7 @@ option needs them: commands that only look something up begin at once.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -103,7 +104,14 @@ def _unescaped(ctx: typer.Context, value: object) -> object:
     """Return a text, or each text of a list, without its escapes if ``--escape`` was given."""
     if isinstance(value, (list, tuple)):
         return [_unescaped(ctx, each) for each in value]
-    if not isinstance(value, str) or not ctx.params.get("escape"):
+    if not isinstance(value, str):
+        return value
+    if not ctx.params.get("escape"):
+        source = ctx.get_parameter_source("escape")
+        if r"\n" in value and source is not None and source.name == "DEFAULT":
+            Console().note(
+                r"\n is two characters here; -e reads it as a new line, as llama.cpp does"
+            )
         return value
 
     def character(found: re.Match[str]) -> str:
@@ -665,8 +673,8 @@ class TextOptions:
         callback=given_seed,
     )
     stop: list[str] | None = option(None, "End at this text; may be repeated.", callback=_unescaped)
-    grammar: Path | None = option(
-        None, "A file with a GBNF grammar.", "--grammar", "--grammar-file"
+    grammar: str | None = option(
+        None, "A GBNF grammar: a file, or the grammar itself.", "--grammar", "--grammar-file"
     )
     json_schema: str | None = option(
         None,
@@ -700,7 +708,8 @@ class TextOptions:
         if len(names) > 1:
             raise typer.BadParameter(f"{names[0]} and {names[1]} exclude each other")
         if self.grammar is not None:
-            return lb.Grammar(read_text(self.grammar))
+            inline = "::=" in self.grammar and not os.path.isfile(self.grammar)
+            return lb.Grammar(self.grammar if inline else read_text(Path(self.grammar)))
         if self.json_schema is not None:
             inline = self.json_schema.lstrip().startswith("{")
             text = self.json_schema if inline else read_text(Path(self.json_schema))
@@ -789,6 +798,26 @@ class LoadingOptions:
             return stack.enter_context(context)
 
 
+def _on_off_auto(value: str) -> str:
+    if value not in ("on", "off", "auto"):
+        raise typer.BadParameter(f"{value!r} is none of on, off, auto", param_hint="--flash-attn")
+    return value
+
+
+def _one_type(ctx: typer.Context, value: str | None) -> str | None:
+    """Return --kv-type, or what llama.cpp's -ctk and -ctv, whose defaults are f16, agree on."""
+    k, v = ctx.params.get("cache_type_k"), ctx.params.get("cache_type_v")
+    if k is None and v is None:
+        return value
+    types = {k or value or "f16", v or value or "f16", value or k or v}
+    if len(types) > 1:
+        raise typer.BadParameter(
+            "K and V have one type here: give -ctk and -ctv the same, or --kv-type alone",
+            param_hint="--cache-type-k",
+        )
+    return types.pop()
+
+
 @dataclass(frozen=True)
 class RuntimeOptions(LoadingOptions):
     """How models are loaded and their contexts created."""
@@ -810,7 +839,24 @@ class RuntimeOptions(LoadingOptions):
         None, "Tokens computed at once.  [default: --batch-size]", "--ubatch-size", "-ub"
     )
     threads: Threads = None
-    kv_type: str | None = option(None, "Type of the KV cache: f16, bf16, q8_0, ...")
+    cache_type_k: str | None = option(
+        None, "The same for K alone, as in llama.cpp.", "--cache-type-k", "-ctk", is_eager=True
+    )
+    cache_type_v: str | None = option(
+        None, "The same for V alone: here K and V have one type.", "--cache-type-v", "-ctv",
+        is_eager=True,
+    )  # fmt: skip
+    kv_type: str | None = option(
+        None, "Type of the KV cache: f16, as in llama.cpp, bf16, q8_0, ...", callback=_one_type
+    )
+    flash_attn: str = option(
+        "auto",
+        "Flash attention; auto is on where the model can.",
+        "--flash-attn",
+        "-fa",
+        metavar="on|off|auto",
+        callback=_on_off_auto,
+    )
     exact: bool = option(
         True,
         "Texts that drafts and batches do not change, where the model allows it; or a KV cache "
@@ -834,6 +880,8 @@ class RuntimeOptions(LoadingOptions):
             options["n_threads_batch"] = self.threads
         if self.kv_type is not None:
             options["kv_type"] = self.kv_type
+        if self.flash_attn != "auto":
+            options["flash_attention"] = self.flash_attn == "on"
         return options
 
     def with_room(
@@ -904,6 +952,7 @@ class RuntimeOptions(LoadingOptions):
             "--threads": self.threads,
             "--gpu-layers": self.gpu_layers,
             "--kv-type": self.kv_type,
+            "--flash-attn": None if self.flash_attn == "auto" else self.flash_attn,
         }
         found = [arg for name, v in given.items() if v is not None for arg in (name, str(v))]
         return found if self.exact else [*found, "--fast"]

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .console import Console, begin_answer, leave_standard_output, print_json_error
-from .llama_cpp import REFUSED
+from .llama_cpp import ACCEPTED, REFUSED
 from .reporting import EXIT_FAILURE, EXIT_INTERRUPTED
 
 __all__ = [
@@ -119,8 +119,10 @@ def options_named(hint: str) -> set[str]:
 
 def _refuse(name: str, instead: str) -> Callable[..., None]:
     def refuse(ctx: typer.Context, value: bool) -> None:
-        if value:
-            own = {name for param in ctx.command.params for name in param.opts}
+        command = ctx.command
+        if value and name not in ACCEPTED.get(command.name or "", ()):
+            own = {n for param in command.params for n in (*param.opts, *param.secondary_opts)}
+            own.add("--help")
             elsewhere = not own.issuperset(options_named(instead))
             hint = f"in llamabranch generate: {instead}" if elsewhere else instead
             raise UsageError(f"No such option: {name} ({hint})", ctx)
@@ -175,7 +177,13 @@ class CommandGroup(TyperGroup):
         self._arguments = tuple(args)
         begin_answer()
         with _answering(args):
-            return super().parse_args(ctx, args)
+            try:
+                return super().parse_args(ctx, args)
+            except UsageError as error:
+                error.message += (  # type: ignore[attr-defined]
+                    " (options follow a command: `llamabranch generate -m a.gguf -p ...` generates text)"
+                )
+                raise
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
         """Parse the rest and run the command."""

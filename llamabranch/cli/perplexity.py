@@ -65,7 +65,10 @@ def perplexity(
         text = read_prompt_file(given.file)
         kept = keeping.open("perplexity")
         if save_to is not None and not kept.data:
-            check_new_file(save_to)
+            hint = (
+                f"`llamabranch kld {save_to}` reads it; to write, name another file, or delete it"
+            )
+            check_new_file(save_to, hint=hint)
         earlier = Perplexity.from_dict(kept.data) if kept.data else None
         name = models.target_name
         models.find(name)

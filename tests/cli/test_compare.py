@@ -129,6 +129,8 @@ def _printed(
         explanation="",
         length_explanation="",
         capabilities=lb.Capabilities(True, True, False, False, True, ""),
+        kv_type="bf16",
+        has_grammar=False,
         same_text_expected=True,
         comparison=found,
         machine=Machine("a processor", 2, load, "1.0", "2.0", ("AVX",)),

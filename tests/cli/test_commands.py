@@ -726,9 +726,6 @@ def test_layers_for_the_gpu_have_the_name_of_llama_cpp() -> None:
         *(
             ("-hff", "user/repo/file.gguf"),
             ("-hft", "HF_TOKEN"),
-            ("-ctk", "--kv-type"),
-            ("-ctv", "--kv-type"),
-            ("-fa", "flash"),
         ),
         *(("-ns", "--samples"), ("-tb", "--threads"), ("-ngld", "-ngl")),
         *(("-ts", "--gpu-layers"), ("--color", "--no-color"), ("--mirostat", "--min-p")),

@@ -32,7 +32,14 @@ from .serve import Served
 
 PARTS = ("curve", "plain", "opening", "tasks", "engine")
 FIXED = (3, 4, 7, 8, 11, 15)
-SEQUENCES, REQUESTS = (8, 9, 16), (8, 16)
+REQUESTS = (8, 16)
+SEQUENCES = (
+    (8, True),
+    (9, True),
+    (16, True),
+    (8, False),
+    (16, False),
+)  # and whether they share cells
 _PORT = 8917
 _FUNCTION = '''def summarize(orders, discount, tax):
     """Return the sum of the orders, by customer and in all."""
@@ -91,9 +98,17 @@ def main() -> None:
         emit("edges", settings, {"target": model}, results)
 
 
-def _open(settings: Settings, model: lb.Model, n_seq_max: int = 1) -> lb.Context:
+def _open(
+    settings: Settings, model: lb.Model, n_seq_max: int = 1, *, kv_unified: bool = True
+) -> lb.Context:
     n_ctx = 1024 + n_seq_max * (settings.tokens + 64)
-    return lb.Context(model, n_ctx=n_ctx, n_seq_max=n_seq_max, n_threads=settings.threads)
+    return lb.Context(
+        model,
+        n_ctx=n_ctx,
+        n_seq_max=n_seq_max,
+        n_threads=settings.threads,
+        kv_unified=kv_unified,
+    )
 
 
 def _curve(
@@ -229,9 +244,11 @@ def _engine(
                 if server is not None:
                     its = rates.setdefault((n, "llama-server -np 8"), [])
                     its.append(asyncio.run(_of_server(server, n, settings.tokens, run)))
-                for n_seq_max in SEQUENCES:
-                    its = rates.setdefault((n, f"{n_seq_max} sequences"), [])
-                    its.append(_of_engine(settings, model, n, n_seq_max, run))
+                for n_seq_max, kv_unified in SEQUENCES:
+                    cells = "one cache" if kv_unified else "own cells"
+                    its = rates.setdefault((n, f"{n_seq_max} sequences, {cells}"), [])
+                    with _open(settings, model, n_seq_max, kv_unified=kv_unified) as ctx:
+                        its.append(_of_engine(settings, ctx, n, run))
     rows, found = [], {}
     for (n, name), its in rates.items():
         theirs = rates.get((n, "llama-server -np 8"), its)
@@ -273,23 +290,20 @@ async def _of_server(server: Served, n: int, tokens: int, run: int) -> float:
     return n * tokens / (perf_counter() - start)
 
 
-def _of_engine(settings: Settings, model: lb.Model, n: int, n_seq_max: int, run: int) -> float:
-    with _open(settings, model, n_seq_max) as ctx:
-        no_end = dict.fromkeys(model.eog_tokens, float("-inf"))
-        requests = [
-            lb.Request(
-                _prompt(i, run),
-                sampling=lb.SamplingParams(
-                    temperature=0.8, seed=i, logit_bias=no_end, logprobs=False
-                ),
-            )
-            for i in range(n)
-        ]
-        engine = lb.Engine(ctx, max_tokens=settings.tokens)
-        start = perf_counter()
-        results = engine.generate(requests)
-        seconds = perf_counter() - start
-        return sum(len(result.tokens) for result in results) / seconds
+def _of_engine(settings: Settings, ctx: lb.Context, n: int, run: int) -> float:
+    no_end = dict.fromkeys(ctx.model.eog_tokens, float("-inf"))
+    requests = [
+        lb.Request(
+            _prompt(i, run),
+            sampling=lb.SamplingParams(temperature=0.8, seed=i, logit_bias=no_end, logprobs=False),
+        )
+        for i in range(n)
+    ]
+    engine = lb.Engine(ctx, max_tokens=settings.tokens)
+    start = perf_counter()
+    results = engine.generate(requests)
+    seconds = perf_counter() - start
+    return sum(len(result.tokens) for result in results) / seconds
 
 
 if __name__ == "__main__":

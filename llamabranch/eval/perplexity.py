@@ -42,10 +42,8 @@ class Perplexity:
     losses: list[Floats] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        return (
-            f"<Perplexity {self.value:.4f} ± {self.stderr:.4f}, {self.method}, window {self.window}: "
-            f"{self.n_done} of {self.n_chunks} chunks, {self.n_tokens} tokens>"
-        )
+        of = f"{self.n_done} of {self.n_chunks} chunks of {self.window} tokens"
+        return f"<Perplexity {self.value:.4f} ± {self.stderr:.4f}, {self.method}, {of}>"
 
     @property
     def n_done(self) -> int:

@@ -24,7 +24,6 @@ __all__ = ["Item", "Sample", "Task", "TaskResult", "find_task", "run_task", "tas
 
 _SUITE = Path(__file__).parent / "suite"
 _Z = 1.959963984540054  # of a 95 % interval
-_FIELDS = {"id", "context", "choices", "answer", "target"}
 
 
 @dataclass(frozen=True)
@@ -175,9 +174,8 @@ class TaskResult:
     @property
     def chance(self) -> float:
         """The share of right answers of a guess."""
-        if not self.task.is_choice:
-            return 0.0
-        return _mean([1 / len(sample.item.choices) for sample in self.samples])[0]
+        shares = [1 / len(sample.item.choices) for sample in self.samples]
+        return _mean(shares)[0] if self.task.is_choice else 0.0
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON types, without the samples."""
@@ -255,7 +253,7 @@ def _item(path: Path, number: int, line: str) -> Item:
         f"{path}, line {number} is not an object with context, choices and answer, or with context "
         "and target"
     )
-    if not isinstance(data, dict) or set(data) - _FIELDS:
+    if not isinstance(data, dict) or data.keys() - {"id", "context", "choices", "answer", "target"}:
         raise invalid
     context, target, choices, answer = map(data.get, ("context", "target", "choices", "answer"))
     if isinstance(target, str) and choices is None and answer is None:

@@ -351,5 +351,8 @@ def _print(
             shares.append(f"{answer} {n}" + (f" (also {', '.join(others)})" if others else ""))
         beside.line(f"votes: {', '.join(shares)}")
     if result.log_evidence is not None:
-        beside.line(f"log evidence: {result.log_evidence:.3f} nats")
+        least = min(result.effective_sizes, default=0.0)
+        beside.line(
+            f"log evidence: {result.log_evidence:.3f} nats; at least {least:.1f} effective particles"
+        )
     beside.line(stats_text(result.stats), "dim")

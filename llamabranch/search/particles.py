@@ -204,7 +204,8 @@ def smc(
     Returns:
         the texts of the particles with a weight above 0, equal ones merged; ``score`` is the log of their
         share of all weight, so that exp(score) sums to 1. ``log_evidence`` is the log of the mean weight;
-        without hypotheses it is -inf: then no particle could be continued.
+        without hypotheses it is -inf: then no particle could be continued. ``effective_sizes`` tells how
+        unequal the weights became.
 
     Raises:
         ConfigError: a value out of range, truncating settings, a proposal without a token of the target.
@@ -291,6 +292,7 @@ def run_particles(
         following = {lines.root: Following(first)}
     start = weigh.prefix("")
     group = [_Particle(lines.root, "", start, start)] * n
+    sizes: list[float] = []
     for step in range(max_tokens + 1):
         moved = []
         for slot, particle in enumerate(group):
@@ -308,7 +310,8 @@ def run_particles(
                     is_cut = step + 1 == max_tokens and not options.force_end
                     particle = _moved(lines, weigh, particle, after, source, token, is_cut, stop)
             moved.append(particle)
-        group = _resample(moved, step, draws, options.threshold, options.resampling)
+        group, size = _resample(moved, step, draws, options.threshold, options.resampling)
+        sizes.append(size)
         running = [p for p in group if p.reason is None and p.log_weight > -math.inf]
         if lines.end_step() or not running:
             break
@@ -319,7 +322,7 @@ def run_particles(
             lines.was_cancelled(error)
             break
         following = dict(zip(nodes, rows, strict=True))
-    return _result(lines, group, stop)
+    return _result(lines, group, sizes, stop)
 
 
 class _Weigh:
@@ -423,21 +426,29 @@ def _moved(
 
 def _resample(
     group: list[_Particle], step: int, draws: Draws, threshold: float, scheme: str
-) -> list[_Particle]:
-    """Replace light particles by copies of heavy ones, if the weights have become too unequal."""
+) -> tuple[list[_Particle], float]:
+    """Replace light particles by copies of heavy ones, if the weights have become too unequal.
+
+    Returns:
+        the particles, and their effective number before that.
+    """
     log_weights = [p.log_weight for p in group]
     mean = log_mean(log_weights)
-    if mean == -math.inf or all(p.reason is not None for p in group):
-        return group
+    if mean == -math.inf:
+        return group, 0.0
     weights = np.exp(np.array(log_weights) - mean)
     weights /= weights.sum()
-    if not effective_size(weights) < threshold * len(group) * (1.0 - 1e-12):
-        return group
+    size = effective_size(weights)
+    is_enough = not size < threshold * len(group) * (1.0 - 1e-12)
+    if is_enough or all(p.reason is not None for p in group):
+        return group, size
     chosen = ancestors(scheme, weights, lambda i: draws.uniform(step, i))
-    return [group[i]._replace(log_weight=mean) for i in chosen]
+    return [group[i]._replace(log_weight=mean) for i in chosen], size
 
 
-def _result(lines: Lines, group: list[_Particle], stop: Sequence[str]) -> SearchResult:
+def _result(
+    lines: Lines, group: list[_Particle], sizes: Sequence[float], stop: Sequence[str]
+) -> SearchResult:
     log_weights = [p.log_weight - p.twist for p in group]
     evidence = log_mean(log_weights)
     share: dict[tuple[int, ...], float] = {}
@@ -454,4 +465,6 @@ def _result(lines: Lines, group: list[_Particle], stop: Sequence[str]) -> Search
     ]
     found.sort(key=lambda h: -h.score)
     lines.root.prune_open()
-    return SearchResult(found, lines.stats, lines.root, log_evidence=evidence)
+    return SearchResult(
+        found, lines.stats, lines.root, log_evidence=evidence, effective_sizes=tuple(sizes)
+    )

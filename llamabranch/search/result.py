@@ -82,6 +82,8 @@ class SearchResult:
         stats: what it has cost.
         tree: the prompt; all that was looked at is below it.
         log_evidence: of ``smc``: the logarithm of the estimated normalising constant; None elsewhere.
+        effective_sizes: of ``smc``: 1 / sum(w^2) over the particles' shares w of all weight, after each
+            step and before resampling: N if all weigh the same, 1 if one has it all, 0 if none has any.
         votes: of ``vote``: the number of texts for each answer, most first; empty elsewhere.
         answer_forms: of ``vote``: for each answer the texts in which it was given, and how often.
     """
@@ -90,6 +92,7 @@ class SearchResult:
     stats: SearchStats
     tree: SearchNode = field(repr=False)
     log_evidence: float | None = None
+    effective_sizes: tuple[float, ...] = ()
     votes: Mapping[str, int] = field(default_factory=dict)
     answer_forms: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
@@ -129,6 +132,7 @@ class SearchResult:
         }
         if self.log_evidence is not None:
             record["log_evidence"] = self.log_evidence
+            record["effective_sizes"] = list(self.effective_sizes)
         if self.votes:
             record["votes"] = dict(self.votes)
             record["answer_forms"] = {name: dict(seen) for name, seen in self.answer_forms.items()}

@@ -363,6 +363,24 @@ def test_shares_sum_to_one_and_equal_texts_are_merged(ctx: Context) -> None:
     assert found.log_evidence < 0
 
 
+def test_effective_sizes_tell_how_unequal_the_weights_are(ctx: Context) -> None:
+    class Short(search.Potential):
+        def prefix(self, text: str) -> float:
+            return -0.2 * len(text)
+
+    with Branch.start(ctx, STORY, sampling=PLAIN) as root:
+        equal = search.smc(root, 6, 8, force_end=False)
+        unequal = search.smc(root, 6, 8, potentials=[Short()], threshold=0.0)
+        resampled = search.smc(root, 6, 8, potentials=[Short()], threshold=1.0)
+    assert equal.effective_sizes == pytest.approx([6.0] * len(equal.effective_sizes))
+    assert len(unequal.hypotheses) == 6  # so that each share is that of one particle
+    shares = [math.exp(hypothesis.score) for hypothesis in unequal.hypotheses]
+    assert unequal.effective_sizes[-1] == pytest.approx(1 / sum(share**2 for share in shares))
+    assert 1.0 <= unequal.effective_sizes[-1] < 6.0
+    assert resampled.effective_sizes[0] == unequal.effective_sizes[0]
+    assert min(resampled.effective_sizes) > min(unequal.effective_sizes)
+
+
 def test_nothing_possible_is_no_hypothesis(ctx: Context) -> None:
     class Never(search.Potential):
         def prefix(self, text: str) -> float:
@@ -372,6 +390,7 @@ def test_nothing_possible_is_no_hypothesis(ctx: Context) -> None:
         found = search.smc(root, 4, 5, potentials=[Never()])
     assert found.hypotheses == []
     assert found.log_evidence == -math.inf
+    assert found.effective_sizes[-1] == 0.0
     assert found.text == ""
 
 

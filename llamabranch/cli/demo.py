@@ -100,6 +100,8 @@ SCHEMA = {
 CHOICE = "What is the capital of France?"
 CHOICES = ("Paris", "London", "Berlin", "Rome")
 
+N_CTX = 1024
+
 # The bundled pair.
 N_PROMPT = 500
 N_DRAFTED = 4
@@ -132,12 +134,23 @@ def demo(*, threads: Threads = None, output: OutputOptions) -> None:
     """
     with output.console() as console, ExitStack() as stack:
         start = time.perf_counter()
-        runtime = RuntimeOptions(n_ctx=1024, threads=threads)
+        runtime = RuntimeOptions(n_ctx=N_CTX, threads=threads)
         show = Console(color=False, silent=True) if output.as_json else console
         is_here = any(entry.name == MODEL and entry.path for entry in hub.catalogue())
         name = WEIGHTS if is_here else hub.BUNDLED_TARGET
         hub.resolve(name)  # the first time it makes these weights, and says so
         target = runtime.open(name, console, stack, n_seq_max=N_FORKS + 1)
+        if target.n_threads_batch < target.n_threads:
+            # Other programs use the cores: threads for single tokens, whose number is not measured, would
+            # wait for them for minutes.
+            target = stack.enter_context(
+                Context(
+                    target.model,
+                    n_ctx=N_CTX,
+                    n_seq_max=N_FORKS + 1,
+                    n_threads=target.n_threads_batch,
+                )
+            )
         contexts = [target]
         if not is_here:  # one number of threads for both: they take turns
             draft = hub.BUNDLED_DRAFT

@@ -20,6 +20,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from llamabranch.cli import app, demo
+from llamabranch.context.threads import ThreadTuner
+from llamabranch.native import ContextHandle, available_cores
 
 HEADINGS = (  # on the bundled pair
     "1. One prompt of",
@@ -125,6 +127,21 @@ def test_demo_in_a_pipe_is_plain_text_and_says_what_to_type_next(small: None) ->
     assert "the same text as plain decoding" in result.stdout
     commands = re.findall(r"^  llamabranch ([a-z]+)", result.stdout, re.MULTILINE)
     assert commands == ["speculate", "speculate", "generate", "chat", "doctor"]
+
+
+@pytest.mark.skipif(available_cores() < 2, reason="needs two cores")
+def test_demo_on_busy_cores_takes_as_many_threads_as_batches_do(
+    small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(tuner: ThreadTuner, handle: ContextHandle) -> None:
+        if tuner.n_threads > 1:  # not given
+            tuner.n_threads, tuner.n_threads_batch = 2, 1
+            handle.set_threads(2, 1)
+
+    monkeypatch.setattr(ThreadTuner, "tune", busy)
+    result = CliRunner().invoke(app, ["demo", "--json"])
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["n_threads"] == 1
 
 
 def test_demo_as_json_holds_the_figures_and_a_tree_whose_paths_are_eight_texts(

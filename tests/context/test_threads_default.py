@@ -19,7 +19,7 @@ import toys
 import llamabranch as lb
 from llamabranch import Context, PerformanceWarning
 from llamabranch.context.thread_watch import ThreadWatch
-from llamabranch.context.threads import candidates
+from llamabranch.context.threads import _best, _Timing, candidates
 from llamabranch.native import available_cores
 from llamabranch.profile import MAX_ENTRIES, profile_path, read_entry, write_entries
 
@@ -188,6 +188,15 @@ def test_off_means_all_cores_and_no_file(target: lb.Model) -> None:
     with Context(target, n_ctx=256) as ctx:
         assert ctx.n_threads == CORES
         assert ctx.decoder.watch is None
+
+
+def test_where_no_decode_ends_in_time_busy_cores_are_left_to_others() -> None:
+    def chosen(*numbers: int, idle: bool) -> int:
+        return _best({n: _Timing(math.inf, idle or n == 1) for n in numbers})
+
+    assert [chosen(1, idle=idle) for idle in (True, False)] == [1, 1]
+    assert [chosen(1, 2, idle=idle) for idle in (True, False)] == [2, 1]
+    assert [chosen(1, 8, 16, idle=idle) for idle in (True, False)] == [16, 8]
 
 
 @several_cores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,22 @@ def test_bundled_draft_is_offered_to_its_own_vocabulary_only(tmp_path: Path) -> 
     assert hub.BUNDLED_DRAFT not in [each.name for each in candidates(str(large))]
     found = {each.name: each.drafts_by for each in candidates(hub.BUNDLED_TARGET)}
     assert found[hub.BUNDLED_DRAFT] == "tokens"
+
+
+def test_a_batch_timed_faster_than_one_token_promises_nothing_impossible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def timed(ctx: lb.Context, sizes: Sequence[int], **options: int) -> dict[int, float]:
+        slow = 1.0 if len(sizes) > 1 else 0.02  # of the target the first decode was disturbed
+        return {n: slow if n == 1 else 0.02 for n in sizes}
+
+    monkeypatch.setattr("llamabranch.cli.candidates.verify_costs", timed)
+    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "profile.json"))
+    with lb.load(n_ctx=256, n_threads=1) as ctx:
+        gain = measure(ctx, ctx)
+    assert gain is not None
+    for a, (length, speedup) in zip((0.6, 0.8), gain.best, strict=True):
+        assert 1 <= speedup <= lb.theory.expected_tokens(a, length)
 
 
 def test_inspect_lists_candidates_and_what_theory_expects_of_them(

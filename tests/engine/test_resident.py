@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import pickle
 import sys
 import tracemalloc
@@ -615,6 +616,7 @@ def test_prompts_are_rated(cached: bool, tiny: lb.Model) -> None:
     """As ``Branch.score`` does, also if the prompt was read before, and beside other texts."""
     prompts = [[2 + (i + k) * i % 250 for i in range(300)] for k in range(3)]
     requests = [Request(p, max_tokens=0, prompt_logprobs=2) for p in prompts]
+    endless = SamplingParams(logit_bias=dict.fromkeys(tiny.eog_tokens, -math.inf))
     with (
         Context(tiny, n_ctx=2048, n_seq_max=4, n_threads=1, prefix_cache=cached) as ctx,
         Context(tiny, n_ctx=512, n_seq_max=1, n_threads=1) as clean,
@@ -623,7 +625,7 @@ def test_prompts_are_rated(cached: bool, tiny: lb.Model) -> None:
         mixed = [
             *requests,
             Request("The wolf", max_tokens=9),
-            Request(prompts[0], max_tokens=3, prompt_logprobs=0, n=2),
+            Request(prompts[0], max_tokens=3, prompt_logprobs=0, n=2, sampling=endless),
         ]
         for _ in range(2):
             results = engine.generate(mixed)

@@ -21,9 +21,8 @@ __all__ = ["Cell", "PairBench", "PairReport", "Sweep"]
 RULES = ("seeded", "token", "block")
 _PLAIN = "plain"
 _N_REPEATS = 6  # decodes of each size for v(n): fewer have no confidence interval
-_NEARLY = (
-    0.98  # share of the best speed from which "seeded", which keeps the plain text, is preferred
-)
+# Share of the best speed from which "seeded", which keeps the plain text, is preferred.
+_NEARLY = 0.98
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,8 @@ __all__ = [
     "tree_sequences",
 ]
 
-ENTRY_POINTS = (
-    "llamabranch.drafters"  # packages declare a drafter's class, or a function, by a name
-)
+# Packages declare a drafter's class, or a function, by a name.
+ENTRY_POINTS = "llamabranch.drafters"
 
 # One request at a time: a shared index would let a repeated run copy its own text.
 COPYING: dict[str, Callable[[], Drafter]] = {
@@ -50,9 +49,8 @@ COPYING: dict[str, Callable[[], Drafter]] = {
 }
 
 MTP = "mtp"  # the target's own MTP layers
-GRAMMAR = (
-    "grammar"  # what the text's grammar forces, and what follows in the chain where it does not
-)
+# What the text's grammar forces, and what follows in the chain where it does not.
+GRAMMAR = "grammar"
 
 
 def parse_draft(given: str, find: Callable[[str], Path] = hub.resolve) -> tuple[str, ...]:

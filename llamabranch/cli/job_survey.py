@@ -17,9 +17,8 @@ __all__ = ["JobSurvey"]
 _MOST_KEPT = 10_000  # requests; beyond, they are read again as they are needed
 _MOST_NAMED = 20  # ids in a message
 _N_COMPARED = 64  # prompts whose beginnings are compared
-_LEAST_CELLS = (
-    1024  # of all texts together, from which attention to other texts costs more than it saves
-)
+# Of all texts together, from which attention to other texts costs more than it saves.
+_LEAST_CELLS = 1024
 _MOST_CELLS = 32_768  # of a cache that is divided among the texts
 _STEP = 256  # llama.cpp rounds the cells of a sequence up to a multiple of this
 _BYTES = 2  # of text for a token: most have more

@@ -32,6 +32,7 @@ from .saved_prefixes import SavedPrefixes
 from .sequence_ids import SequenceIds
 from .thread_watch import ThreadWatch
 from .threads import ThreadTuner
+from .timing import stopped_after
 
 if TYPE_CHECKING:
     from ..engine import Result
@@ -145,9 +146,8 @@ class Context:
             encoder=encoder,
         )
         self.sequences = SequenceIds(self._cache, self._lock, self._check_raw, lambda: self.closed)
-        self.residents: dict[
-            str, object
-        ] = {}  # kept by rooms above while it is open; not for users
+        # Kept by rooms above while it is open; not for users.
+        self.residents: dict[str, object] = {}
         self.prefix_cache = None
         if resolved.prefix_cache:
             self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
@@ -246,22 +246,8 @@ class Context:
         seconds = real("a time limit", seconds)
         if not seconds > 0:
             raise ConfigError(f"a time limit is a positive number of seconds, not {seconds!r}")
-        passed = threading.Event()
-
-        def stop() -> None:
-            passed.set()
-            self.interrupt()
-
-        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), stop)
-        timer.daemon = True
-        timer.start()
-        try:
+        with stopped_after(self._decoder.handle, seconds):
             yield
-        finally:
-            timer.cancel()
-            timer.join()
-            if passed.is_set():  # it must not stop a decode after the block
-                self._decoder.handle.resume()
 
     # -- for the layers above: the lock is held --------------------------------------------------------
 

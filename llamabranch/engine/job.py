@@ -29,9 +29,8 @@ Key = tuple[int, int, int]  # priority, number of the request, sample: the order
 class JobState(Enum):
     """What a text is doing."""
 
-    WAITING = (
-        "waiting"  # without a sequence: in the queue, or set aside while its request is paused
-    )
+    # Without a sequence: in the queue, or set aside while its request is paused.
+    WAITING = "waiting"
     READING = "reading"  # its prompt, and after a preemption what it has generated
     RUNNING = "running"
     ENDED = "ended"

@@ -215,11 +215,7 @@ class Scheduler:
                 if self._set_paused_aside():
                     continue
                 break
-            wanted, n_prompt = job.to_cache[:-1], len(job.prompt)
-            if shared is not None:
-                wanted = []
-            elif job.wants_rows:  # the token before the first rated one has to be decoded
-                wanted = wanted[: max(0, min(job.request.logprobs_from, n_prompt) - 1)]
+            wanted = [] if shared is not None else _not_rated(job)
             try:
                 branch = Branch.create(
                     self._ctx, job.sampling, job.request.grammar, beginning=wanted
@@ -245,7 +241,7 @@ class Scheduler:
                     branch.prune()
                     refused.append((job, error))
                     continue
-                n_cached = min(n_cached, n_prompt)
+                n_cached = min(n_cached, len(job.prompt))
                 self.n_cached += n_cached
                 job.admit(branch, n_cached)
             if is_first:
@@ -309,3 +305,11 @@ class Scheduler:
         self.active.remove(job)
         job.preempt()
         self._push(job)
+
+
+def _not_rated(job: Job) -> list[int]:
+    """Return the tokens of a job that the prefix cache may give it."""
+    tokens = job.to_cache[:-1]
+    if job.wants_rows:  # the token before the first rated one has to be decoded
+        tokens = tokens[: max(0, min(job.request.logprobs_from, len(job.prompt)) - 1)]
+    return tokens

@@ -82,7 +82,7 @@ def import_ray() -> ModuleType:
 
 
 @contextmanager
-def cluster(address: str | None, workers: int, cpus: float, gpus: float) -> Iterator[None]:
+def cluster(address: str | None, workers: int, cpus: float) -> Iterator[None]:
     """Connect to a cluster, unless this process is connected, and disconnect afterwards."""
     ray = import_ray()
     if ray.is_initialized():

@@ -124,7 +124,7 @@ class JobRun:
             )
         if known is None and self._output.names():
             raise ConfigError(f"{self._output.path} is not the folder of a job")
-        with cluster(self._address, self._most, self._cpus, self._gpus):
+        with cluster(self._address, self._most, self._cpus):
             return self._run_connected(stage, arguments, seed, known)
 
     def _run_connected(

@@ -84,9 +84,8 @@ class Stream:
         self._n_seen = 0
         self._n_plain_left = 0  # plain steps to take before it is called again
         self._plain_s: list[tuple[float, float]] = []  # of those taken: of the decode, of the rest
-        self._unreported: _Unreported | None = (
-            None  # not yet reported to the draft state and the length
-        )
+        # Not yet reported to the draft state and the length.
+        self._unreported: _Unreported | None = None
         self._verification: Verification | None = None  # decoded, but not yet accepted or abandoned
 
     def begin(self) -> Produced:

@@ -1,4 +1,4 @@
-"""Grammars for the generated text: GBNF, checked, and JSON schemas converted to GBNF."""
+"""Grammars for the generated text: JSON schemas, regular expressions, choices, Lark and GBNF."""
 
 from .grammar import Grammar
 

@@ -88,7 +88,7 @@ def probe(
         if not reason:
             ask = params.batch_invariant is True
             setting = f"K/V {params.kv_type}, {params.n_threads} threads"
-            measured = exact_rows(decoder, cache, model, setting=setting, ask=ask)
+            measured = exact_rows(decoder, cache, model, n_ubatch, setting=setting, ask=ask)
             rows = measured or 0
             n_decodes += min(handle.n_batch, _N_CHECKED) + 1
             if measured is None:

@@ -731,7 +731,10 @@ def _open(
                 again = _adapted(model, resolved, given, found)
                 if again is not None:
                     handle.close()
-                    resolved, reason = again, found.batch_invariant_reason
+                    reason = found.batch_invariant_reason
+                    if found.exact_rows and again.kv_type != resolved.kv_type:
+                        reason += f" (with {resolved.kv_type} K/V)"
+                    resolved = again
                     continue
             if target is not None and not found.can_truncate:
                 raise UnsupportedError(
@@ -742,7 +745,11 @@ def _open(
         except BaseException:
             handle.close()
             raise
-        if reason and not found.batch_invariant:
+        if reason:
+            if found.batch_invariant:
+                at_once = f"decodes, and prompts, of {resolved.n_ubatch} tokens at a time"
+                more = "; extra_buffers=False may allow more" if model.extra_buffers else ""
+                reason = f"by {at_once}{more}: {reason}"
             trial = (replace(found, batch_invariant_reason=reason), *trial[1:])
         return resolved, handle, tuner, trial
 
@@ -767,10 +774,13 @@ def _adapted(
         rows = found.exact_rows
         if rows > 1 and (resolved.kv_unified or rows >= (resolved.n_seq_max or 1)):
             return replace(resolved, n_ubatch=rows)
+        hint = (
+            "it takes weights on the CPU of a type that llama.cpp computes alike in all batches, "
+            "such as Q8_0 or Q4_0, kv_type bf16 or q8_0, and flash attention"
+        )
         raise UnsupportedError(
             f"this context cannot be batch-invariant: {found.batch_invariant_reason}",
-            hint="it takes weights on the CPU of a type that llama.cpp computes alike in all batches, "
-            "such as Q8_0 or Q4_0, kv_type bf16 or q8_0, and flash attention",
+            hint=hint + ("; extra_buffers=False may allow some" if model.extra_buffers else ""),
         )
     if (given.kv_type, resolved.kv_type) == ("auto", "bf16") and model.memory_type == "attention":
         return replace(resolved, kv_type="f16")

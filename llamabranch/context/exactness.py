@@ -36,7 +36,7 @@ _found: weakref.WeakKeyDictionary[Model, dict[str, int]] = weakref.WeakKeyDictio
 
 
 def exact_rows(
-    decoder: Decoder, cache: KVCache, model: Model, *, setting: str, ask: bool
+    decoder: Decoder, cache: KVCache, model: Model, most: int, *, setting: str, ask: bool
 ) -> int | None:
     """Return the most rows of a decode up to which every row's logits are those it has alone.
 
@@ -44,6 +44,8 @@ def exact_rows(
     equal, 1 where not even two rows are.
 
     Args:
+        decoder, cache, model: of the context.
+        most: rows that llama.cpp computes at once; it cuts larger batches, so only these are tried.
         setting: what else the result depends on: K/V type and threads.
         ask: whether to measure all sizes however long it takes. Otherwise fewer are for more than a
             billion parameters, and None is returned for more than four, for which it takes over 2 s.
@@ -52,13 +54,16 @@ def exact_rows(
     is_part = n_params > _ALL and not ask
     if n_params > _SOME and not ask:
         return None
-    setting += ", few sizes" if is_part else ""
+    most = min(most, decoder.handle.n_batch)
+    setting += f", up to {min(most, max(_SIZES))} rows" + (", few sizes" if is_part else "")
+    setting += ", one sequence" if cache.ledger.n_seq_max < 2 else ""
     known = _found.setdefault(model, {})
     if setting not in known:
         key = _key(model, setting)
         kept = _read(key)
         if kept is None:
             sizes = _FEW if is_part else _SIZES
+            sizes = (*(n for n in sizes if n < most), min(most, sizes[-1]))
             kept = _measure(decoder, cache, model, sizes, _FEW_ALONE if is_part else _ALONE)
             if key is not None:
                 write_entries([(_SECTION, key, {"rows": kept})])
@@ -87,16 +92,15 @@ def _measure(
     decoder: Decoder, cache: KVCache, model: Model, sizes: Sequence[int], n_alone: int
 ) -> int:
     """Return the most rows that are exact, 0 if all sizes are."""
-    n_batch = decoder.handle.n_batch
-    own = [(7 * i + 3) % model.n_vocab for i in range(min(n_alone, n_batch))]
+    own = [(7 * i + 3) % model.n_vocab for i in range(min(n_alone, sizes[-1]))]
     alone: list[npt.NDArray[np.float32]] = []
     try:
         for token in own:
             alone.append(decoder.decode([token], [0], [True])[0].array.copy())
-        if all(_agrees(decoder, cache, own, alone, n) for n in sizes if n <= n_batch):
+        if all(_agrees(decoder, cache, own, alone, n) for n in sizes):
             return 0
         n = 1
-        while n < _MOST_LISTED and n < n_batch and _agrees(decoder, cache, own, alone, n + 1):
+        while n < min(_MOST_LISTED, sizes[-1]) and _agrees(decoder, cache, own, alone, n + 1):
             n += 1
         return n
     finally:
@@ -114,15 +118,15 @@ def _agrees(
     cache.clear()
     n_own = min(n, len(own))
     others = [(token + 1) % decoder.handle.n_vocab for token in own] * -(-n // len(own))
-    # Rows of another sequence come between them, where there is one; the last row is always compared.
+    # Rows of another sequence come between them, where there is one; then the last row is compared.
     is_own = [
         (n - 1 - i) % (n // n_own) == 0 and n - 1 - i < n_own * (n // n_own) for i in range(n)
     ]
-    if cache.ledger.n_seq_max < 2:
-        n, is_own = n_own, [True] * n_own
+    if cache.ledger.n_seq_max < 2:  # the others follow in the same one
+        is_own.sort(reverse=True)
     mine, other = iter(own), iter(others)
     tokens = [next(mine) if is_mine else next(other) for is_mine in is_own]
-    seqs = [0 if is_mine else 1 for is_mine in is_own]
+    seqs = [0 if is_mine or cache.ledger.n_seq_max < 2 else 1 for is_mine in is_own]
     # llama.cpp aborts on more rows in one decode than it has room for.
     compared = [i for i in range(n) if is_own[i]][-decoder.handle.n_outputs_max :]
     rows = decoder.decode(tokens, seqs, [i in compared for i in range(n)])

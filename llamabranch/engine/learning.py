@@ -71,7 +71,7 @@ class Learning:
         if self._profile is not None:
             self._profile.end_measuring()
 
-    def save(self) -> None:
-        """Keep what was learned about drafts for later runs."""
+    def save(self, *, at_once: bool = False) -> None:
+        """Keep what was learned about drafts for later runs; at most once in some seconds."""
         if self._profile is not None:
-            self._profile.save(self.joint.length)
+            self._profile.save(self.joint.length, at_once=at_once)

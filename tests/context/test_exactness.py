@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import llama_cpp
 import numpy as np
@@ -120,6 +121,8 @@ def test_exact_mode_keeps_to_the_rows_that_are_exact(model: lb.Model) -> None:
     with Context(model, batch_invariant=True, **options) as ctx:
         assert ctx.capabilities.batch_invariant
         assert (ctx.params.n_ubatch, ctx.kv_type) == (rows, "bf16")
+        if rows < ctx.n_batch:
+            assert f"{rows} tokens at a time" in ctx.capabilities.batch_invariant_reason
         prompts = [tokens_of(seq)[: 10 + 17 * seq] for seq in range(4)]
         params = SamplingParams(temperature=0.9, seed=3)
         drafter = lb.SuffixDrafter(8, 1, factor=2.0, offset=2.0, min_probability=0.0)
@@ -172,3 +175,35 @@ def test_what_was_measured_is_kept_in_the_profile(
     monkeypatch.setattr("llamabranch.context.exactness._measure", None)  # nobody measures again
     with lb.Model(files["Q8_0"]) as model, Context(model, **options) as ctx:
         assert ctx.capabilities == first
+
+
+def test_context_of_small_batches_says_nothing_about_larger_ones(
+    model: lb.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp cuts batches at ``n_ubatch``, so that larger ones were not tried there."""
+    options: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 2, "n_threads": 1, "kv_type": "bf16"}
+    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "first.json"))
+    monkeypatch.setattr("llamabranch.context.exactness._found", WeakKeyDictionary())
+    with Context(model, **options) as ctx:
+        first = ctx.capabilities.exact_rows
+    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "second.json"))
+    monkeypatch.setattr("llamabranch.context.exactness._found", WeakKeyDictionary())
+    for small in ({"n_ubatch": 3}, {"n_batch": 3}, {"n_ubatch": 1}):
+        with Context(model, **options, **small) as ctx:
+            assert ctx.capabilities.batch_invariant or first < 3
+    with Context(model, **options) as ctx:
+        assert ctx.capabilities.exact_rows == first
+
+
+def test_claims_hold_for_one_sequence(model: lb.Model) -> None:
+    with Context(model, n_ctx=256, n_threads=1, n_seq_max=1, kv_type="bf16") as ctx:
+        n = min(64, ctx.capabilities.exact_rows)
+        tokens = tokens_of(0)[:n]
+        alone = []
+        for i, token in enumerate(tokens):
+            ctx.decode([token], i, 0)
+            alone.append(ctx.logits())
+        for size in {n, max(1, n - 1), min(n, 40), min(n, 10)}:
+            ctx.kv_cache_remove(0)
+            ctx.decode(tokens[:size], 0, 0)
+            assert np.array_equal(ctx.logits(), alone[size - 1])

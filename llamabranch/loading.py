@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypedDict, cast
 
-from .arguments import instance, nearest
+from .arguments import instance, nearest, shown
 from .context import Context
 from .context.params import ContextOptions
 from .errors import ConfigError
@@ -96,6 +96,8 @@ def load(
     if target is not None:
         hint = "give the context that generates, for example lb.load(), not its model or name"
         instance("target", target, Context, hint)
+    if name_or_path is not None and not isinstance(name_or_path, (str, os.PathLike)):
+        raise ConfigError(f"a model is a path or a name, not {shown(name_or_path)}")
     path = resolve(BUNDLED_TARGET if name_or_path is None else name_or_path, download=download)
     model = Model(
         path,

@@ -683,14 +683,14 @@ def _check_generates(model: Model) -> None:
     if model.architecture == "eagle3" and not model.vocab_only:
         raise UnsupportedError(
             f"{model.name} is an EAGLE-3 head: it computes only beside its target",
-            hint="give the target's context: Context(head, target=ctx)",
+            hint="give the target's context: Context(head, target=ctx), or load(name, target=ctx)",
         )
     if model.vocab_only or not model.can_generate:
         kind = "only its vocabulary is loaded" if model.vocab_only else "it predicts no tokens"
         hint = None
         if model.n_mtp_layers and not model.vocab_only:
             kind += ", its MTP layers compute only beside their target"
-            hint = "give the target's context: Context(head, target=ctx)"
+            hint = "give the target's context: Context(head, target=ctx), or load(name, target=ctx)"
         raise UnsupportedError(f"cannot create a context for {model.name}: {kind}", hint=hint)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
@@ -114,6 +115,11 @@ class SearchResult:
     def text(self) -> str:
         """The text of the best hypothesis, "" if there is none."""
         return self.hypotheses[0].text if self.hypotheses else ""
+
+    def __repr__(self) -> str:
+        n = len(self.hypotheses)
+        best = f", best {self.best.score:.3f}: {reprlib.repr(self.text)}" if n else ""
+        return f"<SearchResult {n} {'hypothesis' if n == 1 else 'hypotheses'}{best}>"
 
     def _repr_html_(self) -> str:
         stats, n = self.stats, len(self.hypotheses)

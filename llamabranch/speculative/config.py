@@ -25,8 +25,8 @@ class SpeculativeConfig:
             where a seed was given, the temperature is 0 or the drafter proposes trees, else "block",
             never "token". All are lossless: they keep the target's distribution. Under "seeded", and at
             temperature 0 under all of them, the text is moreover the one of plain decoding. A function
-            with the arguments of `token_rule` is a rule of your own; `rule_error` proves whether it is
-            lossless.
+            with the arguments of `token_rule` is a rule of your own; `rule_error` verifies by
+            enumeration whether it is lossless.
 
     Raises:
         ConfigError: a value out of range.

@@ -2,7 +2,7 @@
 
 Every rule here is lossless: the tokens it emits have exactly the target's distribution. A rule uses
 no model. It calls a function for distributions and a :class:`RandomSource` for everything
-random, so the tests can replace the noise by an enumeration of all outcomes and prove the very code
+random, so the tests can replace the noise by an enumeration of all outcomes and verify the very code
 that runs.
 
 Each round needs noise of its own. Under the token and block rules drafted tokens are drawn with

@@ -452,6 +452,11 @@ def test_load_refuses_an_unknown_option() -> None:
     assert caught.value.hint == "did you mean n_ctx?"
 
 
+def test_load_refuses_what_is_no_path_or_name() -> None:
+    with pytest.raises(lb.ConfigError, match="a path or a name, not 3"):
+        lb.load(3)  # type: ignore[arg-type]
+
+
 def test_load_closes_the_model_when_the_context_cannot_be_created() -> None:
     with pytest.raises(lb.ConfigError):
         lb.load(hub.BUNDLED_DRAFT, n_ctx=-5)

@@ -33,6 +33,9 @@ def test_texts_are_those_of_their_seeds_alone(ctx: Context) -> None:
         assert sorted(h.tokens for h in found.hypotheses) == sorted(
             alone(root, i, 20) for i in range(6)
         )
+        assert (
+            repr(found).startswith("<SearchResult 6 hypotheses, best -") and len(repr(found)) < 100
+        )
         one = search.best_of_n(root, 1, 20).best
         with root.fork() as branch:
             assert one.text == "".join(t.text for t in branch.generate(20))

@@ -127,7 +127,7 @@ def checked_drafter(drafter: Drafter | None, target: Model) -> Drafter:
     """
     if drafter is None:
         return NullDrafter()
-    hint = "ModelDrafter(ctx) drafts with the model of a context"
+    hint = "ModelDrafter(ctx) drafts with the model of a context, EagleDrafter or MTPDrafter with a head"
     instance("drafter", drafter, Drafter, hint).check(target)  # type: ignore[type-abstract]
     return drafter
 

@@ -68,13 +68,18 @@ def eval(
         if given.list_tasks:
             _print_tasks(console, tasks, as_json=output.as_json)
             return
-        done, file = _open_samples(given.samples_file, given.resume, tasks, stack)
+        done, models_of, file = _open_samples(given.samples_file, given.resume, tasks, stack)
         name = models.target_name
         models.find(name)
         more = scoring_options(name, runtime, min(_SEQUENCES, runtime.n_batch or _SEQUENCES))
         if runtime.n_ctx is None:
             more["n_ctx"] = _N_CTX
         ctx = runtime.open(name, console, stack, **more)
+        if models_of - {ctx.model.fingerprint}:
+            raise ConfigError(
+                f"{given.samples_file} has samples of another model than {name}",
+                hint="resume with the same model, or name another file",
+            )
         results: list[TaskResult] = []
         start_s = time.perf_counter()
         with interruptible(console) as interrupted:
@@ -121,7 +126,7 @@ def _run(
     def note(sample: Sample) -> None:
         found.append(sample)
         if file is not None:
-            line = {"task": task.name, **_as_dict(sample)}
+            line = {"task": task.name, "model": ctx.model.fingerprint, **_as_dict(sample)}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
         right = sum(each.is_right for each in found)
@@ -136,16 +141,17 @@ def _run(
 
 def _open_samples(
     path: Path | None, resume: bool, tasks: list[Task], stack: ExitStack
-) -> tuple[dict[str, list[Sample]], IO[str] | None]:
-    """Return the samples of each task that the file has, and the file, open for more."""
+) -> tuple[dict[str, list[Sample]], set[str], IO[str] | None]:
+    """Return the samples of each task that the file has, their models, and the file, open for more."""
+    models_of: set[str] = set()
     done: dict[str, list[Sample]] = {task.name: [] for task in tasks}
     if path is None:
         if resume:
             raise ConfigError("--resume needs --samples, where the results are kept")
-        return done, None
+        return done, models_of, None
     if not resume or not path.exists():
         check_new_file(path, hint="name another file, or go on with --resume")
-        return done, stack.enter_context(path.open("w", encoding="utf-8"))
+        return done, models_of, stack.enter_context(path.open("w", encoding="utf-8"))
     items = {(task.name, item.id): item for task in tasks for item in task.items}
     lines = read_text(path).split("\n")
     whole = "".join(f"{line}\n" for line in lines[:-1])  # the last one may have been cut
@@ -155,12 +161,13 @@ def _open_samples(
             item = items.get((data["task"], data["id"]))
             if item is not None:
                 done[data["task"]].append(_sample(item, data))
+                models_of.add(str(data["model"]))
         except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"{path}, line {number_}, is no sample: {error}") from None
     file = stack.enter_context(path.open("r+", encoding="utf-8"))
     file.seek(len(whole.encode()))
     file.truncate()
-    return done, file
+    return done, models_of, file
 
 
 def _as_dict(sample: Sample) -> dict[str, object]:

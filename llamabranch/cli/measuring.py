@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 import llamabranch as lb
-from llamabranch import ConfigError, Context, DecodeInterruptedError
+from llamabranch import ConfigError, Context, LlamaBranchError
 
 from .bundles import option
 from .console import Console, finite
@@ -40,7 +40,7 @@ TextFile = Annotated[
     typer.Option(
         "--file",
         "-f",
-        help="The text: a file in UTF-8, without its last newline.",
+        help="The text: a file in UTF-8, without its last newline; CRLF is read as LF.",
         rich_help_panel=REQUESTS,
     ),
 ]
@@ -93,10 +93,9 @@ def open_for_chunks(
 ) -> Context:
     """Open a context for texts that are read in chunks, with llama-perplexity's K/V type, f16."""
     models.find(name)
-    n_seq = max(1, min(16, (runtime.n_batch or 512) // window))
-    more = scoring_options(name, runtime, n_seq)
-    n_batch = runtime.n_batch or min(512, window * n_seq)
-    more["n_ctx"] = window * n_seq
+    more = scoring_options(name, runtime, 1)
+    n_batch = runtime.n_batch or min(512, window)
+    more["n_ctx"] = window
     more["n_batch"] = n_batch
     more["n_outputs_max"] = min(more["n_outputs_max"] or n_batch, n_batch)
     more["batch_invariant"] = False
@@ -107,7 +106,7 @@ def open_for_chunks(
 
 @contextmanager
 def interruptible(console: Console) -> Iterator[list[BaseException]]:
-    """Catch a Ctrl-C inside the block: what is done is printed after it, and the exception raised again.
+    """Catch a Ctrl-C or an error inside the block: what is done is printed, then it is raised again.
 
     Yields:
         a list that holds the exception afterwards.
@@ -115,7 +114,7 @@ def interruptible(console: Console) -> Iterator[list[BaseException]]:
     caught: list[BaseException] = []
     try:
         yield caught
-    except (KeyboardInterrupt, DecodeInterruptedError) as error:
+    except (KeyboardInterrupt, LlamaBranchError) as error:
         caught.append(error)
     finally:
         console.progress("")

@@ -114,7 +114,7 @@ def quants(
         if len(names) < 2:
             raise ConfigError("give two models or more", hint="quants a.gguf b.gguf -f text.txt")
         text = read_prompt_file(given.file)
-        if plot is not None:
+        if plot is not None and not keeping.resume:
             check_new_file(plot)
         kept = keeping.open("quants")
         sizes = {
@@ -126,6 +126,7 @@ def quants(
         window = window_of(first, runtime)
         settings: dict[str, object] = {
             "models": names, "file": str(given.file), "chunks": given.chunks, "window": window,
+            "kv_type": runtime.kv_type,
         }  # fmt: skip
         if kept.data and kept.data.get("settings") != settings:
             raise ConfigError(
@@ -135,6 +136,8 @@ def quants(
         state = _State(kept, settings)
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         logits = state.logits_path(Path(folder))
+        if not kept.data:
+            check_new_file(logits)
         task = _Task(first, text, window, given.chunks, logits, state)
         with interruptible(console) as interrupted:
             for name in names:

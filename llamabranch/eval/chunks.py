@@ -16,7 +16,7 @@ from ..context.logits import LogitsRow
 from ..errors import CacheFullError, ConfigError
 from ..model import Model, TokenIds, token_list
 
-__all__ = ["check_room", "check_same", "digest", "read_chunks", "text_tokens", "with_bos"]
+__all__ = ["about", "check_room", "check_same", "read_chunks", "text_tokens", "with_bos"]
 
 Floats = npt.NDArray[np.float64]
 # Called with the index of a chunk, that of one of its tokens, and the logits after it, which are valid
@@ -70,9 +70,10 @@ def check_same(found: object, given: object, names: Sequence[str]) -> None:
             )
 
 
-def digest(tokens: Sequence[int]) -> str:
-    """Return a short hash of token ids, by which a text is recognised."""
-    return hashlib.sha256(np.asarray(tokens, dtype="<i4").tobytes()).hexdigest()[:16]
+def about(ctx: Context, tokens: Sequence[int]) -> tuple[str, str]:
+    """Return what a number is of: a hash of the text, and the model's fingerprint with the K/V type."""
+    text = hashlib.sha256(np.asarray(tokens, dtype="<i4").tobytes()).hexdigest()[:16]
+    return text, f"{ctx.model.fingerprint} {ctx.kv_type}"
 
 
 def read_chunks(
@@ -95,6 +96,8 @@ def read_chunks(
     """
     size = len(chunks[start])
     n = min(ctx.n_seq_free, ctx.usage().cells_free // size, ctx.n_batch // size)
+    if ctx.capabilities.can_share and not ctx.capabilities.batch_invariant:
+        n = 1  # what is computed in f16 depends on which cells a text has
     group = range(start, min(start + max(1, n), len(chunks)))
     losses = {i: np.empty(len(chunks[i]) - 1 - firsts[i]) for i in group}
     with ExitStack() as stack:

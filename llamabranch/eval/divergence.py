@@ -17,7 +17,7 @@ from ..context.context import text_context
 from ..context.logits import LogitsRow
 from ..errors import ConfigError, VocabularyMismatchError
 from ..model import TokenIds
-from .chunks import Floats, check_room, check_same, digest, read_chunks, with_bos
+from .chunks import Floats, about, check_room, check_same, read_chunks, with_bos
 from .logits_file import Codes, LogitsFile
 from .perplexity import Perplexity, exp, measure, prepare
 
@@ -69,7 +69,7 @@ class KLDivergence:
         window: tokens a chunk.
         n_chunks: how many chunks the file has.
         text: a hash of the text's tokens.
-        model: the fingerprint of the model.
+        model: the fingerprint of the model, and the K/V type.
         rows: of each chunk that is done float64 (tokens, 5): the loss -log p of the token in the text
             under the model and under the base, KL(base || model), all nats; the change of that token's
             probability; and 1 where both find the same token most probable.
@@ -229,7 +229,7 @@ def divergence(
         check_room(ctx, file.window)
         flat = [token for chunk in file.chunks for token in chunk]
         ctx.model.check_tokens(flat)
-        found = KLDivergence(file.window, len(file.chunks), digest(flat), ctx.model.fingerprint)
+        found = KLDivergence(file.window, len(file.chunks), *about(ctx, flat))
         if resume is not None:
             check_same(found, instance("resume", resume, KLDivergence), _SAME)
             found.rows.extend(resume.rows[: len(file.chunks)])
@@ -252,11 +252,7 @@ def divergence(
 
 
 def _compare(
-    row: LogitsRow,
-    scale: np.float32,
-    smallest: np.float32,
-    codes: Codes,
-    token: int,
+    row: LogitsRow, scale: np.float32, smallest: np.float32, codes: Codes, token: int
 ) -> tuple[float, float, float, float, float]:
     """Return the numbers of one token, with llama-perplexity's arithmetic: 32 bits, sums in 64."""
     logits = row.array

@@ -137,7 +137,8 @@ class LogitsFile:
                 return found
             kept = len(header) + n_done * found._chunk_bytes
             if file.read(len(header)) != header or path.stat().st_size < kept:
-                raise ConfigError(f"{path} is not what was begun", hint="begin anew")
+                told = f"{path} was begun with another text, window or number of chunks"
+                raise ConfigError(told, hint="begin anew")
             file.truncate(kept)
             file.seek(kept)
         return found

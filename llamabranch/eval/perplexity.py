@@ -13,7 +13,7 @@ from ..arguments import instance, whole
 from ..context import Context
 from ..errors import ConfigError
 from ..model import TokenIds
-from .chunks import Floats, Visit, check_same, digest, read_chunks, text_tokens, with_bos
+from .chunks import Floats, Visit, about, check_same, read_chunks, text_tokens, with_bos
 
 __all__ = ["Perplexity", "exp", "measure", "perplexity", "prepare", "strided_perplexity"]
 
@@ -31,7 +31,7 @@ class Perplexity:
         n_chunks: how many chunks the whole text has.
         losses: of each chunk that is done -log p of its scored tokens, nats, float64.
         text: a hash of the text's tokens.
-        model: the fingerprint of the model.
+        model: the fingerprint of the model, and the K/V type.
     """
 
     method: str
@@ -97,8 +97,8 @@ class Perplexity:
             window, n_chunks = whole("window", data["window"]), whole("n_chunks", data["n_chunks"])
             given = cast(Sequence[Sequence[float]], data["losses"])
             losses = [np.array(each, dtype=np.float64).reshape(-1) for each in given]
-            about = str(data["text"]), str(data["model"])
-            return cls(str(data["method"]), window, n_chunks, *about, losses)
+            text, model = str(data["text"]), str(data["model"])
+            return cls(str(data["method"]), window, n_chunks, text, model, losses)
         except (KeyError, TypeError, ValueError):
             raise ConfigError("this is no saved perplexity") from None
 
@@ -137,11 +137,7 @@ def perplexity(
 
 
 def prepare(
-    ctx: Context,
-    text: str | TokenIds,
-    window: int,
-    chunks: int | None,
-    resume: Perplexity | None,
+    ctx: Context, text: str | TokenIds, window: int, chunks: int | None, resume: Perplexity | None
 ) -> tuple[list[list[int]], Perplexity]:
     """Return a text's chunks and what is done of them; arguments and errors are those of `perplexity`."""
     window = whole("window", window, 4)
@@ -154,7 +150,7 @@ def prepare(
         )
     n = n if chunks is None else min(n, whole("chunks", chunks, 1))
     parts = [tokens[i * window : (i + 1) * window] for i in range(n)]
-    begun = Perplexity("chunked", window, n, digest(tokens), ctx.model.fingerprint)
+    begun = Perplexity("chunked", window, n, *about(ctx, tokens))
     return parts, _resumed(begun, resume)
 
 
@@ -192,7 +188,7 @@ def strided_perplexity(
     parts = [tokens[start : start + window] for start in starts]
     firsts = [0, *[window - stride - 1] * (len(parts) - 1)]
     method = f"strided, {stride}"
-    begun = Perplexity(method, window, len(parts), digest(tokens), ctx.model.fingerprint)
+    begun = Perplexity(method, window, len(parts), *about(ctx, tokens))
     return measure(ctx, parts, firsts, _resumed(begun, resume), progress)
 
 

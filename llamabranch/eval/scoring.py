@@ -81,10 +81,18 @@ def score(
     text_context("ctx", ctx)
     if not _is_list(requests):
         raise ConfigError(_MEANT, hint='for example [("2 + 2 =", [" 4", " 5"])]')
-    lines = [_lines(ctx.model, i, its, parse_special) for i, its in enumerate(requests)]
-    longest = max((len(line.tokens) for its in lines for line in its), default=0)
-    if longest > ctx.n_ctx_seq:
-        raise CacheFullError.of_prompt(longest, ctx.n_ctx_seq)
+    named = [(f"request {i}", its) for i, its in enumerate(requests)]
+    return rate(ctx, named, on_done, parse_special)
+
+
+def rate(
+    ctx: Context,
+    requests: Sequence[tuple[str, ScoreRequest]],
+    on_done: Callable[[int, list[Score]], None] | None,
+    parse_special: bool = True,
+) -> list[list[Score]]:
+    """Do what `score` does, for requests that have names for messages."""
+    lines = [_lines(ctx, name, its, parse_special) for name, its in requests]
     _Run(ctx, lines, on_done).walk(None, build(line for its in lines for line in its))
     return [[_score(line) for line in its] for its in lines]
 
@@ -107,27 +115,27 @@ def encode_pair(
     return whole[:n_context], whole[n_context:]
 
 
-def _lines(model: Model, number: int, request: ScoreRequest, parse_special: bool) -> list[Line]:
+def _lines(ctx: Context, name: str, request: ScoreRequest, parse_special: bool) -> list[Line]:
     if not (_is_list(request) and len(request) == 2 and _is_list(request[1])):
-        raise ConfigError(f"{_MEANT}; request {number} is {request!r:.60}")
+        raise ConfigError(f"{_MEANT}; {name} is {request!r:.60}")
     context, continuations = request
-    lines = []
+    model, most, lines = ctx.model, ctx.n_ctx_seq + 1, []  # the last token is not decoded
     for continuation in continuations:
         if isinstance(context, str) and isinstance(continuation, str):
             before, after = encode_pair(model, context, continuation, parse_special=parse_special)
         elif isinstance(context, str) or isinstance(continuation, str):
-            raise ConfigError(
-                f"request {number} mixes text and token ids", hint="give both as text, or as ids"
-            )
+            told = f"{name} mixes text and token ids"
+            raise ConfigError(told, hint="give both as text, or as ids")
         else:
             before = model.prompt_tokens(context)
             after = token_list(continuation)
             model.check_tokens(after)
         if not after:
-            raise ConfigError(
-                f"request {number}: {continuation!r:.60} has no tokens of its own after its context",
-                hint="a continuation must not be empty, and mostly begins with a space",
-            )
+            told = f"{name}: {continuation!r:.60} has no tokens of its own after its context"
+            raise ConfigError(told, hint="it must not be empty, and mostly begins with a space")
+        if (n := len(before) + len(after)) > most:
+            told = f"{name} has {n} tokens, the context has room for {most}"
+            raise CacheFullError(told, hint="open the context with a larger n_ctx")
         lines.append(Line([*before, *after], len(before)))
     return lines
 
@@ -137,9 +145,8 @@ def _is_list(value: object) -> bool:
 
 
 def _score(line: Line) -> Score:
-    tokens = line.tokens[line.n_context :]
     logprobs = tuple(line.logprobs[i] for i in range(line.n_context, len(line.tokens)))
-    return Score(tuple(tokens), logprobs, line.is_greedy)
+    return Score(tuple(line.tokens[line.n_context :]), logprobs, line.is_greedy)
 
 
 class _Run:

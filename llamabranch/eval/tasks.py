@@ -18,7 +18,7 @@ from pathlib import Path
 from ..context import Context
 from ..errors import ConfigError
 from .perplexity import exp
-from .scoring import Score, score
+from .scoring import Score, rate
 
 __all__ = ["Item", "Sample", "Task", "TaskResult", "find_task", "run_task", "task_names"]
 
@@ -84,17 +84,17 @@ class Task:
         """Return the same task as lm-evaluation-harness takes it: ``simple_evaluate(tasks=[...])``."""
         if self.is_choice:
             kind, metrics = "multiple_choice", ("acc", "acc_norm")
-            answers = {"doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
+            answers = {"doc_to_choice": "choices", "doc_to_target": "answer"}
         else:
             kind, metrics = "loglikelihood", ("perplexity", "acc")
-            answers = {"doc_to_target": "{{target}}"}
+            answers = {"doc_to_target": "target"}
         return {
             "task": self.name,
             "dataset_path": "json",
             "dataset_kwargs": {"data_files": {"test": str(self.path)}},
             "test_split": "test",
             "output_type": kind,
-            "doc_to_text": "{{context}}",
+            "doc_to_text": "context",
             "target_delimiter": "",
             **answers,
             "metric_list": [{"metric": metric} for metric in metrics],
@@ -240,7 +240,9 @@ def run_task(
         if on_sample is not None:
             on_sample(sample)
 
-    score(ctx, [(item.context, item.choices) for item in left], on_done=note)
+    rate(
+        ctx, [(f"{task.name}, item {each.id}", (each.context, each.choices)) for each in left], note
+    )
     return TaskResult(task, tuple(found[item.id] for item in items))
 
 

@@ -105,6 +105,8 @@ def test_eval_runs_tasks_and_continues_samples(tmp_path: Path) -> None:
     assert again["tasks"] == tables
     assert sorted(samples.read_text().splitlines(keepends=True)) == sorted(lines)
     assert run(*shared, "--samples", samples).exit_code == 2
+    refused = run(*shared, "--samples", samples, "--resume", "-m", DRAFT)
+    assert refused.exit_code == 2 and "another model" in refused.stderr
     assert run(*shared, "--resume").exit_code == 2
     shown = run(*shared)
     assert "acc_norm" in shown.stdout and "chance" in shown.stdout
@@ -123,6 +125,17 @@ def test_tasks_of_a_folder_are_listed_and_run(tmp_path: Path) -> None:
         ("mine", "--samples", tmp_path),
     ):
         assert run("eval", *arguments).exit_code == 2
+
+
+def test_an_item_that_cannot_be_scored_is_named_and_the_tasks_before_it_are_shown(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"context": "Once upon a", "target": " time"}\n')
+    long = json.dumps({"context": "a " * 600, "target": " b"})
+    (tmp_path / "b.jsonl").write_text(f'{{"context": "a", "target": " b"}}\n{long}\n')
+    found = run("eval", "--tasks-dir", tmp_path, "-c", 256)
+    assert found.exit_code == 1
+    assert "error: b, item 2 has " in found.stderr and "1.0000" in found.stdout
 
 
 def test_quants_shows_files_side_by_side_and_continues(text: Path, tmp_path: Path) -> None:
@@ -147,8 +160,15 @@ def test_quants_draws_a_plot(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"
     arguments = ("quants", DRAFT, TARGET, "-f", text, "-c", 64, "--chunks", 1, "--plot", path)
-    assert run(*arguments).exit_code == 0
+    kept = tmp_path / "kept.json"
+    assert run(*arguments, "-o", kept).exit_code == 0
     assert path.read_bytes().startswith(b"\x89PNG")
+    assert run(*arguments).exit_code == 2
+    assert run(*arguments, "-o", kept, "--resume").exit_code == 0
+    logits = tmp_path / "other.logits"
+    logits.write_text("mine")
+    refused = run(*arguments[:-2], "-o", tmp_path / "other")
+    assert refused.exit_code == 2 and logits.read_text() == "mine"
 
 
 def test_what_cannot_be_scored_is_refused_before_a_model_loads(text: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,6 +80,15 @@ def test_few_rows_at_a_time_and_chunks_side_by_side_change_nothing(target: lb.Mo
             values.append(np.concatenate(perplexity(ctx, TEXT, 32).losses).tolist())
             ctx.audit()
     assert values[0] == values[1] == values[2]
+
+
+def test_sequences_do_not_change_what_is_computed_in_f16(target: lb.Model) -> None:
+    values = []
+    options: dict[str, Any] = {"n_threads": 1, "kv_type": "f16", "batch_invariant": False}
+    for n_seq_max in (1, 4):
+        with lb.Context(target, n_ctx=512, n_seq_max=n_seq_max, **options) as ctx:
+            values.append(np.concatenate(perplexity(ctx, TEXT, 32).losses).tolist())
+    assert values[0] == values[1]
 
 
 def test_strided_perplexity_scores_every_token_once(ctx: Context) -> None:

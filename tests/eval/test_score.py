@@ -155,12 +155,23 @@ def test_bad_requests_are_refused_and_nothing_is_decoded(requests: object, ctx: 
 
 def test_a_long_context_and_a_bad_id_are_refused(ctx: Context) -> None:
     before = ctx.decoder.n_decodes
-    with pytest.raises(CacheFullError, match="1024"):
+    with pytest.raises(
+        CacheFullError, match="request 1 has 1026 tokens, the context has room for 1025"
+    ):
         score(ctx, [("a", [" b"]), ([3] * 1024, [[4, 5]])])
     with pytest.raises(TokenizeError):
         score(ctx, [([3], [[10**6]])])
     assert ctx.decoder.n_decodes == before
     assert score(ctx, []) == []
+
+
+def test_the_last_token_needs_no_room(target: lb.Model) -> None:
+    requests = [([3] * 250, [[4] * 7, [5] * 6]), ([6], [[7] * 256])]
+    values = []
+    for n_ctx in (256, 512):
+        with lb.Context(target, n_ctx=n_ctx, n_seq_max=2, n_threads=1, batch_invariant=True) as ctx:
+            values.append(score(ctx, requests))
+    assert values[0] == values[1]
 
 
 def test_branches_that_are_there_stay(ctx: Context) -> None:

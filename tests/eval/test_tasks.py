@@ -144,6 +144,6 @@ def test_a_choice_that_tokenizes_to_nothing_names_its_request(ctx: Context, tmp_
     before = ctx.decoder.n_decodes
     joined = ctx.model.tokenize("Once upon ab")
     if len(joined) == len(ctx.model.tokenize("Once upon a")):  # "ab" is one token
-        with pytest.raises(ConfigError, match="request 1"):
+        with pytest.raises(ConfigError, match="few, item 2: "):
             run_task(ctx, Task.read(write(tmp_path / "few.jsonl", items)))
         assert ctx.decoder.n_decodes == before

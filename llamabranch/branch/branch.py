@@ -56,8 +56,9 @@ class Branch:
     ) -> None:
         """Lease a sequence. For ``create`` and ``fork``, not for users."""
         inherited = None if parent is None else parent.sequence
+        used = () if inherited is None else (inherited.seq_id,)
         self.sequence: TokenSequence = TokenSequence(
-            ctx, ctx.sequences.lease(self, beginning), sampler, seed, inherited
+            ctx, ctx.sequences.lease(self, beginning, used=used), sampler, seed, inherited
         )
         self._lock = ctx.lock
         self._parent = parent

@@ -6,7 +6,7 @@ again. Each row of logits is read as soon as it is computed; none is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ..context import Context
 from ..context.batch import Batch
@@ -45,14 +45,14 @@ class _Continuation:
         """How many of its tokens must be decoded: the last one need not."""
         return len(self.tokens) - 1
 
-    def lease(self) -> None:
-        """Lease a sequence and give it the cells before the tokens.
+    def lease(self, used: Collection[int]) -> None:
+        """Lease a sequence, but none of ``used``, and give it the cells before the tokens.
 
         Raises:
             SequencesExhaustedError: none is free.
         """
         sequence, ctx = self.sequence, self.sequence.ctx
-        seq_id = ctx.sequences.lease(self)
+        seq_id = ctx.sequences.lease(self, used=used)
         try:
             end = sequence.position if ctx.capabilities.can_truncate else -1
             ctx.kv_cache.share(sequence.seq_id, seq_id, 0, end)
@@ -112,6 +112,7 @@ def _begin(ctx: Context, waiting: list[_Continuation], group: list[_Continuation
             break
     ctx.decoder.make_room(min(n_tokens, free))
     in_place: set[int] = set()
+    used = {item.sequence.seq_id for item in waiting}
     n_tokens = 0
     for item in waiting:
         n_tokens += item.n_left
@@ -123,7 +124,7 @@ def _begin(ctx: Context, waiting: list[_Continuation], group: list[_Continuation
             item.seq_id = own
         else:
             try:
-                item.lease()
+                item.lease(used)
             except SequencesExhaustedError:
                 if group:
                     break

@@ -126,7 +126,7 @@ class _Trial:
         self.seqs: list[int] = []
         try:
             for _ in range(n):
-                self.seqs.append(ctx.sequences.lease(self))
+                self.seqs.append(ctx.sequences.lease(self, used=(source,)))
                 ctx.kv_cache.share(source, self.seqs[-1])
         except BaseException:
             self.end()

@@ -71,7 +71,8 @@ class Chat:
     context is batch-invariant; elsewhere rounding can change it.
 
     Args:
-        ctx: the context that answers. With 8 sequences or more, several turns are kept.
+        ctx: the context that answers. With 8 sequences or more, several turns are kept; all but the
+            last are given up where somebody else needs a sequence.
         drafter: drafts the answers; None = copying from the conversation, where the memory can drop
             tokens. ``NullDrafter()`` = plain decoding.
         config: how much to draft.
@@ -190,8 +191,8 @@ class Chat:
 
     @property
     def n_cut(self) -> int:
-        """How many exchanges of the current branch the model does not see: the context was full."""
-        return self._line.n_cut
+        """How many exchanges of the current branch its last answer did not see: the context was full."""
+        return 0 if self._line.head is None else self._line.head.n_cut
 
     @property
     def branches(self) -> list[int]:
@@ -200,7 +201,10 @@ class Chat:
 
     @property
     def branch(self) -> Branch | None:
-        """The branch that ends with the last answer; None before that, or if it had to be pruned."""
+        """The branch that ends with the last answer; None before that, or if it had to be pruned.
+
+        A fork of it is never pruned by the chat.
+        """
         found = None if self._line.head is None else self._line.head.branch
         return None if found is None or found.state == "pruned" else found
 
@@ -278,8 +282,7 @@ class Chat:
         """Read the prompt of an answer; only then the conversation changes."""
         if not isinstance(text, str):
             raise ConfigError(f"a message must be text, not {text!r:.40}")
-        before = [] if parent is None else parent.path
-        tokens, n_cut = self._fitting(line, before, text)
+        tokens, n_cut = self._fitting(line, parent, text)
         prompt, n_new = self._turns.read(tokens, params)
         branch = self._turns.fork(prompt)
         if not self.ctx.capabilities.can_truncate and not self.ctx.n_seq_free:
@@ -288,17 +291,21 @@ class Chat:
         self._n_evaluated += n_new
         self._n_cached += len(tokens) - n_new
         self._n_answers += 1
-        self._n_cut += max(0, n_cut - line.n_cut)
-        exchange = Exchange(parent, text, seed=branch.seed, branch=branch)
+        self._n_cut += n_cut - (0 if parent is None else parent.n_cut)
+        exchange = Exchange(parent, text, seed=branch.seed, n_cut=n_cut, branch=branch)
         undo = (self._lines, self.current)
-        line = replace(line, head=exchange, n_cut=n_cut)
+        line = replace(line, head=exchange)
         self._lines, self.current = {**self._lines, line.number: line}, line.number
         self._answer = Answer(self, exchange, branch, self._turns, undo)
         return self._answer
 
-    def _fitting(self, line: Line, before: Sequence[Exchange], text: str) -> tuple[list[int], int]:
-        """Return the tokens of a prompt, and how many exchanges are left out for want of room."""
-        n_cut, size = min(line.n_cut, len(before)), self.ctx.n_ctx_seq
+    def _fitting(self, line: Line, parent: Exchange | None, text: str) -> tuple[list[int], int]:
+        """Return the tokens of a prompt, and how many exchanges are left out for want of room.
+
+        At least those that the answer before it did not see, so that the K/V of the others is there.
+        """
+        before, n_cut = ([], 0) if parent is None else (parent.path, parent.n_cut)
+        size = self.ctx.n_ctx_seq
         least = size // _LEAST_ROOM
         least = least if self.max_tokens is None else min(least, self.max_tokens)
         tokens = self._tokens(line.system, before[n_cut:], text)
@@ -336,9 +343,7 @@ class Chat:
         """
         self._end_answer()
         last = self._exchange(len(self.exchanges))
-        head = last.parent
-        n_cut = min(self.n_cut, len(self.exchanges) - 1)
-        self._lines[self.current] = replace(self._line, head=head, n_cut=n_cut)
+        self._lines[self.current] = replace(self._line, head=last.parent)
         return last.user
 
     def fork(self) -> int:
@@ -484,10 +489,16 @@ class Answer:
 
     def __next__(self) -> Produced:
         try:
-            return next(self._events)
+            event = next(self._events)
         except BaseException:  # the end, too
             self.close()
             raise
+        self._note()
+        return event
+
+    def _note(self) -> None:
+        """Write what there is of the answer into the conversation."""
+        self.exchange.answer, self.exchange.n_tokens = self.text, len(self.tokens)
 
     def _run(self) -> Generator[Produced, None, None]:
         chat, limit = self._chat, self._chat.max_tokens
@@ -518,8 +529,7 @@ class Answer:
         try:
             self._events.close()
         finally:
-            exchange = self.exchange
-            exchange.answer, exchange.n_tokens = self.text, len(self.tokens)
+            self._note()
             if not self._chat.ctx.closed:
                 self._turns.keep(self.branch)
             self._chat.conclude(self)

@@ -25,6 +25,7 @@ class Exchange:
         seed: the seed of its draws.
         finish_reason: "stop", "length", or "capacity" where the context was full; None: broken off.
         n_tokens: tokens of the answer.
+        n_cut: how many of the first exchanges before it the model did not see.
         branch: the prompt's tokens and the answer's; pruned once its sequence was needed.
     """
 
@@ -34,6 +35,7 @@ class Exchange:
     seed: int = 0
     finish_reason: str | None = None
     n_tokens: int = 0
+    n_cut: int = 0
     branch: Branch | None = None
 
     @property
@@ -55,13 +57,11 @@ class Line:
         number: by which it is chosen.
         head: its last exchange, None before the first.
         system: the system message, if there is one.
-        n_cut: how many of its first exchanges the model does not see any more.
     """
 
     number: int
     head: Exchange | None = None
     system: str | None = None
-    n_cut: int = 0
 
     @property
     def path(self) -> list[Exchange]:

@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from ..branch import Branch
 from ..context import Context
-from ..errors import CapacityError, SnapshotError, UnsupportedError
+from ..errors import BranchStateError, CapacityError, SnapshotError, UnsupportedError
 from ..sampling import SamplingParams
 from .conversation import Exchange, Line, exchanges_of
 
@@ -58,7 +58,8 @@ def write_chat(folder: str | os.PathLike[str], chat: SavedChat, ends: Sequence[E
         files: list[dict[str, object]] = []
         for exchange in ends:
             name = f"{uuid4().hex}.branch"
-            with contextlib.suppress(UnsupportedError):  # it is evaluated again
+            # It is evaluated again where it cannot be saved, or another thread has needed its sequence.
+            with contextlib.suppress(UnsupportedError, BranchStateError):
                 if exchange.branch is not None:
                     exchange.branch.save(place / name)
                     files.append({"file": name, "exchange": number[exchange]})
@@ -75,6 +76,7 @@ def write_chat(folder: str | os.PathLike[str], chat: SavedChat, ends: Sequence[E
                     "seed": each.seed,
                     "finish_reason": each.finish_reason,
                     "n_tokens": each.n_tokens,
+                    "n_cut": each.n_cut,
                 }
                 for each in exchanges
             ],
@@ -83,7 +85,6 @@ def write_chat(folder: str | os.PathLike[str], chat: SavedChat, ends: Sequence[E
                     "number": line.number,
                     "head": None if line.head is None else number[line.head],
                     "system": line.system,
-                    "n_cut": line.n_cut,
                 }
                 for line in chat.lines
             ],
@@ -123,6 +124,7 @@ def read_chat(
                     _a(int, each["seed"]),
                     _maybe(str, each["finish_reason"]),
                     _a(int, each["n_tokens"]),
+                    _a(int, each["n_cut"]),
                 )
             )
         lines = [
@@ -130,7 +132,6 @@ def read_chat(
                 _a(int, each["number"]),
                 _at(exchanges, each["head"]),
                 _maybe(str, each["system"]),
-                _a(int, each["n_cut"]),
             )
             for each in about["lines"]
         ]

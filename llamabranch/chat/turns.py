@@ -2,7 +2,8 @@
 
 They are a cache. The tokens of a prompt decide what is read of it: the branch with the longest common
 prefix is forked, cut there where the memory allows it, and reads the rest. Where sequences or cells run
-out, the least recently used ones are pruned; their tokens are evaluated again when they are needed.
+out, the least recently used ones are pruned; their tokens are evaluated again when they are needed. All
+but the one that was used last are given up to whoever needs a sequence of the context, in any thread.
 """
 
 from __future__ import annotations
@@ -61,20 +62,29 @@ class TurnBranches:
     def _nearest(self, tokens: Sequence[int]) -> tuple[Branch | None, int]:
         """Return the branch to begin from and how many tokens it has in common; it is now in use."""
         best, most = None, 0
-        for branch in self.living():
-            n = n_common(branch.sequence.tokens, tokens)
-            if n < branch.position and not self._cuts:
-                continue  # all of its tokens would be evaluated again
-            if n > most or (n and n == most and branch.position == n):
-                best, most = branch, n
-        if best is not None:
-            self.keep(best)
+        with self._ctx.lock:  # from being found to being the one used last, it is not given up
+            for branch in self.living():
+                n = n_common(branch.sequence.tokens, tokens)
+                if n < branch.position and not self._cuts:
+                    continue  # all of its tokens would be evaluated again
+                if n > most or (n and n == most and branch.position == n):
+                    best, most = branch, n
+            if best is not None:
+                self.keep(best)
         return best, most
 
     def living(self) -> list[Branch]:
         """Return the kept branches, but for those that somebody else has pruned."""
-        self._branches = [branch for branch in self._branches if branch.state != "pruned"]
-        return list(self._branches)
+        return [branch for branch in self._branches if branch.state != "pruned"]
+
+    @property
+    def n_spare(self) -> int:
+        """How many of them would be given up: all but the one that was used last."""
+        return max(0, len(self.living()) - 1)
+
+    def give_up(self, used: Collection[int]) -> bool:
+        """Prune one of these for somebody else, see `Lender`."""
+        return self._prune_of(self.living()[:-1], used, for_cells=False)
 
     def leaves(self, among: Collection[Branch]) -> list[Branch]:
         """Return the kept ones of some branches, without those that a cut of another one gives."""
@@ -89,14 +99,17 @@ class TurnBranches:
 
     def keep(self, branch: Branch) -> None:
         """Keep a branch as the one that was used last."""
-        self._branches = [each for each in self._branches if each is not branch] + [branch]
+        with self._ctx.lock:
+            self._branches = [each for each in self.living() if each is not branch] + [branch]
+            self._ctx.sequences.ask_last(self)
 
     def fork(self, branch: Branch) -> Branch:
         """Return a fork of a kept branch; the branch itself, no longer kept, where no other fits."""
         try:
             return self.with_room(branch.fork, branch)
         except SequencesExhaustedError:
-            self._branches = [each for each in self._branches if each is not branch]
+            with self._ctx.lock:
+                self._branches = [each for each in self._branches if each is not branch]
             return branch
 
     def with_room(self, act: Callable[[], T], used: Branch | None = None) -> T:
@@ -114,20 +127,26 @@ class TurnBranches:
         A branch inside a longer one has no cells of its own, and can be had again by a cut: the first to
         give up a sequence, the last where cells are needed.
         """
-        kept = self.living()
-        others = [branch for branch in kept if branch is not used]
+        with self._ctx.lock:
+            in_use = () if used is None else (used.seq_id,)
+            return self._prune_of(self.living(), in_use, for_cells=for_cells)
+
+    def _prune_of(self, branches: list[Branch], used: Collection[int], *, for_cells: bool) -> bool:
+        others = [branch for branch in branches if branch.seq_id not in used]
         if not others:
             return False
         if self._cuts or for_cells:
+            kept = self.living()
             others.sort(key=lambda branch: self._is_inside(branch, kept) == for_cells)
         self._drop(others[0])
         return True
 
     def _drop(self, branch: Branch) -> None:
-        self._branches = [each for each in self._branches if each is not branch]
-        for child in branch.children:
-            child.detach()
-        branch.prune()
+        with self._ctx.lock:
+            self._branches = [each for each in self._branches if each is not branch]
+            for child in branch.children:
+                child.detach()
+            branch.prune()
 
     def close(self) -> None:
         """Prune all of them."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
 import typer
 
 import llamabranch as lb
-from llamabranch import Chat, ConfigError, hub
+from llamabranch import Chat, ConfigError, SamplingParams, hub
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
@@ -76,7 +76,7 @@ class TurnOptions(SystemOptions):
     )
     load: Path | None = option(
         None,
-        "Go on with a chat that /save has written, with its settings.",
+        "Go on with a chat that /save has written, with its settings but for those that are given.",
         "--load",
         metavar="FOLDER",
     )
@@ -132,6 +132,7 @@ class AnswerOptions(SamplingOptions):
 @with_bundles
 def chat(
     *,
+    call: typer.Context,
     given: TurnOptions,
     models: ChatModels,
     text: AnswerOptions,
@@ -158,12 +159,14 @@ def chat(
             runtime = replace(runtime, n_ctx=n_ctx)
         target = LoadOptions(n_seq_max=_N_SEQ_MAX, chat_template=template)
         context, drafter = open_pair(runtime, names, console, stack, target, LoadOptions())
+        params = text.without_eog(params, context.model)
         if given.load is not None:
             talk = Chat.load(context, given.load, drafter, config)
+            _change(talk, call, given.system, params, max_tokens, text.stop)
         else:
             talk = Chat(
                 context, drafter, config, system=given.system, max_tokens=max_tokens,
-                sampling=text.without_eog(params, context.model), stop=text.stop or (),
+                sampling=params, stop=text.stop or (),
             )  # fmt: skip
         contexts = [context, *drafting_contexts(drafter)]
         session = ChatSession(
@@ -179,6 +182,28 @@ def chat(
             print_json(_as_json(session.chat))
         if session.has_failed and not given.is_interactive:
             raise typer.Exit(EXIT_FAILURE)
+
+
+def _change(
+    talk: Chat,
+    call: typer.Context,
+    system: str | None,
+    params: SamplingParams,
+    max_tokens: int | None,
+    stop: list[str] | None,
+) -> None:
+    """Give a chat that was loaded the settings of the command line, as far as these were given."""
+    sources = {name: call.get_parameter_source(name) for name in call.params}
+    names = {name for name, source in sources.items() if source and source.name != "DEFAULT"}
+    if "ignore_eos" in names:
+        names.add("logit_bias")
+    values = {field.name: getattr(params, field.name) for field in fields(params)}
+    values["max_tokens"] = max_tokens
+    talk.set(**{name: value for name, value in values.items() if name in names})
+    if stop:
+        talk.stop = tuple(stop)
+    if system is not None:
+        talk.system = system
 
 
 def _suited(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -123,7 +124,7 @@ class ChatSession:
     def _stream(self, begin: Callable[[], Answer]) -> None:
         """Print an answer as it is generated; Ctrl-C ends it."""
         answer: Answer | None = None
-        n_cut = self.chat.n_cut
+        before = self.chat.current, self.chat.n_cut
         interrupted = False
         with InterruptHandler(self._contexts) as interrupts:
             try:
@@ -146,7 +147,7 @@ class ChatSession:
             self._console.note("interrupted: the message was taken back")
         else:
             self._write("\n")
-            self._note_end(answer, n_cut)
+            self._note_end(answer, is_same=before == (self.chat.current, self.chat.n_cut))
         if interrupted and not self._interactive:
             raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -154,14 +155,15 @@ class ChatSession:
         if not self._silent:
             self._console.write(text)
 
-    def _note_end(self, answer: Answer, n_cut: int) -> None:
+    def _note_end(self, answer: Answer, *, is_same: bool) -> None:
+        """Note how an answer has ended, and what it did not see unless that ``is_same`` as before."""
         reasons = {
             None: "interrupted: this part of the answer stays",
             "length": "the answer has as many tokens as it may: /set max_tokens N",
             "capacity": "the context is full: the answer ends here",
         }
-        if self.chat.n_cut > n_cut:
-            n = self.chat.n_cut
+        n = self.chat.n_cut
+        if n and not is_same:
             what = (
                 "the first message and its answer"
                 if n == 1
@@ -270,8 +272,9 @@ class ChatSession:
 
     def save(self, rest: str) -> None:
         """Save the chat with its branches."""
-        self.chat.save(_path(rest, "/save FOLDER"))
-        self._console.note(f"saved in {rest}")
+        folder = _path(rest, "/save FOLDER")
+        self.chat.save(folder)
+        self._console.note(f"saved in {folder}")
 
     def load(self, rest: str) -> None:
         """Go on with a chat that was saved."""
@@ -390,7 +393,7 @@ def _number(text: str, usage: str, default: int | None = None) -> int:
 def _path(text: str, usage: str) -> str:
     if not text:
         raise UsageError("where?", hint=usage)
-    return text
+    return os.path.expanduser(text)
 
 
 def _value(text: str) -> object:

@@ -7,14 +7,29 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 from ..errors import SequencesExhaustedError
 from .kv_cache import KVCache
 
-__all__ = ["SequenceIds"]
+__all__ = ["Lender", "SequenceIds"]
 
 _TRIES = 1000  # a millisecond each: as long as a collection in another thread may take
+
+
+class Lender(Protocol):
+    """Who holds sequences that it gives up where all are taken and somebody else needs one."""
+
+    @property
+    def n_spare(self) -> int:
+        """How many it would give up. Does not wait for a lock."""
+
+    def give_up(self, used: Collection[int]) -> bool:
+        """End the lease of one of them, but of none of ``used``; False if there is no other.
+
+        The caller holds the context's lock, in any thread.
+        """
 
 
 class SequenceIds:
@@ -50,6 +65,7 @@ class SequenceIds:
         self._is_closed = is_closed
         self._holders: dict[int, weakref.ref[object]] = {}
         self._collected: deque[int] = deque()
+        self._lenders: list[weakref.ref[Lender]] = []  # the one used last comes last
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._holders
@@ -72,7 +88,8 @@ class SequenceIds:
                 self.collect()
             finally:
                 self._lock.release()
-        return sum(map(self._is_free, range(self.n_seq_max))) + self.n_cached
+        n_spare = sum(lender.n_spare for lender in self._living_lenders())
+        return sum(map(self._is_free, range(self.n_seq_max))) + self.n_cached + n_spare
 
     def _is_free(self, seq_id: int) -> bool:
         return seq_id not in self._holders and self._cache.first_position(seq_id) < 0
@@ -89,10 +106,22 @@ class SequenceIds:
             found = map(self.holder, range(self.n_seq_max))
             return [holder for holder in found if holder is not None]
 
-    def lease(self, holder: object, beginning: Sequence[int] = ()) -> int:
+    def ask_last(self, lender: Lender) -> None:
+        """Let ``lender`` give up sequences from now on, after all others. Hold the lock."""
+        others = [each for each in self._living_lenders() if each is not lender]
+        self._lenders = [weakref.ref(each) for each in (*others, lender)]
+
+    def _living_lenders(self) -> list[Lender]:
+        found = (ref() for ref in self._lenders)
+        return [lender for lender in found if lender is not None]
+
+    def lease(
+        self, holder: object, beginning: Sequence[int] = (), *, used: Collection[int] = ()
+    ) -> int:
         """Lease a sequence to ``holder`` until ``give_back`` or its garbage collection.
 
         It is empty, or holds the first tokens of ``beginning``, if the prefix cache gives that up.
+        ``used``: sequences that the caller works with, so that no lender may give them up.
 
         Raises:
             SequencesExhaustedError: all are taken; the message lists the holders.
@@ -107,6 +136,8 @@ class SequenceIds:
                 return begun
             while len(self._holders) == self.n_seq_max and self.n_cached and self.evict():
                 pass
+            while len(self._holders) == self.n_seq_max and self._ask(used):
+                pass
             if len(self._holders) == self.n_seq_max:
                 _collect_garbage()  # an unreferenced branch may be in a reference cycle
                 self.collect(noted=False)
@@ -114,6 +145,9 @@ class SequenceIds:
             if seq_id is None:
                 raise self._exhausted()
             return seq_id
+
+    def _ask(self, used: Collection[int]) -> bool:
+        return any(lender.give_up(used) for lender in self._living_lenders())
 
     def _exhausted(self) -> SequencesExhaustedError:
         holders = "; ".join(f"{s} by {ref()!r}" for s, ref in sorted(self._holders.items()))

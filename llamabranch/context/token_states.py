@@ -38,7 +38,7 @@ def kept_states(ctx: Context, seq_id: int, tokens: list[int], start: int) -> Sta
         if any(row is None for row in found):
             holder = _Reading()
             try:
-                other = ctx.sequences.lease(holder)
+                other = ctx.sequences.lease(holder, used=(seq_id,))
                 try:
                     decode_run(ctx.decoder, tokens, other, "none")
                     hidden.set_all(seq_id, hidden.all_of(other))
@@ -89,7 +89,7 @@ def _final_states(ctx: Context, seq_id: int, tokens: list[int], start: int) -> S
     memory = ctx.capabilities
     shares = memory.can_truncate and memory.can_share and not memory.sliding_window
     holder = _Reading()
-    other = ctx.sequences.lease(holder)
+    other = ctx.sequences.lease(holder, used=(seq_id,))
     try:
         first = start if shares else 0
         if first:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, files
@@ -178,6 +180,9 @@ def test_a_broken_off_answer_stays_and_an_empty_one_is_taken_back(ctx: Context) 
     with Chat(ctx, seed=1, max_tokens=30) as chat:
         answer = chat.send("One day")
         next(answer), next(answer)
+        assert chat.exchanges[-1].n_tokens == 2
+        assert chat.messages[-1] == {"role": "assistant", "content": answer.text}
+        assert answer.text.split()[0] in str(chat.tree())
         answer.close()
         assert (len(answer.tokens), answer.finish_reason) == (2, None)
         assert chat.messages[-1] == {"role": "assistant", "content": answer.text}
@@ -253,6 +258,28 @@ def test_conversation_beyond_the_context_loses_whole_turns_and_keeps_the_system_
         context.audit()
 
 
+def test_what_is_taken_back_or_edited_sees_what_was_seen_there(model: lb.Model) -> None:
+    bias = dict.fromkeys(model.eog_tokens, -1e30)
+    with (
+        Context(model, n_ctx=256, n_seq_max=8, n_threads=1) as context,
+        Chat(context, lb.NullDrafter(), seed=2, max_tokens=24, logit_bias=bias) as chat,
+    ):
+        answers = [chat.send(f"What did they do on day {day}?").finish() for day in range(7)]
+        cuts = [answer.exchange.n_cut for answer in answers]
+        assert cuts[3] < 3 < cuts[-1] == chat.n_cut
+        with counting(context) as counts:
+            again = chat.retry()
+        assert (again.prompt, counts) == (answers[-1].prompt, [])
+        again.close()
+        chat.edit(3, answers[2].exchange.user)
+        assert chat.n_cut == cuts[2]
+        chat.switch(1)
+        for _ in range(4):
+            chat.undo()
+        assert chat.n_cut == cuts[2]
+        assert chat.send(answers[3].exchange.user).finish().prompt == answers[3].prompt
+
+
 def test_answer_ends_where_the_context_does(model: lb.Model) -> None:
     with Context(model, n_ctx=256, n_seq_max=4, n_threads=1) as context:
         with Chat(context, seed=2, logit_bias=dict.fromkeys(model.eog_tokens, -1e30)) as chat:
@@ -276,6 +303,82 @@ def test_few_sequences_cost_evaluations_and_no_text(
         Chat(context, seed=5, max_tokens=6) as chat,
     ):
         for answer in ten_turns(chat):
+            assert by_hand(other_ctx, answer, chat) == answer.tokens
+        context.audit()
+
+
+def test_others_get_sequences_that_a_chat_keeps_turns_in(
+    model: lb.Model, other_ctx: Context
+) -> None:
+    options = lb.ContextParams(n_ctx=2048, n_seq_max=8, n_threads=1, batch_invariant=True)
+    with Context(model, options) as context, Chat(context, seed=1, max_tokens=5) as chat:
+        for i in range(6):
+            chat.send(f"hi {i}").finish()
+        n_used = context.n_seq_max - context.n_seq_free
+        assert n_used == 1  # its last turn stays
+        assert len(context.complete(["One", "day"], n=2, max_tokens=3, seed=1)) == 2
+        with Chat(context, seed=2, max_tokens=5) as second:
+            for talk in (second, chat) * 3:
+                answer = talk.send("and you?").finish()
+                assert by_hand(other_ctx, answer, talk) == answer.tokens
+        running = chat.send("Tell me more.")
+        next(running)
+        branches = [Branch.start(context, "One day") for _ in range(6)]
+        with pytest.raises(lb.SequencesExhaustedError):  # the prompt and the answer stay
+            Branch.start(context, "One day")
+        assert by_hand(other_ctx, running.finish(), chat) == running.tokens
+        for branch in branches:
+            branch.prune()
+        context.audit()
+
+
+def test_turn_that_is_forked_or_rated_does_not_give_way_to_its_fork(model: lb.Model) -> None:
+    options = lb.ContextParams(n_ctx=2048, n_seq_max=4, n_threads=1)
+    with Context(model, options) as context, Chat(context, seed=1, max_tokens=3) as chat:
+        chat.send("One day").finish()
+        chat.fork()
+        chat.edit(1, "One night").finish()
+        first = chat.on(1)[0].branch
+        assert first is not None
+        tokens = first.tokens
+        first.score([5, 6])
+        with first.fork() as one, first.fork() as two:
+            assert one.tokens == two.tokens == first.tokens == tokens
+        second = chat.on(2)[0].branch
+        assert second is not None and second.state != "pruned"
+        work = {first: [[5, 6], [7, 8], [9, 5]], second: [[5, 6]]}
+        scores = lb.BranchStore(context).score(work)
+        assert scores[second] == [second.score([5, 6])]
+        assert first.tokens == tokens
+        context.audit()
+
+
+def test_sequences_taken_by_another_thread_cost_no_text(
+    model: lb.Model, other_ctx: Context
+) -> None:
+    options = lb.ContextParams(n_ctx=1024, n_seq_max=3, n_threads=1, batch_invariant=True)
+    with Context(model, options) as context, Chat(context, seed=5, max_tokens=6) as chat:
+        has_ended = threading.Event()
+        n_taken = [0]
+
+        def take() -> None:
+            is_last = False
+            while not is_last:
+                is_last = has_ended.is_set()
+                with contextlib.suppress(lb.SequencesExhaustedError):
+                    Branch.create(context).prune()
+                    n_taken[0] += 1
+
+        other = threading.Thread(target=take)
+        other.start()
+        try:
+            answers = [chat.send(text).finish() for text in ("One day", "And then?")]
+            answers += [chat.retry().finish(), chat.edit(1, "One night").finish()]
+        finally:
+            has_ended.set()
+            other.join()
+        assert n_taken[0]
+        for answer in answers:
             assert by_hand(other_ctx, answer, chat) == answer.tokens
         context.audit()
 

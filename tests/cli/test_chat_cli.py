@@ -199,3 +199,47 @@ def test_model_without_a_template_continues_what_it_reads_and_says_so() -> None:
     nothing = run("-m", TARGET, stdin="")
     assert nothing.exit_code == 2
     assert "there is no message" in nothing.stderr
+
+
+def test_options_that_are_given_are_those_of_a_loaded_chat(tmp_path: Path) -> None:
+    options = OPTIONS[:-2]  # no seed
+    kept, turns = tmp_path / "kept", tmp_path / "turns.txt"
+    turns.write_text(f"One day\n/save {kept}\n")
+    saved = run(*options, "-n", "3", "--seed", "4", "--top-k", "7", "-f", str(turns))
+    assert saved.exit_code == 0, saved.stderr
+    turns.write_text(f"Again\n/save {kept}\n")
+    run(*options, "--load", str(kept), "-f", str(turns))
+    same = json.loads((kept / "chat.json").read_text())
+    assert (same["sampling"]["top_k"], same["sampling"]["seed"], same["max_tokens"]) == (7, 4, 3)
+    given = ["--temperature", "0.8", "--seed", "9", "-n", "2", "--stop", "x", "-sys", "Be kind."]
+    run(*options, "--load", str(kept), *given, "--ignore-eos", "-f", str(turns))
+    other = json.loads((kept / "chat.json").read_text())
+    expected = {**same["sampling"], "seed": 9, "temperature": 0.8}
+    assert other["sampling"].pop("logit_bias") and not expected.pop("logit_bias")
+    assert other["sampling"] == expected
+    assert (other["max_tokens"], other["stop"]) == (2, ["x"])
+    assert other["lines"][0]["system"] == "Be kind."
+
+
+def test_tilde_of_save_and_load_is_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    turns = tmp_path / "turns.txt"
+    turns.write_text("One day\n/save ~/kept\n/undo\n/load ~/kept\n")
+    result = run(*OPTIONS, "-n", "2", "-f", str(turns))
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "kept" / "chat.json").is_file()
+    assert f"saved in {tmp_path}/kept" in " ".join(result.stderr.split())
+
+
+def test_each_branch_that_lacks_turns_says_so(tmp_path: Path) -> None:
+    turns = tmp_path / "turns.txt"
+    turns.write_text(
+        "\n".join([*(f"Of day {n}?" for n in range(6)), "/retry", "/retry", "/edit 1 Hello"])
+    )
+    options = [*OPTIONS, "-c", "256", "-n", "24", "--ignore-eos"]
+    result = run(*options, "-f", str(turns))
+    assert result.exit_code == 0, result.stderr
+    notes = re.findall(r"no longer sees|branch \d", result.stderr + result.stdout)
+    assert notes[-5:] == ["no longer sees", "branch 2", "no longer sees", "branch 3", "branch 4"]

@@ -114,6 +114,7 @@ def _section(known: dict[str, object], name: str) -> dict[str, object]:
 
 def _replace(path: Path, content: dict[str, object]) -> None:
     temporary = ""
+    path = Path(os.path.realpath(path))  # a link stays one
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         number, temporary = tempfile.mkstemp(prefix=path.name + ".", dir=path.parent)

@@ -12,6 +12,7 @@ from ..branch import Branch, Produced
 from ..branch.branch import random_seed
 from ..branch.tree import BranchTree
 from ..context import Context
+from ..context.context import text_context
 from ..errors import CacheFullError, CapacityError, ConfigError, UnsupportedError, UsageError
 from ..pictures import TreeLine
 from ..sampling import SamplingParams, SamplingSettings
@@ -107,6 +108,7 @@ class Chat:
         stop: str | Sequence[str] = (),
         **settings: Unpack[SamplingSettings],
     ) -> None:
+        text_context("ctx", ctx)
         if drafter is None:
             copies = ctx.capabilities.can_truncate
             drafter = SuffixDrafter(shared_tokens=0) if copies else NullDrafter()

@@ -223,6 +223,11 @@ def test_wrong_numbers_and_messages_change_nothing(ctx: Context) -> None:
         assert chat.stats.num_answers == 0
 
 
+def test_what_is_no_context_is_refused() -> None:
+    with pytest.raises(lb.ConfigError, match="ctx must be"):
+        lb.Chat("tale-target")  # type: ignore[arg-type]
+
+
 def test_model_without_a_template_is_refused_with_what_helps(target: lb.Model) -> None:
     with Context(target, n_ctx=256, n_threads=1) as context:
         with pytest.raises(lb.UnsupportedError, match="no chat template") as caught:

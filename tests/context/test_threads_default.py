@@ -304,6 +304,13 @@ def test_other_sections_and_what_is_beside_the_file_are_left_alone(profile: Path
     assert [path.name for path in profile.parent.iterdir()] == ["profile.json"]
 
 
+def test_a_link_to_the_file_stays_one(profile: Path, tmp_path: Path) -> None:
+    profile.parent.mkdir()
+    profile.symlink_to(tmp_path / "elsewhere.json")
+    write_entry("threads", "a", {"n": 1})
+    assert profile.is_symlink() and read_entry("threads", "a") == {"n": 1}
+
+
 def test_a_section_keeps_its_youngest_entries(profile: Path) -> None:
     for i in range(MAX_ENTRIES + 5):
         write_entry("threads", str(i), {"n_threads": i})

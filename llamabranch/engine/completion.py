@@ -94,6 +94,7 @@ class Completion:
         is_list: whether the answer is a list.
         tools: those of a chat.
         drafter: the one that was given.
+        rates: whether log-probabilities were asked for, so that OpenAI's shapes have them.
         found: the results of each prompt, by the number of the sample.
     """
 
@@ -102,6 +103,7 @@ class Completion:
     is_list: bool
     tools: Tools | None = None
     drafter: Drafter | None = None
+    rates: bool = False
     found: list[list[Result]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -121,6 +123,8 @@ class Completion:
             choices.sort(key=lambda each: each.sample)
             result.id, result.prompt = name, self.prompts[number]
             result.choices, result.tools = choices, self.tools
+            if not self.rates:
+                result.pieces = {}
         return event if event.id == name else replace(event, id=name)
 
     def check(self) -> None:
@@ -169,6 +173,7 @@ def plan_texts(
     if max_tokens is None and "max_tokens" in options:
         max_tokens = ctx.n_ctx_seq
     top_logprobs = options.get("top_logprobs")
+    rates = top_logprobs is not None or bool(options.get("logprobs"))
     if top_logprobs is None and params.logprobs:
         top_logprobs = 0
     common = Request(
@@ -192,7 +197,7 @@ def plan_texts(
             if len(tokens) > ctx.n_ctx_seq:
                 raise CacheFullError.of_prompt(len(tokens), ctx.n_ctx_seq)
             requests.append(replace(request, prompt=tokens))
-    return Completion(requests, prompts, is_list, drafter=options.get("drafter"))
+    return Completion(requests, prompts, is_list, drafter=options.get("drafter"), rates=rates)
 
 
 def plan_chat(

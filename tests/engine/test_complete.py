@@ -307,6 +307,20 @@ def test_openais_shapes(ctx: Context, chatting: Context) -> None:
     assert shown.choices[0].finish_reason == "length"
 
 
+def test_openais_shapes_have_the_logprobs_that_were_asked_for(chatting: Context) -> None:
+    few: dict[str, Any] = {"max_tokens": 3, **WARM}
+    for call, given in ((chatting.complete, "The king"), (chatting.chat, HELLO)):
+        run: Any = call
+        for more in ({"logprobs": True}, {"top_logprobs": 0}, {"top_logprobs": 2}):
+            found = run(given, **more, **few).to_openai()["choices"][0]["logprobs"]
+            assert len(found["content" if given is HELLO else "tokens"]) == 3
+        for more in ({}, {"logprobs": False}):
+            assert run(given, **more, **few).to_openai()["choices"][0]["logprobs"] is None
+    (result,) = lb.Engine(chatting).generate([Request("The king", top_logprobs=0, max_tokens=3)])
+    body: Any = result.to_openai()
+    assert len(body["choices"][0]["logprobs"]["tokens"]) == 3
+
+
 def test_async_twins(chatting: Context) -> None:
     ctx = chatting
     expected = [plain(ctx, prompt, 12)[0] for prompt in PROMPTS]

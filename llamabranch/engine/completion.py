@@ -47,11 +47,10 @@ __all__ = [
 ]
 
 
-_Messages = Sequence[Mapping[str, object]]
-_Prompt = str | Sequence[int] | _Messages
-Prompts = list[str] | Sequence[Sequence[int]] | Sequence[_Messages]
 Messages = Sequence[Message]
-Conversations = Sequence[_Messages] | Sequence[list[Message]]
+Conversations = Sequence[Sequence[Message]]
+_Prompt = str | Sequence[int] | Messages
+Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Conversations
 Events = Generator[Event, None, None]
 
 
@@ -217,7 +216,8 @@ def plan_chat(
     """
     text_context("ctx", ctx)
     known = Tools(tools or (), tool_choice)
-    is_list = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
+    first = messages[0] if isinstance(messages, (list, tuple)) and messages else None
+    is_list = isinstance(first, list) or is_chat(first)
     given = cast(Sequence[Sequence[Message]], messages if is_list else [messages])
     told, prompts = [], []
     for index, each in enumerate(given):
@@ -241,10 +241,11 @@ def _prompts(prompt: object) -> tuple[list[_Prompt], bool]:
     if not is_list or (several and plain_int(several[0]) is not None):
         return [cast(_Prompt, prompt)], False
     for each in several:
-        if isinstance(each, (list, tuple)) and each and isinstance(each[0], (str, list, tuple)):
+        is_nested = isinstance(each, (list, tuple)) and each and not is_chat(each)
+        if is_nested and isinstance(each[0], (str, list, tuple)):
             raise ConfigError(
                 f"a prompt must be text, a list of token ids or messages, not {each!r:.40}",
-                hint="give texts in one list; pairs of role and content to chat(messages)",
+                hint="give texts, conversations or lists of ids in one list",
             )
     return list(several), True
 

@@ -16,7 +16,7 @@ from ..arguments import whole
 from ..branch import Produced
 from ..context.logits import TokenScore
 from ..errors import ConfigError, LlamaBranchError
-from ..model import chat_messages, is_chat, token_list
+from ..model import Message, chat_messages, is_chat, token_list
 from ..model.tools import ToolCall, Tools
 from ..pictures import tokens_picture
 from ..sampling import SamplingParams
@@ -70,7 +70,7 @@ class Request:
         ConfigError: a value out of range.
     """
 
-    prompt: str | Sequence[int] | Sequence[Mapping[str, object]]
+    prompt: str | Sequence[int] | Sequence[Message]
     id: str | None = None
     max_tokens: int | None = None
     sampling: SamplingParams | None = None

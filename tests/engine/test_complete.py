@@ -373,6 +373,26 @@ def test_types_are_known(chatting: Context) -> None:
     assert_type(ctx.chat(HELLO, max_tokens=few), Result)
     assert_type(ctx.chat([("user", "Hello")], max_tokens=few), Result)
     assert_type(ctx.chat([HELLO], max_tokens=few), list[Result])
+    assert_type(ctx.chat([[("user", "a")], [("user", "b")]], max_tokens=few), list[Result])
+    talks = [[("user", text)] for text in ("a", "b")]
+    assert_type(ctx.chat(talks, max_tokens=few), list[Result])
+    tuples = [
+        *assert_type(ctx.complete(("The king", "The fox"), max_tokens=few), list[Result]),
+        *assert_type(ctx.chat((HELLO, HELLO), max_tokens=few), list[Result]),
+        *assert_type(ctx.chat((talks[0], tuple(talks[1])), max_tokens=few), list[Result]),
+    ]
+    assert len(tuples) == 6
+    assert isinstance(assert_type(ctx.chat((("user", "a"),), max_tokens=few), Result), Result)
+    flags: list[bool] = [False, True]
+    for flag in flags:
+        assert_type(
+            ctx.complete("The king", stream=flag, max_tokens=few),
+            Result | list[Result] | Generator[Event, None, None],
+        )
+        assert_type(
+            ctx.chat(HELLO, stream=flag, max_tokens=few),
+            Result | list[Result] | Generator[Event, None, None],
+        )
     streams = [
         assert_type(
             ctx.complete("The king", stream=True, max_tokens=few), Generator[Event, None, None]
@@ -492,10 +512,22 @@ def test_errors_name_the_prompt_and_the_message(chatting: Context) -> None:
         with pytest.raises(LlamaBranchError) as caught:
             call(given)
         assert str(caught.value).startswith(place)
-    for pairs in ([hello], [[hello], [hello]]):
-        with pytest.raises(ConfigError) as refused:
-            complete(pairs)
-        assert "chat(messages)" in (refused.value.hint or "")
+    with pytest.raises(ConfigError) as refused:
+        complete([["a"], ["b"]])
+    assert "in one list" in (refused.value.hint or "")
+
+
+def test_pairs_are_messages_wherever_a_prompt_is_taken(chatting: Context) -> None:
+    ctx, pairs, n = chatting, [("user", "Tell me of a king.")], 8
+    expected = plain(ctx, HELLO, n)
+    assert plain(ctx, pairs, n) == expected
+    assert same(ctx.complete(pairs, max_tokens=n, **WARM), expected)
+    engine = lb.Engine(ctx, sampling=lb.SamplingParams(**WARM), max_tokens=n)
+    results = [*ctx.complete([pairs, pairs], max_tokens=n, **WARM), *engine.generate(pairs)]
+    results += engine.generate([pairs, Request(pairs)])
+    assert len(results) == 5 and all(same(result, expected) for result in results)
+    run = lb.Speculator(ctx).generate(pairs, max_tokens=n, sampling=lb.SamplingParams(**WARM))
+    assert run.finish().text == expected[0]
 
 
 def test_held_sequences_and_closed_contexts_raise(target: lb.Model) -> None:

@@ -77,8 +77,11 @@ def read_entry(section: str, key: str) -> Entry | None:
 
 
 def write_entries(entries: Iterable[tuple[str, str, Entry]]) -> None:
-    """Store entries of JSON values, as (section, key, entry); the file is replaced in one step."""
-    path = profile_path()
+    """Store entries of JSON values, as (section, key, entry); the file is replaced in one step.
+
+    While the interpreter ends nothing is stored: it imports no more, which reading a file may need.
+    """
+    path = None if sys.is_finalizing() else profile_path()
     if path is None:
         return
     with _lock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 
 from llamabranch import ConfigError, Context, Drafter, LlamaBranchError
 from llamabranch.bench import Machine, PairBench, Sweep, load_average, profile_in_use
+from llamabranch.model import Prompt
 
 from .bench_report import FILES, BenchReport
 from .bundles import option, with_bundles
@@ -209,11 +209,7 @@ def bench(
             raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _tokens(
-    context: Context,
-    prompt: str | Sequence[int] | Sequence[Mapping[str, object]],
-    chat: ChatOptions,
-) -> list[int]:
+def _tokens(context: Context, prompt: Prompt, chat: ChatOptions) -> list[int]:
     if isinstance(prompt, str):
         return chat.prompt_tokens(context.model, prompt)
     return context.model.prompt_tokens(prompt)

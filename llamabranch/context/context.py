@@ -547,6 +547,10 @@ class Context:
     def complete(
         self, prompt: Prompt | Prompts, *, stream: Literal[True], **options: Unpack[TextOptions]
     ) -> Events: ...
+    @overload
+    def complete(
+        self, prompt: Prompt | Prompts, *, stream: bool, **options: Unpack[TextOptions]
+    ) -> Result | list[Result] | Events: ...
     def complete(
         self, prompt: Prompt | Prompts, *, stream: bool = False, **options: Unpack[TextOptions]
     ) -> Result | list[Result] | Events:
@@ -611,6 +615,10 @@ class Context:
         stream: Literal[True],
         **options: Unpack[ChatOptions],
     ) -> Events: ...
+    @overload
+    def chat(
+        self, messages: Messages | Conversations, *, stream: bool, **options: Unpack[ChatOptions]
+    ) -> Result | list[Result] | Events: ...
     def chat(
         self,
         messages: Messages | Conversations,

@@ -180,6 +180,10 @@ class AsyncEngine:
     def complete(
         self, prompt: Prompt | Prompts, *, stream: Literal[True], **options: Unpack[TextOptions]
     ) -> AsyncGenerator[Event, None]: ...
+    @overload
+    def complete(
+        self, prompt: Prompt | Prompts, *, stream: bool, **options: Unpack[TextOptions]
+    ) -> Coroutine[None, None, Result | list[Result]] | AsyncGenerator[Event, None]: ...
     def complete(
         self, prompt: Prompt | Prompts, *, stream: bool = False, **options: Unpack[TextOptions]
     ) -> Coroutine[None, None, Result | list[Result]] | AsyncGenerator[Event, None]:
@@ -223,6 +227,10 @@ class AsyncEngine:
         stream: Literal[True],
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[Event, None]: ...
+    @overload
+    def chat(
+        self, messages: Messages | Conversations, *, stream: bool, **options: Unpack[ChatOptions]
+    ) -> Coroutine[None, None, Result | list[Result]] | AsyncGenerator[Event, None]: ...
     def chat(
         self,
         messages: Messages | Conversations,

@@ -47,11 +47,10 @@ __all__ = [
 ]
 
 
-_Messages = Sequence[Mapping[str, object]]
-_Prompt = str | Sequence[int] | _Messages
-Prompts = list[str] | Sequence[Sequence[int]] | Sequence[_Messages]
 Messages = Sequence[Message]
-Conversations = Sequence[_Messages] | Sequence[list[Message]]
+Conversations = Sequence[Sequence[Message]]
+_Prompt = str | Sequence[int] | Messages
+Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Conversations
 Events = Generator[Event, None, None]
 
 
@@ -94,6 +93,7 @@ class Completion:
         is_list: whether the answer is a list.
         tools: those of a chat.
         drafter: the one that was given.
+        rates: whether log-probabilities were asked for, so that OpenAI's shapes have them.
         found: the results of each prompt, by the number of the sample.
     """
 
@@ -102,6 +102,7 @@ class Completion:
     is_list: bool
     tools: Tools | None = None
     drafter: Drafter | None = None
+    rates: bool = False
     found: list[list[Result]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -121,6 +122,8 @@ class Completion:
             choices.sort(key=lambda each: each.sample)
             result.id, result.prompt = name, self.prompts[number]
             result.choices, result.tools = choices, self.tools
+            if not self.rates:
+                result.pieces = {}
         return event if event.id == name else replace(event, id=name)
 
     def check(self) -> None:
@@ -169,6 +172,7 @@ def plan_texts(
     if max_tokens is None and "max_tokens" in options:
         max_tokens = ctx.n_ctx_seq
     top_logprobs = options.get("top_logprobs")
+    rates = top_logprobs is not None or bool(options.get("logprobs"))
     if top_logprobs is None and params.logprobs:
         top_logprobs = 0
     common = Request(
@@ -192,7 +196,7 @@ def plan_texts(
             if len(tokens) > ctx.n_ctx_seq:
                 raise CacheFullError.of_prompt(len(tokens), ctx.n_ctx_seq)
             requests.append(replace(request, prompt=tokens))
-    return Completion(requests, prompts, is_list, drafter=options.get("drafter"))
+    return Completion(requests, prompts, is_list, drafter=options.get("drafter"), rates=rates)
 
 
 def plan_chat(
@@ -212,7 +216,8 @@ def plan_chat(
     """
     text_context("ctx", ctx)
     known = Tools(tools or (), tool_choice)
-    is_list = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
+    first = messages[0] if isinstance(messages, (list, tuple)) and messages else None
+    is_list = isinstance(first, list) or is_chat(first)
     given = cast(Sequence[Sequence[Message]], messages if is_list else [messages])
     told, prompts = [], []
     for index, each in enumerate(given):
@@ -236,10 +241,11 @@ def _prompts(prompt: object) -> tuple[list[_Prompt], bool]:
     if not is_list or (several and plain_int(several[0]) is not None):
         return [cast(_Prompt, prompt)], False
     for each in several:
-        if isinstance(each, (list, tuple)) and each and isinstance(each[0], (str, list, tuple)):
+        is_nested = isinstance(each, (list, tuple)) and each and not is_chat(each)
+        if is_nested and isinstance(each[0], (str, list, tuple)):
             raise ConfigError(
                 f"a prompt must be text, a list of token ids or messages, not {each!r:.40}",
-                hint="give texts in one list; pairs of role and content to chat(messages)",
+                hint="give texts, conversations or lists of ids in one list",
             )
     return list(several), True
 

@@ -20,7 +20,7 @@ from ..errors import (
     LlamaBranchError,
     QueueFullError,
 )
-from ..model import is_chat
+from ..model import Message, is_chat
 from ..sampling import SamplingParams
 from ..speculative import Drafter, NullDrafter, SpeculativeConfig
 from ..speculative.drafters.base import checked_drafter
@@ -30,10 +30,10 @@ from .request import EngineStats, Event, Request, Result
 
 __all__ = ["AnyRequest", "Engine"]
 
-Messages = Sequence[Mapping[str, object]]
+Messages = Sequence[Message]
 AnyRequest = Request | str | Messages
 # One conversation is an iterable of messages; one text is an iterable of str.
-Requests = Iterable[AnyRequest | Mapping[str, object]] | Request
+Requests = Iterable[AnyRequest | Message] | Request
 _Skip = Collection[tuple[str, int]]
 
 

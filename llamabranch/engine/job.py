@@ -348,8 +348,8 @@ class Job:
         )
 
     def _pieces(self) -> dict[int, bytes]:
-        """Return the bytes of all tokens that its ``logprobs`` name, if it has alternatives."""
-        if not self.request.top_logprobs:
+        """Return the bytes of all tokens that its ``logprobs`` name, if it has any."""
+        if self.request.top_logprobs is None:
             return {}
         named = {a.token for one in self.output.emitted for a in one.alternatives}
         return {t: named_piece(self.submission.model, t) for t in named | set(self.output.tokens)}

@@ -16,7 +16,7 @@ from ..arguments import whole
 from ..branch import Produced
 from ..context.logits import TokenScore
 from ..errors import ConfigError, LlamaBranchError
-from ..model import chat_messages, is_chat, token_list
+from ..model import Message, chat_messages, is_chat, token_list
 from ..model.tools import ToolCall, Tools
 from ..pictures import tokens_picture
 from ..sampling import SamplingParams
@@ -70,7 +70,7 @@ class Request:
         ConfigError: a value out of range.
     """
 
-    prompt: str | Sequence[int] | Sequence[Mapping[str, object]]
+    prompt: str | Sequence[int] | Sequence[Message]
     id: str | None = None
     max_tokens: int | None = None
     sampling: SamplingParams | None = None
@@ -162,12 +162,12 @@ class Result:
         choices: from ``complete`` and ``chat``: all texts of the prompt, this one included.
         tools: from ``chat``: those of the request.
         model: the model's name.
-        pieces: the bytes of the tokens in ``logprobs``, where alternatives were asked for too.
+        pieces: the bytes of the tokens in ``logprobs``, where these were asked for.
     """
 
     id: str
     sample: int
-    prompt: str | Sequence[int] | Sequence[Mapping[str, object]]
+    prompt: str | Sequence[int] | Sequence[Message]
     text: str
     tokens: list[int]
     finish_reason: str
@@ -229,7 +229,8 @@ class Result:
     def to_openai(self) -> dict[str, object]:
         """Return the body of an OpenAI answer: a chat completion for messages, else a completion.
 
-        It holds all ``choices``, and the log-probabilities where ``top_logprobs`` were asked for.
+        It holds all ``choices``, and the log-probabilities where ``logprobs=True`` or ``top_logprobs``
+        was given.
         """
         results = self.choices or [self]
         chat = is_chat(self.prompt)

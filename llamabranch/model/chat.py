@@ -14,17 +14,16 @@ __all__ = ["Message", "Prompt", "chat_messages", "check_roles", "is_chat", "plai
 
 Message = Mapping[str, object] | tuple[str, str]
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-Prompt = str | TokenIds | Sequence[Mapping[str, object]]  # what a text is generated from
+Prompt = str | TokenIds | Sequence[Message]  # what a text is generated from
 
 
-def is_chat(prompt: object) -> TypeGuard[Sequence[Mapping[str, object]]]:
+def is_chat(prompt: object) -> TypeGuard[Sequence[Message]]:
     """Return whether a prompt is a conversation: a list that begins with a message."""
-    return (
-        isinstance(prompt, Sequence)
-        and not isinstance(prompt, (str, bytes, bytearray, memoryview))
-        and len(prompt) > 0
-        and isinstance(prompt[0], Mapping)
-    )
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes, bytearray, memoryview)):
+        return False
+    first = prompt[0] if len(prompt) else None
+    is_pair = isinstance(first, tuple) and len(first) == 2 and isinstance(first[0], str)
+    return is_pair or isinstance(first, Mapping)
 
 
 def chat_messages(messages: Iterable[Message]) -> list[dict[str, object]]:

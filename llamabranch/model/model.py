@@ -312,9 +312,9 @@ class Model:
         """Return the token ids of a prompt, at least one.
 
         Text starts with the BOS token if the model uses one, which it may write itself; ids are used
-        unchanged. Messages, a list of mappings with ``role`` and ``content``, are turned into tokens by
-        ``chat_tokens``. For an empty prompt the BOS token is returned, or the EOS token if the model has
-        no BOS.
+        unchanged. Messages, mappings with ``role`` and ``content`` or pairs of both, are turned into
+        tokens by ``chat_tokens``. For an empty prompt the BOS token is returned, or the EOS token if the
+        model has no BOS.
 
         Args:
             prompt: text, token ids or messages.

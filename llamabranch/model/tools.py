@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from uuid import uuid4
 
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, GrammarError, UnsupportedError
 from .chat import Message, chat_messages
 from .model import Model
 
@@ -16,6 +16,9 @@ __all__ = ["CallParser", "Conversation", "ToolCall", "Tools", "conversation", "w
 
 _RESERVED = {"messages", "tools", "add_generation_prompt"}
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("const", "enum", "default", "examples")  # no schemas
+_SAYS_MORE = ("$ref", "allOf", "anyOf", "oneOf", "const", "enum")
 _PROMPT = (
     "You may call functions. They are described by JSON schemas:\n{tools}\nTo call one, answer with "
     'nothing but {{"name": NAME, "arguments": ARGUMENTS}}, where ARGUMENTS follows its schema.'
@@ -47,6 +50,7 @@ class Tools:
         ConfigError: one is no function, or the choice names none of them.
 
     Attributes:
+        names: those of all functions.
         forced: the names of those of which one must be called; empty where none must.
     """
 
@@ -54,7 +58,7 @@ class Tools:
         is_list = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
         self.given = list(given) if is_list else []
         self._schemas: dict[str, object] = {}
-        for tool in self.given if is_list else [given]:
+        for tool in self.given if is_list else [None]:
             function = tool.get("function") if isinstance(tool, Mapping) else None
             name = function.get("name") if isinstance(function, Mapping) else None
             if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
@@ -62,7 +66,8 @@ class Tools:
                     "tools must be a list of functions with names",
                     hint='{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}',
                 )
-            self._schemas[name] = function.get("parameters") or {"type": "object"}
+            self._schemas[name] = _parameters(function.get("parameters"))
+        self.names = frozenset(self._schemas)
         self.is_used = bool(given) and choice != "none"
         self.forced: list[str] = []
         self.is_named = False
@@ -74,20 +79,29 @@ class Tools:
             self.forced, self.is_named = [str(name)], True
         elif choice not in (None, "auto", "none"):
             raise ConfigError("tool_choice is auto, none, required or a function")
-        if (self.is_named or choice == "required") and not set(self.forced) & set(self._schemas):
+        if (self.is_named or choice == "required") and not self.names & set(self.forced):
             raise ConfigError("tool_choice names no function of tools")
 
     def schema(self) -> dict[str, object]:
-        """Return the schema of a call of one of the forced tools."""
-        calls: list[object] = [
-            {
+        """Return the schema of a call of one of the forced tools.
+
+        Raises:
+            GrammarError: the schema of a tool is nested too deep.
+        """
+        calls: list[object] = []
+        for i, name in enumerate(self.forced):
+            place = f"#/anyOf/{i}/properties/arguments"
+            try:
+                arguments = _moved(self._schemas[name], place)
+            except RecursionError:
+                raise GrammarError("the JSON schema is nested too deep") from None
+            call = {
                 "type": "object",
-                "properties": {"name": {"const": name}, "arguments": self._schemas[name]},
+                "properties": {"name": {"const": name}, "arguments": arguments},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
-            for name in self.forced
-        ]
+            calls.append(call)
         return {"anyOf": calls}
 
     def read(self, text: str) -> tuple[str, list[dict[str, object]]]:
@@ -107,6 +121,32 @@ class Tools:
                     continue
                 found.append(ToolCall(function["name"], arguments, str(call["id"])))
         return found
+
+
+def _parameters(given: object) -> object:
+    """Return the schema of a function's arguments: an object that names no properties has none."""
+    schema = given or {"type": "object"}
+    if not isinstance(schema, Mapping) or schema.get("type") != "object":
+        return schema
+    is_plain = not any(name in schema for name in _SAYS_MORE)
+    return {"properties": {}, **schema} if is_plain else schema
+
+
+def _moved(schema: object, place: str) -> object:
+    """Return a schema as it is written at ``place`` of another: what it refers to has moved with it."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, Mapping) or "$id" in schema:  # references are relative to an id
+        return schema
+    found: dict[str, object] = {}
+    for name, value in schema.items():
+        if name == "$ref" and isinstance(value, str) and (value == "#" or value[:2] == "#/"):
+            found[name] = place + value[1:]
+        elif name in _BY_NAME and isinstance(value, Mapping):
+            found[name] = {key: _moved(part, place) for key, part in value.items()}
+        else:
+            found[name] = value if name in _VALUES else _moved(value, place)
+    return found
 
 
 class Conversation(NamedTuple):
@@ -239,6 +279,9 @@ def whole_calls(parts: Sequence[dict[str, object]]) -> list[dict[str, object]]:
 class CallParser:
     """Tells the calls in a text from the rest, as the text comes.
 
+    A text that is a call, and calls between ``<tool_call>`` and ``</tool_call>``, are calls. All else is
+    content, but for white space that a text begins with before a call, or that follows one.
+
     Args:
         tools: those of the request.
 
@@ -249,26 +292,26 @@ class CallParser:
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
         self._held = ""
-        self._is_content = not tools.is_used
+        self._space = ""  # held back where content would begin: there is none if a call follows
+        self._is_first = True  # there was no content, and no call
+        self._begins = True  # there was no content since the last call
         self._name: str | None = None  # of the forced call that is being written
         self.n_calls = 0
 
     def feed(self, text: str, *, last: bool) -> tuple[str, list[dict[str, object]]]:
         """Return the content and the parts of calls that ``text`` adds, as in OpenAI's streams."""
-        if self._is_content:
+        if not self._tools.is_used:
             return text, []
         self._held += text
         if self._tools.forced:
             return "", self._forced(last=last)
-        start = self._held.lstrip()
-        may_call = start.startswith("{") or _OPEN.startswith(start[: len(_OPEN)])
-        if start and not may_call:
-            self._is_content = True
-        elif not last:
-            return "", []
-        held, self._held = self._held, ""
-        calls = [] if self._is_content else self._found(held)
-        return ("", calls) if calls else (held, [])
+        if self._is_first and self._held.lstrip()[:1] in ("", "{"):
+            if not last:
+                return "", []
+            if call := self._call(self._held):
+                return "", [call]
+        self._is_first = False
+        return self._found(last=last)
 
     def _forced(self, *, last: bool) -> list[dict[str, object]]:
         """Return parts of the one call that the grammar allows: its name, then its arguments."""
@@ -289,19 +332,59 @@ class CallParser:
             parts.append({"index": 0, "function": {"arguments": more}})
         return parts
 
-    def _found(self, text: str) -> list[dict[str, object]]:
-        parts = re.findall(rf"{_OPEN}(.*?)(?:{_CLOSE}|$)", text, re.DOTALL) or [text]
-        calls: list[dict[str, object]] = []
-        for part in parts:
-            try:
-                found = json.loads(part)
-            except (ValueError, RecursionError):
-                return []
-            name = found.get("name") if isinstance(found, dict) else None
-            arguments = found.get("arguments", found.get("parameters")) if name else None
-            if not isinstance(name, str) or arguments is None:
-                return []
-            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            calls.append(_call(name, text, len(calls)))
-        self.n_calls = len(calls)
-        return calls
+    def _found(self, *, last: bool) -> tuple[str, list[dict[str, object]]]:
+        """Return content, and the calls in tags, as far as what comes cannot change them."""
+        content, calls = "", []
+        while True:
+            before, tag, after = self._held.partition(_OPEN)
+            inner, end, rest = after.partition(_CLOSE)
+            if not tag:
+                n_tag = 0 if last else _begun(before)
+                content += self._content(before[: len(before) - n_tag])
+                self._held = before[len(before) - n_tag :]
+                break
+            content += self._content(before)
+            if not end and not last and inner.lstrip()[:1] in ("", "{"):
+                self._held = tag + after
+                break
+            call = self._call(inner)
+            if call is None:
+                content += self._content(tag)
+                self._held = after
+            else:
+                calls.append(call)
+                self._held, self._space, self._begins = rest, "", True
+        if last and not self.n_calls:
+            content += self._space
+        return content, calls
+
+    def _content(self, text: str) -> str:
+        """Return what can be shown of the content, if ``text`` comes next."""
+        if not self._begins:
+            return text
+        self._space += text
+        if not self._space.strip():
+            return ""
+        self._begins, text, self._space = False, self._space, ""
+        return text
+
+    def _call(self, text: str) -> dict[str, object] | None:
+        """Return the call that a text is; None if it is none."""
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        name = found.get("name") if isinstance(found, dict) else None
+        if not isinstance(name, str) or name not in self._tools.names:
+            return None
+        arguments = found.get("arguments", found.get("parameters"))
+        if arguments is None:
+            return None
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        self.n_calls += 1
+        return _call(name, written, self.n_calls - 1)
+
+
+def _begun(text: str) -> int:
+    """Return how many characters at the end of ``text`` may begin a tag."""
+    return next(n for n in reversed(range(len(_OPEN))) if text.endswith(_OPEN[:n]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import gc
 import threading
 import weakref
@@ -26,6 +27,7 @@ from llamabranch.errors import (
     TokenizeError,
     UnsupportedError,
 )
+from llamabranch.model.tools import Tools
 
 PROMPTS = ["Once upon a time", "The wolf and the wolf and the wolf", "In the forest there stood"]
 HELLO = [{"role": "user", "content": "Tell me of a king."}]
@@ -222,6 +224,64 @@ def test_forced_calls_are_parsed(chatting: Context, choice: Any) -> None:
     assert cut.tool_calls == [] and cut.finish_reason == "length"
 
 
+def takes(model: lb.Model, parameters: list[Any], name: str, arguments: str) -> bool:
+    """Return whether a forced call may be this one; each tool is named by its index."""
+    functions = [{"name": str(i), "parameters": each} for i, each in enumerate(parameters)]
+    tools = Tools([{"type": "function", "function": each} for each in functions], "required")
+    grammar = lb.Grammar.from_json_schema(tools.schema())
+    sampler = lb.Sampler(model, lb.SamplingParams(temperature=1.0, top_k=0), grammar)
+    text = f'{{"name": "{name}", "arguments": {arguments}}}'
+    tokens = [*model.tokenize(text, add_special=False), 1]
+    return sampler.count_allowed(tokens) == len(tokens)
+
+
+def test_schemas_of_tools_refer_to_their_own_parts(toy: lb.Model) -> None:
+    pydantic = pytest.importorskip("pydantic")
+    units = [enum.Enum("Unit", {value: value for value in values}) for values in ("ab", "cd")]
+    given = [pydantic.create_model("Place", u=(unit, ...)).model_json_schema() for unit in units]
+    assert "Unit" in given[0]["$defs"] and "Unit" in given[1]["$defs"]
+    tree = {"type": "object", "properties": {"$ref": {"$ref": "#"}, "n": {"type": "integer"}}}
+    value = {"properties": {"v": {"const": {"$ref": "#/x"}}}, "type": "object"}
+    own = {**given[0], "$id": "https://example.com/own"}  # references are relative to it
+    given += [tree, value, own]
+    for name, arguments, fits in [
+        ("0", '{"u": "a"}', True), ("0", '{"u": "c"}', False),
+        ("1", '{"u": "d"}', True), ("1", '{"u": "a"}', False),
+        ("2", '{"$ref": {"$ref": {"n": 1}, "n": 2}}', True), ("2", '{"$ref": 1}', False),
+        ("3", '{"v": {"$ref": "#/x"}}', True),
+        ("4", '{"u": "b"}', True), ("4", '{"u": "c"}', False),
+    ]:  # fmt: skip
+        assert takes(toy, given, name, arguments) == fits, (name, arguments)
+    deep: dict[str, Any] = {}
+    for _ in range(2000):
+        deep = {"items": deep}
+    with pytest.raises(GrammarError, match="too deep"):
+        takes(toy, [deep], "0", "[]")
+
+
+def test_functions_without_parameters_get_none(toy: lb.Model) -> None:
+    for nothing in (None, {}, {"type": "object"}, {"type": "object", "properties": {}}):
+        assert takes(toy, [nothing], "0", "{}") and not takes(toy, [nothing], "0", '{"x": 1}')
+    for more in (
+        {"additionalProperties": True}, {"patternProperties": {"x": True}}, {"const": {"x": 1}},
+    ):  # fmt: skip
+        assert takes(toy, [{"type": "object", **more}], "0", '{"x": 1}')
+    combined = {"type": "object", "anyOf": [SCHEMA, {"properties": {"a": {}}, "required": ["a"]}]}
+    assert takes(toy, [combined], "0", '{"a": 5}')
+
+
+def test_calls_after_a_thought_are_found(chatting: Context) -> None:
+    call = '<tool_call>{"name": "crown", "arguments": {"age": 7}}</tool_call>'
+    for begin in ("", "<think>Hm.</think>\n\n"):
+        result = chatting.chat(HELLO, tools=TOOLS, choices=[begin + call], max_tokens=100, **WARM)
+        assert [(each.name, each.arguments) for each in result.tool_calls] == [
+            ("crown", {"age": 7})
+        ]
+        choice: Any = result.to_openai()["choices"]
+        assert choice[0]["message"]["content"] == (begin or None)
+        assert choice[0]["finish_reason"] == "tool_calls"
+
+
 def test_tools_that_a_template_ignores_are_refused(target: lb.Model) -> None:
     mentions = toys.CHAT_TEMPLATE + "{# no tools #}"
     for template in (toys.CHAT_TEMPLATE, mentions, "chatml"):
@@ -245,6 +305,20 @@ def test_openais_shapes(ctx: Context, chatting: Context) -> None:
     assert shown.choices[0].message.content == answer.text
     assert len(shown.choices[0].logprobs.content) == len(answer.tokens)
     assert shown.choices[0].finish_reason == "length"
+
+
+def test_openais_shapes_have_the_logprobs_that_were_asked_for(chatting: Context) -> None:
+    few: dict[str, Any] = {"max_tokens": 3, **WARM}
+    for call, given in ((chatting.complete, "The king"), (chatting.chat, HELLO)):
+        run: Any = call
+        for more in ({"logprobs": True}, {"top_logprobs": 0}, {"top_logprobs": 2}):
+            found = run(given, **more, **few).to_openai()["choices"][0]["logprobs"]
+            assert len(found["content" if given is HELLO else "tokens"]) == 3
+        for more in ({}, {"logprobs": False}):
+            assert run(given, **more, **few).to_openai()["choices"][0]["logprobs"] is None
+    (result,) = lb.Engine(chatting).generate([Request("The king", top_logprobs=0, max_tokens=3)])
+    body: Any = result.to_openai()
+    assert len(body["choices"][0]["logprobs"]["tokens"]) == 3
 
 
 def test_async_twins(chatting: Context) -> None:
@@ -299,6 +373,26 @@ def test_types_are_known(chatting: Context) -> None:
     assert_type(ctx.chat(HELLO, max_tokens=few), Result)
     assert_type(ctx.chat([("user", "Hello")], max_tokens=few), Result)
     assert_type(ctx.chat([HELLO], max_tokens=few), list[Result])
+    assert_type(ctx.chat([[("user", "a")], [("user", "b")]], max_tokens=few), list[Result])
+    talks = [[("user", text)] for text in ("a", "b")]
+    assert_type(ctx.chat(talks, max_tokens=few), list[Result])
+    tuples = [
+        *assert_type(ctx.complete(("The king", "The fox"), max_tokens=few), list[Result]),
+        *assert_type(ctx.chat((HELLO, HELLO), max_tokens=few), list[Result]),
+        *assert_type(ctx.chat((talks[0], tuple(talks[1])), max_tokens=few), list[Result]),
+    ]
+    assert len(tuples) == 6
+    assert isinstance(assert_type(ctx.chat((("user", "a"),), max_tokens=few), Result), Result)
+    flags: list[bool] = [False, True]
+    for flag in flags:
+        assert_type(
+            ctx.complete("The king", stream=flag, max_tokens=few),
+            Result | list[Result] | Generator[Event, None, None],
+        )
+        assert_type(
+            ctx.chat(HELLO, stream=flag, max_tokens=few),
+            Result | list[Result] | Generator[Event, None, None],
+        )
     streams = [
         assert_type(
             ctx.complete("The king", stream=True, max_tokens=few), Generator[Event, None, None]
@@ -361,6 +455,8 @@ def test_what_chat_refuses(chatting: Context, ctx: Context) -> None:
     for more in bad:
         with pytest.raises(ConfigError):
             call(HELLO, **more)
+    with pytest.raises(ConfigError, match="a list of functions"):
+        call(HELLO, tools=TOOLS[0])
     unfit: list[Any] = [[], "Hello", [{}], [5]]
     for messages in unfit:
         with pytest.raises(ConfigError):
@@ -416,10 +512,22 @@ def test_errors_name_the_prompt_and_the_message(chatting: Context) -> None:
         with pytest.raises(LlamaBranchError) as caught:
             call(given)
         assert str(caught.value).startswith(place)
-    for pairs in ([hello], [[hello], [hello]]):
-        with pytest.raises(ConfigError) as refused:
-            complete(pairs)
-        assert "chat(messages)" in (refused.value.hint or "")
+    with pytest.raises(ConfigError) as refused:
+        complete([["a"], ["b"]])
+    assert "in one list" in (refused.value.hint or "")
+
+
+def test_pairs_are_messages_wherever_a_prompt_is_taken(chatting: Context) -> None:
+    ctx, pairs, n = chatting, [("user", "Tell me of a king.")], 8
+    expected = plain(ctx, HELLO, n)
+    assert plain(ctx, pairs, n) == expected
+    assert same(ctx.complete(pairs, max_tokens=n, **WARM), expected)
+    engine = lb.Engine(ctx, sampling=lb.SamplingParams(**WARM), max_tokens=n)
+    results = [*ctx.complete([pairs, pairs], max_tokens=n, **WARM), *engine.generate(pairs)]
+    results += engine.generate([pairs, Request(pairs)])
+    assert len(results) == 5 and all(same(result, expected) for result in results)
+    run = lb.Speculator(ctx).generate(pairs, max_tokens=n, sampling=lb.SamplingParams(**WARM))
+    assert run.finish().text == expected[0]
 
 
 def test_held_sequences_and_closed_contexts_raise(target: lb.Model) -> None:

@@ -313,6 +313,17 @@ def _accepts(model: lb.Model, grammar: Grammar, text: str) -> bool:
     return sampler.count_allowed([*tokens, 1]) == len(tokens) + 1
 
 
+def test_no_properties_are_none(toy: lb.Model) -> None:
+    for schema, is_open in (
+        (_object(properties={}), False), (_object(), True),
+        (_object(properties={}, additionalProperties=True), True),
+        (_object(properties={}, patternProperties={"x": True}), True),
+    ):  # fmt: skip
+        grammar = Grammar.from_json_schema(schema)
+        assert _accepts(toy, grammar, "{}")
+        assert _accepts(toy, grammar, '{"x": 1}') == is_open, schema
+
+
 def test_integers_between_bounds_are_exactly_those(toy: lb.Model) -> None:
     bounds = (None, -12, -1, 0, 7, 99, 100)
     for least in bounds:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -142,7 +143,16 @@ CALL = '{"name": "marry", "arguments": {"age": 7}}'
         (CALL, "", [("marry", '{"age": 7}')]),
         (f"\n<tool_call>\n{CALL}\n</tool_call>", "", [("marry", '{"age": 7}')]),
         (2 * f"<tool_call>{CALL}</tool_call>", "", 2 * [("marry", '{"age": 7}')]),
-        ('{"name": "x", "parameters": {}}', "", [("x", "{}")]),
+        ('{"name": "crown", "parameters": {}}', "", [("crown", "{}")]),
+        (f"I'll look.\n<tool_call>{CALL}", "I'll look.\n", [("marry", '{"age": 7}')]),
+        (f"<think>a < b</think>\n\n<tool_call>{CALL}</tool_call>\n", "<think>a < b</think>\n\n",
+         [("marry", '{"age": 7}')]),
+        (f"<tool_call>x <tool_call>{CALL}</tool_call> y", "<tool_call>x  y",
+         [("marry", '{"age": 7}')]),
+        (f"{{}} <tool_call>{CALL}</tool_call>", "{} ", [("marry", '{"age": 7}')]),
+        (f"<tool_call>{CALL[:-1]}</tool_call>", f"<tool_call>{CALL[:-1]}</tool_call>", []),
+        ('{"name": "John", "arguments": 3}', '{"name": "John", "arguments": 3}', []),
+        ('<tool_call>{"name": "x", "arguments": {}}', '<tool_call>{"name": "x", "arguments": {}}', []),
         ('{"no": "call"}', '{"no": "call"}', []),
         ('{"name": 5, "arguments": 1}', '{"name": 5, "arguments": 1}', []),
         ("{ not JSON", "{ not JSON", []),
@@ -153,17 +163,38 @@ CALL = '{"name": "marry", "arguments": {"age": 7}}'
 def test_calls_are_told_from_text(text: str, content: str, calls: list[tuple[str, str]]) -> None:
     """However the text is cut into pieces."""
     for size in (1, 3, 1000):
-        parser = CallParser(Tools(TOOLS, "auto"))
         pieces = [text[i : i + size] for i in range(0, len(text), size)] or [""]
-        shown, parts = "", []
-        for i, piece in enumerate(pieces):
-            more, found = parser.feed(piece, last=i == len(pieces) - 1)
-            shown += more
-            parts += found
-        assert shown == content
-        made: list[Any] = whole_calls(parts)
-        assert [(c["function"]["name"], c["function"]["arguments"]) for c in made] == calls
-        assert parser.n_calls == len(calls)
+        assert read(pieces) == (content, calls)
+
+
+def read(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """Return the content and the calls of a text that comes in pieces."""
+    parser, shown, parts = CallParser(Tools(TOOLS, "auto")), "", []
+    for i, piece in enumerate(pieces):
+        more, found = parser.feed(piece, last=i == len(pieces) - 1)
+        shown += more
+        parts += found
+    made: list[Any] = whole_calls(parts)
+    assert [part["index"] for part in parts] == list(range(parser.n_calls)) == [*range(len(made))]
+    return shown, [(c["function"]["name"], c["function"]["arguments"]) for c in made]
+
+
+def test_pieces_make_no_difference() -> None:
+    rng = random.Random(1)
+    bits = ["<tool_call>", "</tool_call>", "<tool", "_call>", "<", "{", "}", CALL, "\n", " ", "Hi"]
+    for _ in range(500):
+        text = "".join(
+            rng.choices([*bits, f"<tool_call>{CALL}</tool_call>"], k=rng.randrange(1, 7))
+        )
+        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randrange(1, 9)))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert read(pieces) == read([*text, ""]) == read([text])
+
+
+def test_content_is_held_back_only_where_a_tag_may_begin() -> None:
+    parser = CallParser(Tools(TOOLS, "auto"))
+    shown = [parser.feed(piece, last=False)[0] for piece in ("I", " ", "a <", "b", " <tool", "_x>")]
+    assert shown == ["I", " ", "a ", "<b", " ", "<tool_x>"]
 
 
 def test_last_answer_is_continued(client: Any, server: Serving) -> None:

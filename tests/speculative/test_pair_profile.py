@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,6 +220,23 @@ def test_it_is_written_at_the_end_of_a_generation_and_seldom(
     now += 60.0
     speculator.save_profile()  # nothing was learned since
     assert len(written) == 2
+
+
+def test_a_stream_that_is_left_open_ends_in_silence(profile: Path) -> None:
+    script = """
+        import llamabranch as lb
+
+        ctx = lb.load(n_ctx=256, n_threads=1, n_threads_batch=1)
+        text = 3 * "one two three four " + "one two"
+        stream = ctx.complete(text, max_tokens=100, temperature=0, stream=True)
+        for number, event in enumerate(stream):
+            if number > 40:
+                break
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
 
 
 def test_runs_are_merged_by_weight_and_old_ones_fade(ctx: lb.Context, profile: Path) -> None:

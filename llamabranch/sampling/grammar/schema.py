@@ -153,7 +153,7 @@ def closed(schema: dict[str, object]) -> dict[str, object]:
             _add_combined(part, schema, combined)
     for part in _parts(schema):
         properties, required = part.get("properties"), part.get("required", [])
-        if id(part) in combined or not isinstance(properties, dict) or not properties:
+        if id(part) in combined or not isinstance(properties, dict):
             continue
         is_declared = isinstance(required, list) and all(name in properties for name in required)
         if is_declared and not any(name in part for name in _OPEN):

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -118,6 +119,7 @@ class Branches:
         self._file = None if folder is None else folder / _FILE
         self._fingerprint = fingerprint
         self._nodes: dict[str, Node] = {}
+        self._n_promised = 0
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -142,9 +144,14 @@ class Branches:
             self._remove(node)
         return list(self._nodes.values())
 
-    def check_quota(self, n: int) -> None:
-        """Raise HttpError unless ``n`` nodes more may be made."""
-        there = len(self.all())
+    @contextmanager
+    def room_for(self, n: int) -> Iterator[Callable[[Node], None]]:
+        """Yield what keeps a new node; ``n`` may be kept before the end of the block.
+
+        Raises:
+            HttpError: there are too many, those being made included.
+        """
+        there = len(self.all()) + self._n_promised
         if there + n > self._most:
             told = (
                 f"there are {there} branches, {self._most} may exist: delete some, or wait until some "
@@ -154,9 +161,24 @@ class Branches:
                 429, told, kind="branch_quota_exceeded", branches=there, max_branches=self._most,
                 ttl_s=self._ttl_s,
             )  # fmt: skip
+        left = n
+
+        def add(node: Node) -> None:
+            nonlocal left
+            left -= 1
+            self._n_promised -= 1
+            self.add(node)
+
+        self._n_promised += n
+        try:
+            yield add
+        finally:
+            self._n_promised -= left
 
     def add(self, node: Node) -> None:
-        """Keep a new node."""
+        """Keep a new node; one whose parent was deleted meanwhile becomes a root with all its tokens."""
+        if node.parent is not None and node.parent.id not in self._nodes:
+            node.own, node.start, node.parent = array("i", node.tokens), 0, None
         self._nodes[node.id] = node
         if node.parent is not None:
             node.parent.children.append(node)

@@ -15,6 +15,7 @@ from ..model.tools import Tools
 __all__ = [
     "End",
     "Vocabulary",
+    "called",
     "chat_choice",
     "completion_choice",
     "end_reason",
@@ -56,6 +57,11 @@ def end_reason(finish_reason: str, stop_reason: str | int | None) -> End:
     }
 
 
+def called(end: End) -> End:
+    """Return the end of a text with calls of tools: one that was cut by a limit stays so."""
+    return {**end, "finish_reason": "tool_calls"} if end["finish_reason"] == "stop" else end
+
+
 def completion_choice(
     index: int, text: str, end: End, logprobs: dict[str, object] | None
 ) -> dict[str, object]:
@@ -75,7 +81,7 @@ def chat_choice(
     message: dict[str, object] = {"role": "assistant", "content": content}
     if calls:
         message |= {"content": content or None, "tool_calls": calls}
-        end = {"finish_reason": "tool_calls", "stop_reason": end["stop_reason"]}
+        end = called(end)
     found = None if logprobs is None else {"content": logprobs}
     return {"index": index, "message": message, "logprobs": found, **end}
 

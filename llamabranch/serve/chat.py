@@ -6,7 +6,7 @@ from asyncio import to_thread
 from collections.abc import Sequence
 from datetime import date
 
-from ..engine.openai import chat_choice
+from ..engine.openai import called, chat_choice
 from ..model.tools import CallParser, Conversation, Tools, conversation
 from .counters import timings
 from .errors import HttpError
@@ -138,7 +138,7 @@ class _Writer:
         if len(chunks) > n_before:
             chunks[n_before] |= {"logprobs": logprobs, **self._ids(update, with_prompt=False)}
         if result is not None:
-            end = {**update.end, **({"finish_reason": "tool_calls"} if parser.n_calls else {})}
+            end = called(update.end) if parser.n_calls else update.end
             chunks.append({"index": index, "delta": {}, "logprobs": None, **end})
         events: list[dict[str, object]] = [{**self._head, "choices": [each]} for each in chunks]
         if self._fields.timings_per_token and result is not None:

@@ -102,6 +102,37 @@ def test_bodies_that_are_no_requests(api: Any, path: str, body: bytes) -> None:
     assert answer.json()["error"]["message"]
 
 
+HELLO = {"role": "user", "content": "x"}
+DEEP: Any = "x"
+for _ in range(600):
+    DEEP = [DEEP]
+TOO_DEEP = [
+    {"messages": [{**HELLO, "more": DEEP}]},
+    {"messages": [HELLO], "chat_template_kwargs": {"more": DEEP}},
+]
+SCHEMA = {"type": "object", "properties": {"x": {"enum": [DEEP]}}, "additionalProperties": DEEP}
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+FORCED = {"messages": [HELLO], "tool_choice": "required", "tools": [FUNCTION]}
+CHATS = ["/v1/chat/completions", "/apply-template", "/v1/chat/completions/input_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *[(path, body) for path in CHATS for body in TOO_DEEP],
+        (CHATS[0], FORCED),
+        (CHATS[0], {"messages": [HELLO], "json_schema": SCHEMA}),
+        ("/v1/branches", TOO_DEEP[0]),
+        ("/v1/branches", {"prompt": "x", "json_schema": SCHEMA}),
+        ("/v1/completions", {"prompt": "x", "json_schema": SCHEMA}),
+    ],
+)
+def test_bodies_that_are_nested_too_deep(api: Any, path: str, body: dict[str, Any]) -> None:
+    answer = api.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
 def test_paths_and_methods_that_do_not_exist(api: Any) -> None:
     for method, path, status in (
         ("GET", "/nothing", 404), ("GET", "/v1/completions", 405), ("PUT", "/v1/branches", 405),

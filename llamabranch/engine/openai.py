@@ -144,7 +144,7 @@ class Vocabulary:
     def completion_logprobs(
         self,
         rated: Iterable[tuple[int, Produced | TokenScore | None]],
-        offset: int = 0,
+        offsets: Iterable[int],
         n_top: int | None = None,
         *,
         as_ids: bool = False,
@@ -154,7 +154,7 @@ class Vocabulary:
 
         Args:
             rated: ids of tokens, with what is known of them; None for a prompt's first.
-            offset: where the text of the first begins.
+            offsets: where each begins in the text.
             n_top: how many of the most probable tokens are told; None = all that are known.
             as_ids: write tokens as ``token_id:N``.
             more: tell entropies and sources too.
@@ -164,10 +164,9 @@ class Vocabulary:
         }  # fmt: skip
         if more:
             found |= {"entropies": [], "sources": []}
-        for token, score in rated:
+        for (token, score), offset in zip(rated, offsets, strict=True):
             found["tokens"].append(self._key(token, as_ids))
             found["text_offset"].append(offset)
-            offset += len(self.entry(token)[1])
             found["token_logprobs"].append(None if score is None else _finite(score.logprob))
             top = () if score is None else score.alternatives[:n_top]
             names = {self._key(other, as_ids): _finite(p) for other, p in top}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from serving import Serving, serving
+from toys import write_toy
 
 import llamabranch as lb
 
@@ -52,6 +54,15 @@ def frames(api: Any, path: str = "/v1/completions", **body: Any) -> list[Any]:
     assert all(line.startswith("data: ") for line in lines)
     assert lines.pop() == "data: [DONE]"
     return [json.loads(line[6:]) for line in lines]
+
+
+def choices_of(parts: list[Any]) -> list[list[Any]]:
+    """Return what the events of a stream tell of each text."""
+    found: dict[int, list[Any]] = {}
+    for part in parts:
+        for choice in part["choices"]:
+            found.setdefault(choice["index"], []).append(choice)
+    return [found[index] for index in sorted(found)]
 
 
 def test_text_is_the_librarys_own(api: Any, ctx: lb.Context) -> None:
@@ -126,6 +137,64 @@ def test_given_text_is_scored(api: Any, ctx: lb.Context) -> None:
     for token, score, known in zip(tokens[1:], scores, vllm["prompt_logprobs"][1:], strict=True):
         assert known[str(token)]["logprob"] == score.logprob
         assert known[str(token)]["rank"] == score.rank
+
+
+def test_offsets_are_places_in_the_text(api: Any, ctx: lb.Context) -> None:
+    """A character of several tokens, and a stop string, are no exception; nor is a stream."""
+    body: dict[str, Any] = {
+        "prompt": "x", "max_tokens": 40, "logprobs": 0, "stop": "b y", "return_token_ids": True,
+        "grammar": 'root ::= "a \U0001f600 b x \U0001f600 b y"', **WARM,
+    }  # fmt: skip
+    (whole,) = choices(api, **body)
+    assert whole["text"] == "a \U0001f600 b x \U0001f600 "
+    ids, decoder = whole["token_ids"], ctx.model.text_decoder()
+    ends = [0]
+    for token in ids:
+        ends.append(ends[-1] + len(decoder.feed(token)))
+    assert len(set(ends)) < len(ends)  # there are parts of characters
+    assert whole["logprobs"]["text_offset"] == ends[:-1]
+    parts = [choice["logprobs"] for part in frames(api, **body) for choice in part["choices"]]
+    assert [at for part in parts for at in part["text_offset"]] == ends[:-1]
+    result = ctx.complete(
+        "x", grammar=body["grammar"], stop="b y", max_tokens=40, top_logprobs=1, **WARM
+    )
+    shown: Any = result.to_openai()
+    assert result.tokens == ids
+    assert shown["choices"][0]["logprobs"]["text_offset"] == ends[:-1]
+
+
+def test_echo_gives_the_prompt_back(tmp_path: Path) -> None:
+    """Names of control tokens too, but none of a BOS token that the tokenizer has added."""
+    path = write_toy(tmp_path / "toy.gguf", vocab="bytes")
+
+    def open_engine() -> lb.AsyncEngine:
+        ctx = lb.load(path, n_ctx=256, n_seq_max=2, n_threads=1)
+        return lb.AsyncEngine(ctx, max_tokens=None, parallel=2)
+
+    with Serving(open_engine) as server, server.client() as api:
+        model = server.ctx.model
+        bos, eos = (model.detokenize([t], special=True) for t in (model.bos, model.eos))
+        texts = ["a king", f"{bos}a king", f"a{eos} \U0001f600{bos}", ""]
+        body = {"max_tokens": 2, "echo": True, "seed": 1, "ignore_eos": True}
+        found = choices(api, prompt=texts, **body, logprobs=0)
+        plain = choices(api, prompt=texts, **{**body, "echo": False})
+        streamed = choices_of(frames(api, prompt=texts, **body))
+        for text, choice, own, its in zip(texts, found, plain, streamed, strict=True):
+            assert choice["text"] == text + own["text"] == "".join(part["text"] for part in its)
+            logprobs, ids = choice["logprobs"], model.prompt_tokens(text, parse_special=True)
+            is_added = not text.startswith(bos)
+            assert logprobs["text_offset"][: is_added + 1] == [0] * (is_added + 1)
+            names = zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
+            assert all(
+                choice["text"][at:].startswith(name)
+                for name, at in [*names][is_added : len(ids)]
+                if not name.startswith("bytes:")
+            )
+        (given,) = choices(api, prompt=[model.bos, *model.tokenize("a", add_special=False)], **body)
+        assert given["text"].startswith(f"{bos}a")
+        branch = post(api, 201, "/v1/branches", prompt=f"a{eos}")["id"]
+        (more,) = choices(api, branch_id=branch, prompt=f" b{eos}", **body)
+        assert more["text"].startswith(f"a b{eos}")
 
 
 def test_best_of_gives_the_most_probable(api: Any) -> None:

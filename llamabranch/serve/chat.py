@@ -17,7 +17,6 @@ from .service import Service
 
 __all__ = ["ChatFields", "chat", "input_tokens"]
 
-_REFUSED = ("functions", "function_call", "audio", "web_search_options")
 _DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}  # what llama.cpp tells templates
 
 
@@ -34,19 +33,13 @@ class ChatFields(TextFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     modalities: list[str] | None = None
-    functions: object = None
-    function_call: object = None
-    audio: object = None
-    web_search_options: object = None
 
 
 async def chat(call: Exchange, service: Service) -> None:
     """Answer a request."""
     fields = await call.json(ChatFields)
-    refused = [name for name in _REFUSED if getattr(fields, name) is not None]
-    refused += ["modalities"] if fields.modalities not in (None, ["text"]) else []
-    if refused:
-        raise HttpError(400, f"{refused[0]} is not supported", param=refused[0])
+    if fields.modalities not in (None, [], ["text"]):
+        raise HttpError(400, "modalities other than text are not supported", param="modalities")
     top = check_top(fields.top_logprobs)
     if top and not fields.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs", param="top_logprobs")

@@ -37,7 +37,6 @@ class CompletionFields(TextFields, kw_only=True):
     branch_id: str | None = None
     return_tokens: bool | None = None
     response_fields: list[str] | None = None
-    post_sampling_probs: bool | None = None
 
 
 async def completions(call: Exchange, service: Service) -> None:
@@ -191,8 +190,6 @@ class _Writer:
 async def completion(call: Exchange, service: Service) -> None:
     """Answer a request of llama-server's: an object, or a list of them for several prompts."""
     fields = await call.json(CompletionFields)
-    if fields.post_sampling_probs:
-        raise HttpError(400, "post_sampling_probs is not supported", param="post_sampling_probs")
     prompts = await prompt_tokens(service, fields.prompt)
     asked = fields.max_tokens if fields.n_predict is None else fields.n_predict
     limit = service.settings.max_tokens if asked is None else limit_of(asked, "n_predict")

@@ -12,6 +12,7 @@ from serving import Serving, serving
 from toys import write_toy
 
 import llamabranch as lb
+from llamabranch.serve import fields
 
 WARM: dict[str, Any] = {"temperature": 0.8, "seed": 42}
 
@@ -282,6 +283,10 @@ def test_seeds_repeat_texts_and_no_seed_does_not(api: Any) -> None:
         ({"prompt": "x", "top_p": 2}, 400, "top_p"),
         ({"prompt": "x", "suffix": "y"}, 400, "suffix"),
         ({"prompt": "x", "mirostat": 2}, 400, "mirostat"),
+        ({"prompt": "x", "post_sampling_probs": True}, 400, "post_sampling_probs"),
+        ({"prompt": "x", "bad_words": ["y"]}, 400, "bad_words"),
+        ({"prompt": "x", "truncate_prompt_tokens": 5}, 400, "truncate_prompt_tokens"),
+        ({"prompt": "x", "guided_regex": "a*"}, 400, 'structured_outputs {"regex": ...}'),
         ({"prompt": "x", "min_tokens": 2, "grammar": 'root ::= "a"'}, 400, "min_tokens"),
         ({"prompt": "x", "stop": [5]}, 400, "stop"),
         ({"prompt": "x", "stop_token_ids": [-1]}, 400, "vocabulary"),
@@ -301,6 +306,20 @@ def test_what_is_refused(api: Any, body: dict[str, Any], status: int, told: str)
         assert told in error["message"]
         assert error["code"] == status
         assert set(error) >= {"message", "type", "param", "code"}
+
+
+def test_fields_that_ask_for_nothing_are_not_refused(api: Any) -> None:
+    """Nor are those that llama-server's clients send in every request."""
+    names = fields.RefusedFields.__struct_fields__
+    habits = {"samplers": ["top_k", "temperature"], "lora": [], "t_max_predict_ms": 0}
+    for path in ("/v1/completions", "/completion", "/v1/chat/completions"):
+        asked: dict[str, Any] = {"max_tokens": 1, "prompt": "x"}
+        if "chat" in path:
+            asked["messages"] = [{"role": "user", "content": "x"}]
+        for nothing in (None, False, []):
+            post(api, 200, path, **dict.fromkeys(names, nothing), **habits, **asked)
+        for name in names:
+            assert post(api, 400, path, **{name: ["x"]}, **asked)["error"]["param"] == name
 
 
 def test_errors_name_the_wrong_field(api: Any) -> None:

@@ -219,12 +219,24 @@ class Branches:
         os.replace(new, self._file)
 
     def load(self) -> None:
-        """Read those of the folder, if they are the same model's.
+        """Read those of the folder, if they are the same model's; make it if there is none.
 
         Raises:
-            ConfigError: the file is not one that a server wrote.
+            ConfigError: nothing can be written there, or the file is not one that a server wrote.
         """
-        if self._file is None or not self._file.exists():
+        if self._file is None:
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            new = self._file.with_suffix(".new")
+            new.write_bytes(b"")
+            new.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"branches cannot be kept in {self._file.parent}: {error}",
+                hint="name another folder",
+            ) from None
+        if not self._file.exists():
             return
         try:
             kind = tuple[str, list[_Saved]]

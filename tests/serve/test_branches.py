@@ -322,3 +322,8 @@ def test_branches_outlive_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
         Serving(bundled_engine, snapshot_dir=tmp_path),
     ):
         pass
+    with (  # below a file no folder can be made
+        pytest.raises(lb.ConfigError, match="cannot be kept"),
+        Serving(bundled_engine, snapshot_dir=tmp_path / "branches.msgpack" / "below"),
+    ):
+        pass

@@ -136,7 +136,8 @@ def test_bodies_that_are_nested_too_deep(api: Any, path: str, body: dict[str, An
 def test_paths_and_methods_that_do_not_exist(api: Any) -> None:
     for method, path, status in (
         ("GET", "/nothing", 404), ("GET", "/v1/completions", 405), ("PUT", "/v1/branches", 405),
-        ("POST", "/health", 405), ("GET", "/v1/branches/%00", 404), ("GET", "/" + "a" * 9000, 404),
+        ("POST", "/health", 405), ("POST", "/props", 405),
+        ("GET", "/v1/branches/%00", 404), ("GET", "/" + "a" * 9000, 404),
     ):  # fmt: skip
         answer = api.request(method, path)
         assert answer.status_code == status

@@ -174,9 +174,10 @@ def test_echo_gives_the_prompt_back(tmp_path: Path) -> None:
 
     with Serving(open_engine) as server, server.client() as api:
         model = server.ctx.model
+        assert model.bos is not None and model.eos is not None
         bos, eos = (model.detokenize([t], special=True) for t in (model.bos, model.eos))
         texts = ["a king", f"{bos}a king", f"a{eos} \U0001f600{bos}", ""]
-        body = {"max_tokens": 2, "echo": True, "seed": 1, "ignore_eos": True}
+        body: dict[str, Any] = {"max_tokens": 2, "echo": True, "seed": 1, "ignore_eos": True}
         found = choices(api, prompt=texts, **body, logprobs=0)
         plain = choices(api, prompt=texts, **{**body, "echo": False})
         streamed = choices_of(frames(api, prompt=texts, **body))
@@ -316,7 +317,8 @@ def test_fields_that_ask_for_nothing_are_not_refused(api: Any) -> None:
         asked: dict[str, Any] = {"max_tokens": 1, "prompt": "x"}
         if "chat" in path:
             asked["messages"] = [{"role": "user", "content": "x"}]
-        for nothing in (None, False, []):
+        nothings: list[Any] = [None, False, []]
+        for nothing in nothings:
             post(api, 200, path, **dict.fromkeys(names, nothing), **habits, **asked)
         for name in names:
             assert post(api, 400, path, **{name: ["x"]}, **asked)["error"]["param"] == name

@@ -15,6 +15,7 @@ from ..model.tools import Tools
 __all__ = [
     "End",
     "Vocabulary",
+    "called",
     "chat_choice",
     "completion_choice",
     "end_reason",
@@ -56,6 +57,11 @@ def end_reason(finish_reason: str, stop_reason: str | int | None) -> End:
     }
 
 
+def called(end: End) -> End:
+    """Return the end of a text with calls of tools: one that was cut by a limit stays so."""
+    return {**end, "finish_reason": "tool_calls"} if end["finish_reason"] == "stop" else end
+
+
 def completion_choice(
     index: int, text: str, end: End, logprobs: dict[str, object] | None
 ) -> dict[str, object]:
@@ -75,7 +81,7 @@ def chat_choice(
     message: dict[str, object] = {"role": "assistant", "content": content}
     if calls:
         message |= {"content": content or None, "tool_calls": calls}
-        end = {"finish_reason": "tool_calls", "stop_reason": end["stop_reason"]}
+        end = called(end)
     found = None if logprobs is None else {"content": logprobs}
     return {"index": index, "message": message, "logprobs": found, **end}
 
@@ -138,7 +144,7 @@ class Vocabulary:
     def completion_logprobs(
         self,
         rated: Iterable[tuple[int, Produced | TokenScore | None]],
-        offset: int = 0,
+        offsets: Iterable[int],
         n_top: int | None = None,
         *,
         as_ids: bool = False,
@@ -148,7 +154,7 @@ class Vocabulary:
 
         Args:
             rated: ids of tokens, with what is known of them; None for a prompt's first.
-            offset: where the text of the first begins.
+            offsets: where each begins in the text.
             n_top: how many of the most probable tokens are told; None = all that are known.
             as_ids: write tokens as ``token_id:N``.
             more: tell entropies and sources too.
@@ -158,10 +164,9 @@ class Vocabulary:
         }  # fmt: skip
         if more:
             found |= {"entropies": [], "sources": []}
-        for token, score in rated:
+        for (token, score), offset in zip(rated, offsets, strict=True):
             found["tokens"].append(self._key(token, as_ids))
             found["text_offset"].append(offset)
-            offset += len(self.entry(token)[1])
             found["token_logprobs"].append(None if score is None else _finite(score.logprob))
             top = () if score is None else score.alternatives[:n_top]
             names = {self._key(other, as_ids): _finite(p) for other, p in top}

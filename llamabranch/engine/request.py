@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import cast
 
 import numpy as np
@@ -245,7 +246,8 @@ class Result:
                 made.append(chat_choice(i, each.text, each.tools, end, content))
             else:
                 pairs = [(token.token, token) for token in rated]
-                lists = words.completion_logprobs(pairs) if each.pieces else None
+                offsets = [*accumulate((len(token.text) for token in rated), initial=0)][:-1]
+                lists = words.completion_logprobs(pairs, offsets) if each.pieces else None
                 made.append(completion_choice(i, each.text, end, lists))
         n_generated = sum(len(each.tokens) for each in results)
         counts = usage(self.num_prompt_tokens, n_generated, self.num_cached_tokens)

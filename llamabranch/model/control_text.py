@@ -18,6 +18,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar, cast
 
+from ..errors import ConfigError
+
 __all__ = ["ControlText", "ControlToken", "StandIns"]
 
 Given = TypeVar("Given")
@@ -61,6 +63,9 @@ class ControlText:
         Args:
             value: what a template is given.
             cuts: strings at which the template may cut texts, or which it may take out of them.
+
+        Raises:
+            ConfigError: it is nested too deep.
         """
         chosen: dict[str, str] = {}
         removed = re.compile(
@@ -87,7 +92,10 @@ class ControlText:
                 chosen[character] = next(c for c in free if c not in chosen.values())
             return chosen[character]
 
-        found = cast(Given, guarded(value, ""))
+        try:
+            found = cast(Given, guarded(value, ""))
+        except RecursionError:
+            raise ConfigError("messages, tools and variables are nested too deep") from None
         return found, {ord(mark): character for character, mark in chosen.items()}
 
     def _places(self, text: str, removed: re.Pattern[str]) -> set[int]:

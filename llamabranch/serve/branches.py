@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from array import array
 from asyncio import to_thread
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from msgspec import Struct
@@ -130,9 +130,9 @@ async def fork(call: Exchange, service: Service) -> None:
 
 
 async def _add(call: Exchange, service: Service, node: Node, top: int) -> None:
-    service.branches.check_quota(1)
-    choice = await _look(service, node, check_top(top) or 0)
-    service.branches.add(node)
+    with service.branches.room_for(1) as add:
+        choice = await _look(service, node, check_top(top) or 0)
+        add(node)
     shown = await _shown(service, node)
     await call.reply({**shown, "next": node.next, **usage([choice])}, 201)
 
@@ -143,7 +143,6 @@ async def continue_(call: Exchange, service: Service) -> None:
     parent = _node(call, service)
     if not 1 <= fields.n <= service.settings.max_choices:
         raise HttpError(400, f"n must be 1 to {service.settings.max_choices}", param="n")
-    service.branches.check_quota(fields.n)
     top, limit = check_top(fields.top_logprobs), limit_of(fields.max_tokens)
     sampling = _sampling(service, parent.sampling, fields)
     tokens = parent.tokens
@@ -159,8 +158,9 @@ async def continue_(call: Exchange, service: Service) -> None:
         stop_tokens=fields.stop_token_ids or (),
         top_logprobs=top,
     )
-    writer = _Writer(service, parent, sampling, top)
-    await answer(call, service, [request], writer, stream=fields.stream)
+    with service.branches.room_for(fields.n) as add:
+        writer = _Writer(service, parent, sampling, top, add)
+        await answer(call, service, [request], writer, stream=fields.stream)
 
 
 @dataclass
@@ -171,6 +171,7 @@ class _Writer:
     parent: Node
     sampling: SamplingParams
     top: int | None
+    add: Callable[[Node], None]
 
     def body(self, choices: Sequence[Choice]) -> dict[str, object]:
         """Make the children and show them."""
@@ -190,7 +191,7 @@ class _Writer:
         sampling = self.sampling.replace(seed=result.seed)
         own, reason = array("i", result.tokens), update.end["finish_reason"]
         child = Node(parent, parent.position, own, parent.n_read, sampling, parent.grammar, reason)
-        self.service.branches.add(child)
+        self.add(child)
         return {**_told(self.service, child), **self._part(update)}
 
     def _part(self, update: Update) -> dict[str, object]:

@@ -6,7 +6,7 @@ from asyncio import to_thread
 from collections.abc import Sequence
 from datetime import date
 
-from ..engine.openai import chat_choice
+from ..engine.openai import called, chat_choice
 from ..model.tools import CallParser, Conversation, Tools, conversation
 from .counters import timings
 from .errors import HttpError
@@ -17,7 +17,6 @@ from .service import Service
 
 __all__ = ["ChatFields", "chat", "input_tokens"]
 
-_REFUSED = ("functions", "function_call", "audio", "web_search_options")
 _DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y"}  # what llama.cpp tells templates
 
 
@@ -34,19 +33,13 @@ class ChatFields(TextFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     modalities: list[str] | None = None
-    functions: object = None
-    function_call: object = None
-    audio: object = None
-    web_search_options: object = None
 
 
 async def chat(call: Exchange, service: Service) -> None:
     """Answer a request."""
     fields = await call.json(ChatFields)
-    refused = [name for name in _REFUSED if getattr(fields, name) is not None]
-    refused += ["modalities"] if fields.modalities not in (None, ["text"]) else []
-    if refused:
-        raise HttpError(400, f"{refused[0]} is not supported", param=refused[0])
+    if fields.modalities not in (None, [], ["text"]):
+        raise HttpError(400, "modalities other than text are not supported", param="modalities")
     top = check_top(fields.top_logprobs)
     if top and not fields.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs", param="top_logprobs")
@@ -138,7 +131,7 @@ class _Writer:
         if len(chunks) > n_before:
             chunks[n_before] |= {"logprobs": logprobs, **self._ids(update, with_prompt=False)}
         if result is not None:
-            end = {**update.end, **({"finish_reason": "tool_calls"} if parser.n_calls else {})}
+            end = called(update.end) if parser.n_calls else update.end
             chunks.append({"index": index, "delta": {}, "logprobs": None, **end})
         events: list[dict[str, object]] = [{**self._head, "choices": [each]} for each in chunks]
         if self._fields.timings_per_token and result is not None:

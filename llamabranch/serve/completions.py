@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import codecs
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
 from ..branch import Produced
@@ -36,7 +37,6 @@ class CompletionFields(TextFields, kw_only=True):
     branch_id: str | None = None
     return_tokens: bool | None = None
     response_fields: list[str] | None = None
-    post_sampling_probs: bool | None = None
 
 
 async def completions(call: Exchange, service: Service) -> None:
@@ -55,10 +55,14 @@ async def completions(call: Exchange, service: Service) -> None:
     given = "" if fields.prompt is None and branch is not None else fields.prompt
     add_special = fields.add_special_tokens is not False and branch is None
     prompts = await prompt_tokens(service, given, add_special=add_special)
+    bare = await prompt_tokens(service, given, add_special=False) if fields.echo else prompts
+    n_added = [len(prompt) - len(own) for prompt, own in zip(prompts, bare, strict=True)]
     if branch is not None:
         prompts = [[*branch.tokens, *prompt] for prompt in prompts]
+        n_added = [branch.position] * len(prompts)
     if fields.suffix:
         prompts = [await infill(service, prompt, fields.suffix) for prompt in prompts]
+        n_added = list(map(len, prompts))
     asked = fields.n_predict if fields.max_tokens is None else fields.max_tokens
     max_tokens = limit_of(_DEFAULT_TOKENS if asked is None else asked)
     if max_tokens == 0 and not fields.echo:
@@ -70,21 +74,54 @@ async def completions(call: Exchange, service: Service) -> None:
         service, fields, prompts, n=best_of, max_tokens=max_tokens, top_logprobs=top,
         prompt_logprobs=rated,
     )  # fmt: skip
-    writer = _Writer(service, fields, logprobs, n, best_of)
+    writer = _Writer(service, fields, logprobs, n, best_of, n_added)
     await answer(call, service, requests, writer, stream=bool(fields.stream))
 
 
+class _Offsets:
+    """Where the tokens of a growing text begin in it; a character of several comes with the last.
+
+    Args:
+        start: where the first begins.
+    """
+
+    def __init__(self, start: int = 0) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._end = start
+
+    def of(self, pieces: Iterable[bytes]) -> list[int]:
+        """Return where the next tokens begin: ``pieces`` are their bytes in the text."""
+        found = []
+        for piece in pieces:
+            found.append(self._end)
+            self._end += len(self._decoder.decode(piece))
+        return found
+
+
 class _Writer:
-    """Writes texts as OpenAI's choices."""
+    """Writes texts as OpenAI's choices.
+
+    Args:
+        service, fields, logprobs, n, best_of: of the request.
+        n_added: how many first tokens of each prompt are not the client's: an echo leaves out the names
+            of control tokens among them.
+    """
 
     def __init__(
-        self, service: Service, fields: CompletionFields, logprobs: int | None, n: int, best_of: int
+        self,
+        service: Service,
+        fields: CompletionFields,
+        logprobs: int | None,
+        n: int,
+        best_of: int,
+        n_added: Sequence[int],
     ) -> None:
         self._service = service
         self._fields = fields
         self._head = service.head("cmpl", "text_completion")
         self._logprobs = logprobs
-        self._n, self._best_of = n, best_of
+        self._n, self._best_of, self._n_added = n, best_of, n_added
+        self._offsets: dict[int, _Offsets] = {}  # of each text
 
     def body(self, choices: Sequence[Choice]) -> object:
         """Return the best ``n`` of the ``best_of`` texts of each prompt, best first."""
@@ -111,20 +148,24 @@ class _Writer:
 
     def _part(self, update: Update, index: int) -> dict[str, object]:
         fields, words = self._fields, self._service.vocabulary
-        ids, result = update.choice.prompt, update.result
-        echo = self._service.text(ids) if fields.echo else ""
-        text = (echo if update.is_first else "") + update.text
-        found = completion_choice(index, text, update.end, None)
+        ids, result, place = update.choice.prompt, update.result, update.choice.index
+        echoed = self._echoed(update.choice) if update.is_first and fields.echo else []
+        echo = b"".join(echoed).decode("utf-8", "replace")
+        if update.is_first:
+            self._offsets[place] = _Offsets(len(echo))
+        found = completion_choice(index, echo + update.text, update.end, None)
         scores = None if result is None else result.prompt_logprobs
         if self._logprobs is not None:
             rated: list[tuple[int, Produced | TokenScore | None]] = [
                 (token.token, token) for token in update.tokens
             ]
-            offset = len(echo) + update.offset
+            model = self._service.model
+            offsets = self._offsets[place].of(model.piece(token.token) for token in update.tokens)
             if fields.echo and scores is not None:
-                rated, offset = [*zip(ids, scores, strict=True), *rated], 0
+                rated = [*zip(ids, scores, strict=True), *rated]
+                offsets = [*_Offsets().of(echoed), *offsets]
             found["logprobs"] = words.completion_logprobs(
-                rated, offset, self._logprobs, as_ids=bool(fields.return_tokens_as_token_ids),
+                rated, offsets, self._logprobs, as_ids=bool(fields.return_tokens_as_token_ids),
                 more=bool(fields.token_details),
             )  # fmt: skip
         if fields.return_token_ids:
@@ -135,6 +176,13 @@ class _Writer:
             found["prompt_logprobs"] = words.prompt_logprobs(scores)
         return found
 
+    def _echoed(self, choice: Choice) -> list[bytes]:
+        """Return the bytes of a prompt's tokens in the text."""
+        n, ids = self._n_added[choice.index // self._best_of], choice.prompt
+        words = self._service.vocabulary
+        own = [words.entry(token)[0] for token in ids[n:]]
+        return [*map(self._service.model.piece, ids[:n]), *own]
+
 
 # -- llama-server's own ----------------------------------------------------------------------------
 
@@ -142,8 +190,6 @@ class _Writer:
 async def completion(call: Exchange, service: Service) -> None:
     """Answer a request of llama-server's: an object, or a list of them for several prompts."""
     fields = await call.json(CompletionFields)
-    if fields.post_sampling_probs:
-        raise HttpError(400, "post_sampling_probs is not supported", param="post_sampling_probs")
     prompts = await prompt_tokens(service, fields.prompt)
     asked = fields.max_tokens if fields.n_predict is None else fields.n_predict
     limit = service.settings.max_tokens if asked is None else limit_of(asked, "n_predict")

@@ -1,7 +1,8 @@
 """The fields of requests, and what they mean: sampling settings, grammars, token ids, engine requests.
 
 Unknown fields are ignored, as by llama-server and vLLM; so are those of OpenAI that do not change a text
-(``user``, ``store``, ``metadata``, ...). Others that would, and are not offered, are refused by name.
+(``user``, ``store``, ``metadata``, ...). Others that would, and are not offered, are refused by name, but
+for those that llama-server's own clients send in every request.
 """
 
 from __future__ import annotations
@@ -34,7 +35,35 @@ _ID = re.compile(r"-?[0-9]{1,10}")
 _FIM = ("fim_pre_token_id", "fim_suf_token_id", "fim_mid_token_id")
 
 
-class SamplingFields(Struct, kw_only=True):
+class RefusedFields(Struct, kw_only=True):
+    """What would change a text, or what is told of it, and is not offered."""
+
+    functions: object = None
+    function_call: object = None
+    audio: object = None
+    web_search_options: object = None
+    mirostat: object = None
+    post_sampling_probs: object = None
+    use_beam_search: object = None
+    bad_words: object = None
+    allowed_token_ids: object = None
+    guided_json: object = None
+    guided_regex: object = None
+    guided_choice: object = None
+    guided_grammar: object = None
+    include_stop_str_in_output: object = None
+    truncate_prompt_tokens: object = None
+
+    def check(self) -> None:
+        """Raise HttpError if one is asked for."""
+        for name in RefusedFields.__struct_fields__:
+            if getattr(self, name) not in (None, False, []):
+                _, guided, kind = name.rpartition("guided_")
+                instead = f': give structured_outputs {{"{kind}": ...}}' if guided else ""
+                raise HttpError(400, f"{name} is not supported{instead}", param=name)
+
+
+class SamplingFields(RefusedFields, kw_only=True):
     """How tokens are drawn: OpenAI's, llama-server's and vLLM's names."""
 
     temperature: float | None = None
@@ -58,7 +87,6 @@ class SamplingFields(Struct, kw_only=True):
     dry_penalty_last_n: int | None = None
     dry_sequence_breakers: list[str] | None = None
     min_keep: int | None = None
-    mirostat: int | None = None
     logit_bias: dict[str, float | bool] | list[tuple[int | str, float | bool]] | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
@@ -71,8 +99,7 @@ class SamplingFields(Struct, kw_only=True):
         Raises:
             ConfigError, HttpError: a value out of range, or a setting that is not offered.
         """
-        if self.mirostat:
-            raise HttpError(400, "mirostat is not supported", param="mirostat")
+        self.check()
         base = default or settings.sampling
         given = {
             ours: value

@@ -29,14 +29,12 @@ class Update:
 
     Attributes:
         choice: the text.
-        offset: characters of the text before it; 0 for the first.
         text: of the text.
         tokens: of the text, without one that ends it.
         result: where the text ends with it.
     """
 
     choice: Choice
-    offset: int = 0
     is_first: bool = False
     text: str = ""
     tokens: list[Produced] = field(default_factory=list)
@@ -56,7 +54,6 @@ class Choice:
 
     index: int
     request: Request
-    n_characters: int = 0  # that were sent
     is_begun: bool = False
     ended: Result | None = None
 
@@ -76,7 +73,7 @@ class Choice:
     def whole(self) -> Update:
         """All of it, once it has ended."""
         result = self.result
-        return Update(self, 0, True, result.text, list(result.emitted), result)
+        return Update(self, True, result.text, list(result.emitted), result)
 
     @property
     def mean_logprob(self) -> float:
@@ -156,12 +153,11 @@ async def _updates(
                     index = first_of[event.id] + event.sample
                     choice, update = choices[index], changed.get(index)
                     if update is None:
-                        update = Update(choice, choice.n_characters, not choice.is_begun)
+                        update = Update(choice, not choice.is_begun)
                         changed[index], choice.is_begun = update, True
                     one = event.emitted
                     if one is not None:
                         update.text += one.text
-                        choice.n_characters += len(one.text)
                         if one.token >= 0 and not one.is_stop:
                             update.tokens.append(one)
                     if event.result is not None:

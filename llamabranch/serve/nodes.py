@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -118,6 +119,7 @@ class Branches:
         self._file = None if folder is None else folder / _FILE
         self._fingerprint = fingerprint
         self._nodes: dict[str, Node] = {}
+        self._n_promised = 0
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -142,9 +144,14 @@ class Branches:
             self._remove(node)
         return list(self._nodes.values())
 
-    def check_quota(self, n: int) -> None:
-        """Raise HttpError unless ``n`` nodes more may be made."""
-        there = len(self.all())
+    @contextmanager
+    def room_for(self, n: int) -> Iterator[Callable[[Node], None]]:
+        """Yield what keeps a new node; ``n`` may be kept before the end of the block.
+
+        Raises:
+            HttpError: there are too many, those being made included.
+        """
+        there = len(self.all()) + self._n_promised
         if there + n > self._most:
             told = (
                 f"there are {there} branches, {self._most} may exist: delete some, or wait until some "
@@ -154,9 +161,24 @@ class Branches:
                 429, told, kind="branch_quota_exceeded", branches=there, max_branches=self._most,
                 ttl_s=self._ttl_s,
             )  # fmt: skip
+        left = n
+
+        def add(node: Node) -> None:
+            nonlocal left
+            left -= 1
+            self._n_promised -= 1
+            self.add(node)
+
+        self._n_promised += n
+        try:
+            yield add
+        finally:
+            self._n_promised -= left
 
     def add(self, node: Node) -> None:
-        """Keep a new node."""
+        """Keep a new node; one whose parent was deleted meanwhile becomes a root with all its tokens."""
+        if node.parent is not None and node.parent.id not in self._nodes:
+            node.own, node.start, node.parent = array("i", node.tokens), 0, None
         self._nodes[node.id] = node
         if node.parent is not None:
             node.parent.children.append(node)
@@ -197,12 +219,24 @@ class Branches:
         os.replace(new, self._file)
 
     def load(self) -> None:
-        """Read those of the folder, if they are the same model's.
+        """Read those of the folder, if they are the same model's; make it if there is none.
 
         Raises:
-            ConfigError: the file is not one that a server wrote.
+            ConfigError: nothing can be written there, or the file is not one that a server wrote.
         """
-        if self._file is None or not self._file.exists():
+        if self._file is None:
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            new = self._file.with_suffix(".new")
+            new.write_bytes(b"")
+            new.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"branches cannot be kept in {self._file.parent}: {error}",
+                hint="name another folder",
+            ) from None
+        if not self._file.exists():
             return
         try:
             kind = tuple[str, list[_Saved]]

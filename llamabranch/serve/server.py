@@ -24,7 +24,7 @@ __all__ = ["Server"]
 _POLL_S = 0.05
 _MOST_HEADER_BYTES = 128 << 10
 _SEND_BYTES = 128 << 10
-_HEADER_S = 30.0  # from the connection, or from the last answer, to the end of a request's headers
+_HEADER_S = 30.0  # from the connection, or from a later request's first byte, to its headers' end
 
 
 class Server:
@@ -160,21 +160,46 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """Connections whose headers have a limit in size and time."""
+    """Connections on which the headers of each request have a limit in size and time.
+
+    An answer that runs meanwhile is not cut off: the limits wait for its end.
+    """
 
     _n_header_bytes = 0
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._deadline = self.loop.call_later(_HEADER_S, transport.close)
+        self._await_headers()
+
+    def _await_headers(self) -> None:
+        self._deadline = self.loop.call_later(_HEADER_S, self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        if self._is_answering and not self.transport.is_closing():
+            self._await_headers()
+        else:
+            self.transport.close()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
-        self._n_header_bytes += len(data) if self._deadline is not None else 0
-        if self._n_header_bytes > _MOST_HEADER_BYTES:
+        super().data_received(data)
+        if self._deadline is None:  # no headers are unfinished
+            return
+        self._n_header_bytes += len(data)
+        if self._n_header_bytes > _MOST_HEADER_BYTES and self._is_answering:
+            self.flow.pause_reading()  # until the end of the answer
+        elif self._n_header_bytes > _MOST_HEADER_BYTES:
             self.transport.close()
-        else:
-            super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._deadline is None:  # not the first request
+            self._n_header_bytes = 0
+            self._await_headers()
 
     def on_headers_complete(self) -> None:
         if self._deadline is not None:

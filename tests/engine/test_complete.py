@@ -218,6 +218,10 @@ def test_forced_calls_are_parsed(chatting: Context, choice: Any) -> None:
     assert message["tool_calls"][0]["function"]["name"] == call.name
     n_prompt = len(chatting.model.chat_tokens(HELLO, tools=TOOLS))
     assert result.num_prompt_tokens == n_prompt > len(chatting.model.chat_tokens(HELLO))
+    n = len(result.tokens) - 1
+    almost: Any = chatting.chat(HELLO, tools=TOOLS, tool_choice=choice, max_tokens=n, **WARM)
+    ended = almost.to_openai()["choices"][0]
+    assert ended["finish_reason"] == "length" and ended["message"]["tool_calls"]
     free = chatting.chat(HELLO, tools=TOOLS, tool_choice="none", max_tokens=8, **WARM)
     assert free.tool_calls == [] and free.num_prompt_tokens < n_prompt
     cut = chatting.chat(HELLO, tools=TOOLS, tool_choice=choice, max_tokens=12, **WARM)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from serving import Serving, serving
+from toys import write_toy
 
 import llamabranch as lb
+from llamabranch.serve import fields
 
 WARM: dict[str, Any] = {"temperature": 0.8, "seed": 42}
 
@@ -52,6 +55,15 @@ def frames(api: Any, path: str = "/v1/completions", **body: Any) -> list[Any]:
     assert all(line.startswith("data: ") for line in lines)
     assert lines.pop() == "data: [DONE]"
     return [json.loads(line[6:]) for line in lines]
+
+
+def choices_of(parts: list[Any]) -> list[list[Any]]:
+    """Return what the events of a stream tell of each text."""
+    found: dict[int, list[Any]] = {}
+    for part in parts:
+        for choice in part["choices"]:
+            found.setdefault(choice["index"], []).append(choice)
+    return [found[index] for index in sorted(found)]
 
 
 def test_text_is_the_librarys_own(api: Any, ctx: lb.Context) -> None:
@@ -126,6 +138,65 @@ def test_given_text_is_scored(api: Any, ctx: lb.Context) -> None:
     for token, score, known in zip(tokens[1:], scores, vllm["prompt_logprobs"][1:], strict=True):
         assert known[str(token)]["logprob"] == score.logprob
         assert known[str(token)]["rank"] == score.rank
+
+
+def test_offsets_are_places_in_the_text(api: Any, ctx: lb.Context) -> None:
+    """A character of several tokens, and a stop string, are no exception; nor is a stream."""
+    body: dict[str, Any] = {
+        "prompt": "x", "max_tokens": 40, "logprobs": 0, "stop": "b y", "return_token_ids": True,
+        "grammar": 'root ::= "a \U0001f600 b x \U0001f600 b y"', **WARM,
+    }  # fmt: skip
+    (whole,) = choices(api, **body)
+    assert whole["text"] == "a \U0001f600 b x \U0001f600 "
+    ids, decoder = whole["token_ids"], ctx.model.text_decoder()
+    ends = [0]
+    for token in ids:
+        ends.append(ends[-1] + len(decoder.feed(token)))
+    assert len(set(ends)) < len(ends)  # there are parts of characters
+    assert whole["logprobs"]["text_offset"] == ends[:-1]
+    parts = [choice["logprobs"] for part in frames(api, **body) for choice in part["choices"]]
+    assert [at for part in parts for at in part["text_offset"]] == ends[:-1]
+    result = ctx.complete(
+        "x", grammar=body["grammar"], stop="b y", max_tokens=40, top_logprobs=1, **WARM
+    )
+    shown: Any = result.to_openai()
+    assert result.tokens == ids
+    assert shown["choices"][0]["logprobs"]["text_offset"] == ends[:-1]
+
+
+def test_echo_gives_the_prompt_back(tmp_path: Path) -> None:
+    """Names of control tokens too, but none of a BOS token that the tokenizer has added."""
+    path = write_toy(tmp_path / "toy.gguf", vocab="bytes")
+
+    def open_engine() -> lb.AsyncEngine:
+        ctx = lb.load(path, n_ctx=256, n_seq_max=2, n_threads=1)
+        return lb.AsyncEngine(ctx, max_tokens=None, parallel=2)
+
+    with Serving(open_engine) as server, server.client() as api:
+        model = server.ctx.model
+        assert model.bos is not None and model.eos is not None
+        bos, eos = (model.detokenize([t], special=True) for t in (model.bos, model.eos))
+        texts = ["a king", f"{bos}a king", f"a{eos} \U0001f600{bos}", ""]
+        body: dict[str, Any] = {"max_tokens": 2, "echo": True, "seed": 1, "ignore_eos": True}
+        found = choices(api, prompt=texts, **body, logprobs=0)
+        plain = choices(api, prompt=texts, **{**body, "echo": False})
+        streamed = choices_of(frames(api, prompt=texts, **body))
+        for text, choice, own, its in zip(texts, found, plain, streamed, strict=True):
+            assert choice["text"] == text + own["text"] == "".join(part["text"] for part in its)
+            logprobs, ids = choice["logprobs"], model.prompt_tokens(text, parse_special=True)
+            is_added = not text.startswith(bos)
+            assert logprobs["text_offset"][: is_added + 1] == [0] * (is_added + 1)
+            names = zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
+            assert all(
+                choice["text"][at:].startswith(name)
+                for name, at in [*names][is_added : len(ids)]
+                if not name.startswith("bytes:")
+            )
+        (given,) = choices(api, prompt=[model.bos, *model.tokenize("a", add_special=False)], **body)
+        assert given["text"].startswith(f"{bos}a")
+        branch = post(api, 201, "/v1/branches", prompt=f"a{eos}")["id"]
+        (more,) = choices(api, branch_id=branch, prompt=f" b{eos}", **body)
+        assert more["text"].startswith(f"a b{eos}")
 
 
 def test_best_of_gives_the_most_probable(api: Any) -> None:
@@ -213,6 +284,10 @@ def test_seeds_repeat_texts_and_no_seed_does_not(api: Any) -> None:
         ({"prompt": "x", "top_p": 2}, 400, "top_p"),
         ({"prompt": "x", "suffix": "y"}, 400, "suffix"),
         ({"prompt": "x", "mirostat": 2}, 400, "mirostat"),
+        ({"prompt": "x", "post_sampling_probs": True}, 400, "post_sampling_probs"),
+        ({"prompt": "x", "bad_words": ["y"]}, 400, "bad_words"),
+        ({"prompt": "x", "truncate_prompt_tokens": 5}, 400, "truncate_prompt_tokens"),
+        ({"prompt": "x", "guided_regex": "a*"}, 400, 'structured_outputs {"regex": ...}'),
         ({"prompt": "x", "min_tokens": 2, "grammar": 'root ::= "a"'}, 400, "min_tokens"),
         ({"prompt": "x", "stop": [5]}, 400, "stop"),
         ({"prompt": "x", "stop_token_ids": [-1]}, 400, "vocabulary"),
@@ -232,6 +307,21 @@ def test_what_is_refused(api: Any, body: dict[str, Any], status: int, told: str)
         assert told in error["message"]
         assert error["code"] == status
         assert set(error) >= {"message", "type", "param", "code"}
+
+
+def test_fields_that_ask_for_nothing_are_not_refused(api: Any) -> None:
+    """Nor are those that llama-server's clients send in every request."""
+    names = fields.RefusedFields.__struct_fields__
+    habits = {"samplers": ["top_k", "temperature"], "lora": [], "t_max_predict_ms": 0}
+    for path in ("/v1/completions", "/completion", "/v1/chat/completions"):
+        asked: dict[str, Any] = {"max_tokens": 1, "prompt": "x"}
+        if "chat" in path:
+            asked["messages"] = [{"role": "user", "content": "x"}]
+        nothings: list[Any] = [None, False, []]
+        for nothing in nothings:
+            post(api, 200, path, **dict.fromkeys(names, nothing), **habits, **asked)
+        for name in names:
+            assert post(api, 400, path, **{name: ["x"]}, **asked)["error"]["param"] == name
 
 
 def test_errors_name_the_wrong_field(api: Any) -> None:

@@ -23,8 +23,10 @@ from typer.testing import CliRunner
 import llamabranch as lb
 from llamabranch.cli import app
 from llamabranch.serve import ServeSettings, parse_bytes
+from llamabranch.serve import server as serve_server
 from llamabranch.serve.server import Server
 
+KEPT = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"  # the connection is kept
 ENDLESS = {"prompt": "Once upon a time", "max_tokens": -1, "ignore_eos": True, "seed": 1}
 
 
@@ -100,10 +102,42 @@ def test_bodies_that_are_no_requests(api: Any, path: str, body: bytes) -> None:
     assert answer.json()["error"]["message"]
 
 
+HELLO = {"role": "user", "content": "x"}
+DEEP: Any = "x"
+for _ in range(600):
+    DEEP = [DEEP]
+TOO_DEEP = [
+    {"messages": [{**HELLO, "more": DEEP}]},
+    {"messages": [HELLO], "chat_template_kwargs": {"more": DEEP}},
+]
+SCHEMA = {"type": "object", "properties": {"x": {"enum": [DEEP]}}, "additionalProperties": DEEP}
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+FORCED = {"messages": [HELLO], "tool_choice": "required", "tools": [FUNCTION]}
+CHATS = ["/v1/chat/completions", "/apply-template", "/v1/chat/completions/input_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *[(path, body) for path in CHATS for body in TOO_DEEP],
+        (CHATS[0], FORCED),
+        (CHATS[0], {"messages": [HELLO], "json_schema": SCHEMA}),
+        ("/v1/branches", TOO_DEEP[0]),
+        ("/v1/branches", {"prompt": "x", "json_schema": SCHEMA}),
+        ("/v1/completions", {"prompt": "x", "json_schema": SCHEMA}),
+    ],
+)
+def test_bodies_that_are_nested_too_deep(api: Any, path: str, body: dict[str, Any]) -> None:
+    answer = api.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
 def test_paths_and_methods_that_do_not_exist(api: Any) -> None:
     for method, path, status in (
         ("GET", "/nothing", 404), ("GET", "/v1/completions", 405), ("PUT", "/v1/branches", 405),
-        ("POST", "/health", 405), ("GET", "/v1/branches/%00", 404), ("GET", "/" + "a" * 9000, 404),
+        ("POST", "/health", 405), ("POST", "/props", 405),
+        ("GET", "/v1/branches/%00", 404), ("GET", "/" + "a" * 9000, 404),
     ):  # fmt: skip
         answer = api.request(method, path)
         assert answer.status_code == status
@@ -119,6 +153,7 @@ def test_bodies_and_headers_have_limits(server: Serving, api: Any) -> None:
     assert answer.status_code == 200
     endless = head("/health", 0, method="GET")[:-2] + b"x-a: b\r\n" * 100_000
     assert b" 200 " not in raw(server, endless, ends=False)[:20]
+    assert raw(server, KEPT + endless, ends=False).count(b"HTTP/1.1 200") == 1
     assert api.get("/health").status_code == 200
 
 
@@ -134,6 +169,23 @@ def test_connections_that_say_nothing_or_half(server: Serving, api: Any) -> None
     assert raw(server, b"\x16\x03\x01 not http\r\n\r\n").startswith((b"", b"HTTP/1.1 400"))
     assert b" 200 " not in raw(server, head("/v1/completions", 5) + b"{}")
     assert api.get("/health").status_code == 200
+
+
+def test_half_a_request_after_others(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the connection in time too, but no answer that runs meanwhile."""
+    body = json.dumps({**ENDLESS, "max_tokens": 60, "stream": True}).encode()
+    asked = head("/v1/completions", len(body)).replace(b"Connection: close\r\n", b"") + body
+    for more, ends in ((b"", b""), (b"\r\n" + asked, b"data: [DONE]\n\n\r\n0\r\n\r\n")):
+        with socket.create_connection(("127.0.0.1", server.server.port), 60) as connection:
+            connection.sendall(KEPT)
+            assert connection.recv(9)
+            with monkeypatch.context() as patched:
+                patched.setattr(serve_server, "_HEADER_S", 0.02)
+                connection.sendall(more + KEPT[:9])
+                found = b""
+                while part := connection.recv(65536):
+                    found += part
+        assert found.endswith(ends)
 
 
 # -- who may call ----------------------------------------------------------------------------------

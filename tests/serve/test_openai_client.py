@@ -24,7 +24,7 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": name, "description": "It.", "parameters": SCHEMA}}
     for name in ("marry", "crown")
 ]
@@ -116,7 +116,8 @@ def test_structured_answers(client: Any) -> None:
     "choice", ["required", {"type": "function", "function": {"name": "crown"}}]
 )
 def test_forced_calls_follow_their_schema(client: Any, choice: Any) -> None:
-    found = ask(client, tools=TOOLS, tool_choice=choice, max_tokens=80).choices[0]
+    whole = ask(client, tools=TOOLS, tool_choice=choice, max_tokens=80)
+    found, n_tokens = whole.choices[0], whole.usage.completion_tokens
     (call,) = found.message.tool_calls
     assert found.finish_reason == "tool_calls"
     assert found.message.content is None
@@ -129,6 +130,16 @@ def test_forced_calls_follow_their_schema(client: Any, choice: Any) -> None:
     assert "".join(d.function.arguments or "" for d in deltas) == call.function.arguments
     assert len(deltas) > 3  # they come as they are written
     assert parts[-1].choices[0].finish_reason == "tool_calls"
+    cut: Any = {"tools": TOOLS, "tool_choice": choice, "max_tokens": n_tokens - 1}
+    short = ask(client, **cut).choices[0]
+    assert short.finish_reason == "length"
+    assert call.function.arguments.startswith(short.message.tool_calls[0].function.arguments)
+    parts = list(ask(client, stream=True, **cut))
+    assert [part.choices[0].finish_reason for part in parts if part.choices][-1] == "length"
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    cut |= {"tools": strict, "max_tokens": n_tokens // 2}
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(model="any", messages=HELLO, **cut, **WARM)
     answer = [*HELLO, found.message, {"role": "tool", "tool_call_id": call.id, "content": "done"}]
     assert ask(client, answer, tools=TOOLS, tool_choice="none").choices[0].message.content
 
@@ -221,7 +232,9 @@ def test_last_answer_is_continued(client: Any, server: Serving) -> None:
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sing"}}},
         {"tool_choice": "required"},
         {"modalities": ["audio"]},
-        {"extra_body": {"functions": []}},
+        {"extra_body": {"functions": [{"name": "marry"}]}},
+        {"extra_body": {"guided_choice": ["a", "b"]}},
+        {"extra_body": {"post_sampling_probs": True}},
         {"extra_body": {"add_generation_prompt": True, "continue_final_message": True}},
         {"extra_body": {"chat_template_kwargs": {"messages": []}}},
     ],

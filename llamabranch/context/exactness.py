@@ -62,8 +62,8 @@ def exact_rows(
         key = _key(model, setting)
         kept = _read(key)
         if kept is None:
-            sizes = _FEW if is_part else _SIZES
-            sizes = (*(n for n in sizes if n < most), min(most, sizes[-1]))
+            of_all = _FEW if is_part else _SIZES
+            sizes = [*(n for n in of_all if n < most), min(most, of_all[-1])]
             kept = _measure(decoder, cache, model, sizes, _FEW_ALONE if is_part else _ALONE)
             if key is not None:
                 write_entries([(_SECTION, key, {"rows": kept})])

@@ -39,6 +39,7 @@ class CreateFields(Struct, kw_only=True):
     tokens: list[int] | None = None
     messages: list[dict[str, object]] | None = None
     add_special_tokens: bool = True
+    parse_special: bool = True
     sampling: SamplingFields | None = None
     seed: int | None = None
     grammar: str | None = None
@@ -72,6 +73,7 @@ class ForkFields(Struct, kw_only=True):
 
     at: int | None = None
     append: Append | None = None
+    parse_special: bool = True
     sampling: SamplingFields | None = None
     seed: int | None = None
     top_logprobs: int = _N_NEXT
@@ -81,6 +83,7 @@ class ScoreFields(Struct, kw_only=True):
     """The body of POST /v1/branches/{id}/score."""
 
     continuations: list[str | list[int]]
+    parse_special: bool = True
     top_logprobs: int = 0
 
 
@@ -95,7 +98,12 @@ async def create(call: Exchange, service: Service) -> None:
         tokens = await to_thread(lambda: service.model.chat_tokens(messages))
     else:
         prompt = fields.tokens if fields.prompt is None else fields.prompt
-        (found,) = await prompt_tokens(service, prompt, add_special=fields.add_special_tokens)
+        (found,) = await prompt_tokens(
+            service,
+            prompt,
+            add_special=fields.add_special_tokens,
+            parse_special=fields.parse_special,
+        )
         tokens = service.model.prompt_tokens(found)
     grammar = await TextFields(
         grammar=fields.grammar,
@@ -121,7 +129,8 @@ async def fork(call: Exchange, service: Service) -> None:
             raise HttpError(400, "append needs text or tokens", param="append")
         more = ids or []
         if text is not None:
-            more = await service.tokenize(text, add_special=False)
+            parse = fields.parse_special
+            more = await service.tokenize(text, add_special=False, parse_special=parse)
         service.model.check_tokens(more)
     n_read = at + len(more) if more else min(at, parent.n_read)
     sampling = _sampling(service, parent.sampling, fields)
@@ -217,7 +226,9 @@ async def score(call: Exchange, service: Service) -> None:
     top, n = check_top(fields.top_logprobs), len(tokens)
     requests = []
     for given in fields.continuations:
-        (more,) = await prompt_tokens(service, [given], add_special=False)
+        (more,) = await prompt_tokens(
+            service, [given], add_special=False, parse_special=fields.parse_special
+        )
         if not more:
             raise HttpError(400, "a continuation has no tokens", param="continuations")
         service.model.check_tokens(more)

@@ -34,6 +34,7 @@ class CompletionFields(TextFields, kw_only=True):
     prompt_logprobs: int | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
+    parse_special: bool | None = None
     branch_id: str | None = None
     return_tokens: bool | None = None
     response_fields: list[str] | None = None
@@ -54,14 +55,20 @@ async def completions(call: Exchange, service: Service) -> None:
     branch = None if fields.branch_id is None else service.branches[fields.branch_id]
     given = "" if fields.prompt is None and branch is not None else fields.prompt
     add_special = fields.add_special_tokens is not False and branch is None
-    prompts = await prompt_tokens(service, given, add_special=add_special)
-    bare = await prompt_tokens(service, given, add_special=False) if fields.echo else prompts
+    parse = fields.parse_special is not False
+    prompts = bare = await prompt_tokens(
+        service, given, add_special=add_special, parse_special=parse
+    )
+    if fields.echo:
+        bare = await prompt_tokens(service, given, add_special=False, parse_special=parse)
     n_added = [len(prompt) - len(own) for prompt, own in zip(prompts, bare, strict=True)]
     if branch is not None:
         prompts = [[*branch.tokens, *prompt] for prompt in prompts]
         n_added = [branch.position] * len(prompts)
     if fields.suffix:
-        prompts = [await infill(service, prompt, fields.suffix) for prompt in prompts]
+        prompts = [
+            await infill(service, prompt, fields.suffix, parse_special=parse) for prompt in prompts
+        ]
         n_added = list(map(len, prompts))
     asked = fields.n_predict if fields.max_tokens is None else fields.max_tokens
     max_tokens = limit_of(_DEFAULT_TOKENS if asked is None else asked)
@@ -190,7 +197,8 @@ class _Writer:
 async def completion(call: Exchange, service: Service) -> None:
     """Answer a request of llama-server's: an object, or a list of them for several prompts."""
     fields = await call.json(CompletionFields)
-    prompts = await prompt_tokens(service, fields.prompt)
+    parse = fields.parse_special is not False
+    prompts = await prompt_tokens(service, fields.prompt, parse_special=parse)
     asked = fields.max_tokens if fields.n_predict is None else fields.n_predict
     limit = service.settings.max_tokens if asked is None else limit_of(asked, "n_predict")
     requests = await engine_requests(

@@ -330,7 +330,7 @@ async def engine_requests(
 
 
 async def prompt_tokens(
-    service: Service, prompt: object, *, add_special: bool = True
+    service: Service, prompt: object, *, add_special: bool = True, parse_special: bool = True
 ) -> list[list[int]]:
     """Return the token ids of a request's prompts.
 
@@ -342,10 +342,12 @@ async def prompt_tokens(
     """
     several = isinstance(prompt, list) and prompt and not any(type(part) is int for part in prompt)
     prompts = prompt if several and isinstance(prompt, list) else [prompt]
-    return [await _one(service, each, add_special) for each in prompts]
+    return [await _one(service, each, add_special, parse_special) for each in prompts]
 
 
-async def _one(service: Service, prompt: object, add_special: bool) -> list[int]:
+async def _one(
+    service: Service, prompt: object, add_special: bool, parse_special: bool
+) -> list[int]:
     if isinstance(prompt, list) and not prompt:
         raise HttpError(400, "a prompt of token ids must have one at least", param="prompt")
     tokens: list[int] = []
@@ -353,7 +355,8 @@ async def _one(service: Service, prompt: object, add_special: bool) -> list[int]
         if isinstance(part, dict) and set(part) == {"prompt_string"}:
             part = part["prompt_string"]
         if isinstance(part, str):
-            tokens += await service.tokenize(part, add_special=add_special and i == 0)
+            add = add_special and i == 0
+            tokens += await service.tokenize(part, add_special=add, parse_special=parse_special)
         elif type(part) is int and isinstance(prompt, list):
             tokens.append(part)
         else:
@@ -362,7 +365,9 @@ async def _one(service: Service, prompt: object, add_special: bool) -> list[int]
     return tokens
 
 
-async def infill(service: Service, prompt: list[int], suffix: str) -> list[int]:
+async def infill(
+    service: Service, prompt: list[int], suffix: str, *, parse_special: bool = True
+) -> list[int]:
     """Return a prompt for the text between ``prompt`` and ``suffix``, for a model that knows this."""
     known = service.model.metadata
     ids = [known.get(f"tokenizer.ggml.{name}") for name in _FIM]
@@ -370,5 +375,5 @@ async def infill(service: Service, prompt: list[int], suffix: str) -> list[int]:
         told = "suffix needs a model that was made to fill in text between two others"
         raise HttpError(400, told, param="suffix")
     before, after, middle = (int(each or 0) for each in ids)
-    rest = await service.tokenize(suffix, add_special=False)
+    rest = await service.tokenize(suffix, add_special=False, parse_special=parse_special)
     return [before, *prompt, after, *rest, middle]

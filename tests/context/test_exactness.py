@@ -189,7 +189,7 @@ def test_context_of_small_batches_says_nothing_about_larger_ones(
     monkeypatch.setenv("LLAMABRANCH_PROFILE", str(tmp_path / "second.json"))
     monkeypatch.setattr("llamabranch.context.exactness._found", WeakKeyDictionary())
     for small in ({"n_ubatch": 3}, {"n_batch": 3}, {"n_ubatch": 1}):
-        with Context(model, **options, **small) as ctx:
+        with Context(model, **{**options, **small}) as ctx:
             assert ctx.capabilities.batch_invariant or first < 3
     with Context(model, **options) as ctx:
         assert ctx.capabilities.exact_rows == first

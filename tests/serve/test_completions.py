@@ -194,6 +194,20 @@ def test_echo_gives_the_prompt_back(tmp_path: Path) -> None:
             )
         (given,) = choices(api, prompt=[model.bos, *model.tokenize("a", add_special=False)], **body)
         assert given["text"].startswith(f"{bos}a")
+        strange: dict[str, Any] = {"prompt": f"a{eos}b", "parse_special": False}
+        ids = model.prompt_tokens(f"a{eos}b", parse_special=False)
+        assert len(ids) > len(model.prompt_tokens(f"a{eos}b"))
+        (letters,) = choices(api, **strange, **body, return_token_ids=True)
+        assert letters["prompt_token_ids"] == ids and letters["text"].startswith(f"a{eos}b")
+        assert post(api, 200, "/completion", **strange)["tokens_evaluated"] == len(ids)
+        node = post(api, 201, "/v1/branches", **strange)
+        assert node["position"] == len(ids)
+        rest = {"append": {"text": eos}, "parse_special": False}
+        fork = post(api, 201, f"/v1/branches/{node['id']}/fork", **rest)
+        assert fork["position"] == len(ids) + len(eos)
+        scored = {"continuations": [eos], "parse_special": False}
+        scores = post(api, 200, f"/v1/branches/{node['id']}/score", **scored)["scores"]
+        assert len(scores[0]["tokens"]) == len(eos)
         branch = post(api, 201, "/v1/branches", prompt=f"a{eos}")["id"]
         (more,) = choices(api, branch_id=branch, prompt=f" b{eos}", **body)
         assert more["text"].startswith(f"a b{eos}")

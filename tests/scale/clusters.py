@@ -33,6 +33,7 @@ def cluster(num_cpus: int = 3) -> Iterator[Any]:
         PYTHONPATH=os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
         RAY_USAGE_STATS_ENABLED="0",
         RAY_memory_monitor_refresh_ms="0",  # a machine that other tests fill kills no worker
+        RAY_worker_niceness="0",  # 15 otherwise: beside other programs its workers would starve
         RAY_AUTH_MODE="disabled",
     )
     import ray

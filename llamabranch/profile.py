@@ -11,6 +11,7 @@ path of the file. The default is ``$XDG_CACHE_HOME/llamabranch/profile.json`` (`
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -26,6 +27,7 @@ __all__ = [
     "is_off",
     "machine_key",
     "profile_path",
+    "profile_problem",
     "read_entry",
     "write_entries",
 ]
@@ -96,6 +98,23 @@ def write_entries(entries: Iterable[tuple[str, str, Entry]]) -> None:
                 del section[old]
             known[name] = section
         _replace(path, {**known, "version": VERSION})
+
+
+def profile_problem() -> str | None:
+    """Return why nothing can be stored, such as "Permission denied"; None if it can, or all is off."""
+    path = profile_path()
+    if path is None:
+        return None
+    path = Path(os.path.realpath(path))
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        return error.strerror or str(error)
+    return "a later version wrote it" if _read(path) is None else None
 
 
 def _read(path: Path) -> dict[str, object] | None:

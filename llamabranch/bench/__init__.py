@@ -8,6 +8,7 @@ pair.py       which draft length and rule is the fastest for a target with its d
 plotting.py   curves as PNG files
 """
 
+from ..profile import profile_problem
 from .costs import CallClock, DecodeClock, draft_cost, verify_costs, verify_times
 from .machine import Machine, free_memory_bytes, load_average, processor_flags, profile_in_use
 from .pair import Cell, PairBench, PairReport, Sweep
@@ -51,6 +52,7 @@ __all__ = [
     "plain",
     "processor_flags",
     "profile_in_use",
+    "profile_problem",
     "save_plot",
     "seed_of",
     "speculative",

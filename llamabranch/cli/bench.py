@@ -10,7 +10,14 @@ from typing import ClassVar
 import typer
 
 from llamabranch import ConfigError, Context, Drafter, LlamaBranchError
-from llamabranch.bench import Machine, PairBench, Sweep, load_average, profile_in_use
+from llamabranch.bench import (
+    Machine,
+    PairBench,
+    Sweep,
+    load_average,
+    profile_in_use,
+    profile_problem,
+)
 from llamabranch.model import Prompt
 
 from .bench_report import FILES, BenchReport
@@ -159,6 +166,10 @@ def bench(
             raise ConfigError(f"{prompts.input_file} has no prompts")
         texts = given or list(PROMPTS[:1] if size.quick else PROMPTS)
         output.check()
+        if problem := profile_problem():
+            console.note(
+                f"{profile_in_use()} cannot be written ({problem}): no later run knows these times"
+            )
         target_name, drafters = models.resolve(console)
 
         context = runtime.open(

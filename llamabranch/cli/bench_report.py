@@ -125,7 +125,7 @@ class BenchReport:
         console.line()
         console.line(machine_text(self.machine, self.load_after, self.n_threads))
         if self.drafters and self.profile is not None:
-            console.line(f'"auto" begins with the profile {self.profile}, and adds to it.')
+            console.line(f'"auto" begins with the profile {self.profile}.')
         elif self.drafters:
             console.line('"auto" uses no profile.')
         if report.t:

@@ -232,14 +232,16 @@ _COST_OF_EXACT = ". --fast gives it up: f16 K/V may read long prompts in half th
 
 
 def _context(context: Context) -> dict[str, str]:
-    from llamabranch.bench import profile_in_use
+    from llamabranch.bench import profile_in_use, profile_problem
 
+    problem = profile_problem()
     return {
         "threads": f"{context.n_threads} for tokens, {context.n_threads_batch} for prompts",
         "K/V type": context.kv_type,
         "batch-invariant": context.capabilities.batch_invariant_reason
         + (_COST_OF_EXACT if context.capabilities.batch_invariant else ""),
-        "profile of decode times": profile_in_use() or "off",
+        "profile of decode times": (profile_in_use() or "off")
+        + (f", which cannot be written: {problem}" if problem else ""),
     }
 
 

@@ -28,6 +28,7 @@ from llamabranch.bench import (
     Spread,
     Sweep,
     Total,
+    profile_problem,
     save_plot,
 )
 from llamabranch.cli import app
@@ -117,6 +118,31 @@ def test_json_holds_what_was_measured_and_seeded_text_is_that_of_plain_decoding(
         assert (cell["theory"] is None) == (cell["draft_length"] == "auto")
     assert answer["interrupted"] is False
     assert answer["files"] == []
+
+
+def test_profile_that_cannot_be_written_is_told_of_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    newer = tmp_path / "newer.json"
+    newer.write_text('{"version": 1000}', encoding="utf-8")
+    cases = {
+        tmp_path / "file" / "profile.json": "",
+        tmp_path: "directory",
+        newer: "a later version",
+    }
+    for path, reason in cases.items():
+        monkeypatch.setenv("LLAMABRANCH_PROFILE", str(path))
+        said = CliRunner().invoke(app, ["bench", "--target", "no-such-model"]).stderr
+        assert f"{path} cannot be written (" in said
+        assert reason in said
+        assert said.index("cannot be written") < said.index("no-such-model")
+    link, target = tmp_path / "link.json", tmp_path / "target.json"
+    link.symlink_to(target)
+    monkeypatch.setenv("LLAMABRANCH_PROFILE", str(link))
+    assert profile_problem() is None
+    monkeypatch.setenv("LLAMABRANCH_PROFILE", "0")
+    assert profile_problem() is None
 
 
 def test_at_temperature_0_the_rules_are_one() -> None:

@@ -293,7 +293,7 @@ class Chat:
         self._n_evaluated += n_new
         self._n_cached += len(tokens) - n_new
         self._n_answers += 1
-        self._n_cut += n_cut - (0 if parent is None else parent.n_cut)
+        self._n_cut += max(0, n_cut - self.n_cut)
         exchange = Exchange(parent, text, seed=branch.seed, n_cut=n_cut, branch=branch)
         undo = (self._lines, self.current)
         line = replace(line, head=exchange)
@@ -333,7 +333,9 @@ class Chat:
             self._answer = None
             self._n_evaluated += answer.exchange.n_tokens
             if not answer.exchange.n_tokens and answer.finish_reason is None:
+                n_cut = self.n_cut
                 self._lines, self.current = answer.undo
+                self._n_cut -= max(0, n_cut - self.n_cut)
 
     # -- branches ----------------------------------------------------------------------------------
 

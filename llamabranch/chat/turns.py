@@ -77,10 +77,9 @@ class TurnBranches:
         """Return the kept branches, but for those that somebody else has pruned."""
         return [branch for branch in self._branches if branch.state != "pruned"]
 
-    @property
-    def n_spare(self) -> int:
-        """How many of them would be given up: all but the one that was used last."""
-        return max(0, len(self.living()) - 1)
+    def spare(self) -> list[int]:
+        """Return the sequences that would be given up: all but that of the branch used last."""
+        return [branch.seq_id for branch in self.living()[:-1]]
 
     def give_up(self, used: Collection[int]) -> bool:
         """Prune one of these for somebody else, see `Lender`."""

@@ -195,9 +195,10 @@ def _change(
     """Give a chat that was loaded the settings of the command line, as far as these were given."""
     sources = {name: call.get_parameter_source(name) for name in call.params}
     names = {name for name, source in sources.items() if source and source.name != "DEFAULT"}
-    if "ignore_eos" in names:
-        names.add("logit_bias")
     values = {field.name: getattr(params, field.name) for field in fields(params)}
+    if "ignore_eos" in names and "logit_bias" not in names:
+        names.add("logit_bias")
+        values["logit_bias"] = {**talk.sampling.logit_bias, **params.logit_bias}
     values["max_tokens"] = max_tokens
     talk.set(**{name: value for name, value in values.items() if name in names})
     if stop:

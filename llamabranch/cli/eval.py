@@ -75,10 +75,10 @@ def eval(
         if runtime.n_ctx is None:
             more["n_ctx"] = _N_CTX
         ctx = runtime.open(name, console, stack, **more)
-        if models_of - {ctx.model.fingerprint}:
+        if models_of - {_model_key(ctx)}:
             raise ConfigError(
-                f"{given.samples_file} has samples of another model than {name}",
-                hint="resume with the same model, or name another file",
+                f"{given.samples_file} has samples of another model or K/V type than {name}",
+                hint="resume with the same model and options, or name another file",
             )
         results: list[TaskResult] = []
         start_s = time.perf_counter()
@@ -109,6 +109,11 @@ def _tasks(given: TaskOptions) -> list[Task]:
     return [find_task(name, folder) for name in dict.fromkeys(names)]
 
 
+def _model_key(ctx: Context) -> str:
+    """Return what samples are of, so that none of another model or K/V type come among them."""
+    return f"{ctx.model.fingerprint} {ctx.kv_type}"
+
+
 def _run(
     ctx: Context,
     task: Task,
@@ -126,7 +131,7 @@ def _run(
     def note(sample: Sample) -> None:
         found.append(sample)
         if file is not None:
-            line = {"task": task.name, "model": ctx.model.fingerprint, **_as_dict(sample)}
+            line = {"task": task.name, "model": _model_key(ctx), **_as_dict(sample)}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
         right = sum(each.is_right for each in found)

@@ -126,7 +126,7 @@ def quants(
         window = window_of(first, runtime)
         settings: dict[str, object] = {
             "models": names, "file": str(given.file), "chunks": given.chunks, "window": window,
-            "kv_type": runtime.kv_type,
+            "kv_type": runtime.kv_type or "f16",
         }  # fmt: skip
         if kept.data and kept.data.get("settings") != settings:
             raise ConfigError(
@@ -138,6 +138,7 @@ def quants(
         logits = state.logits_path(Path(folder))
         if not kept.data:
             check_new_file(logits)
+            state.save()
         task = _Task(first, text, window, given.chunks, logits, state)
         with interruptible(console) as interrupted:
             for name in names:
@@ -189,6 +190,10 @@ class _State:
         """Keep the row of a model."""
         self.rows[row.model] = row
         self._begun = None
+        self.save()
+
+    def save(self) -> None:
+        """Keep the rows."""
         self._kept.save(lambda: self._as_dict(None), now=True)
 
     def end(self) -> None:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, SupportsIndex, overload
+from typing import TYPE_CHECKING, Literal, Protocol, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,12 @@ __all__ = ["Context", "text_context"]
 Logits = npt.NDArray[np.float32]
 
 _RECLAIMED_PART = 8  # of the cache: what the prefix cache gives up, at least, when cells are needed
+
+
+class _Resident(Protocol):
+    """What lives as long as a context."""
+
+    def close(self) -> object: ...
 
 
 class Context:
@@ -147,7 +153,7 @@ class Context:
         )
         self.sequences = SequenceIds(self._cache, self._lock, self._check_raw, lambda: self.closed)
         # Kept by rooms above while it is open; not for users.
-        self.residents: dict[str, object] = {}
+        self.residents: dict[str, _Resident] = {}
         self.prefix_cache = None
         if resolved.prefix_cache:
             self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
@@ -179,7 +185,10 @@ class Context:
 
     def close(self) -> None:
         """Free the context; branches on it raise ClosedError from now on. Idempotent."""
+        residents = list(self.residents.values())
         self.residents.clear()
+        for resident in residents:
+            resident.close()
         self._decoder.handle.close_children()  # heads: not under this lock, they have their own
         with self._lock:
             self._decoder.close()
@@ -269,7 +278,7 @@ class Context:
     @property
     def n_seq_free(self) -> int:
         """How many sequences could be leased now. Does not wait while another thread decodes."""
-        return self.sequences.n_free
+        return self.sequences.count_free()
 
     def compact(self) -> bool:
         """Write all branches again, in order and without holes; False if raw sequences hold cells.

@@ -63,7 +63,8 @@ def exact_rows(
         kept = _read(key)
         if kept is None:
             of_all = _FEW if is_part else _SIZES
-            sizes = [*(n for n in of_all if n < most), min(most, of_all[-1])]
+            most = min(most, of_all[-1])
+            sizes = [*(n for n in of_all if n < most), most]
             kept = _measure(decoder, cache, model, sizes, _FEW_ALONE if is_part else _ALONE)
             if key is not None:
                 write_entries([(_SECTION, key, {"rows": kept})])

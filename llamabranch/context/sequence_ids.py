@@ -21,9 +21,8 @@ _TRIES = 1000  # a millisecond each: as long as a collection in another thread m
 class Lender(Protocol):
     """Who holds sequences that it gives up where all are taken and somebody else needs one."""
 
-    @property
-    def n_spare(self) -> int:
-        """How many it would give up. Does not wait for a lock."""
+    def spare(self) -> Sequence[int]:
+        """Return those that it would give up. Does not wait for a lock."""
 
     def give_up(self, used: Collection[int]) -> bool:
         """End the lease of one of them, but of none of ``used``; False if there is no other.
@@ -66,6 +65,7 @@ class SequenceIds:
         self._holders: dict[int, weakref.ref[object]] = {}
         self._collected: deque[int] = deque()
         self._lenders: list[weakref.ref[Lender]] = []  # the one used last comes last
+        self._in_use: list[tuple[weakref.ref[object], int]] = []  # users and their sequences
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._holders
@@ -80,16 +80,34 @@ class SequenceIds:
         """How many are leased to others than the prefix cache."""
         return len(self._holders) - self.n_cached
 
-    @property
-    def n_free(self) -> int:
-        """How many could be leased now. Does not wait for another thread's step, but counts amid it."""
+    def count_free(self, *, used: Collection[int] = ()) -> int:
+        """Return how many could be leased now, ``used`` as for `lease`.
+
+        It does not wait for another thread's step, but counts amid it.
+        """
         if self._lock.acquire(blocking=False):
             try:
                 self.collect()
             finally:
                 self._lock.release()
-        n_spare = sum(lender.n_spare for lender in self._living_lenders())
-        return sum(map(self._is_free, range(self.n_seq_max))) + self.n_cached + n_spare
+        used = self._with_those_in_use(used)
+        spare = {each for lender in self._living_lenders() for each in lender.spare()} - used
+        return sum(map(self._is_free, range(self.n_seq_max))) + self.n_cached + len(spare)
+
+    def _is_full(self) -> bool:
+        return not any(map(self._is_free, reversed(range(self.n_seq_max))))
+
+    def use(self, seq_id: int, user: object) -> None:
+        """Until `end_use`, or ``user`` is garbage, no lender gives this sequence up. Hold the lock."""
+        self._in_use = [*self._in_use, (weakref.ref(user), seq_id)]
+
+    def end_use(self, user: object) -> None:
+        """End what `use` began; does nothing a second time."""
+        with self._lock:
+            self._in_use = [each for each in self._in_use if each[0]() not in (None, user)]
+
+    def _with_those_in_use(self, used: Collection[int]) -> set[int]:
+        return {*used, *(seq_id for user, seq_id in self._in_use if user() is not None)}
 
     def _is_free(self, seq_id: int) -> bool:
         return seq_id not in self._holders and self._cache.first_position(seq_id) < 0
@@ -129,16 +147,15 @@ class SequenceIds:
         """
         with self._lock:
             self._check()
-            is_full = len(self._holders) == self.n_seq_max
-            begun = self.hand_over(beginning, is_full) if beginning else None
+            begun = self.hand_over(beginning, self._is_full()) if beginning else None
             if begun is not None:
                 self.transfer(begun, holder)
                 return begun
-            while len(self._holders) == self.n_seq_max and self.n_cached and self.evict():
+            while self._is_full() and self.n_cached and self.evict():
                 pass
-            while len(self._holders) == self.n_seq_max and self._ask(used):
+            while self._is_full() and self._ask(self._with_those_in_use(used)):
                 pass
-            if len(self._holders) == self.n_seq_max:
+            if self._is_full():
                 _collect_garbage()  # an unreferenced branch may be in a reference cycle
                 self.collect(noted=False)
             seq_id = self.lease_if_free(holder)

@@ -363,6 +363,7 @@ class AsyncEngine:
             except BaseException as error:  # also whatever a user's drafter raises
                 failure = error
         elif ends is not None:
+            engine.close()
             return False
         else:
             self._measures = engine.core.learning.measure()

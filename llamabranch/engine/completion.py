@@ -313,7 +313,7 @@ def _own_drafter(ctx: Context, structured: bool) -> Drafter:
     values: Drafter = SuffixDrafter(min_match=1 if structured else 2, shared_tokens=0)
     if ctx.model.n_mtp_layers:
         with suppress(LlamaBranchError):  # such as memory that is in use
-            head = ctx.residents.setdefault("head", None) or Context(ctx.model, target=ctx)
+            head = ctx.residents.get("head") or Context(ctx.model, target=ctx)
             ctx.residents["head"] = head
             if isinstance(head, Context):
                 values = ChainDrafter([values, MTPDrafter(head)])

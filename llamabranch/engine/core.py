@@ -269,7 +269,7 @@ class EngineCore:
             self._added.clear()
             self._events.clear()
             self._scheduler.close()
-            self.learning.save(at_once=True)
+            self.learning.save()
 
     def _step(self) -> None:
         start = perf_counter()

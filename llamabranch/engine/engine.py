@@ -210,12 +210,15 @@ class Engine:
         """
         with self._adding:
             self._is_closed = True
-        if self.target.closed:
-            self.core.close()
-            return []
-        if not drain:
-            self.core.abort_all()
-        return self.core.drain()
+        try:
+            if self.target.closed:
+                self.core.close()
+                return []
+            if not drain:
+                self.core.abort_all()
+            return self.core.drain()
+        finally:
+            self._learning.save(at_once=True)
 
     def _check_open(self) -> None:
         if self._is_closed:

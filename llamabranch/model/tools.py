@@ -76,7 +76,7 @@ class Tools:
         elif isinstance(choice, Mapping):
             function = choice.get("function")
             name = function.get("name") if isinstance(function, Mapping) else None
-            self.forced, self.is_named = [str(name)], True
+            self.forced, self.is_named = [name] if isinstance(name, str) else [], True
         elif choice not in (None, "auto", "none"):
             raise ConfigError("tool_choice is auto, none, required or a function")
         if (self.is_named or choice == "required") and not self.names & set(self.forced):

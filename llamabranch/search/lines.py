@@ -51,6 +51,7 @@ class Lines:
         with self.ctx.lock:
             branch.sequence.logits_row()
             self.root = SearchNode(None, (), 0.0, branch.text, branch.sequence.pending)
+            self.ctx.sequences.use(branch.seq_id, self)
             self.capacity = self.ctx.n_seq_free
         if self.capacity < 1:
             raise SequencesExhaustedError(
@@ -73,6 +74,7 @@ class Lines:
     def close(self) -> None:
         """Return every sequence. Idempotent."""
         self.stats.elapsed_s = perf_counter() - self._start
+        self.ctx.sequences.end_use(self)
         for branch in [*self._lent, *self._held.values()]:
             if not self.ctx.closed:
                 branch.prune()

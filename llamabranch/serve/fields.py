@@ -57,7 +57,7 @@ class RefusedFields(Struct, kw_only=True):
     def check(self) -> None:
         """Raise HttpError if one is asked for."""
         for name in RefusedFields.__struct_fields__:
-            if getattr(self, name) not in (None, False, []):
+            if getattr(self, name) not in (None, False, "", [], {}):
                 _, guided, kind = name.rpartition("guided_")
                 instead = f': give structured_outputs {{"{kind}": ...}}' if guided else ""
                 raise HttpError(400, f"{name} is not supported{instead}", param=name)

@@ -22,9 +22,10 @@ from .settings import ServeSettings
 __all__ = ["Server"]
 
 _POLL_S = 0.05
-_MOST_HEADER_BYTES = 128 << 10
+_MOST_BYTES = 128 << 10  # of headers
 _SEND_BYTES = 128 << 10
 _HEADER_S = 30.0  # from the connection, or from a later request's first byte, to its headers' end
+_KEEP_ALIVE_S = 75
 
 
 class Server:
@@ -116,7 +117,7 @@ class Server:
         config = uvicorn.Config(
             app, http=_Protocol, loop="none", ws="none", lifespan="off", log_config=None,
             access_log=False, log_level="critical", server_header=False, proxy_headers=False,
-            timeout_keep_alive=75, timeout_graceful_shutdown=1,
+            timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=1,
         )  # fmt: skip
         server = _Uvicorn(config)
         serving = asyncio.ensure_future(server.serve(sockets=[self._socket]))
@@ -160,13 +161,15 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """Connections on which the headers of each request have a limit in size and time.
+    """Connections on which whatever is no body has a limit in size, and silence one in time.
 
-    An answer that runs meanwhile is not cut off: the limits wait for its end.
+    Headers count, chunk extensions and trailers. An answer that runs while the next request's headers
+    come is not cut off: the limits wait for its end.
     """
 
-    _n_header_bytes = 0
-    _deadline: asyncio.TimerHandle | None = None
+    _n_bytes = 0  # since headers began, or the body went on
+    _has_body = False  # what was received last has some
+    _deadline: asyncio.TimerHandle | None = None  # of headers that are unfinished
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -186,19 +189,30 @@ class _Protocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
+        self._has_body = False
         super().data_received(data)
-        if self._deadline is None:  # no headers are unfinished
+        if self.transport.is_closing():
             return
-        self._n_header_bytes += len(data)
-        if self._n_header_bytes > _MOST_HEADER_BYTES and self._is_answering:
-            self.flow.pause_reading()  # until the end of the answer
-        elif self._n_header_bytes > _MOST_HEADER_BYTES:
-            self.transport.close()
+        self._n_bytes = 0 if self._has_body else self._n_bytes + len(data)
+        if self._n_bytes > _MOST_BYTES:
+            if self._is_answering and self._deadline is not None:
+                self.flow.pause_reading()  # until the end of the answer
+            else:
+                self.transport.close()
+        elif not self._is_answering and self._deadline is None:
+            # uvicorn has ended its timer, though this was an empty line, or of a body that nobody reads.
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._has_body = True
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if self._deadline is None:  # not the first request
-            self._n_header_bytes = 0
+            self._n_bytes = 0
             self._await_headers()
 
     def on_headers_complete(self) -> None:

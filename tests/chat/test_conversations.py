@@ -337,6 +337,61 @@ def test_others_get_sequences_that_a_chat_keeps_turns_in(
         context.audit()
 
 
+def test_a_search_does_not_take_the_branch_that_it_begins_from(model: lb.Model) -> None:
+    options = lb.ContextParams(n_ctx=2048, n_seq_max=8, n_threads=1)
+    searches: dict[str, Callable[[Branch], object]] = {
+        "best_of_n": lambda root: lb.search.best_of_n(root, 12, max_tokens=6, seed=1).text,
+        "beam_search": lambda root: lb.search.beam_search(root, 7, max_tokens=6).text,
+        "tree_search": lambda root: (
+            lb.search.tree_search(root, len, 30, step=2, max_tokens=8, expand=4).text
+        ),
+    }
+    for name, search in searches.items():
+        with Context(model, options) as context, Chat(context, seed=1, max_tokens=6) as chat:
+            chat.send("hello").finish()
+            chat.fork()
+            for i in range(2):
+                chat.send(f"again {i}").finish()
+            chat.switch(1)
+            root = chat.branch
+            assert root is not None
+            with Context(model, options) as alone:
+                expected = search(Branch.start(alone, root.tokens, sampling=root.sampling))
+            assert search(root) == expected, name
+            assert root.state != "pruned", name
+            assert context.n_seq_free == context.n_seq_max - 1, name
+            context.audit()
+
+
+def test_turns_give_way_beside_a_sequence_of_a_raw_call(model: lb.Model) -> None:
+    with (
+        Context(model, n_ctx=2048, n_seq_max=6, n_threads=1) as context,
+        Chat(context, seed=1, max_tokens=4) as chat,
+    ):
+        context.decode([1, 2, 3], 0, 0)
+        for i in range(4):
+            chat.send(f"hi {i}").finish()
+        branches = [Branch.start(context, "One day") for _ in range(context.n_seq_free)]
+        assert len(branches) == 4
+        with pytest.raises(lb.SequencesExhaustedError):
+            Branch.start(context, "One day")
+
+
+def test_a_retry_leaves_out_nothing_anew(model: lb.Model) -> None:
+    with (
+        Context(model, n_ctx=256, n_seq_max=6, n_threads=1) as context,
+        Chat(context, seed=2, max_tokens=24) as chat,
+    ):
+        while not chat.n_cut:
+            chat.send("What did the king do then?").finish()
+        n_cut = chat.n_cut
+        for _ in range(2):
+            chat.retry().finish()
+            assert (chat.n_cut, chat.stats.num_cut_exchanges) == (n_cut, n_cut)
+        chat.send("And then?").close()  # taken back, as it has no token
+        assert (chat.n_cut, chat.stats.num_cut_exchanges) == (n_cut, n_cut)
+
+
 def test_turn_that_is_forked_or_rated_does_not_give_way_to_its_fork(model: lb.Model) -> None:
     options = lb.ContextParams(n_ctx=2048, n_seq_max=4, n_threads=1)
     with Context(model, options) as context, Chat(context, seed=1, max_tokens=3) as chat:

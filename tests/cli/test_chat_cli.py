@@ -219,6 +219,10 @@ def test_options_that_are_given_are_those_of_a_loaded_chat(tmp_path: Path) -> No
     assert other["sampling"] == expected
     assert (other["max_tokens"], other["stop"]) == (2, ["x"])
     assert other["lines"][0]["system"] == "Be kind."
+    run(*options, "--load", str(kept), "--logit-bias", "70+3", "-f", str(turns))
+    run(*options, "--load", str(kept), "--ignore-eos", "-f", str(turns))
+    bias = json.loads((kept / "chat.json").read_text())["sampling"]["logit_bias"]
+    assert [70, 3.0] in bias and len(bias) > 1
 
 
 def test_tilde_of_save_and_load_is_the_home_folder(

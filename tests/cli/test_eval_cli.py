@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -107,6 +108,8 @@ def test_eval_runs_tasks_and_continues_samples(tmp_path: Path) -> None:
     assert run(*shared, "--samples", samples).exit_code == 2
     refused = run(*shared, "--samples", samples, "--resume", "-m", DRAFT)
     assert refused.exit_code == 2 and "another model" in refused.stderr
+    refused = run(*shared, "--samples", samples, "--resume", "--kv-type", "q8_0")
+    assert refused.exit_code == 2 and "K/V type" in refused.stderr
     assert run(*shared, "--resume").exit_code == 2
     shown = run(*shared)
     assert "acc_norm" in shown.stdout and "chance" in shown.stdout
@@ -152,8 +155,26 @@ def test_quants_shows_files_side_by_side_and_continues(text: Path, tmp_path: Pat
     assert f"{rows[1]['kl']:.5f}" in shown and "█" in shown
     data = json.loads(kept.read_text())
     assert set(data["rows"]) == {TARGET, DRAFT}
-    assert run_json(*shared, "-o", kept, "--resume")["models"] == rows  # nothing is left to do
+    again = ("-o", kept, "--resume", "--kv-type", "f16")  # which is the default
+    assert run_json(*shared, *again)["models"] == rows  # nothing is left to do
     assert run(*shared, "--chunks", 1, "-o", kept, "--resume").exit_code == 2
+
+
+def test_quants_that_was_interrupted_before_its_first_chunk_is_resumed(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    kept = tmp_path / "quants.json"
+    arguments = ("quants", DRAFT, TARGET, "-f", text, "-c", 64, "--chunks", 1, "-o", kept)
+    with monkeypatch.context() as patched:
+        module = importlib.import_module("llamabranch.eval.perplexity")
+        patched.setattr(module, "read_chunks", interrupt)
+        assert run(*arguments).exit_code == 130
+    assert (tmp_path / "quants.json.logits").exists()
+    found = run_json(*arguments, "--resume")["models"]
+    assert isinstance(found, list) and len(found) == 2
 
 
 def test_quants_draws_a_plot(text: Path, tmp_path: Path) -> None:

@@ -453,6 +453,7 @@ def test_what_chat_refuses(chatting: Context, ctx: Context) -> None:
     call: Any = chatting.chat
     bad: list[dict[str, Any]] = [
         {"tools": [{}]}, {"tools": 5}, {"tools": TOOLS, "tool_choice": "sometimes"},
+        {"tools": TOOLS, "tool_choice": {}}, {"tools": TOOLS, "tool_choice": {"function": {}}},
         {"tool_choice": "required"}, {"chat_template_kwargs": {"messages": []}},
         {"tools": TOOLS, "tool_choice": "required", "regex": "a"},
     ]  # fmt: skip

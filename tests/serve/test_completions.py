@@ -331,7 +331,7 @@ def test_fields_that_ask_for_nothing_are_not_refused(api: Any) -> None:
         asked: dict[str, Any] = {"max_tokens": 1, "prompt": "x"}
         if "chat" in path:
             asked["messages"] = [{"role": "user", "content": "x"}]
-        nothings: list[Any] = [None, False, []]
+        nothings: list[Any] = [None, False, "", [], {}]
         for nothing in nothings:
             post(api, 200, path, **dict.fromkeys(names, nothing), **habits, **asked)
         for name in names:

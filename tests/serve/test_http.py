@@ -154,6 +154,11 @@ def test_bodies_and_headers_have_limits(server: Serving, api: Any) -> None:
     endless = head("/health", 0, method="GET")[:-2] + b"x-a: b\r\n" * 100_000
     assert b" 200 " not in raw(server, endless, ends=False)[:20]
     assert raw(server, KEPT + endless, ends=False).count(b"HTTP/1.1 200") == 1
+    chunked = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    trailers, extension = b"0\r\n" + b"x-a: b\r\n" * 1_000_000, b"2;" + b"a" * 8_000_000
+    for more in (trailers, extension):
+        with pytest.raises(OSError, match=r"reset|pipe"):
+            raw(server, chunked + b"2\r\n{}\r\n" + more, ends=False)
     assert api.get("/health").status_code == 200
 
 
@@ -186,6 +191,28 @@ def test_half_a_request_after_others(server: Serving, monkeypatch: pytest.Monkey
                 while part := connection.recv(65536):
                     found += part
         assert found.endswith(ends)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (KEPT, b"\r\n"),
+        (head("/health", 1000, method="GET").replace(b"Connection: close\r\n", b""), b"x"),
+    ],
+)
+def test_connection_that_says_nothing_more(
+    first: bytes, then: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_server, "_KEEP_ALIVE_S", 1)
+    with (
+        serving() as server,
+        socket.create_connection(("127.0.0.1", server.server.port), 60) as connection,
+    ):
+        connection.sendall(first)
+        assert b" 200 " in connection.recv(65536)
+        connection.sendall(then)  # ends uvicorn's timer
+        while connection.recv(65536):
+            pass
 
 
 # -- who may call ----------------------------------------------------------------------------------

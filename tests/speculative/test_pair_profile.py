@@ -156,8 +156,8 @@ def test_an_engine_and_a_session_keep_what_they_learn(
     keep_times(ctx)  # else nothing is kept unless some decode has one token, which time decides
     drafter = lb.ModelDrafter(draft_ctx)
     requests = [lb.Request(PROMPT, max_tokens=n, sampling=WARM) for n in (12, 40)]
-    engine = lb.Engine(ctx, drafter, AUTO)
-    engine.generate(requests)
+    with lb.Engine(ctx, drafter, AUTO) as engine:
+        engine.generate(requests)
     (key,) = sections(profile)["drafters"]
     assert ", batched, " in key  # a draft step of several streams has other costs
     engine = lb.Engine(ctx, drafter, AUTO)
@@ -220,6 +220,36 @@ def test_it_is_written_at_the_end_of_a_generation_and_seldom(
     now += 60.0
     speculator.save_profile()  # nothing was learned since
     assert len(written) == 2
+
+
+def test_many_short_runs_write_it_seldom_and_their_end_writes_the_rest(
+    target: lb.Model, profile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    monkeypatch.setattr(pair_profile, "write_entries", lambda entries: written.append(1))
+    monkeypatch.setattr(pair_profile, "monotonic", lambda: 1000.0)
+
+    async def run() -> None:
+        async with lb.AsyncEngine(context, lb.SuffixDrafter()) as engine:
+            for _ in range(3):
+                await engine.complete(PROMPT, max_tokens=8)
+            assert len(written) <= 1
+
+    with lb.Context(target, n_ctx=256, n_threads=1) as context:
+        keep_times(context)
+        asyncio.run(run())
+        assert len(written) == 2
+        with lb.Engine(context, lb.SuffixDrafter()) as engine:
+            for n in (8, 40):
+                engine.add_request(lb.Request(PROMPT, max_tokens=n))
+            while engine.has_unfinished():
+                engine.step()
+            assert len(written) == 3
+        assert len(written) == 4
+        for _ in range(4):
+            context.complete(PROMPT, max_tokens=8)
+        assert len(written) == 5
+    assert len(written) == 6
 
 
 def test_a_stream_that_is_left_open_ends_in_silence(profile: Path) -> None:

@@ -387,6 +387,11 @@ def test_saving_follows_a_symlink(is_there: bool, small_ctx: lb.Context, tmp_pat
 def test_saving_replaces_nothing_but_regular_files(
     small_ctx: lb.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def files() -> dict[Path, tuple[int, ...]]:
+        found = {path: path.lstat() for path in tmp_path.iterdir()}
+        # Not the time of access: to follow a link sets it.
+        return {p: (s.st_mode, s.st_ino, s.st_size, s.st_mtime_ns) for p, s in found.items()}
+
     monkeypatch.chdir(tmp_path)
     branch = lb.Branch.start(small_ctx, [2, 3], seed=1)
     fifo, folder, loop = tmp_path / "pipe", tmp_path / "folder", tmp_path / "loop"
@@ -398,11 +403,11 @@ def test_saving_replaces_nothing_but_regular_files(
         link.symlink_to(to)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("socket")  # its whole path may be too long
-        before = {path: path.lstat() for path in tmp_path.iterdir()}
+        before = files()
         for path in before:
             with pytest.raises(SnapshotError, match="written"):
                 branch.save(path)
-        assert {path: path.lstat() for path in tmp_path.iterdir()} == before
+        assert files() == before
         with pytest.raises(SnapshotError, match="regular") as refused:
             branch.save(fifo)
         assert refused.value.hint

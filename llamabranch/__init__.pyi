@@ -1,4 +1,4 @@
-"""The public names of the package, by the rooms that have them: the only list of them."""
+"""The public names of the package, by the packages that have them: the only list of them."""
 
 # ruff: isort: skip_file
 

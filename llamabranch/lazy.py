@@ -32,12 +32,12 @@ def attach(
             modules |= {alias.name: f".{node.module or alias.name}" for alias in node.names}
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             own.append(node.target.id)
-    rooms = {module.removeprefix(".") for module in modules.values()}
+    packages = {module.removeprefix(".") for module in modules.values()}
     names = sorted({*modules, *own} - {"__all__"}, key=lambda name: (not name[0].isupper(), name))
 
     def get(name: str) -> object:
         module = modules.get(name)
-        if module is None and name not in rooms:
+        if module is None and name not in packages:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value: object = import_module(module or f".{name}", package)
         if module is not None and module != f".{name}":

@@ -66,7 +66,7 @@ def load(
             - ``kv_type``: "f16", "bf16", "q8_0", ...; "auto" (the default) is bf16 where that makes the
               context batch-invariant. ``flash_attention``, ``batch_invariant``: "auto", True or False.
             - ``prefix_cache``: keep K/V for prompts that begin alike (from the first ``complete`` or
-              ``chat`` on). ``cache_ram``: bytes of host memory for what it gives up (0).
+              ``chat`` on). ``cache_ram``: bytes of host memory for evicted K/V (0).
               ``kv_unified``: one cache for all (True).
             - ``load_mtp``: load MTP layers too (False). ``chat_template``: one in place of the file's.
 

@@ -73,7 +73,7 @@ class Chat:
 
     Args:
         ctx: the context that answers. With 8 sequences or more, several turns are kept; all but the
-            last are given up where somebody else needs a sequence.
+            last are evicted where somebody else needs a sequence.
         drafter: drafts the answers; None = copying from the conversation, where the memory can drop
             tokens. ``NullDrafter()`` = plain decoding.
         config: how much to draft.

@@ -3,7 +3,7 @@
 They are a cache. The tokens of a prompt decide what is read of it: the branch with the longest common
 prefix is forked, cut there where the memory allows it, and reads the rest. Where sequences or cells run
 out, the least recently used ones are pruned; their tokens are evaluated again when they are needed. All
-but the one that was used last are given up to whoever needs a sequence of the context, in any thread.
+but the one that was used last are evicted for whoever needs a sequence of the context, in any thread.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TurnBranches:
     def _nearest(self, tokens: Sequence[int]) -> tuple[Branch | None, int]:
         """Return the branch to begin from and how many tokens it has in common; it is now in use."""
         best, most = None, 0
-        with self._ctx.lock:  # from being found to being the one used last, it is not given up
+        with self._ctx.lock:  # from being found to being the one used last, it is not evicted
             for branch in self.living():
                 n = n_common(branch.sequence.tokens, tokens)
                 if n < branch.position and not self._cuts:
@@ -77,12 +77,12 @@ class TurnBranches:
         """Return the kept branches, but for those that somebody else has pruned."""
         return [branch for branch in self._branches if branch.state != "pruned"]
 
-    def spare(self) -> list[int]:
-        """Return the sequences that would be given up: all but that of the branch used last."""
+    def evictable(self) -> list[int]:
+        """Return the sequences that may be taken: all but that of the branch used last."""
         return [branch.seq_id for branch in self.living()[:-1]]
 
-    def give_up(self, used: Collection[int]) -> bool:
-        """Prune one of these for somebody else, see `Lender`."""
+    def evict(self, used: Collection[int]) -> bool:
+        """Prune one of these for somebody else, see `Evictable`."""
         return self._prune_of(self.living()[:-1], used, for_cells=False)
 
     def leaves(self, among: Collection[Branch]) -> list[Branch]:
@@ -100,7 +100,7 @@ class TurnBranches:
         """Keep a branch as the one that was used last."""
         with self._ctx.lock:
             self._branches = [each for each in self.living() if each is not branch] + [branch]
-            self._ctx.sequences.ask_last(self)
+            self._ctx.sequences.evict_last(self)
 
     def fork(self, branch: Branch) -> Branch:
         """Return a fork of a kept branch; the branch itself, no longer kept, where no other fits."""
@@ -124,7 +124,7 @@ class TurnBranches:
         """Prune the branch that is missed least; False if there is none but ``used``.
 
         A branch inside a longer one has no cells of its own, and can be had again by a cut: the first to
-        give up a sequence, the last where cells are needed.
+        be pruned for a sequence, the last where cells are needed.
         """
         with self._ctx.lock:
             in_use = () if used is None else (used.seq_id,)

@@ -49,7 +49,7 @@ __all__ = ["Context", "text_context"]
 
 Logits = npt.NDArray[np.float32]
 
-_RECLAIMED_PART = 8  # of the cache: what the prefix cache gives up, at least, when cells are needed
+_RECLAIMED_PART = 8  # of the cache: what the prefix cache evicts, at least, when cells are needed
 
 
 class _Resident(Protocol):
@@ -152,7 +152,7 @@ class Context:
             encoder=encoder,
         )
         self.sequences = SequenceIds(self._cache, self._lock, self._check_raw, lambda: self.closed)
-        # Kept by rooms above while it is open; not for users.
+        # Kept by packages above while it is open; not for users.
         self.residents: dict[str, _Resident] = {}
         self.prefix_cache = None
         if resolved.prefix_cache:
@@ -542,7 +542,7 @@ class Context:
         """Return ``model.detokenize(...)``."""
         return self.model.detokenize(tokens, special=special)
 
-    # -- texts in one call: the door to the engine, which is on a higher floor -------------------------
+    # -- texts in one call: the door to the engine, which is on a higher layer -------------------------
 
     @overload
     def complete(

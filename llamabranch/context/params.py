@@ -100,7 +100,7 @@ class ContextParams:
         prefix_cache: keep the K/V of prompts and finished texts until its cells are needed, so that a
             prompt that begins like one of them is not read again. None: from the first call of
             ``complete`` or ``chat`` on, where memory can share cells.
-        cache_ram: bytes of host memory for K/V that the prefix cache gives up; it comes back where that
+        cache_ram: bytes of host memory for K/V that the prefix cache evicts; it comes back where that
             is faster than reading the text again. 0: none.
         rope_scaling: None (the model's own), "none", "linear", "yarn" or "longrope";
             rope_freq_base, rope_freq_scale, yarn_*: as in llama.cpp, 0 (yarn: -1) = the model's own.
@@ -187,7 +187,7 @@ class ContextParams:
             )
         if self.cache_ram and not self.prefix_cache:
             raise ConfigError(
-                "cache_ram is for what the prefix cache gives up: set prefix_cache=True"
+                "cache_ram is for what the prefix cache evicts: set prefix_cache=True"
             )
         if self.prefix_cache and kv_unified and n_seq_max > MOST_WITH_PREFIXES:
             raise ConfigError(

@@ -3,7 +3,7 @@
 A kept text has a sequence that is never decoded; it refers to the cells the text was read into, and
 whoever needs the beginning of it shares those cells, as a fork does. So nothing is copied, the cells of a
 text stay in order, and a text that continues a kept one gets the logits it would have had alone.
-Texts that were not used for the longest time give up their cells first, from their ends. Cells that
+Cells of the least recently used texts are evicted first, from their ends. Cells that
 others use too free nothing, and stay. With a second tier in host memory the K/V is copied there first,
 and comes back where that takes less time than reading the text again.
 """
@@ -184,9 +184,9 @@ class PrefixCache:
         return n
 
     def hand_over(self, tokens: Sequence[int], is_full: bool) -> int | None:
-        """Give up a kept text that begins like ``tokens``, but not its sequence, cut to what they share.
+        """Drop a kept text that begins like ``tokens``, but not its sequence, cut to what they share.
 
-        So nothing is copied where each sequence has cells of its own. The text is given up if ``tokens``
+        So nothing is copied where each sequence has cells of its own. The text is dropped if ``tokens``
         continue all of it, or, where another would have to be (``is_full``: no sequence is free), if more
         of it is shared than lost.
 
@@ -275,7 +275,7 @@ class PrefixCache:
             rows = None if hidden is None else hidden.packed(text.seq_id)
             saved.put(list(text.tokens), self._cache.piece(text.seq_id, 0), rows)
 
-    # -- keeping and giving up ---------------------------------------------------------------------
+    # -- keeping and evicting ----------------------------------------------------------------------
 
     def put(self, seq_id: int, tokens: Sequence[int], *, is_last: bool = False) -> bool:
         """Keep the K/V of a sequence, which holds exactly ``tokens``, beyond the end of that sequence.

@@ -1,4 +1,4 @@
-"""Texts whose K/V was copied to host memory when the prefix cache gave up their cells."""
+"""Texts whose K/V was copied to host memory when the prefix cache evicted it."""
 
 from __future__ import annotations
 

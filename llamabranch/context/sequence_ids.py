@@ -13,18 +13,18 @@ from typing import Protocol
 from ..errors import SequencesExhaustedError
 from .kv_cache import KVCache
 
-__all__ = ["Lender", "SequenceIds"]
+__all__ = ["Evictable", "SequenceIds"]
 
 _TRIES = 1000  # a millisecond each: as long as a collection in another thread may take
 
 
-class Lender(Protocol):
-    """Who holds sequences that it gives up where all are taken and somebody else needs one."""
+class Evictable(Protocol):
+    """Sequences that may be taken where none is free and somebody else needs one."""
 
-    def spare(self) -> Sequence[int]:
-        """Return those that it would give up. Does not wait for a lock."""
+    def evictable(self) -> Sequence[int]:
+        """Return their ids. Does not wait for a lock."""
 
-    def give_up(self, used: Collection[int]) -> bool:
+    def evict(self, used: Collection[int]) -> bool:
         """End the lease of one of them, but of none of ``used``; False if there is no other.
 
         The caller holds the context's lock, in any thread.
@@ -45,7 +45,7 @@ class SequenceIds:
 
     Attributes:
         evict: frees a sequence that the prefix cache has leased; returns whether it did.
-        hand_over: gives up such a sequence that holds first tokens of those given, see ``PrefixCache``.
+        hand_over: evicts such a sequence if it holds first tokens of those given, see ``PrefixCache``.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SequenceIds:
         self._is_closed = is_closed
         self._holders: dict[int, weakref.ref[object]] = {}
         self._collected: deque[int] = deque()
-        self._lenders: list[weakref.ref[Lender]] = []  # the one used last comes last
+        self._evictables: list[weakref.ref[Evictable]] = []  # the one to evict from last comes last
         self._in_use: list[tuple[weakref.ref[object], int]] = []  # users and their sequences
 
     def __contains__(self, seq_id: int) -> bool:
@@ -91,14 +91,14 @@ class SequenceIds:
             finally:
                 self._lock.release()
         used = self._with_those_in_use(used)
-        spare = {each for lender in self._living_lenders() for each in lender.spare()} - used
-        return sum(map(self._is_free, range(self.n_seq_max))) + self.n_cached + len(spare)
+        evictable = {each for its in self._living_evictables() for each in its.evictable()} - used
+        return sum(map(self._is_free, range(self.n_seq_max))) + self.n_cached + len(evictable)
 
     def _is_full(self) -> bool:
         return not any(map(self._is_free, reversed(range(self.n_seq_max))))
 
     def use(self, seq_id: int, user: object) -> None:
-        """Until `end_use`, or ``user`` is garbage, no lender gives this sequence up. Hold the lock."""
+        """Until `end_use`, or ``user`` is garbage, this sequence is not evicted. Hold the lock."""
         self._in_use = [*self._in_use, (weakref.ref(user), seq_id)]
 
     def end_use(self, user: object) -> None:
@@ -124,14 +124,14 @@ class SequenceIds:
             found = map(self.holder, range(self.n_seq_max))
             return [holder for holder in found if holder is not None]
 
-    def ask_last(self, lender: Lender) -> None:
-        """Let ``lender`` give up sequences from now on, after all others. Hold the lock."""
-        others = [each for each in self._living_lenders() if each is not lender]
-        self._lenders = [weakref.ref(each) for each in (*others, lender)]
+    def evict_last(self, evictable: Evictable) -> None:
+        """Evict from ``evictable`` too from now on, after all others. Hold the lock."""
+        others = [each for each in self._living_evictables() if each is not evictable]
+        self._evictables = [weakref.ref(each) for each in (*others, evictable)]
 
-    def _living_lenders(self) -> list[Lender]:
-        found = (ref() for ref in self._lenders)
-        return [lender for lender in found if lender is not None]
+    def _living_evictables(self) -> list[Evictable]:
+        found = (ref() for ref in self._evictables)
+        return [each for each in found if each is not None]
 
     def lease(
         self, holder: object, beginning: Sequence[int] = (), *, used: Collection[int] = ()
@@ -139,7 +139,7 @@ class SequenceIds:
         """Lease a sequence to ``holder`` until ``give_back`` or its garbage collection.
 
         It is empty, or holds the first tokens of ``beginning``, if the prefix cache gives that up.
-        ``used``: sequences that the caller works with, so that no lender may give them up.
+        ``used``: sequences that the caller works with, so that none of them is evicted.
 
         Raises:
             SequencesExhaustedError: all are taken; the message lists the holders.
@@ -164,7 +164,7 @@ class SequenceIds:
             return seq_id
 
     def _ask(self, used: Collection[int]) -> bool:
-        return any(lender.give_up(used) for lender in self._living_lenders())
+        return any(each.evict(used) for each in self._living_evictables())
 
     def _exhausted(self) -> SequencesExhaustedError:
         holders = "; ".join(f"{s} by {ref()!r}" for s, ref in sorted(self._holders.items()))

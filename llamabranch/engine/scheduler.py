@@ -282,7 +282,7 @@ class Scheduler:
         prefixes = self._ctx.prefix_cache
         n_kept = 0 if prefixes is None else prefixes.n_common(tokens)
         if n_kept == best[1] and not self._ctx.capabilities.can_share:
-            return None, 0  # a kept text may give up its cells, those of a running one are copied
+            return None, 0  # cells of a kept text may be evicted, those of a running one are copied
         return (None, 0) if n_kept > best[1] else best
 
     def _set_paused_aside(self) -> bool:

@@ -11,10 +11,10 @@ from ..errors import ConfigError, DecodeInterruptedError
 from ..model import stop_strings
 from .beams import Beams, Candidate
 from .checks import MOST_TEXTS, check_start, token_limit
-from .lines import Lines, OnStep
 from .node import SearchNode
 from .result import Hypothesis, SearchResult
 from .scores import BestScores, Scored
+from .sequences import OnStep, SearchSequences
 from .texts import completes_stop, hypothesis
 
 __all__ = ["beam_search"]
@@ -78,10 +78,10 @@ def beam_search(
     if not isinstance(early_stopping, (bool, str)) or early_stopping not in (True, False, "never"):
         raise ConfigError(f"early_stopping must be True, False or 'never', not {early_stopping!r}")
     stop = stop_strings(stop)
-    with Lines(branch, on_step) as lines:
-        n_eog = len(lines.ctx.model.eog_tokens)
+    with SearchSequences(branch, on_step) as sequences:
+        n_eog = len(sequences.ctx.model.eog_tokens)
         search = _Search(
-            lines,
+            sequences,
             [
                 Beams(beams // groups, n_eog, max_tokens, length_penalty, early_stopping)
                 for _ in range(groups)
@@ -93,26 +93,26 @@ def beam_search(
         )
         search.run()
         found = search.hypotheses()[:n]
-    for node in lines.root.walk():
+    for node in sequences.root.walk():
         if node.status == "finished" and all(h.node is not node for h in found):
             node.status = "pruned"
-    lines.root.prune_open()
-    return SearchResult(found, lines.stats, lines.root)
+    sequences.root.prune_open()
+    return SearchResult(found, sequences.stats, sequences.root)
 
 
 class _Search:
-    """The groups of one beam search over the same lines."""
+    """The groups of one beam search over the same sequences."""
 
     def __init__(
         self,
-        lines: Lines,
+        sequences: SearchSequences,
         groups: list[Beams],
         length_penalty: float,
         diversity_penalty: float,
         max_tokens: int,
         stop: Sequence[str],
     ) -> None:
-        self._lines = lines
+        self._sequences = sequences
         self._groups = groups
         self._length_penalty = length_penalty
         self._penalty = diversity_penalty
@@ -122,26 +122,28 @@ class _Search:
         self._best_scores = BestScores(
             groups[0].n_kept + (len(groups) * groups[0].width if diversity_penalty else 0)
         )
-        self._running: list[list[SearchNode]] = [[lines.root] for _ in groups]
+        self._running: list[list[SearchNode]] = [[sequences.root] for _ in groups]
         self._reasons: dict[SearchNode, str] = {}
 
     def run(self) -> None:
-        lines = self._lines
-        first = lines.sequence(lines.root)
+        sequences = self._sequences
+        first = sequences.sequence(sequences.root)
         if first is None:
             raise ConfigError("the root has no sequence")
-        with lines.ctx.lock:
+        with sequences.ctx.lock:
             root = self._best_scores(first)
         continuations: list[list[Scored]] = [[root] for _ in self._groups]
         for n_tokens in range(1, self._max_tokens + 1):
             self._choose(continuations, n_tokens)
-            if lines.end_step() or not any(self._running):
+            if sequences.end_step() or not any(self._running):
                 return
             nodes = [node for group in self._running for node in group]
             try:
-                read = iter(lines.advance(nodes, lambda _, sequence: self._best_scores(sequence)))
+                read = iter(
+                    sequences.advance(nodes, lambda _, sequence: self._best_scores(sequence))
+                )
             except DecodeInterruptedError as error:
-                lines.was_cancelled(error)
+                sequences.was_cancelled(error)
                 return
             continuations = [[next(read) for _ in group] for group in self._running]
 
@@ -176,13 +178,13 @@ class _Search:
         nodes = []
         for score, beam, token in chosen:
             logprob = continuations[beam].logprobs[token]
-            nodes.append(self._lines.child(parents[beam], [token], [logprob]))
+            nodes.append(self._sequences.child(parents[beam], [token], [logprob]))
             nodes[-1].score = score / n_tokens**self._length_penalty
         return nodes
 
     def _stops(self, node: SearchNode, n_tokens: int) -> bool:
         """Return whether the text ends at ``node``, and remember why."""
-        if self._lines.ctx.model.is_eog(node.tokens[0]) or completes_stop(node, self._stop):
+        if self._sequences.ctx.model.is_eog(node.tokens[0]) or completes_stop(node, self._stop):
             self._reasons[node] = "stop"
         elif n_tokens == self._max_tokens:
             self._reasons[node] = "length"
@@ -194,12 +196,12 @@ class _Search:
         for group in self._groups:
             ended += [(f.final, f.key) for f in group.finished if isinstance(f.key, SearchNode)]
         ended.sort(key=lambda pair: -pair[0])
-        if self._lines.is_cancelled:
+        if self._sequences.is_cancelled:
             running = [
                 (node.score, node) for group in self._running for node in group if node.tokens
             ]
             ended += sorted(running, key=lambda pair: -pair[0])
-        model = self._lines.ctx.model
+        model = self._sequences.ctx.model
         return [
             hypothesis(model, node, self._stop, score, self._reasons.get(node, "cancelled"))
             for score, node in ended

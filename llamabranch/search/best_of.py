@@ -15,8 +15,8 @@ from ..sampling.noise import uniform
 from ..speculative import Drafter
 from .checks import MOST_TEXTS, check_start, first_seed, token_limit
 from .continuations import Boundary, Continuation, Continuations, slot_seed
-from .lines import Lines, OnStep
 from .result import Hypothesis, SearchResult
+from .sequences import OnStep, SearchSequences
 
 __all__ = ["best_of_n", "vote"]
 
@@ -48,7 +48,7 @@ def best_of_n(
         score: "mean" = mean log-probability of the tokens, "sum" = that of the text; or a function of a
             hypothesis. Log-probabilities are the model's own, before sampling settings.
         reward: a function of the text, instead of ``score``.
-        reject_every: after each so many tokens, give up the worse half of the unfinished texts, until
+        reject_every: after each so many tokens, drop the worse half of the unfinished texts, until
             one is left. They are returned after all others, as "rejected".
         stop: strings that end a text.
         seed: of the draws; None = that of the branch.
@@ -80,8 +80,8 @@ def best_of_n(
             return _number(score(line.hypothesis(float("nan"))), "score")
         return line.mean_logprob if score == "mean" else line.node.logprob
 
-    with Lines(branch, on_step) as lines, Continuations(lines, drafter) as texts:
-        all_lines = _start(lines, range(n), max_tokens, stop, seed)
+    with SearchSequences(branch, on_step) as sequences, Continuations(sequences, drafter) as texts:
+        all_lines = _start(sequences, range(n), max_tokens, stop, seed)
         if reject_every is None:
             texts.run(all_lines)
         else:
@@ -92,7 +92,7 @@ def best_of_n(
                 ranked = sorted(running, key=score_of, reverse=True)
                 for line in ranked[(len(ranked) + 1) // 2 :]:
                     line.output.break_off("rejected")
-                    lines.release(line.node)
+                    sequences.release(line.node)
                 running = [line for line in running if not line.is_finished]
         found = [line.hypothesis(score_of(line)) for line in all_lines]
     found.sort(
@@ -101,8 +101,8 @@ def best_of_n(
     for hypothesis in found:
         rejected = hypothesis.finish_reason == "rejected"
         hypothesis.node.status = "pruned" if rejected else "finished"
-    lines.root.prune_open()
-    return SearchResult(found, lines.stats, lines.root)
+    sequences.root.prune_open()
+    return SearchResult(found, sequences.stats, sequences.root)
 
 
 def vote(
@@ -151,16 +151,16 @@ def vote(
     function("answer", answer)
     stop, seed = stop_strings(stop), first_seed(branch, seed)
     found: list[tuple[Continuation, str | None]] = []
-    with Lines(branch, on_step) as lines, Continuations(lines, drafter) as texts:
+    with SearchSequences(branch, on_step) as sequences, Continuations(sequences, drafter) as texts:
         wanted = min(2, n) if adaptive else n
         while True:
-            new = _start(lines, range(len(found), wanted), max_tokens, stop, seed)
+            new = _start(sequences, range(len(found), wanted), max_tokens, stop, seed)
             texts.run(new)
             found += [(line, _text_of(answer(line.output.text))) for line in new]
             forms = _forms(given for _, given in found if given is not None)
             votes = {name: sum(texts_seen.values()) for name, texts_seen in forms.items()}
             most = max(votes.values(), default=0)
-            if wanted == n or lines.is_cancelled or most >= agreement * len(found):
+            if wanted == n or sequences.is_cancelled or most >= agreement * len(found):
                 break
             wanted = min(n, 2 * wanted)
     names = {form: name for name, texts_seen in forms.items() for form in texts_seen}
@@ -182,10 +182,12 @@ def vote(
         hypotheses.append(line.hypothesis(share))
         is_first = bool(ranked) and given == ranked[0]
         line.node.status = "finished" if is_first else "pruned"
-    lines.root.prune_open()
+    sequences.root.prune_open()
     tally = {given: votes[given] for given in ranked}
     answers = {given: forms[given] for given in ranked}
-    return SearchResult(hypotheses, lines.stats, lines.root, votes=tally, answer_forms=answers)
+    return SearchResult(
+        hypotheses, sequences.stats, sequences.root, votes=tally, answer_forms=answers
+    )
 
 
 def _text_of(answer: object) -> str | None:
@@ -223,14 +225,14 @@ def _value(text: str) -> Decimal | str:
 
 
 def _start(
-    lines: Lines,
+    sequences: SearchSequences,
     numbers: Sequence[int],
     max_tokens: int | None,
     stop: Sequence[str],
     seed: int,
 ) -> list[Continuation]:
     """Return continuations of the root, one for each number."""
-    return [Continuation(lines.root, slot_seed(seed, i), max_tokens, stop) for i in numbers]
+    return [Continuation(sequences.root, slot_seed(seed, i), max_tokens, stop) for i in numbers]
 
 
 def _number(value: object, what: str) -> float:

@@ -6,7 +6,7 @@ from ..arguments import whole
 from ..branch import Branch
 from ..errors import ConfigError
 from ..speculative import Drafter
-from .lines import OnStep
+from .sequences import OnStep
 
 __all__ = ["MOST_STEPS", "MOST_TEXTS", "check_start", "first_seed", "token_limit"]
 

@@ -24,9 +24,9 @@ from ..speculative.joint import Joint
 from ..speculative.length.auto import draft_length
 from ..speculative.length.base import FixedLength
 from ..speculative.round import Stream
-from .lines import Lines
 from .node import SearchNode
 from .result import Hypothesis
+from .sequences import SearchSequences
 
 __all__ = ["Boundary", "Continuation", "Continuations", "slot_seed"]
 
@@ -146,19 +146,19 @@ class Continuation:
 
 
 class Continuations:
-    """Runs continuations over the sequences of ``lines``.
+    """Runs continuations over the sequences of one search.
 
     Args:
-        lines: the sequences.
+        sequences: the sequences.
         drafter: proposes tokens; it changes no text. None = plain decoding.
     """
 
-    def __init__(self, lines: Lines, drafter: Drafter | None = None) -> None:
-        self._lines = lines
-        if not lines.ctx.capabilities.can_truncate:
+    def __init__(self, sequences: SearchSequences, drafter: Drafter | None = None) -> None:
+        self._sequences = sequences
+        if not sequences.ctx.capabilities.can_truncate:
             drafter = None
         length = draft_length(SpeculativeConfig(rule=_RULE)) if drafter else FixedLength(0)
-        self._joint = Joint(lines.ctx, length, drafter)
+        self._joint = Joint(sequences.ctx, length, drafter)
         self._root_state: DraftState | None = None
         self._is_full = False  # until a text ends, no other is admitted
         self._active: list[Continuation] = []
@@ -202,10 +202,10 @@ class Continuations:
                 texts as "cancelled".
 
         Raises:
-            CapacityError, DecodeError: as in every search, close the lines then.
+            CapacityError, DecodeError: as in every search, close the `SearchSequences` then.
         """
         boundary = boundary or Boundary()
-        after = after or self._lines.end_step
+        after = after or self._sequences.end_step
         self._is_full = False
         for line in group:
             line.tokens, line.logprobs, line.segment_text = [], [], ""
@@ -220,15 +220,15 @@ class Continuations:
             try:
                 self._round(boundary)
             except DecodeInterruptedError as error:
-                self._lines.was_cancelled(error)
-            if self._lines.is_cancelled or after():
+                self._sequences.was_cancelled(error)
+            if self._sequences.is_cancelled or after():
                 self._cancel()
 
     # -- rounds ------------------------------------------------------------------------------------
 
     def _round(self, boundary: Boundary) -> None:
         """Decode the pending token and the draft of every text together."""
-        stats, running = self._lines.stats, list(self._active)
+        stats, running = self._sequences.stats, list(self._active)
         step = self._joint.run(
             [
                 (line.stream, 0 if line.is_closing else line.output.draft_limit)
@@ -273,7 +273,7 @@ class Continuations:
         branch = line.branch
         if branch is None:
             return
-        end = self._lines.branch.position + len(line.output.tokens)
+        end = self._sequences.branch.position + len(line.output.tokens)
         if branch.position > end:
             branch.rewind(end)
         line.is_closing = branch.position < end  # its last token shares the next decode
@@ -282,9 +282,9 @@ class Continuations:
 
     def _end(self, line: Continuation) -> None:
         """End the segment of a text: make its node, keep its branch if it goes on."""
-        lines = self._lines
+        sequences = self._sequences
         self._release(line, keep=not line.is_finished)
-        node = lines.child(line.node, line.tokens, line.logprobs)
+        node = sequences.child(line.node, line.tokens, line.logprobs)
         if line.is_finished:
             node.status = "finished"
         branch, line.branch = line.branch, None
@@ -292,7 +292,7 @@ class Continuations:
         self._active.remove(line)
         self._is_full = False
         if branch is not None:
-            lines.hold(node, branch)
+            sequences.hold(node, branch)
 
     def _end_early(self, line: Continuation, reason: str) -> None:
         """End a text where it is."""
@@ -306,7 +306,7 @@ class Continuations:
             line.stream.close()
             line.stream = None
         if line.branch is not None and not keep:
-            self._lines.discard(line.branch)
+            self._sequences.discard(line.branch)
             line.branch = None
 
     def _cancel(self) -> None:
@@ -324,20 +324,20 @@ class Continuations:
 
     def _admit(self, boundary: Boundary, keep: bool) -> None:
         """Give branches to waiting texts, as long as there are sequences; decode what they lack."""
-        lines = self._lines
+        sequences = self._sequences
         if self._is_full and self._active:
             return
         opened: list[tuple[Continuation, Branch, list[int]]] = []
         starts = Counter(line.node for line in self._waiting)
-        while self._waiting and len(self._active) + len(opened) < lines.capacity:
+        while self._waiting and len(self._active) + len(opened) < sequences.capacity:
             line = self._waiting[0]
             starts[line.node] -= 1
             others = [node for node, n in starts.items() if n]
             taken = None
             if keep or starts[line.node]:
-                taken = lines.take(line.node, reuse=False, wanted=others)
+                taken = sequences.take(line.node, reuse=False, wanted=others)
             if taken is None:
-                taken = lines.take(line.node, reuse=True, wanted=others)
+                taken = sequences.take(line.node, reuse=True, wanted=others)
             if taken is None:
                 break
             self._waiting.popleft()
@@ -346,10 +346,10 @@ class Continuations:
         missing = {branch: tokens for _, branch, tokens in opened if tokens}
         try:
             if missing:
-                lines.append(missing)
+                sequences.append(missing)
         except CacheFullError:
             for line, branch, _ in reversed(opened):
-                lines.discard(branch)
+                sequences.discard(branch)
                 self._waiting.appendleft(line)
             self._give_way(None)
             return
@@ -372,7 +372,7 @@ class Continuations:
 
     def _draft_root(self) -> DraftState | None:
         """Return the draft state that has read the prompt; None: nothing is drafted."""
-        drafter, root = self._joint.drafter, self._lines.branch
+        drafter, root = self._joint.drafter, self._sequences.branch
         if self._root_state is None and drafter is not None:
             with suppress(CapacityError):  # without room for it texts are decoded plainly
                 self._root_state = state = drafter.start(root, _RULE)
@@ -384,9 +384,9 @@ class Continuations:
 
     def _give_way(self, newest: Continuation | None) -> None:
         """Free cells: those of idle nodes, then those of the newest text, which then waits."""
-        lines = self._lines
-        if lines.n_held > len(self._active):
-            lines.retain(())
+        sequences = self._sequences
+        if sequences.n_held > len(self._active):
+            sequences.retain(())
         elif newest is not None and len(self._active) > 1:
             self._release(newest, keep=False)
             self._active.remove(newest)
@@ -396,8 +396,8 @@ class Continuations:
             self._end_early(newest, "capacity")
         elif self._active:
             self._is_full = True
-        elif lines.capacity > 1:
-            lines.capacity = max(1, lines.capacity // 2)
+        elif sequences.capacity > 1:
+            sequences.capacity = max(1, sequences.capacity // 2)
         else:
             line = self._waiting.popleft()
             self._active.append(line)

@@ -13,9 +13,9 @@ from ..model import stop_strings
 from ..speculative import Drafter
 from .checks import MOST_STEPS, MOST_TEXTS, check_start, first_seed, token_limit
 from .continuations import Boundary, Continuation, Continuations, slot_seed
-from .lines import Lines, OnStep
 from .node import SearchNode
 from .result import SearchResult
+from .sequences import OnStep, SearchSequences
 from .trie import Trie
 
 __all__ = ["Expand", "TreeSearch", "tree_search"]
@@ -98,7 +98,7 @@ class TreeSearch:
         self._stop = stop_strings(stop)
         self._seed = first_seed(branch, seed)
         self._expand = expand
-        self.lines = Lines(branch, on_step)
+        self.lines = SearchSequences(branch, on_step)
         try:
             self._samples = Continuations(self.lines, drafter)
         except BaseException:

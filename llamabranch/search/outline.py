@@ -18,7 +18,7 @@ def outline(root: SearchNode, *, prompt: str | None = None, most_pruned: int = 3
     """Return the tree below ``root`` as lines, for drawing; the first one is ``root``.
 
     Nodes that continue in one way only are one line. A pruned branch that is shown is a child of the line
-    that ends where it was given up, before what goes on there.
+    that ends where it was pruned, before what goes on there.
 
     Args:
         root: a node of a search.
@@ -72,7 +72,7 @@ def _going_on(node: SearchNode) -> list[SearchNode]:
 
 
 def _pruned(head: SearchNode) -> TreeLine:
-    """Return a branch that was given up, as far as it is one text."""
+    """Return a branch that was pruned, as far as it is one text."""
     nodes = [head]
     while len(nodes[-1].children) == 1:
         nodes += nodes[-1].children

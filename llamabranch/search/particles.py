@@ -19,10 +19,10 @@ from ..model import Model, stop_strings
 from ..sampling import Distribution, SamplingParams
 from ..sampling.noise import RULE, uniform
 from .checks import MOST_TEXTS, check_start, first_seed, token_limit
-from .lines import Lines, OnStep
 from .node import SearchNode
 from .resampling import SCHEMES, ancestors, effective_size, log_mean
 from .result import SearchResult
+from .sequences import OnStep, SearchSequences
 from .texts import completes_stop, hypothesis
 
 __all__ = ["Filter", "Potential", "SeededDraws", "run_particles", "smc"]
@@ -223,9 +223,9 @@ def smc(
     flag("force_end", force_end)
     _check_support(branch.sampling)
     stop, seed = stop_strings(stop), first_seed(branch, seed)
-    with Lines(branch, on_step) as lines:
+    with SearchSequences(branch, on_step) as sequences:
         return run_particles(
-            lines,
+            sequences,
             n,
             max_tokens,
             SeededDraws(seed, branch.position, n),
@@ -280,18 +280,18 @@ class Filter:
 
 
 def run_particles(
-    lines: Lines, n: int, max_tokens: int, draws: Draws, options: Filter
+    sequences: SearchSequences, n: int, max_tokens: int, draws: Draws, options: Filter
 ) -> SearchResult:
-    """Run ``smc`` over ``lines`` with the given random numbers."""
+    """Run ``smc`` over ``sequences`` with the given random numbers."""
     proposal, stop = options.proposal, options.stop
-    weigh = _Weigh(lines.ctx.model, options.potentials, options.critic)
-    first = lines.sequence(lines.root)
+    weigh = _Weigh(sequences.ctx.model, options.potentials, options.critic)
+    first = sequences.sequence(sequences.root)
     if first is None:
         raise ConfigError("the root has no sequence")
-    with lines.ctx.lock:
-        following = {lines.root: Following(first)}
+    with sequences.ctx.lock:
+        following = {sequences.root: Following(first)}
     start = weigh.prefix("")
-    group = [_Particle(lines.root, "", start, start)] * n
+    group = [_Particle(sequences.root, "", start, start)] * n
     sizes: list[float] = []
     for step in range(max_tokens + 1):
         moved = []
@@ -308,21 +308,23 @@ def run_particles(
                         source = _proposed(proposal, particle.text, after.target)
                     token = draws.token(source, step, slot)
                     is_cut = step + 1 == max_tokens and not options.force_end
-                    particle = _moved(lines, weigh, particle, after, source, token, is_cut, stop)
+                    particle = _moved(
+                        sequences, weigh, particle, after, source, token, is_cut, stop
+                    )
             moved.append(particle)
         group, size = _resample(moved, step, draws, options.threshold, options.resampling)
         sizes.append(size)
         running = [p for p in group if p.reason is None and p.log_weight > -math.inf]
-        if lines.end_step() or not running:
+        if sequences.end_step() or not running:
             break
         nodes = list(dict.fromkeys(p.node for p in running))  # equal texts share one
         try:
-            rows = lines.advance(nodes, lambda _, sequence: Following(sequence))
+            rows = sequences.advance(nodes, lambda _, sequence: Following(sequence))
         except DecodeInterruptedError as error:
-            lines.was_cancelled(error)
+            sequences.was_cancelled(error)
             break
         following = dict(zip(nodes, rows, strict=True))
-    return _result(lines, group, sizes, stop)
+    return _result(sequences, group, sizes, stop)
 
 
 class _Weigh:
@@ -386,7 +388,7 @@ def _proposed(proposal: Proposal, text: str, target: Distribution) -> Distributi
 
 
 def _moved(
-    lines: Lines,
+    sequences: SearchSequences,
     weigh: _Weigh,
     particle: _Particle,
     after: Following,
@@ -405,7 +407,7 @@ def _moved(
     key = (token,)
     node = next((child for child in particle.node.children if child.tokens == key), None)
     if node is None:
-        node = lines.child(particle.node, key, [after.logprob(token)])
+        node = sequences.child(particle.node, key, [after.logprob(token)])
     text = particle.text + node.text
     reason = None
     if weigh.model.is_eog(token) or completes_stop(node, stop):
@@ -447,7 +449,7 @@ def _resample(
 
 
 def _result(
-    lines: Lines, group: list[_Particle], sizes: Sequence[float], stop: Sequence[str]
+    sequences: SearchSequences, group: list[_Particle], sizes: Sequence[float], stop: Sequence[str]
 ) -> SearchResult:
     log_weights = [p.log_weight - p.twist for p in group]
     evidence = log_mean(log_weights)
@@ -459,12 +461,12 @@ def _result(
             share[key] = share.get(key, 0.0) + math.exp(log_weight - evidence) / len(group)
             members.setdefault(key, particle)
     found = [
-        hypothesis(lines.ctx.model, p.node, stop, math.log(share[key]), p.reason or "cancelled")
+        hypothesis(sequences.ctx.model, p.node, stop, math.log(share[key]), p.reason or "cancelled")
         for key, p in members.items()
         if share[key] > 0.0
     ]
     found.sort(key=lambda h: -h.score)
-    lines.root.prune_open()
+    sequences.root.prune_open()
     return SearchResult(
-        found, lines.stats, lines.root, log_evidence=evidence, effective_sizes=tuple(sizes)
+        found, sequences.stats, sequences.root, log_evidence=evidence, effective_sizes=tuple(sizes)
     )

@@ -16,10 +16,10 @@ from ..branch.sequence import TokenSequence
 from ..context.logits import LogitsRow
 from ..errors import ConfigError
 from .checks import check_start
-from .lines import Lines
 from .node import SearchNode
 from .result import SearchStats
 from .scores import log_softmax
+from .sequences import SearchSequences
 from .trie import Trie
 
 __all__ = ["METHODS", "Selection", "select"]
@@ -96,14 +96,14 @@ def select(branch: Branch, choices: Sequence[str], *, method: str = "mean") -> S
     tokens = [branch.ctx.model.tokenize(text, add_special=False) for text in choices]
     if not all(tokens):
         raise ConfigError("a choice has no tokens")
-    with Lines(branch) as lines:
-        trie = Trie(lines, lines.root, tokens)
+    with SearchSequences(branch) as sequences:
+        trie = Trie(sequences, sequences.root, tokens)
         trie.score()
         logprobs = trie.logprobs()
         if method == "contrast":
             scores = [
                 float(np.mean(np.subtract(given, alone)))
-                for given, alone in zip(logprobs, _alone(lines, tokens), strict=True)
+                for given, alone in zip(logprobs, _alone(sequences, tokens), strict=True)
             ]
         else:
             scores = _scores(method, choices, logprobs)
@@ -114,9 +114,11 @@ def select(branch: Branch, choices: Sequence[str], *, method: str = "mean") -> S
     for path in trie.paths:
         if path[-1].status != "finished":
             path[-1].status = "pruned"
-    lines.root.prune_open()
-    lines.stats.elapsed_s = perf_counter() - start
-    return Selection(choices[index], index, scores, logprobs, tokens, lines.stats, lines.root)
+    sequences.root.prune_open()
+    sequences.stats.elapsed_s = perf_counter() - start
+    return Selection(
+        choices[index], index, scores, logprobs, tokens, sequences.stats, sequences.root
+    )
 
 
 def _scores(
@@ -150,7 +152,7 @@ def _greedy(logprobs: Sequence[Sequence[float]]) -> list[float]:
     return survived
 
 
-def _alone(lines: Lines, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+def _alone(sequences: SearchSequences, texts: Sequence[Sequence[int]]) -> list[list[float]]:
     """Return log p of the tokens of each text without the prompt; 0 for its first token."""
     known: dict[tuple[int, ...], list[float]] = {}
     for text in texts:
@@ -159,8 +161,8 @@ def _alone(lines: Lines, texts: Sequence[Sequence[int]]) -> list[list[float]]:
             continue
         known[key] = [0.0]
         if len(text) > 1:
-            with Branch.create(lines.ctx) as branch, lines.ctx.lock:
-                rows = _decode_all(lines, branch.sequence, text[:-1])
+            with Branch.create(sequences.ctx) as branch, sequences.ctx.lock:
+                rows = _decode_all(sequences, branch.sequence, text[:-1])
                 known[key] += [
                     float(log_softmax(row.array)[token])
                     for row, token in zip(rows, text[1:], strict=True)
@@ -168,9 +170,11 @@ def _alone(lines: Lines, texts: Sequence[Sequence[int]]) -> list[list[float]]:
     return [known[tuple(text)] for text in texts]
 
 
-def _decode_all(lines: Lines, sequence: TokenSequence, tokens: Sequence[int]) -> list[LogitsRow]:
-    before = lines.ctx.decoder.n_decodes
+def _decode_all(
+    sequences: SearchSequences, sequence: TokenSequence, tokens: Sequence[int]
+) -> list[LogitsRow]:
+    before = sequences.ctx.decoder.n_decodes
     rows = sequence.decode_run(tokens, "all")
-    lines.stats.decodes += lines.ctx.decoder.n_decodes - before
-    lines.stats.tokens_decoded += len(tokens)
+    sequences.stats.decodes += sequences.ctx.decoder.n_decodes - before
+    sequences.stats.tokens_decoded += len(tokens)
     return rows

@@ -15,9 +15,9 @@ from ..sampling.noise import RULE, uniform
 from ..speculative import Drafter
 from .checks import MOST_STEPS, MOST_TEXTS, check_start, first_seed, token_limit
 from .continuations import Boundary, Continuation, Continuations, slot_seed
-from .lines import Lines, OnStep
 from .resampling import ancestors
 from .result import SearchResult
+from .sequences import OnStep, SearchSequences
 
 __all__ = ["STEP_METHODS", "step_search"]
 
@@ -93,16 +93,17 @@ def step_search(
         line.node.score = found
         return found
 
-    with Lines(branch, on_step) as lines, Continuations(lines, drafter) as texts:
+    with SearchSequences(branch, on_step) as sequences, Continuations(sequences, drafter) as texts:
         group = [
-            Continuation(lines.root, slot_seed(seed, slot), max_tokens, stop) for slot in range(n)
+            Continuation(sequences.root, slot_seed(seed, slot), max_tokens, stop)
+            for slot in range(n)
         ]
         done: Scored = []
         for iteration in range(max_steps):
             running = [line for line in group if not line.is_finished]
             texts.run(running, None if iteration + 1 == max_steps else boundary)
             scored = [(line, score_of(line)) for line in group]
-            if lines.is_cancelled or all(line.is_finished for line in group):
+            if sequences.is_cancelled or all(line.is_finished for line in group):
                 done += scored
                 break
             counts, ended = chooser.choose(scored, iteration, len(done))
@@ -112,10 +113,10 @@ def step_search(
             for line, count in counts:
                 chosen += _copies(line, count, seed, at + len(chosen))
             group = chosen
-            lines.retain({line.node for line in group})
+            sequences.retain({line.node for line in group})
             if not group:
                 break
-    return _result(lines, done)
+    return _result(sequences, done)
 
 
 class _Chooser:
@@ -152,15 +153,15 @@ class _Chooser:
         return rebase_counts(running, self._n - n_done - len(ended), self._temperature), ended
 
 
-def _result(lines: Lines, done: Scored) -> SearchResult:
+def _result(sequences: SearchSequences, done: Scored) -> SearchResult:
     hypotheses = [line.hypothesis(score) for line, score in done]
     hypotheses.sort(key=lambda h: -h.score)  # of equals, the one that was finished first
     chosen_nodes = {h.node for h in hypotheses}
-    for node in lines.root.walk():
-        if node is not lines.root and not node.children:
+    for node in sequences.root.walk():
+        if node is not sequences.root and not node.children:
             node.status = "finished" if node in chosen_nodes else "pruned"
-    lines.root.prune_open()
-    return SearchResult(hypotheses, lines.stats, lines.root)
+    sequences.root.prune_open()
+    return SearchResult(hypotheses, sequences.stats, sequences.root)
 
 
 def _copies(line: Continuation, count: int, seed: int, index: int) -> list[Continuation]:

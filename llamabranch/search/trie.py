@@ -8,9 +8,9 @@ from ..branch import Branch
 from ..branch.verification import Verification
 from ..context.logits import LogitsRow
 from ..errors import SequencesExhaustedError
-from .lines import Lines
 from .node import SearchNode
 from .scores import log_softmax
+from .sequences import SearchSequences
 
 __all__ = ["Trie"]
 
@@ -22,8 +22,10 @@ class Trie:
         paths: of each text, its nodes.
     """
 
-    def __init__(self, lines: Lines, start: SearchNode, texts: Sequence[Sequence[int]]) -> None:
-        self._lines = lines
+    def __init__(
+        self, sequences: SearchSequences, start: SearchNode, texts: Sequence[Sequence[int]]
+    ) -> None:
+        self._sequences = sequences
         self._start = start
         self._read_nodes: set[SearchNode] = set()
         self._mine: dict[SearchNode, list[SearchNode]] = {start: []}
@@ -34,7 +36,7 @@ class Trie:
             for token in text:
                 found = known.get((node, token))
                 if found is None:
-                    found = known[node, token] = lines.child(node, [token], [0.0])
+                    found = known[node, token] = sequences.child(node, [token], [0.0])
                     self._mine[node].append(found)
                     self._mine[found] = []
                 path.append(found)
@@ -50,12 +52,12 @@ class Trie:
 
     def score(self) -> None:
         """Set ``logprob`` of all nodes; decode those that have children here, after ``start``."""
-        lines = self._lines
-        with lines.ctx.lock:
+        sequences = self._sequences
+        with sequences.ctx.lock:
             self._read_start()
-            most = lines.ctx.n_outputs_max
+            most = sequences.ctx.n_outputs_max
             # A start that is not the root takes a sequence of its own.
-            room = lines.capacity - (self._start is not lines.root)
+            room = sequences.capacity - (self._start is not sequences.root)
             batch: list[SearchNode] = []
             n_leaves = 0
             # Depth first, so that what is decoded together shares as much as possible.
@@ -87,45 +89,45 @@ class Trie:
         return found[::-1]
 
     def _read_start(self) -> None:
-        lines = self._lines
-        sequence = lines.sequence(self._start)
+        sequences = self._sequences
+        sequence = sequences.sequence(self._start)
         if sequence is None:
             branch, lacking = self._take()
-            lines.append({branch: lacking})
-            lines.hold(self._start, branch)
+            sequences.append({branch: lacking})
+            sequences.hold(self._start, branch)
             sequence = branch.sequence
         self._read(self._start, sequence.logits_row())
 
     def _take(self) -> tuple[Branch, list[int]]:
-        taken = self._lines.take(self._start, reuse=False)
+        taken = self._sequences.take(self._start, reuse=False)
         if taken is None:
             raise SequencesExhaustedError("no sequence is left for a text that is scored")
         return taken
 
     def _decode(self, nodes: list[SearchNode]) -> None:
         """Decode ``nodes``, parents first, after the start; score their children."""
-        ctx = self._lines.ctx
+        ctx = self._sequences.ctx
         number = {node: i for i, node in enumerate(nodes)}
         parents = [-1 if node.parent is None else number.get(node.parent, -1) for node in nodes]
         is_chain = parents == list(range(-1, len(nodes) - 1))
         n_leaves = len(set(range(len(nodes))) - set(parents))
-        stats = self._lines.stats
+        stats = self._sequences.stats
         stats.tokens_redecoded += sum(node in self._read_nodes for node in nodes)
         stats.tokens_decoded += len(nodes)
         before = ctx.decoder.n_decodes
         can = ctx.capabilities
         fits = len(nodes) <= ctx.n_outputs_max and can.can_truncate and can.can_share
-        sequence = self._lines.sequence(self._start)
+        sequence = self._sequences.sequence(self._start)
         if is_chain:
             self._decode_chain(nodes)
-        elif fits and sequence is not None and self._lines.make_room(n_leaves, {self._start}):
+        elif fits and sequence is not None and self._sequences.make_room(n_leaves, {self._start}):
             verification = Verification(sequence, [node.tokens[0] for node in nodes], parents)
             try:
                 for node, row in zip(nodes, verification.decode(), strict=True):
                     self._read(node, row)
             finally:
                 verification.abandon()
-            peak = self._lines.n_held + n_leaves
+            peak = self._sequences.n_held + n_leaves
             stats.peak_sequences = max(stats.peak_sequences, peak)
         else:  # each text for itself
             inner = {node.parent for node in nodes}
@@ -135,16 +137,16 @@ class Trie:
         stats.decodes += ctx.decoder.n_decodes - before
 
     def _decode_chain(self, nodes: list[SearchNode]) -> None:
-        lines = self._lines
+        sequences = self._sequences
         branch, lacking = self._take()
         try:
             if lacking:
-                lines.append({branch: lacking})
+                sequences.append({branch: lacking})
             tokens = [node.tokens[0] for node in nodes]
             for node, row in zip(nodes, branch.sequence.decode_run(tokens, "all"), strict=True):
                 self._read(node, row)
         finally:
-            lines.discard(branch)
+            sequences.discard(branch)
 
     def _read(self, node: SearchNode, row: LogitsRow) -> None:
         children = self._mine[node]

@@ -4,7 +4,7 @@ settings.py     the settings of a server, checked
 server.py       the socket, loading, the end
 app.py          the routes
 security.py     hosts, origins, keys
-exchange.py     one request and its answer: body, JSON, events, who gives up when
+exchange.py     one request and its answer: body, JSON, events, time limits
 errors.py       errors as a client gets them
 fields.py       the fields of requests, and what they mean to the engine
 generation.py   the texts of one request, and the answer made of them

@@ -1,4 +1,4 @@
-"""One HTTP request and its answer, over ASGI: the body, JSON, server-sent events, and who gives up when.
+"""One HTTP request and its answer, over ASGI: the body, JSON, server-sent events, and the time limits.
 
 A task watches for the client to disconnect from the moment the body is read, for streams and for other
 answers; then the request's task is cancelled, and the engine frees its sequences at the next step.
@@ -177,7 +177,7 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": own})
 
     async def event(self, events: Iterable[object]) -> None:
-        """Send events in one piece; a client that does not take them in time is given up."""
+        """Send events in one piece; a client that does not take them in time is disconnected."""
         data = b"".join([b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events])
         if data:
             await self._write(data)

@@ -17,10 +17,10 @@ import llamabranch as lb
 from llamabranch import Branch, Context, Distribution, search
 from llamabranch.errors import ConfigError, UsageError
 from llamabranch.search import particles as module
-from llamabranch.search.lines import Lines
 from llamabranch.search.particles import Following
 from llamabranch.search.resampling import SCHEMES, ancestors
 from llamabranch.search.scores import log_softmax
+from llamabranch.search.sequences import SearchSequences
 
 PLAIN = lb.SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=3)
 STORY = "Once upon a time there was"
@@ -137,7 +137,7 @@ def moments(
     while choices is not None:
         script = kind(choices)
         monkeypatch.setattr(module, "ancestors", enumerated(script))
-        with Lines(root) as lines:
+        with SearchSequences(root) as lines:
             found = module.run_particles(lines, n, max_tokens, script, module.Filter(**options))
         assert found.log_evidence is not None
         z, p = math.exp(found.log_evidence), script.probability

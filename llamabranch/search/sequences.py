@@ -19,13 +19,13 @@ from ..errors import CacheFullError, ConfigError, DecodeInterruptedError, Sequen
 from .node import SearchNode
 from .result import SearchStats
 
-__all__ = ["Lines", "OnStep"]
+__all__ = ["OnStep", "SearchSequences"]
 
 T = TypeVar("T")
 OnStep = Callable[[SearchStats], bool | None]
 
 
-class Lines:
+class SearchSequences:
     """The sequences of one search, all forked from ``branch``, which is left as it is.
 
     Use it as a context manager: at its end, and after any error, every sequence is returned.
@@ -65,7 +65,7 @@ class Lines:
         self._lent: list[Branch] = []  # branches on the way from one node to the next
         self._start = perf_counter()
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> SearchSequences:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -74,11 +74,10 @@ def verify_costs(
     *,
     n_prefix: int,
     repeats: int,
-    least_s: float = 0.0,
     stop: Callable[[], bool] = never,
 ) -> dict[int, float]:
     """Return t(n) in seconds: the median of :func:`verify_times` for each n. v(n) = t(n) / t(1)."""
-    times = verify_times(ctx, sizes, n_prefix=n_prefix, repeats=repeats, least_s=least_s, stop=stop)
+    times = verify_times(ctx, sizes, n_prefix=n_prefix, repeats=repeats, stop=stop)
     return {n: Spread.of(seconds).median for n, seconds in times.items()}
 
 

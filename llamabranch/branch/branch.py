@@ -300,7 +300,7 @@ class Branch:
     def logits(self) -> npt.NDArray[np.float32]:
         """The model's logits after the last token, float32 (V,), a copy."""
         with self._lock:
-            return self.sequence.logits_row().array.copy()
+            return np.array(self.sequence.logits_row().array)
 
     def distribution(self) -> Distribution:
         """Return the distribution of the next token, after all sampling settings and the grammar."""

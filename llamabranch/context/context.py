@@ -422,7 +422,7 @@ class Context:
             ConfigError: that decode kept no such row.
         """
         with self._lock:
-            return self._row(row).array.copy()
+            return np.array(self._row(row).array)
 
     def sample(self, params: SamplingParams | None = None, row: int = -1) -> int:
         """Return the token drawn from a row of the last raw ``decode``; changes nothing.

@@ -12,7 +12,7 @@ from typing import SupportsIndex, cast
 
 from ..arguments import plain_int, shown, whole
 from ..errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedError
-from ..native import ModelHandle, ModelOptions, staging, uses_amx
+from ..native import ModelHandle, ModelOptions, amx_works, staging, uses_amx
 from ..native.gguf_check import check_header
 from ..native.gguf_reader import read_parts
 from .chat import Message, Prompt, chat_messages, check_roles, is_chat, plain_messages
@@ -36,7 +36,7 @@ class Model:
         check_tensors: look for NaN and infinity in the weights (slower to load).
         vocab_only: load the vocabulary without the weights; no context can be created for such a model.
         extra_buffers: let llama.cpp repack the weights for this processor. "auto" = yes, except for
-            Intel's AMX, where a build with GCC 12 aborted at the first decode.
+            Intel's AMX, whose kernels crash where GCC 12 compiled them.
         load_mtp: load the MTP layers too, if the file has any: a drafter in the model's own file. They
             are always loaded from a file that has nothing else.
         chat_template: a chat template to use in place of the file's: its Jinja source, or the name of one
@@ -45,7 +45,8 @@ class Model:
 
     Raises:
         ModelLoadError: no such file, not a GGUF, or one that llama.cpp cannot run; with the reason.
-        UnsupportedError: ``load_mtp``, and this llama.cpp cannot compute them.
+        UnsupportedError: ``load_mtp``, and this llama.cpp cannot compute them; ``extra_buffers=True``,
+            and its AMX kernels crash.
         ConfigError: an invalid ``extra_buffers`` or ``chat_template``, or ``n_gpu_layers`` is no 32-bit
             integer.
     """
@@ -73,7 +74,15 @@ class Model:
         self._given_template = chat_template
         header = check_header(self.path, vocab_only=vocab_only)
         load_mtp = bool(load_mtp) or head_kind(header) == "mtp-only"
-        self.extra_buffers = not uses_amx() if extra_buffers == "auto" else bool(extra_buffers)
+        if extra_buffers == "auto":
+            extra_buffers = not uses_amx()
+        elif extra_buffers and uses_amx() and not amx_works():
+            raise UnsupportedError(
+                "llama.cpp crashes here where weights are repacked for AMX: a trial in a process of "
+                "its own did",
+                hint="extra_buffers='auto' does not repack them",
+            )
+        self.extra_buffers = bool(extra_buffers)
         options = ModelOptions(
             n_gpu_layers=n_gpu_layers,
             use_mmap=use_mmap,

@@ -8,6 +8,7 @@ from . import core, draft_loop, heads, staging
 from .context import ContextHandle, HeadOf, NativeContextParams
 from .handle import forkable_lock
 from .library import (
+    amx_works,
     available_cores,
     engine_versions,
     last_log_lines,
@@ -32,6 +33,7 @@ __all__ = [
     "NativeContextParams",
     "SamplerHandle",
     "StateLayout",
+    "amx_works",
     "available_cores",
     "call_in_thread",
     "core",

@@ -126,6 +126,21 @@ def test_extra_buffers_change_no_text(target: lb.Model) -> None:
         lb.Model(target.path, extra_buffers="yes")
 
 
+def test_extra_buffers_work_or_are_refused(target: lb.Model) -> None:
+    code = f"""
+import llamabranch as lb
+try:
+    with lb.load({str(target.path)!r}, n_ctx=64, extra_buffers=True) as ctx:
+        ctx.decode([1] * 8, 0, logits="all")
+        print("decoded")
+except lb.UnsupportedError as error:
+    print("AMX" in str(error), error.hint)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, "llama.cpp died"
+    assert done.stdout in ("decoded\n", "True extra_buffers='auto' does not repack them\n")
+
+
 def test_context_for_a_vocabulary_without_weights_is_refused(target: lb.Model) -> None:
     with lb.Model(target.path, vocab_only=True) as model:
         assert model.tokenize("a tale") == target.tokenize("a tale")

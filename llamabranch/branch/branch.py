@@ -734,8 +734,10 @@ class Branch:
             heir = copy.copy(self)
             heir._children, heir._serial = weakref.WeakSet(), next(_serial)
             self.ctx.sequences.transfer(self.seq_id, heir)
-            self.sequence = copy.copy(self.sequence)
-            self.sequence.is_pruned, self.sequence.row = True, None
+            self.sequence = ours = copy.copy(heir.sequence)
+            ours.is_pruned, ours.row = True, None
+            ours.tokens, ours.surprisals = [*ours.tokens], [*ours.surprisals]
+            ours.appended = [*ours.appended]
             return heir
 
     # -- saving ------------------------------------------------------------------------------------

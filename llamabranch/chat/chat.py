@@ -259,7 +259,7 @@ class Chat:
         """
         self._end_answer()
         instead_of, seed = self._exchange(n), self.sampling.seed or 0
-        before = {id(e): e for line in self._lines.values() for e in line.path}.values()
+        before = exchanges_of(self._lines.values())
         n_before = sum(e.parent is instead_of.parent and e.user == text for e in before)
         params = self.sampling.replace(seed=derive_seed(seed, n_before) if n_before else seed)
         line = replace(self._line, number=max(self._lines) + 1)

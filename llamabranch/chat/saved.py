@@ -58,8 +58,7 @@ def write_chat(
         SnapshotError: it cannot be written, or the folder has another chat or other files.
     """
     place, exchanges = Path(folder), exchanges_of(chat.lines)
-    number: dict[Exchange | None, int | None] = {each: i for i, each in enumerate(exchanges)}
-    number[None] = None
+    number = {each: i if each else None for i, each in enumerate([*exchanges, None])}
     try:
         place.mkdir(parents=True, exist_ok=True)
         old = [path for path in place.iterdir() if _BRANCH.fullmatch(path.name)]

@@ -154,7 +154,7 @@ def chat(
         message, lines = given.message(), given.lines()
         if given.load is not None and models.target is None:
             path = saved_model(given.load)
-            models = replace(models, target=path and str(path))
+            models = replace(models, target=None if path is None else str(path))
         names = models.resolve(console)
         n_ctx, template = _suited(models, names[0], given.template, console)
         max_tokens = limit(text.max_tokens)

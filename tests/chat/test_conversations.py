@@ -378,8 +378,9 @@ def test_branch_of_an_answer_is_never_that_of_another_turn(memory: str, tmp_path
         answers = []
         for text in ("One day", "And then?", "And then?"):
             answers.append(chat.send(text).finish())
-            assert answers[-1].branch.tokens == answers[-1].prompt + answers[-1].tokens
             assert chat.branch is answers[-1].branch
+            for answer in answers:
+                assert answer.branch.tokens == answer.prompt + answer.tokens
             for old in answers[:-1]:
                 assert (old.branch.state, old.branch.children) == ("pruned", [])
                 with pytest.raises(lb.BranchStateError, match="pruned"):
@@ -621,10 +622,9 @@ def test_chat_of_another_model_is_refused_by_its_name(
         lb.Model(toy, chat_template=toys.CHAT_TEMPLATE) as wrong,
         Context(wrong, n_ctx=256, n_threads=1) as context,
     ):
-        for branches in (about["branches"], []):
-            (tmp_path / "saved" / "chat.json").write_text(
-                json.dumps({**about, "branches": branches})
-            )
+        changes: list[dict[str, object]] = [{}, {"branches": []}]
+        for change in changes:
+            (tmp_path / "saved" / "chat.json").write_text(json.dumps({**about, **change}))
             with pytest.raises(lb.SnapshotError, match=f"{model.path.name}, not {toy.name}") as e:
                 Chat.load(context, tmp_path / "saved")
             assert str(model.path) in (e.value.hint or "")

@@ -100,7 +100,9 @@ def write_file(path: str | PathLike[str], metadata: bytes, arrays: Arrays) -> No
             raise
         _sync_folder(target.parent)
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-        raise SnapshotError(f"the snapshot cannot be written: {error}") from error
+        is_missing = isinstance(error, FileNotFoundError)  # which names the temporary file
+        why = f"there is no folder {place.parent}" if is_missing else error
+        raise SnapshotError(f"the snapshot cannot be written: {why}") from error
 
 
 def read_file(

@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import SupportsIndex, cast
 
-from ..arguments import plain_int, shown, whole
+from ..arguments import choice, plain_int, shown, whole
 from ..errors import ConfigError, ModelLoadError, TokenizeError, UnsupportedError
 from ..native import ModelHandle, ModelOptions, amx_works, staging, uses_amx
 from ..native.gguf_check import check_header
@@ -67,6 +67,8 @@ class Model:
     ) -> None:
         if not (chat_template is None or isinstance(chat_template, str)):
             raise ConfigError(f"chat_template must be text or None, not {shown(chat_template)}")
+        if chat_template is not None and "{" not in chat_template:
+            choice("chat template", chat_template, sorted(ModelHandle.chat_template_names()))
         if extra_buffers not in (True, False, "auto"):
             raise ConfigError(f"extra_buffers must be 'auto', True or False, not {extra_buffers!r}")
         n_gpu_layers = whole("n_gpu_layers", n_gpu_layers, -(2**31), 2**31 - 1)

@@ -19,6 +19,7 @@ from uuid import uuid4
 from ..branch import Branch
 from ..context import Context
 from ..errors import BranchStateError, CapacityError, SnapshotError, UnsupportedError
+from ..files import atomic_write
 from ..sampling import SamplingParams
 from .conversation import Exchange, Line, exchanges_of
 
@@ -91,9 +92,8 @@ def write_chat(folder: str | os.PathLike[str], chat: SavedChat, ends: Sequence[E
             "current": chat.current,
             "branches": files,
         }
-        new = place / f"{_FILE}.new"
-        new.write_text(json.dumps(about, indent=1), "utf-8")
-        os.replace(new, place / _FILE)
+        with atomic_write(place / _FILE) as file:
+            file.write(json.dumps(about, indent=1).encode())
         for path in old:
             path.unlink()
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte

@@ -17,6 +17,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from ..errors import BranchStateError, SnapshotError, UnsupportedError
+from ..files import atomic_write
 from ..model import Model
 from ..sampling import SamplingParams
 from .conversation import Exchange, Line, exchanges_of
@@ -103,9 +104,8 @@ def write_chat(
             "current": chat.current,
             "branches": files,
         }
-        new = place / f"{_FILE}.new"
-        new.write_text(json.dumps(about, indent=1), "utf-8")
-        os.replace(new, place / _FILE)
+        with atomic_write(place / _FILE) as file:
+            file.write(json.dumps(about, indent=1).encode())
         for path in old:
             path.unlink()
     except (OSError, ValueError) as error:  # ValueError: a path with a null byte

@@ -126,7 +126,7 @@ class Context:
         self._owns_model = owns_model
         self._lock = handle.lock
         try:
-            self.capabilities, layout, n_decodes = trial
+            self.capabilities, layout = trial
             encoder = None if target is None else _open_head(handle, model, target)
         except BaseException:
             handle.close()
@@ -145,7 +145,6 @@ class Context:
             handle,
             self._cache,
             self._reclaim,
-            n_decodes=n_decodes,
             n_trained=trained,
             watch=ThreadWatch.of(handle, model, tuner),
             eog_tokens=sorted(model.eog_tokens),
@@ -158,6 +157,7 @@ class Context:
         if resolved.prefix_cache:
             self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
         self._last_rows: list[LogitsRow] = []
+        self._last_end = 0  # where their sequence goes on after the last of them
         self.release_threads()
 
     def _open_prefix_cache(self, cache_ram: int) -> PrefixCache:
@@ -396,6 +396,7 @@ class Context:
                     hint=f"decode at position {end}, or remove positions with kv_cache_remove first",
                 )
             self._keep_last_rows(decode_run(self._decoder, tokens, seq_id, logits))
+            self._last_end = end + len(tokens)
 
     def _keep_last_rows(self, rows: list[LogitsRow]) -> None:
         for row in self._last_rows:
@@ -427,9 +428,9 @@ class Context:
     def sample(self, params: SamplingParams | None = None, row: int = -1) -> int:
         """Return the token drawn from a row of the last raw ``decode``; changes nothing.
 
-        The noise comes from ``params.seed`` (None counts as 0) and the number of tokens the context
-        has decoded, so calling it twice gives the same token. Penalties and DRY need a history and a
-        grammar a state: those belong to a :class:`Branch`.
+        The noise comes from ``params.seed`` (None counts as 0) and the position of the drawn token, so
+        calling it twice gives the same token, and a :class:`Branch` of these tokens draws it too.
+        Penalties and DRY need a history and a grammar a state: those belong to a branch.
 
         Raises:
             UnsupportedError: settings that need the tokens so far.
@@ -438,9 +439,10 @@ class Context:
             params = params or SamplingParams()
             if params.uses_history:
                 raise UnsupportedError("penalties and DRY look at the tokens so far: use a Branch")
-            seed, position = params.seed or 0, self._decoder.n_decodes
+            found, n_rows = self._row(row), len(self._last_rows)
+            seed, position = params.seed or 0, self._last_end - (n_rows - 1 - int(row) % n_rows)
             sampler = Sampler(self.model, params)
-            return sampler.distribution(self._row(row).array, position, seed).draw(seed, position)
+            return sampler.distribution(found.array, position, seed).draw(seed, position)
 
     def model_entropy(self, base: str = "nats", logits: Logits | None = None) -> float:
         """Return the entropy of softmax(logits) in "nats" or "bits"; default: the last row."""
@@ -741,7 +743,7 @@ def _open(
         try:
             if target is not None and model.shares_memory:  # trials need memory
                 _check_copies(handle, None)
-                return resolved, handle, tuner, (of_sharing_head(target.capabilities), None, 0)
+                return resolved, handle, tuner, (of_sharing_head(target.capabilities), None)
             trial = probe(handle, model, params, is_head=target is not None)
             found = trial[0]
             if not found.batch_invariant and resolved is first and target is None:
@@ -767,7 +769,7 @@ def _open(
                 at_once = f"decodes, and prompts, of {resolved.n_ubatch} tokens at a time"
                 more = "; extra_buffers=False may allow more" if model.extra_buffers else ""
                 reason = f"by {at_once}{more}: {reason}"
-            trial = (replace(found, batch_invariant_reason=reason), *trial[1:])
+            trial = replace(found, batch_invariant_reason=reason), trial[1]
         return resolved, handle, tuner, trial
 
 

@@ -290,6 +290,34 @@ def test_shared_prefixes_are_forked_not_computed(
     assert_clean(ctx, draft_ctx)
 
 
+@pytest.mark.parametrize("sampling", [WARM, WARM.replace(repeat_penalty=1.2)])
+@pytest.mark.parametrize("n", [1, 2])
+def test_request_that_continues_a_running_one_is_drafted_for(
+    n: int, sampling: SamplingParams, ctx: Context, draft_ctx: Context, alone: Alone
+) -> None:
+    """What the draft model has drafted for the first text is read by the others."""
+    engine = Engine(ctx, make("model", draft_ctx), SpeculativeConfig(draft_k=4))
+    requests = {"trunk": Request(ctx.tokenize(TALE), id="trunk", max_tokens=40, sampling=sampling)}
+    engine.add_request(requests["trunk"])
+    said: list[int] = []
+    results = {}
+    while engine.has_unfinished():
+        for event in engine.step():
+            if event.result is not None:
+                results[event.id] = event.result
+            elif event.id == "trunk" and event.emitted is not None:
+                said.append(event.emitted.token)
+        if len(said) >= 15 and len(requests) == 1:
+            for i in range(n):
+                prompt = [*ctx.tokenize(TALE), *said[:12], *ctx.tokenize(PROMPTS[1 + i])]
+                request = Request(prompt, id=f"{i}", max_tokens=12, sampling=sampling)
+                requests[engine.add_request(request)] = request
+    assert engine.stats.shared_prompt_tokens >= n * (len(ctx.tokenize(TALE)) + 11)
+    for name, request in requests.items():
+        alone.check(request, results[name])
+    assert_clean(ctx, draft_ctx)
+
+
 def test_samples_of_one_prompt_share_its_prefill(ctx: Context, alone: Alone) -> None:
     request = Request(TALE, n=12, max_tokens=16, sampling=WARM)
     engine = Engine(ctx)

@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, Protocol, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Self, Unpack
+from typing_extensions import Self, TypeVar, Unpack
 
 from ..arguments import instance, plain_int, real, shown, whole
 from ..errors import BranchStateError, ConfigError, UnsupportedError
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["Context", "text_context"]
 
 Logits = npt.NDArray[np.float32]
+T = TypeVar("T", default=object)
 
 _RECLAIMED_PART = 8  # of the cache: what the prefix cache evicts, at least, when cells are needed
 
@@ -548,12 +549,12 @@ class Context:
 
     @overload
     def complete(
-        self, prompt: Prompts, *, stream: Literal[False] = False, **options: Unpack[TextOptions]
-    ) -> list[Result]: ...
+        self, prompt: Prompts, *, stream: Literal[False] = False, **options: Unpack[TextOptions[T]]
+    ) -> list[Result[T]]: ...
     @overload
     def complete(
-        self, prompt: Prompt, *, stream: Literal[False] = False, **options: Unpack[TextOptions]
-    ) -> Result: ...
+        self, prompt: Prompt, *, stream: Literal[False] = False, **options: Unpack[TextOptions[T]]
+    ) -> Result[T]: ...
     @overload
     def complete(
         self, prompt: Prompt | Prompts, *, stream: Literal[True], **options: Unpack[TextOptions]
@@ -564,7 +565,7 @@ class Context:
     ) -> Result | list[Result] | Events: ...
     def complete(
         self, prompt: Prompt | Prompts, *, stream: bool = False, **options: Unpack[TextOptions]
-    ) -> Result | list[Result] | Events:
+    ) -> Result | list[Result[Any]] | Events:
         """Continue a prompt, or each of a list: ``ctx.complete("Once upon a time").text``.
 
         An `Engine` that stays with the context generates: it takes as many of its sequences at a time as
@@ -608,16 +609,16 @@ class Context:
         messages: Conversations,
         *,
         stream: Literal[False] = False,
-        **options: Unpack[ChatOptions],
-    ) -> list[Result]: ...
+        **options: Unpack[ChatOptions[T]],
+    ) -> list[Result[T]]: ...
     @overload
     def chat(
         self,
         messages: Messages,
         *,
         stream: Literal[False] = False,
-        **options: Unpack[ChatOptions],
-    ) -> Result: ...
+        **options: Unpack[ChatOptions[T]],
+    ) -> Result[T]: ...
     @overload
     def chat(
         self,
@@ -636,7 +637,7 @@ class Context:
         *,
         stream: bool = False,
         **options: Unpack[ChatOptions],
-    ) -> Result | list[Result] | Events:
+    ) -> Result | list[Result[Any]] | Events:
         """Answer a conversation in the format of the model's chat template, or each of a list of them.
 
         Args:

@@ -10,11 +10,13 @@ import gc
 import itertools
 import json
 import math
+import pickle
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -1281,4 +1283,38 @@ def test_result_is_parsed_by_the_type_it_was_made_for(ctx: Context) -> None:
     several = lb.Grammar.from_json_schema(list[Hero])
     assert several.parse('[{"name": "Ann", "brave": true}]') == [Hero(name="Ann", brave=True)]
     (cut,) = Engine(ctx, seed=1).generate([lb.Request("A", grammar=grammars[0], max_tokens=3)])
-    assert (cut.finish_reason, cut.parsed) == ("length", None)
+    assert (cut.finish_reason, cut.parsed_or("none")) == ("length", "none")
+    with pytest.raises(lb.ParseError, match="'length'") as caught:
+        assert cut.parsed
+    assert pickle.loads(pickle.dumps(caught.value)).text == cut.text != ""
+    (ended,) = Engine(ctx, seed=1).generate([replace(requests[0], stop='"')])
+    with pytest.raises(lb.ParseError, match="not valid for"):
+        assert ended.parsed
+    assert (ended.finish_reason, ended.parsed_or(None)) == ("stop", None)
+
+
+def test_value_that_the_type_refuses_ends_no_batch(ctx: Context) -> None:
+    class Price(pydantic.BaseModel):
+        kind: Literal["net", "gross"]
+
+        @pydantic.field_validator("kind")
+        @classmethod
+        def check(cls, value: str) -> str:
+            return {"net": value}[value]  # KeyError, which pydantic lets through
+
+    grammar = lb.Grammar.from_json_schema(Price)
+    requests = [Request(f"Price {i}: ", grammar=grammar, max_tokens=40) for i in range(12)]
+    results = Engine(ctx, seed=1).generate(requests)
+    found = [result.parsed_or(None) for result in results]
+    assert None in found and Price(kind="net") in found
+    for result, value in zip(results, found, strict=True):
+        if value is None:
+            with pytest.raises(lb.ParseError, match="'gross'") as caught:
+                assert result.parsed
+            assert caught.value.text == result.text == '{"kind": "gross"}'
+    amount = lb.Grammar.from_json_schema(list[Decimal])
+    with pytest.raises(lb.ParseError, match="valid decimal") as refused:
+        amount.parse('["1.2.3"]')
+    assert refused.value.text == '["1.2.3"]' and "\n" not in str(refused.value)
+    with pytest.raises(lb.ParseError):
+        lb.Grammar.from_json_schema({}).parse("[" * 100_000)

@@ -51,6 +51,7 @@ from .errors import (
     LlamaBranchError as LlamaBranchError,
     LlamaBranchWarning as LlamaBranchWarning,
     ModelLoadError as ModelLoadError,
+    ParseError as ParseError,
     PerformanceWarning as PerformanceWarning,
     QueueFullError as QueueFullError,
     SequencesExhaustedError as SequencesExhaustedError,

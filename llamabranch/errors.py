@@ -16,6 +16,7 @@
     ├── DownloadError                     a model cannot be downloaded; has the HTTP status
     ├── JobError                          a job on a cluster failed; it can be resumed
     ├── GrammarError                      an invalid grammar, or a token that it forbids
+    ├── ParseError (ValueError)           a text that is cut, or not valid for the type; has the text
     ├── SnapshotError                     a saved branch that is damaged or does not fit
     ├── UnsupportedError                  not possible with this model, memory type or build
     └── VocabularyMismatchError           two models with different vocabularies
@@ -52,6 +53,7 @@ __all__ = [
     "LlamaBranchError",
     "LlamaBranchWarning",
     "ModelLoadError",
+    "ParseError",
     "PerformanceWarning",
     "QueueFullError",
     "SequencesExhaustedError",
@@ -177,6 +179,14 @@ class GrammarError(LlamaBranchError):
 
 class JobError(LlamaBranchError):
     """A job on a cluster failed; what it has written is kept, and the job can be resumed."""
+
+
+class ParseError(LlamaBranchError, ValueError):
+    """A text that was cut, or that the type of a JSON schema refuses; ``text`` is that text."""
+
+    def __init__(self, message: str, *, text: str = "", hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.text = text
 
 
 class SnapshotError(LlamaBranchError):

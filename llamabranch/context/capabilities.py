@@ -42,9 +42,7 @@ class Capabilities:
     exact_rows: int = 0
 
 
-_N_CHECKED = 8  # tokens that versions before 0.3 decoded alone, and then together
-
-Trial = tuple[Capabilities, StateLayout | None, int]
+Trial = tuple[Capabilities, StateLayout | None]
 
 
 def probe(
@@ -57,8 +55,7 @@ def probe(
         is_head: the context computes a head, not the model's trunk.
 
     Returns:
-        the capabilities, the layout of saved states (None if unknown), and the number of decodes from
-        which ``Context.sample`` counts: the same whether batches are measured now or were before.
+        the capabilities, and the layout of saved states (None if unknown).
     """
     n_seq_max = params.native().n_seq_max
     # A head has attention only, whatever the trunk has whose file it is in.
@@ -77,7 +74,6 @@ def probe(
     if window:
         can_truncate &= params.swa_full and n_seq_max <= MOST_WITH_WINDOW
         can_truncate &= layout is not None and layout.has_window
-    n_decodes = decoder.n_decodes
     cache.clear()
     rows, reason = 0, "not asked for"
     n_ubatch = params.n_ubatch or handle.n_batch
@@ -90,7 +86,6 @@ def probe(
             setting = f"K/V {params.kv_type}, {params.n_threads} threads"
             measured = exact_rows(decoder, cache, model, n_ubatch, setting=setting, ask=ask)
             rows = measured or 0
-            n_decodes += min(handle.n_batch, _N_CHECKED) + 1
             if measured is None:
                 reason = (
                     "not measured: it would take more than 2 s (batch_invariant=True asks for it)"
@@ -110,7 +105,7 @@ def probe(
         batch_invariant_reason=reason,
         exact_rows=rows,
     )
-    return capabilities, layout, n_decodes
+    return capabilities, layout
 
 
 def of_sharing_head(target: Capabilities) -> Capabilities:

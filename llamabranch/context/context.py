@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, Protocol, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Self, Unpack
+from typing_extensions import Self, TypeVar, Unpack
 
 from ..arguments import instance, plain_int, real, shown, whole
 from ..errors import BranchStateError, ConfigError, UnsupportedError
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["Context", "text_context"]
 
 Logits = npt.NDArray[np.float32]
+T = TypeVar("T", default=object)
 
 _RECLAIMED_PART = 8  # of the cache: what the prefix cache evicts, at least, when cells are needed
 
@@ -126,7 +127,7 @@ class Context:
         self._owns_model = owns_model
         self._lock = handle.lock
         try:
-            self.capabilities, layout, n_decodes = trial
+            self.capabilities, layout = trial
             encoder = None if target is None else _open_head(handle, model, target)
         except BaseException:
             handle.close()
@@ -145,7 +146,6 @@ class Context:
             handle,
             self._cache,
             self._reclaim,
-            n_decodes=n_decodes,
             n_trained=trained,
             watch=ThreadWatch.of(handle, model, tuner),
             eog_tokens=sorted(model.eog_tokens),
@@ -158,6 +158,7 @@ class Context:
         if resolved.prefix_cache:
             self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
         self._last_rows: list[LogitsRow] = []
+        self._last_end = 0  # where their sequence goes on after the last of them
         self.release_threads()
 
     def _open_prefix_cache(self, cache_ram: int) -> PrefixCache:
@@ -396,6 +397,7 @@ class Context:
                     hint=f"decode at position {end}, or remove positions with kv_cache_remove first",
                 )
             self._keep_last_rows(decode_run(self._decoder, tokens, seq_id, logits))
+            self._last_end = end + len(tokens)
 
     def _keep_last_rows(self, rows: list[LogitsRow]) -> None:
         for row in self._last_rows:
@@ -427,9 +429,9 @@ class Context:
     def sample(self, params: SamplingParams | None = None, row: int = -1) -> int:
         """Return the token drawn from a row of the last raw ``decode``; changes nothing.
 
-        The noise comes from ``params.seed`` (None counts as 0) and the number of tokens the context
-        has decoded, so calling it twice gives the same token. Penalties and DRY need a history and a
-        grammar a state: those belong to a :class:`Branch`.
+        The noise comes from ``params.seed`` (None counts as 0) and the position of the drawn token, so
+        calling it twice gives the same token, and a :class:`Branch` of these tokens draws it too.
+        Penalties and DRY need a history and a grammar a state: those belong to a branch.
 
         Raises:
             UnsupportedError: settings that need the tokens so far.
@@ -438,9 +440,10 @@ class Context:
             params = params or SamplingParams()
             if params.uses_history:
                 raise UnsupportedError("penalties and DRY look at the tokens so far: use a Branch")
-            seed, position = params.seed or 0, self._decoder.n_decodes
+            found, n_rows = self._row(row), len(self._last_rows)
+            seed, position = params.seed or 0, self._last_end - (n_rows - 1 - int(row) % n_rows)
             sampler = Sampler(self.model, params)
-            return sampler.distribution(self._row(row).array, position, seed).draw(seed, position)
+            return sampler.distribution(found.array, position, seed).draw(seed, position)
 
     def model_entropy(self, base: str = "nats", logits: Logits | None = None) -> float:
         """Return the entropy of softmax(logits) in "nats" or "bits"; default: the last row."""
@@ -546,12 +549,12 @@ class Context:
 
     @overload
     def complete(
-        self, prompt: Prompts, *, stream: Literal[False] = False, **options: Unpack[TextOptions]
-    ) -> list[Result]: ...
+        self, prompt: Prompts, *, stream: Literal[False] = False, **options: Unpack[TextOptions[T]]
+    ) -> list[Result[T]]: ...
     @overload
     def complete(
-        self, prompt: Prompt, *, stream: Literal[False] = False, **options: Unpack[TextOptions]
-    ) -> Result: ...
+        self, prompt: Prompt, *, stream: Literal[False] = False, **options: Unpack[TextOptions[T]]
+    ) -> Result[T]: ...
     @overload
     def complete(
         self, prompt: Prompt | Prompts, *, stream: Literal[True], **options: Unpack[TextOptions]
@@ -562,7 +565,7 @@ class Context:
     ) -> Result | list[Result] | Events: ...
     def complete(
         self, prompt: Prompt | Prompts, *, stream: bool = False, **options: Unpack[TextOptions]
-    ) -> Result | list[Result] | Events:
+    ) -> Result | list[Result[Any]] | Events:
         """Continue a prompt, or each of a list: ``ctx.complete("Once upon a time").text``.
 
         An `Engine` that stays with the context generates: it takes as many of its sequences at a time as
@@ -606,16 +609,16 @@ class Context:
         messages: Conversations,
         *,
         stream: Literal[False] = False,
-        **options: Unpack[ChatOptions],
-    ) -> list[Result]: ...
+        **options: Unpack[ChatOptions[T]],
+    ) -> list[Result[T]]: ...
     @overload
     def chat(
         self,
         messages: Messages,
         *,
         stream: Literal[False] = False,
-        **options: Unpack[ChatOptions],
-    ) -> Result: ...
+        **options: Unpack[ChatOptions[T]],
+    ) -> Result[T]: ...
     @overload
     def chat(
         self,
@@ -634,7 +637,7 @@ class Context:
         *,
         stream: bool = False,
         **options: Unpack[ChatOptions],
-    ) -> Result | list[Result] | Events:
+    ) -> Result | list[Result[Any]] | Events:
         """Answer a conversation in the format of the model's chat template, or each of a list of them.
 
         Args:
@@ -741,7 +744,7 @@ def _open(
         try:
             if target is not None and model.shares_memory:  # trials need memory
                 _check_copies(handle, None)
-                return resolved, handle, tuner, (of_sharing_head(target.capabilities), None, 0)
+                return resolved, handle, tuner, (of_sharing_head(target.capabilities), None)
             trial = probe(handle, model, params, is_head=target is not None)
             found = trial[0]
             if not found.batch_invariant and resolved is first and target is None:
@@ -767,7 +770,7 @@ def _open(
                 at_once = f"decodes, and prompts, of {resolved.n_ubatch} tokens at a time"
                 more = "; extra_buffers=False may allow more" if model.extra_buffers else ""
                 reason = f"by {at_once}{more}: {reason}"
-            trial = (replace(found, batch_invariant_reason=reason), *trial[1:])
+            trial = replace(found, batch_invariant_reason=reason), trial[1]
         return resolved, handle, tuner, trial
 
 

@@ -213,7 +213,7 @@ class _Trial:
             try:
                 return self._decode(seq_id, n)
             finally:
-                ctx.decoder.n_decodes = n_decodes  # ``Context.sample`` takes its noise from it
+                ctx.decoder.n_decodes = n_decodes  # others count theirs by it
                 ctx.sequences.give_back(seq_id)
         except LlamaBranchError:
             return None

@@ -849,3 +849,16 @@ def test_branch_holds_what_was_emitted_when_the_cache_is_full(
         speculator.forget(branch)
         ctx.audit()
         assert ctx.usage().cells_used == draft_ctx.usage().cells_used == 0
+
+
+def test_fork_that_reads_on_is_drafted_for(ctx: Context, draft_ctx: Context) -> None:
+    speculator = Speculator(ctx, lb.ModelDrafter(draft_ctx), FIXED)
+    with Branch.start(ctx, PROMPTS[0], sampling=WARM) as branch:
+        speculator.generate(branch, max_tokens=12).finish()
+        with branch.fork() as child:
+            child.append(PROMPTS[1])
+            with child.fork() as other:
+                expected = [t.token for t in other.generate(12)]
+            found = speculator.generate(child, max_tokens=12).finish()
+            assert found.tokens == expected
+            assert found.stats.num_draft_tokens > 0

@@ -26,6 +26,7 @@ traceback shows it (Python 3.11 or later).
 Warnings:
 
     LlamaBranchWarning (UserWarning)
+    ├── ExactnessWarning                  a text may not be that of plain decoding, by rounding
     ├── ContextLengthWarning              longer texts than the model was trained for
     └── PerformanceWarning                decoding is much slower than possible
 """
@@ -47,6 +48,7 @@ __all__ = [
     "DecodeError",
     "DecodeInterruptedError",
     "DownloadError",
+    "ExactnessWarning",
     "GrammarError",
     "JobError",
     "LlamaBranchError",
@@ -193,6 +195,10 @@ class VocabularyMismatchError(LlamaBranchError):
 
 class LlamaBranchWarning(UserWarning):
     """Base class of all warnings of this library."""
+
+
+class ExactnessWarning(LlamaBranchWarning):
+    """Texts may differ, by rounding, from those that one token at a time gives."""
 
 
 class ContextLengthWarning(LlamaBranchWarning):

@@ -222,12 +222,15 @@ def test_draft_length_is_auto_unless_given_and_the_table_says_why_drafts_ended()
     for label in ("drafted", "accepted", "plain steps", "drafts ended by"):
         assert rows[label]
     assert int(rows["plain steps"]) > 0  # "auto" measures plain steps first
-    assert "Draft length: always" not in shown
-    assert "Draft length: " in shown
+    reasons = [
+        line for line in shown.splitlines() if line.startswith(("drafting is o", "still me"))
+    ]
+    assert len(reasons) == 1  # one sentence; v(n) and where it comes from are for --explain
+    assert "v = " not in shown
     fixed = run(*arguments, *FIXED).stderr
-    assert "Draft length: always 4 tokens a draft" in fixed
+    assert "\nalways 4 tokens a draft" in fixed
     assert "length " in next(row for row in fixed.splitlines() if row.startswith("drafts ended by"))
-    assert "Draft length: " not in run(*arguments, "--draft", "none").stderr
+    assert "drafting" not in run(*arguments, "--draft", "none").stderr
 
 
 def test_entropy_stop_ends_drafts_early() -> None:

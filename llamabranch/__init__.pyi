@@ -46,6 +46,7 @@ from .errors import (
     DecodeError as DecodeError,
     DecodeInterruptedError as DecodeInterruptedError,
     DownloadError as DownloadError,
+    ExactnessWarning as ExactnessWarning,
     GrammarError as GrammarError,
     JobError as JobError,
     LlamaBranchError as LlamaBranchError,

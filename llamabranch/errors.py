@@ -27,6 +27,7 @@ traceback shows it (Python 3.11 or later).
 Warnings:
 
     LlamaBranchWarning (UserWarning)
+    ├── ExactnessWarning                  a text may not be that of plain decoding, by rounding
     ├── ContextLengthWarning              longer texts than the model was trained for
     └── PerformanceWarning                decoding is much slower than possible
 """
@@ -48,6 +49,7 @@ __all__ = [
     "DecodeError",
     "DecodeInterruptedError",
     "DownloadError",
+    "ExactnessWarning",
     "GrammarError",
     "JobError",
     "LlamaBranchError",
@@ -203,6 +205,10 @@ class VocabularyMismatchError(LlamaBranchError):
 
 class LlamaBranchWarning(UserWarning):
     """Base class of all warnings of this library."""
+
+
+class ExactnessWarning(LlamaBranchWarning):
+    """Texts may differ, by rounding, from those that one token at a time gives."""
 
 
 class ContextLengthWarning(LlamaBranchWarning):

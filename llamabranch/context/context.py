@@ -14,7 +14,7 @@ import numpy.typing as npt
 from typing_extensions import Self, TypeVar, Unpack
 
 from ..arguments import instance, plain_int, real, shown, whole
-from ..errors import BranchStateError, ConfigError, UnsupportedError
+from ..errors import BranchStateError, ConfigError, ExactnessWarning, UnsupportedError, warn
 from ..model import Model, Prompt, TokenIds, token_list
 from ..native import ContextHandle, HeadOf, NativeContextParams, StateLayout, heads, max_sequences
 from ..sampling import Sampler, SamplingParams
@@ -89,6 +89,8 @@ class Context:
         BranchStateError: a head that shares the memory of ``target``, which is not empty.
 
     Warns:
+        ExactnessWarning: once, if of texts with a seed, or at temperature 0, more tokens are decoded
+            together than ``capabilities.exact_rows``, and logits were measured to differ then.
         ContextLengthWarning: a text may get longer than the model was trained for. At once if ``n_ctx``
             is larger and not meant for several sequences (``n_seq_max`` is not given, or 1), else when
             a sequence does. Not where rope settings are given, nor with recurrent memory.
@@ -159,6 +161,7 @@ class Context:
             self.prefix_cache = self._open_prefix_cache(resolved.cache_ram)
         self._last_rows: list[LogitsRow] = []
         self._last_end = 0  # where their sequence goes on after the last of them
+        self._is_warned = False
         self.release_threads()
 
     def _open_prefix_cache(self, cache_ram: int) -> PrefixCache:
@@ -216,6 +219,20 @@ class Context:
                 f"{self.model.name} has no memory of its own: it reads that of its target",
                 hint="it is for drafting only: MTPDrafter(ctx)",
             )
+
+    def warn_if_inexact(self, n_rows: int) -> None:
+        """Warn, once, if logits of ``n_rows`` tokens in one decode differ from those of each alone."""
+        found = self.capabilities.total_variation
+        if self._is_warned or not found or n_rows <= max(1, self.capabilities.exact_rows):
+            return
+        self._is_warned = True
+        warn(
+            f"{n_rows} tokens are decoded together, which rounds logits otherwise than one by one: the "
+            f"next token's distribution was measured to change by a total variation of {found:.2g}. So a "
+            "text with a seed, or at temperature 0, may differ from the one without drafts, or alone. If "
+            "equal texts matter, take weights that are exact, such as Q8_0, or batch_invariant=True",
+            ExactnessWarning,
+        )
 
     # -- interruption ------------------------------------------------------------------------------
 
@@ -735,6 +752,7 @@ def _open(
     """
     first = resolved
     reason = ""
+    variation: float | None = None
     while True:
         changes_logits = model.memory_type != "recurrent" and resolved.threads_change_logits
         threads = given.n_threads, given.n_threads_batch
@@ -751,7 +769,7 @@ def _open(
                 again = _adapted(model, resolved, given, found)
                 if again is not None:
                     handle.close()
-                    reason = found.batch_invariant_reason
+                    reason, variation = found.batch_invariant_reason, found.total_variation
                     if found.exact_rows and again.kv_type != resolved.kv_type:
                         reason += f" (with {resolved.kv_type} K/V)"
                     resolved = again
@@ -770,7 +788,9 @@ def _open(
                 at_once = f"decodes, and prompts, of {resolved.n_ubatch} tokens at a time"
                 more = "; extra_buffers=False may allow more" if model.extra_buffers else ""
                 reason = f"by {at_once}{more}: {reason}"
-            trial = replace(found, batch_invariant_reason=reason), trial[1]
+                variation = 0.0
+            more_found = replace(found, batch_invariant_reason=reason, total_variation=variation)
+            trial = (more_found, *trial[1:])
         return resolved, handle, tuner, trial
 
 
@@ -792,7 +812,8 @@ def _adapted(
     """
     if resolved.batch_invariant is True:
         rows = found.exact_rows
-        if rows > 1 and (resolved.kv_unified or rows >= (resolved.n_seq_max or 1)):
+        exact = model.memory_type == "attention" and rows > 1
+        if exact and (resolved.kv_unified or rows >= (resolved.n_seq_max or 1)):
             return replace(resolved, n_ubatch=rows)
         hint = (
             "it takes weights on the CPU of a type that llama.cpp computes alike in all batches, "

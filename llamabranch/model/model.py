@@ -154,9 +154,8 @@ class Model:
 
     @property
     def name(self) -> str:
-        """The name in the metadata, or the file's name without its suffix."""
-        found = None if self.closed else self.metadata.get("general.name")
-        return self.path.stem if found is None else found
+        """The file's name without its suffix."""
+        return self.path.stem
 
     @cached_property
     def description(self) -> str:

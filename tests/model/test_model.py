@@ -52,6 +52,7 @@ def test_properties_of_the_bundled_pair(target: lb.Model, draft: lb.Model) -> No
         assert model.n_swa == 0
         assert model.n_ctx_train >= 512
         assert model.metadata["general.architecture"] == "llama"
+        assert model.name == model.path.stem  # not general.name, which other files share
         assert model.name in repr(model)
         assert model.size_bytes < model.path.stat().st_size
     assert target.n_params > 4 * draft.n_params

@@ -212,7 +212,7 @@ def _build(context: Context, machine: Machine) -> dict[str, str]:
     }
 
 
-_COST_OF_EXACT = ". --fast gives it up: f16 K/V may read long prompts in half the time"
+_COST_OF_EXACT = ". --kv-type f16 gives it up, and may read long prompts in half the time"
 
 
 def _context(context: Context) -> dict[str, str]:

@@ -25,6 +25,7 @@ from .cell_ledger import Usage
 from .compaction import rewrite_in_order
 from .decoder import Decoder
 from .kv_cache import KVCache
+from .kv_type import faster_kv_type
 from .logits import LogitsRow
 from .params import MOST_WITH_PREFIXES, ContextOptions, ContextParams, warn_of_length
 from .prefix_cache import LeasedSequences, PrefixCache
@@ -824,7 +825,8 @@ def _adapted(
             hint=hint + ("; extra_buffers=False may allow some" if model.extra_buffers else ""),
         )
     if (given.kv_type, resolved.kv_type) == ("auto", "bf16") and model.memory_type == "attention":
-        return replace(resolved, kv_type="f16")
+        faster = faster_kv_type(model)
+        return None if faster == "bf16" else replace(resolved, kv_type=faster)
     return None
 
 

@@ -5,6 +5,7 @@ that this package reports, because llama.cpp calls ``abort()`` on most invalid a
 """
 
 from . import core, draft_loop, heads, staging
+from .attention import attention_seconds
 from .context import ContextHandle, HeadOf, NativeContextParams
 from .handle import forkable_lock
 from .library import (
@@ -34,6 +35,7 @@ __all__ = [
     "SamplerHandle",
     "StateLayout",
     "amx_works",
+    "attention_seconds",
     "available_cores",
     "call_in_thread",
     "core",

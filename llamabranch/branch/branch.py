@@ -17,7 +17,13 @@ from ..arguments import whole
 from ..context import Context, TokenScore
 from ..context.context import text_context
 from ..context.token_states import layer_states
-from ..errors import BranchStateError, CacheFullError, ConfigError, LlamaBranchError
+from ..errors import (
+    BranchStateError,
+    CacheFullError,
+    ConfigError,
+    LlamaBranchError,
+    SequencesExhaustedError,
+)
 from ..model import Prompt, TokenIds, token_list
 from ..pictures import Token, tokens_picture
 from ..sampling import Distribution, Grammar, Sampler, SamplingParams, SamplingSettings
@@ -620,9 +626,16 @@ class Branch:
             for i in range(n):
                 children.append(self.fork())
                 children[-1].sequence.seed = derive_seed(self.seed, i + 1)
-        except BaseException:
+        except BaseException as error:
             for child in children:
                 child.prune()
+            if isinstance(error, SequencesExhaustedError):
+                free = len(children)
+                raise SequencesExhaustedError(
+                    f"{n} forks need {n} free sequences, {free} {'is' if free == 1 else 'are'} free",
+                    hint=f"n_seq_max={self.ctx.n_seq_max + n - free} when the context is created "
+                    "(at most 256), fewer forks, or prune other branches",
+                ) from None
             raise
         return children
 

@@ -198,6 +198,8 @@ class Context:
         with self._lock:
             self._decoder.close()
         if self._owns_model:
+            if not self.model.closed:
+                self.model.handle.name = "context"  # what was closed, for ClosedError
             self.model.close()
 
     def __enter__(self) -> Self:

@@ -671,7 +671,7 @@ def test_default_context_is_not_longer_than_the_model_was_trained_for(
         with Context(model, n_threads=1) as ctx:
             assert ctx.n_ctx == n_ctx  # 300 tokens need 512 cells: llama.cpp has multiples of 256
     with Context(target, n_threads=1, n_ctx=None, n_seq_max=None) as ctx:
-        assert (ctx.n_ctx, ctx.n_seq_max) == (TRAINED, 8)
+        assert (ctx.n_ctx, ctx.n_seq_max) == (TRAINED, 16)
 
 
 @pytest.mark.parametrize("options", [{}, {"n_seq_max": 1}], ids=str)

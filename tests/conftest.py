@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,10 @@ settings.load_profile("busy")
 
 DATA = Path(lb.__file__).parent / "data"
 HERE = Path(__file__).parent
+
+
+# Commands take the bundled target where a test names no model, whatever is installed.
+sys.modules["llamabranch.hub.catalogue"].DEFAULT_MODEL = lb.hub.BUNDLED_TARGET  # type: ignore[attr-defined]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -43,7 +43,6 @@ SPEED_S = 1.0  # how long each speed is measured
 SIZES = (1, 2, 4, 8)  # tokens of the decodes that are timed for a model
 ROWS = (1, 2, 3, 4, 5, 6)  # of the batches whose cost depends on the build
 LARGEST_TWICE = 2 * 10**9  # bytes of weights that are loaded again, without repacking
-REAL = "smollm2-135m"  # what the build is measured with, if it is here and no model was named
 BUSY_S = 0.3  # how long threads are measured beside a busy process; 0 = not
 # Prints the mean seconds of a decode of one token; the wait policy is read when OpenMP is loaded.
 _ONE_TOKEN = """
@@ -120,8 +119,7 @@ def doctor(*, models: TargetOptions, threads: Threads = None, output: OutputOpti
         else:
             tell("llama.cpp", _build(target, machine))
             tell("context", _context(target))
-            is_here = any(each.name == REAL and each.path for each in hub.catalogue())
-            name = models.target or (REAL if is_here else hub.BUNDLED_TARGET)
+            name = models.target_name
             try:
                 with ExitStack() as closing:
                     context = RuntimeOptions(threads=threads).open(name, console, closing)

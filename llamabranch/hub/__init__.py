@@ -7,6 +7,7 @@ from .catalogue import (
     BUNDLED_TARGET,
     CatalogueEntry,
     catalogue,
+    default_model,
     draft_for,
     parse_catalogue,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "HubSpec",
     "LocalModel",
     "catalogue",
+    "default_model",
     "draft_for",
     "fetch",
     "hub_cache",

@@ -33,7 +33,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure speeds for a moment only."""
     monkeypatch.setattr("llamabranch.cli.doctor.SPEED_S", 0.01)
     monkeypatch.setattr("llamabranch.cli.doctor.BUSY_S", 0)
-    monkeypatch.setattr("llamabranch.cli.doctor.REAL", "")
 
 
 def run(*arguments: str) -> Result:

@@ -93,6 +93,14 @@ def freeze() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def unannounced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that name no model say nothing of it: standard error is what a test is about."""
+    if request.path.parent.name == "cli" and not request.node.get_closest_marker("smollm2"):
+        to = "llamabranch.cli.options.TargetOptions.announce"
+        monkeypatch.setattr(to, lambda self, console: self.target_name)
+
+
 @pytest.fixture(scope="session")
 def target() -> Iterator[lb.Model]:
     """The bundled target: Q8_0, byte-level BPE."""

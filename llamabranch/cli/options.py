@@ -201,8 +201,8 @@ class TargetOptions(HubOptions):
         return hub.default_model() if self.target is None else self.target
 
     def announce(self, console: Console) -> str:
-        """Return the name of the model; the default is named on standard error."""
-        if self.target is None:
+        """Return the name of the model; the default is named on standard error, but for --json."""
+        if self.target is None and not console.silent:
             console.note(f"model: {self.target_name}, as -m names none")
         return self.target_name
 

@@ -9,6 +9,7 @@ from .catalogue import (
     catalogue,
     default_model,
     draft_for,
+    made_from,
     parse_catalogue,
 )
 from .download import search_hub
@@ -29,6 +30,7 @@ __all__ = [
     "hub_cache",
     "is_offline",
     "local_models",
+    "made_from",
     "parse_catalogue",
     "parts",
     "resolve",

@@ -107,6 +107,19 @@ def catalogue() -> list[CatalogueEntry]:
     return list(_shipped_catalogue())
 
 
+def made_from(name: str) -> str | None:
+    """Return the name of the model that another quantization is made from on this machine, or None.
+
+    ``name``: a name such as ``smollm2-135m:Q8_0``, or the path of the file that was made.
+    """
+    asked = name.lower(), Path(name).stem.lower()
+    for entry in catalogue():
+        for made in map(str.lower, entry.made_here):
+            if f"{entry.name}:{made}" == asked[0] or f"{entry.name}-{made}" == asked[1]:
+                return entry.name
+    return None
+
+
 def default_model() -> str:
     """Return the name of the model that commands take where none is named.
 

@@ -36,7 +36,6 @@ from .options import (
 from .prompts import read_standard_input, trained_length
 from .reporting import EXIT_FAILURE
 
-_DEFAULT_MODEL = "smollm2-135m"  # where it is installed
 _N_CTX = 4096  # unless the model was trained for less
 _N_SEQ_MAX = 16  # turns whose K/V is kept, two for each
 _N_PLAIN = 128  # tokens of an answer without a chat template: nothing ends it
@@ -49,15 +48,6 @@ class ChatModels(DraftedOptions):
     """The model that answers and what drafts for it."""
 
     panel: ClassVar[str] = MODELS
-
-    @property
-    def target_name(self) -> str:
-        """The model that was named, else one for conversations if it is here, else the bundled one."""
-        if self.target is None:
-            for entry in hub.catalogue():
-                if entry.name == _DEFAULT_MODEL and entry.path is not None:
-                    return entry.name
-        return super().target_name
 
 
 @dataclass(frozen=True)

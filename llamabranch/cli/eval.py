@@ -69,7 +69,7 @@ def eval(
             _print_tasks(console, tasks, as_json=output.as_json)
             return
         done, models_of, file = _open_samples(given.samples_file, given.resume, tasks, stack)
-        name = models.target_name
+        name = models.announce(console)
         models.find(name)
         more = scoring_options(name, runtime, min(_SEQUENCES, runtime.n_batch or _SEQUENCES))
         if runtime.n_ctx is None:

@@ -307,7 +307,7 @@ def _generate_on_ray(
     return scale.generate(
         inputs,
         folder,
-        model=models.target_name,
+        model=models.announce(console),
         max_tokens=text.max_tokens,
         seed=text.seed,
         sampling=text.params(),

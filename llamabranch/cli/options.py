@@ -185,7 +185,7 @@ class TargetOptions(HubOptions):
     target: str | None = option(
         None,
         "A GGUF path, a name from `llamabranch models`, or user/repo[:tag] on the Hugging Face "
-        "hub. Default: the bundled target.",
+        "hub. Default: smollm2-135m where it is installed, else tale-target.",
         "--target",
         "--target-model",
         "--model",
@@ -197,8 +197,14 @@ class TargetOptions(HubOptions):
 
     @property
     def target_name(self) -> str:
-        """The model that was named, else the bundled target."""
-        return hub.BUNDLED_TARGET if self.target is None else self.target
+        """The model that was named, else the default."""
+        return hub.default_model() if self.target is None else self.target
+
+    def announce(self, console: Console) -> str:
+        """Return the name of the model; the default is named on standard error, but for --json."""
+        if self.target is None and not console.silent:
+            console.note(f"model: {self.target_name}, as -m names none")
+        return self.target_name
 
 
 @dataclass(frozen=True)
@@ -241,7 +247,7 @@ class ModelOptions(TargetOptions):
         from .candidates import choose_draft  # these two need NumPy and llama.cpp
         from .drafters import MTP, parse_draft
 
-        target = self.target_name
+        target = self.announce(console)
         path = self.find(target)
         if has_grammar and self.draft is None:
             return target, parse_draft("grammar+suffix")

@@ -137,7 +137,7 @@ def speculate(
 ) -> None:
     """Generate text with a draft model and show what the drafting did.
 
-    With no options the bundled pair generates a story. The draft proposes several tokens, the target
+    With -m tale-target the bundled pair generates a story. The draft proposes several tokens, the target
     checks them in one pass; the text has the target's distribution. With a seed or at temperature 0 it is
     the text of plain decoding where the context is batch-invariant; elsewhere rounding can change it.
     On a pipe standard output is the text alone.

@@ -1156,3 +1156,24 @@ def test_context_is_as_large_as_a_long_prompt_needs(tmp_path: Path) -> None:
     path = write_toy(tmp_path / "long.gguf", vocab="bytes", n_ctx_train=8192)
     result = run("speculate", "a" * 3000, "-m", str(path), "--draft", "none", "-n", "4", "-t", "1")
     assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.smollm2
+def test_commands_agree_on_the_model_and_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generate and select took the tale model in silence, chat and demo SmolLM2."""
+    catalogue = sys.modules["llamabranch.hub.catalogue"]
+    few = ("--max-tokens", "1", "--temperature", "0", "--threads", "1")
+    commands = (
+        ("generate", "-p", "The capital of France is", *few),
+        ("select", "The capital of France is", " Paris", " Rome", "--threads", "1"),
+        ("speculate", "The capital of France is", *few),
+        ("chat", "-p", "Hello", *few),
+        ("inspect",),
+    )
+    for name in ("smollm2-135m", "tale-target"):
+        monkeypatch.setattr(catalogue, "DEFAULT_MODEL", name)
+        for command in commands:
+            assert f"model: {name}" in run(*command).stderr, command
+    monkeypatch.setattr(catalogue, "DEFAULT_MODEL", "not-installed")
+    assert "model: tale-target" in run(*commands[0]).stderr
+    assert "model: " not in run(*commands[1], "-m", "tale-target").stderr

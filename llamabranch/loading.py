@@ -60,11 +60,12 @@ def load(
         options: those of the context and of the model, by name. The most used:
 
             - ``n_ctx``: cells of the cache in tokens, shared by all sequences (2,048, or what the model
-              was trained for if that is less). ``n_seq_max``: sequences at a time (8, at most 256).
+              was trained for if that is less). ``n_seq_max``: sequences at a time (16, at most 256).
             - ``n_threads``, ``n_threads_batch``: threads for one token and for many (measured).
             - ``n_gpu_layers``: layers to offload; -1 = all (the default).
             - ``kv_type``: "f16", "bf16", "q8_0", ...; "auto" (the default) is bf16 where that makes the
-              context batch-invariant. ``flash_attention``, ``batch_invariant``: "auto", True or False.
+              context batch-invariant, else the faster of f16 and bf16. ``flash_attention``,
+              ``batch_invariant``: "auto", True or False.
             - ``prefix_cache``: keep K/V for prompts that begin alike (from the first ``complete`` or
               ``chat`` on). ``cache_ram``: bytes of host memory for evicted K/V (0).
               ``kv_unified``: one cache for all (True).

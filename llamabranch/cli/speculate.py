@@ -49,7 +49,7 @@ from .reporting import EXIT_INTERRUPTED
 from .speculate_report import SpeculateReport
 
 N_WARM_UP_TOKENS = 8
-N_SEQ_MAX = 8  # what a context has by default; trees need more
+N_SEQ_MAX = 8  # every context has as many by default; trees need more
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from ..errors import ConfigError, ContextLengthWarning, UnsupportedError, warn
 from ..model import Model
 from ..native import NativeContextParams, available_cores, max_sequences
 from ..native.context import FLASH_ATTENTION, KV_TYPES, ROPE_SCALING
+from .kv_type import faster_kv_type
 
 __all__ = [
     "INVARIANT_KV_TYPES",
@@ -21,7 +22,10 @@ __all__ = [
 ]
 
 DEFAULT_N_CTX = 2048
-DEFAULT_N_SEQ_MAX = 8
+# Another sequence costs nothing in a shared cache of attention, and memory of its own elsewhere. With
+# nine, a branch and eight forks of it fit.
+DEFAULT_N_SEQ_MAX = 16
+_SEQUENCES_WITH_MEMORY = 9
 MOST_WITH_PREFIXES = max_sequences() - 16  # sequences, so that some ids are left for kept texts
 _STEP = 256  # llama.cpp rounds the cells of a cache up to a multiple of this
 
@@ -76,7 +80,8 @@ class ContextParams:
         n_ctx: cells of the cache, shared by all sequences; rounded up to a multiple of 256. None: 2048,
             or what the model was trained for if that is less. With ``kv_unified=False`` they are divided
             evenly, each part is rounded up, and None is so many for each sequence.
-        n_seq_max: sequences (branches) at a time, 1 to 256. None: 8.
+        n_seq_max: sequences (branches) at a time, 1 to 256. None: 16, or 9 where each takes memory of its
+            own (recurrent and hybrid memory, ``kv_unified=False``), but at most ``n_batch``.
         n_batch: tokens per decode at most; n_ubatch: tokens computed at once (None: n_batch). With a
             sliding window the smaller of the two counts for both.
         n_outputs_max: rows of logits per decode at most, from n_seq_max to n_batch. None:
@@ -87,10 +92,9 @@ class ContextParams:
             would change logits: flash attention over more than 256 cells of f16 or f32 K/V.
         flash_attention: "auto", True or False.
         kv_type: "f16", "bf16", "q8_0", ...; "auto" is bf16 where that makes the context
-            batch-invariant and f16 elsewhere.
+            batch-invariant, and elsewhere f16 or bf16, whichever was measured to be faster.
         batch_invariant: "auto" turns it on where it is possible, True raises UnsupportedError elsewhere.
-            False: "auto" K/V is f16, which reads long prompts faster: in half the time on some
-            processors.
+            False: it is not measured, and "auto" K/V is the faster type.
         swa_full: keep the K/V of all positions in sliding-window layers, so that they can be rewound.
         offload_kqv: keep the cache on the GPU if the model is there.
         kv_unified: one cache for all sequences, in which forks share cells. False: each sequence has
@@ -172,7 +176,11 @@ class ContextParams:
             UnsupportedError: ``kv_unified=False`` with memory that is not plain attention.
         """
         n_ctx = self.n_ctx
-        n_seq_max = DEFAULT_N_SEQ_MAX if self.n_seq_max is None else self.n_seq_max
+        n_seq_max = self.n_seq_max
+        if n_seq_max is None:
+            is_shared = self.kv_unified and model.memory_type in ("attention", "sliding-window")
+            n_seq_max = DEFAULT_N_SEQ_MAX if is_shared else _SEQUENCES_WITH_MEMORY
+            n_seq_max = min(n_seq_max, self.n_batch)
         kv_unified = self.kv_unified or n_seq_max == 1  # which is the same for one sequence
         if n_ctx is None:
             trained = self.trained_length(model)
@@ -225,6 +233,7 @@ class ContextParams:
     def _resolved_kv_type(self, model: Model) -> str:
         """Return the K/V type that "auto" takes, or tries first: bf16 where batches may be exact with it.
 
+        Elsewhere the faster one with flash attention, and f16 without it.
         Other memory than attention is never exact, but with bf16 the number of threads does not matter.
         """
         if self.kv_type != "auto":
@@ -235,7 +244,9 @@ class ContextParams:
             and (model.memory_type == "attention" or model.file_type == "Q8_0")
             and not model.on_gpu
         )
-        return "bf16" if possible else "f16"
+        if possible:
+            return "bf16"
+        return "f16" if self.flash_attention is False else faster_kv_type(model)
 
     def trained_length(self, model: Model) -> int | None:
         """Return the number of tokens the model was trained for.

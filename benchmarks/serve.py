@@ -16,10 +16,11 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -131,6 +132,10 @@ class Served:
             if not any(slot["is_processing"] for slot in json.loads(found)):
                 return perf_counter() - start
 
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process."""
+        self._process.send_signal(number)
+
     def close(self) -> None:
         """End the process."""
         self._process.terminate()
@@ -208,7 +213,7 @@ def main() -> None:
         if "engine" in args.only:
             loads[ENGINE] = partial(_in_process, path, settings)
         if loads:
-            results["load"] = _load(settings, loads, clients, caption)
+            results["load"] = _load(settings, loads, sides, clients, caption)
         for part, name, work in (
             ("chat", "chat of ten turns", _chat),
             ("shared", "64 requests, one system prompt", _shared),
@@ -288,7 +293,7 @@ async def _clients(ask: Ask, n: int, longest: int, offset: int) -> list[Answer]:
     return [answer for its in await asyncio.gather(*map(client, range(n))) for answer in its]
 
 
-Load = Callable[[int, int], Awaitable[list[Answer]]]
+Load = Callable[[int, int], Coroutine[object, object, list[Answer]]]
 
 
 async def _at(side: Served, settings: Settings, n: int, offset: int) -> list[Answer]:
@@ -341,7 +346,11 @@ def _summary(found: Sequence[Answer]) -> _Rates:
 
 
 def _load(
-    settings: Settings, loads: Mapping[str, Load], clients: Sequence[int], caption: str
+    settings: Settings,
+    loads: Mapping[str, Load],
+    sides: Mapping[str, Served],
+    clients: Sequence[int],
+    caption: str,
 ) -> dict[str, object]:
     rows: list[tuple[str, ...]] = []
     found: dict[str, object] = {}
@@ -350,7 +359,9 @@ def _load(
         rates: dict[str, list[_Rates]] = {name: [] for name in loads}
         for run in range(settings.runs):
             for name, load in loads.items():
-                rates[name].append(_summary(asyncio.run(_finished(load(n, 100 * run)))))
+                rates[name].append(_summary(_alone(name, sides, load(n, 100 * run))))
+                told = f"{n} clients, {name}: {rates[name][-1].rate:.1f} tokens/s"
+                print(told, file=sys.stderr, flush=True)
         over, ratios = _over({name: [each.rate for each in its] for name, its in rates.items()})
         for name, its in rates.items():
             rate = Spread.of([each.rate for each in its])
@@ -378,14 +389,14 @@ def _compare(
     settings: Settings,
     sides: Mapping[str, Served],
     name: str,
-    work: Callable[[Settings, Ask, int], Awaitable[float]],
+    work: Callable[[Settings, Ask, int], Coroutine[object, object, float]],
     caption: str,
 ) -> dict[str, object]:
     """Time the same work on each side; a figure is a rate, the more the better."""
     rates: dict[str, list[float]] = {side: [] for side in sides}
     for run in range(settings.runs):
         for side, served in sides.items():
-            rates[side].append(asyncio.run(_finished(work(settings, served.ask, run))))
+            rates[side].append(_alone(side, sides, work(settings, served.ask, run)))
     rows, found = [], {}
     over, ratios = _over(rates)
     for side, ratio in ratios.items():
@@ -396,8 +407,16 @@ def _compare(
     return dict(found)
 
 
-async def _finished(work: Awaitable[T]) -> T:
-    return await work
+def _alone(name: str, sides: Mapping[str, Served], work: Coroutine[object, object, T]) -> T:
+    """Run the work of a side; the others are stopped, for a server times decodes while it is idle."""
+    others = [side for each, side in sides.items() if each != name]
+    for side in others:
+        side.send_signal(signal.SIGSTOP)
+    try:
+        return asyncio.run(work)
+    finally:
+        for side in others:
+            side.send_signal(signal.SIGCONT)
 
 
 async def _chat(settings: Settings, ask: Ask, run: int) -> float:

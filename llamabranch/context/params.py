@@ -103,7 +103,7 @@ class ContextParams:
             cache each kept text takes a sequence until another needs it. For plain attention memory.
         prefix_cache: keep the K/V of prompts and finished texts until its cells are needed, so that a
             prompt that begins like one of them is not read again. None: from the first call of
-            ``complete`` or ``chat`` on, where memory can share cells.
+            ``complete`` or ``chat``, or an ``AsyncEngine``, on, where memory can share cells.
         cache_ram: bytes of host memory for K/V that the prefix cache evicts; it comes back where that
             is faster than reading the text again. 0: none.
         rope_scaling: None (the model's own), "none", "linear", "yarn" or "longrope";

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 from ...arguments import instance
 from ...branch import Branch
+from ...errors import ConfigError
 from ...model import Model
 from ...sampling import Distribution
 from ..length.base import DraftLength
@@ -128,6 +129,8 @@ def checked_drafter(drafter: Drafter | None, target: Model) -> Drafter:
     if drafter is None:
         return NullDrafter()
     hint = "ModelDrafter(ctx) drafts with the model of a context, EagleDrafter or MTPDrafter with a head"
+    if callable(drafter) and not isinstance(drafter, type):
+        hint = "FunctionDrafter(f) drafts with a function of the tokens and a number"
     instance("drafter", drafter, Drafter, hint).check(target)  # type: ignore[type-abstract]
     return drafter
 
@@ -140,6 +143,11 @@ def propose(state: DraftState, tokens: Sequence[int], length: DraftLength, limit
     """
     start = perf_counter()
     draft = state.propose(tokens, length, limit)
+    if not isinstance(draft, Draft):
+        kind = type(state).__qualname__
+        raise ConfigError(
+            f"{kind}.propose must return a Draft, not {draft!r:.40}", hint="Draft() drafts nothing"
+        )
     if not draft.seconds:
         draft = replace(draft, seconds=perf_counter() - start)
     if not draft.tokens or draft.entropies or not length.reads_entropy:

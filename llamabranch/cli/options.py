@@ -284,16 +284,10 @@ class PromptOptions:
 
     panel: ClassVar[str] = REQUESTS
 
-    texts: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[PROMPT]...",
-            callback=_unescaped,
-            help="What to continue; - reads standard input.",
-            show_default=False,
-            rich_help_panel="Arguments",
-        ),
-    ] = None
+    texts: Annotated[list[str] | None, typer.Argument(
+        metavar="[PROMPT]...", callback=_unescaped, help="What to continue; - reads standard input.",
+        show_default=False, rich_help_panel="Arguments",
+    )] = None  # fmt: skip
     prompts: list[str] | None = option(
         None,
         "What to continue: one or more texts; may be repeated.",
@@ -529,10 +523,6 @@ def _either(
     return read(file)
 
 
-def _at_least_0(value: float) -> float:
-    return 0.0 if value < 0 else value  # as in llama.cpp
-
-
 @dataclass(frozen=True)
 class SamplingOptions:
     """How tokens are drawn: the settings of `llamabranch.SamplingParams` by the same names."""
@@ -541,7 +531,7 @@ class SamplingOptions:
 
     temperature: float = option(
         DEFAULTS.temperature, "0 or below takes the most probable token.", "--temperature",
-        "--temp", callback=_at_least_0,
+        "--temp", callback=lambda value: max(value, 0.0),
     )  # fmt: skip
     top_k: int = option(DEFAULTS.top_k, "Keep the k most probable; 0 keeps all.")
     top_p: float = option(DEFAULTS.top_p, "Nucleus sampling; 1 is off.")
@@ -753,10 +743,7 @@ class TextSettings(TextOptions, SamplingOptions):
 
 
 def _layers(value: str | int) -> int:
-    try:
-        return -1 if value in ("auto", "all") else int(value)
-    except ValueError:
-        raise typer.BadParameter(f"{value!r} is neither a number nor auto or all") from None
+    return -1 if value in ("auto", "all") else int(value)
 
 
 @dataclass(frozen=True)

@@ -176,11 +176,9 @@ class ContextParams:
             UnsupportedError: ``kv_unified=False`` with memory that is not plain attention.
         """
         n_ctx = self.n_ctx
-        n_seq_max = self.n_seq_max
-        if n_seq_max is None:
-            is_shared = self.kv_unified and model.memory_type in ("attention", "sliding-window")
-            n_seq_max = DEFAULT_N_SEQ_MAX if is_shared else _SEQUENCES_WITH_MEMORY
-            n_seq_max = min(n_seq_max, self.n_batch)
+        is_shared = self.kv_unified and model.memory_type in ("attention", "sliding-window")
+        n_seq_max = DEFAULT_N_SEQ_MAX if is_shared else _SEQUENCES_WITH_MEMORY
+        n_seq_max = self.n_seq_max or min(n_seq_max, self.n_batch)
         kv_unified = self.kv_unified or n_seq_max == 1  # which is the same for one sequence
         if n_ctx is None:
             trained = self.trained_length(model)

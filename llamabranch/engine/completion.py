@@ -317,9 +317,8 @@ def own_drafter(ctx: Context, structured: bool | None) -> Drafter:
     head = None
     if ctx.model.n_mtp_layers:
         with suppress(LlamaBranchError):  # such as memory that is in use
-            head = ctx.residents["head"] = ctx.residents.get("head") or Context(
-                ctx.model, target=ctx
-            )
+            head = ctx.residents.get("head") or Context(ctx.model, target=ctx)
+            ctx.residents["head"] = head
 
     def copying(min_match: int) -> Drafter:
         values = SuffixDrafter(min_match=min_match, shared_tokens=0)

@@ -213,12 +213,10 @@ class SamplingParams:
             raise ConfigError("dry_sequence_breakers must be printable text")
         bias = {}
         for key, added in dict(self.logit_bias).items():
-            if isinstance(key, str):
-                raise ConfigError(
-                    f"a token of logit_bias must be its id, not the text {key!r:.40}",
-                    hint="model.tokenize(text, add_special=False) gives the ids of a text",
-                )
-            token, value = whole("a token of logit_bias", key), real("logit_bias", added)
+            token, value = (
+                whole("a token of logit_bias (an id of tokenize)", key),
+                real("logit_bias", added),
+            )
             bias[token] = value
             if value != value or value > _FLOAT_MAX:
                 raise ConfigError(

@@ -147,12 +147,12 @@ def test_what_is_no_draft_names_the_drafter(ctx: lb.Context) -> None:
         def propose(self, *_: object) -> None: ...  # type: ignore[override]
 
     class Mine(lb.NullDrafter):
-        def start(self, *_: object) -> Nothing:
+        def start(self, target: lb.Branch, rule: str) -> Nothing:
             return Nothing()
 
     with pytest.raises(TokenizeError, match=r"the drafter guesses: .* not None"):
         generate(ctx, lb.FunctionDrafter(guesses))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"Nothing.propose must return a Draft, not None"):
+    with pytest.raises(ConfigError, match=r"Nothing.propose returns must be a Draft, not None"):
         generate(ctx, lb.ChainDrafter([Mine()]))
     with pytest.raises(ConfigError) as caught:
         lb.Engine(ctx, guesses)  # type: ignore[arg-type]

@@ -16,7 +16,6 @@ from typing import NamedTuple, Protocol
 
 from ...arguments import instance
 from ...branch import Branch
-from ...errors import ConfigError
 from ...model import Model
 from ...sampling import Distribution
 from ..length.base import DraftLength
@@ -143,11 +142,9 @@ def propose(state: DraftState, tokens: Sequence[int], length: DraftLength, limit
     """
     start = perf_counter()
     draft = state.propose(tokens, length, limit)
-    if not isinstance(draft, Draft):
-        kind = type(state).__qualname__
-        raise ConfigError(
-            f"{kind}.propose must return a Draft, not {draft!r:.40}", hint="Draft() drafts nothing"
-        )
+    instance(
+        f"what {type(state).__qualname__}.propose returns", draft, Draft, "Draft() is no draft"
+    )
     if not draft.seconds:
         draft = replace(draft, seconds=perf_counter() - start)
     if not draft.tokens or draft.entropies or not length.reads_entropy:

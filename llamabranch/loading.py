@@ -72,7 +72,8 @@ def load(
             - ``n_threads``, ``n_threads_batch``: threads for one token and for many (measured).
             - ``n_gpu_layers``: layers to offload; -1 = all (the default).
             - ``kv_type``: "f16", "bf16", "q8_0", ...; "auto" (the default) is bf16 where that makes the
-              context batch-invariant. ``flash_attention``, ``batch_invariant``: "auto", True or False.
+              context batch-invariant, else the faster of f16 and bf16. ``flash_attention``,
+              ``batch_invariant``: "auto", True or False.
             - ``prefix_cache``: keep K/V for prompts that begin alike (from the first ``complete``,
               ``chat`` or ``AsyncEngine`` on). ``cache_ram``: bytes of host memory for evicted K/V (0).
               ``kv_unified``: one cache for all (True).

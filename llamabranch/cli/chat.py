@@ -12,6 +12,7 @@ import typer
 
 import llamabranch as lb
 from llamabranch import Chat, ConfigError, SamplingParams, hub
+from llamabranch.chat import saved_model
 
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
@@ -76,7 +77,8 @@ class TurnOptions(SystemOptions):
     )
     load: Path | None = option(
         None,
-        "Go on with a chat that /save has written, with its settings but for those that are given.",
+        "Go on with a chat that /save has written, with its model and settings but for those that are "
+        "given.",
         "--load",
         metavar="FOLDER",
     )
@@ -150,6 +152,9 @@ def chat(
         if output.as_json and given.is_interactive:
             raise typer.BadParameter("needs --file or a pipe", param_hint="--json")
         message, lines = given.message(), given.lines()
+        if given.load is not None and models.target is None:
+            path = saved_model(given.load)
+            models = replace(models, target=None if path is None else str(path))
         names = models.resolve(console)
         n_ctx, template = _suited(models, names[0], given.template, console)
         max_tokens = limit(text.max_tokens)
@@ -172,6 +177,8 @@ def chat(
         session = ChatSession(
             talk, console, contexts, silent=output.as_json, interactive=given.is_interactive
         )
+        if given.load is not None and given.is_interactive:
+            session.show_last()
         if message is not None:
             session.say(message)
         for line in lines:

@@ -157,11 +157,12 @@ class Console:
     def error(self, message: str, hint: str | None = None) -> None:
         """Print an error as one line, and its hint, to standard error."""
         head = Text("error: ", style="bold red").append(" ".join(message.split()), style="not bold")
+        soft = not self.err.is_terminal
         with contextlib.suppress(OSError):  # there is nowhere else to report it
-            self.err.print(head, soft_wrap=True)
+            self.err.print(head, soft_wrap=soft)
             if hint:
                 self.err.print(
-                    Text("hint: ", style="bold").append(hint, style="not bold"), soft_wrap=True
+                    Text("hint: ", style="bold").append(hint, style="not bold"), soft_wrap=soft
                 )
 
     def progress(self, text: str) -> None:

@@ -154,7 +154,7 @@ def _open_samples(
         if resume:
             raise ConfigError("--resume needs --samples, where the results are kept")
         return done, models_of, None
-    if not resume or not path.exists():
+    if not resume or not path.is_file():
         check_new_file(path, hint="name another file, or go on with --resume")
         return done, models_of, stack.enter_context(path.open("w", encoding="utf-8"))
     items = {(task.name, item.id): item for task in tasks for item in task.items}

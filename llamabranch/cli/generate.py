@@ -119,7 +119,7 @@ class JobOptions(RayOptions):
             sampling=digest(options),
             samples=self.samples,
             rule=models.rule,
-            kv_type=runtime.kv_type or ("auto" if runtime.exact else "f16"),
+            kv_type=runtime.kv_type or ("auto" if runtime.exact else "fast"),
             seed=text.seed,
             seed_given=text.seed is not None,
         )

@@ -875,8 +875,8 @@ class RuntimeOptions(LoadingOptions):
     )
     exact: bool = option(
         True,
-        "Texts that drafts and batches do not change, where the model allows it; or a KV cache "
-        "that reads long prompts faster.",
+        "Texts that drafts and batches do not change, where the model allows it; or the faster "
+        "type of KV cache.",
         "--exact/--fast",
     )
 

@@ -11,6 +11,7 @@ from ..errors import ConfigError, ContextLengthWarning, UnsupportedError, warn
 from ..model import Model
 from ..native import NativeContextParams, available_cores, max_sequences
 from ..native.context import FLASH_ATTENTION, KV_TYPES, ROPE_SCALING
+from .kv_type import faster_kv_type
 
 __all__ = [
     "INVARIANT_KV_TYPES",
@@ -91,10 +92,9 @@ class ContextParams:
             would change logits: flash attention over more than 256 cells of f16 or f32 K/V.
         flash_attention: "auto", True or False.
         kv_type: "f16", "bf16", "q8_0", ...; "auto" is bf16 where that makes the context
-            batch-invariant and f16 elsewhere.
+            batch-invariant, and elsewhere f16 or bf16, whichever was measured to be faster.
         batch_invariant: "auto" turns it on where it is possible, True raises UnsupportedError elsewhere.
-            False: "auto" K/V is f16, which reads long prompts faster: in half the time on some
-            processors.
+            False: it is not measured, and "auto" K/V is the faster type.
         swa_full: keep the K/V of all positions in sliding-window layers, so that they can be rewound.
         offload_kqv: keep the cache on the GPU if the model is there.
         kv_unified: one cache for all sequences, in which forks share cells. False: each sequence has
@@ -231,6 +231,7 @@ class ContextParams:
     def _resolved_kv_type(self, model: Model) -> str:
         """Return the K/V type that "auto" takes, or tries first: bf16 where batches may be exact with it.
 
+        Elsewhere the faster one with flash attention, and f16 without it.
         Other memory than attention is never exact, but with bf16 the number of threads does not matter.
         """
         if self.kv_type != "auto":
@@ -241,7 +242,9 @@ class ContextParams:
             and (model.memory_type == "attention" or model.file_type == "Q8_0")
             and not model.on_gpu
         )
-        return "bf16" if possible else "f16"
+        if possible:
+            return "bf16"
+        return "f16" if self.flash_attention is False else faster_kv_type(model)
 
     def trained_length(self, model: Model) -> int | None:
         """Return the number of tokens the model was trained for.

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
-from typing_extensions import Unpack
+from typing_extensions import TypeVar, Unpack
 
 from ..arguments import whole
 from ..context import Context
@@ -41,7 +41,7 @@ from .request import EngineStats, Event, Request, Result
 
 __all__ = ["AsyncEngine", "merged"]
 
-T = TypeVar("T")
+T = TypeVar("T", default=object)
 
 _PAUSE_S = 0.1  # between decodes that are timed while there is nothing else to do
 
@@ -180,12 +180,12 @@ class AsyncEngine:
 
     @overload
     def complete(
-        self, prompt: Prompts, *, stream: Literal[False] = False, **options: Unpack[TextOptions]
-    ) -> Coroutine[None, None, list[Result]]: ...
+        self, prompt: Prompts, *, stream: Literal[False] = False, **options: Unpack[TextOptions[T]]
+    ) -> Coroutine[None, None, list[Result[T]]]: ...
     @overload
     def complete(
-        self, prompt: Prompt, *, stream: Literal[False] = False, **options: Unpack[TextOptions]
-    ) -> Coroutine[None, None, Result]: ...
+        self, prompt: Prompt, *, stream: Literal[False] = False, **options: Unpack[TextOptions[T]]
+    ) -> Coroutine[None, None, Result[T]]: ...
     @overload
     def complete(
         self, prompt: Prompt | Prompts, *, stream: Literal[True], **options: Unpack[TextOptions]
@@ -196,7 +196,7 @@ class AsyncEngine:
     ) -> Coroutine[None, None, Result | list[Result]] | AsyncGenerator[Event, None]: ...
     def complete(
         self, prompt: Prompt | Prompts, *, stream: bool = False, **options: Unpack[TextOptions]
-    ) -> Coroutine[None, None, Result | list[Result]] | AsyncGenerator[Event, None]:
+    ) -> Coroutine[None, None, Result | list[Result[Any]]] | AsyncGenerator[Event, None]:
         """Continue prompts as ``Context.complete`` does: ``(await engine.complete("The king")).text``.
 
         With ``stream=True``: ``async for event in engine.complete(prompt, stream=True)``. The drafter,
@@ -219,16 +219,16 @@ class AsyncEngine:
         messages: Conversations,
         *,
         stream: Literal[False] = False,
-        **options: Unpack[ChatOptions],
-    ) -> Coroutine[None, None, list[Result]]: ...
+        **options: Unpack[ChatOptions[T]],
+    ) -> Coroutine[None, None, list[Result[T]]]: ...
     @overload
     def chat(
         self,
         messages: Messages,
         *,
         stream: Literal[False] = False,
-        **options: Unpack[ChatOptions],
-    ) -> Coroutine[None, None, Result]: ...
+        **options: Unpack[ChatOptions[T]],
+    ) -> Coroutine[None, None, Result[T]]: ...
     @overload
     def chat(
         self,
@@ -247,7 +247,7 @@ class AsyncEngine:
         *,
         stream: bool = False,
         **options: Unpack[ChatOptions],
-    ) -> Coroutine[None, None, Result | list[Result]] | AsyncGenerator[Event, None]:
+    ) -> Coroutine[None, None, Result | list[Result[Any]]] | AsyncGenerator[Event, None]:
         """Answer conversations as ``Context.chat`` does; see ``complete``.
 
         Raises:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Generic, cast
 
-from typing_extensions import Unpack
+from typing_extensions import TypeVar, Unpack
 
 from ..arguments import placed, plain_int
 from ..context import Context
@@ -53,9 +53,10 @@ Conversations = Sequence[Sequence[Message]]
 _Prompt = str | Sequence[int] | Messages
 Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Conversations
 Events = Generator[Event, None, None]
+T = TypeVar("T", default=object)  # of what the texts mean
 
 
-class TextOptions(SamplingSettings, total=False):
+class TextOptions(SamplingSettings, Generic[T], total=False):
     """How texts are generated: fields of `Request`, grammars, and sampling settings by name."""
 
     max_tokens: int | None
@@ -64,7 +65,7 @@ class TextOptions(SamplingSettings, total=False):
     n: int
     sampling: SamplingParams | None
     grammar: Grammar | str | None
-    json_schema: str | Mapping[str, object] | type | None
+    json_schema: type[T] | str | Mapping[str, object] | None
     regex: str | None
     choices: Sequence[str] | None
     top_logprobs: int | None
@@ -76,7 +77,7 @@ class TextOptions(SamplingSettings, total=False):
 _NOT_SAMPLING = TextOptions.__annotations__.keys() - SamplingSettings.__annotations__.keys()
 
 
-class ChatOptions(TextOptions, total=False):
+class ChatOptions(TextOptions[T], Generic[T], total=False):
     """`TextOptions`, and what the chat template is given."""
 
     tools: Sequence[Mapping[str, object]] | None
@@ -188,6 +189,11 @@ def plan_texts(
         prompt_logprobs=options.get("prompt_logprobs"),
         parse_special=options.get("parse_special", True),
     )
+    if options.get("json_schema") is not None and (common.stop or common.stop_tokens):
+        raise ConfigError(
+            "stop and json_schema: what ends at a stop string or token is no complete value",
+            hint="leave stop and stop_tokens out: the text ends with the value",
+        )
     ctx.model.check_tokens(common.stop_tokens)
     requests = []
     for index, each in enumerate(prompts):

@@ -5,9 +5,11 @@ that this package reports, because llama.cpp calls ``abort()`` on most invalid a
 """
 
 from . import core, draft_loop, heads, staging
+from .attention import attention_seconds
 from .context import ContextHandle, HeadOf, NativeContextParams
 from .handle import forkable_lock
 from .library import (
+    amx_works,
     available_cores,
     engine_versions,
     last_log_lines,
@@ -32,6 +34,8 @@ __all__ = [
     "NativeContextParams",
     "SamplerHandle",
     "StateLayout",
+    "amx_works",
+    "attention_seconds",
     "available_cores",
     "call_in_thread",
     "core",

@@ -78,7 +78,7 @@ def extract_embeddings(handle: ContextHandle, on: bool) -> None:
 def embedding_rows(handle: ContextHandle, n: int) -> Rows:
     """Return the last decode's ``n`` rows of states after the output norm, a copy."""
     address = ctypes.cast(C.llama_get_embeddings(handle.ptr), ctypes.c_void_p).value
-    return _view(address, n, handle.n_embd_out).copy()
+    return np.array(_view(address, n, handle.n_embd_out))
 
 
 class ExtractedRows:

@@ -6,7 +6,8 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TypedDict
+
+from typing_extensions import TypedDict
 
 from ..arguments import nearest, plain_int, real, shown, whole
 from ..errors import ConfigError

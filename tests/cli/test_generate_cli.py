@@ -386,7 +386,7 @@ def test_resuming_refuses_a_file_of_other_prompts(tmp_path: Path) -> None:
         (["--stop", "the"], "the sampling settings"),
         (["--rule", "block"], "--rule was auto, not block"),
         (["--kv-type", "f16"], "--kv-type was auto, not f16"),
-        (["--fast"], "--kv-type was auto, not f16"),
+        (["--fast"], "--kv-type was auto, not fast"),
         (["--target", "tale-draft", "--draft", "none"], "the model (--target) differs"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -104,6 +104,26 @@ def test_sample_draws_and_changes_nothing(ctx: Context) -> None:
     assert ctx.usage() == before[1]
 
 
+@pytest.mark.parametrize("n_batch", [8, 16, 512])
+def test_sample_draws_what_a_branch_draws_whatever_the_batches(
+    n_batch: int, target: lb.Model
+) -> None:
+    tokens = np.random.default_rng(0).integers(0, 4096, 40).tolist()
+    params = lb.SamplingParams(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0)
+    expected = []
+    with Context(target, n_ctx=256, n_threads=1) as ctx:
+        for n in range(30, 41):
+            with lb.Branch.start(ctx, tokens[:n], sampling=params.replace(seed=n)) as branch:
+                expected.append(branch.produce().token)
+    with Context(target, n_ctx=256, n_batch=n_batch, n_threads=1) as ctx:
+        ctx.decode(tokens[:20], 0, logits="none")
+        ctx.decode(tokens[20:], 20, logits="all")
+        drawn = [ctx.sample(params.replace(seed=n), n - 21) for n in range(30, 41)]
+        assert drawn == expected
+        assert ctx.sample(params.replace(seed=40)) == expected[-1]
+    assert len(set(expected)) > 5
+
+
 def test_sample_refuses_what_needs_a_history(ctx: Context) -> None:
     ctx.decode(A, 0)
     with pytest.raises(UnsupportedError, match="Branch"):

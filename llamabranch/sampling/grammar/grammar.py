@@ -215,11 +215,11 @@ class Grammar:
         For other grammars it returns the text.
 
         Raises:
-            ValueError: the text is incomplete, or pydantic's own validation refuses it.
+            ParseError: the text is incomplete, or the type refuses it: by a validator, for instance.
         """
         if self.kind != "json_schema":
             return text
-        return json.loads(text) if self.model is None else json_schemas.validate(self.model, text)
+        return json_schemas.value(self.model, text)
 
 
 def _named(error: GrammarError, schema: dict[str, object]) -> GrammarError:

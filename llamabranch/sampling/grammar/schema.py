@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 
 from ...arguments import shown
-from ...errors import ConfigError, GrammarError
+from ...errors import ConfigError, GrammarError, ParseError
 
-__all__ = ["TAKEN", "closed", "of_type", "parse", "path_to", "validate"]
+__all__ = ["TAKEN", "closed", "of_type", "parse", "path_to", "value"]
 
 TAKEN = (
     "give a pydantic model (class Person(BaseModel)), a dataclass, a TypedDict, a list of them "
@@ -48,9 +48,19 @@ def of_type(model: type) -> str:
         ) from error
 
 
-def validate(model: type, text: str) -> object:
-    """Return the instance of ``model`` that a JSON text describes."""
-    return _adapter(model).validate_json(text)
+def value(model: type | None, text: str) -> object:
+    """Return the value of a JSON text, an instance of ``model`` if there is one.
+
+    Raises:
+        ParseError: the text is not JSON, or ``model`` refuses it.
+    """
+    read = json.loads if model is None else _adapter(model).validate_json
+    try:
+        return read(text)
+    except Exception as error:  # a validator of the type may raise anything
+        reason = " ".join(str(error).split())
+        kind = "JSON" if model is None else f"for {shown(model)}"
+        raise ParseError(f"the text is not valid {kind}: {reason:.300}", text=text) from error
 
 
 def _adapter(model: type):  # type: ignore[no-untyped-def]

@@ -81,7 +81,7 @@ class GrammarDrafter(Drafter):
         except BaseException:
             values.close()
             raise
-        return _ForcedState(state, target.n_prompt, values)
+        return _ForcedState(state, target.sequence.answer_start, values)
 
 
 class _ForcedState:
@@ -180,8 +180,10 @@ class _ForcedState:
             self._grammar, self._n_seen = self._first.clone(), self._start
 
     def fork(self, target: Branch) -> DraftState:
-        twin = _ForcedState(self._first, self._start, self._values.fork(target))
-        twin._grammar, twin._n_seen = self._grammar.clone(), self._n_seen
+        start = target.sequence.answer_start  # of another prompt, perhaps
+        twin = _ForcedState(self._first, start, self._values.fork(target))
+        if start == self._start:
+            twin._grammar, twin._n_seen = self._grammar.clone(), self._n_seen
         return twin
 
     def close(self) -> None:

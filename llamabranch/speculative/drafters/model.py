@@ -202,11 +202,7 @@ class ModelDrafting(Drafting[ModelRun]):
             if branch.position < state.n_prompt:
                 prompts[branch] = tokens[branch.position : state.n_prompt]
             states[i] = state
-        if len(prompts) > 1:
-            BranchStore(self.ctx).prefill(prompts)
-        else:
-            for branch, tokens in prompts.items():
-                branch.prefill(tokens)
+        BranchStore(self.ctx).append(prompts)  # a fork's may follow what was generated
         return [self._begun(state, i) for i, state in states.items()]
 
     def _begun(self, state: ModelState, i: int) -> ModelRun:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import sleep
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from typer.testing import CliRunner
@@ -147,7 +147,7 @@ def test_what_is_no_draft_names_the_drafter(ctx: lb.Context) -> None:
         def propose(self, *_: object) -> None: ...  # type: ignore[override]
 
     class Mine(lb.NullDrafter):
-        def start(self, target: lb.Branch, rule: str) -> Nothing:
+        def start(self, target: lb.Branch, rule: str) -> Any:
             return Nothing()
 
     with pytest.raises(TokenizeError, match=r"the drafter guesses: .* not None"):

@@ -155,7 +155,7 @@ def bench(
     with output.console() as console, ExitStack() as stack:
         # Everything that can be wrong in the arguments is found before a model loads.
         params, sweep = sampling.params(), size.sweep()
-        if any(text.isdecimal() for text in prompts.prompts or ()):
+        if any(text.isdecimal() for text in prompts.given):
             raise ConfigError(
                 "-p is a text to continue, not llama-bench's number of prompt tokens",
                 hint="leave it out to measure drafting on four prompts; -n sets the generated tokens, "

@@ -298,7 +298,7 @@ def _generate_on_ray(
     for name, is_given in refused.items():
         if is_given:
             raise ConfigError(f"a job on Ray has no {name}")
-    inputs, folder = job_paths(prompts.input_file, job.output_file, prompts.prompts)
+    inputs, folder = job_paths(prompts.input_file, job.output_file, prompts.given)
     options = job.options(console, resume=job.resume, streams=runtime.parallel)
     options["draft"] = None if models.draft == "none" else models.draft
     load = runtime.options()

@@ -231,7 +231,7 @@ def serve(
                     raise
                 context, drafter = open_contexts(True)
             return AsyncEngine(
-                context, drafter if drafters else None, config, sampling=sampling, max_tokens=None,
+                context, drafter, config, sampling=sampling, max_tokens=None,
                 max_waiting=settings.max_queue, parallel=runtime.parallel,
             )  # fmt: skip
 

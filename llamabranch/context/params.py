@@ -103,7 +103,7 @@ class ContextParams:
             cache each kept text takes a sequence until another needs it. For plain attention memory.
         prefix_cache: keep the K/V of prompts and finished texts until its cells are needed, so that a
             prompt that begins like one of them is not read again. None: from the first call of
-            ``complete`` or ``chat`` on, where memory can share cells.
+            ``complete`` or ``chat``, or an ``AsyncEngine``, on, where memory can share cells.
         cache_ram: bytes of host memory for K/V that the prefix cache evicts; it comes back where that
             is faster than reading the text again. 0: none.
         rope_scaling: None (the model's own), "none", "linear", "yarn" or "longrope";
@@ -176,11 +176,9 @@ class ContextParams:
             UnsupportedError: ``kv_unified=False`` with memory that is not plain attention.
         """
         n_ctx = self.n_ctx
-        n_seq_max = self.n_seq_max
-        if n_seq_max is None:
-            is_shared = self.kv_unified and model.memory_type in ("attention", "sliding-window")
-            n_seq_max = DEFAULT_N_SEQ_MAX if is_shared else _SEQUENCES_WITH_MEMORY
-            n_seq_max = min(n_seq_max, self.n_batch)
+        is_shared = self.kv_unified and model.memory_type in ("attention", "sliding-window")
+        n_seq_max = DEFAULT_N_SEQ_MAX if is_shared else _SEQUENCES_WITH_MEMORY
+        n_seq_max = self.n_seq_max or min(n_seq_max, self.n_batch)
         kv_unified = self.kv_unified or n_seq_max == 1  # which is the same for one sequence
         if n_ctx is None:
             trained = self.trained_length(model)

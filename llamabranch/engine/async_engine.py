@@ -20,6 +20,7 @@ from typing_extensions import TypeVar, Unpack
 
 from ..arguments import whole
 from ..context import Context
+from ..context.context import text_context
 from ..errors import ClosedError, ConfigError
 from ..model import Prompt
 from ..sampling import SamplingParams
@@ -31,6 +32,7 @@ from .completion import (
     Messages,
     Prompts,
     TextOptions,
+    own_drafter,
     plan_chat,
     plan_texts,
 )
@@ -49,11 +51,14 @@ class AsyncEngine:
 
     Any number of tasks, of one event loop or several, may call ``generate`` at a time; their requests
     share decodes. While there are none, it times decodes of the sizes that the profile lacks, one at a
-    time; a request that comes stops it.
+    time; a request that comes stops it. As by ``Context.complete``, prefixes are kept from now on
+    unless the context was opened with ``prefix_cache=False``.
 
     Args:
-        target, drafter, config, sampling, max_tokens, seed, wait_s, max_waiting, parallel: as
-            for ``Engine``.
+        drafter: None = as ``Context.complete`` does: copies from the text so far, MTP layers, what a
+            grammar forces, where it was measured to be faster, and, unless ``config`` is given, by the
+            seeded rule. ``NullDrafter()`` = none.
+        target, config, sampling, max_tokens, seed, wait_s, max_waiting, parallel: as for ``Engine``.
         buffer: how many events of a request may be unread before it is paused.
 
     Raises:
@@ -74,6 +79,11 @@ class AsyncEngine:
         parallel: int | None = None,
         buffer: int = 256,
     ) -> None:
+        text_context("target", target).keep_prefixes()
+        if drafter is None:
+            config = config or SpeculativeConfig(rule="seeded")
+            with target.lock:
+                drafter = own_drafter(target, None)
         self._engine = Engine(
             target,
             drafter,

@@ -41,6 +41,7 @@ __all__ = [
     "Messages",
     "Prompts",
     "TextOptions",
+    "own_drafter",
     "plan_chat",
     "plan_texts",
     "run",
@@ -309,18 +310,26 @@ def _engine(ctx: Context, drafter: Drafter | None, structured: bool) -> Engine:
             ctx.keep_prefixes()
             # Under the seeded rule the seed in a result gives the same text again.
             config = SpeculativeConfig(rule="seeded")
-            engine = Engine(ctx, drafter or _own_drafter(ctx, structured), config, wait_s=0.5)
+            engine = Engine(ctx, drafter or own_drafter(ctx, structured), config, wait_s=0.5)
             ctx.residents[name] = engine
         return engine
 
 
-def _own_drafter(ctx: Context, structured: bool) -> Drafter:
-    """Return a drafter of copied text, and of the model's MTP layers and what a grammar forces."""
-    values: Drafter = SuffixDrafter(min_match=1 if structured else 2, shared_tokens=0)
+def own_drafter(ctx: Context, structured: bool | None) -> Drafter:
+    """Return a drafter of copied text, and of the model's MTP layers and what a grammar forces.
+
+    ``structured``: whether a grammar constrains the texts; None = some of them.
+    """
+    head = None
     if ctx.model.n_mtp_layers:
         with suppress(LlamaBranchError):  # such as memory that is in use
             head = ctx.residents.get("head") or Context(ctx.model, target=ctx)
             ctx.residents["head"] = head
-            if isinstance(head, Context):
-                values = ChainDrafter([values, MTPDrafter(head)])
-    return GrammarDrafter(values) if structured else values
+
+    def copying(min_match: int) -> Drafter:
+        values = SuffixDrafter(min_match=min_match, shared_tokens=0)
+        return ChainDrafter([values, MTPDrafter(head)]) if isinstance(head, Context) else values
+
+    if structured is False:
+        return copying(2)
+    return GrammarDrafter(copying(1), copying(2) if structured is None else None)

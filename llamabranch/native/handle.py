@@ -58,9 +58,7 @@ class Handle:
 
     A handle keeps its parents alive; a parent has weak references to its children and closes them first.
     In a child of fork() every handle counts as closed, because llama.cpp does not survive fork().
-
-    Attributes:
-        name: what it is, for messages.
+    ``name`` is what messages call it.
     """
 
     closes_first = False  # close before the siblings: another thread may be decoding with it

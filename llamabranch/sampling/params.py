@@ -50,23 +50,29 @@ _ARGUMENTS = {
     "grammar": "complete, chat, Request and Branch.start",
     "min_tokens": "Request",
     **dict.fromkeys(("tools", "tool_choice"), "chat"),
+    "logits_processor": "complete, chat, Request and Branch",
 }
 # What other libraries call it.
 _ELSEWHERE = {
-    "max_tokens": "max_new_tokens max_completion_tokens max_output_tokens max_length n_predict",
-    "stop": "stop_sequences stop_strings",
+    "max_tokens": "max_new_tokens max_completion_tokens max_output_tokens max_length n_predict "
+    "num_predict",
+    "stop": "stop_sequences stop_strings stopping_criteria",
+    "temperature": "temp",
+    "tools": "functions",
     "stop_tokens": "stop_token_ids eos_token_id",
     "n": "num_return_sequences",
-    "json_schema": "response_format response_model guided_json schema",
+    "json_schema": "response_format response_model guided_json schema format",
     "regex": "guided_regex",
     "choices": "guided_choice",
     "grammar": "guided_grammar",
     "repeat_penalty": "repetition_penalty penalty_repeat",
     "penalty_last_n": "repeat_last_n",
+    "logits_processor": "logits_processors",
     "typical_p": "typical",
 }
 _HERE = {name: here for here, names in _ELSEWHERE.items() for name in names.split()}
 _HINTS = {
+    "options": "give each by its name: temperature=0.8, max_tokens=100",
     "best_of": "lb.search.best_of_n, or n=8 of complete and chat: result.choices",
     "num_beams": "lb.search.beam_search",
     "do_sample": "temperature=0 takes always the most probable token",
@@ -208,7 +214,10 @@ class SamplingParams:
             raise ConfigError("dry_sequence_breakers must be printable text")
         bias = {}
         for key, added in dict(self.logit_bias).items():
-            token, value = whole("a token of logit_bias", key), real("logit_bias", added)
+            token, value = (
+                whole("a token of logit_bias (an id of tokenize)", key),
+                real("logit_bias", added),
+            )
             bias[token] = value
             if value != value or value > _FLOAT_MAX:
                 raise ConfigError(

@@ -178,12 +178,11 @@ def vote(
             if wanted == n or sequences.is_cancelled or most >= agreement * len(found):
                 break
             wanted = min(n, 2 * wanted)
-    if errors or not votes:
-        told = "" if votes else "no text has an answer"
-        if errors:
-            told += f"{'; ' if told else ''}answer() has failed for {len(errors)} of {len(found)} texts, "
-            told += f"which do not vote: {type(errors[0]).__name__}: {errors[0]}"
-        warn(told, LlamaBranchWarning)
+    if errors:
+        failed = f"answer() has failed for {len(errors)} of {len(found)} texts, which do not vote"
+        warn(f"{failed}: {errors[0]!r}", LlamaBranchWarning)
+    elif not votes:
+        warn("no text has an answer: answer() has returned None", LlamaBranchWarning)
     names = {form: name for name, seen in forms.items() for form in seen}
     answered = [(line, None if given is None else names[str(given)]) for line, given in found]
     # The order of first appearance must not decide between equals: early texts are not better.
@@ -229,8 +228,7 @@ def _forms(answers: Iterable[Answer]) -> dict[Answer, Counter[str]]:
     for answer in answers:
         text = str(answer)
         given.setdefault(text, answer)
-        # As keys True is 1.
-        value = _value(str(int(answer)) if isinstance(answer, bool) else text)
+        value = _value({"True": "1", "False": "0"}.get(text, text))  # True is 1, as a key too
         groups.setdefault(value, Counter())[text] += 1
     named = (
         (given[min(seen, key=lambda text: (-seen[text], len(text), text))], seen)

@@ -601,12 +601,12 @@ def test_eight_forks_fit_a_default_context(target: lb.Model, tmp_path: Path) -> 
     toys.write_toy(tmp_path / "mamba.gguf", "mamba")
     with lb.Model(tmp_path / "mamba.gguf") as mamba:
         for model, options, n in (
-            (target, ContextOptions(), 16),
-            (target, ContextOptions(n_batch=12), 12),
-            (target, ContextOptions(kv_unified=False, n_ctx=1024), 9),
-            (mamba, ContextOptions(), 9),
+            (target, ContextOptions(n_threads=1), 16),
+            (target, ContextOptions(n_threads=1, n_batch=12), 12),
+            (target, ContextOptions(n_threads=1, kv_unified=False, n_ctx=1024), 9),
+            (mamba, ContextOptions(n_threads=1), 9),
         ):
-            with Context(model, n_threads=1, **options) as ctx:
+            with Context(model, **options) as ctx:
                 assert ctx.n_seq_max == n
                 assert len(Branch.start(ctx, [1, 2, 3]).fork_many(8)) == 8
 

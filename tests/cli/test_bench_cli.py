@@ -241,7 +241,7 @@ def test_plots_leave_out_what_is_unknown(tmp_path: Path) -> None:
         (("--input", os.devnull), "has no prompts"),
         (("--longest", "0"), "longest"),
         (("--runs", "0"), "runs"),
-        (("--temperature", "-1"), "temperature"),
+        (("--temperature", "1e5"), "temperature"),
         (("--output", os.devnull), "cannot write into"),
     ],
 )

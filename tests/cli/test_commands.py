@@ -579,7 +579,7 @@ def test_theory_goes_straight_on_after_the_last_point() -> None:
         (("theory", "--draft-length", "0"), "at least 1"),
         (("theory", "--verify-cost", "2:1.5,x"), "neither a number nor points"),
         (("theory", "--verify-cost", "1:2,5:3"), "v(1) = 1"),
-        (("speculate", "--temperature", "-1"), "temperature"),
+        (("speculate", "--temperature", "1e5"), "temperature"),
         (("speculate", "--max-tokens", "0"), "max-tokens"),
         (("speculate", "--target", "tale-targte"), "did you mean tale-target?"),
         (("speculate", "--target", "absent.gguf", "--draft", "none"), "no file absent.gguf"),

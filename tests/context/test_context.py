@@ -545,6 +545,21 @@ def test_closed_context_raises_everywhere(target: lb.Model) -> None:
     branch.prune()
 
 
+def test_what_is_closed_is_named(target: lb.Model) -> None:
+    model = lb.Model(target.path)
+    calls: list[Callable[[Context, Branch], object]] = [
+        lambda ctx, _: ctx.complete("a"), lambda ctx, _: ctx.tokenize("a"),
+        lambda ctx, _: Branch.start(ctx, "a"), lambda _, branch: branch.text,
+    ]  # fmt: skip
+    for owner, said in ((True, "the context is closed"), (False, "the model is closed")):
+        ctx = Context(model if not owner else lb.Model(target.path), n_ctx=256, owns_model=owner)
+        branch = Branch.start(ctx, [1, 2])
+        (ctx if owner else model).close()
+        for call in calls:
+            with pytest.raises(ClosedError, match=said):
+                call(ctx, branch)
+
+
 def test_context_manager_closes(target: lb.Model) -> None:
     with Context(target, n_ctx=256, n_threads=1) as ctx:
         pass

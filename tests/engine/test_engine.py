@@ -1058,6 +1058,8 @@ def test_asynchronous_stream_leaves_the_loop_free(
     found = by_name(results)
     for i, request in enumerate(requests):
         alone.check(request, found[str(i), 0])
+    assert ctx.prefix_cache is not None
+    ctx.prefix_cache.clear()
     assert_clean(ctx, draft_ctx)
 
 
@@ -1083,6 +1085,8 @@ def test_cancelled_task_frees_everything(ctx: Context, draft_ctx: Context) -> No
                     await task
 
     asyncio.run(cancel_soon())
+    assert ctx.prefix_cache is not None
+    ctx.prefix_cache.clear()
     assert_clean(ctx, draft_ctx)
 
 

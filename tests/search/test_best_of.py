@@ -253,9 +253,11 @@ def test_ties_are_broken_by_the_seed_and_not_by_the_order(ctx: Context) -> None:
 
 
 def test_texts_without_an_answer_do_not_vote(ctx: Context) -> None:
-    with Branch.start(ctx, "The", temperature=1.0, seed=2) as root:
-        with pytest.warns(LlamaBranchWarning, match="no text has an answer"):
-            found = search.vote(root, lambda text: None, 3, 3)
+    with (
+        Branch.start(ctx, "The", temperature=1.0, seed=2) as root,
+        pytest.warns(LlamaBranchWarning, match="no text has an answer"),
+    ):
+        found = search.vote(root, lambda text: None, 3, 3)
     assert not found.votes and found.answer is None
     assert [h.score for h in found.hypotheses] == [0.0] * 3
 

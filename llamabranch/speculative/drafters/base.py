@@ -131,6 +131,8 @@ def checked_drafter(drafter: Drafter | None, target: Model) -> Drafter:
     if drafter is None:
         return NullDrafter()
     hint = "ModelDrafter(ctx) drafts with the model of a context, EagleDrafter or MTPDrafter with a head"
+    if callable(drafter) and not isinstance(drafter, type):
+        hint = "FunctionDrafter(f) drafts with a function of the tokens and a number"
     instance("drafter", drafter, Drafter, hint).check(target)  # type: ignore[type-abstract]
     return drafter
 
@@ -143,6 +145,9 @@ def propose(state: DraftState, tokens: Sequence[int], length: DraftLength, limit
     """
     start = perf_counter()
     draft = state.propose(tokens, length, limit)
+    instance(
+        f"what {type(state).__qualname__}.propose returns", draft, Draft, "Draft() is no draft"
+    )
     if not draft.seconds:
         draft = replace(draft, seconds=perf_counter() - start)
     if not draft.tokens or draft.entropies or not length.reads_entropy:

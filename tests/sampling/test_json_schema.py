@@ -14,6 +14,7 @@ import uuid
 from datetime import date, time
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -324,6 +325,93 @@ def test_no_properties_are_none(toy: lb.Model) -> None:
         assert _accepts(toy, grammar, '{"x": 1}') == is_open, schema
 
 
+_BASE = {
+    "Base": _object(properties={"n": _INT, "c": _object(properties={"d": _INT})}, required=["n"])
+}
+_TREE = {
+    "A": {"allOf": [{"$ref": "#/$defs/B"}]},
+    "B": _object(properties={"x": {"allOf": [{"$ref": "#/$defs/A"}, {"properties": {"q": _INT}}]}}),
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts", "others"),
+    [
+        (_object(), ['{"z": 1}'], []),  # any object
+        (_object(required=["a"]), ['{"a": 1}', '{"a": {"b": 2}}'], ['{"a": 1, "z": 1}', "{}"]),
+        (_object(properties={"a": _INT}, required=["b"]), ['{"a": 1, "b": "x"}', '{"b": 2}'],
+         ['{"b": 1, "z": 1}', '{"a": 1}']),
+        (_object(properties={"a": _INT}, allOf=[{"properties": {"b": _INT}, "required": ["b"]}]),
+         ['{"a": 1, "b": 2}', '{"b": 2}'], ['{"a": 1, "b": 2, "z": 3}', '{"a": 1}', '{"b": "x"}']),
+        ({"allOf": [{"$ref": "#/$defs/Base"}, _object(properties={"a": _INT})], "$defs": _BASE},
+         ['{"n": 1, "c": {"d": 2}, "a": 3}', '{"n": 1}'],
+         ['{"n": 1, "z": 1}', '{"n": 1, "c": {"z": 1}}', '{"a": 1}']),
+        ({"$ref": "#/$defs/A", "$defs": _TREE}, ['{"x": {"x": {"x": {"q": 1}, "q": 2}}}'],
+         ['{"z": 1}', '{"x": {"z": 1}}', '{"x": {"x": {"z": 1}}}', '{"q": 1}']),
+        (_object(properties={"a/b ~": _INT}, required=["a/b ~"], allOf=[{"$ref": "#/$defs/C"}],
+                 **{"$defs": {"C": _object(properties={"%/é ~": _INT})}}),
+         ['{"a/b ~": 1, "%/é ~": 2}'], ['{"a/b ~": 1, "z": 1}', '{"a/b ~": 1, "%/é ~": "x"}']),
+        # Not merged: a property twice, something else that applies.
+        (_object(properties={"a": _INT}, allOf=[_object(properties={"a": {"minimum": 3}})]),
+         ['{"a": 3}', '{"a": 4, "z": 1}'], ['{"a": 2}']),
+        (_object(properties={"a": _INT}, anyOf=[{"required": ["a"]}, {"required": ["b"]}]),
+         ['{"a": 3}', '{"a": 4, "z": 1}'], ['{"z": 2}']),
+        # Names of properties and values are no keywords.
+        (_object(properties={"properties": _INT, "required": _INT}),
+         ['{"properties": 1, "required": 2}'], ['{"additionalProperties": 1}']),
+        ({"const": {"required": ["b"], "type": "object"}},
+         ['{"required": ["b"], "type": "object"}'], []),
+        (_object(properties={"default": _object(required=["a"])}),
+         ['{"default": {"a": 1}}'], ['{"default": {"a": 1, "z": 1}}']),
+    ],
+    ids=lambda s: json.dumps(s)[:70] if isinstance(s, dict) else "",
+)  # fmt: skip
+def test_objects_have_what_is_declared_or_required(
+    schema: Any, texts: list[str], others: list[str], toy: lb.Model
+) -> None:
+    grammar = Grammar.from_json_schema(schema)
+    for text in texts:
+        assert _accepts(toy, grammar, text), text
+    for text in others:
+        assert not _accepts(toy, grammar, text), text
+    for seed in range(N_TEXTS):
+        jsonschema.validate(json.loads(_walk(toy, grammar, seed)), schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (_object(properties={"a": _object(properties={"b": {"pattern": "^(a$"}})}),
+         "at #/properties/a/properties/b: pattern: unclosed group"),
+        (_object(properties={"not": _INT, "x": {"not": {}}}), "'not' at #/properties/x is"),
+        (_object(properties={"a/b": {"items": [{"anyOf": [_INT, {"format": "x"}]}]}}),
+         "at #/properties/a~1b/items/0/anyOf/1: Unknown format: x"),
+        (_object(properties={"a": {"$ref": "#/$defs/B"}}, required=["a"],
+                 **{"$defs": {"B": {"items": {"type": "x"}}, "C": {"not": {}}}}),
+         "at #/$defs/B/items: Invalid type: x"),
+        (_object(properties={"a": _object(properties={"b": {"enum": ["x"], "pattern": "^y$"}},
+                                          required=["b"])}, required=["a"]),
+         "at #/properties/a/properties/b: no text satisfies it: pattern and the other"),
+        (_object(properties={f"p{i}": {"pattern": "(" if i == 9 else "a"} for i in range(10)}),
+         "at #/properties/p9: pattern: unclosed group"),
+        ({"pattern": "^$a$"}, "at #: pattern: lookarounds not supported"),
+    ],
+    ids=lambda s: json.dumps(s)[:70],
+)  # fmt: skip
+def test_refusals_name_the_place(schema: Any, message: str) -> None:
+    with pytest.raises(GrammarError) as caught:
+        Grammar.from_json_schema(schema)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value) and "regex" not in str(caught.value)
+
+
+def test_wide_schema_is_refused_without_trying_all_parts() -> None:
+    wide = _object(properties={f"property_{i:06}": {"type": "integer"} for i in range(2_000)})
+    wide["properties"]["last"] = {"not": {}}
+    with pytest.raises(GrammarError, match="'not' at # is not supported"):
+        Grammar.from_json_schema(wide)
+
+
 def test_integers_between_bounds_are_exactly_those(toy: lb.Model) -> None:
     bounds = (None, -12, -1, 0, 7, 99, 100)
     for least in bounds:
@@ -400,7 +488,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "string", "allOf": [_object(properties={"a": _INT})]}, "incompatible types"),
     ({"enum": []}, "empty"),
     ({"enum": [1], "type": "string"}, "incompatible types"),
-    ({"enum": ["a"], "pattern": "^b$"}, "Unsatisfiable"),
+    ({"enum": ["a"], "pattern": "^b$"}, "exclude each other"),
     ({"const": {"a": 1}, "required": ["b"]}, "'b' is unsatisfiable"),
     ({"type": "nonsense"}, "nonsense"),
     ({"not": {}}, "'not' at #"),

@@ -22,6 +22,15 @@ GrammarState = Matcher | SamplerMatcher
 _KINDS = ("gbnf", "json_schema", "regex", "choice", "lark")
 _UNSUPPORTED = re.compile(r'Unimplemented keys: \["([^"]*)"')
 _MOST_BYTES = 1 << 20
+_MOST_TRIED = 20 << 20  # bytes of schemas, to find out which part of one is refused
+_REASONS = (  # of llguidance, without its expressions
+    ("^the grammar is refused: ", ""),
+    ("^regex parse error:.*error: ", "pattern: "),
+    ("^(lookarounds not supported).*", r"pattern: \1"),
+    ("^Unsatisfiable schema: ", "no text satisfies it: "),
+    ("Regex is empty: .*", "pattern and the other keywords exclude each other"),
+    ("^Failed to generate regex for (.*?): .*", r"\1 out of bounds"),
+)
 _WHITESPACE = ("single", "none", "any")
 
 
@@ -75,15 +84,14 @@ class Grammar:
             return self._compile_gbnf()
         if self.kind == "json_schema":
             schema = json_schemas.parse(self.source)
-            try:
-                found = schema_grammar(json_schemas.closed(schema), self.whitespace)
-                check_grammar(found)
-            except GrammarError as error:
-                if "Unsatisfiable" not in str(error):
-                    raise _named(error, schema) from error
-                found = schema_grammar(schema, self.whitespace)  # it needs other properties
-                check_grammar(found)
-            return found
+            for given in (json_schemas.closed(schema), schema):
+                try:
+                    return _of_schema(given, self.whitespace)
+                except GrammarError as error:
+                    failure = error
+                    if "Unsatisfiable" not in str(error):  # else it may need other properties
+                        break
+            raise _placed(failure, schema, self.whitespace) from failure
         if self.kind == "regex":
             found = regex_grammar(self.source)
         elif self.kind == "choice":
@@ -222,19 +230,44 @@ class Grammar:
         return json_schemas.value(self.model, text)
 
 
-def _named(error: GrammarError, schema: dict[str, object]) -> GrammarError:
-    """Return an error that says where the first unsupported keyword is; else ``error``."""
-    if "recursion limit" in str(error):
+def _of_schema(schema: dict[str, object], whitespace: str) -> str:
+    found = schema_grammar(schema, whitespace)
+    check_grammar(found)
+    return found
+
+
+def _placed(error: GrammarError, schema: dict[str, object], whitespace: str) -> GrammarError:
+    """Return an error that says where in ``schema`` the innermost part lies that is refused, and why."""
+    reason = str(error)
+    if "recursion limit" in reason:
         return GrammarError("the JSON schema is nested too deep")
-    found = _UNSUPPORTED.search(str(error))
-    keyword = "oneOf" if "oneOf constraints" in str(error) else found[1] if found else ""
-    path = json_schemas.path_to(keyword, schema) if keyword else None
-    if path is None:
-        return error
-    hint = "use anyOf where the parts exclude each other anyway" if keyword == "oneOf" else None
-    return GrammarError(
-        f"the JSON-schema keyword {keyword!r} at {path} is not supported", hint=hint
-    )
+    n_left = max(50, _MOST_TRIED // len(json.dumps(schema)))
+
+    def is_refused(part: dict[str, object]) -> bool:
+        nonlocal reason, n_left
+        n_left -= 1
+        try:
+            if n_left >= 0:
+                _of_schema(part, whitespace)
+        except GrammarError as error:
+            if str(error) == reason or (
+                "Unsatisfiable" in reason and "Unsatisfiable" in str(error)
+            ):
+                reason = str(error)
+                return True
+        return False
+
+    path = json_schemas.place(schema, is_refused)
+    found = _UNSUPPORTED.search(reason)
+    if found is not None or "oneOf constraints" in reason:
+        keyword = found[1] if found else "oneOf"
+        hint = "use anyOf where the parts exclude each other anyway" if not found else None
+        return GrammarError(
+            f"the JSON-schema keyword {keyword!r} at {path} is not supported", hint=hint
+        )
+    for pattern, shorter in _REASONS:
+        reason = re.sub(pattern, shorter, reason, flags=re.DOTALL)
+    return GrammarError(f"the JSON schema is refused at {path}: {reason}")
 
 
 def _choices(source: str) -> list[str]:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from urllib.parse import quote, unquote
 
 from ...arguments import shown
 from ...errors import ConfigError, GrammarError, ParseError
 
-__all__ = ["TAKEN", "closed", "of_type", "parse", "path_to", "value"]
+__all__ = ["TAKEN", "closed", "of_type", "parse", "place", "value"]
 
 TAKEN = (
     "give a pydantic model (class Person(BaseModel)), a dataclass, a TypedDict, a list of them "
     "(list[Person]), or a JSON schema as a dict or text"
 )
 _COMBINE = ("allOf", "anyOf", "oneOf", "$ref")
+_DEFS = ("$defs", "definitions")
+_MAPS = ("properties", "patternProperties", "dependentSchemas", *_DEFS)  # of names to schemas
+_VALUES = ("const", "enum", "default", "examples")
+_MERGED = {  # what schemas of objects have that are merged
+    "type", "properties", "required", "allOf", "$ref", "title", "description", "default", "examples",
+    *_DEFS,
+}  # fmt: skip
 _OPEN = (
     "additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames",
     "minProperties", "dependentSchemas",
@@ -106,17 +115,22 @@ def parse(source: str) -> dict[str, object]:
     return schema
 
 
-def path_to(keyword: str, schema: object, path: str = "#") -> str | None:
-    """Return where ``keyword`` is first used, as a JSON pointer; None if nowhere."""
-    items = schema.items() if isinstance(schema, dict) else enumerate(schema)  # type: ignore[arg-type]
-    for name, value in items:
-        if name == keyword:
-            return path
-        if isinstance(value, (dict, list)):
-            found = path_to(keyword, value, f"{path}/{name}")
-            if found is not None:
-                return found
-    return None
+def place(schema: dict[str, object], is_refused: Callable[[dict[str, object]], bool]) -> str:
+    """Return where the innermost part lies that ``is_refused`` by itself, as a JSON pointer."""
+    path, part = "#", schema
+    defs = {name: schema[name] for name in _DEFS if name in schema}
+    seen = []
+    while path not in seen:
+        seen.append(path)
+        for at, child in _within(part):
+            if at.split("/")[0] not in _DEFS and is_refused({**defs, **child}):
+                path, part = f"{path}/{at}", child
+                break
+        else:
+            target = _target(part.get("$ref"), schema)
+            if isinstance(target, dict):
+                path, part = str(part["$ref"]), target
+    return path
 
 
 def _exclude_each_other(ways: list[object]) -> bool:
@@ -151,10 +165,16 @@ def _values(part: object) -> list[str]:
 def closed(schema: dict[str, object]) -> dict[str, object]:
     """Return the schema with ``additionalProperties: false`` where it says nothing of other properties.
 
-    Objects then have the declared properties only, as llama.cpp writes them too. Not where several
-    schemas apply to one object, each with some of its properties.
+    Objects then have the properties that it declares or requires, as llama.cpp writes them too. Not where
+    several schemas apply to one object that cannot be merged, each with some of its properties.
     """
     schema = json.loads(json.dumps(schema))
+    for part in list(_parts(schema)):
+        merged = _merged(part, schema) if "allOf" in part else None
+        if merged and merged["properties"]:
+            del part["allOf"]
+            part.pop("$ref", None)
+            part |= merged
     combined: set[int] = set()
     for part in _parts(schema):
         every = part.get("allOf")
@@ -162,13 +182,49 @@ def closed(schema: dict[str, object]) -> dict[str, object]:
         if n_schemas > 1 or (isinstance(every, list) and len(every) > 1):
             _add_combined(part, schema, combined)
     for part in _parts(schema):
-        properties, required = part.get("properties"), part.get("required", [])
-        if id(part) in combined or not isinstance(properties, dict):
+        names = _names(part)
+        if names is None or id(part) in combined or any(name in part for name in _OPEN):
             continue
-        is_declared = isinstance(required, list) and all(name in properties for name in required)
-        if is_declared and not any(name in part for name in _OPEN):
+        if "properties" in part or (names["required"] and part.get("type") == "object"):
+            named = names["properties"]
+            part["properties"] = {**named, **{n: {} for n in names["required"] if n not in named}}
             part["additionalProperties"] = False
     return schema
+
+
+def _names(part: dict[str, object]) -> dict[str, Any] | None:
+    """Return the type, properties and required names of a schema; None where they are invalid."""
+    found: dict[str, Any] = {"properties": {}, "required": []}
+    found |= {name: part[name] for name in ("type", *found) if name in part}
+    is_list = isinstance(found["required"], list)
+    is_valid = is_list and all(isinstance(name, str) for name in found["required"])
+    return found if is_valid and isinstance(found["properties"], dict) else None
+
+
+def _merged(part: object, document: dict[str, object], seen: tuple[int, ...] = ()) -> Any:
+    """Return the type, properties and required names of an object, then those in its ``allOf``.
+
+    None where there is more to it, or two schemas declare one property. Properties behind a reference
+    are references to them.
+    """
+    if not isinstance(part, dict) or id(part) in seen or not part.keys() <= _MERGED:
+        return None
+    found, every, seen = _names(part), part.get("allOf", []), (*seen, id(part))
+    if found is None or found.get("type", "object") != "object" or not isinstance(every, list):
+        return None
+    ways = [_merged(way, document, seen) for way in every]
+    if "$ref" in part:
+        target, at = _target(part["$ref"], document), f"{part['$ref']}/properties/"
+        is_chain = isinstance(target, dict) and "$ref" in target
+        base = None if is_chain else _merged(target, document, seen)
+        names = base["properties"] if base else ()
+        ways.append(base and {**base, "properties": {n: {"$ref": at + _escaped(n)} for n in names}})
+    for way in ways:
+        if way is None or way["properties"].keys() & found["properties"].keys():
+            return None
+        way["properties"] = {**found["properties"], **way["properties"]}
+        found = {**found, **way, "required": [*found["required"], *way["required"]]}
+    return found
 
 
 def _add_combined(part: object, document: dict[str, object], found: set[int]) -> None:
@@ -203,15 +259,32 @@ def _is_finite(document: dict[str, object]) -> bool:
     return id(document) in finite
 
 
-def _parts(value: object) -> Iterator[dict[str, object]]:
-    todo = [value]
+def _parts(document: dict[str, object]) -> Iterator[dict[str, object]]:
+    """Yield a schema and all schemas in it."""
+    todo = [document]
     while todo:
         one = todo.pop()
-        if isinstance(one, dict):
-            yield one
-            todo.extend(one.values())
-        elif isinstance(one, list):
-            todo.extend(one)
+        yield one
+        todo.extend(part for _, part in _within(one))
+
+
+def _within(part: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield the schemas right within a schema, each with its place there."""
+    for name, value in part.items():
+        within: Iterable[tuple[object, object]] = ()
+        if name in _MAPS and isinstance(value, dict):
+            within = value.items()
+        elif isinstance(value, list) and name not in _VALUES:
+            within = enumerate(value)
+        elif isinstance(value, dict) and name not in _VALUES:
+            yield name, value
+        for key, each in within:
+            if isinstance(each, dict):
+                yield f"{name}/{_escaped(str(key))}", each
+
+
+def _escaped(name: str) -> str:
+    return quote(name.replace("~", "~0").replace("/", "~1"), safe="~")
 
 
 def _needs(part: dict[str, object], document: dict[str, object]) -> list[list[object]]:
@@ -240,7 +313,7 @@ def _target(reference: object, document: dict[str, object]) -> object:
         return None
     found: object = document
     for step in reference[1:].split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
+        step = unquote(step).replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict):
             found = found.get(step)
         elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):

@@ -438,8 +438,10 @@ class Context:
         """
         with self._lock:
             params = params or SamplingParams()
-            if params.uses_history:
-                raise UnsupportedError("penalties and DRY look at the tokens so far: use a Branch")
+            if params.uses_history or params.logits_processor is not None:
+                raise UnsupportedError(
+                    "penalties, DRY and a logits processor look at the tokens so far: use a Branch"
+                )
             found, n_rows = self._row(row), len(self._last_rows)
             seed, position = params.seed or 0, self._last_end - (n_rows - 1 - int(row) % n_rows)
             sampler = Sampler(self.model, params)

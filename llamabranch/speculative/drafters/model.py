@@ -84,7 +84,8 @@ class ModelDrafter(RunDrafter):
             # Its noise must not be the target's: the tokens differ, so nothing is gained, and the token
             # rule requires independent draws.
             params = self.sampling or target.sampling
-            params = params.replace(seed=derive_seed(target.seed, 0), logit_bias={})
+            seed = derive_seed(target.seed, 0)
+            params = params.replace(seed=seed, logit_bias={}, logits_processor=None)
             return TranslatingState(Branch.create(self.ctx, params), target.ctx.model)
         check_rule(self.width, rule)
         branch = Branch.create(self.ctx, self.settings(target), target.grammar)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, overload
+from typing import TYPE_CHECKING, Literal, Protocol, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -567,7 +567,7 @@ class Context:
     ) -> Result | list[Result] | Events: ...
     def complete(
         self, prompt: Prompt | Prompts, *, stream: bool = False, **options: Unpack[TextOptions]
-    ) -> Result | list[Result[Any]] | Events:
+    ) -> Result | Sequence[Result] | Events:
         """Continue a prompt, or each of a list: ``ctx.complete("Once upon a time").text``.
 
         An `Engine` that stays with the context generates: it takes as many of its sequences at a time as
@@ -639,7 +639,7 @@ class Context:
         *,
         stream: bool = False,
         **options: Unpack[ChatOptions],
-    ) -> Result | list[Result[Any]] | Events:
+    ) -> Result | Sequence[Result] | Events:
         """Answer a conversation in the format of the model's chat template, or each of a list of them.
 
         Args:

@@ -6,20 +6,11 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
 
 from typing_extensions import TypedDict
 
 from ..arguments import nearest, plain_int, real, shown, whole
 from ..errors import ConfigError, UnsupportedError
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    LogitsProcessor = Callable[
-        [npt.NDArray[np.intc], npt.NDArray[np.float32]], npt.NDArray[np.floating]
-    ]
 
 __all__ = ["SamplingParams", "SamplingSettings", "check_names"]
 
@@ -115,7 +106,7 @@ class SamplingSettings(TypedDict, total=False):
     min_keep: int
     seed: int | None
     logprobs: bool
-    logits_processor: LogitsProcessor | None
+    logits_processor: Callable[..., object] | None
 
 
 def _names_unknown_settings(cls: type[SamplingParams]) -> type[SamplingParams]:
@@ -190,7 +181,7 @@ class SamplingParams:
     min_keep: int = 1
     seed: int | None = None
     logprobs: bool = True
-    logits_processor: LogitsProcessor | None = None
+    logits_processor: Callable[..., object] | None = None
 
     def __post_init__(self) -> None:
         if self.top_k == -1:

@@ -204,8 +204,7 @@ class Sampler:
     @property
     def is_stateless(self) -> bool:
         """True if accepted tokens do not change later distributions."""
-        states = (self._history, self._grammar_state, self._tokens)
-        return all(state is None for state in states)
+        return (self._history, self._grammar_state, self._tokens) == (None, None, None)
 
     @property
     def is_argmax(self) -> bool:
@@ -346,10 +345,7 @@ class Sampler:
         with np.errstate(over="ignore"):
             found = found.astype(np.float32)
         if not math.isfinite(found.max()):
-            raise ConfigError(
-                f"logits_processor has returned logits whose largest is {found.max()}",
-                hint="a token that must not come has -inf; at least one must be left",
-            )
+            raise ConfigError(f"logits_processor returned logits whose largest is {found.max()}")
         return found
 
     def _allowed(self, state: GrammarState, logits: LogitsArray) -> npt.NDArray[np.intp]:

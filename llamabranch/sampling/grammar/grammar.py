@@ -22,7 +22,6 @@ GrammarState = Matcher | SamplerMatcher
 _KINDS = ("gbnf", "json_schema", "regex", "choice", "lark")
 _UNSUPPORTED = re.compile(r'Unimplemented keys: \["([^"]*)"')
 _MOST_BYTES = 1 << 20
-_MOST_TRIED = 20 << 20  # bytes of schemas, to find out which part of one is refused
 _REASONS = (  # of llguidance, without its expressions
     ("^the grammar is refused: ", ""),
     ("^regex parse error:.*error: ", "pattern: "),
@@ -84,14 +83,11 @@ class Grammar:
             return self._compile_gbnf()
         if self.kind == "json_schema":
             schema = json_schemas.parse(self.source)
-            for given in (json_schemas.closed(schema), schema):
-                try:
-                    return _of_schema(given, self.whitespace)
-                except GrammarError as error:
-                    failure = error
-                    if "Unsatisfiable" not in str(error):  # else it may need other properties
-                        break
-            raise _placed(failure, schema, self.whitespace) from failure
+            for given in (json_schemas.closed(schema), schema):  # which may need other properties
+                found, reason = _of_schema(given, self.whitespace)
+                if found:
+                    return found
+            raise _refusal(schema, reason, self.whitespace)
         if self.kind == "regex":
             found = regex_grammar(self.source)
         elif self.kind == "choice":
@@ -230,38 +226,25 @@ class Grammar:
         return json_schemas.value(self.model, text)
 
 
-def _of_schema(schema: dict[str, object], whitespace: str) -> str:
-    found = schema_grammar(schema, whitespace)
-    check_grammar(found)
-    return found
+def _of_schema(schema: dict[str, object], whitespace: str) -> tuple[str, str]:
+    """Return the grammar of a schema, or "" and why it is refused."""
+    try:
+        found = schema_grammar(schema, whitespace)
+        check_grammar(found)
+    except GrammarError as error:
+        return "", str(error)
+    return found, ""
 
 
-def _placed(error: GrammarError, schema: dict[str, object], whitespace: str) -> GrammarError:
-    """Return an error that says where in ``schema`` the innermost part lies that is refused, and why."""
-    reason = str(error)
+def _refusal(schema: dict[str, object], reason: str, whitespace: str) -> GrammarError:
+    """Return an error that says where a schema is refused, and why."""
     if "recursion limit" in reason:
         return GrammarError("the JSON schema is nested too deep")
-    n_left = max(50, _MOST_TRIED // len(json.dumps(schema)))
-
-    def is_refused(part: dict[str, object]) -> bool:
-        nonlocal reason, n_left
-        n_left -= 1
-        try:
-            if n_left >= 0:
-                _of_schema(part, whitespace)
-        except GrammarError as error:
-            if str(error) == reason or (
-                "Unsatisfiable" in reason and "Unsatisfiable" in str(error)
-            ):
-                reason = str(error)
-                return True
-        return False
-
-    path = json_schemas.place(schema, is_refused)
-    found = _UNSUPPORTED.search(reason)
-    if found is not None or "oneOf constraints" in reason:
+    path, reason = json_schemas.place(schema, reason, lambda part: _of_schema(part, whitespace)[1])
+    found, is_one_of = _UNSUPPORTED.search(reason), "oneOf constraints" in reason
+    if found or is_one_of:
+        hint = "use anyOf where the parts exclude each other anyway" if is_one_of else None
         keyword = found[1] if found else "oneOf"
-        hint = "use anyOf where the parts exclude each other anyway" if not found else None
         return GrammarError(
             f"the JSON-schema keyword {keyword!r} at {path} is not supported", hint=hint
         )

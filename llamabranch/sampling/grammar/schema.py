@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
-from urllib.parse import quote, unquote
+from collections.abc import Callable, Iterator
+from time import perf_counter
 
 from ...arguments import shown
 from ...errors import ConfigError, GrammarError, ParseError
@@ -20,10 +19,8 @@ _COMBINE = ("allOf", "anyOf", "oneOf", "$ref")
 _DEFS = ("$defs", "definitions")
 _MAPS = ("properties", "patternProperties", "dependentSchemas", *_DEFS)  # of names to schemas
 _VALUES = ("const", "enum", "default", "examples")
-_MERGED = {  # what schemas of objects have that are merged
-    "type", "properties", "required", "allOf", "$ref", "title", "description", "default", "examples",
-    *_DEFS,
-}  # fmt: skip
+_MOST_S = 2.0  # to find out which part of a schema is refused
+_MOST_NAMES = 100_000  # that are added to close objects
 _OPEN = (
     "additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames",
     "minProperties", "dependentSchemas",
@@ -58,11 +55,7 @@ def of_type(model: type) -> str:
 
 
 def value(model: type | None, text: str) -> object:
-    """Return the value of a JSON text, an instance of ``model`` if there is one.
-
-    Raises:
-        ParseError: the text is not JSON, or ``model`` refuses it.
-    """
+    """Return the value of a JSON text, an instance of ``model`` if given; or raise ParseError."""
     read = json.loads if model is None else _adapter(model).validate_json
     try:
         return read(text)
@@ -115,22 +108,27 @@ def parse(source: str) -> dict[str, object]:
     return schema
 
 
-def place(schema: dict[str, object], is_refused: Callable[[dict[str, object]], bool]) -> str:
-    """Return where the innermost part lies that ``is_refused`` by itself, as a JSON pointer."""
-    path, part = "#", schema
+def place(
+    schema: dict[str, object], reason: str, refusal: Callable[[dict[str, object]], str]
+) -> tuple[str, str]:
+    """Return where the innermost part lies that is refused by itself, as a JSON pointer, and why."""
+    path, part, seen, is_empty = "#", schema, {"#"}, "Unsatisfiable" in reason
     defs = {name: schema[name] for name in _DEFS if name in schema}
-    seen = []
-    while path not in seen:
-        seen.append(path)
-        for at, child in _within(part):
-            if at.split("/")[0] not in _DEFS and is_refused({**defs, **child}):
-                path, part = f"{path}/{at}", child
+    end = perf_counter() + _MOST_S
+    while True:
+        places = [(f"{path}/{at}", one) for at, one in _within(part) if not at.startswith(_DEFS)]
+        target = _target(part.get("$ref"), schema)
+        if isinstance(target, dict):
+            places.append((str(part["$ref"]), target))
+        for at, one in places:
+            is_due = at not in seen and perf_counter() < end
+            found = refusal({**defs, **one}) if is_due else ""
+            if found == reason or (is_empty and "Unsatisfiable" in found):
+                path, part, reason = at, one, found
+                seen.add(at)
                 break
         else:
-            target = _target(part.get("$ref"), schema)
-            if isinstance(target, dict):
-                path, part = str(part["$ref"]), target
-    return path
+            return path, reason
 
 
 def _exclude_each_other(ways: list[object]) -> bool:
@@ -165,79 +163,61 @@ def _values(part: object) -> list[str]:
 def closed(schema: dict[str, object]) -> dict[str, object]:
     """Return the schema with ``additionalProperties: false`` where it says nothing of other properties.
 
-    Objects then have the properties that it declares or requires, as llama.cpp writes them too. Not where
-    several schemas apply to one object that cannot be merged, each with some of its properties.
+    Objects then have the properties that are declared or required, as llama.cpp writes them too. Where
+    several schemas apply to one object, the outermost one gets the names of all of them.
     """
     schema = json.loads(json.dumps(schema))
-    for part in list(_parts(schema)):
-        merged = _merged(part, schema) if "allOf" in part else None
-        if merged and merged["properties"]:
-            del part["allOf"]
-            part.pop("$ref", None)
-            part |= merged
-    combined: set[int] = set()
+    outer, inner = set[int](), set[int]()
     for part in _parts(schema):
         every = part.get("allOf")
-        n_schemas = sum(name in part for name in _COMBINE) + ("properties" in part)
+        n_schemas = sum(name in part for name in (*_COMBINE, "properties"))
         if n_schemas > 1 or (isinstance(every, list) and len(every) > 1):
-            _add_combined(part, schema, combined)
-    for part in _parts(schema):
-        names = _names(part)
-        if names is None or id(part) in combined or any(name in part for name in _OPEN):
-            continue
-        if "properties" in part or (names["required"] and part.get("type") == "object"):
-            named = names["properties"]
-            part["properties"] = {**named, **{n: {} for n in names["required"] if n not in named}}
-            part["additionalProperties"] = False
+            outer.add(id(part))
+            _add_inner(_applied(part, schema), schema, inner)
+    n_names = 0
+    for part in list(_parts(schema)):
+        declares = "properties" in part or (part.get("type") == "object" and "required" in part)
+        if id(part) not in inner and (declares or id(part) in outer):
+            names = _names(part, schema, set())
+            n_names += len(names or ())
+            if n_names < _MOST_NAMES and (names or (names == {} and "properties" in part)):
+                part.update(properties=names, additionalProperties=False)
     return schema
 
 
-def _names(part: dict[str, object]) -> dict[str, Any] | None:
-    """Return the type, properties and required names of a schema; None where they are invalid."""
-    found: dict[str, Any] = {"properties": {}, "required": []}
-    found |= {name: part[name] for name in ("type", *found) if name in part}
-    is_list = isinstance(found["required"], list)
-    is_valid = is_list and all(isinstance(name, str) for name in found["required"])
-    return found if is_valid and isinstance(found["properties"], dict) else None
-
-
-def _merged(part: object, document: dict[str, object], seen: tuple[int, ...] = ()) -> Any:
-    """Return the type, properties and required names of an object, then those in its ``allOf``.
-
-    None where there is more to it, or two schemas declare one property. Properties behind a reference
-    are references to them.
-    """
-    if not isinstance(part, dict) or id(part) in seen or not part.keys() <= _MERGED:
-        return None
-    found, every, seen = _names(part), part.get("allOf", []), (*seen, id(part))
-    if found is None or found.get("type", "object") != "object" or not isinstance(every, list):
-        return None
-    ways = [_merged(way, document, seen) for way in every]
-    if "$ref" in part:
-        target, at = _target(part["$ref"], document), f"{part['$ref']}/properties/"
-        is_chain = isinstance(target, dict) and "$ref" in target
-        base = None if is_chain else _merged(target, document, seen)
-        names = base["properties"] if base else ()
-        ways.append(base and {**base, "properties": {n: {"$ref": at + _escaped(n)} for n in names}})
-    for way in ways:
-        if way is None or way["properties"].keys() & found["properties"].keys():
-            return None
-        way["properties"] = {**found["properties"], **way["properties"]}
-        found = {**found, **way, "required": [*found["required"], *way["required"]]}
+def _applied(part: dict[str, object], document: dict[str, object]) -> list[object]:
+    """Return the other schemas that apply, or may apply, to the same value."""
+    found = [_target(part["$ref"], document)] if "$ref" in part else []
+    for name in _COMBINE[:3]:
+        ways = part.get(name)
+        found += ways if isinstance(ways, list) else []
     return found
 
 
-def _add_combined(part: object, document: dict[str, object], found: set[int]) -> None:
-    """Add ``part`` and all that applies to the same value."""
-    if not isinstance(part, dict) or id(part) in found:
-        return
-    found.add(id(part))
-    if "$ref" in part:
-        _add_combined(_target(part["$ref"], document), document, found)
-    for name in ("allOf", "anyOf", "oneOf"):
-        ways = part.get(name)
-        for way in ways if isinstance(ways, list) else []:
-            _add_combined(way, document, found)
+def _add_inner(ways: list[object], document: dict[str, object], found: set[int]) -> None:
+    """Add the ids of ``ways``, and of all that applies to the same value."""
+    for way in ways:
+        if isinstance(way, dict) and id(way) not in found:
+            found.add(id(way))
+            _add_inner(_applied(way, document), document, found)
+
+
+def _names(part: object, document: dict[str, object], seen: set[int]) -> dict[str, object] | None:
+    """Return the properties that are declared or required; None where others are allowed."""
+    if not isinstance(part, dict) or id(part) in seen:
+        return {}
+    seen.add(id(part))
+    properties, required = part.get("properties", {}), part.get("required", [])
+    is_valid = isinstance(properties, dict) and isinstance(required, list)
+    if not is_valid or any(name in part for name in _OPEN):
+        return None
+    found: dict[str, object] = {name: True for name in required if isinstance(name, str)}
+    for way in _applied(part, document):
+        more = _names(way, document, seen)
+        if more is None:
+            return None
+        found |= dict.fromkeys(more, True)
+    return {**properties, **found, **properties}  # first the own ones
 
 
 def _is_finite(document: dict[str, object]) -> bool:
@@ -271,20 +251,14 @@ def _parts(document: dict[str, object]) -> Iterator[dict[str, object]]:
 def _within(part: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield the schemas right within a schema, each with its place there."""
     for name, value in part.items():
-        within: Iterable[tuple[object, object]] = ()
-        if name in _MAPS and isinstance(value, dict):
-            within = value.items()
-        elif isinstance(value, list) and name not in _VALUES:
-            within = enumerate(value)
-        elif isinstance(value, dict) and name not in _VALUES:
+        if isinstance(value, dict) and name not in (*_MAPS, *_VALUES):
             yield name, value
-        for key, each in within:
-            if isinstance(each, dict):
-                yield f"{name}/{_escaped(str(key))}", each
-
-
-def _escaped(name: str) -> str:
-    return quote(name.replace("~", "~0").replace("/", "~1"), safe="~")
+        elif isinstance(value, (dict, list)) and name not in _VALUES:
+            keys = value if isinstance(value, dict) else range(len(value))
+            for key in keys:
+                if isinstance(value[key], dict):
+                    at = str(key).replace("~", "~0").replace("/", "~1")
+                    yield f"{name}/{at}", value[key]
 
 
 def _needs(part: dict[str, object], document: dict[str, object]) -> list[list[object]]:
@@ -313,7 +287,7 @@ def _target(reference: object, document: dict[str, object]) -> object:
         return None
     found: object = document
     for step in reference[1:].split("/")[1:]:
-        step = unquote(step).replace("~1", "/").replace("~0", "~")
+        step = step.replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict):
             found = found.get(step)
         elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):

@@ -203,7 +203,8 @@ class ModelDrafting(Drafting[ModelRun]):
             if branch.position < state.n_prompt:
                 prompts[branch] = tokens[branch.position : state.n_prompt]
             states[i] = state
-        BranchStore(self.ctx).append(prompts)  # a fork's may follow what was generated
+        if prompts:
+            BranchStore(self.ctx).append(prompts)  # a fork's may follow what was generated
         return [self._begun(state, i) for i, state in states.items()]
 
     def _begun(self, state: ModelState, i: int) -> ModelRun:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, overload
+from typing import TYPE_CHECKING, Literal, Protocol, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -458,8 +458,10 @@ class Context:
         """
         with self._lock:
             params = params or SamplingParams()
-            if params.uses_history:
-                raise UnsupportedError("penalties and DRY look at the tokens so far: use a Branch")
+            if params.uses_history or params.logits_processor is not None:
+                raise UnsupportedError(
+                    "penalties, DRY and a logits processor look at the tokens so far: use a Branch"
+                )
             found, n_rows = self._row(row), len(self._last_rows)
             seed, position = params.seed or 0, self._last_end - (n_rows - 1 - int(row) % n_rows)
             sampler = Sampler(self.model, params)
@@ -585,7 +587,7 @@ class Context:
     ) -> Result | list[Result] | Events: ...
     def complete(
         self, prompt: Prompt | Prompts, *, stream: bool = False, **options: Unpack[TextOptions]
-    ) -> Result | list[Result[Any]] | Events:
+    ) -> Result | Sequence[Result] | Events:
         """Continue a prompt, or each of a list: ``ctx.complete("Once upon a time").text``.
 
         An `Engine` that stays with the context generates: it takes as many of its sequences at a time as
@@ -657,7 +659,7 @@ class Context:
         *,
         stream: bool = False,
         **options: Unpack[ChatOptions],
-    ) -> Result | list[Result[Any]] | Events:
+    ) -> Result | Sequence[Result] | Events:
         """Answer a conversation in the format of the model's chat template, or each of a list of them.
 
         Args:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from typing_extensions import TypeVar, Unpack
 
@@ -196,7 +196,7 @@ class AsyncEngine:
     ) -> Coroutine[None, None, Result | list[Result]] | AsyncGenerator[Event, None]: ...
     def complete(
         self, prompt: Prompt | Prompts, *, stream: bool = False, **options: Unpack[TextOptions]
-    ) -> Coroutine[None, None, Result | list[Result[Any]]] | AsyncGenerator[Event, None]:
+    ) -> Coroutine[None, None, Result | Sequence[Result]] | AsyncGenerator[Event, None]:
         """Continue prompts as ``Context.complete`` does: ``(await engine.complete("The king")).text``.
 
         With ``stream=True``: ``async for event in engine.complete(prompt, stream=True)``. The drafter,
@@ -247,7 +247,7 @@ class AsyncEngine:
         *,
         stream: bool = False,
         **options: Unpack[ChatOptions],
-    ) -> Coroutine[None, None, Result | list[Result[Any]]] | AsyncGenerator[Event, None]:
+    ) -> Coroutine[None, None, Result | Sequence[Result]] | AsyncGenerator[Event, None]:
         """Answer conversations as ``Context.chat`` does; see ``complete``.
 
         Raises:

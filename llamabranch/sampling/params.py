@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing_extensions import TypedDict
 
 from ..arguments import nearest, plain_int, real, shown, whole
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError
 
 __all__ = ["SamplingParams", "SamplingSettings", "check_names"]
 
@@ -69,6 +69,7 @@ _ELSEWHERE = {
     "penalty_last_n": "repeat_last_n",
     "logits_processor": "logits_processors",
     "typical_p": "typical",
+    "logits_processor": "logits_processors",
 }
 _HERE = {name: here for here, names in _ELSEWHERE.items() for name in names.split()}
 _HINTS = {
@@ -111,6 +112,7 @@ class SamplingSettings(TypedDict, total=False):
     min_keep: int
     seed: int | None
     logprobs: bool
+    logits_processor: Callable[..., object] | None
 
 
 def _names_unknown_settings(cls: type[SamplingParams]) -> type[SamplingParams]:
@@ -131,9 +133,9 @@ def _names_unknown_settings(cls: type[SamplingParams]) -> type[SamplingParams]:
 class SamplingParams:
     """The sampling settings. Names, meaning, defaults and order are those of llama.cpp.
 
-    Order: logit bias, grammar, penalties, DRY, top-n-sigma, top-k, typical-p, top-p, min-p, XTC,
-    temperature. A grammar masks tokens before any truncation, so the result is the model's distribution
-    over the tokens that the grammar allows.
+    Order: logits processor, logit bias, grammar, penalties, DRY, top-n-sigma, top-k, typical-p, top-p,
+    min-p, XTC, temperature. A grammar masks tokens before any truncation, so the result is the model's
+    distribution over the tokens that the grammar allows.
 
     Args:
         temperature: 0 = always the most probable token (greedy).
@@ -154,6 +156,9 @@ class SamplingParams:
         seed: any integer; None = a random one (``Branch.seed`` tells which).
         logprobs: False = tokens come without log-probability and entropy (both are NaN), and branches
             without surprisals, which saves time for each token; the text is the same.
+        logits_processor: a function of the ids of all tokens so far and of the model's logits, which
+            returns the logits to use, as llama-cpp-python's. It must depend on nothing else: it is called
+            for drafted tokens too, any number of times for a place.
 
     Raises:
         ConfigError: an unknown setting, or a value that is out of range or not a number.
@@ -182,6 +187,7 @@ class SamplingParams:
     min_keep: int = 1
     seed: int | None = None
     logprobs: bool = True
+    logits_processor: Callable[..., object] | None = None
 
     def __post_init__(self) -> None:
         if self.top_k == -1:
@@ -203,6 +209,11 @@ class SamplingParams:
                 f"logprobs must be True or False, not {shown(self.logprobs)}",
                 hint=f"top_logprobs={plain_int(self.logprobs) or 'k'} gives the most probable tokens of "
                 f"each place; it is an argument of {_ARGUMENTS['top_logprobs']}",
+            )
+        if self.logits_processor is not None and not callable(self.logits_processor):
+            raise ConfigError(
+                f"logits_processor must be a function, not {self.logits_processor!r:.60}",
+                hint="f(input_ids, logits) returns the logits to use; of a list of functions make one",
             )
         breakers: object = self.dry_sequence_breakers
         if isinstance(breakers, str):
@@ -238,8 +249,17 @@ class SamplingParams:
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def as_dict(self) -> dict[str, object]:
-        """Return the settings as JSON types: a bias is a pair, one of -inf has null."""
+        """Return the settings as JSON types: a bias is a pair, one of -inf has null.
+
+        Raises:
+            UnsupportedError: there is a ``logits_processor``, which cannot be written.
+        """
         found: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self)}
+        if found.pop("logits_processor") is not None:
+            raise UnsupportedError(
+                "a logits_processor is a function, which cannot be saved",
+                hint="branch.resample(params.replace(logits_processor=None)) first; set it again after",
+            )
         found["logit_bias"] = [
             [token, None if value == -math.inf else value]
             for token, value in self.logit_bias.items()

@@ -112,10 +112,7 @@ class DraftState(Protocol):
         """Keep the first ``n_tokens`` of text and draft; forget the rest: rejected or removed tokens."""
 
     def fork(self, target: Branch) -> DraftState:
-        """Return a copy of this state that drafts for ``target``, whose text begins like this one's.
-
-        ``observe`` follows with the number of tokens that are the same.
-        """
+        """Return a copy for ``target``; ``observe`` follows with how many tokens are the same."""
 
     def close(self) -> None:
         """Free the sequences and the memory that the state holds."""

@@ -19,7 +19,6 @@ from typing import Literal, TypeVar, overload
 from typing_extensions import Unpack
 
 from ..arguments import whole
-from ..context import Context
 from ..errors import ClosedError, ConfigError
 from ..model import Prompt
 from ..sampling import SamplingParams
@@ -34,7 +33,7 @@ from .completion import (
     plan_chat,
     plan_texts,
 )
-from .engine import AnyRequest, Engine
+from .engine import AnyRequest, Engine, Target
 from .request import EngineStats, Event, Request, Result
 
 __all__ = ["AsyncEngine", "merged"]
@@ -62,7 +61,7 @@ class AsyncEngine:
 
     def __init__(
         self,
-        target: Context,
+        target: Target,
         drafter: Drafter | None = None,
         config: SpeculativeConfig | None = None,
         *,
@@ -98,7 +97,7 @@ class AsyncEngine:
             name="AsyncEngine",
             daemon=True,
         )
-        target.release_threads()
+        self._engine.target.release_threads()
         self._thread.start()
 
     @property

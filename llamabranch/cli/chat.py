@@ -18,7 +18,6 @@ from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .chat_session import ChatSession
 from .console import Console, print_json
-from .drafters import drafting_contexts
 from .jsonl import read_text
 from .opening import open_pair
 from .options import (
@@ -163,7 +162,7 @@ def chat(
                 context, drafter, config, system=given.system, max_tokens=max_tokens,
                 sampling=params, stop=text.stop or (),
             )  # fmt: skip
-        contexts = [context, *drafting_contexts(drafter)]
+        contexts = [context, *drafter.contexts]
         session = ChatSession(
             talk, console, contexts, silent=output.as_json, interactive=given.is_interactive
         )

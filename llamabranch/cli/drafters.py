@@ -29,7 +29,6 @@ from .console import Console
 __all__ = [
     "COPYING",
     "MTP",
-    "drafting_contexts",
     "drafting_models",
     "has_model",
     "is_model",
@@ -160,18 +159,9 @@ def _drafter_over(ctx: Context, width: int) -> Drafter:
     return MTPDrafter(ctx)
 
 
-def drafting_contexts(drafter: Drafter) -> list[Context]:
-    """Return the contexts of the models among the drafters, in order."""
-    if isinstance(drafter, GrammarDrafter):
-        return [] if drafter.values is None else drafting_contexts(drafter.values)
-    drafters = drafter.drafters if isinstance(drafter, ChainDrafter) else (drafter,)
-    with_model = (ModelDrafter, EagleDrafter, MTPDrafter)
-    return [each.ctx for each in drafters if isinstance(each, with_model)]
-
-
 def drafting_models(drafter: Drafter) -> list[Model]:
     """Return the models among the drafters, in order."""
-    return [context.model for context in drafting_contexts(drafter)]
+    return [context.model for context in drafter.contexts]
 
 
 def note_translation(drafter: Drafter, target: Model, console: Console) -> None:

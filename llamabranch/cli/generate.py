@@ -15,7 +15,7 @@ from llamabranch import ConfigError, DecodeInterruptedError, Engine, Grammar, Re
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .console import Console, print_json
-from .drafters import COPYING, drafting_contexts
+from .drafters import has_model
 from .generate_report import GenerateReport
 from .interrupts import InterruptHandler
 from .job_survey import JobSurvey
@@ -158,11 +158,10 @@ class BatchOptions(SharedOptions):
         n_ctx, kv_unified, n_own = self.n_ctx, self.kv_unified, None
         if kv_unified is False:
             n_own = job.most_cells_per_text(self.parallel)
-        elif kv_unified is None and n_ctx is None and all(name in COPYING for name in drafters):
-            n_own = job.cells_per_text(self.parallel)
-            kv_unified = n_own is None
         elif kv_unified is None:
-            kv_unified = True
+            if n_ctx is None and not has_model(drafters):
+                n_own = job.cells_per_text(self.parallel)
+            kv_unified = None if n_own else True
         if n_ctx is None and (self.parallel > 1 or job.n_ctx > _LEAST_CELLS):
             per_text = max(_CELLS_PER_TEXT, n_own or 0)
             n_ctx = max(_LEAST_CELLS, per_text * self.parallel, job.n_ctx)
@@ -175,7 +174,7 @@ class BatchOptions(SharedOptions):
         target = LoadOptions(
             **draft,
             cache_ram=self.cache_ram << 20,
-            kv_unified=self.kv_unified is not False,
+            kv_unified="auto" if self.kv_unified is None else self.kv_unified,
             chat_template=chat_template,
         )
         return target, draft
@@ -343,7 +342,7 @@ def _run(report: GenerateReport, options: TextSettings, chat: ChatOptions) -> bo
     if report.job.kept is not None:  # a list begins in the order of priorities
         requests = list(requests)
     stream = engine.stream(requests, skip=report.done)
-    contexts = [engine.target, *drafting_contexts(engine.drafter)]
+    contexts = [engine.target, *engine.drafter.contexts]
     with InterruptHandler(contexts) as interrupts, report.progress() as progress:
         try:
             if interrupts.requested:  # before there was a decode to stop

@@ -27,7 +27,6 @@ from llamabranch.search import (
 from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .console import Console, print_json
-from .drafters import drafting_contexts
 from .files import check_new_file, write_new_file
 from .interrupts import InterruptHandler
 from .opening import open_pair
@@ -192,7 +191,7 @@ def search(
         params = text.without_eog(params, context.model)
         start = chat.prompt_tokens(context.model, prompt)
         branch = Branch.start(context, start, sampling=params, grammar=grammar)
-        with InterruptHandler([context, *drafting_contexts(drafter)]) as interrupts:
+        with InterruptHandler([context, *drafter.contexts]) as interrupts:
 
             def on_step(stats: SearchStats) -> bool:
                 console.progress(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from llamabranch import AsyncEngine, ConfigError, Context, Drafter, Model, UnsupportedError
+from llamabranch import AsyncEngine, ConfigError, Model
 from llamabranch import serve as server
 from llamabranch.serve import ServeSettings
 
@@ -31,7 +31,8 @@ from .options import (
 from .prompts import trained_length
 
 _MOST_CELLS = 8192  # of the cache, unless --n-ctx is given
-_CELLS_PER_TEXT = 2048  # at least, where each has its own
+_CELLS_PER_TEXT = 2048  # at least, where their number is given
+_MOST_BYTES = 2 << 30  # of K/V that is divided unasked
 _PARALLEL = 8
 _KEY_VARIABLE = "LLAMA_API_KEY"  # llama-server's, too
 
@@ -152,15 +153,19 @@ class ServedOptions(SharedOptions):
         -1, "Texts at a time at most; -1: 8.", "--parallel", "-np", min=-1, max=255
     )
 
-    def sized(self, trained: int | None, drafters: tuple[str, ...]) -> ServedOptions:
+    def sized(
+        self, trained: int | None, drafters: tuple[str, ...], kv_bytes: int | None
+    ) -> ServedOptions:
         """Return them with the number of texts, and the layout and size of their cache.
 
-        As in llama-server, texts whose number is given have cells of their own; not where a model
-        drafts, since drafts differ in length.
+        Each text has cells of its own: as many as one cache would have for all, or, where the number of
+        texts is given, its part, as in llama-server. Not where a model drafts, since drafts differ in
+        length, and not where that would make texts shorter or take much memory, unless it is asked for.
 
         Args:
             trained: the length that the model was trained for, if it is known.
             drafters: what drafts.
+            kv_bytes: those of a token, if they are known.
 
         Raises:
             ConfigError: no text at a time.
@@ -169,13 +174,18 @@ class ServedOptions(SharedOptions):
             raise ConfigError("--parallel must be at least 1, or -1")
         parallel = _PARALLEL if self.parallel < 0 else self.parallel
         kv_unified, n_ctx = self.kv_unified, self.n_ctx
+        longest = min(_MOST_CELLS, trained or _MOST_CELLS)
         if kv_unified is None:
-            most = min(n for n in (self.n_batch, self.n_ubatch, parallel) if n)  # of a decode
-            kv_unified = self.parallel < 2 or most < parallel or has_model(drafters)
-        if n_ctx is None:
-            n_texts = 1 if kv_unified else parallel
-            n_ctx = max(_MOST_CELLS, n_texts * _CELLS_PER_TEXT)
-            n_ctx = min(n_ctx, n_texts * (trained or n_ctx))
+            n_bytes = parallel * longest * (kv_bytes or _MOST_BYTES)
+            fits = self.parallel > 1 or (n_ctx is None and n_bytes <= _MOST_BYTES)
+            kv_unified = None if fits and not has_model(drafters) else True
+        if n_ctx is None and kv_unified:
+            n_ctx = longest
+        elif n_ctx is None and self.parallel < 0:
+            n_ctx = parallel * longest
+        elif n_ctx is None:
+            n_ctx = max(_MOST_CELLS, parallel * _CELLS_PER_TEXT)
+            n_ctx = min(n_ctx, parallel * (trained or n_ctx))
         return replace(self, parallel=parallel, kv_unified=kv_unified, n_ctx=n_ctx)
 
 
@@ -207,29 +217,19 @@ def serve(
             drafters = ("grammar", *drafters)  # what a schema forces is not copied from anywhere
         with Model(models.find(target), vocab_only=True) as model:
             sampling = defaults.without_eog(settings.sampling, model)
-            trained = trained_length(model)
-        is_layout_given = runtime.kv_unified is not None
-        runtime = runtime.sized(trained, drafters)
+            runtime = runtime.sized(trained_length(model), drafters, _kv_bytes(model))
         settings = replace(settings, sampling=sampling, parallel=runtime.parallel)
 
-        def open_contexts(kv_unified: bool) -> tuple[Context, Drafter]:
+        def open_engine() -> AsyncEngine:
             of_drafts = LoadOptions(n_seq_max=runtime.parallel, prefix_cache=True)
             of_target = LoadOptions(
                 **of_drafts,
                 cache_ram=runtime.cache_ram << 20,
-                kv_unified=kv_unified,
+                kv_unified="auto" if runtime.kv_unified is None else runtime.kv_unified,
                 chat_template=chat_template,
             )
             names = target, drafters
-            return open_pair(runtime, names, console, stack, of_target, of_drafts)
-
-        def open_engine() -> AsyncEngine:
-            try:
-                context, drafter = open_contexts(runtime.kv_unified is not False)
-            except UnsupportedError:  # memory that cannot be divided, which no option has asked for
-                if is_layout_given or runtime.kv_unified:
-                    raise
-                context, drafter = open_contexts(True)
+            context, drafter = open_pair(runtime, names, console, stack, of_target, of_drafts)
             return AsyncEngine(
                 context, drafter, config, sampling=sampling, max_tokens=None,
                 max_waiting=settings.max_queue, parallel=runtime.parallel,
@@ -242,6 +242,21 @@ def serve(
                 console.line(f"serving {name} on {url}")
 
         server.serve(open_engine, settings, ready=ready, log=console.note)
+
+
+def _kv_bytes(model: Model) -> int | None:
+    """Return the bytes of a token's K/V in 16 bits, None where the file does not tell, or it varies."""
+
+    def number(name: str) -> int:
+        value = model.metadata.get(f"{model.architecture}.{name}", "")
+        return int(value) if value.isdigit() else 0
+
+    n_heads = number("attention.head_count")
+    size = number("attention.key_length") or number("embedding_length") // max(1, n_heads)
+    n_shared = number("attention.head_count_kv") or n_heads
+    if number("attention.sliding_window"):
+        return None
+    return 4 * number("block_count") * n_shared * size or None
 
 
 def _parts(given: list[str] | None) -> tuple[str, ...]:

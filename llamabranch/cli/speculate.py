@@ -30,7 +30,7 @@ from ..loading import LoadOptions
 from .bundles import option, with_bundles
 from .compare import Comparison, compare, run
 from .console import Console, print_json
-from .drafters import drafting_contexts, has_model, tree_sequences
+from .drafters import has_model, tree_sequences
 from .files import check_new_file, write_new_file
 from .interrupts import InterruptHandler
 from .opening import open_pair
@@ -163,7 +163,7 @@ def speculate(
         rule = _rule_in_effect(speculator, params)
         same_text_expected = not drafters or rule == "seeded" or params.temperature == 0
         machine = Machine.now()
-        with InterruptHandler([context, *drafting_contexts(drafter)]) as interrupts:
+        with InterruptHandler([context, *drafter.contexts]) as interrupts:
             _warm_up(request, speculator, output.compare_plain, interrupts)
             if drafters and not output.as_json:
                 console.legend()

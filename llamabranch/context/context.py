@@ -785,8 +785,11 @@ def _open(
                 )
             _check_copies(handle, trial[1])
             tuner.tune(handle)
-        except BaseException:
+        except BaseException as error:
             handle.close()
+            if given.kv_unified == "auto" and isinstance(error, UnsupportedError):
+                unified = replace(given, kv_unified=True)
+                return _open(model, unified.resolve(model), unified, target)
             raise
         if reason:
             if found.batch_invariant:

@@ -14,6 +14,8 @@ from ..native.context import FLASH_ATTENTION, KV_TYPES, ROPE_SCALING
 from .kv_type import faster_kv_type
 
 __all__ = [
+    "DEFAULT_N_CTX",
+    "DEFAULT_N_SEQ_MAX",
     "INVARIANT_KV_TYPES",
     "MOST_WITH_PREFIXES",
     "ContextOptions",
@@ -59,7 +61,7 @@ class ContextOptions(TypedDict, total=False):
     batch_invariant: bool | str
     swa_full: bool
     offload_kqv: bool
-    kv_unified: bool
+    kv_unified: bool | str
     prefix_cache: bool | None
     cache_ram: int
     rope_scaling: str | None
@@ -101,6 +103,7 @@ class ContextParams:
             cells of its own, and its attention runs over these alone, which is faster with many long
             texts that share little. Forks copy K/V there, token trees are refused, and with a prefix
             cache each kept text takes a sequence until another needs it. For plain attention memory.
+            "auto": False where the memory can be divided, else True.
         prefix_cache: keep the K/V of prompts and finished texts until its cells are needed, so that a
             prompt that begins like one of them is not read again. None: from the first call of
             ``complete`` or ``chat``, or an ``AsyncEngine``, on, where memory can share cells.
@@ -125,7 +128,7 @@ class ContextParams:
     batch_invariant: bool | str = "auto"
     swa_full: bool = True
     offload_kqv: bool = True
-    kv_unified: bool = True
+    kv_unified: bool | str = True
     prefix_cache: bool | None = None
     cache_ram: int = 0
     rope_scaling: str | None = None
@@ -147,11 +150,11 @@ class ContextParams:
             if not least <= value < math.inf:
                 raise ConfigError(f"{name} must be at least {least:g} and finite, not {value}")
             object.__setattr__(self, name, value)
-        for name in ("swa_full", "offload_kqv", "kv_unified"):
+        for name in ("swa_full", "offload_kqv"):
             object.__setattr__(self, name, bool(getattr(self, name)))
         if self.prefix_cache is not None:
             object.__setattr__(self, "prefix_cache", bool(self.prefix_cache))
-        for name in ("flash_attention", "batch_invariant"):
+        for name in ("flash_attention", "batch_invariant", "kv_unified"):
             if getattr(self, name) not in ("auto", True, False):
                 raise ConfigError(
                     f"{name} must be 'auto', True or False, not {getattr(self, name)!r}"
@@ -176,10 +179,15 @@ class ContextParams:
             UnsupportedError: ``kv_unified=False`` with memory that is not plain attention.
         """
         n_ctx = self.n_ctx
-        is_shared = self.kv_unified and model.memory_type in ("attention", "sliding-window")
+        kv_unified = self.kv_unified
+        if kv_unified == "auto":
+            n_chunk = min(self.n_batch, self.n_ubatch or self.n_batch)
+            n_asked = self.n_seq_max or min(_SEQUENCES_WITH_MEMORY, self.n_batch)
+            kv_unified = model.memory_type != "attention" or not 1 < n_asked <= n_chunk
+        is_shared = kv_unified and model.memory_type in ("attention", "sliding-window")
         n_seq_max = DEFAULT_N_SEQ_MAX if is_shared else _SEQUENCES_WITH_MEMORY
         n_seq_max = self.n_seq_max or min(n_seq_max, self.n_batch)
-        kv_unified = self.kv_unified or n_seq_max == 1  # which is the same for one sequence
+        kv_unified = kv_unified or n_seq_max == 1  # which is the same for one sequence
         if n_ctx is None:
             trained = self.trained_length(model)
             # llama.cpp has no smaller cache than its step of 256.
@@ -285,7 +293,7 @@ class ContextParams:
             type_v=KV_TYPES[self.kv_type],
             swa_full=self.swa_full,
             offload_kqv=self.offload_kqv,
-            kv_unified=self.kv_unified,
+            kv_unified=bool(self.kv_unified),
             rope_scaling_type=ROPE_SCALING[self.rope_scaling],
             rope_freq_base=self.rope_freq_base,
             rope_freq_scale=self.rope_freq_scale,

@@ -20,7 +20,6 @@ from typing_extensions import TypeVar, Unpack
 
 from ..arguments import whole
 from ..context import Context
-from ..context.context import text_context
 from ..errors import ClosedError, ConfigError
 from ..model import Prompt
 from ..sampling import SamplingParams
@@ -36,7 +35,7 @@ from .completion import (
     plan_chat,
     plan_texts,
 )
-from .engine import AnyRequest, Engine
+from .engine import AnyRequest, Engine, Target, opened
 from .request import EngineStats, Event, Request, Result
 
 __all__ = ["AsyncEngine", "merged"]
@@ -67,7 +66,7 @@ class AsyncEngine:
 
     def __init__(
         self,
-        target: Context,
+        target: Target,
         drafter: Drafter | None = None,
         config: SpeculativeConfig | None = None,
         *,
@@ -79,22 +78,29 @@ class AsyncEngine:
         parallel: int | None = None,
         buffer: int = 256,
     ) -> None:
-        text_context("target", target).keep_prefixes()
-        if drafter is None:
-            config = config or SpeculativeConfig(rule="seeded")
-            with target.lock:
-                drafter = own_drafter(target, None)
-        self._engine = Engine(
-            target,
-            drafter,
-            config,
-            sampling=sampling,
-            max_tokens=max_tokens,
-            seed=seed,
-            wait_s=wait_s,
-            max_waiting=max_waiting,
-            parallel=parallel,
-        )
+        context = opened(target, drafter, parallel)
+        try:
+            context.keep_prefixes()
+            if drafter is None:
+                config = config or SpeculativeConfig(rule="seeded")
+                with context.lock:
+                    drafter = own_drafter(context, None)
+            self._engine = Engine(
+                context,
+                drafter,
+                config,
+                sampling=sampling,
+                max_tokens=max_tokens,
+                seed=seed,
+                wait_s=wait_s,
+                max_waiting=max_waiting,
+                parallel=parallel,
+            )
+        except BaseException:
+            if context is not target:
+                context.close()
+            raise
+        self._engine.owns_target = context is not target
         self._buffer = whole("buffer", buffer, 1)
         self._readers: dict[str, _Reader] = {}
         self._wake = threading.Condition()
@@ -108,7 +114,7 @@ class AsyncEngine:
             name="AsyncEngine",
             daemon=True,
         )
-        target.release_threads()
+        self._engine.target.release_threads()
         self._thread.start()
 
     @property

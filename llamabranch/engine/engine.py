@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from ..arguments import whole
 from ..branch.branch import random_seed
 from ..context import Context
 from ..context.context import text_context
+from ..context.params import DEFAULT_N_CTX, MOST_WITH_PREFIXES
 from ..errors import (
     ClosedError,
     ConfigError,
@@ -20,7 +22,8 @@ from ..errors import (
     LlamaBranchError,
     QueueFullError,
 )
-from ..model import Message, is_chat
+from ..hub import resolve
+from ..model import Message, Model, is_chat
 from ..sampling import SamplingParams
 from ..speculative import Drafter, NullDrafter, SpeculativeConfig
 from ..speculative.drafters.base import checked_drafter
@@ -28,13 +31,15 @@ from .core import EngineCore, EngineSettings, Seeds
 from .learning import Learning
 from .request import EngineStats, Event, Request, Result
 
-__all__ = ["AnyRequest", "Engine"]
+__all__ = ["AnyRequest", "Engine", "Target", "opened"]
 
+Target = Context | Model | str | os.PathLike[str]
 Messages = Sequence[Message]
 AnyRequest = Request | str | Messages
 # One conversation is an iterable of messages; one text is an iterable of str.
 Requests = Iterable[AnyRequest | Message] | Request
 _Skip = Collection[tuple[str, int]]
+_PARALLEL = 8  # texts at a time of an engine that opens its model: each has its part of the cache
 
 
 class Engine:
@@ -49,7 +54,10 @@ class Engine:
     finished texts stay readable for later requests.
 
     Args:
-        target: the context that generates; at most its n_seq_max texts run at a time.
+        target: the context that generates; at most its n_seq_max texts run at a time. Or a `Model`, or a
+            name or path as for `load`: then the engine has a context of its own, closed with it, with
+            2,048 tokens for each of ``parallel`` texts (8); each has its part of the cache where the
+            memory can be divided and no model drafts.
         drafter: proposes the drafts; None = plain decoding, except of texts with a grammar, for which
             ``GrammarDrafter.copying()`` drafts. ``NullDrafter()`` = plain decoding of all texts. To draft
             for every text, a draft model's context needs as many sequences as the target.
@@ -77,12 +85,13 @@ class Engine:
         stats: totals over all requests so far.
         seed: the seed in use.
         sampling: the settings of requests that give none.
+        owns_target: whether ``close`` closes the target: it was opened by the engine.
         core: runs the requests that are added; for ``AsyncEngine``, not for users.
     """
 
     def __init__(
         self,
-        target: Context,
+        target: Target,
         drafter: Drafter | None = None,
         config: SpeculativeConfig | None = None,
         *,
@@ -95,7 +104,8 @@ class Engine:
     ) -> None:
         if isinstance(wait_s, bool) or not isinstance(wait_s, (int, float)) or not wait_s >= 0:
             raise ConfigError(f"wait_s must be a number of seconds of at least 0, not {wait_s!r}")
-        self.target = text_context("target", target)
+        self.owns_target = not isinstance(target, Context)
+        self.target = target = opened(target, drafter, parallel)
         self.drafter = checked_drafter(drafter, target.model)
         if self.drafter.width > 1:
             raise ConfigError("token trees cannot share a decode: use a drafter of width 1")
@@ -206,7 +216,7 @@ class Engine:
         Args:
             drain: finish them first. Otherwise they end with "cancelled".
 
-        The prefix cache of the context stays. A second call does nothing.
+        The prefix cache of a context that was given stays. A second call does nothing.
         """
         with self._adding:
             self._is_closed = True
@@ -219,6 +229,8 @@ class Engine:
             return self.core.drain()
         finally:
             self._learning.save(at_once=True)
+            if self.owns_target:
+                self.target.close()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -318,6 +330,27 @@ class Engine:
             times = f"; {curve.explain()}" if curve is not None and curve.is_kept else ""
             return f"plain decoding: there is no drafter{times}"
         return "plain decoding: this model's memory cannot remove the rejected tokens of a draft"
+
+
+def opened(target: object, drafter: Drafter | None, parallel: int | None) -> Context:
+    """Return the context that generates, one of the engine's own unless it is given."""
+    if not isinstance(target, (Model, str, os.PathLike)):
+        return text_context("target", target)
+    model = target if isinstance(target, Model) else Model(resolve(target))
+    try:
+        n = _PARALLEL if parallel is None else parallel
+        n = whole("parallel", n, 1, MOST_WITH_PREFIXES)
+        return Context(
+            model,
+            n_ctx=n * min(DEFAULT_N_CTX, model.n_ctx_train or DEFAULT_N_CTX),
+            n_seq_max=n,
+            kv_unified=True if isinstance(drafter, Drafter) and drafter.contexts else "auto",
+            owns_model=model is not target,
+        )
+    except BaseException:
+        if model is not target:
+            model.close()
+        raise
 
 
 class _Source:

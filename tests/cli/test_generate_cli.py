@@ -944,6 +944,15 @@ def test_context_is_as_large_as_the_prompt_needs(tmp_path: Path) -> None:
         assert message in result.output + result.stderr
 
 
+def test_memory_that_cannot_be_divided_serves_long_texts_too(tmp_path: Path) -> None:
+    path = write_toy(tmp_path / "mamba.gguf", "mamba", vocab="bytes")
+    prompts = [chr(ord("a") + i) for i in range(8)]
+    found = run_json(
+        "--prompts", *prompts, "-m", str(path), "--draft", "none", "-n", "300", "--ignore-eos",
+    )  # fmt: skip
+    assert [len(result["tokens"]) for result in found["results"]] == [300] * 8
+
+
 @pytest.mark.parametrize("draft", ["none", "tale-draft"])
 def test_layout_changes_no_text(draft: str) -> None:
     """Cells of their own are as many as the longest text needs, with a drafter too."""

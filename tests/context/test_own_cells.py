@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,6 +53,21 @@ def test_one_sequence_is_a_unified_cache(target: lb.Model) -> None:
     with Context(target, n_ctx=256, n_seq_max=1, n_threads=1, kv_unified=False) as one:
         assert one.capabilities.can_share
         assert one.params.kv_unified
+
+
+def test_auto_divides_the_memory_where_it_can_be(target: lb.Model, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"n_ctx": 1024, "n_threads": 1, "kv_unified": "auto"}
+    with Context(target, n_seq_max=4, **options) as ctx:
+        assert (ctx.params.kv_unified, ctx.n_ctx, ctx.n_ctx_seq) == (False, 1024, 256)
+    for n_seq_max, n_ubatch in ((1, 512), (4, 2)):
+        with Context(target, n_seq_max=n_seq_max, n_ubatch=n_ubatch, **options) as ctx:
+            assert ctx.params.kv_unified and ctx.n_ctx_seq == 1024
+    for architecture in ("mamba", "gemma3"):
+        path = toys.write_toy(tmp_path / f"{architecture}.gguf", architecture)
+        with lb.Model(path) as model, Context(model, n_seq_max=4, **options) as ctx:
+            assert ctx.params.kv_unified and ctx.capabilities.can_share
+    with pytest.raises(ConfigError, match="kv_unified must be 'auto', True or False"):
+        Context(target, kv_unified="no")
 
 
 def test_forks_copy_and_generate_the_same_to_the_bit(own: Context, ctx: Context) -> None:

@@ -1322,3 +1322,72 @@ def test_value_that_the_type_refuses_ends_no_batch(ctx: Context) -> None:
     assert refused.value.text == '["1.2.3"]' and "\n" not in str(refused.value)
     with pytest.raises(lb.ParseError):
         lb.Grammar.from_json_schema({}).parse("[" * 100_000)
+
+
+def test_engine_opens_a_model_and_gives_each_text_a_part_of_the_cache(
+    target: lb.Model, ctx: Context
+) -> None:
+    """By its path, and as a model that stays open; the texts are those of one cache."""
+    expected = [r.text for r in Engine(ctx, seed=3, max_tokens=12).generate(PROMPTS)]
+    for source in (target.path, target):
+        with Engine(source, parallel=3, seed=3, max_tokens=12) as engine:
+            own = engine.target
+            assert (own.n_seq_max, own.n_ctx_seq) == (3, target.n_ctx_train)
+            assert not own.capabilities.can_share
+            assert [r.text for r in engine.generate(PROMPTS)] == expected
+        assert own.closed
+        assert own.model.closed == (source is not target)
+    engine = Engine(ctx)
+    engine.close()
+    assert not ctx.closed
+
+
+async def _ask(model: lb.Model, prompt: str) -> tuple[str, Context]:
+    async with AsyncEngine(model, parallel=2, seed=3) as engine:
+        result = await engine.complete(prompt, max_tokens=12)
+        return result.text, engine.engine.target
+
+
+def test_asynchronous_engine_opens_a_model(target: lb.Model, ctx: Context) -> None:
+    text, own = asyncio.run(_ask(target, "The wolf"))
+    assert own.closed and own.n_seq_max == 2 and not own.params.kv_unified
+    seeded = Request("The wolf", max_tokens=12, id="0")
+    assert text == Engine(ctx, seed=3).generate([seeded])[0].text
+
+
+def test_engine_keeps_one_cache_where_a_model_drafts_or_memory_cannot_be_divided(
+    target: lb.Model, draft_ctx: Context, tmp_path: Path
+) -> None:
+    drafters = {
+        "model": lb.ModelDrafter(draft_ctx),
+        "chain": lb.ChainDrafter([lb.SuffixDrafter(), lb.ModelDrafter(draft_ctx)]),
+        "grammar": lb.GrammarDrafter(lb.ModelDrafter(draft_ctx)),
+    }
+    for drafter in drafters.values():
+        with Engine(target, drafter, parallel=2) as engine:
+            assert engine.target.params.kv_unified
+    with Engine(target, lb.SuffixDrafter(), parallel=2) as engine:
+        assert not engine.target.params.kv_unified
+    path = toys.write_toy(tmp_path / "mamba.gguf", "mamba", vocab="bytes")
+    with Engine(path, parallel=2, max_tokens=4) as engine:
+        assert engine.target.params.kv_unified
+        assert len(engine.generate(["a", "b", "c"])) == 3
+
+
+def test_engine_that_cannot_open_leaves_nothing_open(
+    target: lb.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[lb.Model] = []
+
+    class Watched(lb.Model):
+        def __init__(self, path: Path) -> None:
+            super().__init__(path)
+            opened.append(self)
+
+    monkeypatch.setattr("llamabranch.engine.engine.Model", Watched)
+    for parallel in (0, 1000):
+        with pytest.raises(ConfigError, match="parallel"):
+            Engine(target.path, parallel=parallel)
+    assert [model.closed for model in opened] == [True, True]
+    with pytest.raises(ConfigError, match="no-such-model"):
+        Engine("no-such-model")

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 from ...arguments import instance
 from ...branch import Branch
+from ...context import Context
 from ...model import Model
 from ...sampling import Distribution
 from ..length.base import DraftLength
@@ -207,6 +208,11 @@ class Drafter(ABC):
     def estimates(self) -> frozenset[str]:
         """Names that drafts have whose ``entropies`` are surprisals, by the drafter's own estimate."""
         return frozenset()
+
+    @property
+    def contexts(self) -> list[Context]:
+        """The contexts of the models that it drafts with."""
+        return []
 
     @abstractmethod
     def check(self, target: Model) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 
 from ...arguments import instance
 from ...branch import Branch
+from ...context import Context
 from ...errors import ConfigError
 from ...model import Model
 from ..length.base import DraftLength
@@ -54,6 +55,11 @@ class ChainDrafter(Drafter):
     def estimates(self) -> frozenset[str]:
         """Those of its drafters."""
         return frozenset().union(*(each.estimates for each in self.drafters))
+
+    @property
+    def contexts(self) -> list[Context]:
+        """Those of its drafters."""
+        return [ctx for each in self.drafters for ctx in each.contexts]
 
     def check(self, target: Model) -> None:
         """Raise VocabularyMismatchError if one of them cannot draft for ``target``."""

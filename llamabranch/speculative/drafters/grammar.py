@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from ...branch import Branch
+from ...context import Context
 from ...errors import ConfigError, GrammarError
 from ...model import Model
 from ...native.draft_loop import StopRule
@@ -63,6 +64,11 @@ class GrammarDrafter(Drafter):
     def estimates(self) -> frozenset[str]:
         """Those of ``values``."""
         return frozenset() if self.values is None else self.values.estimates
+
+    @property
+    def contexts(self) -> list[Context]:
+        """Those of ``values``."""
+        return [] if self.values is None else self.values.contexts
 
     def check(self, target: Model) -> None:
         """Raise VocabularyMismatchError if ``values`` or ``plain`` cannot draft for ``target``."""

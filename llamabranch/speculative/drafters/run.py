@@ -54,6 +54,11 @@ class RunDrafter(Drafter):
         """Candidates per node; above 1 it proposes trees."""
         return self._width
 
+    @property
+    def contexts(self) -> list[Context]:
+        """Its own."""
+        return [self.ctx]
+
     def settings(self, target: Branch) -> SamplingParams:
         """Return the settings with which drafts for ``target`` are drawn: without a logits processor."""
         params = self.sampling or target.sampling

@@ -19,7 +19,6 @@ from typing import Literal, overload
 from typing_extensions import TypeVar, Unpack
 
 from ..arguments import whole
-from ..context import Context
 from ..errors import ClosedError, ConfigError
 from ..model import Prompt
 from ..sampling import SamplingParams
